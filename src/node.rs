@@ -146,7 +146,7 @@ impl Node {
         stores.observe(&registry)?;
         stores.watch(&health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
-        let shared = shared.with_shares(shares);
+        let shared = shared.with_quotas(shares);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
             workers.push(shared.start(number as u64 + 1, role).await?);

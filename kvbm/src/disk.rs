@@ -39,7 +39,7 @@ pub use verify::{Verification, verify};
 
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::event::{EventLog, SetDigest};
-use crate::tier::{Claims, Index, LoadError, Loaded, Shares, StoreError, Tier, Usage};
+use crate::tier::{Index, LoadError, Loaded, Quotas, StoreError, Tier, Usage, WriteClaims};
 use crate::transform::crypt::MetadataKeys;
 use direct::BufferPool;
 use futures::future::{BoxFuture, FutureExt};
@@ -70,7 +70,7 @@ pub struct DiskTier {
     log_paths: Vec<Arc<LogPath>>,
     shared: Shared,
     striper: Mutex<Striper>,
-    claims: Claims,
+    claims: WriteClaims,
     recovered: watch::Sender<bool>,
     runtime: Handle,
     /// All work that reads or writes the folders. It runs on blocking threads.
@@ -108,7 +108,7 @@ impl DiskTier {
     /// # Panics
     /// Outside a tokio runtime, without a path, or with more than 255.
     pub fn striped(paths: &[(PathBuf, Settings)], events: Arc<EventLog>) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, &Shares::default(), events, None)?;
+        let tier = Self::claim(paths, &Quotas::default(), events, None)?;
         tier.recover();
         Ok(tier)
     }
@@ -120,11 +120,11 @@ impl DiskTier {
     /// As for [`DiskTier::striped`].
     pub fn open_in_background(
         paths: &[(PathBuf, Settings)],
-        shares: &Shares,
+        quotas: &Quotas,
         events: Arc<EventLog>,
         keys: Option<Arc<MetadataKeys>>,
     ) -> Result<Arc<Self>, OpenError> {
-        let tier = Self::claim(paths, shares, events, keys)?;
+        let tier = Self::claim(paths, quotas, events, keys)?;
         let recovering = tier.clone();
         drop(tier.tasks.spawn_blocking_on(move || recovering.recover(), &tier.runtime));
         Ok(tier)
@@ -194,7 +194,7 @@ impl DiskTier {
 
     fn claim(
         paths: &[(PathBuf, Settings)],
-        shares: &Shares,
+        quotas: &Quotas,
         events: Arc<EventLog>,
         keys: Option<Arc<MetadataKeys>>,
     ) -> Result<Arc<Self>, OpenError> {
@@ -203,7 +203,7 @@ impl DiskTier {
             next: Arc::default(),
             pool: BufferPool::default(),
             paths: paths.len() as u32,
-            quotas: shares.at(Level::G3, 1),
+            quotas: quotas.for_tier(Level::G3, 1),
             capacity: paths.iter().map(|(_, settings)| settings.capacity_bytes).sum(),
             corruption: Arc::default(),
             max_block: Arc::new(AtomicU64::new(Header::MAX_LENGTH)),
@@ -247,7 +247,7 @@ impl DiskTier {
             }
         }
         let (recovered, _) = watch::channel(false);
-        let (striper, claims, runtime) = (Mutex::default(), Claims::default(), Handle::current());
+        let (striper, claims, runtime) = (Mutex::default(), WriteClaims::default(), Handle::current());
         Ok(Arc::new(Self { log_paths, shared, striper, claims, recovered, runtime, tasks }))
     }
 
@@ -458,13 +458,13 @@ async fn read(
     hashes: Arc<[SequenceHash]>,
     part: SegmentRead,
 ) -> impl futures::Stream<Item = Loaded> {
-    let indices: Vec<usize> = part.run.wanted.iter().map(|wanted| wanted.index).collect();
+    let indices: Vec<usize> = part.run.blocks.iter().map(|wanted| wanted.index).collect();
     let failed = log.failed.clone();
     let reading = async {
-        let pass = log_path.readers.enter(part.group, part.run.end() - part.run.start()).await;
+        let permit = log_path.readers.acquire(part.group, part.run.end() - part.run.start()).await;
         let reading = log_path.clone().spawn_blocking(move || {
             let loaded = log_path.work(&log, |log| log.load(fingerprint, &hashes, &part));
-            drop(pass);
+            drop(permit);
             loaded
         });
         // Dropping the stream cancels reads that have not started.

@@ -108,5 +108,5 @@ pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
 pub use table::{hugepages, prefetch, splitmix, swar};
-pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Shares, StoreError, Tier, Usage};
+pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Quotas, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

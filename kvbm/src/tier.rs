@@ -1,9 +1,9 @@
-//! The seam below G1: a place where blocks rest.
+//! The interface of the tiers below G1, and parts that several tiers share.
 //!
-//! This room owns the trait [`Tier`] with its contract and the suite that checks it (`conformance`), and the parts that
-//! several tiers are made of: the index of what rests, quotas and fair queueing between cache domains, claims of blocks
-//! that are being written, and reads of neighbouring blocks in one request. [`Faulty`] injects faults into any tier.
-//! Not here: a tier itself. Those are `pool`, `disk` and `object`.
+//! This room owns the trait [`Tier`] with its contract and the test suite that checks it (`conformance`). Its parts are
+//! the index of stored blocks, quotas and fair queueing between cache domains, claims of blocks that are being written,
+//! and coalescing of adjacent reads. [`Faulty`] injects faults into any tier.
+//! Not here: implementations of tiers. Those are in `pool`, `disk` and `object`.
 
 pub(crate) mod coalesce;
 #[cfg(test)]
@@ -14,85 +14,88 @@ mod index;
 mod quota;
 mod write_claims;
 
-pub(crate) use drr::{Fair, Gate, Pass};
+pub(crate) use drr::{DrrQueue, FairSemaphore, Permit};
 pub use fault_injection::{Faults, Faulty};
-pub(crate) use index::{Index, Resting};
-pub(crate) use quota::{Bounds, Division, payer};
-pub use quota::{Quota, Shares};
-pub(crate) use write_claims::{Claim, Claims};
+pub(crate) use index::{Index, IndexEntry};
+pub(crate) use quota::{Bounds, TierQuotas, victim_group};
+pub use quota::{Quota, Quotas};
+pub(crate) use write_claims::{WriteClaim, WriteClaims};
 
 use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use std::io;
 
-/// A place where blocks rest: host memory, a log on SSD, an object store, a peer's memory.
+/// A tier that stores blocks: host memory, a log on SSD, an object store, a peer's memory.
 ///
 /// # Contract
-/// - `holds` MUST NOT wait or touch a device. It is a hint: a block that it names may be gone when it is loaded.
-/// - `load` MUST yield every index of `names` exactly once, in any order, and end. A block that is not there is `Ok(None)`,
-///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; whoever serves them does.
-/// - `store` MUST resolve only when the bytes rest as durably as the tier promises, and only then announce them. Storing a
-///   block that is there already is an `Ok`. When the tier is full it gives up older blocks, leaves before parents; when
-///   it cannot take a block now it MUST answer [`StoreError::Busy`] soon rather than wait for ever.
-/// - `discard` MUST make `holds` and `load` deny the block from then on, and announce its removal. A tier that keeps several
-///   copies of it may go on with another, and take what is said of that for a while for said of the first.
-/// - `expire` MUST make `holds` and `load` deny every block that the tier knows to be over, and announce its removal. A tier
-///   that learns only by reading a block that it is over need not know; whoever serves blocks looks at their dates.
-/// - A block's whole header MUST come back as it was stored, but for what describes the payload's form.
-/// - Every change of what `holds` would say MUST be announced, once, in the owner's event log.
-/// - A tier knows no other tier.
+/// - `holds` MUST NOT wait or access a device. It is a hint: a block that it counts may be missing when it is loaded.
+/// - `load` MUST yield every index of `hashes` exactly once, in any order, and end. A missing block is `Ok(None)`,
+///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; the caller does.
+/// - `store` MUST resolve only when the bytes are as durable as the tier promises, and only then announce them. Storing
+///   a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot accept a block
+///   now MUST answer [`StoreError::Busy`] soon instead of waiting.
+/// - After `discard`, `holds` and `load` MUST miss the block, and its removal MUST be announced. A tier with several
+///   copies of the block may continue with another one, and may treat further calls as repetitions of the first for
+///   some time.
+/// - After `expire`, `holds` and `load` MUST miss every block that the tier knows to be expired, and the removals MUST
+///   be announced. A tier that learns a block's dates only when it reads the block may miss some; callers of `load`
+///   check the dates.
+/// - A block's header MUST come back as it was stored, except for the fields that describe the payload's encoding.
+/// - Every change of what `holds` would answer MUST be announced once, in the tier's event log.
+/// - A tier does not depend on other tiers.
 pub trait Tier: Send + Sync + 'static {
-    /// Where in the order of tiers it stands, and its label in metrics.
+    /// Position in the order of tiers, and label in metrics.
     fn level(&self) -> Level;
 
-    /// How many of `names`, counted from the first, rest here.
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize;
+    /// Length of the longest prefix of `hashes` whose blocks are all stored.
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize;
 
     /// Reads blocks.
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded>;
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded>;
 
-    /// Writes blocks, answering for each in order.
+    /// Writes blocks. The results are in the order of the blocks.
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>>;
 
-    /// Drops a block that turned out not to be what it says.
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash);
+    /// Removes a block that was found corrupt.
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash);
 
-    /// Drops a block that was read and is over, unless a sweep was before that, and says how many that makes.
-    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
-        let held = self.holds(fingerprint, &[name]);
-        self.discard(fingerprint, name);
+    /// Removes a block that was found expired when it was read. Returns the number of removed blocks: 0 if it was
+    /// removed already.
+    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
+        let held = self.holds(fingerprint, &[hash]);
+        self.discard(fingerprint, hash);
         held
     }
 
-    /// Forgets blocks that are over by `now`, and says how many. Cheap when there are none.
+    /// Removes blocks that are expired at `now`, and returns their number. Cheap if there are none.
     fn expire(&self, now: Date) -> usize;
 
-    /// How full it is.
+    /// Current fill level.
     fn usage(&self) -> Usage;
 }
 
-/// One answer of [`Tier::load`]: the index into the names asked for, and what was found.
+/// One item of [`Tier::load`]: index of a requested hash, and the result for it.
 pub type Loaded = (usize, Result<Option<Block>, LoadError>);
 
-/// How full a tier is.
+/// Fill level of a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
-    /// Blocks that rest there.
+    /// Number of stored blocks.
     pub blocks: u64,
-    /// Bytes that they take, headers and padding included.
+    /// Bytes that the blocks occupy, headers and padding included.
     pub bytes: u64,
-    /// Bytes that the tier may take; `None` when nobody set a budget.
+    /// Maximum number of bytes; `None` without a limit.
     pub capacity: Option<u64>,
 }
 
 /// A block could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The place failed.
+    /// The device or store failed.
     #[error("read failed: {0}")]
     Io(#[from] io::Error),
-    /// What was read is not the block.
+    /// The bytes are not those of the block.
     #[error("corrupt block: {0}")]
     Corrupt(#[from] crate::block::Corrupt),
 }
@@ -100,13 +103,13 @@ pub enum LoadError {
 /// A block was not stored.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The tier has more to do than it can; offer the block again, or forget it.
+    /// The tier is overloaded; the caller may retry or give up.
     #[error("tier is busy")]
     Busy,
-    /// The tier has no room and nothing to give up.
+    /// The tier is full and cannot evict anything.
     #[error("tier is full")]
     Full,
-    /// The place failed.
+    /// The device or store failed.
     #[error("write failed: {0}")]
     Io(#[from] io::Error),
 }

@@ -1,16 +1,16 @@
 //! Tiers whose blocks rest in another form than they travel in: encoded, encrypted.
 //!
-//! This room owns the wrapper that turns any tier into such a tier, and its two transforms: [`codec`] makes blocks smaller
-//! without loss, [`crypt`] encrypts them and keeps the keys. It promises that what comes back is what was stored, or an error.
-//! Not here: storing. The tier below does that.
+//! This room owns the wrapper that turns any tier into such a tier, and its two transforms: [`codec`] makes blocks
+//! smaller without loss, [`crypt`] encrypts them and keeps the keys. It promises that what comes back is what was
+//! stored, or an error. Not here: storing. The tier below does that.
 //!
 //! ```text
 //!   manager ── raw ──▶ Formed<codec> ── encoded ──▶ Formed<cipher> ── encrypted ──▶ any tier
 //! ```
 //!
 //! The tier below sees ordinary blocks whose header describes the bytes as they rest, so it can check, list and recover
-//! them without knowing the form. The checksum of the engine's bytes travels inside: what was damaged before it was given
-//! the form is still found out after the form was taken off.
+//! them without knowing the form. The checksum of the engine's bytes travels inside: what was damaged before it was
+//! given the form is still found out after the form was taken off.
 
 mod buffers;
 pub mod codec;
@@ -132,8 +132,8 @@ impl<F: Form> Tier for Formed<F> {
         self.tier.discard(fingerprint, name);
     }
 
-    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
-        self.tier.lapse(fingerprint, name)
+    fn expire_one(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        self.tier.expire_one(fingerprint, name)
     }
 
     fn expire(&self, now: Date) -> usize {

@@ -3,7 +3,7 @@
 
 use super::sizes::Sizes;
 use crate::config::{ByteSize, Config, TenantQuota};
-use kvbm::{Domain, DomainId, Level, Quota, Shares};
+use kvbm::{Domain, DomainId, Level, Quota, Quotas};
 use std::collections::{BTreeMap, HashSet};
 
 /// A quota that cannot be guaranteed.
@@ -80,16 +80,16 @@ pub(super) fn shares(
     quotas: &[TenantQuota],
     capacities: Capacities,
     domain: Option<impl Fn(&str) -> Domain>,
-) -> Result<Shares, Error> {
+) -> Result<Quotas, Error> {
     if quotas.is_empty() {
-        return Ok(Shares::default());
+        return Ok(Quotas::default());
     }
     let domain = domain.ok_or(Error::NoTenants)?;
     let mut tenants = HashSet::new();
     if let Some(twice) = quotas.iter().find(|quota| !tenants.insert(&quota.tenant)) {
         return Err(Error::Twice(twice.tenant.clone()));
     }
-    let mut shares = Shares::default();
+    let mut shares = Quotas::default();
     let tiers = [
         (Level::G1, capacities.g1, "tiers.g1"),
         (Level::G2, capacities.g2, "tiers.g2"),
@@ -105,7 +105,7 @@ pub(super) fn shares(
                 return Err(Error::LessThanGuaranteed { tenant: tenant.clone(), tier, quota });
             }
             guaranteed = guaranteed.saturating_add(quota.guaranteed);
-            shares = shares.promise(domain(tenant).id(), level, quota);
+            shares = shares.with_quota(domain(tenant).id(), level, quota);
         }
         if guaranteed > have {
             return Err(Error::TooMuch { tier, key, guaranteed, have });
@@ -115,7 +115,7 @@ pub(super) fn shares(
         if !(weight.is_finite() && *weight > 0.0) {
             return Err(Error::Weight(tenant.clone(), *weight));
         }
-        shares = shares.weigh(domain(tenant).id(), *weight);
+        shares = shares.with_weight(domain(tenant).id(), *weight);
     }
     Ok(shares)
 }
@@ -155,7 +155,7 @@ mod tests {
         TenantQuota { g1_guaranteed: ByteSize(g1), g1_limit: g1_limit.map(ByteSize), ..TenantQuota::of(tenant) }
     }
 
-    fn of(quotas: &[TenantQuota]) -> Result<Shares, Error> {
+    fn of(quotas: &[TenantQuota]) -> Result<Quotas, Error> {
         shares(quotas, CAPACITIES, Some(|tenant: &str| Domain::derived(b"secret", tenant)))
     }
 
@@ -163,10 +163,10 @@ mod tests {
     fn each_tenant_gets_its_quota_in_its_own_domain() {
         let ann = Domain::derived(b"secret", "ann").id();
         let levels = [Level::G2, Level::G3, Level::G3_5, Level::G4];
-        let wanted = Shares::default().promise(ann, Level::G1, Quota { guaranteed: 600, maximum: Some(700) });
-        let wanted = levels.into_iter().fold(wanted, |shares, level| shares.promise(ann, level, Quota::default()));
+        let wanted = Quotas::default().with_quota(ann, Level::G1, Quota { guaranteed: 600, maximum: Some(700) });
+        let wanted = levels.into_iter().fold(wanted, |shares, level| shares.with_quota(ann, level, Quota::default()));
         assert_eq!(of(&[quota("ann", 600, Some(700))]), Ok(wanted));
-        assert_eq!(of(&[]), Ok(Shares::default()));
+        assert_eq!(of(&[]), Ok(Quotas::default()));
     }
 
     #[test]

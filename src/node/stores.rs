@@ -11,7 +11,7 @@ use crate::config::{ByteSize, Config};
 use anyhow::{Context, anyhow, bail};
 use kvbm::crypt::MetadataKeys;
 use kvbm::object::{Access, GcScheduler, StoreHealth, StoreLocation};
-use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Shares, Tier, disk, object};
+use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Quotas, Tier, disk, object};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
@@ -61,7 +61,7 @@ impl Stores {
     pub(super) async fn open(
         config: &Config,
         disks: &[Disk],
-        shares: &Shares,
+        shares: &Quotas,
         planes: &Planes,
         transforms: &Transforms,
         block_bytes: u64,
@@ -164,7 +164,7 @@ impl Stores {
     async fn share(
         &mut self,
         shared: &Shared,
-        shares: &Shares,
+        shares: &Quotas,
         config: &Config,
         planes: &Planes,
         transforms: &Transforms,
@@ -247,7 +247,7 @@ impl Collector for DiskHealth {
 
 async fn open_disk(
     disks: Vec<Disk>,
-    shares: Shares,
+    shares: Quotas,
     log: Arc<EventLog>,
     keys: Option<Arc<MetadataKeys>>,
 ) -> anyhow::Result<Arc<DiskTier>> {
@@ -260,7 +260,7 @@ async fn open_disk(
 }
 
 /// Checks the sizes of the G3 logs before any of them is opened.
-pub(super) fn check_disks(disks: &[Disk], shares: &Shares) -> anyhow::Result<()> {
+pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
     disks.iter().try_for_each(|disk| {
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
         settings.check(shares).map_err(|error| refused(&error))

@@ -4,7 +4,7 @@ use super::sizes::Sizes;
 use super::stores::Stores;
 use crate::config::ByteSize;
 use anyhow::Context;
-use kvbm::{BlockManager, Epoch, EventLog, HostTier, Shares, Tier};
+use kvbm::{BlockManager, Epoch, EventLog, HostTier, Quotas, Tier};
 use prometheus::Registry;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -18,7 +18,7 @@ use worker::serve::{Planes, Worker};
 pub(super) struct Shared {
     runtime: Arc<Runtime>,
     sizes: Sizes,
-    shares: Shares,
+    shares: Quotas,
     planes: Planes,
     lower: Vec<Arc<dyn Tier>>,
     stores: Vec<StoreId>,
@@ -48,7 +48,7 @@ impl Shared {
         Ok(Self {
             runtime,
             sizes,
-            shares: Shares::default(),
+            shares: Quotas::default(),
             planes,
             lower: stores.tiers(),
             stores: stores.ids(),
@@ -60,7 +60,7 @@ impl Shared {
     }
 
     /// Applies the quotas of tenants to the memory of each worker.
-    pub(super) fn with_shares(self, shares: Shares) -> Self {
+    pub(super) fn with_quotas(self, shares: Quotas) -> Self {
         Self { shares, ..self }
     }
 
@@ -77,9 +77,9 @@ impl Shared {
         let device = memory.device();
         let fingerprint = device.fingerprint();
         let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
-        let host = host.map(|host| host.with_shares(&self.shares));
+        let host = host.map(|host| host.with_quotas(&self.shares));
         let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
-        let manager = manager.with_shares(&self.shares);
+        let manager = manager.with_quotas(&self.shares);
         self.peers.insert(id, manager.peer());
         let engine = LlamaEngine::start(
             id,

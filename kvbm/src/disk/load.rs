@@ -5,7 +5,7 @@ use super::log::{Location, Log, Shared};
 use super::queue::clone_error;
 use super::{record, segment};
 use crate::block::{Block, Corrupt, Fingerprint, SequenceHash};
-use crate::tier::coalesce::{self, Run, Wanted};
+use crate::tier::coalesce::{self, BlockRange, ReadRun};
 use crate::tier::{LoadError, Loaded};
 use bytes::Bytes;
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ pub(super) struct SegmentRead {
     pub(super) segment: u32,
     /// Quota group of the segment.
     pub(super) group: u16,
-    pub(super) run: Run,
+    pub(super) run: ReadRun,
 }
 
 /// Plans a load: the indices of `hashes` that are missing, and the reads on each of `logs`.
@@ -37,7 +37,7 @@ pub(super) fn plan(
 ) -> (Vec<usize>, Vec<Vec<SegmentRead>>) {
     let (index, most) = (&shared.index, shared.max_block.load(Ordering::Relaxed));
     let mut missing = Vec::new();
-    let mut segments: Vec<BTreeMap<(u32, u16), Vec<Wanted>>> = vec![BTreeMap::new(); logs.len()];
+    let mut segments: Vec<BTreeMap<(u32, u16), Vec<BlockRange>>> = vec![BTreeMap::new(); logs.len()];
     for (index_in_request, location) in
         index.find(fingerprint, hashes, |location| location.hot = true).into_iter().enumerate()
     {
@@ -55,21 +55,21 @@ pub(super) fn plan(
         let length = record::span(u64::from(location.length), log.access.alignment());
         let offset = u64::from(location.offset) * Access::UNIT;
         let segments = &mut segments[usize::from(location.path)];
-        segments.entry((location.segment, location.group)).or_default().push(Wanted {
+        segments.entry((location.segment, location.group)).or_default().push(BlockRange {
             index: index_in_request,
             offset,
             length,
         });
     }
-    let parts = |segments: BTreeMap<(u32, u16), Vec<Wanted>>| {
+    let parts = |segments: BTreeMap<(u32, u16), Vec<BlockRange>>| {
         let parts = segments.into_iter().flat_map(|((segment, group), wanted)| {
-            coalesce::runs(wanted, MAX_GAP_BYTES, MAX_READ_BYTES - Access::BLOCK)
+            coalesce::coalesce(wanted, MAX_GAP_BYTES, MAX_READ_BYTES - Access::BLOCK)
                 .into_iter()
                 .map(move |run| SegmentRead { segment, group, run })
         });
         // Requests consume blocks in order, so reads with earlier blocks come first.
         let mut parts: Vec<SegmentRead> = parts.collect();
-        parts.sort_by_key(|part| part.run.wanted.iter().map(|wanted| wanted.index).min());
+        parts.sort_by_key(|part| part.run.blocks.iter().map(|wanted| wanted.index).min());
         parts
     };
     (missing, segments.into_iter().map(parts).collect())
@@ -78,7 +78,7 @@ pub(super) fn plan(
 impl Log {
     /// Executes a read, blocking. A corrupt record is removed from the index; a segment that was reclaimed is a miss.
     pub(super) fn load(&self, fingerprint: Fingerprint, hashes: &[SequenceHash], part: &SegmentRead) -> Vec<Loaded> {
-        let indices = part.run.wanted.iter().map(|wanted| wanted.index);
+        let indices = part.run.blocks.iter().map(|wanted| wanted.index);
         let is_current = |location: &Location| self.is_in_segment(location, part.segment);
         let answer = |index: usize, record: Option<Bytes>| {
             // The segment was reclaimed meanwhile, and its space may have been reused.
@@ -118,14 +118,14 @@ impl Log {
             return None;
         }
         let length = record::span(u64::from(location.length), self.access.alignment());
-        let wanted = vec![Wanted { index: 0, offset: u64::from(location.offset) * Access::UNIT, length }];
-        let record = self.read(location.segment, &Run { wanted }).ok()?.pop()??;
+        let wanted = vec![BlockRange { index: 0, offset: u64::from(location.offset) * Access::UNIT, length }];
+        let record = self.read(location.segment, &ReadRun { blocks: wanted }).ok()?.pop()??;
         // A block that was reclaimed meanwhile is a miss.
         find().is_some_and(|now| self.is_in_segment(&now, location.segment)).then(|| record::block(&record).ok())?
     }
 
     /// Reads the records of a run; `None` for a record behind the end of the file.
-    pub(super) fn read(&self, number: u32, run: &Run) -> io::Result<Vec<Option<Bytes>>> {
+    pub(super) fn read(&self, number: u32, run: &ReadRun) -> io::Result<Vec<Option<Bytes>>> {
         #[cfg(test)]
         self.shared.hooks.read(self.path)?;
         let path = segment::path(&self.folder, number);
@@ -138,7 +138,7 @@ impl Log {
             let mut buffer = self.shared.pool.take(bytes);
             let read = self.io.query(|| direct::read(&file, start, &mut buffer[..bytes]))?;
             let buffer = Bytes::from_owner(buffer).slice(..read);
-            let records = run.wanted.iter().map(|wanted| {
+            let records = run.blocks.iter().map(|wanted| {
                 let start = (wanted.offset - start) as usize;
                 let end = start + wanted.length as usize;
                 (end <= read).then(|| buffer.slice(start..end))

@@ -11,7 +11,7 @@ use super::queue::Queue;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings, record};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
-use crate::tier::{Division, Index, Resting};
+use crate::tier::{Index, IndexEntry, TierQuotas};
 use crate::transform::crypt::MetadataKeys;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeMap;
@@ -56,7 +56,7 @@ pub(super) struct Shared {
     pub(super) pool: BufferPool,
     pub(super) paths: u32,
     /// Quotas of all paths together, and the capacity that they refer to, in bytes.
-    pub(super) quotas: Division,
+    pub(super) quotas: TierQuotas,
     pub(super) capacity: u64,
     pub(super) corruption: Arc<CorruptionCounters>,
     /// Maximum payload length of a loaded block, in bytes.
@@ -93,7 +93,7 @@ pub(super) struct Log {
     pub(super) queue: Queue,
     pub(super) settings: Settings,
     /// Quotas of this path.
-    pub(super) quotas: Division,
+    pub(super) quotas: TierQuotas,
     pub(super) used_bytes: Arc<AtomicU64>,
     // Declared before `folder_lock`, so that heads are sealed while the folder is still locked.
     pub(super) state: Mutex<State>,
@@ -171,7 +171,7 @@ impl Log {
         #[cfg(test)]
         let io = io.with_faults(shared.hooks.faults(path));
         let state = State { recovered: false, rotating: false, heads: BTreeMap::new(), segments: BTreeMap::new() };
-        let quotas = shared.quotas.part(settings.capacity_bytes, shared.capacity);
+        let quotas = shared.quotas.scaled(settings.capacity_bytes, shared.capacity);
         Ok(Self {
             path,
             folder: folder.to_owned(),
@@ -339,7 +339,7 @@ impl Log {
     }
 
     /// Adds stored blocks to the index.
-    pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = Resting<Location>>) {
+    pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = IndexEntry<Location>>) {
         self.shared.index.insert(blocks, |parent, child| self.mark_hot(parent, child.segment));
     }
 
@@ -356,11 +356,11 @@ impl Log {
         parent.hot |= parent.segment.saturating_add(aside) < child;
     }
 
-    pub(super) fn index_entry(&self, block: &Block, segment: &Segment, offset: u64) -> Resting<Location> {
+    pub(super) fn index_entry(&self, block: &Block, segment: &Segment, offset: u64) -> IndexEntry<Location> {
         let (offset, length) = ((offset / Access::UNIT) as u32, block.header.length as u32);
         let Header { fingerprint, hash, parent, retention, .. } = block.header;
         let (segment, group) = (segment.number(), segment.group());
         let location = Location { segment, offset, length, group, path: self.path, hot: false };
-        Resting { fingerprint, name: hash, parent, retention, place: location }
+        IndexEntry { fingerprint, hash, parent, retention, location }
     }
 }

@@ -13,7 +13,7 @@
 use super::log::{COOLDOWN, Log, Shared};
 use super::{OpenError, READERS, Settings, segment};
 use crate::permissions;
-use crate::tier::Gate;
+use crate::tier::FairSemaphore;
 use parking_lot::{Mutex, RwLock};
 use std::any::Any;
 use std::io;
@@ -44,7 +44,7 @@ pub(super) struct LogPath {
     pub(super) folder: PathBuf,
     pub(super) settings: Settings,
     /// Limits concurrent reads of this path, shared fairly by domains. A path that hangs delays no other.
-    pub(super) readers: Arc<Gate>,
+    pub(super) readers: Arc<FairSemaphore>,
     shared: Shared,
     runtime: Handle,
     tasks: TaskTracker,
@@ -66,7 +66,7 @@ impl LogPath {
             number,
             folder: folder.to_owned(),
             settings,
-            readers: Gate::new(READERS, &shared.quotas.weights),
+            readers: FairSemaphore::new(READERS, &shared.quotas.weights),
             shared,
             runtime: Handle::current(),
             tasks,

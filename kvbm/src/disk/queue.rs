@@ -2,7 +2,7 @@
 
 use super::record::Record;
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
-use crate::tier::{Claim, Division, Fair, StoreError};
+use crate::tier::{DrrQueue, StoreError, TierQuotas, WriteClaim};
 use parking_lot::{Mutex, MutexGuard};
 use std::io;
 use tokio::sync::oneshot;
@@ -18,7 +18,7 @@ pub(super) struct Job {
     pub(super) block: Block,
     pub(super) answer: oneshot::Sender<Result<(), StoreError>>,
     /// Released when the block is stored or the write failed.
-    pub(super) claim: Option<Claim>,
+    pub(super) claim: Option<WriteClaim>,
 }
 
 /// Records that are written together. Tombstones come first, because they were pushed before the blocks that follow.
@@ -44,7 +44,7 @@ impl Batch {
 
 /// A queue bounded by bytes per quota group. Groups are served by deficit round robin.
 pub(super) struct Queue {
-    quotas: Division,
+    quotas: TierQuotas,
     /// Maximum number of queued bytes per group.
     limit: u64,
     state: Mutex<State>,
@@ -53,15 +53,15 @@ pub(super) struct Queue {
 struct State {
     /// Tombstones, each with the group of the segment that has the block.
     tombstones: Vec<(u16, Fingerprint, SequenceHash)>,
-    jobs: Fair<Job>,
+    jobs: DrrQueue<Job>,
     bytes: Vec<u64>,
     writers: usize,
 }
 
 impl Queue {
-    pub(super) fn new(limit: u64, quotas: Division) -> Self {
+    pub(super) fn new(limit: u64, quotas: TierQuotas) -> Self {
         let groups = quotas.bounds.len();
-        let (jobs, bytes) = (Fair::new(&quotas.weights), vec![0; groups]);
+        let (jobs, bytes) = (DrrQueue::new(&quotas.weights), vec![0; groups]);
         let state = Mutex::new(State { tombstones: Vec::new(), jobs, bytes, writers: 0 });
         Self { quotas, limit: limit / groups as u64, state }
     }
@@ -70,7 +70,7 @@ impl Queue {
     pub(super) fn push(
         &self,
         block: Block,
-        claim: Option<Claim>,
+        claim: Option<WriteClaim>,
     ) -> Result<oneshot::Receiver<Result<(), StoreError>>, StoreError> {
         let (mut state, group) = (self.lock(), self.quotas.group(block.header.domain));
         if !state.has_room(group, &block, self.limit) {
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_full_queue_is_busy_and_an_empty_one_accepts_any_block() {
-        let queue = Queue::new(7_000, Division::default());
+        let queue = Queue::new(7_000, TierQuotas::default());
         let blocks = chain(1, 4);
         let kept: Vec<_> = blocks.iter().map(|block| queue.push(block.clone(), None)).collect();
         assert!(kept[0].is_ok() && kept[1].is_ok());
@@ -215,15 +215,15 @@ mod tests {
         let mut writer = queue.writer().unwrap();
         assert_eq!(writer.take(|_, _| true).unwrap().jobs.len(), 2);
         assert!(writer.take(|_, _| true).is_none());
-        let narrow = Queue::new(10, Division::default());
+        let narrow = Queue::new(10, TierQuotas::default());
         assert!(narrow.push(blocks[0].clone(), None).is_ok());
     }
 
     #[test]
     fn batches_have_one_domain_and_floods_leave_room_to_others() {
         let domain = |n: u8| crate::block::DomainId::from_bytes([n; 16]);
-        let shares = crate::tier::Shares::default().weigh(domain(1), 2.0).weigh(domain(2), 2.0);
-        let queue = Queue::new(3 * 12_000, shares.at(crate::block::Level::G3, 1));
+        let quotas = crate::tier::Quotas::default().with_weight(domain(1), 2.0).with_weight(domain(2), 2.0);
+        let queue = Queue::new(3 * 12_000, quotas.for_tier(crate::block::Level::G3, 1));
         let push = |n: u8, count: usize| {
             let blocks = chain(u64::from(n), count).into_iter().map(|block| block.in_domain(domain(n)));
             blocks.filter_map(|block| queue.push(block, None).ok()).count()
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn a_permit_ends_when_the_queue_is_empty() {
-        let queue = Queue::new(u64::MAX, Division::default());
+        let queue = Queue::new(u64::MAX, TierQuotas::default());
         assert!(queue.writer().is_none(), "nothing to write");
         let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.push(block, None).unwrap()).collect();
         let (mut first, _others) = (queue.writer().unwrap(), [queue.writer().unwrap(), queue.writer().unwrap()]);
@@ -256,7 +256,7 @@ mod tests {
 
     #[test]
     fn a_writer_that_panics_answers_queued_jobs() {
-        let queue = Queue::new(u64::MAX, Division::default());
+        let queue = Queue::new(u64::MAX, TierQuotas::default());
         let mut waiting = queue.push(chain(1, 1).remove(0), None).unwrap();
         drop(queue.writer());
         assert!(waiting.try_recv().is_err_and(|error| error == oneshot::error::TryRecvError::Closed));

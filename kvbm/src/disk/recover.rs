@@ -8,7 +8,7 @@ use super::record::{self, ParsedRecord};
 use super::segment::{self, Segment, open_regular, path, seal};
 use crate::block::{Fingerprint, SequenceHash};
 use crate::table::BlockHasher;
-use crate::tier::Resting;
+use crate::tier::IndexEntry;
 use crate::transform::crypt::MetadataKeys;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, OpenOptions};
@@ -163,12 +163,12 @@ impl Log {
                 later.is_none() && !(late && self.shared.index.get(*namespace, entry.hash).as_ref().is_some_and(newer))
             };
             let blocks = record_list.iter().filter(|(_, entry)| !entry.is_tombstone).filter(is_stored);
-            let blocks = blocks.map(|(fingerprint, entry)| Resting {
+            let blocks = blocks.map(|(fingerprint, entry)| IndexEntry {
                 fingerprint,
-                name: entry.hash,
+                hash: entry.hash,
                 parent: entry.parent,
                 retention: entry.retention(),
-                place: Location {
+                location: Location {
                     segment: number,
                     offset: entry.offset,
                     length: entry.length,
@@ -178,7 +178,7 @@ impl Log {
                 },
             });
             // Collected first, because the index is locked while it inserts.
-            let blocks: Vec<Resting<Location>> = blocks.collect();
+            let blocks: Vec<IndexEntry<Location>> = blocks.collect();
             self.index_blocks(blocks);
         }
         recovery.segments.extend(segments);

@@ -2,7 +2,7 @@
 
 use super::direct::Access;
 use crate::block::Level;
-use crate::tier::Shares;
+use crate::tier::Quotas;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::PathBuf;
@@ -36,8 +36,8 @@ impl Settings {
     pub(super) const MIN_SEGMENT_BYTES: u64 = 64 << 10;
 
     /// Checks that a log of this capacity can be opened.
-    pub fn check(self, shares: &Shares) -> Result<(), OpenError> {
-        self.in_blocks(shares.at(Level::G3, 1).bounds.len()).map(drop)
+    pub fn check(self, quotas: &Quotas) -> Result<(), OpenError> {
+        self.in_blocks(quotas.for_tier(Level::G3, 1).bounds.len()).map(drop)
     }
 
     pub(super) fn in_blocks(self, groups: usize) -> Result<Self, OpenError> {

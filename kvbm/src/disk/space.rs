@@ -16,8 +16,8 @@ use super::reclaim::{self, Candidate};
 use super::record::{self, Record};
 use super::segment::{self, Head, Segment};
 use crate::block::Block;
-use crate::tier::coalesce::{self, Run, Wanted};
-use crate::tier::{StoreError, payer};
+use crate::tier::coalesce::{self, BlockRange, ReadRun};
+use crate::tier::{StoreError, victim_group};
 use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ pub(super) struct ReclaimingSegment {
 
 /// Blocks that are copied together.
 struct CarryOver {
-    run: Run,
+    run: ReadRun,
     head: Arc<Head>,
     at: u64,
 }
@@ -202,8 +202,8 @@ impl Log {
             let gives = segments_of(state, group).any(|segment| segment.is_sealed());
             (*bounds, bytes_of(state, group), gives)
         });
-        let payer = payer(groups)?;
-        self.oldest_victim(state, payer as u16, carry)
+        let group = victim_group(groups)?;
+        self.oldest_victim(state, group as u16, carry)
     }
 
     /// The oldest sealed segment of a group. The blocks to carry over get space in the head at once, so that a later
@@ -253,7 +253,7 @@ impl Log {
         victim.to_spill.retain(|index| carried.binary_search(index).is_err());
         let Some(open) = open else { return };
         let carried_over = runs.into_iter().map(|run| {
-            let at = open.take(run.end() - run.start(), run.wanted.len());
+            let at = open.take(run.end() - run.start(), run.blocks.len());
             CarryOver { run, head: open.head.clone(), at }
         });
         victim.carried_over = carried_over.collect();
@@ -265,7 +265,7 @@ impl Log {
         let carried_over: HashSet<usize> = victim
             .carried_over
             .iter()
-            .flat_map(|carried_over| carried_over.run.wanted.iter().map(|wanted| wanted.index))
+            .flat_map(|carried_over| carried_over.run.blocks.iter().map(|wanted| wanted.index))
             .collect();
         let goes = victim.blocks.iter().enumerate().filter(|(index, _)| !carried_over.contains(index));
         let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.hash));
@@ -294,7 +294,7 @@ impl Log {
             let valid = match self.read_valid(victim, run) {
                 Ok(valid) => valid,
                 Err(error) => {
-                    (unreadable, last) = (unreadable + run.wanted.len(), Some(error));
+                    (unreadable, last) = (unreadable + run.blocks.len(), Some(error));
                     continue;
                 }
             };
@@ -303,7 +303,7 @@ impl Log {
             for (block, offset) in valid.iter().zip(offsets) {
                 let new = self.index_entry(block, head.segment(), offset);
                 let still = |location: &Location| self.is_in_segment(location, number);
-                self.shared.index.relocate(new.fingerprint, new.name, still, new.place);
+                self.shared.index.relocate(new.fingerprint, new.hash, still, new.location);
             }
             if self.is_withdrawn() {
                 // `withdraw` did not find these blocks in the head.
@@ -332,8 +332,8 @@ impl Log {
     }
 
     /// The blocks of a run that pass verification.
-    fn read_valid(&self, victim: &ReclaimingSegment, run: &Run) -> io::Result<Vec<Block>> {
-        let records = run.wanted.iter().zip(self.read(victim.segment.number(), run)?);
+    fn read_valid(&self, victim: &ReclaimingSegment, run: &ReadRun) -> io::Result<Vec<Block>> {
+        let records = run.blocks.iter().zip(self.read(victim.segment.number(), run)?);
         let valid = records.filter_map(|(wanted, record)| {
             let candidate = victim.blocks[wanted.index].0;
             let read = record::block(&record?).ok()?;
@@ -346,12 +346,12 @@ impl Log {
 
 impl ReclaimingSegment {
     /// The runs of records of some blocks.
-    fn runs(&self, positions: &[usize]) -> Vec<Run> {
+    fn runs(&self, positions: &[usize]) -> Vec<ReadRun> {
         let wanted = positions.iter().map(|&index| {
             let (candidate, location) = &self.blocks[index];
-            Wanted { index, offset: u64::from(location.offset) * Access::UNIT, length: candidate.bytes }
+            BlockRange { index, offset: u64::from(location.offset) * Access::UNIT, length: candidate.bytes }
         });
-        coalesce::runs(wanted.collect(), 0, CARRY_BYTES)
+        coalesce::coalesce(wanted.collect(), 0, CARRY_BYTES)
     }
 }
 

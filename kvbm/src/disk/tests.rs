@@ -3,7 +3,7 @@
 use super::*;
 use crate::block::Verified;
 use crate::event::{BlockEvent, Epoch};
-use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, hashes, load, store};
 use parking_lot::{Condvar, MutexGuard};
 use std::collections::BTreeSet;
 use std::fs;
@@ -242,7 +242,7 @@ fn open_logs_with_hooks(folder: &Path, settings: Settings, hooks: TestHooks) -> 
         next: Arc::default(),
         pool: BufferPool::default(),
         paths: 1,
-        quotas: crate::tier::Division::default(),
+        quotas: crate::tier::TierQuotas::default(),
         capacity: settings.capacity_bytes,
         corruption: Arc::default(),
         max_block: Arc::new(Header::MAX_LENGTH.into()),
@@ -292,7 +292,7 @@ pub(super) fn all(loaded: &[Option<Verified>]) -> bool {
 fn subject(settings: Settings) -> Subject {
     let folder = tempfile::tempdir().unwrap();
     let (tier, events) = open_with(folder.path(), settings);
-    Subject::keeping(tier, events, folder)
+    Subject::with_resources(tier, events, folder)
 }
 
 conformance::suite!(async || subject(settings()));
@@ -300,7 +300,7 @@ conformance::suite!(async || subject(settings()));
 #[tokio::test]
 async fn the_capacity_holds() {
     let capacity_bytes = 400_000;
-    conformance::older_blocks_make_room_and_the_budget_holds(subject(Settings { capacity_bytes, ..settings() })).await;
+    conformance::older_blocks_are_evicted_within_the_capacity(subject(Settings { capacity_bytes, ..settings() })).await;
 }
 
 #[tokio::test]
@@ -339,10 +339,10 @@ async fn buffered_access_works_where_direct_access_is_rejected() {
     let tier = open_accessing(folder.path(), direct::Access::Buffered);
     let blocks = chain(1, 100);
     store(&*tier, blocks.clone()).await;
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await));
     drop(tier);
     let (tier, _) = open(folder.path());
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await));
 }
 
 #[tokio::test]
@@ -353,7 +353,7 @@ async fn a_log_with_a_finer_alignment_than_the_device_is_read() {
     store(&*tier, blocks.clone()).await;
     drop(tier);
     let tier = open_accessing(folder.path(), direct::Access::Direct { alignment: 4096 });
-    assert!(all(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await));
 }
 
 #[tokio::test]
@@ -374,7 +374,7 @@ async fn aligned_and_unaligned_payloads_round_trip() {
     let blocks: Vec<_> = chain(1, 3 * shapes.len()).into_iter().zip(payloads).map(seal).collect();
     store(&*tier, blocks.clone()).await;
     let held = async |tier: &DiskTier| {
-        let loaded = load(tier, fingerprint(), names(&blocks)).await;
+        let loaded = load(tier, fingerprint(), hashes(&blocks)).await;
         let same = loaded
             .iter()
             .zip(&blocks)

@@ -14,7 +14,7 @@ use crate::event::{EventLog, SetDigest};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
-use crate::tier::{Shares, Tier, Usage};
+use crate::tier::{Quotas, Tier, Usage};
 use parking_lot::Mutex;
 use std::fmt;
 use std::sync::atomic::AtomicBool;
@@ -148,15 +148,15 @@ impl BlockManager {
         }))
     }
 
-    /// Sets the quotas of domains in G1, and their weights in the offload queues. For G2 see [`HostTier::with_shares`].
+    /// Sets the quotas of domains in G1, and their weights in the offload queues. For G2 see [`HostTier::with_quotas`].
     ///
     /// # Panics
     /// When there are blocks already.
     #[must_use]
-    pub fn with_shares(self, shares: &Shares) -> Self {
+    pub fn with_quotas(self, quotas: &Quotas) -> Self {
         let core = &self.0.core;
-        core.pool.set_quotas(shares.at(Level::G1, core.device.block_bytes() as u64));
-        self.0.offload_workers.iter().for_each(|worker| worker.queue().set_weights(shares));
+        core.pool.set_quotas(quotas.for_tier(Level::G1, core.device.block_bytes() as u64));
+        self.0.offload_workers.iter().for_each(|worker| worker.queue().set_weights(quotas));
         self
     }
 

@@ -20,7 +20,7 @@ use crate::block::{Block, Level};
 use crate::metrics::Direction;
 use crate::pool::HostTier;
 use crate::table::BlockSet;
-use crate::tier::{Shares, StoreError, Tier};
+use crate::tier::{Quotas, StoreError, Tier};
 use batching::Batcher;
 pub(super) use fair_queue::OffloadRequest;
 use futures::FutureExt;
@@ -120,8 +120,8 @@ impl OffloadQueue {
     }
 
     /// Sets the weights of domains that queue from now on.
-    pub(super) fn set_weights(&self, shares: &Shares) {
-        self.queue.set_weights(shares);
+    pub(super) fn set_weights(&self, quotas: &Quotas) {
+        self.queue.set_weights(quotas);
     }
 
     /// Resolves when everything queued so far is stored or dropped, or when the worker has ended.

@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::pool::device::conformance::InMemory;
 use crate::pool::{BlockId, CachedBlocks, DeviceBlocks, HostTier};
 use crate::tier::conformance::Memory;
-use crate::tier::{Faults, Faulty, Loaded, Shares, StoreError, Tier, Usage};
+use crate::tier::{Faults, Faulty, Loaded, Quotas, StoreError, Tier, Usage};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use parking_lot::Mutex;

@@ -11,7 +11,7 @@ use crate::block::{DomainId, Fingerprint, Level, SequenceHash};
 use crate::event::EventLog;
 use crate::log_limit::LogLimit;
 use crate::table::BlockHasher;
-use crate::tier::{Index, Resting};
+use crate::tier::{Index, IndexEntry};
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use parking_lot::{Mutex, MutexGuard};
@@ -212,12 +212,12 @@ impl Catalog {
         let newer =
             |(_, location): &(_, Option<BlockLocation>)| location.is_none_or(|location| location.object <= number);
         let entries = section.entries.iter().zip(before).filter(newer);
-        let indexed = |(entry, before): (&BlockEntry, Option<BlockLocation>)| Resting {
+        let indexed = |(entry, before): (&BlockEntry, Option<BlockLocation>)| IndexEntry {
             fingerprint,
-            name: entry.hash,
+            hash: entry.hash,
             parent: entry.parent,
             retention: entry.retention(),
-            place: BlockLocation {
+            location: BlockLocation {
                 object: number,
                 offset: entry.offset,
                 length: entry.length,

@@ -11,8 +11,8 @@ use super::catalog::{self, Catalog};
 use super::client::Client;
 use super::format::layout::ObjectId;
 use crate::block::{Block, Corrupt, Fingerprint, Header, SequenceHash};
-use crate::tier::coalesce::{self, Run, Wanted};
-use crate::tier::{Division, Gate, LoadError, Loaded, Pass};
+use crate::tier::coalesce::{self, BlockRange, ReadRun};
+use crate::tier::{FairSemaphore, LoadError, Loaded, Permit, TierQuotas};
 use bytes::Bytes;
 use futures::stream::{self, BoxStream, StreamExt};
 use object_store::Error;
@@ -39,33 +39,33 @@ const MAX_GAP_BYTES: u64 = 512 << 10;
 
 /// Orders the requests of concurrent loads: fair between domains, and bounded in requests and bytes.
 pub(super) struct ReadQueue {
-    gate: Arc<Gate>,
+    semaphore: Arc<FairSemaphore>,
     buffer_bytes: Arc<Semaphore>,
-    quotas: OnceLock<Division>,
+    quotas: OnceLock<TierQuotas>,
 }
 
 impl ReadQueue {
     pub(super) fn new() -> Self {
         Self {
-            gate: Gate::new(MAX_REQUESTS, &[]),
+            semaphore: FairSemaphore::new(MAX_REQUESTS, &[]),
             buffer_bytes: Arc::new(Semaphore::new(MAX_BUFFERED_BYTES as usize)),
             quotas: OnceLock::new(),
         }
     }
 
     /// Sets the weights of the domains, once.
-    pub(super) fn set_quotas(&self, quotas: Division) {
-        self.gate.weigh(&quotas.weights);
+    pub(super) fn set_quotas(&self, quotas: TierQuotas) {
+        self.semaphore.set_weights(&quotas.weights);
         let _ = self.quotas.set(quotas);
     }
 
-    async fn enter(&self, catalog: &Catalog, object: i64, run: &Run) -> (Pass, Option<OwnedSemaphorePermit>) {
+    async fn enter(&self, catalog: &Catalog, object: i64, run: &ReadRun) -> (Permit, Option<OwnedSemaphorePermit>) {
         let domain = catalog.object(object).map(|object| object.domain);
         let group = domain.zip(self.quotas.get()).map_or(0, |(domain, quotas)| quotas.group(domain));
         let bytes = run.end() - run.start();
-        let pass = self.gate.enter(group, bytes).await;
+        let permit = self.semaphore.acquire(group, bytes).await;
         // The semaphore is never closed.
-        (pass, self.buffer_bytes.clone().acquire_many_owned(bytes.min(MAX_BUFFERED_BYTES) as u32).await.ok())
+        (permit, self.buffer_bytes.clone().acquire_many_owned(bytes.min(MAX_BUFFERED_BYTES) as u32).await.ok())
     }
 }
 
@@ -84,7 +84,7 @@ impl Reader {
     /// Loads the blocks of the reader. Blocks with a payload of more than `max_payload_bytes` are corrupt.
     pub(super) fn load(self, max_payload_bytes: u64) -> BoxStream<'static, Loaded> {
         let mut missing = Vec::new();
-        let mut objects: BTreeMap<i64, Vec<Wanted>> = BTreeMap::new();
+        let mut objects: BTreeMap<i64, Vec<BlockRange>> = BTreeMap::new();
         let locations = self.catalog.index.find(self.fingerprint, &self.hashes, |_| ());
         for (index, location) in locations.into_iter().enumerate() {
             let Some(location) = location else {
@@ -98,18 +98,18 @@ impl Reader {
             }
             let offset = u64::from(location.offset);
             let length = Header::LEN as u64 + u64::from(location.length);
-            objects.entry(location.object).or_default().push(Wanted { index, offset, length });
+            objects.entry(location.object).or_default().push(BlockRange { index, offset, length });
         }
         let range = range_bytes(objects.values().flatten().map(|wanted| wanted.length));
         let runs = objects.into_iter().flat_map(|(object, wanted)| {
-            coalesce::runs(wanted, MAX_GAP_BYTES, range).into_iter().map(move |run| (object, run))
+            coalesce::coalesce(wanted, MAX_GAP_BYTES, range).into_iter().map(move |run| (object, run))
         });
-        let mut runs: Vec<(i64, Run)> = runs.collect();
-        runs.sort_by_key(|(_, run)| run.wanted.iter().map(|wanted| wanted.index).min());
+        let mut runs: Vec<(i64, ReadRun)> = runs.collect();
+        runs.sort_by_key(|(_, run)| run.blocks.iter().map(|wanted| wanted.index).min());
         let read = move |(object, run)| {
             let reader = self.clone();
             async move {
-                let _pass = reader.queue.enter(&reader.catalog, object, &run).await;
+                let _permit = reader.queue.enter(&reader.catalog, object, &run).await;
                 stream::iter(reader.read_run(object, &run).await)
             }
         };
@@ -119,9 +119,9 @@ impl Reader {
 
     /// Reads a run of blocks of one object. A missing object is a miss; a corrupt block is an error and leaves the
     /// catalog.
-    async fn read_run(&self, number: i64, run: &Run) -> Vec<Loaded> {
+    async fn read_run(&self, number: i64, run: &ReadRun) -> Vec<Loaded> {
         let Self { client, catalog, .. } = self;
-        let indices = || run.wanted.iter().map(|wanted| wanted.index);
+        let indices = || run.blocks.iter().map(|wanted| wanted.index);
         let misses = || indices().map(|index| (index, Ok(None))).collect();
         let Some(object) = catalog.object(number) else { return misses() };
         let bytes = match client.get_range(&object.path, run.start()..run.end()).await {
@@ -143,12 +143,12 @@ impl Reader {
         if let Some(id) = ObjectId::from_path(&object.path) {
             self.access_log.record(id);
         }
-        let decode = |wanted: &Wanted| {
+        let decode = |wanted: &BlockRange| {
             let start = (wanted.offset - run.start()) as usize;
             let block = decode_block(&bytes, start, wanted.length as usize);
             (wanted.index, block.map(Some).map_err(LoadError::Corrupt))
         };
-        let loaded: Vec<Loaded> = run.wanted.iter().map(decode).collect();
+        let loaded: Vec<Loaded> = run.blocks.iter().map(decode).collect();
         let corrupt = loaded.iter().filter(|(_, result)| result.is_err()).map(|(index, _)| self.hashes[*index]);
         let corrupt: Vec<SequenceHash> = corrupt.collect();
         if !corrupt.is_empty() {

@@ -8,7 +8,7 @@ use super::reader::range_bytes;
 use super::*;
 use crate::block::{Block, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified};
 use crate::event::{Epoch, EventLog};
-use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, load, names, store};
+use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, hashes, load, store};
 use crate::tier::{LoadError, StoreError, Tier};
 use bytes::Bytes;
 use futures::stream::StreamExt;
@@ -77,7 +77,7 @@ mod in_memory {
     use super::*;
     conformance::suite!(async || {
         let (tier, events) = open_on(Arc::new(InMemory::new()));
-        Subject::keeping(tier, events, ())
+        Subject::with_resources(tier, events, ())
     });
 }
 
@@ -86,7 +86,7 @@ mod in_a_folder {
     conformance::suite!(async || {
         let folder = tempfile::tempdir().unwrap();
         let (tier, events) = open_in(folder.path(), Settings::default());
-        Subject::keeping(tier, events, folder)
+        Subject::with_resources(tier, events, folder)
     });
 }
 
@@ -111,8 +111,8 @@ async fn another_process_finds_blocks_within_two_seconds() {
         // At different phases of the reader's polls.
         tokio::time::sleep(Duration::from_millis(seed * 130)).await;
         store(&*writer, conversation.clone()).await;
-        assert!(seconds_until_found(&reader, &names(&conversation)).await < 2.0);
-        assert!(all_found(&load(&*reader, fingerprint(), names(&conversation)).await));
+        assert!(seconds_until_found(&reader, &hashes(&conversation)).await < 2.0);
+        assert!(all_found(&load(&*reader, fingerprint(), hashes(&conversation)).await));
     }
     assert_eq!(announced(&reader_events, Level::G4).len(), 240);
     // A process that starts later, and one that starts after the others ended.
@@ -122,7 +122,7 @@ async fn another_process_finds_blocks_within_two_seconds() {
     drop((reader, writer, third));
     let (late, _) = open_on(shared);
     late.wait_until_ready().await;
-    assert!(all_found(&load(&*late, fingerprint(), names(&chain(7, 12))).await));
+    assert!(all_found(&load(&*late, fingerprint(), hashes(&chain(7, 12))).await));
 }
 
 #[tokio::test(start_paused = true)]
@@ -137,8 +137,8 @@ async fn a_restart_finds_all_blocks_with_their_parents() {
     drop(tier);
     let (tier, after) = reopen(folder.path()).await;
     assert_eq!(announced(&after, Level::G4), announced(&before, Level::G4));
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
-    assert!(all_found(&load(&*tier, other, names(&foreign)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
+    assert!(all_found(&load(&*tier, other, hashes(&foreign)).await));
     for object in files(folder.path(), "blocks") {
         let path = object.to_str().unwrap();
         assert_ne!(path.contains(&fingerprint().to_string()), path.contains(&other.to_string()));
@@ -162,10 +162,10 @@ async fn an_object_holds_blocks_of_one_domain() {
         let foreign = domains.iter().filter(|other| **other != domain && **other != DomainId::SHARED);
         assert!(foreign.clone().all(|other| !bytes.windows(16).any(|at| at == other.as_bytes())));
     }
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
     drop(tier);
     let (again, _) = reopen(folder.path()).await;
-    assert!(all_found(&load(&*again, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*again, fingerprint(), hashes(&blocks)).await));
 }
 
 #[tokio::test(start_paused = true)]
@@ -189,7 +189,7 @@ async fn requests_are_far_fewer_than_blocks() {
     let before = shared.requests();
     let answers = tier.store(blocks.clone()).await;
     assert!(answers.iter().all(Result::is_ok));
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
     // Includes polls of the follower in this time.
     assert!(shared.requests() - before < 100, "{} requests for 1,000 blocks", shared.requests() - before);
 }
@@ -204,7 +204,7 @@ async fn loads_of_one_domain_do_not_starve_another() {
     let small = Settings { object_bytes: 10_000, object_blocks: 1, ..Settings::default() };
     let tier = ObjectTier::open(Arc::new(throttled), "kv", small, Arc::new(EventLog::new(Epoch(1))));
     let [flood, quiet] = [7, 8].map(|n| DomainId::from_bytes([n; 16]));
-    tier.set_quotas(&crate::tier::Shares::default().weigh(flood, 2.0).weigh(quiet, 1.5));
+    tier.set_quotas(&crate::tier::Quotas::default().with_weight(flood, 2.0).with_weight(quiet, 1.5));
     let of = |domain, seed, count| -> Vec<Block> {
         chain(seed, count).into_iter().map(|block| block.in_domain(domain)).collect()
     };
@@ -212,13 +212,13 @@ async fn loads_of_one_domain_do_not_starve_another() {
     store(&*tier, flood_blocks.clone()).await;
     store(&*tier, quiet_blocks.clone()).await;
     let flooding = |_| {
-        let (tier, wanted) = (tier.clone(), names(&flood_blocks));
+        let (tier, wanted) = (tier.clone(), hashes(&flood_blocks));
         tokio::spawn(async move { load(&*tier, fingerprint(), wanted).await })
     };
     let flooding: Vec<_> = (0..20).map(flooding).collect();
     tokio::time::sleep(round_trip * 4).await;
     let start = tokio::time::Instant::now();
-    assert!(all_found(&load(&*tier, fingerprint(), names(&quiet_blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&quiet_blocks)).await));
     assert!(start.elapsed() < round_trip * 4, "{:?} of virtual time", start.elapsed());
     for loading in flooding {
         assert!(all_found(&loading.await.unwrap()));
@@ -235,14 +235,14 @@ async fn the_catalog_is_bounded_and_keeps_the_newest() {
         store(&*tier, chain(seed, 10)).await;
         assert!(tier.usage().blocks <= 100);
     }
-    assert!(all_found(&load(&*tier, fingerprint(), names(&chain(29, 10))).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(29, 10))).await));
     assert_eq!(announced(&events, Level::G4).len() as u64, tier.usage().blocks);
     drop(tier);
     let (tier, _) = open_in(folder.path(), settings);
     tier.wait_until_ready().await;
     assert!((90..=100).contains(&tier.usage().blocks));
-    assert_eq!(tier.holds(fingerprint(), &names(&chain(29, 10))), 10);
-    assert_eq!(tier.holds(fingerprint(), &names(&chain(0, 10))), 0);
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(29, 10))), 10);
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(0, 10))), 0);
 }
 
 #[tokio::test]
@@ -270,9 +270,9 @@ async fn the_manifest_carries_the_retention_of_blocks() {
     let blocks: Vec<Block> = chain(1, 4).into_iter().map(|block| block.with_attrs(attrs)).collect();
     store(&*writer, [blocks.clone(), chain(2, 4)].concat()).await;
     let (reader, events) = reopen(folder.path()).await;
-    assert_eq!(reader.holds(fingerprint(), &names(&blocks)), 4);
+    assert_eq!(reader.holds(fingerprint(), &hashes(&blocks)), 4);
     assert_eq!((reader.expire(Date::from_unix(999)), reader.expire(Date::from_unix(1_000))), (0, 4));
-    let mut left = names(&chain(2, 4));
+    let mut left = hashes(&chain(2, 4));
     left.sort_unstable();
     assert_eq!(announced(&events, Level::G4), left);
 }

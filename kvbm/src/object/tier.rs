@@ -15,7 +15,7 @@ use super::writer::{self, Packer, WriteJob};
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::event::{EventLog, SetDigest};
 use crate::permissions;
-use crate::tier::{Claims, Loaded, Shares, StoreError, Tier, Usage};
+use crate::tier::{Loaded, Quotas, StoreError, Tier, Usage, WriteClaims};
 use crate::transform::crypt::MetadataKeys;
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::BoxStream;
@@ -43,7 +43,7 @@ pub struct ObjectTier {
     read_queue: Arc<ReadQueue>,
     pub(super) jobs: mpsc::Sender<WriteJob>,
     /// Blocks that are being written. Workers of one process share the tier, and often store the same blocks.
-    pub(super) claims: Claims,
+    pub(super) claims: WriteClaims,
     /// Free bytes of the write queue.
     pub(super) queue_bytes: Arc<Semaphore>,
     health: watch::Receiver<StoreHealth>,
@@ -119,7 +119,7 @@ impl ObjectTier {
             catalog,
             read_queue: Arc::new(ReadQueue::new()),
             jobs,
-            claims: Claims::default(),
+            claims: WriteClaims::default(),
             queue_bytes: Arc::new(Semaphore::new(QUEUE_BYTES)),
             health,
             is_measured,
@@ -169,8 +169,8 @@ impl ObjectTier {
 
     /// Sets the weights of domains for concurrent loads. To be called once, before the first load. Quotas of stored
     /// bytes are applied by garbage collection.
-    pub fn set_quotas(&self, shares: &Shares) {
-        self.read_queue.set_quotas(shares.at(self.settings.level, 1));
+    pub fn set_quotas(&self, quotas: &Quotas) {
+        self.read_queue.set_quotas(quotas.for_tier(self.settings.level, 1));
     }
 
     /// Sets the maximum payload bytes of a block. Larger blocks are corrupt and are not read. To be called before the
@@ -339,7 +339,7 @@ impl Tier for ObjectTier {
         self.catalog.discard(fingerprint, hash);
     }
 
-    fn lapse(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
+    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
         // Drops the block whichever copy expired, like `expire`.
         self.catalog.index.remove([(fingerprint, hash)], |_| true)
     }

@@ -14,7 +14,7 @@ use super::format::layout::{InstanceId, Layout};
 use super::format::manifest::{self, BlockEntry, Section};
 use super::settings::Settings;
 use crate::block::{Block, BlockRetention, DomainId, Fingerprint, Header};
-use crate::tier::{Claim, StoreError};
+use crate::tier::{StoreError, WriteClaim};
 use crate::transform::crypt::MetadataKeys;
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
@@ -45,7 +45,7 @@ pub(super) struct WriteJob {
     pub(super) idle: Duration,
     pub(super) answer: oneshot::Sender<StoreResult>,
     /// Prevents concurrent writes of the same block in this process.
-    pub(super) claim: Claim,
+    pub(super) claim: WriteClaim,
     /// The block's bytes in the queue, released with the answer.
     pub(super) queue_permit: OwnedSemaphorePermit,
 }

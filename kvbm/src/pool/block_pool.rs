@@ -6,7 +6,7 @@ use super::state::State;
 use crate::block::{BlockAttrs, BlockRetention, Clock, DomainId, Level, SequenceHash};
 use crate::event::{EventLog, SetDigest, StoredBatch};
 use crate::metrics::MemoryMetrics;
-use crate::tier::Division;
+use crate::tier::TierQuotas;
 use std::sync::{Arc, Mutex};
 
 /// How many blocks ahead [`BlockPool::register`] prefetches.
@@ -37,7 +37,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// When there are blocks already.
-    pub(crate) fn set_quotas(&self, division: Division) {
+    pub(crate) fn set_quotas(&self, division: TierQuotas) {
         let mut state = self.0.lock();
         state.index.set_bounds(&division.bounds);
         state.division = division;
@@ -173,8 +173,8 @@ impl BlockPool {
         }
     }
 
-    /// Extends the retention of resident blocks where `retention` asks for more than they have. Returns the changed blocks
-    /// with their former attributes.
+    /// Extends the retention of resident blocks where `retention` asks for more than they have. Returns the changed
+    /// blocks with their former attributes.
     pub(crate) fn extend_retention(
         &self,
         hashes: impl IntoIterator<Item = SequenceHash>,

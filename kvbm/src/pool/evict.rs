@@ -7,11 +7,11 @@
 //! a chain. **Invariant: a held block holds its parent.** So every block that is not held can be evicted, in some
 //! order, and [`EvictionIndex::evictable`] is exactly the number of slots that an allocation can get by eviction.
 //!
-//! **Victim order**: the group of domains chosen by [`payer`], then lowest priority, then lowest aged frequency, then
-//! least recently released. Frequencies come from a decaying count-min sketch ([`frequency_sketch`], as in W-TinyLFU),
-//! so a scan does not displace blocks that are used repeatedly. As in SLRU, a new block is admitted in any case and
-//! starts in *probation* (an eighth of the slots), where it is evicted after all blocks of the main segment: this
-//! leaves time for a second use.
+//! **Victim order**: the group of domains chosen by [`victim_group`], then lowest priority, then lowest aged frequency,
+//! then least recently released. Frequencies come from a decaying count-min sketch ([`frequency_sketch`], as in
+//! W-TinyLFU), so a scan does not displace blocks that are used repeatedly. As in SLRU, a new block is admitted in any
+//! case and starts in *probation* (an eighth of the slots), where it is evicted after all blocks of the main segment:
+//! this leaves time for a second use.
 
 mod frequency_sketch;
 mod node;
@@ -20,7 +20,7 @@ mod rank;
 
 use crate::block::{Priority, SequenceHash};
 use crate::table::{BlockMap, HashIndex, Prefetcher, hugepages, prefetch};
-use crate::tier::{Bounds, payer};
+use crate::tier::{Bounds, victim_group};
 use frequency_sketch::FrequencySketch;
 use node::{Children, Leaf, Node};
 use parents::Parent;
@@ -279,7 +279,7 @@ impl EvictionIndex {
     /// Evicts the next victim. Its slot belongs to the caller now.
     pub(super) fn evict(&mut self) -> Option<(u32, SequenceHash)> {
         let usage = |group: &Group| (group.bounds, group.resident, !group.leaves.is_empty());
-        let group = payer(self.groups.iter().map(usage))?;
+        let group = victim_group(self.groups.iter().map(usage))?;
         self.evict_of(group)
     }
 

@@ -16,7 +16,7 @@ use crate::block::{
 };
 use crate::event::{EventLog, SetDigest};
 use crate::metrics::Metrics;
-use crate::tier::{Loaded, Shares, StoreError, Tier, Usage};
+use crate::tier::{Loaded, Quotas, StoreError, Tier, Usage};
 use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -76,8 +76,8 @@ impl HostTier {
     /// # Panics
     /// When there are blocks already.
     #[must_use]
-    pub fn with_shares(self, shares: &Shares) -> Self {
-        self.pool.set_quotas(shares.at(Level::G2, self.arena.slot_bytes() as u64));
+    pub fn with_quotas(self, quotas: &Quotas) -> Self {
+        self.pool.set_quotas(quotas.for_tier(Level::G2, self.arena.slot_bytes() as u64));
         self
     }
 

@@ -6,7 +6,7 @@ use super::retention::{Due, PinOutcome, RetentionTable};
 use super::slot::Slot;
 use crate::block::{BlockAttrs, BlockRetention, Date, DomainId, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
-use crate::tier::Division;
+use crate::tier::TierQuotas;
 use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
@@ -15,7 +15,7 @@ use std::sync::{MutexGuard, PoisonError, TryLockError};
 pub(super) struct State {
     pub(super) free: Vec<u32>,
     pub(super) index: EvictionIndex,
-    pub(super) division: Division,
+    pub(super) division: TierQuotas,
     pub(super) retention: RetentionTable,
     /// Rejected pins that are not in the metric yet.
     pub(super) rejected_pins: u64,
@@ -30,7 +30,7 @@ impl State {
             // Popped from the end: slot 0 is used first, so memory is touched from the front.
             free: (0..capacity as u32).rev().collect(),
             index: EvictionIndex::new(capacity),
-            division: Division::default(),
+            division: TierQuotas::default(),
             retention: RetentionTable::new(capacity),
             rejected_pins: 0,
             purges: 0,

@@ -10,7 +10,7 @@ use crate::object::ObjectTier;
 use crate::pool::DeviceBlocks;
 use crate::pool::device::conformance::InMemory;
 use crate::tier::Tier;
-use crate::tier::conformance::{chain, fingerprint, names, store};
+use crate::tier::conformance::{chain, fingerprint, hashes, store};
 use crate::transform::codec::{Mode, encoded, synthetic};
 use crate::transform::crypt::{KeySource, Keys, encrypted};
 use crate::{disk, object};
@@ -165,7 +165,7 @@ impl Harness {
             store(&*wrapped, blocks[BATCH..].to_vec()).await;
             let codec = if matches!(form, Form::Plain | Form::Encrypted) { Codec::Raw } else { Codec::Bf16 };
             let encrypted = matches!(form, Form::Encrypted | Form::Both);
-            let stored = tier.load(fingerprint(), names(&blocks)).next().await.unwrap().1.unwrap().unwrap().header;
+            let stored = tier.load(fingerprint(), hashes(&blocks)).next().await.unwrap().1.unwrap().unwrap().header;
             assert_eq!(
                 (stored.codec, stored.key.is_some()),
                 (codec, encrypted),

@@ -1,6 +1,6 @@
-//! The contract of [`Tier`] as a suite: one function per MUST, run against every implementation.
+//! The contract of [`Tier`] as a test suite: one function per MUST, run against every implementation.
 //!
-//! A test module says `conformance::suite!(async || Subject::new(tier, log))` with a closure that makes a fresh, empty tier.
+//! A test module calls `conformance::suite!(async || Subject::new(tier, log))` with a closure that makes an empty tier.
 
 use super::{StoreError, Tier};
 use crate::block::{
@@ -17,25 +17,26 @@ use std::time::Duration;
 mod memory;
 pub(crate) use memory::Memory;
 
-/// A fresh tier under test, and the log that it announces to.
+/// An empty tier under test, and its event log.
 pub(crate) struct Subject {
     tier: Arc<dyn Tier>,
     log: Arc<EventLog>,
-    _kept: Box<dyn Any + Send>,
+    /// What the tier needs for as long as it lives: a folder, a server.
+    _resources: Box<dyn Any + Send>,
 }
 
 impl Subject {
     pub(crate) fn new(tier: impl Tier, log: Arc<EventLog>) -> Self {
-        Self::keeping(Arc::new(tier), log, ())
+        Self::with_resources(Arc::new(tier), log, ())
     }
 
-    /// A subject with something that must live as long: a folder, a server.
-    pub(crate) fn keeping(tier: Arc<dyn Tier>, log: Arc<EventLog>, kept: impl Any + Send) -> Self {
-        Self { tier, log, _kept: Box::new(kept) }
+    /// A subject with resources that must live as long: a folder, a server.
+    pub(crate) fn with_resources(tier: Arc<dyn Tier>, log: Arc<EventLog>, resources: impl Any + Send) -> Self {
+        Self { tier, log, _resources: Box::new(resources) }
     }
 }
 
-/// Tests of every MUST, for the tier that the closure makes.
+/// Tests every MUST with a tier that the closure makes.
 macro_rules! suite {
     ($make:expr) => {
         mod contract_of_tier {
@@ -43,30 +44,30 @@ macro_rules! suite {
 
             $crate::tier::conformance::suite!(@tests $make;
                 stored_blocks_come_back_as_they_were
-                every_index_is_answered_once_and_a_missing_block_is_none
-                holds_counts_from_the_first_name
-                fingerprints_live_apart
-                whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it
-                what_is_over_is_forgotten_and_announced
-                storing_again_is_ok_and_is_announced_once
-                a_discarded_block_is_denied_until_it_is_stored_again
-                events_say_what_holds_says
+                load_answers_every_index_once
+                holds_counts_the_prefix
+                fingerprints_are_separate
+                domain_and_retention_come_back
+                expired_blocks_are_removed_and_announced
+                storing_again_is_ok_and_announced_once
+                a_discarded_block_is_missing_until_stored_again
+                events_agree_with_holds
                 empty_requests_are_answered
                 a_dropped_load_leaves_the_tier_as_it_was
-                many_at_once_are_all_answered
-                a_store_that_nobody_waits_for_harms_nobody
+                concurrent_requests_are_all_answered
+                a_dropped_store_is_whole_or_absent
             );
         }
     };
-    (@tests $make:expr; $($fact:ident)+) => {
+    (@tests $make:expr; $($test:ident)+) => {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-            async fn $fact() {
+            async fn $test() {
                 let make = $make;
-                // A subject that cannot be had here said so itself.
+                // Without a subject the test is skipped; the closure reports why.
                 let subject: Option<$crate::tier::conformance::Subject> = make().await.into();
                 if let Some(subject) = subject {
-                    $crate::tier::conformance::$fact(subject).await;
+                    $crate::tier::conformance::$test(subject).await;
                 }
             }
         )+
@@ -74,54 +75,59 @@ macro_rules! suite {
 }
 pub(crate) use suite;
 
-/// Whose blocks [`chain`] makes.
+/// The fingerprint of the blocks of [`chain`].
 pub(crate) fn fingerprint() -> Fingerprint {
     Fingerprint::from_bytes([0xF1; 32])
 }
 
-/// A chain of sealed blocks, a function of the seed. Payloads differ in length and are no multiples of anything.
+/// A chain of blocks, a function of the seed. Payloads have different, unaligned lengths.
 pub(crate) fn chain(seed: u64, count: usize) -> Vec<Block> {
     chain_of(fingerprint(), seed, count, 3_000)
 }
 
-/// The same with a fingerprint and a payload length of at most a tenth above `bytes`.
+/// A chain with a fingerprint, and payload lengths from `bytes` to a tenth more.
 pub(crate) fn chain_of(fingerprint: Fingerprint, seed: u64, count: usize, bytes: usize) -> Vec<Block> {
     let mut parent = None;
     let make = |n: usize| {
         let mut random = blake3::Hasher::new();
         random.update(&seed.to_le_bytes()).update(&(n as u64).to_le_bytes());
-        let mut name = [0; 16];
-        name.copy_from_slice(&random.finalize().as_bytes()[..16]);
-        let name = SequenceHash::from_bytes(name);
+        let mut hash = [0; 16];
+        hash.copy_from_slice(&random.finalize().as_bytes()[..16]);
+        let hash = SequenceHash::from_bytes(hash);
         let mut payload = vec![0; bytes + (n * 37 + seed as usize) % (bytes / 10)];
         random.update(fingerprint.as_bytes()).finalize_xof().fill(&mut payload);
-        let block = Block::new(name, parent, fingerprint, Bytes::from(payload));
-        parent = Some(name);
+        let block = Block::new(hash, parent, fingerprint, Bytes::from(payload));
+        parent = Some(hash);
         block
     };
     (0..count).map(make).collect()
 }
 
-pub(crate) fn names(blocks: &[Block]) -> Vec<SequenceHash> {
+pub(crate) fn hashes(blocks: &[Block]) -> Vec<SequenceHash> {
     blocks.iter().map(|block| block.header.hash).collect()
 }
 
-/// Loads and verifies; panics when an index is answered twice or not at all. `None`: a miss, or not believed.
-pub(crate) async fn load(tier: &dyn Tier, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> Vec<Option<Verified>> {
+/// Loads and verifies blocks. `None` is a miss or a block that fails verification. Panics if an index is answered twice
+/// or not at all.
+pub(crate) async fn load(
+    tier: &dyn Tier,
+    fingerprint: Fingerprint,
+    hashes: Vec<SequenceHash>,
+) -> Vec<Option<Verified>> {
     let mut answers: BTreeMap<usize, Option<Verified>> = BTreeMap::new();
-    let mut loading = tier.load(fingerprint, names.clone());
+    let mut loading = tier.load(fingerprint, hashes.clone());
     while let Some((index, answer)) = within(loading.next()).await {
-        let block = answer.ok().flatten().and_then(|block| block.verify(names[index], fingerprint).ok());
+        let block = answer.ok().flatten().and_then(|block| block.verify(hashes[index], fingerprint).ok());
         assert!(answers.insert(index, block).is_none(), "index {index} answered twice");
     }
-    assert_eq!(answers.len(), names.len(), "every index is answered");
+    assert_eq!(answers.len(), hashes.len(), "every index is answered");
     answers.into_values().collect()
 }
 
-/// Stores; a tier that is busy is offered the rest again.
+/// Stores blocks, and retries those for which the tier is busy.
 pub(crate) async fn store(tier: &dyn Tier, blocks: Vec<Block>) {
-    for some in blocks.chunks(32) {
-        let mut left = some.to_vec();
+    for batch in blocks.chunks(32) {
+        let mut left = batch.to_vec();
         while !left.is_empty() {
             let answers = within(tier.store(left.clone())).await;
             assert_eq!(answers.len(), left.len(), "an answer for each");
@@ -136,28 +142,28 @@ pub(crate) async fn store(tier: &dyn Tier, blocks: Vec<Block>) {
     }
 }
 
-/// What the events add up to.
+/// The set of blocks that the events add up to.
 pub(crate) fn announced(log: &EventLog, level: Level) -> Vec<SequenceHash> {
-    let mut rests: Vec<SequenceHash> = Vec::new();
+    let mut stored: Vec<SequenceHash> = Vec::new();
     for numbered in log.after(0, usize::MAX).expect("the log still has all") {
         match numbered.event {
             BlockEvent::Stored { level: at, blocks, .. } if at == level => {
                 for block in blocks {
-                    assert!(!rests.contains(&block), "{block} announced twice");
-                    rests.push(block);
+                    assert!(!stored.contains(&block), "{block} announced twice");
+                    stored.push(block);
                 }
             }
             BlockEvent::Removed { level: at, blocks } if at == level => {
                 for block in blocks {
-                    let known = rests.iter().position(|r| *r == block).expect("removed what was announced");
-                    rests.remove(known);
+                    let known = stored.iter().position(|other| *other == block).expect("removed what was announced");
+                    stored.remove(known);
                 }
             }
             other => panic!("{other:?} is not of {level}"),
         }
     }
-    rests.sort_unstable();
-    rests
+    stored.sort_unstable();
+    stored
 }
 
 async fn within<T>(answer: impl Future<Output = T>) -> T {
@@ -173,28 +179,28 @@ fn same(loaded: Option<&Verified>, stored: &Block) -> bool {
 pub(crate) async fn stored_blocks_come_back_as_they_were(subject: Subject) {
     let blocks = chain(1, 40);
     store(&*subject.tier, blocks.clone()).await;
-    let loaded = load(&*subject.tier, fingerprint(), names(&blocks)).await;
+    let loaded = load(&*subject.tier, fingerprint(), hashes(&blocks)).await;
     assert!(loaded.iter().zip(&blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
     assert_eq!(subject.tier.usage().blocks, 40);
 }
 
-pub(crate) async fn every_index_is_answered_once_and_a_missing_block_is_none(subject: Subject) {
+pub(crate) async fn load_answers_every_index_once(subject: Subject) {
     let (here, never) = (chain(1, 6), chain(2, 6));
     store(&*subject.tier, here.clone()).await;
-    let asked: Vec<Block> = here.iter().zip(&never).flat_map(|(a, b)| [b.clone(), a.clone(), a.clone()]).collect();
-    let mut loading = subject.tier.load(fingerprint(), names(&asked));
-    let mut answered = vec![0; asked.len()];
+    let requested: Vec<Block> = here.iter().zip(&never).flat_map(|(a, b)| [b.clone(), a.clone(), a.clone()]).collect();
+    let mut loading = subject.tier.load(fingerprint(), hashes(&requested));
+    let mut answered = vec![0; requested.len()];
     while let Some((index, answer)) = within(loading.next()).await {
         answered[index] += 1;
         let block = answer.expect("a miss is not an error");
         assert_eq!(block.is_some(), index % 3 != 0, "index {index}");
     }
-    assert_eq!(answered, vec![1; asked.len()]);
+    assert_eq!(answered, vec![1; requested.len()]);
 }
 
-pub(crate) async fn holds_counts_from_the_first_name(subject: Subject) {
+pub(crate) async fn holds_counts_the_prefix(subject: Subject) {
     let blocks = chain(1, 5);
-    let all = names(&blocks);
+    let all = hashes(&blocks);
     assert_eq!(subject.tier.holds(fingerprint(), &all), 0);
     let without_third: Vec<Block> = blocks.iter().filter(|b| b.header.hash != all[2]).cloned().collect();
     store(&*subject.tier, without_third).await;
@@ -203,61 +209,61 @@ pub(crate) async fn holds_counts_from_the_first_name(subject: Subject) {
     assert_eq!(subject.tier.holds(fingerprint(), &[]), 0);
 }
 
-pub(crate) async fn fingerprints_live_apart(subject: Subject) {
+pub(crate) async fn fingerprints_are_separate(subject: Subject) {
     let other = Fingerprint::from_bytes([0x0F; 32]);
     let (ours, theirs) = (chain(1, 4), chain_of(other, 1, 4, 2_000));
-    assert_eq!(names(&ours), names(&theirs), "the same content, other bytes");
+    assert_eq!(hashes(&ours), hashes(&theirs), "the same hashes, other bytes");
     store(&*subject.tier, ours.clone()).await;
-    assert_eq!(subject.tier.holds(other, &names(&ours)), 0);
-    assert!(load(&*subject.tier, other, names(&ours)).await.iter().all(Option::is_none));
+    assert_eq!(subject.tier.holds(other, &hashes(&ours)), 0);
+    assert!(load(&*subject.tier, other, hashes(&ours)).await.iter().all(Option::is_none));
     store(&*subject.tier, theirs.clone()).await;
     for blocks in [&ours, &theirs] {
-        let loaded = load(&*subject.tier, blocks[0].header.fingerprint, names(blocks)).await;
+        let loaded = load(&*subject.tier, blocks[0].header.fingerprint, hashes(blocks)).await;
         assert!(loaded.iter().zip(blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
     }
-    subject.tier.discard(other, names(&ours)[0]);
-    assert_eq!(subject.tier.holds(fingerprint(), &names(&ours)), 4);
+    subject.tier.discard(other, hashes(&ours)[0]);
+    assert_eq!(subject.tier.holds(fingerprint(), &hashes(&ours)), 4);
 }
 
-pub(crate) async fn whose_a_block_is_and_how_long_it_is_kept_comes_back_with_it(subject: Subject) {
-    let terms = |(n, block): (usize, Block)| {
+pub(crate) async fn domain_and_retention_come_back(subject: Subject) {
+    let with_attrs = |(n, block): (usize, Block)| {
         let domain = DomainId::from_bytes([n as u8 / 2; 16]);
         let date = |odd: usize| (n % 3 == odd).then(|| Date::from_unix(4_000_000_000 + n as u64));
         let retention = BlockRetention { expires: date(1), pinned: date(2), store: true, priority: Priority::High };
         block.with_attrs(BlockAttrs { domain, retention })
     };
-    let blocks: Vec<Block> = chain(1, 9).into_iter().enumerate().map(terms).collect();
+    let blocks: Vec<Block> = chain(1, 9).into_iter().enumerate().map(with_attrs).collect();
     store(&*subject.tier, blocks.clone()).await;
-    let loaded = load(&*subject.tier, fingerprint(), names(&blocks)).await;
+    let loaded = load(&*subject.tier, fingerprint(), hashes(&blocks)).await;
     assert!(loaded.iter().zip(&blocks).all(|(loaded, block)| same(loaded.as_ref(), block)));
 }
 
-pub(crate) async fn what_is_over_is_forgotten_and_announced(subject: Subject) {
+pub(crate) async fn expired_blocks_are_removed_and_announced(subject: Subject) {
     let tier = &*subject.tier;
     let until = |seed: u64, expires: Option<Date>| -> Vec<Block> {
         let retention = BlockRetention { expires, ..BlockRetention::default() };
         let attrs = BlockAttrs { retention, ..BlockAttrs::default() };
         chain(seed, 5).into_iter().map(|block| block.with_attrs(attrs)).collect()
     };
-    // By any clock that a tier may have of its own: the first ones are over, the others are not.
+    // The tier may have a clock of its own: by any clock the first blocks are expired, and the others are not.
     let (past, far) = (Date::from_unix(1_000_000), Date::from_unix(u64::MAX));
-    let (over, others) = (until(1, Some(past)), [until(2, Some(far)), until(3, None)].concat());
-    store(tier, [&over[..], &others].concat()).await;
+    let (expired, others) = (until(1, Some(past)), [until(2, Some(far)), until(3, None)].concat());
+    store(tier, [&expired[..], &others].concat()).await;
     tier.expire(past);
-    assert_eq!(tier.holds(fingerprint(), &names(&over)), 0);
-    assert!(load(tier, fingerprint(), names(&over)).await.iter().all(Option::is_none));
-    assert!(load(tier, fingerprint(), names(&others)).await.iter().all(Option::is_some));
-    let mut rests = names(&others);
-    rests.sort_unstable();
-    assert_eq!(announced(&subject.log, tier.level()), rests);
+    assert_eq!(tier.holds(fingerprint(), &hashes(&expired)), 0);
+    assert!(load(tier, fingerprint(), hashes(&expired)).await.iter().all(Option::is_none));
+    assert!(load(tier, fingerprint(), hashes(&others)).await.iter().all(Option::is_some));
+    let mut remaining = hashes(&others);
+    remaining.sort_unstable();
+    assert_eq!(announced(&subject.log, tier.level()), remaining);
     assert_eq!(tier.usage().blocks, 10);
-    assert_eq!(tier.expire(past), 0, "they are gone already");
+    assert_eq!(tier.expire(past), 0, "removed before");
     store(tier, until(1, Some(far))).await;
     tier.expire(past);
-    assert_eq!(tier.holds(fingerprint(), &names(&over)), 5, "computed again, to be kept for longer");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&expired)), 5, "stored again with a later date");
 }
 
-pub(crate) async fn storing_again_is_ok_and_is_announced_once(subject: Subject) {
+pub(crate) async fn storing_again_is_ok_and_announced_once(subject: Subject) {
     let blocks = chain(1, 4);
     store(&*subject.tier, blocks.clone()).await;
     store(&*subject.tier, blocks.clone()).await;
@@ -267,13 +273,13 @@ pub(crate) async fn storing_again_is_ok_and_is_announced_once(subject: Subject) 
     assert_eq!(announced(&subject.log, subject.tier.level()).len(), 4);
 }
 
-pub(crate) async fn a_discarded_block_is_denied_until_it_is_stored_again(subject: Subject) {
+pub(crate) async fn a_discarded_block_is_missing_until_stored_again(subject: Subject) {
     let blocks = chain(1, 3);
-    let all = names(&blocks);
+    let all = hashes(&blocks);
     store(&*subject.tier, blocks.clone()).await;
     subject.tier.discard(fingerprint(), all[1]);
     subject.tier.discard(fingerprint(), all[1]);
-    subject.tier.discard(fingerprint(), names(&chain(9, 1))[0]);
+    subject.tier.discard(fingerprint(), hashes(&chain(9, 1))[0]);
     assert_eq!(subject.tier.holds(fingerprint(), &all), 1);
     let loaded = load(&*subject.tier, fingerprint(), all.clone()).await;
     assert_eq!(loaded.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, true]);
@@ -283,20 +289,20 @@ pub(crate) async fn a_discarded_block_is_denied_until_it_is_stored_again(subject
     assert!(load(&*subject.tier, fingerprint(), all).await.iter().all(Option::is_some));
 }
 
-pub(crate) async fn events_say_what_holds_says(subject: Subject) {
+pub(crate) async fn events_agree_with_holds(subject: Subject) {
     let level = subject.tier.level();
     let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 10)).collect();
-    for (n, some) in blocks.chunks(25).enumerate() {
-        store(&*subject.tier, some.to_vec()).await;
-        subject.tier.discard(fingerprint(), some[n].header.hash);
+    for (n, batch) in blocks.chunks(25).enumerate() {
+        store(&*subject.tier, batch.to_vec()).await;
+        subject.tier.discard(fingerprint(), batch[n].header.hash);
     }
-    let held = |name: &SequenceHash| subject.tier.holds(fingerprint(), &[*name]) == 1;
-    let mut rests: Vec<SequenceHash> = names(&blocks).into_iter().filter(held).collect();
-    rests.sort_unstable();
-    assert_eq!(announced(&subject.log, level), rests);
-    assert_eq!(subject.tier.usage().blocks, rests.len() as u64);
-    let loaded = load(&*subject.tier, fingerprint(), rests).await;
-    assert!(loaded.iter().all(Option::is_some), "at rest, all that is announced can be loaded");
+    let held = |hash: &SequenceHash| subject.tier.holds(fingerprint(), &[*hash]) == 1;
+    let mut stored: Vec<SequenceHash> = hashes(&blocks).into_iter().filter(held).collect();
+    stored.sort_unstable();
+    assert_eq!(announced(&subject.log, level), stored);
+    assert_eq!(subject.tier.usage().blocks, stored.len() as u64);
+    let loaded = load(&*subject.tier, fingerprint(), stored).await;
+    assert!(loaded.iter().all(Option::is_some), "every announced block can be loaded");
 }
 
 pub(crate) async fn empty_requests_are_answered(subject: Subject) {
@@ -304,30 +310,30 @@ pub(crate) async fn empty_requests_are_answered(subject: Subject) {
     assert!(load(&*subject.tier, fingerprint(), Vec::new()).await.is_empty());
     let empty = Block::new(SequenceHash::from_bytes([1; 16]), None, fingerprint(), Bytes::new());
     store(&*subject.tier, vec![empty.clone()]).await;
-    let loaded = load(&*subject.tier, fingerprint(), names(std::slice::from_ref(&empty))).await;
-    assert!(same(loaded[0].as_ref(), &empty), "a block of no bytes is a block");
+    let loaded = load(&*subject.tier, fingerprint(), hashes(std::slice::from_ref(&empty))).await;
+    assert!(same(loaded[0].as_ref(), &empty), "an empty payload is valid");
 }
 
 pub(crate) async fn a_dropped_load_leaves_the_tier_as_it_was(subject: Subject) {
     let blocks = chain(1, 60);
     store(&*subject.tier, blocks.clone()).await;
-    drop(subject.tier.load(fingerprint(), names(&blocks)));
-    let mut loading = subject.tier.load(fingerprint(), names(&blocks));
+    drop(subject.tier.load(fingerprint(), hashes(&blocks)));
+    let mut loading = subject.tier.load(fingerprint(), hashes(&blocks));
     assert!(within(loading.next()).await.is_some());
     drop(loading);
-    assert_eq!(subject.tier.holds(fingerprint(), &names(&blocks)), 60);
-    assert!(load(&*subject.tier, fingerprint(), names(&blocks)).await.iter().all(Option::is_some));
+    assert_eq!(subject.tier.holds(fingerprint(), &hashes(&blocks)), 60);
+    assert!(load(&*subject.tier, fingerprint(), hashes(&blocks)).await.iter().all(Option::is_some));
 }
 
-pub(crate) async fn many_at_once_are_all_answered(subject: Subject) {
+pub(crate) async fn concurrent_requests_are_all_answered(subject: Subject) {
     let tasks = (0..8).map(|seed| {
         let tier = subject.tier.clone();
         tokio::spawn(async move {
             let blocks = chain(seed, 30);
-            for some in blocks.chunks(7) {
-                store(&*tier, some.to_vec()).await;
-                let loaded = load(&*tier, fingerprint(), names(some)).await;
-                assert!(loaded.iter().zip(some).all(|(loaded, block)| same(loaded.as_ref(), block)));
+            for batch in blocks.chunks(7) {
+                store(&*tier, batch.to_vec()).await;
+                let loaded = load(&*tier, fingerprint(), hashes(batch)).await;
+                assert!(loaded.iter().zip(batch).all(|(loaded, block)| same(loaded.as_ref(), block)));
             }
         })
     });
@@ -337,7 +343,7 @@ pub(crate) async fn many_at_once_are_all_answered(subject: Subject) {
     assert_eq!(subject.tier.usage().blocks, 240);
 }
 
-pub(crate) async fn a_store_that_nobody_waits_for_harms_nobody(subject: Subject) {
+pub(crate) async fn a_dropped_store_is_whole_or_absent(subject: Subject) {
     let (dropped, kept) = (chain(1, 10), chain(2, 10));
     {
         let storing = subject.tier.store(dropped.clone());
@@ -345,33 +351,33 @@ pub(crate) async fn a_store_that_nobody_waits_for_harms_nobody(subject: Subject)
         let _ = futures::poll!(&mut storing);
     }
     store(&*subject.tier, kept.clone()).await;
-    assert!(load(&*subject.tier, fingerprint(), names(&kept)).await.iter().all(Option::is_some));
-    for (loaded, block) in load(&*subject.tier, fingerprint(), names(&dropped)).await.iter().zip(&dropped) {
+    assert!(load(&*subject.tier, fingerprint(), hashes(&kept)).await.iter().all(Option::is_some));
+    for (loaded, block) in load(&*subject.tier, fingerprint(), hashes(&dropped)).await.iter().zip(&dropped) {
         assert!(loaded.is_none() || same(loaded.as_ref(), block), "stored whole or not at all");
     }
 }
 
-/// For tiers with a budget, made by the caller: more blocks than fit.
-pub(crate) async fn older_blocks_make_room_and_the_budget_holds(subject: Subject) {
+/// For a tier with a capacity, which the caller makes: stores more blocks than fit.
+pub(crate) async fn older_blocks_are_evicted_within_the_capacity(subject: Subject) {
     let tier = &*subject.tier;
-    let capacity = tier.usage().capacity.expect("a tier with a budget");
+    let capacity = tier.usage().capacity.expect("a tier with a capacity");
     let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
     let offered: u64 = blocks.iter().map(|block| block.header.length).sum();
     assert!(offered > 2 * capacity, "the test offers more than fits");
-    for some in blocks.chunks(20) {
-        store(tier, some.to_vec()).await;
+    for batch in blocks.chunks(20) {
+        store(tier, batch.to_vec()).await;
         assert!(tier.usage().bytes <= capacity);
     }
     let last = &blocks[blocks.len() - 5..];
-    assert!(load(tier, fingerprint(), names(last)).await.iter().all(Option::is_some), "the newest are there");
-    // What goes may still be on its way out when the store is answered.
+    assert!(load(tier, fingerprint(), hashes(last)).await.iter().all(Option::is_some), "the newest blocks are stored");
+    // Evictions may end after the store is answered.
     for _ in 0..2_000 {
-        let rests = announced(&subject.log, tier.level());
-        let held = load(tier, fingerprint(), rests.clone()).await.iter().all(Option::is_some);
-        if held && rests.len() as u64 == tier.usage().blocks {
+        let stored = announced(&subject.log, tier.level());
+        let all_found = load(tier, fingerprint(), stored.clone()).await.iter().all(Option::is_some);
+        if all_found && stored.len() as u64 == tier.usage().blocks {
             return;
         }
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     }
-    panic!("what is announced is not what is held");
+    panic!("announced blocks differ from stored ones");
 }

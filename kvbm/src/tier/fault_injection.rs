@@ -1,8 +1,8 @@
-//! A tier with seeded faults in front of any other: what simulations and tests put where a real device would fail.
+//! Seeded fault injection for any tier, for simulations and tests.
 //!
-//! Whether a fault strikes is a function of the seed, the operation, the block's name and how often that block was asked
-//! for, so it does not depend on how tasks interleave: the same seed and the same requests meet the same faults.
-//! Latency is `tokio::time`, so a paused clock makes it free.
+//! A fault is a function of the seed, the operation, the block's hash and the number of earlier requests for the block.
+//! It does not depend on how tasks interleave: the same seed and the same requests get the same faults. Latency uses
+//! `tokio::time`, so it takes no real time under a paused clock.
 
 use super::{LoadError, Loaded, StoreError, Tier, Usage};
 use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
@@ -15,29 +15,29 @@ use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How often what goes wrong: shares of all blocks, from 0 to 1, tried in the order of the fields.
+/// Probabilities of faults per block, from 0 to 1, tried in the order of the fields.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Faults {
-    /// Every load and every store is late by this much.
+    /// Range of the delay of each load and each store.
     pub latency: RangeInclusive<Duration>,
-    /// Loads and stores that never answer.
+    /// Loads and stores never answer.
     pub hang: f64,
-    /// Loads and stores that fail with an I/O error.
+    /// Loads and stores fail with an I/O error.
     pub error: f64,
-    /// Stores that are told to come back later.
+    /// Stores are answered with [`StoreError::Busy`].
     pub busy: f64,
-    /// Loads that find nothing although the tier holds the block.
+    /// Loads miss although the tier has the block.
     pub lost: f64,
-    /// Loads that yield only a part of the payload.
+    /// Loads yield only a part of the payload.
     pub short: f64,
-    /// Loads that yield a payload with one bit flipped.
+    /// Loads yield a payload with one bit flipped.
     pub corrupt: f64,
-    /// Loads that yield a sound block with another name.
+    /// Loads yield an intact block with another hash.
     pub wrong: f64,
 }
 
 impl Default for Faults {
-    /// None at all.
+    /// No faults.
     fn default() -> Self {
         Self {
             latency: Duration::ZERO..=Duration::ZERO,
@@ -52,21 +52,24 @@ impl Default for Faults {
     }
 }
 
-/// The decorator.
+/// A tier with injected faults.
 pub struct Faulty {
     tier: Arc<dyn Tier>,
-    dice: Arc<Dice>,
+    injector: Arc<FaultInjector>,
 }
 
 impl Faulty {
-    /// Puts faults in front of a tier.
+    /// Wraps a tier.
     pub fn new(tier: Arc<dyn Tier>, seed: u64, faults: Faults) -> Self {
-        Self { tier, dice: Arc::new(Dice { seed, faults: Mutex::new(faults), asked: Mutex::default() }) }
+        Self {
+            tier,
+            injector: Arc::new(FaultInjector { seed, faults: Mutex::new(faults), requests: Mutex::default() }),
+        }
     }
 
-    /// From now on other faults, for instance none: the device came back.
+    /// Replaces the faults.
     pub fn set(&self, faults: Faults) {
-        *self.dice.faults.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+        *self.injector.faults.lock().unwrap_or_else(PoisonError::into_inner) = faults;
     }
 }
 
@@ -75,53 +78,54 @@ impl Tier for Faulty {
         self.tier.level()
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, names)
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        self.tier.holds(fingerprint, hashes)
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let dice = self.dice.clone();
-        let together = names.len().max(1);
-        let found = self.tier.load(fingerprint, names.clone());
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let injector = self.injector.clone();
+        let concurrency = hashes.len().max(1);
+        let found = self.tier.load(fingerprint, hashes.clone());
         found
             .map(move |(index, answer)| {
-                let roll = dice.roll(Operation::Load, names[index]);
+                let outcome = injector.draw(Operation::Load, hashes[index]);
                 async move {
-                    tokio::time::sleep(roll.latency).await;
-                    (index, roll.spoil(answer).await)
+                    tokio::time::sleep(outcome.latency).await;
+                    (index, outcome.apply(answer).await)
                 }
             })
-            .buffer_unordered(together)
+            .buffer_unordered(concurrency)
             .boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         Box::pin(async move {
-            let rolls: Vec<Roll> =
-                blocks.iter().map(|block| self.dice.roll(Operation::Store, block.header.hash)).collect();
-            let late = rolls.iter().map(|roll| roll.latency).max().unwrap_or_default();
-            tokio::time::sleep(late).await;
-            if rolls.iter().any(|roll| roll.fault == Some(Fault::Hang)) {
+            let outcomes: Vec<Outcome> =
+                blocks.iter().map(|block| self.injector.draw(Operation::Store, block.header.hash)).collect();
+            let latency = outcomes.iter().map(|outcome| outcome.latency).max().unwrap_or_default();
+            tokio::time::sleep(latency).await;
+            if outcomes.iter().any(|outcome| outcome.fault == Some(Fault::Hang)) {
                 return future::pending().await;
             }
-            let sound = |roll: &Roll| !matches!(roll.fault, Some(Fault::Error | Fault::Busy));
-            let passed = blocks.into_iter().zip(&rolls).filter(|(_, roll)| sound(roll)).map(|(block, _)| block);
+            let passes = |outcome: &Outcome| !matches!(outcome.fault, Some(Fault::Error | Fault::Busy));
+            let passed =
+                blocks.into_iter().zip(&outcomes).filter(|(_, outcome)| passes(outcome)).map(|(block, _)| block);
             let mut answers = self.tier.store(passed.collect()).await.into_iter();
-            let answer = |roll: &Roll| match roll.fault {
+            let answer = |outcome: &Outcome| match outcome.fault {
                 Some(Fault::Error) => Err(StoreError::Io(injected())),
                 Some(Fault::Busy) => Err(StoreError::Busy),
                 _ => answers.next().expect("a tier answers for each block"),
             };
-            rolls.iter().map(answer).collect()
+            outcomes.iter().map(answer).collect()
         })
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.tier.discard(fingerprint, name);
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.tier.discard(fingerprint, hash);
     }
 
-    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
-        self.tier.lapse(fingerprint, name)
+    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
+        self.tier.expire_one(fingerprint, hash)
     }
 
     fn expire(&self, now: Date) -> usize {
@@ -150,35 +154,36 @@ enum Fault {
     Wrong,
 }
 
-struct Dice {
+struct FaultInjector {
     seed: u64,
     faults: Mutex<Faults>,
-    asked: Mutex<HashMap<(bool, SequenceHash), u64>>,
+    /// Number of requests so far, by operation (loads: true) and block.
+    requests: Mutex<HashMap<(bool, SequenceHash), u64>>,
 }
 
-impl Dice {
-    fn roll(&self, operation: Operation, name: SequenceHash) -> Roll {
+impl FaultInjector {
+    fn draw(&self, operation: Operation, hash: SequenceHash) -> Outcome {
         let loads = operation == Operation::Load;
         let nth = {
-            let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-            let nth = asked.entry((loads, name)).or_default();
+            let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+            let nth = requests.entry((loads, hash)).or_default();
             *nth += 1;
             *nth
         };
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&self.seed.to_le_bytes()).update(&[u8::from(loads)]).update(name.as_bytes());
+        hasher.update(&self.seed.to_le_bytes()).update(&[u8::from(loads)]).update(hash.as_bytes());
         let mut random = hasher.update(&nth.to_le_bytes()).finalize_xof();
-        let mut draw = || {
+        let mut bits = || {
             let mut bytes = [0; 8];
             random.fill(&mut bytes);
             u64::from_le_bytes(bytes)
         };
-        let mut share = || (draw() >> 11) as f64 / (1u64 << 53) as f64;
+        let mut uniform = || (bits() >> 11) as f64 / (1u64 << 53) as f64;
 
         let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
         let (least, most) = (*faults.latency.start(), *faults.latency.end());
-        let latency = least + most.saturating_sub(least).mul_f64(share());
-        let shares = [
+        let latency = least + most.saturating_sub(least).mul_f64(uniform());
+        let probabilities = [
             (Fault::Hang, faults.hang, true),
             (Fault::Error, faults.error, true),
             (Fault::Busy, faults.busy, !loads),
@@ -187,29 +192,34 @@ impl Dice {
             (Fault::Corrupt, faults.corrupt, loads),
             (Fault::Wrong, faults.wrong, loads),
         ];
-        let fault = shares.into_iter().filter(|(.., applies)| *applies).find(|(_, often, _)| share() < *often);
-        Roll { latency, fault: fault.map(|(fault, ..)| fault), random: draw() }
+        let fault = probabilities
+            .into_iter()
+            .filter(|(.., applies)| *applies)
+            .find(|(_, probability, _)| uniform() < *probability);
+        Outcome { latency, fault: fault.map(|(fault, ..)| fault), random: bits() }
     }
 }
 
-struct Roll {
+/// What happens to one operation.
+struct Outcome {
     latency: Duration,
     fault: Option<Fault>,
+    /// Selects the position of the damage.
     random: u64,
 }
 
-impl Roll {
-    async fn spoil(self, answer: Result<Option<Block>, LoadError>) -> Result<Option<Block>, LoadError> {
+impl Outcome {
+    async fn apply(self, answer: Result<Option<Block>, LoadError>) -> Result<Option<Block>, LoadError> {
         match (self.fault, answer) {
             (Some(Fault::Hang), _) => future::pending().await,
             (Some(Fault::Error), _) => Err(LoadError::Io(injected())),
             (Some(Fault::Lost), _) => Ok(None),
-            (Some(fault), Ok(Some(block))) => Ok(Some(self.unsound(fault, block))),
+            (Some(fault), Ok(Some(block))) => Ok(Some(self.damage(fault, block))),
             (_, answer) => answer,
         }
     }
 
-    fn unsound(&self, fault: Fault, mut block: Block) -> Block {
+    fn damage(&self, fault: Fault, mut block: Block) -> Block {
         let length = block.payload.len();
         match fault {
             Fault::Short => block.payload.truncate(self.random as usize % length.max(1)),
@@ -220,11 +230,11 @@ impl Roll {
                 block.payload = Bytes::from(bytes);
             }
             Fault::Wrong => {
-                let mut name = *block.header.hash.as_bytes();
-                name[self.random as usize % name.len()] ^= 1;
+                let mut hash = *block.header.hash.as_bytes();
+                hash[self.random as usize % hash.len()] ^= 1;
                 let header = block.header;
-                let name = SequenceHash::from_bytes(name);
-                block = Block::new(name, header.parent, header.fingerprint, block.payload);
+                let hash = SequenceHash::from_bytes(hash);
+                block = Block::new(hash, header.parent, header.fingerprint, block.payload);
             }
             _ => {}
         }
@@ -252,22 +262,22 @@ mod tests {
         Subject::new(tier, log)
     });
 
-    /// What happened to each of 64 blocks, as one letter each.
-    async fn story(seed: u64) -> String {
-        let shares = Faults { error: 0.1, lost: 0.1, short: 0.1, corrupt: 0.1, wrong: 0.1, ..Faults::default() };
+    /// The result of loading each of 64 blocks, one letter each.
+    async fn outcomes(seed: u64) -> String {
+        let faults = Faults { error: 0.1, lost: 0.1, short: 0.1, corrupt: 0.1, wrong: 0.1, ..Faults::default() };
         let (tier, _) = faulty(seed, Faults::default());
         let blocks = chain(7, 64);
-        let names: Vec<_> = blocks.iter().map(|block| block.header.hash).collect();
+        let hashes: Vec<_> = blocks.iter().map(|block| block.header.hash).collect();
         let fingerprint = blocks[0].header.fingerprint;
         assert!(tier.store(blocks).await.iter().all(Result::is_ok));
-        tier.set(Faults { latency: Duration::from_millis(1)..=Duration::from_secs(9), ..shares });
-        let mut told = vec!['?'; names.len()];
-        let mut answers = tier.load(fingerprint, names.clone());
+        tier.set(Faults { latency: Duration::from_millis(1)..=Duration::from_secs(9), ..faults });
+        let mut letters = vec!['?'; hashes.len()];
+        let mut answers = tier.load(fingerprint, hashes.clone());
         while let Some((index, answer)) = answers.next().await {
-            told[index] = match answer {
+            letters[index] = match answer {
                 Err(_) => 'e',
                 Ok(None) => 'n',
-                Ok(Some(block)) => match block.verify(names[index], fingerprint) {
+                Ok(Some(block)) => match block.verify(hashes[index], fingerprint) {
                     Ok(_) => '.',
                     Err(crate::block::Corrupt::OtherBlock) => 'w',
                     Err(crate::block::Corrupt::Length) => 's',
@@ -275,19 +285,19 @@ mod tests {
                 },
             };
         }
-        told.into_iter().collect()
+        letters.into_iter().collect()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_seed_tells_the_same_story_again_and_another_seed_another() {
-        let first = story(1).await;
-        assert_eq!(first, story(1).await);
-        assert_ne!(first, story(2).await);
-        assert!("enswc.".chars().all(|kind| first.contains(kind)), "each fault strikes, none goes unseen: {first}");
+    async fn faults_are_a_function_of_the_seed() {
+        let first = outcomes(1).await;
+        assert_eq!(first, outcomes(1).await);
+        assert_ne!(first, outcomes(2).await);
+        assert!("enswc.".chars().all(|kind| first.contains(kind)), "each fault occurs and is detected: {first}");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_hang_never_answers_and_ends_when_it_is_dropped() {
+    async fn a_hanging_store_ends_when_dropped() {
         let (tier, _) = faulty(1, Faults { hang: 1.0, ..Faults::default() });
         let blocks = chain(7, 2);
         let hour = Duration::from_hours(1);

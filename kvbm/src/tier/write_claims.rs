@@ -1,4 +1,4 @@
-//! Which blocks are on their way to rest in a tier, so that none is written twice.
+//! WriteClaims of blocks that are queued or being written, so that none is written twice at the same time.
 
 use crate::block::{Fingerprint, SequenceHash};
 use std::collections::HashMap;
@@ -8,21 +8,21 @@ use tokio_util::sync::CancellationToken;
 
 type Key = (Fingerprint, SequenceHash);
 
-/// The blocks that wait or are being written.
+/// The claimed blocks of a tier.
 #[derive(Clone, Default)]
-pub(crate) struct Claims(Arc<Mutex<State>>);
+pub(crate) struct WriteClaims(Arc<Mutex<State>>);
 
 #[derive(Default)]
 struct State {
-    /// With the number of the claim.
+    /// Claimed blocks, with the number of the claim and the token that is cancelled when it ends.
     claimed: HashMap<Key, (u64, CancellationToken)>,
     next: u64,
 }
 
-impl Claims {
-    /// The right to write a block, or what to wait for when somebody has it.
-    pub(crate) fn claim(&self, fingerprint: Fingerprint, name: SequenceHash) -> Result<Claim, CancellationToken> {
-        let key = (fingerprint, name);
+impl WriteClaims {
+    /// Claims a block. If it is claimed already: the token that is cancelled when that claim ends.
+    pub(crate) fn claim(&self, fingerprint: Fingerprint, hash: SequenceHash) -> Result<WriteClaim, CancellationToken> {
+        let key = (fingerprint, hash);
         let mut state = self.lock();
         let State { claimed, next } = &mut *state;
         match claimed.entry(key) {
@@ -31,41 +31,41 @@ impl Claims {
                 let number = *next;
                 *next += 1;
                 free.insert((number, CancellationToken::new()));
-                Ok(Claim { claims: self.clone(), key, number })
+                Ok(WriteClaim { claims: self.clone(), key, number })
             }
         }
     }
 
-    /// Takes the right away from a writer that does not answer any more.
-    pub(crate) fn revoke(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        let gone = self.lock().claimed.remove(&(fingerprint, name));
-        if let Some((_, token)) = gone {
+    /// Ends the claim of a writer that does not answer any more.
+    pub(crate) fn revoke(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        let removed = self.lock().claimed.remove(&(fingerprint, hash));
+        if let Some((_, token)) = removed {
             token.cancel();
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // An insertion or a removal is all that happens under this lock.
+        // Each change under this lock is one insertion or removal.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The right to write a block. Dropping it, when the block rests or does not, lets the others look.
+/// The exclusive right to write a block. Drop ends the claim and wakes the tasks that wait for it.
 #[must_use]
-pub(crate) struct Claim {
-    claims: Claims,
+pub(crate) struct WriteClaim {
+    claims: WriteClaims,
     key: Key,
     number: u64,
 }
 
-impl Drop for Claim {
+impl Drop for WriteClaim {
     fn drop(&mut self) {
-        let gone = match self.claims.lock().claimed.entry(self.key) {
-            // Not one that was given to another after this was revoked.
+        let removed = match self.claims.lock().claimed.entry(self.key) {
+            // After a revocation another writer may have claimed the block.
             Entry::Occupied(claimed) if claimed.get().0 == self.number => Some(claimed.remove()),
             _ => None,
         };
-        if let Some((_, token)) = gone {
+        if let Some((_, token)) = removed {
             token.cancel();
         }
     }

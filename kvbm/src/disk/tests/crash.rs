@@ -20,7 +20,7 @@ async fn a_restart_publishes_the_same_chains() {
     assert_eq!(announced(&after, Level::G3), announced(&before, Level::G3));
     assert_eq!(tier.usage().blocks, usage.blocks);
     for (fingerprint, blocks) in [(fingerprint(), &blocks), (other[0].header.fingerprint, &other)] {
-        let loaded = load(&*tier, fingerprint, names(blocks)).await;
+        let loaded = load(&*tier, fingerprint, hashes(blocks)).await;
         assert!(loaded.iter().zip(blocks).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
     }
     // Every published run follows the parent that it names.
@@ -50,9 +50,9 @@ async fn discard_then_store_survives_a_restart() {
         folder
     }] {
         let (tier, _) = open(image.path());
-        assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 30);
+        assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)), 30);
         assert_eq!(tier.usage().blocks, 35);
-        assert!(all(&load(&*tier, fingerprint(), names(&blocks[35..])).await));
+        assert!(all(&load(&*tier, fingerprint(), hashes(&blocks[35..])).await));
     }
 }
 
@@ -79,7 +79,7 @@ async fn a_killed_process_loses_no_published_block() {
         most = most.max(published.len());
         // A block whose write was interrupted is there whole or not at all.
         let found = reopened.usage().blocks as usize;
-        let everything: Vec<_> = (0..40).flat_map(|seed| names(&chain(seed, 25))).collect();
+        let everything: Vec<_> = (0..40).flat_map(|seed| hashes(&chain(seed, 25))).collect();
         assert_eq!(load(&*reopened, fingerprint(), everything).await.iter().flatten().count(), found);
     }
     writing.await.unwrap();
@@ -118,11 +118,11 @@ proptest! {
                 match step {
                     Step::Store { chain: seed, blocks } => {
                         let blocks = chain(seed, blocks);
-                        model.extend(names(&blocks));
+                        model.extend(hashes(&blocks));
                         store(&*tier, blocks).await;
                     }
                     Step::Discard { chain: seed, block } => {
-                        let name = names(&chain(seed, 30))[block];
+                        let name = hashes(&chain(seed, 30))[block];
                         model.remove(&name);
                         tier.discard(fingerprint(), name);
                     }

@@ -22,7 +22,7 @@ fn segments(folder: &Path) -> Vec<PathBuf> {
 async fn survivors(folder: &Path, blocks: &[Block]) -> usize {
     let (tier, _) = open(folder);
     let stored: BTreeMap<SequenceHash, &Block> = blocks.iter().map(|block| (block.header.hash, block)).collect();
-    let loaded = load(&*tier, fingerprint(), names(blocks)).await;
+    let loaded = load(&*tier, fingerprint(), hashes(blocks)).await;
     for block in loaded.iter().flatten() {
         assert_eq!(block.payload(), stored[&block.header().hash].payload);
     }
@@ -116,7 +116,7 @@ async fn swapped_segments_yield_no_wrong_block() {
     fs::rename(&paths[0], folder.path().join("aside")).unwrap();
     fs::rename(&paths[1], &paths[0]).unwrap();
     fs::rename(folder.path().join("aside"), &paths[1]).unwrap();
-    let loaded = load(&*tier, fingerprint(), names(&blocks)).await;
+    let loaded = load(&*tier, fingerprint(), hashes(&blocks)).await;
     for (loaded, block) in loaded.iter().zip(&blocks) {
         assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
     }
@@ -134,7 +134,7 @@ async fn an_invalid_record_is_reported_and_removed() {
     let mut bad = fs::read(path).unwrap();
     bad[0] ^= 1;
     fs::write(path, bad).unwrap();
-    let mut loading = tier.load(fingerprint(), names(&blocks));
+    let mut loading = tier.load(fingerprint(), hashes(&blocks));
     let mut corrupt = Vec::new();
     while let Some((index, answer)) = loading.next().await {
         if let Err(error) = answer {
@@ -143,7 +143,7 @@ async fn an_invalid_record_is_reported_and_removed() {
         }
     }
     assert_eq!(corrupt, [0]);
-    assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
+    assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)), 0);
     assert_eq!(announced(&events, Level::G3).len(), 2);
 }
 
@@ -190,7 +190,7 @@ async fn a_forged_footer_costs_a_scan_and_no_block() {
         }
         let segments = segments(copy.path()).len() as u64;
         let (tier, _) = open(copy.path());
-        let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
+        let found = load(&*tier, fingerprint(), hashes(&blocks)).await.iter().flatten().count();
         assert_eq!((found, tier.corrupt_footers()), (blocks.len(), segments), "{field}");
     }
 }
@@ -202,9 +202,9 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     let opened = async |folder: &Path, keys: &Arc<MetadataKeys>| {
         let (events, path) = (Arc::new(EventLog::new(Epoch(1))), [(folder.to_owned(), settings())]);
         let tier =
-            DiskTier::open_in_background(&path, &crate::tier::Shares::default(), events, Some(keys.clone())).unwrap();
+            DiskTier::open_in_background(&path, &crate::tier::Quotas::default(), events, Some(keys.clone())).unwrap();
         tier.recovered().await;
-        let found = load(&*tier, fingerprint(), names(&blocks)).await.iter().flatten().count();
+        let found = load(&*tier, fingerprint(), hashes(&blocks)).await.iter().flatten().count();
         (found, tier.corrupt_footers())
     };
     // Sealed segments of an earlier version, or from before blocks were encrypted.

@@ -54,11 +54,11 @@ impl Paths {
     }
 
     async fn found(&self, blocks: &[Block]) -> usize {
-        load(&*self.tier, fingerprint(), names(blocks)).await.iter().flatten().count()
+        load(&*self.tier, fingerprint(), hashes(blocks)).await.iter().flatten().count()
     }
 
-    /// Loads the blocks until all are found. The paused clock may advance faster than the threads that read, so a path may
-    /// go down and be reopened once more.
+    /// Loads the blocks until all are found. The paused clock may advance faster than the threads that read, so a path
+    /// may go down and be reopened once more.
     async fn until_all_found(&self, blocks: &[Block]) {
         for _ in 0..100 {
             if self.found(blocks).await == blocks.len() {
@@ -89,7 +89,7 @@ fn blocks(seed: u64, count: usize) -> Vec<Block> {
 
 conformance::suite!(async || {
     let Paths { folders, tier, events } = Paths::new(3, settings());
-    Subject::keeping(tier, events, folders)
+    Subject::with_resources(tier, events, folders)
 });
 
 mod with_one_path_that_takes_nothing {
@@ -98,7 +98,7 @@ mod with_one_path_that_takes_nothing {
     conformance::suite!(async || {
         let Paths { folders, tier, events } = Paths::new(2, settings());
         tier.shared.hooks.fail_writes(1, libc::ENOSPC);
-        Subject::keeping(tier, events, folders)
+        Subject::with_resources(tier, events, folders)
     });
 }
 
@@ -106,7 +106,7 @@ mod with_one_path_that_takes_nothing {
 async fn the_capacity_of_each_path_holds() {
     let capacity_bytes = 300_000;
     let Paths { folders, tier, events } = Paths::new(2, Settings { capacity_bytes, ..settings() });
-    conformance::older_blocks_make_room_and_the_budget_holds(Subject::keeping(tier, events, folders)).await;
+    conformance::older_blocks_are_evicted_within_the_capacity(Subject::with_resources(tier, events, folders)).await;
 }
 
 #[tokio::test]
@@ -135,7 +135,7 @@ async fn failed_reads_take_one_path_down_until_it_is_reopened() {
     assert_eq!(paths.found(&prefix).await, prefix.len() - second.len(), "the others' blocks are found");
     paths.until(|paths| paths.up() == [true, false, true]).await;
     assert_eq!(announced(&paths.events, Level::G3).len(), prefix.len() - second.len(), "events withdraw them");
-    let mut loading = paths.tier.load(fingerprint(), names(&second));
+    let mut loading = paths.tier.load(fingerprint(), hashes(&second));
     while let Some((_, answer)) = loading.next().await {
         assert!(answer.unwrap().is_none(), "a miss, not an error");
     }
@@ -168,7 +168,7 @@ async fn a_device_that_does_not_answer_takes_one_path_down() {
     let faults = paths.tier.shared.hooks.faults(1);
     faults.hold();
     let reading = {
-        let (tier, names) = (paths.tier.clone(), names(&hanging));
+        let (tier, names) = (paths.tier.clone(), hashes(&hanging));
         tokio::spawn(async move { tier.load(fingerprint(), names).collect::<Vec<_>>().await })
     };
     let storing = {
@@ -341,7 +341,7 @@ async fn discard_removes_the_copies_on_every_path() {
     }
     let paths = Paths::over(folders, settings());
     assert_eq!(announced(&paths.events, Level::G3).len(), 10, "published once");
-    let discarded: Vec<SequenceHash> = names(&blocks[..4]);
+    let discarded: Vec<SequenceHash> = hashes(&blocks[..4]);
     for name in discarded {
         paths.tier.discard(fingerprint(), name);
     }
@@ -360,13 +360,13 @@ async fn recovered_blocks_are_served_during_recovery() {
     drop(tier);
     let over: Vec<_> = folders.iter().map(|folder| (folder.path().join("kv"), settings())).collect();
     let tier =
-        DiskTier::open_in_background(&over, &crate::tier::Shares::default(), Arc::new(EventLog::new(Epoch(1))), None)
+        DiskTier::open_in_background(&over, &crate::tier::Quotas::default(), Arc::new(EventLog::new(Epoch(1))), None)
             .unwrap();
     // Stored at once, while the recovery may still run.
     store(&*tier, chain(2, 20)).await;
     tier.recovered().await;
     assert_eq!(tier.usage().blocks, 220);
-    assert!(all(&load(&*tier, fingerprint(), names(&old)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&old)).await));
 }
 
 #[tokio::test]

@@ -14,16 +14,16 @@ fn of(n: u8, seed: u64, count: usize) -> Vec<Block> {
     chain(seed, count).into_iter().map(|block| block.in_domain(domain(n))).collect()
 }
 
-fn promise(guaranteed: u64, maximum: Option<u64>) -> Shares {
-    Shares::default().promise(domain(1), Level::G3, Quota { guaranteed, maximum })
+fn promise(guaranteed: u64, maximum: Option<u64>) -> Quotas {
+    Quotas::default().with_quota(domain(1), Level::G3, Quota { guaranteed, maximum })
 }
 
 /// A log of two megabytes on each of some paths.
-async fn open_sharing(paths: &[&TempDir], shares: &Shares) -> (Arc<DiskTier>, Arc<EventLog>) {
+async fn open_sharing(paths: &[&TempDir], quotas: &Quotas) -> (Arc<DiskTier>, Arc<EventLog>) {
     let settings = Settings { capacity_bytes: 2 << 20, ..settings() };
     let paths: Vec<_> = paths.iter().map(|folder| (folder.path().to_owned(), settings)).collect();
     let events = Arc::new(EventLog::new(Epoch(1)));
-    let tier = DiskTier::open_in_background(&paths, shares, events.clone(), None).unwrap();
+    let tier = DiskTier::open_in_background(&paths, quotas, events.clone(), None).unwrap();
     tier.recovered().await;
     (tier, events)
 }
@@ -44,17 +44,17 @@ async fn a_flood_leaves_the_guarantee_of_another_domain_intact() {
         [(&folders[..1], 800 * KIB, true), (&folders[..1], 0, false), (&folders[..], 1_600 * KIB, true)]
     {
         let paths: Vec<&TempDir> = paths.iter().collect();
-        let shares = promise(guaranteed, None);
-        let (tier, _) = open_sharing(&paths, &shares).await;
+        let quotas = promise(guaranteed, None);
+        let (tier, _) = open_sharing(&paths, &quotas).await;
         store(&*tier, blocks.clone()).await;
         flood(&tier, 0).await;
         let usage = tier.usage();
         assert!(usage.bytes <= usage.capacity.unwrap(), "{usage:?}");
-        assert_eq!(all(&load(&*tier, fingerprint(), names(&blocks)).await), stays, "{guaranteed} promised");
+        assert_eq!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await), stays, "{guaranteed} promised");
         drop(tier);
-        let (tier, events) = open_sharing(&paths, &shares).await;
+        let (tier, events) = open_sharing(&paths, &quotas).await;
         flood(&tier, 500).await;
-        assert_eq!(tier.holds(fingerprint(), &names(&blocks)) == 200, stays, "{guaranteed} promised, after a restart");
+        assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)) == 200, stays, "{guaranteed} promised, after a restart");
         assert_eq!(announced(&events, Level::G3).len() as u64, tier.usage().blocks);
     }
 }
@@ -68,61 +68,61 @@ async fn a_domain_over_its_limit_reclaims_its_own_blocks() {
     for seed in 0..50 {
         store(&*tier, of(1, seed, 20)).await;
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&others)).await));
-    let held: usize = (0..50).map(|seed| tier.holds(fingerprint(), &names(&of(1, seed, 20)))).sum();
+    assert!(all(&load(&*tier, fingerprint(), hashes(&others)).await));
+    let held: usize = (0..50).map(|seed| tier.holds(fingerprint(), &hashes(&of(1, seed, 20)))).sum();
     // Whole segments of twelve to sixteen blocks.
     assert!((40..=100).contains(&held), "{held} blocks of 3.5 KiB each");
-    assert!(all(&load(&*tier, fingerprint(), names(&of(1, 49, 20))).await), "the latest stay");
+    assert!(all(&load(&*tier, fingerprint(), hashes(&of(1, 49, 20))).await), "the latest stay");
 }
 
 #[tokio::test]
 async fn blocks_from_before_quotas_are_recovered_and_reclaimed() {
     let folder = tempfile::tempdir().unwrap();
-    let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+    let (tier, _) = open_sharing(&[&folder], &Quotas::default()).await;
     let mixed: Vec<Block> = [of(1, 1, 10), of(2, 2, 10)].concat();
     store(&*tier, mixed.clone()).await;
     drop(tier);
     let (tier, _) = open_sharing(&[&folder], &promise(800 * KIB, None)).await;
-    assert!(all(&load(&*tier, fingerprint(), names(&mixed)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&mixed)).await));
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+    let (tier, _) = open_sharing(&[&folder], &Quotas::default()).await;
     flood(&tier, 100).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&mixed)), 0);
+    assert_eq!(tier.holds(fingerprint(), &hashes(&mixed)), 0);
 }
 
 #[tokio::test]
 async fn a_tombstone_is_kept_as_long_as_its_block() {
     let folder = tempfile::tempdir().unwrap();
-    let shares = promise(800 * KIB, None);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let quotas = promise(800 * KIB, None);
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
     let blocks = of(1, 1_000, 20);
     store(&*tier, blocks.clone()).await;
     tier.discard(fingerprint(), blocks[0].header.hash);
     idle(&tier).await;
     flood(&tier, 0).await;
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
-    let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
+    let held = |blocks: &[Block]| tier.holds(fingerprint(), &hashes(blocks));
     assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
 }
 
 #[tokio::test]
 async fn segments_of_tombstones_alone_are_kept_over_restarts() {
     let folder = tempfile::tempdir().unwrap();
-    let shares = promise(800 * KIB, None);
+    let quotas = promise(800 * KIB, None);
     let blocks = of(1, 1_000, 20);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
     store(&*tier, blocks.clone()).await;
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
     tier.discard(fingerprint(), blocks[0].header.hash);
     idle(&tier).await;
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
     flood(&tier, 0).await;
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &shares).await;
-    let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+    let (tier, _) = open_sharing(&[&folder], &quotas).await;
+    let held = |blocks: &[Block]| tier.holds(fingerprint(), &hashes(blocks));
     assert_eq!((held(&blocks[..1]), held(&blocks[1..])), (0, 19));
 }
 
@@ -133,21 +133,21 @@ async fn tombstones_of_several_domains_outlive_their_blocks() {
         let blocks = [of(1, 1_000, 20), of(2, 2_000, 20)];
         // Without quotas, and each opening starts a segment.
         for which in order {
-            let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+            let (tier, _) = open_sharing(&[&folder], &Quotas::default()).await;
             store(&*tier, blocks[which - 1].clone()).await;
         }
-        let (tier, _) = open_sharing(&[&folder], &Shares::default()).await;
+        let (tier, _) = open_sharing(&[&folder], &Quotas::default()).await;
         for blocks in &blocks {
             tier.discard(fingerprint(), blocks[0].header.hash);
         }
         idle(&tier).await;
         drop(tier);
-        let shares = promise(800 * KIB, None);
-        let (tier, _) = open_sharing(&[&folder], &shares).await;
+        let quotas = promise(800 * KIB, None);
+        let (tier, _) = open_sharing(&[&folder], &quotas).await;
         flood(&tier, 0).await;
         drop(tier);
-        let (tier, _) = open_sharing(&[&folder], &shares).await;
-        let held = |blocks: &[Block]| tier.holds(fingerprint(), &names(blocks));
+        let (tier, _) = open_sharing(&[&folder], &quotas).await;
+        let held = |blocks: &[Block]| tier.holds(fingerprint(), &hashes(blocks));
         assert_eq!((held(&blocks[0][..1]), held(&blocks[0][1..])), (0, 19), "{order:?}");
     }
 }

@@ -17,10 +17,10 @@ async fn reclaiming_keeps_blocks_in_use_and_their_parents() {
     for seed in 0..30 {
         store(&*tier, chain(seed, 10)).await;
         // Only the leaf is read; its parents are kept because of it.
-        assert!(all(&load(&*tier, fingerprint(), names(&used[3..])).await), "after chain {seed}");
+        assert!(all(&load(&*tier, fingerprint(), hashes(&used[3..])).await), "after chain {seed}");
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
-    assert_eq!(tier.holds(fingerprint(), &names(&unused)), 0);
+    assert!(all(&load(&*tier, fingerprint(), hashes(&used)).await));
+    assert_eq!(tier.holds(fingerprint(), &hashes(&unused)), 0);
     idle(&tier).await;
     let held = announced(&events, Level::G3);
     drop(tier);
@@ -41,7 +41,7 @@ async fn parents_of_blocks_in_later_segments_are_kept() {
         conversation[0] = Block::new(first.header.hash, parent, fingerprint(), first.payload.clone());
         store(&*tier, conversation).await;
     }
-    assert!(all(&load(&*tier, fingerprint(), names(&system_prompt)).await), "never read, but parents of later blocks");
+    assert!(all(&load(&*tier, fingerprint(), hashes(&system_prompt)).await), "never read, but parents of later blocks");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -53,7 +53,7 @@ async fn a_read_that_races_a_reclaim_is_a_miss() {
         tokio::spawn(async move {
             let mut found = 0;
             for seed in (0..60).cycle().take(2_000) {
-                let wanted = names(&chain(seed, 10));
+                let wanted = hashes(&chain(seed, 10));
                 let mut loading = tier.load(fingerprint(), wanted.clone());
                 while let Some((index, answer)) = loading.next().await {
                     let block = answer.expect("a race is not an error");
@@ -96,7 +96,7 @@ async fn a_smaller_capacity_applies_from_the_first_store_on() {
     store(&*tier, chain(99, 1)).await;
     idle(&tier).await;
     assert!(tier.usage().bytes <= small().capacity_bytes);
-    assert!(all(&load(&*tier, fingerprint(), names(&chain(99, 1))).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&chain(99, 1))).await));
 }
 
 #[tokio::test(start_paused = true)]
@@ -109,7 +109,7 @@ async fn a_failing_device_costs_new_blocks_only() {
         tier.shared.hooks.fail_writes(0, code);
         assert!(tier.store(during.clone()).await.iter().all(Result::is_err));
         assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Busy)]), "writes are suspended");
-        assert!(all(&load(&*tier, fingerprint(), names(&before)).await), "reading goes on");
+        assert!(all(&load(&*tier, fingerprint(), hashes(&before)).await), "reading goes on");
         tokio::time::advance(Duration::from_secs(2)).await;
         assert!(matches!(tier.store(during[..1].to_vec()).await[..], [Err(StoreError::Io(_) | StoreError::Full)]));
 
@@ -120,8 +120,8 @@ async fn a_failing_device_costs_new_blocks_only() {
         drop(tier);
         let (tier, restarted) = open(folder.path());
         assert_eq!(announced(&restarted, Level::G3), announced(&events, Level::G3));
-        assert!(all(&load(&*tier, fingerprint(), names(&kept)).await));
-        assert_eq!(tier.holds(fingerprint(), &names(&during)), 0);
+        assert!(all(&load(&*tier, fingerprint(), hashes(&kept)).await));
+        assert_eq!(tier.holds(fingerprint(), &hashes(&during)), 0);
     }
 }
 
@@ -154,7 +154,7 @@ async fn a_log_on_a_full_disk_keeps_a_quarter_and_writes_on() {
     }
     let bytes = tier.usage().bytes;
     assert!(bytes <= settings.capacity_bytes / 4 + settings.segment_bytes, "it shrank as far as it may: {bytes}");
-    assert_eq!(tier.holds(fingerprint(), &names(&chain(139, 20))), 20, "the last blocks are stored");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(139, 20))), 20, "the last blocks are stored");
 }
 
 #[tokio::test(start_paused = true)]
@@ -190,18 +190,18 @@ async fn pins_survive_reclaiming_and_dates_survive_a_restart() {
         }
     };
     scan(&tier, 0..40).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "no load has read it");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&pinned)), 4, "no load has read it");
     drop(tier);
     let (tier, events) = open_with(folder.path(), small());
     scan(&tier, 40..80).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&pinned)), 4, "also after a restart");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&pinned)), 4, "also after a restart");
     assert_eq!((tier.expire(Date::from_unix(1_999)), tier.expire(Date::from_unix(2_000))), (0, 4));
-    assert!(announced(&events, Level::G3).iter().all(|name| !names(&pinned).contains(name)));
+    assert!(announced(&events, Level::G3).iter().all(|name| !hashes(&pinned).contains(name)));
 
     let ended = kept(101, BlockRetention { pinned: date(2_000), ..BlockRetention::default() });
     store(&*tier, ended.clone()).await;
     scan(&tier, 80..120).await;
-    assert_eq!(tier.holds(fingerprint(), &names(&ended)), 0, "its pin had ended before");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&ended)), 0, "its pin had ended before");
 }
 
 #[tokio::test]
@@ -216,16 +216,16 @@ async fn blocks_in_use_without_space_are_spilled_if_wanted() {
     store(&*tier, hot.clone()).await;
     let mut found = Vec::new();
     for seed in 0..30 {
-        load(&*tier, fingerprint(), names(&hot)).await;
+        load(&*tier, fingerprint(), hashes(&hot)).await;
         store(&*tier, chain(seed, 10)).await;
         while let Ok(block) = spilled.try_recv() {
             assert!(block.check(block.header.hash, fingerprint()).is_ok());
             found.push(block.header.hash);
         }
     }
-    let held = tier.holds(fingerprint(), &names(&hot));
+    let held = tier.holds(fingerprint(), &hashes(&hot));
     assert!((1..18).contains(&held), "a quarter of a segment is carried over: {held}");
-    let lost = &names(&hot)[held..17];
+    let lost = &hashes(&hot)[held..17];
     assert!(lost.iter().any(|name| found.contains(name)), "{} were lost, {} handed over", lost.len(), found.len());
     assert!(!found.contains(&unwanted));
 }
@@ -278,7 +278,7 @@ async fn a_block_is_a_miss_while_it_is_spilled() {
     tier.spill(wants, mpsc::channel(1).0);
     let used = chain(100, 14);
     store(&*tier, used.clone()).await;
-    assert!(all(&load(&*tier, fingerprint(), names(&used)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&used)).await));
     for seed in 0..30 {
         store(&*tier, chain(seed, 10)).await;
     }
@@ -293,7 +293,7 @@ async fn a_block_carried_over_during_a_load_is_found() {
     let (tier, _) = open_with(folder.path(), small());
     let used = chain(100, 4);
     store(&*tier, used.clone()).await;
-    let names = names(&used);
+    let names = hashes(&used);
     let (missing, mut parts) = load::plan(&tier.shared, &tier.logs(), fingerprint(), &names);
     assert!(missing.is_empty());
     let segment = || tier.shared.index.get(fingerprint(), names[0]).unwrap().segment;
@@ -340,7 +340,7 @@ async fn carried_over_blocks_fit_into_a_segment() {
     let used: Vec<Block> = blocks.iter().step_by(2).cloned().collect();
     store(&*tier, blocks).await;
     for seed in 0..30 {
-        load(&*tier, fingerprint(), names(&used)).await;
+        load(&*tier, fingerprint(), hashes(&used)).await;
         store(&*tier, chain(seed, 10)).await;
         for number in segment::numbers(folder.path()).unwrap() {
             let bytes = fs::metadata(segment::path(folder.path(), number)).unwrap().len();
@@ -375,6 +375,6 @@ async fn parents_of_blocks_being_written_are_kept() {
     let write::Step::Write { head, at } = step else { panic!("there is room") };
     log.write(&head, at, &batch).unwrap();
     drop(writer);
-    assert_eq!(tier.holds(fingerprint(), &names(&prefix)), 2, "its parents were carried over");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&prefix)), 2, "its parents were carried over");
     assert_ne!(segment(), first);
 }

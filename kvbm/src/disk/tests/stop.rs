@@ -19,7 +19,7 @@ fn blocks() -> Vec<Block> {
 /// Opens the folder and checks that every block is there and that no corruption is counted.
 async fn assert_intact(folder: &Path, blocks: &[Block]) {
     let (tier, _) = open_with(folder, full_size());
-    assert!(all(&load(&*tier, fingerprint(), names(blocks)).await), "a durable block is missing");
+    assert!(all(&load(&*tier, fingerprint(), hashes(blocks)).await), "a durable block is missing");
     assert_eq!((tier.corrupt_ranges(), tier.corrupt_footers()), (0, 0), "no damage");
 }
 
@@ -33,7 +33,7 @@ async fn close_seals_the_log_of_a_referenced_tier() {
     let (tier, _) = open_with(folder.path(), full_size());
     store(&*tier, blocks()).await;
     assert_eq!(unsealed(folder.path()), 1);
-    let not_read_yet = tier.load(fingerprint(), names(&blocks()));
+    let not_read_yet = tier.load(fingerprint(), hashes(&blocks()));
     tier.close().await;
     assert_eq!(unsealed(folder.path()), 0);
     assert_intact(folder.path(), &blocks()).await;
@@ -184,10 +184,10 @@ async fn sealed_segments_are_served_while_another_is_scanned() {
         tokio::task::spawn_blocking(move || tier.recover())
     };
     hooks.faults(0).wait_for_a_held_operation();
-    assert!(all(&load(&*tier, fingerprint(), names(&sealed)).await), "sealed segments need no scan");
+    assert!(all(&load(&*tier, fingerprint(), hashes(&sealed)).await), "sealed segments need no scan");
     hooks.faults(0).release();
     recovering.await.unwrap();
-    assert!(all(&load(&*tier, fingerprint(), names(&open)).await));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&open)).await));
 }
 
 #[tokio::test]
@@ -211,7 +211,7 @@ async fn tombstones_apply_across_sealed_and_scanned_segments() {
     }
     for folder in [image.path(), footerless.path()] {
         let (tier, _) = open_with(folder, settings());
-        let found = load(&*tier, fingerprint(), names(&blocks)).await;
+        let found = load(&*tier, fingerprint(), hashes(&blocks)).await;
         let missing: Vec<usize> = (0..60).filter(|at| found[*at].is_none()).collect();
         assert_eq!(missing, [0, 59]);
     }

@@ -11,7 +11,7 @@
 //! makes a request wait until its group has saved up credit for it.
 
 use crate::block::{DomainId, SequenceHash};
-use crate::tier::Shares;
+use crate::tier::Quotas;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// A block to offload, and its cache domain.
@@ -24,7 +24,7 @@ pub(in crate::manager) struct OffloadRequest {
 /// Offload requests by domain.
 pub(super) struct FairQueue {
     capacity: usize,
-    shares: Shares,
+    quotas: Quotas,
     domains: BTreeMap<DomainId, DomainQueue>,
     /// The next domain: virtual times of all domains with requests.
     order: BTreeSet<(VirtualTime, DomainId)>,
@@ -62,12 +62,12 @@ impl DomainQueue {
 impl FairQueue {
     pub(super) fn new(capacity: usize) -> Self {
         let (domains, order, inactive) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        Self { capacity, shares: Shares::default(), domains, order, inactive, now: 0, waiting: 0, number: 0 }
+        Self { capacity, quotas: Quotas::default(), domains, order, inactive, now: 0, waiting: 0, number: 0 }
     }
 
     /// Sets the weights of domains that become active from now on.
-    pub(super) fn set_weights(&mut self, shares: &Shares) {
-        self.shares = shares.clone();
+    pub(super) fn set_weights(&mut self, quotas: &Quotas) {
+        self.quotas = quotas.clone();
     }
 
     /// Number of queued requests.
@@ -92,7 +92,7 @@ impl FairQueue {
             let domain_queue = self.domains.entry(domain).or_insert_with(|| {
                 let virtual_time = self.inactive.remove(&domain).unwrap_or_default().max(self.now);
                 self.order.insert((virtual_time, domain));
-                DomainQueue { weight: self.shares.weight(domain), virtual_time, hashes: VecDeque::new() }
+                DomainQueue { weight: self.quotas.weight(domain), virtual_time, hashes: VecDeque::new() }
             });
             domain_queue.hashes.extend((self.number..).zip(same).map(|(number, request)| (number, request.hash)));
             self.number += same.len() as u64;
@@ -202,7 +202,7 @@ mod tests {
     #[test]
     fn a_full_queue_is_shared_by_weight() {
         let mut queue = FairQueue::new(CAPACITY);
-        queue.set_weights(&Shares::default().weigh(domain(3), 2.0));
+        queue.set_weights(&Quotas::default().with_weight(domain(3), 2.0));
         let dropped: usize =
             (0..50).map(|n| (1..=3).map(|of| queue.push(&requests(of, n * 9, 9))).sum::<usize>()).sum();
         assert_eq!(dropped, 50 * 27 - CAPACITY);
@@ -218,7 +218,7 @@ mod tests {
     #[test]
     fn a_new_domain_waits_for_one_batch() {
         let mut queue = FairQueue::new(10_000);
-        queue.set_weights(&Shares::default().weigh(domain(3), 2.0));
+        queue.set_weights(&Quotas::default().with_weight(domain(3), 2.0));
         queue.push(&requests(1, 0, 3_000));
         assert_eq!(count_of(&queue.take(10), 1), 10);
         queue.push(&requests(2, 0, 4));

@@ -2,7 +2,7 @@
 
 use super::batching::Batcher;
 use super::fair_queue::{FairQueue, OffloadRequest};
-use crate::tier::Shares;
+use crate::tier::Quotas;
 use parking_lot::Mutex;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -55,8 +55,8 @@ impl Queue {
         dropped
     }
 
-    pub(super) fn set_weights(&self, shares: &Shares) {
-        self.state.lock().fair.set_weights(shares);
+    pub(super) fn set_weights(&self, quotas: &Quotas) {
+        self.state.lock().fair.set_weights(quotas);
     }
 
     /// Resolves when everything queued now is stored or dropped, or the queue is closed.

@@ -89,7 +89,7 @@ async fn a_flood_drops_no_offloads_of_another_domain() {
         let second = Duration::from_secs(1);
         let slow = Faulty::new(inner.clone(), 1, Faults { latency: second..=second, ..Faults::default() });
         let mut harness = Harness::new(64, 0, vec![Arc::new(slow)]);
-        harness.manager = harness.manager.with_shares(&Shares::default().promise(quiet.domain, Level::G1, quota));
+        harness.manager = harness.manager.with_quotas(&Quotas::default().with_quota(quiet.domain, Level::G1, quota));
         // 64 requests fill the queue, and the tier takes 16 of them a second.
         for n in 0..40 {
             drop(harness.compute_for(1_000 + n * 32..1_032 + n * 32, flood));

@@ -15,14 +15,14 @@ pub(super) async fn read_objects_are_kept_and_scans_are_incremental(store: Arc<d
     super::store(&*one, read.clone()).await;
     super::store(&*other, left.clone()).await;
     let learned = async {
-        while reader.holds(fingerprint(), &names(&read)) < 10 || reader.holds(fingerprint(), &names(&left)) < 10 {
+        while reader.holds(fingerprint(), &hashes(&read)) < 10 || reader.holds(fingerprint(), &hashes(&left)) < 10 {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
     tokio::time::timeout(Duration::from_mins(1), learned).await.expect("it learns of both");
     // Stores have modification dates in whole seconds.
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert!(all_found(&load(&*reader, fingerprint(), names(&read)).await));
+    assert!(all_found(&load(&*reader, fingerprint(), hashes(&read)).await));
     reader.access_log.flush().await;
 
     let collector = Collector::open(store.clone(), prefix, Duration::from_secs(30));
@@ -48,7 +48,7 @@ pub(super) async fn read_objects_are_kept_and_scans_are_incremental(store: Arc<d
         let inventory = collector.scan(|_, _| ()).await.unwrap();
         assert_eq!(collector.request_counts().requests - before, requests);
         let stored: Vec<SequenceHash> = inventory.hashes(written).collect();
-        assert!(names(&read).iter().all(|name| stored.contains(name)) && !stored.contains(&left[0].header.hash));
+        assert!(hashes(&read).iter().all(|name| stored.contains(name)) && !stored.contains(&left[0].header.hash));
     }
 }
 
@@ -70,7 +70,7 @@ async fn access_logs_are_flushed_at_the_interval_of_the_level() {
         tokio::time::sleep(HOUR).await;
         assert_eq!(shared.puts(), before, "nothing was read");
         for _ in 0..60 {
-            assert!(all_found(&load(&*tier, fingerprint(), names(&chain(1, 10))).await));
+            assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(1, 10))).await));
             tokio::time::sleep(Duration::from_mins(1)).await;
         }
         assert!(few.contains(&(shared.puts() - before)), "{level}: {} flushes", shared.puts() - before);

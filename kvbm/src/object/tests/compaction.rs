@@ -25,7 +25,7 @@ async fn pass(collector: &Collector, minutes: u64) -> GcReport {
 }
 
 async fn all_load(tier: &ObjectTier, blocks: &[Block]) -> bool {
-    let loaded = load(tier, fingerprint(), names(blocks)).await;
+    let loaded = load(tier, fingerprint(), hashes(blocks)).await;
     loaded.iter().zip(blocks).all(|(loaded, block)| loaded.as_ref().is_some_and(|it| it.payload() == block.payload))
 }
 
@@ -120,7 +120,7 @@ async fn few_large_or_foreign_objects_are_not_compacted() {
     );
     assert_eq!(pass(&collector, 200).await.deleted.objects, 7);
     // A read in time returns the block, a late one misses; soon all blocks are found.
-    let found = load(&*slow, fingerprint(), names(&few)).await;
+    let found = load(&*slow, fingerprint(), hashes(&few)).await;
     assert!(found.iter().zip(&few).all(|(found, block)| found.as_ref().is_none_or(|it| it.payload() == block.payload)));
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert!(all_load(&slow, &few).await && all_load(&tier, &few).await);
@@ -160,7 +160,7 @@ async fn large_blocks_take_less_than_a_tenth_of_a_request() {
     // The content does not matter, and creating it would take long.
     let payload = Bytes::from(vec![7; 2 << 20]);
     let block = |n: &SequenceHash| Block::new(*n, None, fingerprint(), payload.clone());
-    let names = names(&chain_of(fingerprint(), 1, 256, 10));
+    let names = hashes(&chain_of(fingerprint(), 1, 256, 10));
     let before = shared.requests();
     for some in names.chunks(64) {
         assert!(tier.store(some.iter().map(block).collect()).await.iter().all(Result::is_ok));

@@ -19,7 +19,7 @@ async fn folder_with_blocks() -> (TempDir, Vec<Block>) {
 /// Number of blocks that a new process loads. None may differ from what was stored.
 async fn loaded_blocks(folder: &Path, blocks: &[Block]) -> usize {
     let (tier, _) = reopen(folder).await;
-    let loaded = load(&*tier, fingerprint(), names(blocks)).await;
+    let loaded = load(&*tier, fingerprint(), hashes(blocks)).await;
     for (loaded, block) in loaded.iter().zip(blocks) {
         assert!(loaded.as_ref().is_none_or(|loaded| loaded.payload() == block.payload));
     }
@@ -71,7 +71,7 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
         corrupt[at] ^= 1;
         fs::write(&path, corrupt).unwrap();
         let (reader, events) = reopen(folder.path()).await;
-        let found = load(&*reader, fingerprint(), names(&blocks)).await;
+        let found = load(&*reader, fingerprint(), hashes(&blocks)).await;
         for (block, _) in blocks.iter().zip(&found).filter(|(_, found)| found.is_none()) {
             missed += 1;
             // One reader reports the corrupt copy, and then another one that read the same copy, after a third one
@@ -80,7 +80,7 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
             assert!(all_found(&load(&*reader, fingerprint(), vec![block.header.hash]).await));
             reader.discard(fingerprint(), block.header.hash);
         }
-        assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "byte {at}, {missed} missed so far");
+        assert!(all_found(&load(&*reader, fingerprint(), hashes(&blocks)).await), "byte {at}, {missed} missed so far");
         assert_eq!(announced(&events, Level::G4).len(), 10, "it was never removed");
         // A report after this time concerns the second copy.
         tokio::time::sleep(Duration::from_mins(1)).await;
@@ -105,7 +105,7 @@ async fn expiry_drops_all_copies_of_a_block() {
         // One reader finds the newer copy corrupt, and then another one finds the older one expired.
         reader.discard(fingerprint(), name);
         assert_eq!(reader.holds(fingerprint(), &[name]), 1, "there are two copies");
-        assert_eq!([0; 2].map(|_| reader.lapse(fingerprint(), name)), [1, 0]);
+        assert_eq!([0; 2].map(|_| reader.expire_one(fingerprint(), name)), [1, 0]);
         assert_eq!(reader.holds(fingerprint(), &[name]), 0);
     }
     assert!(announced(&events, Level::G4).is_empty());
@@ -147,13 +147,13 @@ async fn a_missing_object_is_a_miss_and_counted_once() {
     fs::write(&objects[1], &truncated[..10]).unwrap();
     // One by one from the end, including objects of which no byte is left.
     let (other, _) = reopen(folder.path()).await;
-    for name in names(&blocks).into_iter().rev() {
+    for name in hashes(&blocks).into_iter().rev() {
         let (_, answer) = other.load(fingerprint(), vec![name]).next().await.expect("an answer for each");
         answer.expect("a missing block is not an error");
     }
     assert_eq!(other.missing_objects(), 2);
     for _ in 0..2 {
-        let mut loading = tier.load(fingerprint(), names(&blocks));
+        let mut loading = tier.load(fingerprint(), hashes(&blocks));
         let mut missing = 0;
         while let Some((_, answer)) = loading.next().await {
             missing += usize::from(answer.expect("a missing block is not an error").is_none());

@@ -35,19 +35,19 @@ async fn marked_objects_are_readable_until_followers_know() {
     reader.wait_until_ready().await;
     let report = pass(&collector(&shared), &keep_nothing(), Duration::ZERO).await;
     assert_eq!((report.marked.values().map(|amount| amount.objects).sum::<u64>(), report.deleted.objects), (1, 0));
-    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await), "not polled yet");
+    assert!(all_found(&load(&*reader, fingerprint(), hashes(&blocks)).await), "not polled yet");
     seconds(8).await;
     for tier in [&reader, &writer] {
-        assert_eq!(tier.holds(fingerprint(), &names(&blocks)), 0);
+        assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)), 0);
     }
     assert_eq!(announced(&events, Level::G4), []);
     // A new process does not find them either. Blocks that are stored again are found again.
     let (late, _) = open_on(shared.clone());
     late.wait_until_ready().await;
-    assert_eq!(late.holds(fingerprint(), &names(&blocks)), 0);
+    assert_eq!(late.holds(fingerprint(), &hashes(&blocks)), 0);
     store(&*writer, blocks.clone()).await;
     seconds(3).await;
-    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*reader, fingerprint(), hashes(&blocks)).await));
     assert_eq!((reader.missing_objects(), writer.missing_objects()), (0, 0));
 }
 
@@ -70,7 +70,7 @@ async fn reading_a_deleted_object_is_a_counted_miss() {
     let report = pass(&collector, &Policy::default(), AFTER_GRACE).await;
     assert_eq!((report.deleted.objects, report.deleted_manifests), (1, 1));
     // The follower has not polled yet.
-    assert_eq!(load(&*tier, fingerprint(), names(&chain(1, 5))).await.iter().flatten().count(), 0);
+    assert_eq!(load(&*tier, fingerprint(), hashes(&chain(1, 5))).await.iter().flatten().count(), 0);
     assert_eq!(tier.missing_objects(), 1);
 }
 
@@ -106,9 +106,9 @@ async fn a_writer_without_its_first_manifests_is_followed() {
     late.wait_until_ready().await;
     seconds(8).await;
     for tier in [&follower, &late] {
-        assert!(all_found(&load(&**tier, fingerprint(), names(&kept)).await));
-        assert!(all_found(&load(&**tier, fingerprint(), names(&chain(3, 5))).await));
-        assert_eq!(tier.holds(fingerprint(), &names(&chain(1, 5))), 0);
+        assert!(all_found(&load(&**tier, fingerprint(), hashes(&kept)).await));
+        assert!(all_found(&load(&**tier, fingerprint(), hashes(&chain(3, 5))).await));
+        assert_eq!(tier.holds(fingerprint(), &hashes(&chain(1, 5))), 0);
     }
 }
 
@@ -129,7 +129,7 @@ async fn a_stale_follower_finds_manifests_after_a_gap() {
     store(&*writer, chain(3, 5)).await;
     seconds(120).await;
     assert_eq!(follower.poll_once().await, StoreHealth::Ready);
-    assert_eq!(catalog.index.holds(fingerprint(), &names(&chain(3, 5))), 5);
+    assert_eq!(catalog.index.holds(fingerprint(), &hashes(&chain(3, 5))), 5);
 }
 
 #[tokio::test(start_paused = true)]
@@ -146,8 +146,8 @@ async fn concurrent_collection_yields_no_wrong_bytes() {
         let blocks = chain(seed, 10);
         let wanted = [seed.saturating_sub(1), seed.saturating_sub(9)].map(|seed| chain(seed, 10));
         let (lately, long_ago, ..) = tokio::join!(
-            load(&*reader, fingerprint(), names(&wanted[0])),
-            load(&*reader, fingerprint(), names(&wanted[1])),
+            load(&*reader, fingerprint(), hashes(&wanted[0])),
+            load(&*reader, fingerprint(), hashes(&wanted[1])),
             store(&*writer, blocks),
             // The clock of one collector is ahead, so that it deletes objects that others still read.
             pass(&one, &policy, Duration::ZERO),

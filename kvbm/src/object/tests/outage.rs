@@ -15,7 +15,7 @@ async fn a_failed_object_write_fails_only_its_blocks() {
         assert_eq!(announced(&events, Level::G4).len(), 5);
         shared.set_fault(None);
         store(&*tier, chain(2, 5)).await;
-        assert!(all_found(&load(&*tier, fingerprint(), names(&chain(2, 5))).await));
+        assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(2, 5))).await));
     }
 }
 
@@ -34,7 +34,7 @@ async fn a_failed_manifest_is_retried_under_its_number() {
         store(&*tier, chain(2, 5)).await;
         assert_eq!(tier.usage().blocks, 10, "{fault:?}: the first blocks were stored after all");
         for seed in [1, 2] {
-            seconds_until_found(&reader, &names(&chain(seed, 5))).await;
+            seconds_until_found(&reader, &hashes(&chain(seed, 5))).await;
         }
     }
 }
@@ -61,14 +61,14 @@ async fn failed_reads_drop_nothing_from_the_catalog() {
     store(&*tier, chain(1, 5)).await;
     for fault in [Fault::Fails, Fault::Hangs] {
         shared.set_fault(Some(("/blocks/", fault)));
-        let mut loading = tier.load(fingerprint(), names(&chain(1, 5)));
+        let mut loading = tier.load(fingerprint(), hashes(&chain(1, 5)));
         let mut failed = 0;
         while let Some((_, answer)) = loading.next().await {
             failed += usize::from(matches!(answer, Err(LoadError::Io(_))));
         }
         assert_eq!(failed, 5);
         shared.set_fault(None);
-        assert!(all_found(&load(&*tier, fingerprint(), names(&chain(1, 5))).await));
+        assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await));
         assert_eq!(tier.missing_objects(), 0);
     }
 }

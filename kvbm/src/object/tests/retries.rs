@@ -5,7 +5,7 @@ use super::*;
 use tokio::time::Instant;
 
 async fn all_load(tier: &ObjectTier, seed: u64) -> bool {
-    all_found(&load(tier, fingerprint(), names(&chain(seed, 5))).await)
+    all_found(&load(tier, fingerprint(), hashes(&chain(seed, 5))).await)
 }
 
 #[tokio::test(start_paused = true)]
@@ -79,5 +79,5 @@ async fn a_failed_multipart_upload_is_aborted() {
     shared.set_fault(None);
     tokio::time::sleep(Duration::from_secs(2)).await;
     store(&*tier, blocks.clone()).await;
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
 }

@@ -21,7 +21,7 @@ fn open(store: &Arc<dyn ObjectStore>, keys: Option<&Arc<MetadataKeys>>) -> Arc<O
 async fn found(store: &Arc<dyn ObjectStore>, keys: Option<&Arc<MetadataKeys>>, wanted: &[Block]) -> (usize, u64) {
     let tier = open(store, keys);
     tier.wait_until_ready().await;
-    (load(&*tier, fingerprint(), names(wanted)).await.iter().flatten().count(), tier.corrupt_manifests())
+    (load(&*tier, fingerprint(), hashes(wanted)).await.iter().flatten().count(), tier.corrupt_manifests())
 }
 
 async fn manifests(store: &Arc<dyn ObjectStore>) -> Vec<(object_store::path::Path, Bytes)> {
@@ -93,7 +93,7 @@ async fn oversized_metadata_is_skipped_without_buffering() {
     huge(folder.path().join("uses").join(&name));
     huge(folder.path().join("collected"));
     let (reader, _) = reopen(folder.path()).await;
-    assert!(all_found(&load(&*reader, fingerprint(), names(&chain(1, 10))).await));
+    assert!(all_found(&load(&*reader, fingerprint(), hashes(&chain(1, 10))).await));
     assert_eq!(reader.corrupt_manifests(), 2);
     let store = Arc::new(LocalFileSystem::new_with_prefix(folder.path()).unwrap());
     let collector = Collector::open(store, "", Duration::from_secs(10));

@@ -80,7 +80,7 @@ macro_rules! on {
             conformance::suite!(async || {
                 server().map(|server| {
                     let (tier, events) = server.open();
-                    Subject::keeping(tier, events, server)
+                    Subject::with_resources(tier, events, server)
                 })
             });
 
@@ -151,17 +151,17 @@ async fn blocks_are_found_by_others_and_after_a_restart(server: TestServer) {
     let blocks = chain(1, 40);
     store(&*writer, blocks.clone()).await;
     let found = async {
-        while reader.holds(fingerprint(), &names(&blocks)) < blocks.len() {
+        while reader.holds(fingerprint(), &hashes(&blocks)) < blocks.len() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
     tokio::time::timeout(Duration::from_mins(1), found).await.expect("a running process learns of it");
-    assert!(all_found(&load(&*reader, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*reader, fingerprint(), hashes(&blocks)).await));
     drop((reader, writer));
     let (later, announces) = server.open();
     later.wait_until_ready().await;
     assert_eq!(announced(&announces, Level::G4), announced(&learned, Level::G4));
-    assert!(all_found(&load(&*later, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*later, fingerprint(), hashes(&blocks)).await));
 }
 
 async fn missing_and_truncated_objects_are_counted_misses(server: TestServer) {
@@ -174,7 +174,7 @@ async fn missing_and_truncated_objects_are_counted_misses(server: TestServer) {
     raw.delete(objects[0]).await.unwrap();
     let whole = raw.get(objects[1]).await.unwrap().bytes().await.unwrap();
     raw.put(objects[1], PutPayload::from(whole.slice(..100))).await.unwrap();
-    let mut loading = tier.load(fingerprint(), names(&blocks));
+    let mut loading = tier.load(fingerprint(), hashes(&blocks));
     let mut missing = 0;
     let mut valid = 0;
     while let Some((_, answer)) = loading.next().await {
@@ -195,7 +195,7 @@ async fn a_large_object_is_uploaded_in_parts(server: TestServer) {
         sizes.push(raw.head(path).await.unwrap().size);
     }
     assert!(sizes.iter().any(|size| *size >= 24 << 20), "{sizes:?}");
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
 }
 
 async fn a_missing_bucket_is_refused_with_the_reason(server: TestServer) {
@@ -226,7 +226,7 @@ async fn requests_are_far_fewer_than_blocks_on_a_server() {
     let server = server.server.as_ref().unwrap();
     let before = server.requests();
     assert!(tier.store(blocks.clone()).await.iter().all(Result::is_ok));
-    assert!(all_found(&load(&*tier, fingerprint(), names(&blocks)).await));
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&blocks)).await));
     let requests = server.requests() - before;
     assert!(requests < 50, "{requests} requests to write and read 1,000 blocks");
 }

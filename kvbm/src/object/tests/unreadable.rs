@@ -35,15 +35,15 @@ async fn a_new_node_skips_an_unreadable_manifest() {
         let (late, _) = open_on(shared.clone());
         let settled = tokio::time::timeout(Duration::from_secs(2), late.initial_health()).await;
         assert_eq!(settled.expect("soon"), StoreHealth::Ready, "manifest {denied}");
-        let held: Vec<usize> = (0..4).map(|seed| late.holds(fingerprint(), &names(&chain(seed, 5)))).collect();
+        let held: Vec<usize> = (0..4).map(|seed| late.holds(fingerprint(), &hashes(&chain(seed, 5)))).collect();
         let expected: Vec<usize> = (0..4).map(|seed| if seed == denied { 0 } else { 5 }).collect();
         assert_eq!((held, late.unreadable_manifests()), (expected, 1));
         // Later manifests are found, and the denied one once it can be read.
         let next = chain(10 + denied, 5);
         store(&*writer, next.clone()).await;
-        assert!(seconds_until_found(&late, &names(&next)).await < 2.0);
+        assert!(seconds_until_found(&late, &hashes(&next)).await < 2.0);
         shared.set_fault(None);
-        assert!(seconds_until_found(&late, &names(&chain(denied, 5))).await < 10.0);
+        assert!(seconds_until_found(&late, &hashes(&chain(denied, 5))).await < 10.0);
         assert_eq!(late.unreadable_manifests(), 0);
     }
 }
@@ -55,13 +55,13 @@ async fn a_running_node_skips_an_unreadable_manifest() {
     let (reader, _) = open_on(shared.clone());
     reader.wait_until_ready().await;
     store(&*writer, chain(1, 5)).await;
-    assert!(seconds_until_found(&reader, &names(&chain(1, 5))).await < 2.0);
+    assert!(seconds_until_found(&reader, &hashes(&chain(1, 5))).await < 2.0);
     let next = manifest(&shared, 0).await.as_ref().replace("/000000000000", "/000000000001");
     shared.set_fault(Some((&next, Fault::Denied)));
     store(&*writer, chain(2, 5)).await;
     store(&*writer, chain(3, 5)).await;
-    assert!(seconds_until_found(&reader, &names(&chain(3, 5))).await < 2.0);
-    assert_eq!((reader.holds(fingerprint(), &names(&chain(2, 5))), reader.unreadable_manifests()), (0, 1));
+    assert!(seconds_until_found(&reader, &hashes(&chain(3, 5))).await < 2.0);
+    assert_eq!((reader.holds(fingerprint(), &hashes(&chain(2, 5))), reader.unreadable_manifests()), (0, 1));
     assert_eq!(reader.initial_health().await, StoreHealth::Ready);
 }
 
@@ -107,7 +107,7 @@ async fn a_store_that_denies_every_read_is_refused() {
     seconds(60).await;
     assert!(shared.reads() - before <= 130, "{} reads in a minute", shared.reads() - before);
     shared.set_fault(None);
-    assert!(seconds_until_found(&late, &names(&chain(1, 5))).await < 2.0);
+    assert!(seconds_until_found(&late, &hashes(&chain(1, 5))).await < 2.0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -160,9 +160,9 @@ async fn a_writer_without_its_last_manifest_is_followed() {
     store(&*writer, chain(3, 5)).await;
     // The manifests of inactive writers are listed once a minute.
     seconds(65).await;
-    assert_eq!(late.holds(fingerprint(), &names(&chain(3, 5))), 5);
+    assert_eq!(late.holds(fingerprint(), &hashes(&chain(3, 5))), 5);
     store(&*writer, chain(4, 5)).await;
-    assert!(seconds_until_found(&late, &names(&chain(4, 5))).await < 2.0, "it counts from there");
+    assert!(seconds_until_found(&late, &hashes(&chain(4, 5))).await < 2.0, "it counts from there");
 }
 
 #[tokio::test(start_paused = true)]
@@ -187,7 +187,7 @@ async fn a_writer_with_deleted_latest_objects_is_followed() {
     late.wait_until_ready().await;
     for seed in 3..8 {
         store(&*writer, chain(seed, 5)).await;
-        assert!(seconds_until_found(&late, &names(&chain(seed, 5))).await < 2.0);
+        assert!(seconds_until_found(&late, &hashes(&chain(seed, 5))).await < 2.0);
     }
     assert_eq!(late.missing_objects(), 0);
 }

@@ -1,6 +1,6 @@
 use super::*;
 use crate::event::Epoch;
-use crate::tier::conformance::{self, Subject, chain_of, load, names};
+use crate::tier::conformance::{self, Subject, chain_of, hashes, load};
 
 fn host(slots: u64, bytes: usize) -> (HostTier, Arc<EventLog>) {
     let log = Arc::new(EventLog::new(Epoch(1)));
@@ -16,20 +16,20 @@ fn subject(slots: u64) -> Subject {
 // All tests but `fingerprints_live_apart`: this tier belongs to one engine, see below.
 conformance::suite!(@tests async || subject(300);
     stored_blocks_come_back_as_they_were
-    every_index_is_answered_once_and_a_missing_block_is_none
-    holds_counts_from_the_first_name
-    storing_again_is_ok_and_is_announced_once
-    a_discarded_block_is_denied_until_it_is_stored_again
-    events_say_what_holds_says
+    load_answers_every_index_once
+    holds_counts_the_prefix
+    storing_again_is_ok_and_announced_once
+    a_discarded_block_is_missing_until_stored_again
+    events_agree_with_holds
     empty_requests_are_answered
     a_dropped_load_leaves_the_tier_as_it_was
-    many_at_once_are_all_answered
-    a_store_that_nobody_waits_for_harms_nobody
+    concurrent_requests_are_all_answered
+    a_dropped_store_is_whole_or_absent
 );
 
 #[tokio::test]
 async fn capacity_is_not_exceeded() {
-    conformance::older_blocks_make_room_and_the_budget_holds(subject(60)).await;
+    conformance::older_blocks_are_evicted_within_the_capacity(subject(60)).await;
 }
 
 #[tokio::test]
@@ -39,8 +39,8 @@ async fn blocks_of_another_engine_are_rejected() {
     let theirs = chain_of(other, 1, 2, 2_000);
     assert!(host.store(theirs.clone()).await.iter().all(Result::is_err));
     conformance::store(&host, conformance::chain(1, 2)).await;
-    assert_eq!(host.holds(other, &names(&theirs)), 0);
-    assert!(load(&host, other, names(&theirs)).await.iter().all(Option::is_none));
+    assert_eq!(host.holds(other, &hashes(&theirs)), 0);
+    assert!(load(&host, other, hashes(&theirs)).await.iter().all(Option::is_none));
 }
 
 #[tokio::test]
@@ -48,7 +48,7 @@ async fn bytes_stay_while_they_are_read() {
     let (host, _) = host(4, 4_000);
     let first = conformance::chain(1, 1);
     conformance::store(&host, first.clone()).await;
-    let reading = host.get(&names(&first))[0].take().unwrap();
+    let reading = host.get(&hashes(&first))[0].take().unwrap();
     for seed in 2..9 {
         conformance::store(&host, conformance::chain(seed, 3)).await;
     }
@@ -63,7 +63,7 @@ async fn a_tier_being_read_is_busy_and_one_without_slots_full() {
     let (host, _) = host(1, 4_000);
     let blocks = conformance::chain(1, 2);
     conformance::store(&host, blocks[..1].to_vec()).await;
-    let reading = host.get(&names(&blocks[..1]));
+    let reading = host.get(&hashes(&blocks[..1]));
     assert!(matches!(host.store(blocks[1..].to_vec()).await[0], Err(StoreError::Busy)));
     drop(reading);
     assert!(host.store(blocks[1..].to_vec()).await[0].is_ok());

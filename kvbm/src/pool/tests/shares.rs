@@ -2,14 +2,14 @@
 
 use super::*;
 use crate::block::DomainId;
-use crate::tier::{Quota, Shares};
+use crate::tier::{Quota, Quotas};
 
 const ONE: DomainId = DomainId::from_bytes([1; 16]);
 const OTHER: DomainId = DomainId::from_bytes([2; 16]);
 
-fn divided(capacity: usize, shares: &Shares) -> BlockPool {
+fn divided(capacity: usize, quotas: &Quotas) -> BlockPool {
     let (pool, ..) = pool(capacity);
-    pool.set_quotas(shares.at(Level::G1, 1));
+    pool.set_quotas(quotas.for_tier(Level::G1, 1));
     pool
 }
 
@@ -34,7 +34,7 @@ fn count_resident(pool: &BlockPool, blocks: std::ops::Range<u16>) -> usize {
 #[test]
 fn a_flood_leaves_another_domains_guarantee() {
     let quota = Quota { guaranteed: 40, maximum: None };
-    let pool = divided(100, &Shares::default().promise(ONE, Level::G1, quota));
+    let pool = divided(100, &Quotas::default().with_quota(ONE, Level::G1, quota));
     drop(fill(&pool, ONE, 0..40));
     for n in 1_000..2_000 {
         drop(fill(&pool, OTHER, n..n + 1));
@@ -53,7 +53,7 @@ fn a_flood_leaves_another_domains_guarantee() {
 #[test]
 fn a_maximum_applies_with_free_slots_and_spares_held_blocks() {
     let quota = Quota { guaranteed: 0, maximum: Some(30) };
-    let pool = divided(100, &Shares::default().promise(ONE, Level::G1, quota));
+    let pool = divided(100, &Quotas::default().with_quota(ONE, Level::G1, quota));
     drop(fill(&pool, OTHER, 1_000..1_020));
     let held = fill(&pool, ONE, 0..35);
     assert_eq!(count_resident(&pool, 0..35), 35, "held blocks are not evicted");
@@ -70,7 +70,7 @@ fn a_maximum_applies_with_free_slots_and_spares_held_blocks() {
 #[test]
 fn allocation_may_evict_guaranteed_blocks() {
     let quota = Quota { guaranteed: 8, maximum: None };
-    let pool = divided(10, &Shares::default().promise(ONE, Level::G1, quota));
+    let pool = divided(10, &Quotas::default().with_quota(ONE, Level::G1, quota));
     drop(fill(&pool, ONE, 0..8));
     assert!(
         pool.allocate(5).is_some_and(|slots| slots.len() == 5),

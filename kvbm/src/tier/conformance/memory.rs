@@ -1,4 +1,4 @@
-//! The simplest tier that keeps the contract: a map. Other tests put it where a real tier would stand.
+//! The simplest tier that fulfils the contract, in memory. Tests use it in place of a real tier.
 
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
@@ -8,7 +8,7 @@ use futures::stream::{self, BoxStream, StreamExt};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-/// Blocks in host memory, oldest first.
+/// Blocks in host memory, the oldest first.
 pub(crate) struct Memory {
     log: Arc<EventLog>,
     capacity: Option<u64>,
@@ -20,24 +20,24 @@ impl Memory {
         Self { log, capacity, blocks: Mutex::default() }
     }
 
-    fn find(&self, fingerprint: Fingerprint, name: SequenceHash) -> Option<Block> {
-        let is = |block: &&Block| block.header.hash == name && block.header.fingerprint == fingerprint;
+    fn find(&self, fingerprint: Fingerprint, hash: SequenceHash) -> Option<Block> {
+        let is = |block: &&Block| block.header.hash == hash && block.header.fingerprint == fingerprint;
         self.blocks.lock().unwrap().iter().find(is).cloned()
     }
 
-    /// Announces what a change of the blocks made of the names.
+    /// Changes the blocks, and announces the changes of the set of hashes.
     fn change(&self, change: impl FnOnce(&mut VecDeque<Block>)) {
         let mut blocks = self.blocks.lock().unwrap();
-        let names = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.hash).collect() };
-        let before = names(&blocks);
+        let hashes = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.hash).collect() };
+        let before = hashes(&blocks);
         change(&mut blocks);
-        let after = names(&blocks);
+        let after = hashes(&blocks);
         for block in blocks.iter().filter(|block| !before.contains(&block.header.hash)) {
             let (parent, blocks) = (block.header.parent, vec![block.header.hash]);
             self.log.announce(BlockEvent::Stored { level: Level::G2, parent, blocks });
         }
-        let gone = before.into_iter().filter(|name| !after.contains(name)).collect();
-        self.log.announce(BlockEvent::Removed { level: Level::G2, blocks: gone });
+        let removed = before.into_iter().filter(|hash| !after.contains(hash)).collect();
+        self.log.announce(BlockEvent::Removed { level: Level::G2, blocks: removed });
     }
 }
 
@@ -50,12 +50,12 @@ impl Tier for Memory {
         Level::G2
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        names.iter().take_while(|name| self.find(fingerprint, **name).is_some()).count()
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        hashes.iter().take_while(|hash| self.find(fingerprint, **hash).is_some()).count()
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let found: Vec<Loaded> = names.into_iter().map(|name| Ok(self.find(fingerprint, name))).enumerate().collect();
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let found: Vec<Loaded> = hashes.into_iter().map(|hash| Ok(self.find(fingerprint, hash))).enumerate().collect();
         stream::iter(found).boxed()
     }
 
@@ -74,8 +74,8 @@ impl Tier for Memory {
         future::ready(blocks.into_iter().map(store).collect()).boxed()
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.change(|blocks| blocks.retain(|b| b.header.hash != name || b.header.fingerprint != fingerprint));
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.change(|blocks| blocks.retain(|b| b.header.hash != hash || b.header.fingerprint != fingerprint));
     }
 
     fn expire(&self, now: Date) -> usize {
@@ -103,7 +103,7 @@ mod tests {
     conformance::suite!(async || subject(None));
 
     #[tokio::test]
-    async fn the_budget_holds() {
-        conformance::older_blocks_make_room_and_the_budget_holds(subject(Some(300_000))).await;
+    async fn the_capacity_is_respected() {
+        conformance::older_blocks_are_evicted_within_the_capacity(subject(Some(300_000))).await;
     }
 }

@@ -1,4 +1,4 @@
-//! How long the blocks of an index are kept: noted for those for which anything was asked, as a rule few. Pure.
+//! Retention of the blocks of an index: an entry for each block with an expiry or a pin, usually few. Pure.
 
 use crate::block::{BlockRetention, Date, Fingerprint, SequenceHash};
 use crate::table::BlockHasher;
@@ -7,47 +7,48 @@ use std::hash::BuildHasherDefault;
 
 type Key = (Fingerprint, SequenceHash);
 
-pub(super) struct Terms {
-    kept: HashMap<Key, BlockRetention, BuildHasherDefault<BlockHasher>>,
-    ends: BTreeSet<(Date, Key)>,
-    /// As of the last sweep.
+pub(super) struct RetentionTable {
+    blocks: HashMap<Key, BlockRetention, BuildHasherDefault<BlockHasher>>,
+    /// Expiry dates, the earliest first.
+    expiries: BTreeSet<(Date, Key)>,
+    /// Time of the last call of [`Self::expired`].
     now: Date,
 }
 
-impl Default for Terms {
+impl Default for RetentionTable {
     fn default() -> Self {
-        Self { kept: HashMap::default(), ends: BTreeSet::new(), now: Date::from_unix(0) }
+        Self { blocks: HashMap::default(), expiries: BTreeSet::new(), now: Date::from_unix(0) }
     }
 }
 
-impl Terms {
-    /// A block comes, or comes again.
-    pub(super) fn enter(&mut self, key: Key, retention: BlockRetention) {
-        self.leave(key);
+impl RetentionTable {
+    /// Sets the retention of a block.
+    pub(super) fn insert(&mut self, key: Key, retention: BlockRetention) {
+        self.remove(key);
         if retention.expires.is_some() || retention.pinned.is_some() {
-            self.kept.insert(key, retention);
-            self.ends.extend(retention.expires.map(|end| (end, key)));
+            self.blocks.insert(key, retention);
+            self.expiries.extend(retention.expires.map(|end| (end, key)));
         }
     }
 
-    /// A block goes.
-    pub(super) fn leave(&mut self, key: Key) {
-        if !self.kept.is_empty()
-            && let Some(retention) = self.kept.remove(&key)
+    /// Removes a block.
+    pub(super) fn remove(&mut self, key: Key) {
+        if !self.blocks.is_empty()
+            && let Some(retention) = self.blocks.remove(&key)
             && let Some(end) = retention.expires
         {
-            self.ends.remove(&(end, key));
+            self.expiries.remove(&(end, key));
         }
     }
 
-    /// The blocks that are over. The caller lets each of them [leave](Self::leave).
-    pub(super) fn over(&mut self, now: Date) -> Vec<Key> {
+    /// The blocks that are expired at `now`. The caller [removes](Self::remove) each of them.
+    pub(super) fn expired(&mut self, now: Date) -> Vec<Key> {
         self.now = now;
-        self.ends.iter().take_while(|(end, _)| *end <= now).map(|(_, key)| *key).collect()
+        self.expiries.iter().take_while(|(end, _)| *end <= now).map(|(_, key)| *key).collect()
     }
 
-    /// Whether a block was pinned at the last sweep.
+    /// Whether a block was pinned at the last call of [`Self::expired`].
     pub(super) fn is_pinned(&self, key: Key) -> bool {
-        self.kept.get(&key).and_then(|retention| retention.pinned).is_some_and(|until| until > self.now)
+        self.blocks.get(&key).and_then(|retention| retention.pinned).is_some_and(|until| until > self.now)
     }
 }

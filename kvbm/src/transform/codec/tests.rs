@@ -4,7 +4,7 @@ use crate::block::SequenceHash;
 use crate::disk::{self, DiskTier};
 use crate::event::{Epoch, EventLog};
 use crate::tests::fuzz;
-use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, names};
+use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, hashes};
 use futures::StreamExt;
 use proptest::prelude::*;
 
@@ -27,7 +27,7 @@ mod in_memory {
     conformance::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
         // The suite's bytes are noise: without a least ratio they are encoded all the same.
-        Subject::keeping(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
+        Subject::with_resources(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
     });
 }
 
@@ -39,7 +39,7 @@ mod on_disk {
         let folder = tempfile::tempdir().unwrap();
         let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
         let disk = DiskTier::open(folder.path(), settings, log.clone()).unwrap();
-        Subject::keeping(with(disk, Some(Mode::Smaller), 0.0), log, folder)
+        Subject::with_resources(with(disk, Some(Mode::Smaller), 0.0), log, folder)
     });
 }
 
@@ -68,10 +68,10 @@ async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
     let both = [kv.clone(), noise.clone()];
     conformance::store(&*tier, both.to_vec()).await;
     let rests: Vec<Block> =
-        memory.load(fingerprint(), names(&both)).map(|(_, block)| block.unwrap().unwrap()).collect().await;
+        memory.load(fingerprint(), hashes(&both)).map(|(_, block)| block.unwrap().unwrap()).collect().await;
     assert_eq!((rests[0].header.codec, rests[1].header.codec), (Codec::Bf16, Codec::Raw));
     assert!(rests[0].clone().verify(kv.header.hash, fingerprint()).is_err(), "only raw bytes are believed");
-    let loaded = conformance::load(&*tier, fingerprint(), names(&both)).await;
+    let loaded = conformance::load(&*tier, fingerprint(), hashes(&both)).await;
     assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
 }
 
@@ -85,7 +85,7 @@ async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
     let tier = super::decoded(memory.clone());
     conformance::store(&*tier, vec![raw.clone()]).await;
     let both = [kv, raw];
-    let loaded = conformance::load(&*tier, fingerprint(), names(&both)).await;
+    let loaded = conformance::load(&*tier, fingerprint(), hashes(&both)).await;
     assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
 
     let plain = block(synthetic::bf16(&synthetic::kv(8, SHAPE)));

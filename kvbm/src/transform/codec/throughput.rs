@@ -109,8 +109,8 @@ impl Tier for Measured {
         self.tier.discard(fingerprint, name);
     }
 
-    fn lapse(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
-        self.tier.lapse(fingerprint, name)
+    fn expire_one(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
+        self.tier.expire_one(fingerprint, name)
     }
 
     fn expire(&self, now: Date) -> usize {

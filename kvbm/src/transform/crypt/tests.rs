@@ -2,7 +2,7 @@ use super::*;
 use crate::block::{Codec, Header, SequenceHash};
 use crate::disk::{self, DiskTier};
 use crate::event::{Epoch, EventLog};
-use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, names};
+use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, hashes};
 use crate::transform::codec::{Mode, encoded};
 use bytes::Bytes;
 use futures::StreamExt;
@@ -52,7 +52,7 @@ impl Site {
     }
 
     async fn at_rest(&self, blocks: &[Block]) -> Vec<Option<Block>> {
-        self.memory.load(fingerprint(), names(blocks)).map(|(_, block)| block.unwrap()).collect().await
+        self.memory.load(fingerprint(), hashes(blocks)).map(|(_, block)| block.unwrap()).collect().await
     }
 }
 
@@ -64,7 +64,7 @@ struct Process {
 impl Process {
     /// How many come back as they were.
     async fn finds(&self, blocks: &[Block]) -> usize {
-        let loaded = conformance::load(&*self.tier, fingerprint(), names(blocks)).await;
+        let loaded = conformance::load(&*self.tier, fingerprint(), hashes(blocks)).await;
         let same = |(loaded, block): &(Option<crate::block::Verified>, &Block)| {
             loaded.as_ref().is_some_and(|loaded| *loaded.header() == block.header && loaded.payload() == block.payload)
         };
@@ -115,7 +115,7 @@ mod in_memory {
         let keys =
             Keys::open(Arc::new(InMemory::new()), "", KeySource::Env("KEYS".into()), Masters::of(&[1]).environment());
         let memory = Arc::new(Memory::new(log.clone(), None));
-        Subject::keeping(encrypted(memory, keys.await.unwrap(), Site::new().metrics), log, ())
+        Subject::with_resources(encrypted(memory, keys.await.unwrap(), Site::new().metrics), log, ())
     });
 }
 
@@ -130,7 +130,7 @@ mod encoded_on_disk {
         let shelf = folder.path().join("keys");
         let keys = Keys::in_folder(&shelf, KeySource::Env("KEYS".into()), Masters::of(&[1]).environment()).await;
         let tier = encrypted(disk, keys.unwrap(), Site::new().metrics);
-        Subject::keeping(encoded(tier, Mode::Smaller), log, folder)
+        Subject::with_resources(encoded(tier, Mode::Smaller), log, folder)
     });
 }
 
@@ -217,7 +217,7 @@ async fn a_shredded_domain_is_a_miss_for_good_in_every_process() {
 
     assert_eq!(here.keys.shred(tenant(1)).await.unwrap(), 1);
     assert_eq!((here.finds(&ours[..2]).await, site.shredded()), (0, 2));
-    assert_eq!(here.tier.holds(fingerprint(), &names(&ours)), 0, "what can never be read again is given up");
+    assert_eq!(here.tier.holds(fingerprint(), &hashes(&ours)), 0, "what can never be read again is given up");
     there.keys.refresh().await.unwrap();
     assert_eq!((there.finds(&ours[2..]).await, site.shredded()), (0, 4));
     assert_eq!(there.finds(&theirs).await, 4);
@@ -399,7 +399,7 @@ async fn a_key_that_nobody_knows_makes_a_miss_and_the_block_stays() {
     let stranger =
         Keys::open(Arc::new(InMemory::new()), "", KeySource::Env("KEYS".into()), Masters::of(&[1]).environment());
     let stranger = encrypted(site.memory.clone(), stranger.await.unwrap(), site.metrics.clone());
-    assert!(conformance::load(&*stranger, fingerprint(), names(&block)).await[0].is_none());
+    assert!(conformance::load(&*stranger, fingerprint(), hashes(&block)).await[0].is_none());
     assert_eq!(site.shredded(), 1);
     assert_eq!(process.finds(&block).await, 1);
 }

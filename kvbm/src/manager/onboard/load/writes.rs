@@ -116,7 +116,7 @@ impl Loading<'_> {
 
     fn discard_expired(&self, source: usize, index: usize) {
         let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.hashes[index]);
-        core.metrics.expired(tier.level(), tier.lapse(core.device.fingerprint(), hash));
+        core.metrics.expired(tier.level(), tier.expire_one(core.device.fingerprint(), hash));
     }
 
     pub(super) fn discard_corrupt(&self, source: usize, index: usize, why: Corrupt) {
