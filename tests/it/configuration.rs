@@ -67,7 +67,7 @@ fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
     for (arguments, wanted) in cases {
         for print in [&["--print-config"][..], &[]] {
             let own = ["--model", "tiny", "--listen", "127.0.0.1:0", "--data-dir", data];
-            let output = crate::serve::program(&[&own[..], arguments, print].concat()).output().expect("it runs");
+            let output = crate::process::program(&[&own[..], arguments, print].concat()).output().expect("it runs");
             let error = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{arguments:?} {print:?}: {error}");
             assert!(error.contains(wanted), "{arguments:?} {print:?}: {error}");
@@ -75,7 +75,7 @@ fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
         }
     }
     let both = ["--data-dir", file, "--model", "no/such/folder", "--print-config"];
-    let error = crate::serve::program(&both).output().expect("it runs").stderr;
+    let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
     assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both at once: {error}");
 }

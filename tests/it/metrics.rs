@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use crate::serve::client;
+use crate::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, SharedFlash, Sources};
 use blockyard::node::Node;
 use blockyard::reload::Reload;

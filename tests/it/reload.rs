@@ -2,8 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::killed::Process;
-use super::serve::client;
+use super::process::Process;
+use super::process::client;
 use serde_json::{Value, json};
 use std::process::Command;
 use std::time::Duration;

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+use super::process::{client, program};
 use blockyard::config::{Budget, ByteSize, Compression, Config, Encryption, HumanDuration, Listen, SharedFlash};
 use blockyard::node::Node;
 use kvbm::crypt::KeySource;
@@ -350,20 +351,6 @@ async fn a_data_folder_has_one_owner_and_the_second_is_told() {
     let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is taken"));
     assert!(error.contains("--data-dir") && error.contains("process"), "{error}");
     served.node.shutdown().await;
-}
-
-/// A client for plain HTTP. Some features in the workspace make it ask for a provider of TLS all the same.
-pub(crate) fn client() -> reqwest::Client {
-    // It may have been installed before.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    reqwest::Client::new()
-}
-
-/// The real program.
-pub(crate) fn program(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
-    command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
-    command
 }
 
 fn refused(arguments: &[&str]) -> String {

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::killed::Process;
+use super::process::Process;
 use std::fs;
 use std::path::Path;
 use std::process::Command;

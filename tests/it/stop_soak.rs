@@ -5,9 +5,9 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::killed::{Client, Process};
-use super::serve::program;
-use super::soak::{PATIENCE, Rng, number};
+use super::fault_soak::{PATIENCE, Rng, number};
+use super::process::program;
+use super::process::{Client, Process};
 use kvbm::Date;
 use kvbm::disk::{LogContents, inspect};
 use serde_json::Value;

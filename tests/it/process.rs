@@ -2,7 +2,6 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::{client, program};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs::File;
@@ -120,6 +119,20 @@ impl Process {
     }
 }
 
+/// A client for plain HTTP. Some features in the workspace make it ask for a provider of TLS all the same.
+pub(crate) fn client() -> reqwest::Client {
+    // It may have been installed before.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    reqwest::Client::new()
+}
+
+/// The real program.
+pub(crate) fn program(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
+    command
+}
+
 /// The last lines of a log.
 fn last_of(log: &File) -> String {
     let length = log.metadata().unwrap().len();
@@ -168,33 +181,4 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_killed_process_comes_back_with_its_blocks_and_the_same_answers() {
-    let data = tempfile::tempdir().unwrap();
-    let prompt = |kind: u32| -> Vec<u32> { (0..640).map(|n| 10 + (kind * 31 + n * 7) % 500).collect() };
-    // No G2, so that what comes back can only come from the SSD.
-    let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=off", "--set", "tiers.g3=64MiB"];
-    let first = Process::start(data.path(), &sizes, &[]).await;
-    let mut answers = Vec::new();
-    for kind in 0..5 {
-        let (answer, cold) = first.client.complete(&prompt(kind)).await.unwrap();
-        assert_eq!(cold, 0);
-        answers.push(answer);
-    }
-    let stored = async {
-        while first.client.metric("blockyard_tier_blocks", "g3").await < 5.0 * 640.0 / 16.0 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_mins(5), stored).await.expect("all blocks come to rest");
-    drop(first);
-    let second = Process::start(data.path(), &sizes, &[]).await;
-    for (kind, answer) in (0..).zip(answers) {
-        let (again, _) = second.client.complete(&prompt(kind)).await.unwrap();
-        assert_eq!(again, answer, "text and log-probabilities");
-    }
-    // Found, that is; what comes late on a busy machine is recomputed.
-    assert!(second.client.metric("blockyard_tier_hit_blocks_total", "g3").await > 0.0);
 }

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::client;
+use super::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, TenantQuota, Tiers};
 use blockyard::node::Node;
 use serde_json::{Value, json};

@@ -4,8 +4,8 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::killed::{Client, Process};
-use super::{cache, names};
+use super::process::{Client, Process};
+use super::{cache, index_audit};
 use futures::future::join_all;
 use serde_json::Value;
 use std::ffi::OsStr;
@@ -274,7 +274,7 @@ async fn nobody_can_tell_that_devices_fail_and_processes_die() {
     }
     place.weather(None);
     // A path of the SSD tier that went down is left alone for a while; what lost everything gets something again.
-    names::filled(&process.client, &case).await;
+    index_audit::filled(&process.client, &case).await;
     let late = Instant::now() + PATIENCE;
     loop {
         let (bytes, open) = size(&process).await;
@@ -289,7 +289,7 @@ async fn nobody_can_tell_that_devices_fail_and_processes_die() {
     answered(load).await;
 
     // Once no block is on its way any more, the index has what rests, name by name, in each tier of each worker.
-    names::settled(&process.client, &case).await;
+    index_audit::settled(&process.client, &case).await;
     for (n, (prompt, want)) in script.iter().enumerate() {
         let answer = process.client.complete(prompt).await;
         let (answer, cached) = answer.unwrap_or_else(|error| panic!("{case}, prompt {n} afterwards: {error:?}"));
@@ -304,13 +304,13 @@ async fn nobody_can_tell_that_devices_fail_and_processes_die() {
     let (data, ssd) = (place.at("data"), place.ssd());
     let elsewhere = ["--data-dir", data.to_str().unwrap(), "--set", &ssd];
     cache::asked(&store, &["verify", "--remove"]);
-    let found = names::found(&process.client, &store, &elsewhere, &format!("seed {seed}")).await;
+    let found = index_audit::found(&process.client, &store, &elsewhere, &format!("seed {seed}")).await;
     // It would be seen if a name were missing: of an object that is not about to be deleted, nor a copy.
     let seen = files(&store.join("blocks")).into_iter().any(|object| {
         fs::remove_file(object).unwrap();
-        names::outside(&store, &elsewhere)["g4"] != found["g4"]
+        index_audit::outside(&store, &elsewhere)["g4"] != found["g4"]
     });
     assert!(seen, "seed {seed}");
     cache::asked(&store, &["verify", "--remove"]);
-    names::found(&process.client, &store, &elsewhere, &format!("seed {seed}, one object less")).await;
+    index_audit::found(&process.client, &store, &elsewhere, &format!("seed {seed}, one object less")).await;
 }

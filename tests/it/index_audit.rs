@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::cache::asked;
-use super::killed::{Client, Process};
+use super::process::{Client, Process};
 use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::serve::{client, program};
+use super::process::{client, program};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
