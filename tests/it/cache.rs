@@ -1,4 +1,4 @@
-//! `blockyard cache` beside nodes that share a folder.
+//! `blockyard cache`: `ls`, `gc`, `verify` and `shred` over a shared store and a G3 log.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -15,8 +15,8 @@ fn cache(arguments: &[&str]) -> Output {
     command.arg("cache").args(arguments).env_clear().env("HOME", "/nonexistent").output().unwrap()
 }
 
-/// Runs a command on a folder, and reads what it says to programs.
-pub(crate) fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
+/// Runs a subcommand with `--json` on a shared folder: its output and its exit status.
+pub(crate) fn cache_json(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
     let (what, rest) = arguments.split_first().unwrap();
     let shared = folder.to_str().unwrap();
     let output = cache(&[&[*what, "--json", "--g4", shared][..], rest].concat());
@@ -24,8 +24,8 @@ pub(crate) fn asked(folder: &Path, arguments: &[&str]) -> (Value, Option<i32>) {
     (serde_json::from_slice(&output.stdout).expect(&stderr), output.status.code())
 }
 
-/// A G3 log of three blocks that nobody uses.
-async fn logged(folder: &Path) {
+/// Writes a G3 log with three blocks and closes it.
+async fn write_g3_log(folder: &Path) {
     let events = Arc::new(EventLog::new(Epoch(1)));
     let tier =
         DiskTier::open(folder, kvbm::disk::Settings { min_free_bytes: 0, ..Default::default() }, events).unwrap();
@@ -34,12 +34,12 @@ async fn logged(folder: &Path) {
 }
 
 fn block(n: u8) -> Block {
-    let name = SequenceHash::from_bytes([n; 16]);
-    Block::new(name, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
+    let hash = SequenceHash::from_bytes([n; 16]);
+    Block::new(hash, None, Fingerprint::from_bytes([7; 32]), Bytes::from(vec![n; 1_000]))
 }
 
-/// A folder with three blocks, each in an object of its own.
-async fn stored(folder: &Path) {
+/// Writes three blocks to a shared folder, each in an object of its own.
+async fn write_store(folder: &Path) {
     let events = Arc::new(EventLog::new(Epoch(1)));
     let tier =
         ObjectTier::open_folder(folder, Settings { object_bytes: 1, object_blocks: 1, ..Settings::default() }, events)
@@ -47,41 +47,48 @@ async fn stored(folder: &Path) {
     assert!(tier.store((1..=3).map(block).collect()).await.iter().all(Result::is_ok));
 }
 
-fn files(folder: &Path) -> usize {
+fn count_files(folder: &Path) -> usize {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    entries.map(|path| if path.is_dir() { files(&path) } else { 1 }).sum()
+    entries.map(|path| if path.is_dir() { count_files(&path) } else { 1 }).sum()
 }
 
 #[tokio::test]
-async fn what_rests_is_listed_collected_after_a_grace_and_verified() {
+async fn gc_deletes_marked_objects_after_the_grace_period() {
     let folder = tempfile::tempdir().unwrap();
     let (at, blocks) = (folder.path(), folder.path().join("blocks"));
-    stored(at).await;
-    let (listed, status) = asked(at, &["ls"]);
-    let holding = &listed["contents"][0];
-    assert_eq!((&holding["blocks"], &holding["objects"], status), (&3.into(), &3.into(), Some(0)));
-    assert_eq!(asked(at, &["gc", "--capacity", "2500B", "--dry-run"]).0["report"]["marked"]["capacity"]["objects"], 1);
-    assert_eq!(asked(at, &["ls"]).0, listed, "a dry run changes nothing");
-    asked(at, &["gc", "--capacity", "2500B"]);
-    assert_eq!((&asked(at, &["ls"]).0["contents"][0]["blocks"], files(&blocks)), (&2.into(), 3), "marked, not deleted");
-    assert_eq!(asked(at, &["gc"]).0["report"]["deleted"]["objects"], 0);
-    assert_eq!(asked(at, &["gc", "--grace", "0s"]).0["report"]["deleted"]["objects"], 1);
-    assert_eq!(files(&blocks), 2);
-    let (seen, status) = asked(at, &["verify"]);
+    write_store(at).await;
+    let (listed, status) = cache_json(at, &["ls"]);
+    let contents = &listed["contents"][0];
+    assert_eq!((&contents["blocks"], &contents["objects"], status), (&3.into(), &3.into(), Some(0)));
     assert_eq!(
-        (&seen["valid_blocks"], &seen["corrupt_blocks"], &seen["missing_objects"], status),
+        cache_json(at, &["gc", "--capacity", "2500B", "--dry-run"]).0["report"]["marked"]["capacity"]["objects"],
+        1
+    );
+    assert_eq!(cache_json(at, &["ls"]).0, listed, "a dry run changes nothing");
+    cache_json(at, &["gc", "--capacity", "2500B"]);
+    assert_eq!(
+        (&cache_json(at, &["ls"]).0["contents"][0]["blocks"], count_files(&blocks)),
+        (&2.into(), 3),
+        "marked, not deleted"
+    );
+    assert_eq!(cache_json(at, &["gc"]).0["report"]["deleted"]["objects"], 0);
+    assert_eq!(cache_json(at, &["gc", "--grace", "0s"]).0["report"]["deleted"]["objects"], 1);
+    assert_eq!(count_files(&blocks), 2);
+    let (report, status) = cache_json(at, &["verify"]);
+    assert_eq!(
+        (&report["valid_blocks"], &report["corrupt_blocks"], &report["missing_objects"], status),
         (&2.into(), &0.into(), &0.into(), Some(0))
     );
 }
 
 #[tokio::test]
-async fn the_log_of_g3_is_listed_beside_the_shared_store_or_alone() {
+async fn ls_shows_the_g3_log_with_or_without_a_shared_store() {
     let (data, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    logged(&data.path().join("g3")).await;
-    stored(shared.path()).await;
+    write_g3_log(&data.path().join("g3")).await;
+    write_store(shared.path()).await;
     let at = data.path().to_str().unwrap();
-    let ls = || asked(shared.path(), &["ls", "--data-dir", at]);
-    // A process that another test starts just now has the lock too, for a moment.
+    let ls = || cache_json(shared.path(), &["ls", "--data-dir", at]);
+    // A child that another test forks at this moment inherits the lock and holds it until its exec: try again.
     let (both, status) = (0..100).map(|_| ls()).find(|(both, _)| both["g3"][0]["in_use"] == false).unwrap_or_else(ls);
     let log = &both["g3"][0];
     assert_eq!((&log["contents"][0]["blocks"], &log["in_use"], status), (&3.into(), &false.into(), Some(0)));
@@ -92,16 +99,16 @@ async fn the_log_of_g3_is_listed_beside_the_shared_store_or_alone() {
 }
 
 #[tokio::test]
-async fn a_store_named_alone_is_listed_without_the_log_of_g3() {
+async fn ls_and_verify_of_a_g4_url_alone_leave_out_the_g3_log() {
     let (home, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    // Where `serve` keeps it when no flag says otherwise.
-    logged(&home.path().join(".cache/blockyard/g3")).await;
-    stored(shared.path()).await;
+    // The default of `data_dir`.
+    write_g3_log(&home.path().join(".cache/blockyard/g3")).await;
+    write_store(shared.path()).await;
     let run = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
         let output = command.arg("cache").args(arguments).env_clear().env("HOME", home.path()).output().unwrap();
-        let said: Value = serde_json::from_slice(&output.stdout).unwrap();
-        said["g3"].as_array().unwrap().len()
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        report["g3"].as_array().unwrap().len()
     };
     let at = shared.path().to_str().unwrap();
     for command in ["ls", "verify"] {
@@ -111,19 +118,19 @@ async fn a_store_named_alone_is_listed_without_the_log_of_g3() {
 }
 
 #[tokio::test]
-async fn the_log_of_g3_is_verified_unless_a_process_uses_it() {
+async fn verify_checks_the_g3_log_unless_a_process_uses_it() {
     let data = tempfile::tempdir().unwrap();
     let (at, folder) = (data.path().to_str().unwrap(), data.path().join("g3"));
-    logged(&folder).await;
+    write_g3_log(&folder).await;
     let verify = || cache(&["verify", "--json", "--data-dir", at]);
-    let said = |output: &Output| serde_json::from_slice::<Value>(&output.stdout).unwrap()["g3"][0].clone();
-    // A process that another test starts just now has the lock too, for a moment.
-    let sound = (0..100).map(|_| verify()).find(|output| output.status.success()).unwrap_or_else(verify);
-    let seen = said(&sound);
+    let g3_report = |output: &Output| serde_json::from_slice::<Value>(&output.stdout).unwrap()["g3"][0].clone();
+    // A child that another test forks at this moment inherits the lock and holds it until its exec: try again.
+    let intact = (0..100).map(|_| verify()).find(|output| output.status.success()).unwrap_or_else(verify);
+    let report = g3_report(&intact);
     assert_eq!(
-        (&seen["valid_blocks"], &seen["corrupt_blocks"], &seen["undecryptable_blocks"]),
+        (&report["valid_blocks"], &report["corrupt_blocks"], &report["undecryptable_blocks"]),
         (&3.into(), &0.into(), &0.into()),
-        "{seen}"
+        "{report}"
     );
     let segment = std::fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path());
     let segment = segment.into_iter().find(|path| path.extension().is_some_and(|it| it == "segment")).unwrap();
@@ -131,7 +138,7 @@ async fn the_log_of_g3_is_verified_unless_a_process_uses_it() {
     bytes[600] ^= 1;
     std::fs::write(&segment, bytes).unwrap();
     let damaged = (0..100).map(|_| verify()).find(|output| !output.stdout.is_empty()).unwrap_or_else(verify);
-    assert_eq!((damaged.status.code(), &said(&damaged)["corrupt_blocks"]), (Some(1), &1.into()));
+    assert_eq!((damaged.status.code(), &g3_report(&damaged)["corrupt_blocks"]), (Some(1), &1.into()));
     let events = Arc::new(EventLog::new(Epoch(1)));
     let settings = kvbm::disk::Settings { min_free_bytes: 0, ..Default::default() };
     let _owner = DiskTier::open(&folder, settings, events).unwrap();
@@ -142,27 +149,27 @@ async fn the_log_of_g3_is_verified_unless_a_process_uses_it() {
 }
 
 #[test]
-fn what_cannot_be_done_is_said() {
+fn errors_name_the_setting_that_is_missing_or_wrong() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path().to_str().unwrap();
-    for (arguments, said) in [
+    for (arguments, expected) in [
         (vec!["ls", "--data-dir", at], "--g4"),
         (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
         (vec!["ls", "--g4", "/nonexistent/folder"], "cannot be used"),
     ] {
         let output = cache(&arguments);
         let stderr = String::from_utf8(output.stderr).unwrap();
-        assert!(output.status.code() == Some(1) && stderr.contains(said), "{arguments:?}: {stderr}");
+        assert!(output.status.code() == Some(1) && stderr.contains(expected), "{arguments:?}: {stderr}");
     }
 }
 
 #[test]
-fn a_shredded_domain_has_no_key_left() {
+fn shred_of_a_domain_without_keys_destroys_none() {
     let folder = tempfile::tempdir().unwrap();
     let master = folder.path().join("master");
     std::fs::write(&master, "07".repeat(32)).unwrap();
     let set = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, master.display());
-    let (said, status) = asked(folder.path(), &["shred", "--set", &set, "--domain", "acme", "--remove"]);
-    assert_eq!((&said["destroyed_keys"], status), (&0.into(), Some(0)));
-    assert_eq!(said["domain"].as_str().unwrap(), kvbm::Domain::derived(b"", "acme").id().to_string());
+    let (report, status) = cache_json(folder.path(), &["shred", "--set", &set, "--domain", "acme", "--remove"]);
+    assert_eq!((&report["destroyed_keys"], status), (&0.into(), Some(0)));
+    assert_eq!(report["domain"].as_str().unwrap(), kvbm::Domain::derived(b"", "acme").id().to_string());
 }

@@ -1,4 +1,4 @@
-//! What `docs/configuration.md` says about the configuration is what the program does.
+//! `docs/configuration.md`, `docs/routing.md` and the help agree with the program; wrong configurations are rejected.
 
 use blockyard::config::{Config, defaults};
 use std::collections::BTreeMap;
@@ -8,14 +8,14 @@ const PAGE: &str = include_str!("../../docs/configuration.md");
 #[test]
 fn the_page_lists_every_key_with_its_default() {
     let documented: BTreeMap<String, String> = PAGE.lines().filter_map(row).collect();
-    // The data folder depends on the user; the page says how.
-    let said = |key: &str, value: &Option<String>| match (key, value) {
+    // The data folder depends on the user, so the page describes it in words.
+    let shown = |key: &str, value: &Option<String>| match (key, value) {
         ("data_dir", _) => "blockyard in the user's cache folder".into(),
         (_, Some(value)) => value.clone(),
         (_, None) => "unset".into(),
     };
     let real: BTreeMap<String, String> =
-        defaults().into_iter().map(|(key, value)| (key.clone(), said(&key, &value))).collect();
+        defaults().into_iter().map(|(key, value)| (key.clone(), shown(&key, &value))).collect();
     assert_eq!(documented, real);
 }
 
@@ -31,7 +31,7 @@ fn serve_help_shows_the_real_defaults() {
 }
 
 #[test]
-fn presets_and_policies_on_the_page_about_routing_are_those_of_the_program() {
+fn the_routing_page_lists_every_preset_and_policy() {
     let page = include_str!("../../docs/routing.md");
     for preset in router::Preset::ALL {
         let router::Settings { decode_interference_weight, prefix_affinity, .. } = preset.settings();
@@ -43,7 +43,7 @@ fn presets_and_policies_on_the_page_about_routing_are_those_of_the_program() {
 }
 
 #[test]
-fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
+fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let folder = tempfile::tempdir().expect("a folder");
     let (data, file) = (folder.path().join("data"), folder.path().join("file"));
     std::fs::write(&file, "short").expect("a file");
@@ -64,23 +64,23 @@ fn print_config_refuses_what_serve_refuses_and_loads_nothing() {
         (&["--set", "router.models.other.preset=cache"], "`tiny`"),
         (&["--listen", "203.0.113.7:80"], "listen"),
     ];
-    for (arguments, wanted) in cases {
+    for (arguments, expected) in cases {
         for print in [&["--print-config"][..], &[]] {
-            let own = ["--model", "tiny", "--listen", "127.0.0.1:0", "--data-dir", data];
-            let output = crate::process::program(&[&own[..], arguments, print].concat()).output().expect("it runs");
+            let common = ["--model", "tiny", "--listen", "127.0.0.1:0", "--data-dir", data];
+            let output = crate::process::program(&[&common[..], arguments, print].concat()).output().expect("it runs");
             let error = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{arguments:?} {print:?}: {error}");
-            assert!(error.contains(wanted), "{arguments:?} {print:?}: {error}");
-            assert!(output.stdout.is_empty() && !std::path::Path::new(data).exists(), "nothing was printed or made");
+            assert!(error.contains(expected), "{arguments:?} {print:?}: {error}");
+            assert!(output.stdout.is_empty() && !std::path::Path::new(data).exists(), "nothing is printed or created");
         }
     }
     let both = ["--data-dir", file, "--model", "no/such/folder", "--print-config"];
     let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
-    assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both at once: {error}");
+    assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both errors are reported: {error}");
 }
 
-/// The key and the default of a row of a table.
+/// Key and default from a row of the page's table.
 fn row(line: &str) -> Option<(String, String)> {
     let mut cells = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().replace('`', ""));
     Some((cells.next()?, cells.next()?))

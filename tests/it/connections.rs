@@ -1,4 +1,4 @@
-//! The real program under connections that nobody uses, without file descriptors, and at its end.
+//! The real program with idle connections, without free file descriptors, and during shutdown.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -11,7 +11,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-/// The running program. Dropping it kills it.
+/// A running program with a limit on open files. Dropping it kills the process.
 struct Program {
     child: Child,
     address: String,
@@ -20,7 +20,7 @@ struct Program {
 }
 
 impl Program {
-    /// On `tiny`, with at most so many open files.
+    /// Serves `tiny` with at most `files` open files.
     fn start(files: u64, set: &[&str]) -> Self {
         let (data, log) = (tempfile::tempdir().unwrap(), tempfile::tempfile().unwrap());
         let mut command = Command::new("sh");
@@ -59,11 +59,11 @@ impl Program {
         assert!(Command::new("kill").args([name, &self.child.id().to_string()]).status().unwrap().success());
     }
 
-    fn ended(&mut self) -> ExitStatus {
+    fn wait(&mut self) -> ExitStatus {
         self.child.wait().unwrap()
     }
 
-    /// Lines of the log with a word.
+    /// The log lines that contain a word.
     fn logged(&mut self, word: &str) -> Vec<String> {
         let mut log = String::new();
         self.log.rewind().unwrap();
@@ -84,14 +84,14 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // It may have ended.
+        // Fails if the process has ended.
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_idle_sockets_leave_room_for_requests() {
+async fn a_thousand_idle_sockets_leave_descriptors_for_requests() {
     blockyard::process::machine::raise_open_files();
     let mut program = Program::start(256, &[]);
     let (memory, files) = (program.resident_mib(), program.open_files());
@@ -109,7 +109,7 @@ async fn a_thousand_idle_sockets_leave_room_for_requests() {
         program.resident_mib(),
         program.open_files()
     );
-    assert!(open <= 130.0, "{open} connections are open of at most half of 256 files");
+    assert!(open <= 130.0, "{open} connections are open; the limit is half of 256 files");
     assert_eq!(program.logged("allows fewer connections than configured").len(), 1);
 }
 
@@ -128,15 +128,15 @@ async fn accept_errors_are_counted_and_logged_at_a_bounded_rate() {
     let took = began.elapsed();
     assert_eq!(program.status("/live").await, 200);
     let errors = program.metric("blockyard_frontend_accept_errors_total{error=\"file_descriptors\"}").await;
-    let most = 2.0 + took.as_secs_f64() * 10.0;
-    assert!((1.0..most).contains(&errors), "{errors} errors in {took:?}: ten a second at most");
+    let limit = 2.0 + took.as_secs_f64() * 10.0;
+    assert!((1.0..limit).contains(&errors), "{errors} errors in {took:?}: at most ten per second");
     let lines = program.logged("cannot accept connections");
     assert!(!lines.is_empty() && lines.len() as f64 <= 1.0 + took.as_secs_f64() / 10.0, "{lines:?}");
     drop(waiting);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_sigterm_requests_are_refused_until_the_listener_closes() {
+async fn after_sigterm_requests_get_503_until_the_listener_closes() {
     let mut program = Program::start(1024, &["frontend.shutdown_delay=10m", "shutdown_timeout=20m"]);
     assert_eq!(program.status("/ready").await, 200);
     program.signal("-TERM");
@@ -149,15 +149,15 @@ async fn after_sigterm_requests_are_refused_until_the_listener_closes() {
     assert_eq!((refused.status().as_u16(), refused.headers()["retry-after"].to_str().unwrap()), (503, "1"));
     let error: Value = refused.json().await.unwrap();
     assert_eq!(error["error"]["code"], "shutting_down");
-    // Another signal ends it at once.
+    // A second signal ends the process at once.
     program.signal("-TERM");
-    assert!(program.ended().success());
+    assert!(program.wait().success());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_listener_closes_after_the_shutdown_delay() {
     let mut program = Program::start(1024, &["frontend.shutdown_delay=100ms"]);
     program.signal("-TERM");
-    assert!(program.ended().success());
+    assert!(program.wait().success());
     assert!(TcpStream::connect(&program.address).is_err());
 }

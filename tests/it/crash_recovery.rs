@@ -1,4 +1,4 @@
-//! The real program is killed without warning: its restart finds the blocks that the SSD tier reported, and answers as before.
+//! A restart after SIGKILL finds the blocks that the SSD tier reported, and gives the same answers.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -6,10 +6,10 @@ use super::process::Process;
 use std::time::Duration;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_process_comes_back_with_its_blocks_and_the_same_answers() {
+async fn a_killed_process_restarts_with_its_blocks_and_same_answers() {
     let data = tempfile::tempdir().unwrap();
     let prompt = |kind: u32| -> Vec<u32> { (0..640).map(|n| 10 + (kind * 31 + n * 7) % 500).collect() };
-    // No G2, so that what comes back can only come from the SSD.
+    // Without G2, cached blocks after the restart can only come from the SSD.
     let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=off", "--set", "tiers.g3=64MiB"];
     let first = Process::start(data.path(), &sizes, &[]).await;
     let mut answers = Vec::new();
@@ -23,13 +23,13 @@ async fn a_killed_process_comes_back_with_its_blocks_and_the_same_answers() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(Duration::from_mins(5), stored).await.expect("all blocks come to rest");
+    tokio::time::timeout(Duration::from_mins(5), stored).await.expect("all blocks are stored in G3");
     drop(first);
     let second = Process::start(data.path(), &sizes, &[]).await;
     for (kind, answer) in (0..).zip(answers) {
         let (again, _) = second.client.complete(&prompt(kind)).await.unwrap();
         assert_eq!(again, answer, "text and log-probabilities");
     }
-    // Found, that is; what comes late on a busy machine is recomputed.
+    // Not all need be hits: on a busy machine, blocks that load too slowly are recomputed.
     assert!(second.client.metric("blockyard_tier_hit_blocks_total", "g3").await > 0.0);
 }

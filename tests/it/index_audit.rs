@@ -1,94 +1,93 @@
-//! What the router believes, what the tiers say, and what is found from outside: the same blocks, name by name.
+//! The router's index, the tiers' own directories and `blockyard cache ls` agree on every block hash.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::cache::asked;
+use super::cache::cache_json;
 use super::process::{Client, Process};
 use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// Offloads, events and repairs are over long before, and a path of the SSD tier that was left alone is asked again.
-const PATIENCE: Duration = Duration::from_mins(5);
+/// Longer than offloads, events and resyncs take, and than the cooldown of a failed SSD path.
+const AGREEMENT_LIMIT: Duration = Duration::from_mins(5);
 const LEVELS: [&str; 4] = ["g1", "g2", "g3", "g4"];
 
-/// Waits until something rests in each tier, whatever is believed of it.
-pub(crate) async fn filled(client: &Client, case: &str) {
-    agreed(client, case, |_| true).await;
+/// Waits until every tier holds blocks, whatever the index has.
+pub(crate) async fn wait_until_filled(client: &Client, case: &str) {
+    wait_for_audit(client, case, |_| true).await;
 }
 
-/// Waits until what is believed is what rests, in every tier, and something does in each.
-pub(crate) async fn settled(client: &Client, case: &str) {
-    agreed(client, case, |place| place["actual"].is_object() && place["indexed"] == place["actual"]).await;
+/// Waits until every tier holds blocks, and the index has exactly these.
+pub(crate) async fn wait_until_indexed(client: &Client, case: &str) {
+    wait_for_audit(client, case, |tier| tier["actual"].is_object() && tier["indexed"] == tier["actual"]).await;
 }
 
-async fn agreed(client: &Client, case: &str, holds: impl Fn(&Value) -> bool) {
-    let end = Instant::now() + PATIENCE;
+async fn wait_for_audit(client: &Client, case: &str, accepted: impl Fn(&Value) -> bool) {
+    let end = Instant::now() + AGREEMENT_LIMIT;
     loop {
-        let places = client.places().await;
+        let audit = client.index_audit().await;
         let filled = |level: &str| {
-            places
-                .iter()
-                .any(|place| place["tier"] == level && place["actual"]["blocks"].as_u64().is_some_and(|n| n > 0))
+            audit.iter().any(|tier| tier["tier"] == level && tier["actual"]["blocks"].as_u64().is_some_and(|n| n > 0))
         };
-        if places.iter().all(&holds) && LEVELS.into_iter().all(filled) {
+        if audit.iter().all(&accepted) && LEVELS.into_iter().all(filled) {
             return;
         }
-        assert!(Instant::now() < end, "{case}: {places:?}");
+        assert!(Instant::now() < end, "{case}: {audit:?}");
         sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// Which blocks `blockyard cache ls` finds, by level.
-pub(crate) fn outside(store: &Path, elsewhere: &[&str]) -> Value {
-    asked(store, &[&["ls"], elsewhere].concat()).0["digests"].take()
+/// The digests of the blocks that `blockyard cache ls` finds, by tier.
+pub(crate) fn listed_digests(store: &Path, arguments: &[&str]) -> Value {
+    cache_json(store, &[&["ls"], arguments].concat()).0["digests"].take()
 }
 
-/// Waits until that is what is believed to rest in the tiers that others may look into.
-pub(crate) async fn found(client: &Client, store: &Path, elsewhere: &[&str], case: &str) -> Value {
-    let end = Instant::now() + PATIENCE;
+/// Waits until the index agrees with `blockyard cache ls` on every tier that the command can read: the digests.
+pub(crate) async fn wait_until_listed(client: &Client, store: &Path, arguments: &[&str], case: &str) -> Value {
+    let end = Instant::now() + AGREEMENT_LIMIT;
     loop {
-        let (outside, places) = (outside(store, elsewhere), client.places().await);
-        let found: Vec<_> = outside.as_object().unwrap().iter().collect();
-        let believed = |level: &str| places.iter().find(|place| place["tier"] == level).map(|place| &place["indexed"]);
-        if !found.is_empty() && found.iter().all(|(level, census)| believed(level) == Some(census)) {
-            return outside;
+        let listed = listed_digests(store, arguments);
+        let audit = client.index_audit().await;
+        let digests: Vec<_> = listed.as_object().unwrap().iter().collect();
+        let indexed = |level: &str| audit.iter().find(|tier| tier["tier"] == level).map(|tier| &tier["indexed"]);
+        if !digests.is_empty() && digests.iter().all(|(level, digest)| indexed(level) == Some(digest)) {
+            return listed;
         }
-        assert!(Instant::now() < end, "{case}: found {outside}, believed {places:?}");
+        assert!(Instant::now() < end, "{case}: listed {listed}, audit {audit:?}");
         sleep(Duration::from_millis(200)).await;
     }
 }
 
-/// A prompt of 24 blocks, and then a bit.
+/// A prompt of 24 full blocks and one token.
 fn prompt() -> Vec<u32> {
     (0..=24 * 16).map(|n| 10 + n * 7 % 500).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_two_workers_computed_rests_once_in_the_store_that_they_share() {
-    let (data, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let at = store.path().to_str().unwrap();
-    let places = ["--g4", at, "--workers", "both:2", "--set", "admin.listen=127.0.0.1:0"];
+async fn blocks_that_two_workers_computed_are_stored_once() {
+    let data = tempfile::tempdir().unwrap();
+    let store = tempfile::tempdir().unwrap();
+    let fleet = ["--g4", store.path().to_str().unwrap(), "--workers", "both:2", "--set", "admin.listen=127.0.0.1:0"];
     let sizes = ["--set", "tiers.g1=8MiB", "--set", "tiers.g2=8MiB", "--set", "tiers.g3=off"];
     let policy = ["--set", "router.policy=round-robin"];
-    let mut process = Process::start(data.path(), &[&places[..], &sizes, &policy].concat(), &[]).await;
+    let mut process = Process::start(data.path(), &[&fleet[..], &sizes, &policy].concat(), &[]).await;
     let prompt = prompt();
     let (one, other) = tokio::join!(process.client.complete(&prompt), process.client.complete(&prompt));
     assert_eq!(one.unwrap().0, other.unwrap().0);
     let held: Vec<u64> = process
         .client
-        .places()
+        .index_audit()
         .await
         .iter()
-        .filter(|place| place["tier"] == "g1")
-        .map(|place| place["actual"]["blocks"].as_u64().unwrap())
+        .filter(|tier| tier["tier"] == "g1")
+        .map(|tier| tier["actual"]["blocks"].as_u64().unwrap())
         .collect();
-    assert_eq!((held.len(), held[0], held[0] >= 24), (2, held[1], true), "both workers computed all of it");
-    // What is on its way is written.
+    assert_eq!((held.len(), held[0], held[0] >= 24), (2, held[1], true), "both workers computed the whole prompt");
+    // A clean stop finishes pending offloads.
     process.stop();
-    let listed = asked(store.path(), &["ls"]).0;
+    let listed = cache_json(store.path(), &["ls"]).0;
     let stored: u64 =
-        listed["contents"].as_array().unwrap().iter().map(|holding| holding["blocks"].as_u64().unwrap()).sum();
+        listed["contents"].as_array().unwrap().iter().map(|contents| contents["blocks"].as_u64().unwrap()).sum();
     assert_eq!((stored, &listed["digests"]["g4"]["blocks"]), (held[0], &stored.into()));
 }

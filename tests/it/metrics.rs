@@ -1,4 +1,4 @@
-//! What `docs/metrics.md` says of the metrics is what a running process exposes.
+//! `docs/metrics.md` lists exactly the metrics that a running process exposes.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -47,27 +47,27 @@ fn exposed(registry: &Registry) -> BTreeMap<String, Shape> {
     registry.gather().iter().map(|family| (family.name().to_owned(), shape(family))).collect()
 }
 
-/// Everything that registers metrics, as the program does it.
-fn config(data: &Path, shared: &Path, pod: &Path) -> Config {
+/// A configuration that turns on every component with metrics.
+fn config(data: &Path, shared: &Path, flash: &Path) -> Config {
     let budget = |mib: u64| Budget::Bytes(ByteSize(mib << 20));
     let mut config = Config::with_cache(data);
     config.model = "tiny".parse().unwrap();
     config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
     (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
     config.tiers.g4.url = Some(StoreLocation::Folder(shared.into()));
-    config.tiers.g3_5 = Some(SharedFlash { path: pod.into(), capacity: ByteSize(1 << 30), max_age: None });
+    config.tiers.g3_5 = Some(SharedFlash { path: flash.into(), capacity: ByteSize(1 << 30), max_age: None });
     config
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_metrics_page_agrees_with_a_running_process() {
-    let [data, shared, pod] = [(); 3].map(|()| tempfile::tempdir().unwrap());
-    let config = config(data.path(), shared.path(), pod.path());
+    let [data, shared, flash] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let config = config(data.path(), shared.path(), flash.path());
     let node = Node::start(&config).await.unwrap();
     let environment = vec![("HOME".into(), "/home/ada".into())];
     let loaded = Config::load(&Sources { environment, ..Sources::default() }).unwrap();
-    let relog = Box::new(|_: &str, _| Ok(()));
-    let _reload = Reload::new(Sources::default(), loaded, Arc::clone(node.router()), relog, node.registry()).unwrap();
+    let set_log = Box::new(|_: &str, _| Ok(()));
+    let _reload = Reload::new(Sources::default(), loaded, Arc::clone(node.router()), set_log, node.registry()).unwrap();
     let url = format!("http://{}", node.address());
     let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
     for _ in 0..2 {
@@ -77,14 +77,13 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let (documented, exposed) = (documented(), exposed(node.registry()));
     for (name, shape) in &exposed {
         let row = documented.get(name).unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {shape:?}"));
-        assert_eq!(row, shape, "{name}: docs/metrics.md says the former, the process the latter");
+        assert_eq!(row, shape, "{name}: docs/metrics.md (left) and the process (right) differ");
     }
     for name in documented.keys().filter(|name| !exposed.contains_key(*name)) {
-        // It has no series yet; a metric of the same name must be refused if it is registered.
+        // A metric without series is not gathered, but its name cannot be registered again.
         let again = node.registry().register(Box::new(IntGauge::new(name, "none").unwrap()));
         assert!(matches!(again, Err(prometheus::Error::AlreadyReg)), "{name} is in docs/metrics.md only");
     }
-    let labelled = |name: &str| exposed.contains_key(name);
     for name in [
         "blockyard_build_info",
         "blockyard_tier_usage_ratio",
@@ -93,15 +92,15 @@ async fn the_metrics_page_agrees_with_a_running_process() {
         "blockyard_worker_queue_seconds",
         "blockyard_frontend_choices_finished_total",
     ] {
-        assert!(labelled(name), "{name} is there from the first request on");
+        assert!(exposed.contains_key(name), "{name} has a series after the first request");
     }
     node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cache_usage_is_shown_per_tier_and_worker() {
-    let [data, shared, pod] = [(); 3].map(|()| tempfile::tempdir().unwrap());
-    let config = Config { workers: "both:2".parse().unwrap(), ..config(data.path(), shared.path(), pod.path()) };
+    let [data, shared, flash] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let config = Config { workers: "both:2".parse().unwrap(), ..config(data.path(), shared.path(), flash.path()) };
     let node = Node::start(&config).await.unwrap();
     let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
     let url = format!("http://{}/v1/completions", node.address());
@@ -115,11 +114,11 @@ async fn cache_usage_is_shown_per_tier_and_worker() {
         family.get_metric().iter().map(|metric| (labels(metric), metric.get_gauge().get_value())).collect()
     };
     let capacity = values("blockyard_tier_capacity_bytes");
-    for place in ["g1 w1", "g1 w2", "g2 w1", "g2 w2"] {
-        assert!((0.9..=1.0).contains(&(capacity[place] / f64::from(32 << 20))), "{place}: {capacity:?}");
+    for labels in ["g1 w1", "g1 w2", "g2 w1", "g2 w2"] {
+        assert!((0.9..=1.0).contains(&(capacity[labels] / f64::from(32 << 20))), "{labels}: {capacity:?}");
     }
     assert!(capacity.contains_key("g3 shared") && capacity.contains_key("g3_5 shared"), "{capacity:?}");
-    assert!(!capacity.contains_key("g4 shared"), "the shared store has no budget");
+    assert!(!capacity.contains_key("g4 shared"), "the shared store has no capacity");
     let ratio = values("blockyard_tier_usage_ratio");
     assert!(ratio["g1 w1"] + ratio["g1 w2"] > 0.0, "{ratio:?}");
     assert!(ratio.values().all(|ratio| (0.0..=1.0).contains(ratio)), "{ratio:?}");

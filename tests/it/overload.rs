@@ -1,4 +1,4 @@
-//! What a client is told by a fleet that has too much to do: from the rate that was measured to the header. On a paused clock.
+//! `Retry-After` of an overloaded fleet, from the measured drain rate to the response header. Runs on a paused clock.
 
 use axum::body::Body;
 use axum::http::{Request as HttpRequest, StatusCode};
@@ -16,7 +16,7 @@ use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Phase, 
 #[path = "../../frontend/tests/it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
 
-/// Takes every request, and answers none.
+/// An engine that accepts every request and never answers.
 struct Silent(Arc<ModelCard>);
 
 impl Engine for Silent {
@@ -51,27 +51,28 @@ fn card() -> ModelCard {
 }
 
 #[tokio::test(start_paused = true)]
-async fn retry_after_says_when_the_queue_has_room() {
-    let (roster, bus, registry) =
-        (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()), prometheus::Registry::new());
+async fn retry_after_is_the_time_until_the_queue_has_space() {
+    let discovery = Arc::new(LocalDiscovery::default());
+    let events = Arc::new(LocalEvents::default());
+    let registry = prometheus::Registry::new();
     let settings = toml::from_str("[admission]\nmax_queued_tokens = 6600").unwrap();
-    let router = Router::new(RouterId(1), roster.clone(), bus.clone(), settings, &registry).unwrap();
-    let door = frontend::router(router, registry, frontend::Settings::default()).unwrap();
+    let router = Router::new(RouterId(1), discovery.clone(), events.clone(), settings, &registry).unwrap();
+    let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));
     let instance = Instance { id, epoch, phase: Phase::Both, model: model.clone(), stores: vec![] };
-    let _lease = roster.register(instance, Arc::new(Silent(model))).await.unwrap();
-    // Lets every task that can run do so.
+    let _lease = discovery.register(instance, Arc::new(Silent(model))).await.unwrap();
+    // Lets every runnable task run.
     let settle = || tokio::time::sleep(Duration::from_millis(1));
     let report = |waiting_tokens| {
         let load = Load { waiting_tokens, running: 1, prefill_tokens_per_second: Some(1000.0), ..Load::default() };
-        bus.publish(Event { source: Source::Worker(id), epoch, body: EventBody::Load(load) });
+        events.publish(Event { source: Source::Worker(id), epoch, body: EventBody::Load(load) });
         settle()
     };
-    // Each begins otherwise.
+    // Prompts of different kinds share no prefix.
     let ask = |kind: u32, tokens: usize| {
         let body = serde_json::json!({ "model": "tiny", "prompt": vec![kind; tokens], "max_tokens": 1 });
         let request = HttpRequest::post("/v1/completions").header("content-type", "application/json");
-        tokio::spawn(door.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()))
+        tokio::spawn(app.clone().oneshot(request.body(Body::from(body.to_string())).unwrap()))
     };
     settle().await;
     report(2000).await;
@@ -80,7 +81,7 @@ async fn retry_after_says_when_the_queue_has_room() {
         waiting.push(ask(kind, 500));
         settle().await;
     }
-    // There is room for four, twice, and as many come in their place: 2,000 tokens in two seconds.
+    // Twice, four requests leave the queue and four new ones arrive: it drains 2,000 tokens in two seconds.
     for first in [13, 17] {
         tokio::time::sleep(Duration::from_secs(2) - Duration::from_millis(5)).await;
         report(0).await;
@@ -89,11 +90,11 @@ async fn retry_after_says_when_the_queue_has_room() {
             settle().await;
         }
     }
-    assert!(waiting.iter().all(|asked| !asked.is_finished()), "nobody was refused");
-    // 6,500 tokens wait, and 3,900 must go before there is room for as many as these.
-    let refused = ask(21, 4000).await.unwrap().unwrap();
+    assert!(waiting.iter().all(|request| !request.is_finished()), "no request is rejected");
+    // 6,500 of 6,600 tokens are queued. 3,900 must leave the queue before it can take 4,000 more.
+    let rejected = ask(21, 4000).await.unwrap().unwrap();
     assert_eq!(
-        (refused.status(), &refused.headers()["retry-after"]),
+        (rejected.status(), &rejected.headers()["retry-after"]),
         (StatusCode::TOO_MANY_REQUESTS, &"4".parse().unwrap())
     );
 }

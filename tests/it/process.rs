@@ -1,4 +1,4 @@
-//! The real program, killed without warning: what its SSD tier announced is still there, and answers as before.
+//! The real program as a child process, and clients for it.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -11,31 +11,33 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the program may take to start or to stop. Each takes a second; a machine that runs several test suites at once may
-/// need a minute.
+/// The longest that a start or a stop may take. Each takes a second; on a machine that runs several test suites at
+/// once, up to a minute.
 const START_LIMIT: Duration = Duration::from_mins(5);
 
-/// A running program. Dropping it kills it.
+/// A running `blockyard serve`. Dropping it kills the process.
 pub(crate) struct Process {
     child: Child,
-    /// What it says of itself: told when it does not do what it was asked for.
+    /// Its standard error. Failed assertions show the end of it.
     log: File,
     pub(crate) client: Client,
 }
 
-/// Who asks it.
+/// A client of a running program.
 #[derive(Clone)]
 pub(crate) struct Client {
+    /// `http://host:port` of the API.
     pub(crate) url: String,
+    /// `http://host:port` of the admin API, if it listens.
     pub(crate) admin: Option<String>,
     http: reqwest::Client,
 }
 
 impl Process {
-    /// The program on `tiny`, with everything that it writes but what `arguments` say below `data`; ready.
+    /// Serves `tiny` with its data folder at `data`, and waits until it is ready. `arguments` may set other paths.
     pub(crate) async fn start(data: &Path, arguments: &[&str], environment: &[(&str, &OsStr)]) -> Self {
         let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--data-dir"]);
-        // No load balancer has to notice that it stops.
+        // No load balancer needs time to notice the stop.
         command
             .arg(data)
             .args(["--set", "frontend.shutdown_delay=0s"])
@@ -44,7 +46,7 @@ impl Process {
         Self::launch(command).await
     }
 
-    /// A command that becomes the program; ready.
+    /// Runs a command that executes the program, and waits until it is ready.
     pub(crate) async fn launch(mut command: Command) -> Self {
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
@@ -54,7 +56,7 @@ impl Process {
             stdout.read_line(&mut line).map(|_| line)
         });
         let Ok(line) = tokio::time::timeout(START_LIMIT, read).await else {
-            // Ends the thread that reads.
+            // Ends the blocking read.
             let _ = child.kill();
             panic!("no banner within {START_LIMIT:?}:\n{}", last_of(&log));
         };
@@ -80,13 +82,13 @@ impl Process {
         self.child.id()
     }
 
-    /// SIGTERM, and waits until everything is written and it has ended.
+    /// Sends SIGTERM and waits for the end of the process: a clean stop, which writes all pending blocks.
     pub(crate) fn stop(&mut self) {
-        let asked = Command::new("kill").arg(self.id().to_string()).status().unwrap();
+        let kill = Command::new("kill").arg(self.id().to_string()).status().unwrap();
         let deadline = Instant::now() + START_LIMIT;
-        let ended = loop {
-            if let Some(ended) = self.child.try_wait().unwrap() {
-                break ended;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
             }
             if Instant::now() > deadline {
                 self.kill();
@@ -94,46 +96,46 @@ impl Process {
             }
             std::thread::sleep(Duration::from_millis(20));
         };
-        assert!(asked.success() && ended.success(), "{asked}, {ended}:\n{}", last_of(&self.log));
+        assert!(kill.success() && status.success(), "{kill}, {status}:\n{}", last_of(&self.log));
     }
 
     /// Sends a signal by its name.
     pub(crate) fn signal(&self, name: &str) {
-        // It may have ended.
+        // Fails if the process has ended.
         let _ = Command::new("kill").args(["-s", name, &self.id().to_string()]).status().unwrap();
     }
 
-    /// Waits until it has ended: how, and all that it logged.
-    pub(crate) fn ended(mut self) -> (ExitStatus, String) {
+    /// Waits for the end of the process: its status and its whole log.
+    pub(crate) fn wait(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().unwrap();
         let mut log = vec![0; self.log.metadata().unwrap().len() as usize];
         self.log.read_exact_at(&mut log, 0).unwrap();
         (status, String::from_utf8_lossy(&log).into_owned())
     }
 
-    /// SIGKILL: no drain, no seal, no goodbye.
+    /// Sends SIGKILL: the program neither drains requests nor seals segments.
     pub(crate) fn kill(&mut self) {
-        // It may have ended.
+        // Fails if the process has ended.
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 }
 
-/// A client for plain HTTP. Some features in the workspace make it ask for a provider of TLS all the same.
+/// A client for plain HTTP. With the features of the workspace, `reqwest` needs a TLS provider even so.
 pub(crate) fn client() -> reqwest::Client {
-    // It may have been installed before.
+    // Fails if a provider is installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     reqwest::Client::new()
 }
 
-/// The real program.
+/// `blockyard serve` with these arguments and without our environment.
 pub(crate) fn program(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
     command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
     command
 }
 
-/// The last lines of a log.
+/// The last 4,000 bytes of a log.
 fn last_of(log: &File) -> String {
     let length = log.metadata().unwrap().len();
     let from = length.saturating_sub(4_000);
@@ -148,14 +150,14 @@ impl Client {
         (response.status().is_success(), response.text().await.unwrap())
     }
 
-    /// What the program answers, which may be an error of its own. An error when it dies meanwhile.
+    /// A completion of 24 tokens: the response body, which may be an API error. `Err` when the connection fails.
     pub(crate) async fn ask(&self, prompt: &[u32]) -> reqwest::Result<Value> {
         let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 1});
         let response = self.http.post(format!("{}/v1/completions", self.url)).json(&body).send().await?;
         response.json().await
     }
 
-    /// The first choice, and how many tokens of the prompt were cached. An error when the program dies meanwhile.
+    /// A completion of 24 tokens: its choice, and the number of cached prompt tokens. `Err` when the connection fails.
     pub(crate) async fn complete(&self, prompt: &[u32]) -> reqwest::Result<(Value, u64)> {
         let mut answer = self.ask(prompt).await?;
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
@@ -163,17 +165,17 @@ impl Client {
         Ok((answer["choices"][0].take(), cached))
     }
 
-    /// Where something rests: what is believed of it, and what the tier says, as `GET /admin/index` has it.
-    pub(crate) async fn places(&self) -> Vec<Value> {
+    /// `GET /admin/index`: for each tier of each worker, what the index has and what the tier itself has.
+    pub(crate) async fn index_audit(&self) -> Vec<Value> {
         let url = format!("{}/admin/index", self.admin.as_ref().unwrap());
         self.http.get(url).header("x-blockyard-admin", "1").send().await.unwrap().json().await.unwrap()
     }
 
-    /// The sum of a metric's series that have the label.
+    /// The sum of a metric's series whose labels contain `label`.
     pub(crate) async fn metric(&self, name: &str, label: &str) -> f64 {
         let (_, metrics) = self.get("/metrics").await;
-        let of = |line: &&str| line.split(['{', ' ']).next() == Some(name) && line.contains(label);
-        metrics.lines().filter(of).map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+        let matches = |line: &&str| line.split(['{', ' ']).next() == Some(name) && line.contains(label);
+        metrics.lines().filter(matches).map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
     }
 }
 

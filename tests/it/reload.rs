@@ -1,4 +1,4 @@
-//! The configuration, changed under a running program: by signal, by its file, and by the admin API.
+//! Reloads of the configuration in a running program: by SIGHUP, by a change of the file, and by the admin API.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -13,7 +13,7 @@ async fn get(url: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes_on() {
+async fn reloads_by_file_signal_and_admin_api_keep_streams_alive() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("blockyard.toml");
     std::fs::write(&file, "[router]\npolicy = 'kv'\n").unwrap();
@@ -29,7 +29,7 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
     let mut stream = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
     assert!(stream.chunk().await.unwrap().is_some());
 
-    let last = async |trigger: &str| {
+    let reload_by = async |trigger: &str| {
         for _ in 0..15_000 {
             let config = get(&format!("{admin}/config")).await;
             if config["reload"]["trigger"] == trigger {
@@ -37,17 +37,17 @@ async fn a_signal_a_file_and_a_request_each_have_it_read_again_and_a_stream_goes
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        panic!("nothing was read for {trigger}");
+        panic!("no reload by {trigger}");
     };
     std::fs::write(&file, "shutdown_timeout = '9s'\n[router]\npolicy = 'random'\n").unwrap();
-    let (report, policy) = last("file").await;
+    let (report, policy) = reload_by("file").await;
     assert_eq!((&report["outcome"], &report["applied"]), (&json!("applied"), &json!(["router.policy"])));
     assert_eq!((&report["needs_restart"], policy), (&json!(["shutdown_timeout"]), json!("random")));
 
-    let killed = Command::new("kill").args(["-HUP", &process.id().to_string()]).status().unwrap();
-    assert!(killed.success());
-    let (report, _) = last("SIGHUP").await;
-    assert_eq!(report["outcome"], "unchanged", "the watch has seen it before");
+    let kill = Command::new("kill").args(["-HUP", &process.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let (report, _) = reload_by("SIGHUP").await;
+    assert_eq!(report["outcome"], "unchanged", "the file watch has applied this content");
 
     std::fs::write(&file, "[router]\npolicy = 'randm'\n").unwrap();
     let answer = http.post(format!("{admin}/reload")).header("x-blockyard-admin", "1").send().await.unwrap();

@@ -1,4 +1,5 @@
-//! Whole nodes inside this process, and the real program beside them: what a user does, and what must come of it.
+//! Whole nodes inside the test process, and the real program: requests, restarts, shared tiers, disaggregation,
+//! startup errors.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -16,8 +17,8 @@ use std::time::Duration;
 use worker::plane::RouterId;
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 
-/// A node that serves `tiny` from a folder of its own.
-struct Served {
+/// A node that serves `tiny`, and a client for it.
+struct Harness {
     node: Node,
     url: String,
     http: reqwest::Client,
@@ -37,16 +38,17 @@ fn aggregated(data: &Path) -> Config {
     Config { workers: "both:1".parse().unwrap(), ..config(data) }
 }
 
-const SOME: std::ops::Range<u32> = 1..5;
-/// Full blocks of those prompts, all together.
-const SOME_BLOCKS: f64 = 4.0 * 39.0;
+/// The seeds of the prompts of [`Harness::complete_all`].
+const SEEDS: std::ops::Range<u32> = 1..5;
+/// Cacheable blocks of these prompts: 39 for each.
+const PROMPT_BLOCKS: f64 = 4.0 * 39.0;
 
-/// Token ids that are in every vocabulary, and different for each `seed`.
+/// Token ids of every vocabulary, different for each `seed`.
 fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
     (0..tokens).map(|n| 10 + (seed * 31 + n * 7) % 500).collect()
 }
 
-impl Served {
+impl Harness {
     async fn start(config: Config) -> Self {
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}", node.address());
@@ -70,33 +72,35 @@ impl Served {
         serde_json::from_str(&body).unwrap()
     }
 
-    /// Completes some prompts of 640 tokens, none like another: the texts, and the most that was cached of one. What comes late
-    /// on a busy machine is recomputed.
-    async fn complete_some(&self) -> (Vec<String>, u64) {
-        let (mut texts, mut most) = (Vec::new(), 0);
-        for seed in SOME {
+    /// Completes one prompt of 640 tokens per seed: the texts, and the largest number of cached tokens of a prompt.
+    /// It may be less than 624: on a busy machine, blocks that load too slowly are recomputed.
+    async fn complete_all(&self) -> (Vec<String>, u64) {
+        let mut texts = Vec::new();
+        let mut most = 0;
+        for seed in SEEDS {
             let (text, cached) = self.complete(&prompt(seed, 640)).await;
-            (texts, most) = ([texts, vec![text]].concat(), most.max(cached));
+            texts.push(text);
+            most = most.max(cached);
         }
         (texts, most)
     }
 
-    /// Completes a prompt of token ids: the text, and how many prompt tokens were cached.
+    /// Completes a prompt of token ids: the text, and the number of cached prompt tokens.
     async fn complete(&self, prompt: &[u32]) -> (String, u64) {
         let body = json!({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0});
         let answer = self.answer("/v1/completions", &body).await;
         (answer["choices"][0]["text"].as_str().unwrap().into(), cached(&answer))
     }
 
-    /// Waits until the node knows that a store has all of those prompts.
-    async fn knows(&self, tier: &str) {
+    /// Waits until the node knows that a tier has the blocks of all prompts of `complete_all`.
+    async fn wait_for_blocks_in(&self, tier: &str) {
         let label = format!(r#"tier="{tier}""#);
         let known = async {
-            while self.metric("blockyard_tier_blocks", &[&label]).await < SOME_BLOCKS {
+            while self.metric("blockyard_tier_blocks", &[&label]).await < PROMPT_BLOCKS {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        tokio::time::timeout(Duration::from_mins(5), known).await.expect("it learns of what the writer computed");
+        tokio::time::timeout(Duration::from_mins(5), known).await.expect("the node sees the writer's blocks");
     }
 
     async fn get(&self, path: &str) -> String {
@@ -120,13 +124,13 @@ fn cached(answer: &Value) -> u64 {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
     let data = tempfile::tempdir().unwrap();
-    let served = Served::start(config(data.path())).await;
+    let harness = Harness::start(config(data.path())).await;
     let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8,
         "temperature": 0});
-    let whole = served.answer("/v1/chat/completions", &body).await;
+    let whole = harness.answer("/v1/chat/completions", &body).await;
     assert_eq!(whole["usage"]["completion_tokens"], 8);
     body["stream"] = true.into();
-    let events = served.post("/v1/chat/completions", &body).await.text().await.unwrap();
+    let events = harness.post("/v1/chat/completions", &body).await.text().await.unwrap();
     let data: Vec<_> = events.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
     assert_eq!(data.last(), Some(&"[DONE]"));
     let text: String = data[..data.len() - 1]
@@ -135,13 +139,14 @@ async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
         .filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned()))
         .collect();
     assert_eq!(text, whole["choices"][0]["message"]["content"].as_str().unwrap());
-    served.node.shutdown().await;
+    harness.node.shutdown().await;
 }
 
-/// A node opens its door before the model is loaded; this is that door.
+/// A node listens before its model is loaded; this is the listener without a model.
 #[tokio::test(flavor = "multi_thread")]
-async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
-    let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
+async fn requests_before_the_model_is_loaded_get_503() {
+    let discovery = Arc::new(LocalDiscovery::default());
+    let events = Arc::new(LocalEvents::default());
     let registry = prometheus::Registry::new();
     let router = router::Router::new(RouterId(1), discovery, events, router::Settings::default(), &registry).unwrap();
     let server = frontend::Server::new(&frontend::Settings::default(), &registry).unwrap();
@@ -150,46 +155,46 @@ async fn who_comes_before_the_model_is_loaded_is_told_to_come_again() {
     let url = format!("http://{}", listener.local_addr().unwrap());
     let stop = frontend::Shutdown::default();
     let stopped = stop.clone();
-    let door = tokio::spawn(async move { server.serve(listener, app, stopped).await });
+    let server = tokio::spawn(async move { server.serve(listener, app, stopped).await });
     let http = client();
     for (path, status) in [("/live", 200), ("/ready", 503), ("/v1/models", 200)] {
         assert_eq!(http.get(format!("{url}{path}")).send().await.unwrap().status(), status, "{path}");
     }
     let body = json!({"model": "tiny", "prompt": "hello"});
     let refused = http.post(format!("{url}/v1/completions")).json(&body).send().await.unwrap();
-    assert_eq!(refused.status(), 503, "nobody can say yet that the model does not exist");
+    assert_eq!(refused.status(), 503, "not 404: the model may still be loading");
     stop.close(Duration::ZERO);
-    door.await.unwrap().unwrap();
+    server.await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_second_turn_finds_the_first_in_the_cache() {
+async fn a_second_turn_hits_the_blocks_of_the_first() {
     let data = tempfile::tempdir().unwrap();
-    let served = Served::start(aggregated(data.path())).await;
+    let harness = Harness::start(aggregated(data.path())).await;
     let mut messages = vec![json!({"role": "user", "content": "tell me a story of a wagon ".repeat(20)})];
     let mut before = 0;
     for turn in 0..3 {
         let body = json!({"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0});
-        let answer = served.answer("/v1/chat/completions", &body).await;
+        let answer = harness.answer("/v1/chat/completions", &body).await;
         let (prompt, cached) = (answer["usage"]["prompt_tokens"].as_u64().unwrap(), cached(&answer));
-        assert!(cached + 32 >= before, "turn {turn}: {cached} cached of the {before} that the turn before left");
+        assert!(cached + 32 >= before, "turn {turn}: {cached} cached of {before} tokens of the last prompt");
         assert_eq!(cached == 0, turn == 0);
         before = prompt;
         messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
         messages.push(json!({"role": "user", "content": "and then?"}));
     }
-    served.node.shutdown().await;
+    harness.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_node_answers_from_its_ssd() {
     let data = tempfile::tempdir().unwrap();
-    let first = Served::start(config(data.path())).await;
-    let (texts, cold) = first.complete_some().await;
+    let first = Harness::start(config(data.path())).await;
+    let (texts, cold) = first.complete_all().await;
     assert_eq!(cold, 0);
     first.node.shutdown().await;
-    let second = Served::start(config(data.path())).await;
-    let (again, _) = second.complete_some().await;
+    let second = Harness::start(config(data.path())).await;
+    let (again, _) = second.complete_all().await;
     assert_eq!(again, texts);
     assert!(second.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await > 0.0);
     assert!(
@@ -199,7 +204,7 @@ async fn a_restarted_node_answers_from_its_ssd() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_nothing_without() {
+async fn encrypted_blocks_survive_a_restart_only_with_their_key() {
     let data = tempfile::tempdir().unwrap();
     let key = |name: &str, digit: &str| {
         let file = data.path().join(name);
@@ -207,46 +212,47 @@ async fn what_rests_encoded_and_encrypted_is_found_again_with_the_key_and_worth_
         Some(Encryption { keys: KeySource::File(file) })
     };
     let (right, wrong) = (key("right", "a"), key("wrong", "b"));
-    let with = |encryption: &Option<Encryption>| {
+    let config_with = |encryption: &Option<Encryption>| {
         let mut config = config(data.path());
         (config.tiers.compression, config.tiers.encryption) = (Compression::Always, encryption.clone());
         config
     };
-    let (mut answers, mut found) = (Vec::new(), Vec::new());
+    let mut answers = Vec::new();
+    let mut hits = Vec::new();
     for encryption in [&right, &right, &wrong, &None] {
-        let served = Served::start(with(encryption)).await;
-        answers.push(served.complete_some().await);
-        found.push(served.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await);
-        served.node.shutdown().await;
+        let harness = Harness::start(config_with(encryption)).await;
+        answers.push(harness.complete_all().await);
+        hits.push(harness.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await);
+        harness.node.shutdown().await;
     }
     let cached: Vec<u64> = answers.iter().map(|(_, cached)| *cached).collect();
-    assert!(found[1] > 0.0, "{found:?} blocks found");
-    assert_eq!((cached[0], cached[2]), (0, 0), "another key opens nothing");
+    assert!(hits[1] > 0.0, "{hits:?} blocks hit");
+    assert_eq!((cached[0], cached[2]), (0, 0), "another key decrypts nothing");
     assert!(answers.iter().all(|(text, _)| *text == answers[0].0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_answers_from_what_another_put_into_the_shared_folder() {
+async fn a_node_hits_blocks_that_another_put_into_the_shared_store() {
     let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
         let mut config = aggregated(data);
         config.tiers.g4.url = Some(StoreLocation::Folder(shared.path().into()));
         config
     };
-    let writer = Served::start(sharing(one.path())).await;
-    // The reader is there first: it must learn of blocks that come later.
-    let reader = Served::start(sharing(two.path())).await;
-    let (texts, _) = writer.complete_some().await;
+    let writer = Harness::start(sharing(one.path())).await;
+    // The reader starts before the blocks exist, so it must follow later manifests.
+    let reader = Harness::start(sharing(two.path())).await;
+    let (texts, _) = writer.complete_all().await;
     writer.node.shutdown().await;
-    reader.knows("g4").await;
-    let (again, _) = reader.complete_some().await;
+    reader.wait_for_blocks_in("g4").await;
+    let (again, _) = reader.complete_all().await;
     assert_eq!(again, texts);
     assert!(reader.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g4""#]).await > 0.0);
     reader.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
+async fn shared_flash_is_read_before_the_object_store() {
     let [one, two, flash, shared] = [(); 4].map(|()| tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
         let mut config = aggregated(data);
@@ -254,14 +260,14 @@ async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
         config.tiers.g3_5 = Some(SharedFlash { path: flash.path().into(), capacity: ByteSize(1 << 30), max_age: None });
         config
     };
-    let writer = Served::start(sharing(one.path())).await;
-    let (texts, _) = writer.complete_some().await;
+    let writer = Harness::start(sharing(one.path())).await;
+    let (texts, _) = writer.complete_all().await;
     writer.node.shutdown().await;
-    let reader = Served::start(sharing(two.path())).await;
+    let reader = Harness::start(sharing(two.path())).await;
     for tier in ["g3_5", "g4"] {
-        reader.knows(tier).await;
+        reader.wait_for_blocks_in(tier).await;
     }
-    let (again, _) = reader.complete_some().await;
+    let (again, _) = reader.complete_all().await;
     assert_eq!(again, texts);
     let hits = async |tier| reader.metric("blockyard_tier_hit_blocks_total", &[tier]).await;
     assert!(hits(r#"tier="g3_5""#).await > 0.0 && hits(r#"tier="g4""#).await < 1.0);
@@ -269,48 +275,48 @@ async fn a_node_answers_from_its_pods_folder_before_it_asks_the_store_of_all() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_long_prompt_is_prefilled_elsewhere_and_answered_the_same() {
+async fn a_remote_prefill_gives_the_same_answer() {
     let data = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-    let apart = {
+    let disaggregated = {
         let mut config = config(data[0].path());
         config.router.disaggregation = router::Disaggregation::Always;
-        Served::start(config).await
+        Harness::start(config).await
     };
-    // A prefill worker that is held up for long is given up, rightly: then another prompt is tried.
-    let until_one_is = async {
+    // When the prefill worker stalls, the request falls back to local prefill: then the next prompt is tried.
+    let first_handoff = async {
         for nth in 3.. {
             let body = json!({"model": "tiny", "prompt": prompt(nth, 1500), "max_tokens": 6, "temperature": 0});
-            let response = apart.post("/v1/completions", &body).await;
+            let response = disaggregated.post("/v1/completions", &body).await;
             let explained = response.headers()["x-blockyard-explain"].to_str().unwrap().to_owned();
             let answer: Value = response.json().await.unwrap();
             let from_peer = [r#"tier="peer""#, r#"direction="onboard""#];
-            if apart.metric("blockyard_tier_transfer_bytes_total", &from_peer).await > 0.0 {
+            if disaggregated.metric("blockyard_tier_transfer_bytes_total", &from_peer).await > 0.0 {
                 return (body, serde_json::from_str::<Value>(&explained).unwrap(), answer);
             }
         }
         unreachable!("prompts do not end");
     };
-    let handed_over = tokio::time::timeout(Duration::from_mins(5), until_one_is).await;
-    let (body, explained, answer) = handed_over.expect("no prompt was handed over in five minutes");
+    let handoff = tokio::time::timeout(Duration::from_mins(5), first_handoff).await;
+    let (body, explained, answer) = handoff.expect("a prompt is handed over within five minutes");
     assert_eq!(explained["disaggregation"]["prefill"], "w1", "{explained}");
     assert_ne!(explained["chosen"], "w1", "{explained}");
-    assert_eq!(cached(&answer), 0, "computed elsewhere for this request is not cached");
-    apart.node.shutdown().await;
+    assert_eq!(cached(&answer), 0, "blocks computed by the prefill worker for this request are not cached tokens");
+    disaggregated.node.shutdown().await;
 
-    let together = Served::start(aggregated(data[1].path())).await;
-    let alone = together.answer("/v1/completions", &body).await;
-    assert_eq!(alone["choices"][0]["text"], answer["choices"][0]["text"]);
-    together.node.shutdown().await;
+    let single = Harness::start(aggregated(data[1].path())).await;
+    let local = single.answer("/v1/completions", &body).await;
+    assert_eq!(local["choices"][0]["text"], answer["choices"][0]["text"]);
+    single.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_that_runs_when_the_node_is_told_to_stop_is_finished() {
+async fn a_running_request_is_finished_when_the_node_stops() {
     let data = tempfile::tempdir().unwrap();
-    let served = Served::start(aggregated(data.path())).await;
+    let harness = Harness::start(aggregated(data.path())).await;
     let body = json!({"model": "tiny", "prompt": prompt(5, 64), "max_tokens": 100, "stream": true});
-    let mut response = served.post("/v1/completions", &body).await;
+    let mut response = harness.post("/v1/completions", &body).await;
     let mut text = response.chunk().await.unwrap().unwrap().to_vec();
-    let stopping = tokio::spawn(served.node.shutdown());
+    let stopping = tokio::spawn(harness.node.shutdown());
     while let Some(chunk) = response.chunk().await.unwrap() {
         text.extend(chunk);
     }
@@ -320,16 +326,16 @@ async fn a_request_that_runs_when_the_node_is_told_to_stop_is_finished() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_operators_watch_is_there() {
+async fn models_probes_and_metrics_are_served() {
     let data = tempfile::tempdir().unwrap();
-    let served = Served::start(config(data.path())).await;
-    served.complete(&prompt(4, 100)).await;
-    assert!(served.get("/v1/models").await.contains("tiny"));
+    let harness = Harness::start(config(data.path())).await;
+    harness.complete(&prompt(4, 100)).await;
+    assert!(harness.get("/v1/models").await.contains("tiny"));
     for path in ["/health", "/live", "/ready"] {
-        let status = served.http.get(format!("{}{path}", served.url)).send().await.unwrap().status();
+        let status = harness.http.get(format!("{}{path}", harness.url)).send().await.unwrap().status();
         assert_eq!(status, 200, "{path}");
     }
-    let metrics = served.get("/metrics").await;
+    let metrics = harness.get("/metrics").await;
     for name in [
         "blockyard_frontend_",
         "blockyard_router_prefix_predicted_tokens_total",
@@ -341,43 +347,43 @@ async fn what_operators_watch_is_there() {
     ] {
         assert!(metrics.contains(name), "{name} is not in:\n{metrics}");
     }
-    served.node.shutdown().await;
+    harness.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_folder_has_one_owner_and_the_second_is_told() {
+async fn a_second_node_on_a_data_folder_is_rejected() {
     let data = tempfile::tempdir().unwrap();
-    let served = Served::start(config(data.path())).await;
-    let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is taken"));
+    let harness = Harness::start(config(data.path())).await;
+    let error = format!("{:#}", Node::start(&config(data.path())).await.err().expect("the folder is in use"));
     assert!(error.contains("--data-dir") && error.contains("process"), "{error}");
-    served.node.shutdown().await;
+    harness.node.shutdown().await;
 }
 
-fn refused(arguments: &[&str]) -> String {
+fn start_error(arguments: &[&str]) -> String {
     let Output { status, stderr, .. } = program(arguments).output().unwrap();
     assert_eq!(status.code(), Some(1), "{arguments:?}");
     String::from_utf8(stderr).unwrap()
 }
 
 #[test]
-fn what_is_wrong_is_said_with_what_to_do() {
+fn startup_errors_name_the_setting_to_change() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let data = tempfile::tempdir().unwrap();
     let data = data.path().to_str().unwrap();
-    let error = refused(&["--data-dir", data, "--listen", &address]);
+    let error = start_error(&["--data-dir", data, "--listen", &address]);
     assert!(error.contains(&address) && error.contains("--listen"), "{error}");
-    let here = ["--data-dir", data, "--listen", "127.0.0.1:0", "--model"];
-    let error = refused(&[&here[..], &["no/such/folder"]].concat());
+    let common = ["--data-dir", data, "--listen", "127.0.0.1:0", "--model"];
+    let error = start_error(&[&common[..], &["no/such/folder"]].concat());
     assert!(error.contains("no/such/folder") && error.contains("tiny"), "{error}");
-    let error = refused(&[&here[..], &["tiny", "--set", "tiers.g1=900TiB"]].concat());
+    let error = start_error(&[&common[..], &["tiny", "--set", "tiers.g1=900TiB"]].concat());
     assert!(error.contains("not enough memory") && error.contains("tiers.g1"), "{error}");
-    let error = refused(&["--set", "router.polcy=kv"]);
+    let error = start_error(&["--set", "router.polcy=kv"]);
     assert!(error.contains("did you mean `router.policy`"), "{error}");
 }
 
 #[test]
-fn the_program_announces_its_address_and_a_signal_ends_it_well() {
+fn the_banner_has_the_address_and_a_signal_stops_cleanly() {
     use std::io::{BufRead, BufReader, Read};
     let data = tempfile::tempdir().unwrap();
     let arguments = ["--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--set", "tiers.g1=16MiB"];

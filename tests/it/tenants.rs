@@ -1,4 +1,4 @@
-//! What a client asks for its blocks, and whose they are, over HTTP and through a whole node.
+//! Tenants over HTTP, through a whole node: isolation of their blocks, cache parameters of requests, and quotas.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -7,15 +7,15 @@ use blockyard::config::{Budget, ByteSize, Config, Listen, TenantQuota, Tiers};
 use blockyard::node::Node;
 use serde_json::{Value, json};
 
-/// A node that serves `tiny` to tenants.
-struct Served {
+/// A node that serves `tiny` to tenants named by the header `x-tenant`.
+struct Harness {
     node: Node,
     url: String,
     http: reqwest::Client,
     _data: tempfile::TempDir,
 }
 
-impl Served {
+impl Harness {
     async fn start(tiers: Tiers) -> Self {
         let data = tempfile::tempdir().unwrap();
         let mut config = Config::with_cache(data.path());
@@ -29,7 +29,7 @@ impl Served {
         Self { node, url, http: client(), _data: data }
     }
 
-    /// The answer's text, and how many tokens of the prompt were cached.
+    /// Completes one fixed prompt: the text, and the number of cached prompt tokens.
     async fn ask(&self, tenant: &str, cache: Value) -> (String, u64) {
         self.complete(tenant, &(0..97).map(|n| 10 + n * 7 % 500).collect::<Vec<_>>(), cache).await
     }
@@ -43,38 +43,42 @@ impl Served {
     }
 }
 
-fn budget(mib: u64) -> Budget {
-    Budget::Bytes(ByteSize(mib << 20))
+fn mib(n: u64) -> Budget {
+    Budget::Bytes(ByteSize(n << 20))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tenants_share_no_blocks_and_get_the_same_answer() {
-    let served = Served::start(Tiers { g1: budget(32), g2: budget(32), g3: budget(64), ..Tiers::default() }).await;
-    let (text, cold) = served.ask("ann", json!({"ttl": 86_400, "priority": "low"})).await;
+    let harness = Harness::start(Tiers { g1: mib(32), g2: mib(32), g3: mib(64), ..Tiers::default() }).await;
+    let (text, cold) = harness.ask("ann", json!({"ttl": 86_400, "priority": "low"})).await;
     assert_eq!(cold, 0);
-    assert_eq!(served.ask("ann", Value::Null).await, (text.clone(), 96));
-    assert_eq!(served.ask("bob", json!({"store": false})).await, (text.clone(), 0), "not ann's");
-    assert_eq!(served.ask("bob", json!({"pin": 60})).await, (text.clone(), 96));
-    assert_eq!(served.ask("", Value::Null).await, (text, 0), "nobody in particular has none of them");
-    served.node.shutdown().await;
+    assert_eq!(harness.ask("ann", Value::Null).await, (text.clone(), 96));
+    assert_eq!(
+        harness.ask("bob", json!({"store": false})).await,
+        (text.clone(), 0),
+        "ann's blocks are not visible to bob"
+    );
+    assert_eq!(harness.ask("bob", json!({"pin": 60})).await, (text.clone(), 96));
+    assert_eq!(harness.ask("", Value::Null).await, (text, 0), "requests without a tenant see no tenant's blocks");
+    harness.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_flood_displaces_what_nobody_was_promised_and_not_what_a_tenant_was() {
+async fn a_flood_evicts_a_tenant_without_quota_and_not_one_with() {
     let ann = TenantQuota { g1_guaranteed: ByteSize(1 << 20), ..TenantQuota::of("ann") };
-    let tiers = Tiers { g1: budget(2), g2: Budget::Off, g3: Budget::Off, quotas: vec![ann], ..Tiers::default() };
-    let served = Served::start(tiers).await;
+    let tiers = Tiers { g1: mib(2), g2: Budget::Off, g3: Budget::Off, quotas: vec![ann], ..Tiers::default() };
+    let harness = Harness::start(tiers).await;
     for tenant in ["ann", "cid"] {
-        assert_eq!(served.ask(tenant, Value::Null).await.1, 0);
+        assert_eq!(harness.ask(tenant, Value::Null).await.1, 0);
     }
     for seed in 0..8 {
         let prompt: Vec<u32> = (0..320).map(|n| 10 + (seed * 31 + n * 11) % 500).collect();
-        // Twice: what is used more often than hers would stay, were it not for the promise.
+        // Twice: without the guarantee, more frequently used blocks than ann's would stay.
         for _ in 0..2 {
-            served.complete("bob", &prompt, Value::Null).await;
+            harness.complete("bob", &prompt, Value::Null).await;
         }
     }
-    assert_eq!(served.ask("ann", Value::Null).await.1, 96);
-    assert_eq!(served.ask("cid", Value::Null).await.1, 0, "there was not enough of a flood");
-    served.node.shutdown().await;
+    assert_eq!(harness.ask("ann", Value::Null).await.1, 96);
+    assert_eq!(harness.ask("cid", Value::Null).await.1, 0, "the flood evicts blocks without a guarantee");
+    harness.node.shutdown().await;
 }

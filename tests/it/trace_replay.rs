@@ -1,4 +1,4 @@
-//! Requests served, recorded, replayed, and learned from.
+//! `blockyard replay` and `blockyard calibrate` on traces: recorded by a running program, or made here.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -15,7 +15,7 @@ fn blockyard(args: &[&str], file: &Path) -> Output {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_process_served_can_be_replayed() {
+async fn a_trace_of_a_running_program_can_be_replayed() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.jsonl");
     let mut command = program(&["--model", "tiny", "--listen", "127.0.0.1:0", "--workers", "both:2", "--json"]);
@@ -32,7 +32,7 @@ async fn what_a_process_served_can_be_replayed() {
         let answer = client().post(format!("http://{url}/v1/completions")).json(&body).send().await.unwrap();
         assert!(answer.status().is_success(), "{}", answer.text().await.unwrap());
     }
-    // A line is written after its answer.
+    // A trace line is written after its answer.
     let written = async {
         loop {
             let text = std::fs::read_to_string(&file).unwrap();
@@ -52,19 +52,19 @@ async fn what_a_process_served_can_be_replayed() {
     assert_eq!(lengths, [(json!(600), json!(4)), (json!(1200), json!(4)), (json!(1800), json!(4))]);
     let replayed = blockyard(&["replay", "--workers", "2", "--rate", "1", "--policy", "kv", "--json"], &file);
     let report: Value = serde_json::from_slice(&replayed.stdout).unwrap();
-    // Of 2 + 3 + 4 units the second finds one whole, and the third two.
+    // Of 2 + 3 + 4 trace units, the second prompt can reuse one full unit and the third two.
     assert_eq!((&report["requests"], &report["policies"][0]["completed"]), (&json!(3), &json!(3)));
     assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
-    let fitted = blockyard(&["calibrate"], &file);
-    let error = String::from_utf8(fitted.stderr).unwrap();
-    assert!(!fitted.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
+    let calibrated = blockyard(&["calibrate"], &file);
+    let error = String::from_utf8(calibrated.stderr).unwrap();
+    assert!(!calibrated.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
 }
 
 #[test]
-fn a_profile_that_was_fitted_is_one_that_replay_takes() {
+fn replay_accepts_a_calibrated_profile() {
     let folder = tempfile::tempdir().unwrap();
     let (run, profile) = (folder.path().join("run.jsonl"), folder.path().join("worker.toml"));
-    // One request after the other: 10 ms a step, 0.1 ms a token.
+    // Sequential requests: 10 ms per step, 0.1 ms per prompt token.
     let line = |at: u64| {
         let (input, output) = (500 + 300 * (at % 7), 2 + at % 20);
         let first = 0.01 + input as f64 * 0.000_1;
@@ -79,10 +79,10 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
             + "\n"
     };
     std::fs::write(&run, (0..100).map(line).collect::<String>()).unwrap();
-    let fitted = blockyard(&["calibrate"], &run);
-    let said = String::from_utf8(fitted.stderr).unwrap();
-    assert!(fitted.status.success() && said.contains("100 requests"), "{said}");
-    std::fs::write(&profile, &fitted.stdout).unwrap();
+    let calibrated = blockyard(&["calibrate"], &run);
+    let log = String::from_utf8(calibrated.stderr).unwrap();
+    assert!(calibrated.status.success() && log.contains("100 requests"), "{log}");
+    std::fs::write(&profile, &calibrated.stdout).unwrap();
     let report: Value = serde_json::from_slice(&blockyard(&["calibrate", "--json"], &run).stdout).unwrap();
     for (key, want) in
         [("step_base_s", 0.01), ("prefill_token_s", 0.000_1), ("max_num_seqs", 8.0), ("kv_cache_bytes", 1e8)]
@@ -94,12 +94,12 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
     let replay = |workers| blockyard(&[&with[..], &["--workers", workers]].concat(), &run);
     let replayed: Value = serde_json::from_slice(&replay("1").stdout).unwrap();
     let mean = replayed["policies"][0]["ttft_mean_s"].as_f64().unwrap();
-    // Prompts of 1,400 tokens on average.
+    // 10 ms and 1,400 tokens on average, at 0.1 ms.
     assert!((mean - 0.15).abs() < 0.02, "{mean}");
-    let apart: Value = serde_json::from_slice(&replay("prefill:1,decode:1").stdout).unwrap();
-    let (figures, phases) = (&apart["policies"][0], &apart["roles"]);
-    assert!(phases == "prefill:1,decode:1" && figures["completed"] == 100, "{apart:#}");
-    assert!(figures["remote_prefills"].as_u64().is_some_and(|handed| handed > 50), "{apart:#}");
+    let disaggregated: Value = serde_json::from_slice(&replay("prefill:1,decode:1").stdout).unwrap();
+    let results = &disaggregated["policies"][0];
+    assert!(disaggregated["roles"] == "prefill:1,decode:1" && results["completed"] == 100, "{disaggregated:#}");
+    assert!(results["remote_prefills"].as_u64().is_some_and(|count| count > 50), "{disaggregated:#}");
     let text = std::fs::read_to_string(&profile).unwrap();
     std::fs::write(&profile, text.split("[peer]").next().unwrap()).unwrap();
     let error = String::from_utf8(replay("prefill:1,decode:1").stderr).unwrap();
@@ -107,7 +107,7 @@ fn a_profile_that_was_fitted_is_one_that_replay_takes() {
 }
 
 #[test]
-fn a_replay_that_cannot_end_well_does_not_begin() {
+fn replay_checks_trace_roles_and_output_before_it_starts() {
     let folder = tempfile::tempdir().unwrap();
     let (run, notes) = (folder.path().join("run.jsonl"), folder.path().join("README.md"));
     let line = json!({"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]});
@@ -119,24 +119,25 @@ fn a_replay_that_cannot_end_well_does_not_begin() {
         let output = blockyard(&[&with[..], &[svg.to_str().unwrap()]].concat(), trace);
         (output.status.success(), String::from_utf8(output.stderr).unwrap())
     };
-    let (done, said) = replay(&nowhere, &run);
-    assert!(!done && said.contains("--svg") && !said.contains("as recorded"), "{said}");
+    let (success, log) = replay(&nowhere, &run);
+    assert!(!success && log.contains("--svg") && !log.contains("as recorded"), "{log}");
     let svg = folder.path().join("goodput.svg");
-    let (done, said) = replay(&svg, &notes);
-    assert!(!done && said.contains("trace, line 1: ") && said.contains("\"hash_ids\": [1, 2]"), "{said}");
-    assert_eq!(said.matches("line 1").count(), 1, "{said}");
-    let flip = |workers: &str| {
+    let (success, log) = replay(&svg, &notes);
+    assert!(!success && log.contains("trace, line 1: ") && log.contains("\"hash_ids\": [1, 2]"), "{log}");
+    assert_eq!(log.matches("line 1").count(), 1, "{log}");
+    let rebalance = |workers: &str| {
         blockyard(&["replay", "--rate", "1", "--policy", "kv", "--rebalance", "--workers", workers], &run)
     };
-    assert!(flip("prefill:1,decode:1").status.success() && !flip("2").status.success(), "nobody has a side to change");
+    assert!(rebalance("prefill:1,decode:1").status.success());
+    assert!(!rebalance("2").status.success(), "rebalancing needs prefill and decode workers");
     assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
 }
 
 #[test]
-fn a_configuration_is_replayed_as_the_router_would_take_it() {
+fn replay_reads_the_router_configuration_as_serve_does() {
     let folder = tempfile::tempdir().unwrap();
     let (run, file) = (folder.path().join("run.jsonl"), folder.path().join("blockyard.toml"));
-    // Prompts that begin alike come while answers are decoded.
+    // Prompts with common prefixes arrive while other requests decode.
     let line = |at: u64| {
         let ids: Vec<u64> = (0..=at % 3).chain([1000 + at]).collect();
         json!({"timestamp": 60 * at, "input_length": 512 * ids.len(), "output_length": 200, "hash_ids": ids})
@@ -146,38 +147,40 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
     std::fs::write(&file, "[router]\ndecode_interference_weight = 40\n").unwrap();
     let replay = |more: &[&str]| {
         let output = blockyard(&[&["replay", "--rate", "40", "--workers", "4", "--json"], more].concat(), &run);
-        let said = String::from_utf8(output.stderr).unwrap();
-        let report = serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|_| said.clone().into());
-        (report, said)
+        let log = String::from_utf8(output.stderr).unwrap();
+        let report = serde_json::from_slice::<Value>(&output.stdout).unwrap_or_else(|_| log.clone().into());
+        (report, log)
     };
-    let names = |report: &Value| -> Vec<String> {
+    let policies = |report: &Value| -> Vec<String> {
         report["policies"].as_array().unwrap().iter().map(|f| f["policy"].as_str().unwrap().to_owned()).collect()
     };
     let kv = |more: &[&str]| replay(&[&["--policy", "kv"], more].concat()).0;
-    let (plain, set, filed) =
-        (kv(&[]), kv(&["--set", "router.decode_interference_weight=40"]), kv(&["--config", file.to_str().unwrap()]));
-    assert_ne!(plain["policies"], set["policies"], "what is set counts");
-    assert_eq!(set["policies"], filed["policies"]);
+    let plain = kv(&[]);
+    let set = kv(&["--set", "router.decode_interference_weight=40"]);
+    let from_file = kv(&["--config", file.to_str().unwrap()]);
+    assert_ne!(plain["policies"], set["policies"], "--set has an effect");
+    assert_eq!(set["policies"], from_file["policies"]);
     assert_eq!((&set["router"]["decode_interference_weight"], plain.get("router")), (&json!(40.0), None));
     assert_eq!((&plain["resync_delay_s"], &plain["rebalance"]), (&json!(0.05), &json!(false)));
-    // Keys win over a preset, wherever it is named.
+    // Keys override a preset, also one given as a policy.
     let preset = replay(&["--policy", "latency", "--set", "router.decode_interference_weight=40"]).0;
     let [mut of_preset, of_key] = [&preset, &set].map(|report| report["policies"][0].clone());
     of_preset["policy"] = json!("kv");
     assert_eq!(of_preset, of_key);
-    // Who is replayed: each once; whom the configuration names; else everybody.
-    assert_eq!(names(&kv(&["--policy", "kv,random,kv"])), ["kv", "random"]);
+    // Policies of the flag, each once; else the policy of the configuration; else all policies.
+    assert_eq!(policies(&kv(&["--policy", "kv,random,kv"])), ["kv", "random"]);
     let composed = "router.policy={score=[{term=queue}]}";
-    assert_eq!(names(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
-    assert_eq!(names(&replay(&["--set", composed]).0), ["composed"]);
-    assert_eq!(names(&replay(&["--set", "router.policy=session"]).0), ["session"]);
-    assert_eq!(names(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 8);
-    let flip = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=apply"];
-    let apart = blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &flip[..]].concat(), &run);
-    let apart: Value = serde_json::from_slice(&apart.stdout).unwrap();
-    assert!(apart["rebalance"] == true && apart["policies"][0]["role_changes"].is_u64(), "{apart:#}");
-    // What is wrong is said as `serve` says it.
-    for (wrong, said) in [
+    assert_eq!(policies(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
+    assert_eq!(policies(&replay(&["--set", composed]).0), ["composed"]);
+    assert_eq!(policies(&replay(&["--set", "router.policy=session"]).0), ["session"]);
+    assert_eq!(policies(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 8);
+    let planner = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=apply"];
+    let disaggregated =
+        blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &planner[..]].concat(), &run);
+    let report: Value = serde_json::from_slice(&disaggregated.stdout).unwrap();
+    assert!(report["rebalance"] == true && report["policies"][0]["role_changes"].is_u64(), "{report:#}");
+    // Errors have the words of `serve`.
+    for (setting, expected) in [
         (
             "router.prefix_afinity=1",
             "unknown key `router.prefix_afinity` (--set router.prefix_afinity=1); did you mean",
@@ -185,7 +188,7 @@ fn a_configuration_is_replayed_as_the_router_would_take_it() {
         ("router.policy=kvv", "router.policy = \"kvv\""),
         ("router.prefix_affinity=-1", "router.prefix_affinity = -1"),
     ] {
-        let (_, error) = replay(&["--set", wrong]);
-        assert!(error.contains(said), "{error}");
+        let (_, error) = replay(&["--set", setting]);
+        assert!(error.contains(expected), "{error}");
     }
 }
