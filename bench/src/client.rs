@@ -1,51 +1,51 @@
-//! A client with a stopwatch: one streamed completion, from the first byte sent to the first token read.
+//! A client that times a streamed completion, from sending the request to reading the first token.
 
-use crate::metrics::Reading;
+use crate::metrics::Scrape;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 use ureq::Agent;
 
-/// Longer than any prompt of a benchmark takes.
-const ANSWER_MAX: Duration = Duration::from_mins(10);
+/// The limit of one request: longer than any prompt of a benchmark takes.
+const REQUEST_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// Talks to one server.
+/// A client of one server.
 #[derive(Clone, Debug)]
 pub struct Client {
     agent: Agent,
     url: String,
 }
 
-/// What one completion took and cost.
+/// One completion: its time and its token counts.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// From sending the request to the first token's text.
     pub first_token: Duration,
     /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Prompt tokens that nobody computed for this request.
+    /// Prompt tokens that came from a cache.
     pub cached_tokens: u64,
     /// The text.
     pub text: String,
-    /// The router's decision, when it was given.
+    /// The router's explanation of its decision, if the response has one.
     pub explain: Option<Value>,
 }
 
 impl Client {
     /// A client of the server at `http://host:port`.
     pub fn new(url: &str) -> Self {
-        let config = Agent::config_builder().timeout_global(Some(ANSWER_MAX)).http_status_as_error(false).build();
+        let config = Agent::config_builder().timeout_global(Some(REQUEST_TIMEOUT)).http_status_as_error(false).build();
         Self { agent: config.into(), url: url.to_owned() }
     }
 
-    /// A GET's status and body.
+    /// Sends a GET: status and body.
     pub fn get(&self, path: &str) -> Result<(u16, String)> {
         let mut response = self.agent.get(format!("{}{path}", self.url)).call()?;
         Ok((response.status().as_u16(), response.body_mut().read_to_string()?))
     }
 
-    /// The id of the one model that is served.
+    /// The id of the served model.
     pub fn model(&self) -> Result<String> {
         let (_, body) = self.get("/v1/models")?;
         let models: Value = serde_json::from_str(&body)?;
@@ -53,8 +53,8 @@ impl Client {
     }
 
     /// All metrics now.
-    pub fn metrics(&self) -> Result<Reading> {
-        Ok(Reading::parse(&self.get("/metrics")?.1))
+    pub fn metrics(&self) -> Result<Scrape> {
+        Ok(Scrape::parse(&self.get("/metrics")?.1))
     }
 
     /// Streams a greedy completion of exactly `max_tokens` tokens.
@@ -120,22 +120,23 @@ mod tests {
     const EVENTS: [&str; 3] = [
         "data: {\"choices\":[{\"index\":0,\"text\":\"a\"}]}\n\n",
         "data: {\"choices\":[{\"index\":0,\"text\":\"b\",\"finish_reason\":\"length\"}]}\n\n",
-        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"prompt_tokens_details\":{\"cached_tokens\":2}}}\n\ndata: [DONE]\n\n",
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"prompt_tokens_details\":{\"cached_tokens\":2}}}\n\n\
+         data: [DONE]\n\n",
     ];
     const PAUSE: Duration = Duration::from_millis(300);
 
-    /// Answers one request, pausing between the first event and the rest.
+    /// Answers one request, with a pause after each event.
     fn serve(listener: &TcpListener) {
         let (mut socket, _) = listener.accept().expect("a client");
         let mut request = [0; 4096];
         let _ = socket.read(&mut request).expect("a request");
-        socket.write_all(HEAD.as_bytes()).expect("the client listens");
+        socket.write_all(HEAD.as_bytes()).expect("the client reads");
         for event in EVENTS {
             let chunk = format!("{:x}\r\n{event}\r\n", event.len());
-            socket.write_all(chunk.as_bytes()).expect("the client listens");
+            socket.write_all(chunk.as_bytes()).expect("the client reads");
             thread::sleep(PAUSE);
         }
-        socket.write_all(b"0\r\n\r\n").expect("the client listens");
+        socket.write_all(b"0\r\n\r\n").expect("the client reads");
     }
 
     #[test]
@@ -147,7 +148,7 @@ mod tests {
         server.join().expect("the server served");
         assert_eq!((answer.prompt_tokens, answer.cached_tokens, answer.text.as_str()), (3, 2, "ab"));
         assert_eq!(answer.explain, Some(json!({"worker": 1})));
-        // Not a matter of speed: a client that waited for the whole stream would have waited through the pauses.
+        // Holds on any machine: a client that reads the whole stream first waits for all pauses.
         assert!(answer.first_token < 2 * PAUSE);
     }
 }

@@ -1,40 +1,40 @@
-//! Conversations that share a system prompt, and the least that any fleet must compute to answer them.
+//! Conversations that share a system prompt, and the lower bound of prompt tokens that a fleet must compute for them.
 //!
-//! Replies are part of the script, so that each policy is asked exactly the same prompts.
+//! The assistant's replies are part of the script, so that each policy gets exactly the same prompts.
 
 use crate::prompt::Source;
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
 
-/// How the conversations look, in tokens.
+/// Dimensions of the conversations; lengths in tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// How many conversations.
+    /// Number of conversations.
     pub conversations: usize,
-    /// Turns of each.
+    /// Turns of each conversation.
     pub turns: usize,
-    /// The system prompt that all share.
+    /// Length of the shared system prompt.
     pub system: usize,
-    /// What a user says in a turn.
+    /// Length of the user message of a turn.
     pub user: usize,
-    /// What the model said in the turns before.
+    /// Length of the assistant message of each earlier turn.
     pub reply: usize,
-    /// The longest that a user thinks.
-    pub think_max: Duration,
+    /// The longest think time of a user.
+    pub max_think_time: Duration,
 }
 
-/// What a user says next, and after thinking for how long.
+/// The next prompt of a conversation, and the think time before it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Turn {
-    /// Between the answer before and this prompt. Without it the conversations would march in step, and taking the workers
-    /// in turn would give each conversation the same one by accident.
-    pub think: Duration,
-    /// Everything said so far, in tokens.
+    /// Time between the answer before and this prompt. Without think times the conversations would run in step, and
+    /// round-robin would by accident send each conversation to the same worker.
+    pub think_time: Duration,
+    /// Token ids of the whole conversation so far.
     pub prompt: Vec<u32>,
 }
 
-/// The turns of each conversation; each prompt begins with the one before.
+/// The turns of each conversation. Each prompt starts with the prompt before it.
 pub fn script(shape: Shape, source: &mut Source) -> Vec<Vec<Turn>> {
     let system = source.tokens(shape.system);
     let conversation = |source: &mut Source| {
@@ -45,17 +45,17 @@ pub fn script(shape: Shape, source: &mut Source) -> Vec<Vec<Turn>> {
                 prompt.extend(source.tokens(shape.reply));
             }
             prompt.extend(source.tokens(shape.user));
-            turns.push(Turn { think: source.up_to(shape.think_max), prompt: prompt.clone() });
+            turns.push(Turn { think_time: source.up_to(shape.max_think_time), prompt: prompt.clone() });
         }
         turns
     };
     (0..shape.conversations).map(|_| conversation(source)).collect()
 }
 
-/// The fewest prompt tokens that must be computed for these prompts, when blocks of `block` tokens are what can be reused:
-/// every distinct block once, and of every prompt what does not fill a block, or its last token when all of it is known.
+/// The fewest prompt tokens that must be computed for these prompts when blocks of `block` tokens can be reused: every
+/// distinct block once, and for each prompt its partial last block, or its last token if all its blocks are cached.
 pub fn lower_bound<'a>(prompts: impl IntoIterator<Item = &'a Vec<u32>>, block: usize) -> u64 {
-    let mut known = HashSet::new();
+    let mut cached = HashSet::new();
     let mut computed = 0;
     for prompt in prompts {
         let mut chain = DefaultHasher::new();
@@ -64,7 +64,7 @@ pub fn lower_bound<'a>(prompts: impl IntoIterator<Item = &'a Vec<u32>>, block: u
         let mut fresh = 0;
         for tokens in blocks {
             tokens.hash(&mut chain);
-            fresh += if known.insert(chain.finish()) { block } else { 0 };
+            fresh += if cached.insert(chain.finish()) { block } else { 0 };
         }
         computed += (fresh + tail).max(1) as u64;
     }
@@ -80,7 +80,7 @@ mod tests {
         let (a, b): (Vec<u32>, Vec<u32>) = ((0..32).collect(), (0..40).collect());
         assert_eq!(lower_bound([&a], 16), 32);
         assert_eq!(lower_bound([&a, &b], 16), 32 + 8);
-        assert_eq!(lower_bound([&a, &a], 16), 32 + 1, "the last token of a known prompt");
+        assert_eq!(lower_bound([&a, &a], 16), 32 + 1, "the last token of a cached prompt");
         assert_eq!(lower_bound([&b, &b], 16), 40 + 8);
     }
 
@@ -91,9 +91,15 @@ mod tests {
     }
 
     #[test]
-    fn every_turn_begins_with_the_one_before() {
-        let shape =
-            Shape { conversations: 2, turns: 3, system: 20, user: 5, reply: 4, think_max: Duration::from_millis(9) };
+    fn every_prompt_starts_with_the_prompt_before_it() {
+        let shape = Shape {
+            conversations: 2,
+            turns: 3,
+            system: 20,
+            user: 5,
+            reply: 4,
+            max_think_time: Duration::from_millis(9),
+        };
         let script = script(shape, &mut Source::new(1));
         assert_eq!(script[0][0].prompt[..20], script[1][0].prompt[..20]);
         assert_ne!(script[0][0].prompt[20..], script[1][0].prompt[20..]);

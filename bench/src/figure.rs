@@ -1,18 +1,18 @@
-//! A measured figure and the goal that it is held against.
+//! A measured figure and its goal.
 
 use serde_json::{Value, json};
 
-/// What a figure is to be.
+/// The goal of a figure.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Goal {
-    /// This or more.
+    /// The value or more.
     AtLeast(f64),
-    /// This or less.
+    /// The value or less.
     AtMost(f64),
-    /// Less than this.
+    /// Less than the value.
     Below(f64),
-    /// It is shown for comparison only.
-    Shown,
+    /// No goal: the figure is printed for comparison.
+    None,
 }
 
 /// One figure.
@@ -30,28 +30,28 @@ impl Figure {
         Self { what, measured: Ok(value), unit, goal }
     }
 
-    /// A value beside its reference in the same run.
+    /// A value divided by its reference of the same run. It has no unit.
     pub fn ratio(what: String, value: f64, goal: Goal) -> Self {
         Self::of(what, value, "", goal)
     }
 
-    /// One that could not be measured, and why.
+    /// A figure that could not be measured, with the reason.
     pub fn missing(what: String, why: &'static str, goal: Goal) -> Self {
         Self { what, measured: Err(why), unit: "", goal }
     }
 
-    /// Whether the goal is met; `None` when there is none, or nothing was measured.
+    /// Whether the goal is met; `None` without a goal or without a measured value.
     pub fn met(&self) -> Option<bool> {
         let value = self.measured.ok()?;
         match self.goal {
             Goal::AtLeast(least) => Some(value >= least),
             Goal::AtMost(most) => Some(value <= most),
             Goal::Below(bound) => Some(value < bound),
-            Goal::Shown => None,
+            Goal::None => None,
         }
     }
 
-    /// For people: what, measured, goal, met.
+    /// The cells of a table row: what, measured, goal, met.
     pub fn row(&self) -> [String; 4] {
         let with_unit = |number: String| format!("{number} {}", self.unit).trim_end().to_owned();
         let measured = self.measured.map_or_else(str::to_owned, |value| with_unit(short(value)));
@@ -59,10 +59,10 @@ impl Figure {
             Goal::AtLeast(least) => with_unit(format!("≥ {least}")),
             Goal::AtMost(most) => with_unit(format!("≤ {most}")),
             Goal::Below(bound) => with_unit(format!("< {bound}")),
-            Goal::Shown => String::new(),
+            Goal::None => String::new(),
         };
         let met = match (self.goal, self.met()) {
-            (Goal::Shown, _) => "",
+            (Goal::None, _) => "",
             (_, Some(true)) => "yes",
             (_, Some(false)) => "NO",
             (_, None) => "?",
@@ -70,13 +70,13 @@ impl Figure {
         [self.what.clone(), measured, goal, met.to_owned()]
     }
 
-    /// For programs.
+    /// The figure as JSON.
     pub fn as_json(&self) -> Value {
         let goal = match self.goal {
             Goal::AtLeast(least) => json!({ "at_least": least }),
             Goal::AtMost(most) => json!({ "at_most": most }),
             Goal::Below(bound) => json!({ "below": bound }),
-            Goal::Shown => Value::Null,
+            Goal::None => Value::Null,
         };
         let missing = self.measured.err();
         json!({
@@ -86,7 +86,7 @@ impl Figure {
     }
 }
 
-/// Three figures.
+/// A number with three significant digits.
 fn short(value: f64) -> String {
     let digits = if value.abs() >= 100.0 {
         0
@@ -109,14 +109,14 @@ mod tests {
         assert_eq!(met(0.89, Goal::AtLeast(0.9)), Some(false));
         assert_eq!(met(1.05, Goal::AtMost(1.05)), Some(true));
         assert_eq!(met(50.0, Goal::Below(50.0)), Some(false));
-        assert_eq!(met(1.0, Goal::Shown), None);
+        assert_eq!(met(1.0, Goal::None), None);
         let missing = Figure::missing("G3".into(), "no fio", Goal::AtLeast(0.9));
         assert_eq!(missing.row(), ["G3", "no fio", "≥ 0.9", "?"].map(String::from));
         assert_eq!((missing.as_json()["measured"].clone(), missing.met()), (Value::Null, None));
     }
 
     #[test]
-    fn a_row_says_units() {
+    fn a_row_has_units() {
         let row = Figure::of("p99".into(), 41.26, "µs", Goal::Below(50.0)).row();
         assert_eq!(row, ["p99", "41.3 µs", "< 50 µs", "yes"].map(String::from));
     }

@@ -1,7 +1,7 @@
-//! What the benchmarks share: a `blockyard serve` process, a client with a stopwatch, prompts, tables.
+//! Shared code of the benchmarks: a `blockyard serve` process, a timing client, prompts, tables.
 //!
-//! Everything is measured from outside: as a client sees it, or by running programs that measure parts. Nothing of blockyard
-//! is linked in.
+//! Everything is measured from outside: at the client, or by running programs that measure parts. No crate of Blockyard
+//! is linked.
 
 pub mod client;
 pub mod conversation;

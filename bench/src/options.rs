@@ -1,11 +1,11 @@
-//! The few options of a benchmark, and where the program under test is found.
+//! Command-line options of a benchmark, and the paths of built programs.
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What the command line says.
+/// The command line.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Print JSON instead of a table.
@@ -16,12 +16,12 @@ pub struct Options {
     pub model: String,
     /// The program under test.
     pub binary: PathBuf,
-    /// Seeds the prompts.
+    /// The seed of the prompts; `None` chooses a new one.
     pub seed: Option<u64>,
 }
 
 impl Options {
-    /// Reads the command line; `about` is what `--help` says first.
+    /// Reads the command line. `about` is the first line of `--help`.
     pub fn from_args(about: &str) -> Result<Self> {
         let mut options =
             Self { json: false, repetitions: 3, model: "small".into(), binary: PathBuf::new(), seed: None };
@@ -59,19 +59,19 @@ const USAGE: &str = "\
   --repetitions N   repetitions of each measurement (3)
   --model MODEL     built-in model, or a Hugging Face folder (small)
   --blockyard PATH  program under test (the release build of this checkout)
-  --seed N          seed of the prompts (another one each time)";
+  --seed N          seed of the prompts (a new one each time)";
 
-/// This checkout's root.
+/// The root of this checkout.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("bench is in the checkout")
 }
 
-/// Where cargo puts what it builds of this checkout.
+/// Cargo's target directory of this checkout.
 pub fn target_directory() -> Result<PathBuf> {
     target_directory_of(root())
 }
 
-/// Where cargo puts what it builds in a folder.
+/// Cargo's target directory of the workspace in a folder.
 pub fn target_directory_of(folder: &Path) -> Result<PathBuf> {
     let mut cargo = Command::new("cargo");
     cargo.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]).current_dir(folder);

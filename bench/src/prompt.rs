@@ -1,35 +1,35 @@
-//! Prompts as token ids: exact lengths, and no two alike unless they are meant to be.
+//! Random prompts as token ids of exact lengths.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The first ids of a vocabulary are bytes and special tokens; prompts keep clear of them.
+/// The first id in prompts. Smaller ids are bytes and special tokens.
 const FIRST_ID: u32 = 1_000;
 
-/// Ids that every built-in model has from [`FIRST_ID`] on.
+/// Number of ids from [`FIRST_ID`] on that every built-in model has.
 const IDS: u64 = 3_000;
 
-/// Makes prompts; the same seed makes the same ones. (`SplitMix64`, Steele, Lea and Flood 2014.)
+/// Generates prompts with `SplitMix64` (Steele, Lea and Flood 2014). The same seed gives the same prompts.
 #[derive(Clone, Debug)]
 pub struct Source(u64);
 
 impl Source {
-    /// A source of prompts.
+    /// A source with a seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// A seed that no earlier run had.
+    /// A seed from the time and the process id.
     pub fn fresh_seed() -> u64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         since.map_or(0, |since| since.as_nanos() as u64) ^ u64::from(std::process::id()).rotate_left(32)
     }
 
-    /// This many tokens, never made before by this source.
+    /// The next `count` random tokens.
     pub fn tokens(&mut self, count: usize) -> Vec<u32> {
         (0..count).map(|_| FIRST_ID + (self.next() % IDS) as u32).collect()
     }
 
-    /// A time from nothing to `longest`.
+    /// A random duration from zero to `longest`.
     pub fn up_to(&mut self, longest: Duration) -> Duration {
         longest.mul_f64(self.next() as f64 / u64::MAX as f64)
     }
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_repeat_with_the_seed_only() {
+    fn equal_seeds_give_equal_prompts() {
         let (mut a, mut b) = (Source::new(1), Source::new(1));
         assert_eq!(a.tokens(64), b.tokens(64));
         assert_ne!(a.tokens(64), Source::new(1).tokens(64));

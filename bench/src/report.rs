@@ -1,37 +1,38 @@
-//! What a benchmark prints: medians, a table, and on which machine and commit it ran.
+//! Output of a benchmark: medians, a table, and the machine and commit of the run.
 
 use crate::options::root;
 use serde_json::{Value, json};
 use std::process::Command;
 use std::time::Duration;
 
-/// The middle value; of an even number, the lower of the two.
+/// The median; of an even number of values, the lower of the two middle ones.
 ///
 /// # Panics
-/// When there is none.
+/// If `times` is empty.
 pub fn median(times: &[Duration]) -> Duration {
     let mut sorted = times.to_vec();
     sorted.sort_unstable();
     sorted[(sorted.len() - 1) / 2]
 }
 
-/// Machine, what else it was doing, and commit, as people compare them.
+/// The machine, its load, and the commit, as JSON.
 pub fn circumstances() -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let memory =
         memory.lines().find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next()?.parse().ok());
+    let load = std::fs::read_to_string("/proc/loadavg").ok();
     json!({
         "cpu": cpu.map_or("unknown", |(_, name)| name.trim()),
         "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "memory_gib": memory.map(|kib: u64| kib / (1 << 20)),
-        "load": std::fs::read_to_string("/proc/loadavg").ok().and_then(|load| load.split(' ').next()?.parse::<f64>().ok()),
+        "load": load.and_then(|load| load.split(' ').next()?.parse::<f64>().ok()),
         "commit": commit(),
     })
 }
 
-/// One line for people.
+/// The same as one line of text.
 pub fn describe(circumstances: &Value) -> String {
     let text = |key: &str| circumstances[key].as_str().unwrap_or("unknown").to_owned();
     let (cores, memory) = (&circumstances["cores"], &circumstances["memory_gib"]);
@@ -49,7 +50,7 @@ fn commit() -> String {
     if changed { commit + " with changes" } else { commit }
 }
 
-/// Rows under a head, right-aligned but for the first column.
+/// A table with a header. Columns are right-aligned, except the first.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let widths: Vec<usize> = (0..head.len())
         .map(|column| rows.iter().map(|row| row[column].chars().count()).chain([head[column].chars().count()]).max())
@@ -69,7 +70,7 @@ pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// A duration with three figures: `812 µs`, `4.20 ms`, `3.86 s`.
+/// A duration with three significant digits: `812 µs`, `4.20 ms`, `3.86 s`.
 pub fn short(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     let (value, unit) = match seconds {
@@ -92,21 +93,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_median_is_a_value_that_was_measured() {
+    fn the_median_is_a_measured_value() {
         let ms = Duration::from_millis;
         assert_eq!(median(&[ms(3), ms(1), ms(2)]), ms(2));
         assert_eq!(median(&[ms(4), ms(1), ms(2), ms(3)]), ms(2));
     }
 
     #[test]
-    fn durations_have_three_figures() {
+    fn durations_have_three_significant_digits() {
         assert_eq!(short(Duration::from_micros(812)), "812 µs");
         assert_eq!(short(Duration::from_micros(4_204)), "4.20 ms");
         assert_eq!(short(Duration::from_millis(3_858)), "3.86 s");
     }
 
     #[test]
-    fn columns_line_up() {
+    fn columns_are_aligned() {
         let text = table(&["a", "bb"], &[vec!["long".into(), "1".into()]]);
         assert_eq!(text, "a     bb\n────  ──\nlong   1\n");
     }

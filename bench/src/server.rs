@@ -1,4 +1,4 @@
-//! A `blockyard serve` process: started with a configuration, watched until ready, stopped as an operator would.
+//! A `blockyard serve` process: started with a configuration, awaited until ready, stopped with SIGINT.
 
 use crate::client::Client;
 use anyhow::{Context, Result, bail};
@@ -8,32 +8,32 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Making `small`'s weights for the first time, on a busy machine.
-const START_MAX: Duration = Duration::from_mins(3);
+/// The longest start: the first one makes the weights of `small`, perhaps on a busy machine.
+const START_TIMEOUT: Duration = Duration::from_mins(3);
 
-/// Draining, and letting accepted offloads come to rest.
-const STOP_MAX: Duration = Duration::from_mins(1);
+/// The longest stop: draining requests and finishing accepted offloads.
+const STOP_TIMEOUT: Duration = Duration::from_mins(1);
 
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A running server; dropping it kills it.
+/// A running server. Dropping it kills the process.
 #[derive(Debug)]
 pub struct Server {
     process: Child,
-    /// Where its log goes.
+    /// The file with its output.
     pub log: PathBuf,
-    /// A client of it.
+    /// A client of the server.
     pub client: Client,
 }
 
-/// How a server is started.
+/// Settings of a server.
 #[derive(Clone, Debug)]
 pub struct Settings<'a> {
     /// The `blockyard` binary.
     pub binary: &'a Path,
     /// A built-in model, or a folder.
     pub model: &'a str,
-    /// Its own folder.
+    /// The data folder, configuration and log of the server.
     pub data: &'a Path,
     /// The configuration file's text.
     pub config: String,
@@ -54,35 +54,35 @@ impl Server {
         let process = command.spawn().with_context(|| format!("{} does not start", settings.binary.display()))?;
         let mut server = Self { process, log, client: Client::new(&format!("http://{address}")) };
         let started = Instant::now();
-        while started.elapsed() < START_MAX {
+        while started.elapsed() < START_TIMEOUT {
             if let Some(status) = server.process.try_wait()? {
                 bail!("blockyard serve ended with {status}:\n{}", server.log_tail());
             }
             if server.client.get("/ready").is_ok_and(|(status, _)| status == 200) {
                 return Ok(server);
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        bail!("blockyard serve was not ready within {START_MAX:?}:\n{}", server.log_tail())
+        bail!("blockyard serve was not ready within {START_TIMEOUT:?}:\n{}", server.log_tail())
     }
 
-    /// Stops it as Ctrl-C would, and waits for its end.
+    /// Stops the server with SIGINT, as Ctrl-C does, and waits for its end.
     pub fn stop(mut self) -> Result<()> {
-        // The standard library cannot send SIGINT; `kill` is everywhere.
-        let asked = Command::new("kill").args(["-INT", &self.process.id().to_string()]).status()?;
-        anyhow::ensure!(asked.success(), "kill -INT: {asked}");
+        // The standard library cannot send SIGINT.
+        let kill = Command::new("kill").args(["-INT", &self.process.id().to_string()]).status()?;
+        anyhow::ensure!(kill.success(), "kill -INT: {kill}");
         let started = Instant::now();
-        while started.elapsed() < STOP_MAX {
+        while started.elapsed() < STOP_TIMEOUT {
             if let Some(status) = self.process.try_wait()? {
                 anyhow::ensure!(status.success(), "blockyard serve ended with {status}:\n{}", self.log_tail());
                 return Ok(());
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        bail!("blockyard serve did not stop within {STOP_MAX:?}:\n{}", self.log_tail())
+        bail!("blockyard serve did not stop within {STOP_TIMEOUT:?}:\n{}", self.log_tail())
     }
 
-    /// The end of its log.
+    /// The last 30 lines of the log.
     pub fn log_tail(&self) -> String {
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
@@ -92,13 +92,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Both fail only when it has ended already.
+        // Both fail only if the process has ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// A port that was free a moment ago.
+/// A port that is free now.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }

@@ -1,4 +1,4 @@
-//! Measuring programs, run one after the other: every figure that they print beside the goal that it is held against.
+//! Measuring programs that a suite runs one after the other, and the table of their figures and goals.
 
 use crate::figure::Figure;
 use crate::report::{describe, table};
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A measuring program, and how it is called.
+/// A measuring program with its arguments.
 pub struct Program {
     name: &'static str,
     path: PathBuf,
@@ -16,33 +16,34 @@ pub struct Program {
 }
 
 impl Program {
-    /// A program that prints JSON when it is called with `--json` after its arguments.
+    /// A program that prints JSON with the flag `--json`, which is added to the arguments.
     pub fn new(name: &'static str, path: PathBuf, arguments: &[&str]) -> Self {
         let arguments = arguments.iter().chain(&["--json"]).map(|&argument| argument.to_owned()).collect();
         Self { name, path, arguments }
     }
 
-    /// What it is called.
+    /// The name of the program.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Runs it. Every JSON value that it prints, and how long that took.
+    /// Runs the program: the JSON values that it printed, and its duration.
     pub fn run(&self) -> Result<(Vec<Value>, Duration)> {
-        ensure!(self.path.exists(), "{} is not there: the verb of make builds it", self.path.display());
+        ensure!(self.path.exists(), "{} is not there: the make target builds it", self.path.display());
         eprintln!("{} {} …", self.name, self.arguments.join(" "));
-        let began = Instant::now();
+        let started = Instant::now();
         let output = Command::new(&self.path).args(&self.arguments).stderr(Stdio::inherit()).output();
-        let (output, took) = (output.with_context(|| format!("cannot run {}", self.path.display()))?, began.elapsed());
-        eprintln!("… {:.0} s", took.as_secs_f64());
+        let duration = started.elapsed();
+        let output = output.with_context(|| format!("cannot run {}", self.path.display()))?;
+        eprintln!("… {:.0} s", duration.as_secs_f64());
         ensure!(output.status.success(), "{} ended with {}", self.name, output.status);
         let printed = serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect::<Result<Vec<_>, _>>();
-        Ok((printed.with_context(|| format!("{} printed no JSON", self.name))?, took))
+        Ok((printed.with_context(|| format!("{} printed no JSON", self.name))?, duration))
     }
 }
 
-/// Which of `names` are wanted: those asked for, or all.
-pub fn wanted(names: &[&str], only: &[String]) -> Result<Vec<String>> {
+/// The names to run: those of `only`, or all if it is empty.
+pub fn selected(names: &[&str], only: &[String]) -> Result<Vec<String>> {
     if let Some(unknown) = only.iter().find(|only| !names.contains(&only.as_str())) {
         bail!("there is no {unknown}; there are {}", names.join(", "));
     }
@@ -50,7 +51,7 @@ pub fn wanted(names: &[&str], only: &[String]) -> Result<Vec<String>> {
     Ok(if only.is_empty() { all() } else { only.to_vec() })
 }
 
-/// Prints figures, with the machine and the commit that they are of.
+/// Prints the figures with the machine and the commit of the run.
 pub fn print(circumstances: &Value, figures: &[Figure], json: bool) {
     if json {
         let figures: Vec<Value> = figures.iter().map(Figure::as_json).collect();
@@ -62,7 +63,7 @@ pub fn print(circumstances: &Value, figures: &[Figure], json: bool) {
     }
 }
 
-/// A number that a program printed.
+/// A number in the output of a program.
 pub fn number(value: &Value) -> Result<f64> {
     value.as_f64().context("a number is missing")
 }

@@ -1,7 +1,7 @@
-//! What the block manager must show, in one run: every figure beside the goal that it is held against.
+//! The benchmarks of the block manager in one run: each figure beside its goal.
 //!
-//! It links nothing of the block manager's: it runs the measuring programs of `kvbm/examples` and `worker/examples`, one after
-//! the other, each of which compares with its reference in turns within its own run, and judges what they print.
+//! This program links no crate of Blockyard. It runs the measuring programs of `kvbm/examples` and `worker/examples`
+//! one after the other and reads their JSON. Each of them alternates with its reference within its own run.
 
 use anyhow::{Context, Result, bail};
 use bench::figure::{Figure, Goal};
@@ -12,15 +12,15 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 const USAGE: &str = "\
-What the block manager must show, each figure beside its goal.
+Benchmarks of the block manager, each figure beside its goal.
 
   --json            print JSON instead of a table
-  --folder DIR      where the disk is measured (beside the built programs)
+  --folder DIR      folder on the disk to measure (beside the built programs)
   --programs DIR    the measuring programs (the release examples of this checkout)
-  --only NAME       one of them only; may be repeated";
+  --only NAME       run only this program; may be repeated";
 
-/// Bytes of blocks that the disk is measured with: small and large models.
-const DISK_BLOCKS: [&str; 2] = ["73728", "2097152"];
+/// Block sizes of the disk measurements, in bytes: of a small and of a large model.
+const DISK_BLOCK_BYTES: [&str; 2] = ["73728", "2097152"];
 
 struct Options {
     json: bool,
@@ -58,25 +58,26 @@ fn main() -> Result<()> {
     let all = programs(&options.programs, &options.folder.display().to_string());
     let mut names: Vec<&str> = all.iter().map(|(program, _)| program.name()).collect();
     names.dedup();
-    let wanted = suite::wanted(&names, &options.only)?;
+    let selected = suite::selected(&names, &options.only)?;
     let circumstances = circumstances();
     let mut figures = Vec::new();
-    for (program, judge) in all.iter().filter(|(program, _)| wanted.iter().any(|name| name == program.name())) {
+    for (program, figures_of) in all.iter().filter(|(program, _)| selected.iter().any(|name| name == program.name())) {
         let (printed, _) = program.run()?;
-        figures.extend(judge(&printed).with_context(|| format!("{} printed something else", program.name()))?);
+        figures.extend(figures_of(&printed).with_context(|| format!("{} printed something else", program.name()))?);
     }
     suite::print(&circumstances, &figures, options.json);
     Ok(())
 }
 
-/// Makes figures of what a program printed.
-type Judge = fn(&[Value]) -> Result<Vec<Figure>>;
+/// Makes figures from the JSON values that a program printed.
+type FiguresOf = fn(&[Value]) -> Result<Vec<Figure>>;
 
-fn programs(path: &Path, folder: &str) -> Vec<(Program, Judge)> {
-    let program = |name, arguments: &[&str], judge: Judge| (Program::new(name, path.join(name), arguments), judge);
+fn programs(path: &Path, folder: &str) -> Vec<(Program, FiguresOf)> {
+    let program =
+        |name, arguments: &[&str], figures_of: FiguresOf| (Program::new(name, path.join(name), arguments), figures_of);
     let disk = |block| program("disk_speed", &[folder, "--block-bytes", block, "--rounds", "5"], disk);
     let mut all = vec![program("host_speed", &[], host)];
-    all.extend(DISK_BLOCKS.map(disk));
+    all.extend(DISK_BLOCK_BYTES.map(disk));
     all.push(program("disk_speed", &[folder, "--recover", "1000000", "--rounds", "3"], recovery));
     all.push(program("object_speed", &[], object));
     all.push(program("match_speed", &[], matching));
@@ -98,25 +99,29 @@ fn host(printed: &[Value]) -> Result<Vec<Figure>> {
 }
 
 fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
-    let [told] = printed else { bail!("one value was expected") };
-    let kib = number(&told["block_bytes"])? / 1024.0;
+    let [result] = printed else { bail!("one value was expected") };
+    let kib = number(&result["block_bytes"])? / 1024.0;
     let mut figures = Vec::new();
     for (way, what) in [("write", "write"), ("rewrite", "write when full"), ("read", "read")] {
         let what = format!("G3 {what}, blocks of {kib} KiB");
-        let references = told[way]["fio"].as_array().context("no references")?;
-        figures.push(Figure::of(what.clone(), number(&told[way]["tier"])?, "GB/s", Goal::Shown));
+        let references = result[way]["fio"].as_array().context("no references")?;
+        figures.push(Figure::of(what.clone(), number(&result[way]["tier"])?, "GB/s", Goal::None));
         for reference in references {
             let what = format!("{what} ÷ {}", reference["reference"].as_str().context("no name")?);
             figures.push(Figure::ratio(what.clone(), number(&reference["ratio"])?, Goal::AtLeast(0.9)));
-            // What that ratio is worth.
+            // The spread of the reference against itself shows how precise the ratio is.
             for (which, at) in [("first", 0), ("third", 2)] {
                 let noise = number(&reference["noise"][at])?;
-                figures.push(Figure::ratio(format!("{what}: it beside itself, {which} quartile"), noise, Goal::Shown));
+                figures.push(Figure::ratio(
+                    format!("{what}: noise of the reference, {which} quartile"),
+                    noise,
+                    Goal::None,
+                ));
             }
         }
         if way != "read" {
-            let what = format!("{what}: bytes written for each that is stored");
-            figures.push(Figure::of(what, number(&told[way]["written"])?, "", Goal::Shown));
+            let what = format!("{what}: bytes written per byte stored");
+            figures.push(Figure::of(what, number(&result[way]["written"])?, "", Goal::None));
         }
         if references.is_empty() {
             figures.push(Figure::missing(format!("{what} ÷ fio"), "no fio", Goal::AtLeast(0.9)));
@@ -126,16 +131,16 @@ fn disk(printed: &[Value]) -> Result<Vec<Figure>> {
 }
 
 fn recovery(printed: &[Value]) -> Result<Vec<Figure>> {
-    let [told] = printed else { bail!("one value was expected") };
-    let cached = if told["cold"] == true { "" } else { ", from the page cache" };
-    let what = format!("G3: {} blocks back after a restart{cached}", told["blocks"]);
-    Ok(vec![Figure::of(what, number(&told["seconds"])?, "s", Goal::Below(2.0))])
+    let [result] = printed else { bail!("one value was expected") };
+    let cached = if result["cold"] == true { "" } else { ", from the page cache" };
+    let what = format!("G3: recovery of {} blocks{cached}", result["blocks"]);
+    Ok(vec![Figure::of(what, number(&result["seconds"])?, "s", Goal::Below(2.0))])
 }
 
 fn object(printed: &[Value]) -> Result<Vec<Figure>> {
-    let [told] = printed else { bail!("one value was expected") };
+    let [result] = printed else { bail!("one value was expected") };
     let what = "G4 read ÷ the raw client's best, one S3 server".to_owned();
-    Ok(vec![Figure::ratio(what, number(&told["ratio"])?, Goal::AtLeast(0.9))])
+    Ok(vec![Figure::ratio(what, number(&result["ratio"])?, Goal::AtLeast(0.9))])
 }
 
 fn matching(printed: &[Value]) -> Result<Vec<Figure>> {
@@ -143,19 +148,19 @@ fn matching(printed: &[Value]) -> Result<Vec<Figure>> {
     for case in printed {
         let named = case["case"].as_str().context("no case")?;
         let what = format!("match {} of {} blocks, {named}", case["blocks"], case["resident"]);
-        figures.push(Figure::of(format!("{what}: p50"), number(&case["p50_us"])?, "µs", Goal::Shown));
+        figures.push(Figure::of(format!("{what}: p50"), number(&case["p50_us"])?, "µs", Goal::None));
         figures.push(Figure::of(format!("{what}: p99"), number(&case["p99_us"])?, "µs", Goal::Below(50.0)));
     }
     Ok(figures)
 }
 
 fn forms(printed: &[Value]) -> Result<Vec<Figure>> {
-    let [told] = printed else { bail!("one value was expected") };
+    let [result] = printed else { bail!("one value was expected") };
     let mut figures = Vec::new();
-    for codec in told["codec"].as_array().context("no codecs")? {
+    for codec in result["codec"].as_array().context("no codecs")? {
         let what = codec["what"].as_str().context("no name")?;
-        // The goals are for what engines keep; f32 is what the native one happens to compute with.
-        let goal = |goal| if what.ends_with("bf16") { goal } else { Goal::Shown };
+        // The goals are for bf16, which serving engines use. f32 is the format of the native engine.
+        let goal = |goal| if what.ends_with("bf16") { goal } else { Goal::None };
         let mut add = |name: &str, key: &str, unit, least| {
             number(&codec[key]).map(|value| {
                 figures.push(Figure::of(format!("codec, {what}: {name}"), value, unit, goal(Goal::AtLeast(least))));
@@ -165,41 +170,46 @@ fn forms(printed: &[Value]) -> Result<Vec<Figure>> {
         add("of the order-0 bound", "of_bound", "", 0.97)?;
         add("decoding, one core", "decode_gbps", "GB/s", 2.0)?;
     }
-    for (way, goal) in [("onboard", Goal::AtLeast(0.85)), ("store", Goal::Shown)] {
-        let [plain, secret] = ["raw", "encrypted"].map(|form| number(&told["tiers"][way][form]["gbps"]));
-        figures.push(Figure::ratio(format!("{way} encrypted ÷ plain, disk tier"), secret? / plain?, goal));
+    for (way, goal) in [("onboard", Goal::AtLeast(0.85)), ("store", Goal::None)] {
+        let [plain, encrypted] = ["raw", "encrypted"].map(|form| number(&result["tiers"][way][form]["gbps"]));
+        figures.push(Figure::ratio(format!("{way} encrypted ÷ plain, disk tier"), encrypted? / plain?, goal));
     }
     Ok(figures)
 }
 
 fn first_token(printed: &[Value]) -> Result<Vec<Figure>> {
-    let [told] = printed else { bail!("one value was expected") };
-    let miss = &told["miss"];
+    let [result] = printed else { bail!("one value was expected") };
+    let miss = &result["miss"];
     let what = format!("first token, a miss of {} tokens: with tiers ÷ without", miss["tokens"]);
     let mut figures = vec![Figure::ratio(what, number(&miss["ratio"])?, Goal::Below(1.01))];
-    for step in told["sweep"].as_array().context("no sweep")? {
+    for step in result["sweep"].as_array().context("no sweep")? {
         let tier = match step["times_of_computing"].as_f64() {
             Some(times) => format!("a tier that takes {times} × computing"),
             None => "a tier that never answers".into(),
         };
-        let [took, miss] = ["first_seconds", "first_miss_seconds"].map(|key| number(&step[key]));
+        let [first, miss] = ["first_seconds", "first_miss_seconds"].map(|key| number(&step[key]));
         figures.push(Figure::ratio(
             format!("first token, {tier} ÷ a miss"),
             number(&step["ratio"])?,
             Goal::AtMost(1.05),
         ));
-        let more = (took? - miss?) * 1e3;
-        figures.push(Figure::of(format!("first token, {tier}, not known yet: beyond a miss"), more, "ms", Goal::Shown));
+        let longer_ms = (first? - miss?) * 1e3;
+        figures.push(Figure::of(
+            format!("first token, {tier}, throughput not measured yet: longer than a miss"),
+            longer_ms,
+            "ms",
+            Goal::None,
+        ));
     }
-    let beside = told["beside"].as_array().context("nothing was generated beside")?;
+    let beside = result["beside"].as_array().context("no token gaps of concurrent requests")?;
     let gap = |row: &Value| number(&row["gap_p90_seconds"]);
     let computed = gap(beside.first().context("no row")?)?;
     for row in &beside[1..] {
         let tier = match row["beside"].as_f64() {
-            Some(times) => format!("one from a tier that takes {times} × computing"),
-            None => "one whose tier never answers".into(),
+            Some(times) => format!("onboarding from a tier that takes {times} × computing"),
+            None => "onboarding from a tier that never answers".into(),
         };
-        let what = format!("p90 between the tokens of another request beside {tier} ÷ beside one that is computed");
+        let what = format!("p90 token gap of another request during {tier} ÷ during a prefill");
         figures.push(Figure::ratio(what, gap(row)? / computed, Goal::AtMost(1.1)));
     }
     Ok(figures)

@@ -1,5 +1,5 @@
-//! How many prompt tokens each routing policy computes for conversations that share a system prompt, against the least
-//! that any fleet must compute; first with the workers' own memory only, then with the tiers below.
+//! Prompt tokens that the fleet computes under each routing policy for conversations that share a system prompt,
+//! compared with the lower bound: first with the workers' own memory only, then with lower tiers.
 
 use anyhow::{Context, Result, anyhow};
 use bench::client::{Answer, Client};
@@ -13,10 +13,16 @@ use std::sync::mpsc;
 use std::time::Duration;
 use tempfile::TempDir;
 
-const SHAPE: Shape =
-    Shape { conversations: 8, turns: 10, system: 500, user: 200, reply: 100, think_max: Duration::from_millis(200) };
+const SHAPE: Shape = Shape {
+    conversations: 8,
+    turns: 10,
+    system: 500,
+    user: 200,
+    reply: 100,
+    max_think_time: Duration::from_millis(200),
+};
 
-/// Tokens of each answer. The script has replies of its own; these are only waited for.
+/// Tokens of each answer. Answers are not used: later prompts contain the replies of the script.
 const ANSWER_TOKENS: u32 = 16;
 
 /// Tokens per block, the server's default.
@@ -24,19 +30,19 @@ const BLOCK: usize = 16;
 
 const POLICIES: [&str; 5] = ["kv", "round-robin", "least-loaded", "random", "power-of-two"];
 
-/// What one policy cost.
+/// Results of one policy.
 struct Run {
     policy: &'static str,
     tiers: bool,
     prompt_tokens: u64,
-    /// By all workers together, as they count it themselves.
+    /// Prompt tokens computed by all workers, from their metrics.
     computed: u64,
     /// Requests that each worker answered.
-    shares: Vec<u64>,
+    requests_per_worker: Vec<u64>,
     first_token: Duration,
 }
 
-const ABOUT: &str = "Prompt tokens that each routing policy computes, against the lower bound.";
+const ABOUT: &str = "Prompt tokens computed under each routing policy, compared with the lower bound.";
 
 fn main() -> Result<()> {
     let options = Options::from_args(ABOUT)?;
@@ -59,8 +65,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Plays the script against a fresh server: conversations join one by one, each once the one before has its first answer,
-/// and then all talk at once, each waiting for its answers.
+/// Runs the script against a fresh server. Conversations start one by one, each after the first answer of the one
+/// before; then all run concurrently, each waiting for its own answers.
 fn run(options: &Options, script: &[Vec<Turn>], policy: &'static str, tiers: bool) -> Result<Run> {
     let folder = TempDir::with_prefix("blockyard-bench-")?;
     let config = config(policy, tiers);
@@ -68,35 +74,36 @@ fn run(options: &Options, script: &[Vec<Turn>], policy: &'static str, tiers: boo
     let server = Server::start(&settings)?;
     let model = server.client.model()?;
     let answers = std::thread::scope(|scope| {
-        let mut talks = Vec::new();
+        let mut conversations = Vec::new();
         for turns in script {
-            let (joined, next_may_join) = mpsc::channel();
+            let (started, next_may_start) = mpsc::channel();
             let (client, model) = (&server.client, &model);
-            talks.push(scope.spawn(move || talk(client, model, turns, &joined)));
-            // An error in the first answer drops the sender; `talk` reports it.
-            let _ = next_may_join.recv();
+            conversations.push(scope.spawn(move || converse(client, model, turns, &started)));
+            // An error in the first answer drops the sender; `converse` reports it.
+            let _ = next_may_start.recv();
         }
-        let finished = talks.into_iter().map(|talk| talk.join().map_err(|_| anyhow!("a conversation panicked"))?);
+        let finished =
+            conversations.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a conversation panicked"))?);
         finished.collect::<Result<Vec<_>>>()
     });
     let answers = answers.with_context(|| format!("policy {policy}\n{}", server.log_tail()))?.concat();
     let metrics = server.client.metrics()?;
     let computed = metrics.sum("blockyard_worker_prompt_tokens_computed_total", &[]) as u64;
     let generated = metrics.by("blockyard_worker_generated_tokens_total", "worker");
-    let shares = generated.into_values().map(|tokens| tokens as u64 / u64::from(ANSWER_TOKENS)).collect();
+    let requests_per_worker = generated.into_values().map(|tokens| tokens as u64 / u64::from(ANSWER_TOKENS)).collect();
     server.stop()?;
     let prompt_tokens = answers.iter().map(|answer| answer.prompt_tokens).sum();
     let times: Vec<_> = answers.iter().map(|answer| answer.first_token).collect();
-    Ok(Run { policy, tiers, prompt_tokens, computed, shares, first_token: median(&times) })
+    Ok(Run { policy, tiers, prompt_tokens, computed, requests_per_worker, first_token: median(&times) })
 }
 
-fn talk(client: &Client, model: &str, turns: &[Turn], joined: &mpsc::Sender<()>) -> Result<Vec<Answer>> {
+fn converse(client: &Client, model: &str, turns: &[Turn], started: &mpsc::Sender<()>) -> Result<Vec<Answer>> {
     let mut answers = Vec::with_capacity(turns.len());
     for turn in turns {
-        std::thread::sleep(turn.think);
+        std::thread::sleep(turn.think_time);
         answers.push(client.complete(model, &turn.prompt, ANSWER_TOKENS)?);
-        // Nobody listens any more once the next conversation has joined.
-        let _ = joined.send(());
+        // After the first answer the receiver is gone.
+        let _ = started.send(());
     }
     Ok(answers)
 }
@@ -119,14 +126,20 @@ fn print(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) {
             table(&["policy", "prompt tokens", "computed", "÷ bound", "requests", "median first token"], &rows)
         );
     }
-    println!("lower bound: {bound} tokens (each distinct block once, and each prompt's unfilled last block)");
+    println!("lower bound: {bound} tokens (each distinct block once, and the partial last block of each prompt)");
 }
 
 fn row(run: &Run, bound: u64) -> Vec<String> {
     let ratio = format!("{:.3}", run.computed as f64 / bound as f64);
-    let shares: Vec<_> = run.shares.iter().map(u64::to_string).collect();
-    let (asked, computed) = (run.prompt_tokens.to_string(), run.computed.to_string());
-    vec![run.policy.into(), asked, computed, ratio, shares.join(" + "), short(run.first_token)]
+    let requests: Vec<_> = run.requests_per_worker.iter().map(u64::to_string).collect();
+    vec![
+        run.policy.into(),
+        run.prompt_tokens.to_string(),
+        run.computed.to_string(),
+        ratio,
+        requests.join(" + "),
+        short(run.first_token),
+    ]
 }
 
 fn as_json(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) -> Value {
@@ -136,7 +149,8 @@ fn as_json(options: &Options, circumstances: &Value, bound: u64, runs: &[Run]) -
             json!({
                 "policy": run.policy, "tiers_below_g1": run.tiers, "prompt_tokens": run.prompt_tokens,
                 "computed_tokens": run.computed, "times_bound": run.computed as f64 / bound as f64,
-                "requests_per_worker": run.shares, "median_first_token_seconds": run.first_token.as_secs_f64(),
+                "requests_per_worker": run.requests_per_worker,
+                "median_first_token_seconds": run.first_token.as_secs_f64(),
             })
         })
         .collect();

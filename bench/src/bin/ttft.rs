@@ -1,7 +1,7 @@
-//! Time to first token, as a client sees it: cold, and with the prompt's prefix in each tier.
+//! Time to first token at the client: cold, and with the prompt's prefix in each tier.
 //!
-//! Every repetition has prompts of its own, so that cold is cold. Where the blocks really came from is read from the
-//! server's metrics after each request; a cell whose blocks came from elsewhere says so.
+//! Every repetition has new prompts, so that cold requests hit no block. The server's metrics show after each request
+//! from which tier its blocks came; a cell with blocks from another tier is marked.
 
 use anyhow::{Context, Result};
 use bench::client::Client;
@@ -18,33 +18,33 @@ use tempfile::TempDir;
 /// Prompt lengths, in tokens.
 const LENGTHS: [usize; 3] = [512, 2048, 8192];
 
-/// G1 of the servers that must read from below: holds one longest prompt, and not two.
-const NARROW_TOKENS: u64 = 9_216;
+/// Capacity of G1, in tokens: one longest prompt fits, two do not.
+const G1_TOKENS: u64 = 9_216;
 
 /// Tokens per block, the server's default.
 const BLOCK: u64 = 16;
 
-/// Two prompts of this length push everything else out of a narrow G1.
+/// Length of the filler prompts: two of them evict everything else from G1.
 const FILLER_TOKENS: usize = 6_144;
 
-/// Tokens of an answer: enough that the stream has begun.
+/// Tokens of an answer: enough to time the first one.
 const ANSWER_TOKENS: u32 = 2;
 
-/// A tier that has not moved a byte for so long has come to rest.
-const SETTLED: Duration = Duration::from_millis(500);
+/// Offloads count as finished when no byte was written for this long.
+const QUIET_TIME: Duration = Duration::from_millis(500);
 
-/// Offloads of a few hundred megabytes take seconds.
-const SETTLE_MAX: Duration = Duration::from_mins(1);
+/// The longest wait for offloads. A few hundred megabytes take seconds.
+const MAX_SETTLE_TIME: Duration = Duration::from_mins(1);
 
-/// A cell is what its column says when at least this share of the prompt came from there.
-const SHARE_MIN: f64 = 0.95;
+/// A cell is valid when at least this share of the prompt came from the tier of its row.
+const MIN_SHARE: f64 = 0.95;
 
 /// The origin of tokens that no tier had.
 const COMPUTED: &str = "computed";
 
-/// Where the prefix is when the request comes.
+/// Location of the prefix when the request arrives.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Place {
+enum Location {
     Cold,
     G1,
     G2,
@@ -53,7 +53,7 @@ enum Place {
     Shared,
 }
 
-impl Place {
+impl Location {
     const ALL: [Self; 6] = [Self::Cold, Self::G1, Self::G2, Self::G3, Self::G3Restarted, Self::Shared];
 
     const fn title(self) -> &'static str {
@@ -79,14 +79,14 @@ impl Place {
     }
 }
 
-/// One request: how long until its first token, and how many prompt tokens came from where.
+/// One request: time to its first token, and the prompt tokens from each origin.
 #[derive(Clone, Debug)]
 struct Sample {
     first_token: Duration,
     origin: BTreeMap<&'static str, u64>,
 }
 
-type Cells = BTreeMap<(Place, usize), Vec<Sample>>;
+type Cells = BTreeMap<(Location, usize), Vec<Sample>>;
 
 const ABOUT: &str = "Time to first token: cold, and with the prompt's prefix in each tier.";
 
@@ -102,7 +102,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Runs the servers one after another and asks each what only it can answer.
+/// Starts the servers one after the other; each measures the locations that its configuration allows.
 fn measure(options: &Options) -> Result<Cells> {
     let folders = TempDir::with_prefix("blockyard-bench-")?;
     let folder = |name: &str| folders.path().join(name);
@@ -129,41 +129,41 @@ fn measure(options: &Options) -> Result<Cells> {
     let server = start("one", config(block, "1GiB", Some(&folder("shared"))))?;
     for prompt in &first {
         server.settle()?;
-        server.ask(prompt, Place::Cold, &mut cells)?;
-        server.ask(prompt, Place::G1, &mut cells)?;
+        server.ask(prompt, Location::Cold, &mut cells)?;
+        server.ask(prompt, Location::G1, &mut cells)?;
     }
     eprintln!("from G2");
     server.evict(&fillers)?;
-    server.ask_all(&first, Place::G2, &mut cells)?;
+    server.ask_all(&first, Location::G2, &mut cells)?;
     server.stop()?;
 
     eprintln!("from G3 after a restart");
     let server = start("one", config(block, "off", None))?;
-    server.ask_all(&first, Place::G3Restarted, &mut cells)?;
+    server.ask_all(&first, Location::G3Restarted, &mut cells)?;
     eprintln!("from G3");
     for prompt in &second {
         server.settle()?;
-        server.ask(prompt, Place::Cold, &mut cells)?;
+        server.ask(prompt, Location::Cold, &mut cells)?;
     }
     server.evict(&fillers)?;
-    server.ask_all(&second, Place::G3, &mut cells)?;
+    server.ask_all(&second, Location::G3, &mut cells)?;
     server.stop()?;
 
     eprintln!("from the shared folder, in a process with a folder of its own");
     let server = start("two", config(block, "off", Some(&folder("shared"))))?;
-    server.ask_all(&first, Place::Shared, &mut cells)?;
+    server.ask_all(&first, Location::Shared, &mut cells)?;
     server.stop()?;
     Ok(cells)
 }
 
-/// One worker with a narrow G1, so that nothing but the tiers differs.
+/// One worker with a small G1; only the lower tiers differ between servers.
 fn config(block_bytes: u64, g2: &str, shared: Option<&Path>) -> String {
     let shared = shared.map(|folder| format!("shared = {:?}\n", folder.display().to_string())).unwrap_or_default();
-    let g1 = NARROW_TOKENS / BLOCK * block_bytes;
+    let g1 = G1_TOKENS / BLOCK * block_bytes;
     format!("{shared}workers = \"both:1\"\n[tiers]\ng1 = {g1}\ng2 = \"{g2}\"\n")
 }
 
-/// Bytes of one block of the model: what a short prompt moves to G2, by the blocks that are there then.
+/// Bytes of one block of the model: bytes offloaded to G2 by a short prompt, divided by the blocks in G2.
 fn block_bytes(options: &Options, data: &Path, prompt: &[u32]) -> Result<u64> {
     let config = "workers = \"both:1\"\n[tiers]\ng3 = \"off\"\n".to_owned();
     let server = Bench::start(&Settings { binary: &options.binary, model: &options.model, data, config }, prompt)?;
@@ -175,7 +175,7 @@ fn block_bytes(options: &Options, data: &Path, prompt: &[u32]) -> Result<u64> {
     bytes.checked_div(blocks).filter(|bytes| *bytes > 0).context("nothing was offloaded to G2")
 }
 
-/// A running server and the questions to it.
+/// A running server under measurement.
 struct Bench {
     server: Server,
     model: String,
@@ -198,29 +198,29 @@ impl Bench {
         self.server.stop()
     }
 
-    fn ask_all(&self, prompts: &[Vec<u32>], place: Place, cells: &mut Cells) -> Result<()> {
-        prompts.iter().try_for_each(|prompt| self.ask(prompt, place, cells))
+    fn ask_all(&self, prompts: &[Vec<u32>], location: Location, cells: &mut Cells) -> Result<()> {
+        prompts.iter().try_for_each(|prompt| self.ask(prompt, location, cells))
     }
 
-    /// Asks once and notes time and origin.
-    fn ask(&self, prompt: &[u32], place: Place, cells: &mut Cells) -> Result<()> {
+    /// Sends one request and records its time and the origin of its prompt tokens.
+    fn ask(&self, prompt: &[u32], location: Location, cells: &mut Cells) -> Result<()> {
         let before = self.client().metrics()?;
         let answer = self.client().complete(&self.model, prompt, ANSWER_TOKENS)?;
         let after = self.client().metrics()?;
-        let rose = |name, labels: &[_]| after.since(&before, name, labels) as u64;
+        let increase = |name, labels: &[_]| after.increase_since(&before, name, labels) as u64;
         let mut origin: BTreeMap<_, _> = ["g1", "g2", "g3", "g4", "peer"]
-            .map(|tier| (tier, rose("blockyard_worker_prompt_tokens_cached_total", &[("tier", tier)])))
+            .map(|tier| (tier, increase("blockyard_worker_prompt_tokens_cached_total", &[("tier", tier)])))
             .into_iter()
             .filter(|(_, tokens)| *tokens > 0)
             .collect();
-        origin.insert(COMPUTED, rose("blockyard_worker_prompt_tokens_computed_total", &[]));
-        eprintln!("  {:>5} tokens, {}: {}", prompt.len(), place.title(), short(answer.first_token));
+        origin.insert(COMPUTED, increase("blockyard_worker_prompt_tokens_computed_total", &[]));
+        eprintln!("  {:>5} tokens, {}: {}", prompt.len(), location.title(), short(answer.first_token));
         let sample = Sample { first_token: answer.first_token, origin };
-        cells.entry((place, prompt.len())).or_default().push(sample);
+        cells.entry((location, prompt.len())).or_default().push(sample);
         Ok(())
     }
 
-    /// Pushes everything that was asked before out of G1, once it rests below.
+    /// Evicts all earlier prompts from G1, after they are offloaded.
     fn evict(&self, fillers: &[Vec<u32>]) -> Result<()> {
         self.settle()?;
         for filler in fillers {
@@ -229,41 +229,42 @@ impl Bench {
         self.settle()
     }
 
-    /// Waits until no tier is being written.
+    /// Waits until no offload writes to a tier.
     fn settle(&self) -> Result<()> {
         let written = || -> Result<f64> {
             Ok(self.client().metrics()?.sum("blockyard_tier_transfer_bytes_total", &[("direction", "offload")]))
         };
         let started = Instant::now();
         let mut last = written()?;
-        while started.elapsed() < SETTLE_MAX {
-            std::thread::sleep(SETTLED);
+        while started.elapsed() < MAX_SETTLE_TIME {
+            std::thread::sleep(QUIET_TIME);
             let now = written()?;
             if now <= last {
                 return Ok(());
             }
             last = now;
         }
-        anyhow::bail!("offloads did not come to rest within {SETTLE_MAX:?}:\n{}", self.server.log_tail())
+        anyhow::bail!("offloads did not finish within {MAX_SETTLE_TIME:?}:\n{}", self.server.log_tail())
     }
 }
 
-/// The median, and what is to be said about where the blocks came from.
+/// The median, and a note when blocks came from another tier.
 struct Cell {
     median: Duration,
-    elsewhere: Option<String>,
+    note: Option<String>,
 }
 
-fn cell(cells: &Cells, place: Place, length: usize) -> Option<Cell> {
-    let samples = cells.get(&(place, length))?;
+fn cell(cells: &Cells, location: Location, length: usize) -> Option<Cell> {
+    let samples = cells.get(&(location, length))?;
     let times: Vec<_> = samples.iter().map(|sample| sample.first_token).collect();
-    let share = |sample: &Sample| sample.origin.get(place.tier()).copied().unwrap_or_default() as f64 / length as f64;
-    let stray = samples.iter().find(|sample| share(sample) < SHARE_MIN);
-    let elsewhere = stray.map(|sample| {
+    let share =
+        |sample: &Sample| sample.origin.get(location.tier()).copied().unwrap_or_default() as f64 / length as f64;
+    let other_origin = samples.iter().find(|sample| share(sample) < MIN_SHARE);
+    let note = other_origin.map(|sample| {
         let parts: Vec<_> = sample.origin.iter().map(|(tier, tokens)| format!("{tier} {tokens}")).collect();
-        format!("{} at {length} tokens: not all from {}, but {}", place.title(), place.tier(), parts.join(", "))
+        format!("{} at {length} tokens: not all from {}, but {}", location.title(), location.tier(), parts.join(", "))
     });
-    Some(Cell { median: median(&times), elsewhere })
+    Some(Cell { median: median(&times), note })
 }
 
 fn print(options: &Options, circumstances: &Value, cells: &Cells) {
@@ -272,23 +273,24 @@ fn print(options: &Options, circumstances: &Value, cells: &Cells) {
     let head: Vec<String> = LENGTHS.iter().flat_map(|n| [format!("{n} tokens"), "×".into(), "saved".into()]).collect();
     let head: Vec<&str> = std::iter::once("prefix in").chain(head.iter().map(String::as_str)).collect();
     let mut notes = Vec::new();
-    let mut row = |place: Place| {
+    let mut row = |location: Location| {
         let columns = LENGTHS.iter().flat_map(|length| {
-            let (Some(cold), Some(this)) = (cell(cells, Place::Cold, *length), cell(cells, place, *length)) else {
+            let (Some(cold), Some(this)) = (cell(cells, Location::Cold, *length), cell(cells, location, *length))
+            else {
                 return ["-".into(), String::new(), String::new()];
             };
-            let mark = if this.elsewhere.is_some() { "*" } else { "" };
-            notes.extend(this.elsewhere);
+            let mark = if this.note.is_some() { "*" } else { "" };
+            notes.extend(this.note);
             let time = short(this.median) + mark;
-            if place == Place::Cold {
+            if location == Location::Cold {
                 return [time, String::new(), String::new()];
             }
             let ratio = cold.median.as_secs_f64() / this.median.as_secs_f64();
             [time, format!("{ratio:.1}"), short(cold.median.saturating_sub(this.median))]
         });
-        std::iter::once(place.title().to_owned()).chain(columns).collect::<Vec<_>>()
+        std::iter::once(location.title().to_owned()).chain(columns).collect::<Vec<_>>()
     };
-    let rows: Vec<_> = Place::ALL.into_iter().map(&mut row).collect();
+    let rows: Vec<_> = Location::ALL.into_iter().map(&mut row).collect();
     print!("{}", table(&head, &rows));
     for note in notes {
         println!("* {note}");
@@ -299,18 +301,18 @@ fn print(options: &Options, circumstances: &Value, cells: &Cells) {
 fn as_json(options: &Options, circumstances: &Value, cells: &Cells) -> Value {
     let measured: Vec<Value> = cells
         .iter()
-        .filter_map(|((place, length), samples)| {
-            let this = cell(cells, *place, *length)?;
-            let cold = cell(cells, Place::Cold, *length)?;
+        .filter_map(|((location, length), samples)| {
+            let this = cell(cells, *location, *length)?;
+            let cold = cell(cells, Location::Cold, *length)?;
             Some(json!({
-                "prefix_in": place.title(),
+                "prefix_in": location.title(),
                 "prompt_tokens": length,
                 "median_seconds": this.median.as_secs_f64(),
                 "seconds": samples.iter().map(|sample| sample.first_token.as_secs_f64()).collect::<Vec<_>>(),
                 "times_faster_than_cold": cold.median.as_secs_f64() / this.median.as_secs_f64(),
                 "engine_seconds_saved": cold.median.saturating_sub(this.median).as_secs_f64(),
                 "origin_tokens": samples.iter().map(|sample| json!(sample.origin)).collect::<Vec<_>>(),
-                "as_named": this.elsewhere.is_none(),
+                "as_named": this.note.is_none(),
             }))
         })
         .collect();
