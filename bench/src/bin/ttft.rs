@@ -158,9 +158,9 @@ fn measure(options: &Options) -> Result<Cells> {
 
 /// One worker with a small G1; only the lower tiers differ between servers.
 fn config(block_bytes: u64, g2: &str, shared: Option<&Path>) -> String {
-    let shared = shared.map(|folder| format!("shared = {:?}\n", folder.display().to_string())).unwrap_or_default();
+    let g4 = shared.map(|folder| format!("g4 = {:?}\n", folder.display().to_string())).unwrap_or_default();
     let g1 = G1_TOKENS / BLOCK * block_bytes;
-    format!("{shared}workers = \"both:1\"\n[tiers]\ng1 = {g1}\ng2 = \"{g2}\"\n")
+    format!("workers = \"both:1\"\n[tiers]\ng1 = \"{g1}B\"\ng2 = \"{g2}\"\n{g4}")
 }
 
 /// Bytes of one block of the model: bytes offloaded to G2 by a short prompt, divided by the blocks in G2.
@@ -317,4 +317,16 @@ fn as_json(options: &Options, circumstances: &Value, cells: &Cells) -> Value {
         })
         .collect();
     json!({"benchmark": "ttft", "model": options.model, "circumstances": circumstances, "cells": measured})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_has_a_g4_folder_and_sizes_with_units() {
+        let text = config(1_000, "1GiB", Some(Path::new("/shared")));
+        assert_eq!(text, "workers = \"both:1\"\n[tiers]\ng1 = \"576000B\"\ng2 = \"1GiB\"\ng4 = \"/shared\"\n");
+        assert!(!config(1_000, "off", None).contains("g4"));
+    }
 }
