@@ -1,4 +1,4 @@
-# Every verb of the house; `make` alone lists them. CI calls the same verbs (.ci/run).
+# All tasks of the project. `make` alone lists them. CI runs the same targets (.ci/run).
 
 PYTHON ?= python3
 VENV   := .venv
@@ -17,15 +17,16 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index advisories
+.PHONY: help run test lint fmt doc setup advisories
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index
 
-help: ## List the verbs
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
 	cargo run --locked --release -- $(RUN)
 
-test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## Every test: Python client, documentation examples, Rust beside object stores. Installs what it needs
+test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## All tests, in Rust and Python; installs what they need
 	cargo test --locked --workspace --no-run
 	$(VENV)/bin/python -m pytest -q tests/python
 	cargo test --locked --workspace --doc --quiet
@@ -54,15 +55,16 @@ fmt: ## Format everything
 doc: ## Build the API documentation into target/doc
 	cargo doc --locked --workspace --no-deps --document-private-items
 
-bench: bench-kvbm bench-ttft bench-routing ## All benchmarks; takes minutes, wants an idle machine
+bench: bench-kvbm bench-ttft bench-routing ## The benchmarks without a trace; takes minutes, wants an idle machine
 
-bench-kvbm: ## What the block manager must show, each figure beside its goal (ARGS="--json" for JSON)
+bench-kvbm: ## Benchmarks of the block manager, each figure beside its goal (ARGS="--json" for JSON)
 	cargo build --locked --release -p kvbm -p worker --examples
 	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
 
-bench-router: ## What the router must show, each figure beside its goal, half an hour: TRACE=FILE (ARGS="--only decision", "--json")
-	@test -n "$(TRACE)" || { echo "make: bench-router wants a trace: make bench-router TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
-	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+bench-router: ## Benchmarks of the router, each figure beside its goal, half an hour: TRACE=FILE (ARGS="--json")
+	@test -n "$(TRACE)" || { echo "make: bench-router needs a trace: make bench-router TRACE=FILE; see docs/replay.md"; \
+	  exit 1; }
+	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo build --locked --release
 	cargo build --locked --release -p router --example decide
 	cargo build --release $(INDEX)
@@ -74,31 +76,36 @@ bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS
 	cargo run --locked --release --quiet $(BENCH) --bin ttft -- $(ARGS)
 
 bench-replay: ## Routing policies over a recorded trace, on simulated workers: TRACE=FILE (ARGS="--json" for JSON)
-	@test -n "$(TRACE)" || { echo "make: bench-replay wants a trace: make bench-replay TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
-	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+	@test -n "$(TRACE)" || { echo "make: bench-replay needs a trace: make bench-replay TRACE=FILE; see docs/replay.md"; \
+	  exit 1; }
+	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo run --locked --release --quiet -- replay "$(TRACE)" --runs 5 $(ARGS)
 
-bench-index: ## The prefix index beside the published ones, a quarter of an hour: TRACE=FILE (ARGS="--workers 128 --repetitions 1" for less)
-	@test -n "$(TRACE)" || { echo "make: bench-index wants a trace: make bench-index TRACE=conversation_trace.jsonl (docs/replay.md says where to get one)"; exit 1; }
-	@test -r "$(TRACE)" || { echo "make: there is no trace to read at $(TRACE)"; exit 1; }
+bench-index: ## The prefix index compared with published ones, 15 minutes: TRACE=FILE (ARGS="--workers 128" for less)
+	@test -n "$(TRACE)" || { echo "make: bench-index needs a trace: make bench-index TRACE=FILE; see docs/replay.md"; \
+	  exit 1; }
+	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo run --release --quiet $(INDEX) -- --trace "$(TRACE)" $(ARGS)
 
-bench-routing: ## Prompt tokens that each routing policy computes, against the lower bound (ARGS="--json" for JSON)
+bench-routing: ## Prompt tokens computed under each routing policy, and the lower bound (ARGS="--json" for JSON)
 	cargo build --locked --release
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin routing -- $(ARGS)
 
-setup: $(VENV)/.ready ## Install what lint and test use beyond Rust: the Python client, cargo-deny (three minutes)
+setup: $(VENV)/.ready ## Install the Python client and cargo-deny for lint and test (three minutes)
 	cargo deny --version >/dev/null 2>&1 || cargo install --locked cargo-deny@$(CARGO_DENY)
 
-advisories: ## Ask the RustSec database about our dependencies (needs the network)
+advisories: ## Check the dependencies against the RustSec database (needs the network)
 	cargo deny --locked check advisories
 
 $(SERVERS)/node_modules/.ready: $(SERVERS)/package.json
-	npm install --prefix $(SERVERS) --silent --no-audit --no-fund --no-package-lock || { echo "make: npm cannot install the Azure server of the tests; on Debian and Ubuntu: apt-get install npm"; exit 1; }
+	npm install --prefix $(SERVERS) --silent --no-audit --no-fund --no-package-lock || \
+	  { echo "make: npm cannot install the Azure server of the tests; on Debian and Ubuntu: apt-get install npm"; exit 1; }
 	@touch $@
 
 $(VENV)/.ready: tests/python/requirements.txt $(SERVERS)/requirements.txt
-	$(PYTHON) -m venv $(VENV) || { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; \
+	  exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --requirement ,$^)
 	@touch $@
