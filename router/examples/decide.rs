@@ -1,12 +1,12 @@
-//! How long a routing decision takes, and whether it allocates for each worker:
+//! Measures the time and the allocations of a routing decision:
 //!
 //! ```text
 //! cargo run --release -p router --example decide [-- --json] [--workers N]
 //! ```
-//! A prompt of 8,192 tokens, an eighth of the workers hold parts of it. Timed is the live path from the request to its
-//! booking: name the blocks, ask the index, weigh everybody, choose, book.
+//! The prompt has 8,192 tokens, and an eighth of the workers hold parts of it. The measured path is the live one from
+//! the request to its reservation: hash the blocks, look them up, compute the cost of each worker, choose, reserve.
 
-use router::measure::Decisions;
+use router::replay::bench_support::DecisionBenchmark;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,26 +15,26 @@ use std::time::{Duration, Instant};
 const TOKENS: usize = 8192;
 const WORKERS: [u64; 4] = [16, 128, 1024, 4096];
 const DECISIONS: usize = 20_000;
-/// About a tenth of a second.
+/// About a tenth of a second of decisions.
 const BETWEEN_REPORTS: usize = 1_000;
 
-/// Counts what is asked of the system.
+/// Counts allocations and their bytes.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call is the system allocator's own, unchanged; counting touches no memory of the caller.
+// SAFETY: every call is passed to the system allocator unchanged; counting touches no memory of the caller.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         BYTES.fetch_add(layout.size() as u64, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -50,9 +50,9 @@ fn main() {
     let only = std::env::args().skip_while(|argument| argument != "--workers").nth(1);
     let only: Option<u64> = only.map(|workers| workers.parse().expect("--workers wants a number"));
     for workers in WORKERS.into_iter().filter(|workers| only.is_none_or(|only| only == *workers)) {
-        let router = Decisions::new(workers, TOKENS);
+        let router = DecisionBenchmark::new(workers, TOKENS);
         let [hash, _] = quantiles(&router, || timed(|| router.hash()));
-        let [lookup, _] = quantiles(&router, || timed(|| router.look_up()));
+        let [lookup, _] = quantiles(&router, || timed(|| router.lookup()));
         let [p50, p99] = quantiles(&router, || timed(|| router.decide()));
         router.report();
         let before = (ALLOCATIONS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
@@ -82,7 +82,7 @@ fn main() {
     }
 }
 
-/// Time of the work; giving back what it made is not part of it.
+/// Duration of the work, without dropping its result.
 fn timed<T>(work: impl Fn() -> T) -> Duration {
     let since = Instant::now();
     let made = black_box(work());
@@ -91,9 +91,9 @@ fn timed<T>(work: impl Fn() -> T) -> Duration {
     took
 }
 
-/// Median and p99, after as many rounds to warm up as a tenth. Workers report in between: of those that fall silent decisions
-/// know less.
-fn quantiles(router: &Decisions, sample: impl Fn() -> Duration) -> [Duration; 2] {
+/// Median and p99, after a tenth as many rounds to warm up. Workers report in between, because silent workers change
+/// the decision.
+fn quantiles(router: &DecisionBenchmark, sample: impl Fn() -> Duration) -> [Duration; 2] {
     let sample = |nth: usize| {
         if nth.is_multiple_of(BETWEEN_REPORTS) {
             router.report();

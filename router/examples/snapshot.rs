@@ -1,11 +1,12 @@
-//! How long a large snapshot takes, and who waits for it:
+//! Measures how long a large snapshot takes, and what it delays:
 //!
 //! ```text
 //! cargo run --release -p router --example snapshot [-- --blocks N]
 //! ```
-//! A worker with N blocks (two million), a quarter of them in G2 as well, joins a router that follows another worker's events, on a
-//! runtime of one thread. Told are the parts by themselves, and then, while the snapshot is asked for, made and taken, the
-//! longest time in which the runtime did nothing else, and in which no event of the other was applied.
+//! A worker with N blocks (default: two million), a quarter of them also in G2, joins a router that follows another
+//! worker's events on a runtime with one thread. The program measures each part of the snapshot by itself. Then, while
+//! the snapshot is requested, made and applied, it measures the longest time in which the runtime ran no other task,
+//! and the longest time in which no event of the other worker was applied.
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -19,11 +20,11 @@ use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request}
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Phase, RouterId, Source, WorkerId};
 
-/// Blocks of one chain: some thousand tokens.
+/// Blocks of one chain: a prompt of some thousand tokens.
 const CHAIN: usize = 256;
 const HEARTBEAT: Duration = Duration::from_millis(1);
 
-/// An engine that serves nothing.
+/// An engine that serves no request.
 struct Mute(Arc<ModelCard>);
 
 impl Engine for Mute {
@@ -98,7 +99,7 @@ async fn together(log: Arc<EventLog>) {
         }
         longest
     });
-    // A thread of its own, so that it goes on whatever the runtime does.
+    // A thread of its own, independent of the runtime.
     let watched = std::thread::spawn({
         let (bus, registry) = (bus.clone(), registry.clone());
         move || watch(&bus, &registry, &other)
@@ -121,7 +122,8 @@ async fn together(log: Arc<EventLog>) {
     println!("  no event of another was applied for {waited:?}; {lost} gaps");
 }
 
-/// Has another worker announce a block a millisecond. The longest time in which none was applied, and how often some were missed.
+/// Announces a block of another worker every millisecond. Returns the longest time in which none was applied, and the
+/// number of detected gaps.
 fn watch(bus: &LocalEvents, registry: &Registry, log: &EventLog) -> (Duration, f64) {
     let (mut longest, mut applied, mut since) = (Duration::ZERO, 0.0, Instant::now());
     for number in 1..=6000_u64 {

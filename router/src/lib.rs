@@ -60,8 +60,6 @@ pub use admission::{Settings as Admission, Tenant};
 pub use policy::planner::{Mode as PlannerMode, Settings as PlannerSettings};
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
 pub use problem::Problem;
-#[doc(hidden)]
-pub use replay::bench_support as measure;
 pub use router::{NoSuchWorker, Router, WorkerStatus};
 pub use settings::{Overrides, Preset, Settings};
 pub use state::Error;

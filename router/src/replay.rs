@@ -1,12 +1,14 @@
-//! Replays a trace through this router on virtual time: what would have been, with other policies, rates and workers.
+//! Simulation of this router over a trace, in virtual time, to compare policies, request rates and fleets.
 //!
 //! ```text
-//!   trace ─▶ arrivals ─▶ Routing: index, books, cost, select ─▶ Engine: pool, batch, steps ─▶ figures, picture
-//!                           ▲                                     │
-//!                           └──── block events and reports ───────┘  (late, or lost, if asked for)
+//!   trace ─▶ arrivals ─▶ SimulatedRouter: index, load, cost, selection ─▶ Engine: pool, batch, steps ─▶ Results, plot
+//!                               ▲                                              │
+//!                               └──────── block events and load reports ───────┘  (delayed or lost, as configured)
 //! ```
-//! The router's part is the live one's own code; only workers and time are made up. The same trace, options and seed give
-//! the same figures to the last bit. Look here in vain for retries: a replayed worker does not fail.
+//! The routing code is the code that serves requests; only workers and time are simulated. The same trace, options and
+//! seed give the same results, bit for bit. `calibrate` derives a worker profile from a trace of served requests.
+//!
+//! Not here: retries, because a simulated worker does not fail.
 
 mod admission;
 mod baselines;
@@ -28,11 +30,11 @@ mod trace;
 #[cfg(test)]
 mod tests;
 
-pub use calibration::{Fit, FitError, fit};
+pub use calibration::{Calibration, CalibrationError, calibrate};
 pub use plot::goodput_svg;
 pub use profile::{Link, Profile, Store};
-pub use results::{Figures, Slo};
-pub use simulation::Standstill;
+pub use results::{Results, Slo};
+pub use simulation::Stalled;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 
 use crate::policy::Policy;
@@ -41,60 +43,60 @@ use simulation::Simulation;
 use std::time::Duration;
 use worker::plane::Phase;
 
-/// Who chooses the worker.
+/// How the worker of a request is chosen.
 #[derive(Clone, PartialEq, Debug)]
-pub enum Chooser {
-    /// A policy of this router for every model; all else is as [`Options::settings`] say.
+pub enum PolicyUnderTest {
+    /// A policy of this router, for every model. All other settings are [`Options::settings`].
     Policy(Policy),
-    /// This router with settings of its own, which have a name.
+    /// This router with its own settings, and their name in output.
     Settings(&'static str, Box<Settings>),
-    /// The cost function that NVIDIA Dynamo documents.
+    /// The cost function in NVIDIA Dynamo's documentation.
     DynamoCost,
-    /// The cache-aware rule that SMG documents.
+    /// The cache-aware rule in SMG's documentation.
     SmgCacheAware,
 }
 
-/// The fleet, and the planes between it and the router.
+/// The simulated fleet, and the delivery of events and reports to the router.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Options {
-    /// Each worker.
+    /// Speed and memory of each worker.
     pub profile: Profile,
-    /// What each of them is there for.
+    /// Role of each worker.
     pub workers: Vec<Phase>,
-    /// How many routers share the requests, each telling the others what it books.
+    /// Number of routers that share the requests. Routers exchange their reservations.
     pub replicas: usize,
-    /// How late block events and reports arrive.
-    pub lag: Duration,
-    /// The share of block events that never arrive.
-    pub loss: f64,
-    /// The share of the requests after which no event is lost any more.
-    pub loss_until: f64,
-    /// How long a snapshot takes that a router asks for because it has missed events.
-    pub repair: Duration,
-    /// What is good enough.
+    /// Delay of block events, load reports and messages between routers.
+    pub event_delay: Duration,
+    /// Share of block events that are lost, from 0 to 1.
+    pub event_loss: f64,
+    /// Share of the requests, from 0 to 1, after which no event is lost.
+    pub event_loss_until: f64,
+    /// Delay of a snapshot that a router requests after it has missed events.
+    pub resync_delay: Duration,
+    /// Limits that a request must meet to count as goodput.
     pub slo: Slo,
-    /// Whether requests pass the router's waiting room.
-    pub admission: Admission,
-    /// Whether the planner moves workers between prefill and decode.
-    pub flip: bool,
-    /// How the router is configured, checked.
+    /// Whether requests pass the admission queue.
+    pub admission: AdmissionMode,
+    /// Whether the planner changes workers between prefill and decode.
+    pub rebalance: bool,
+    /// Settings of the router, already validated.
     pub settings: Settings,
 }
 
-/// Whether requests pass the router's waiting room.
+/// Whether requests pass the router's admission queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Admission {
-    /// They go to their workers at once, whatever waits there.
+pub enum AdmissionMode {
+    /// Every request is sent to its worker at once, whatever the load.
     #[default]
     Off,
-    /// They wait in the room while their worker has too much to do.
+    /// A request is queued while its worker is overloaded.
     Queue,
-    /// Besides, a first token that would come later than the SLO says is not worth computing.
+    /// As `Queue`; also rejects a request whose first token would come later than the SLO's time to first token.
     Deadline,
 }
 
-impl Admission {
-    /// What it is called in output.
+impl AdmissionMode {
+    /// Name in output.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Off => "off",
@@ -104,18 +106,18 @@ impl Admission {
     }
 }
 
-impl Chooser {
-    /// Everybody, ours first.
+impl PolicyUnderTest {
+    /// All policies of this router, then those of other routers.
     pub fn all() -> Vec<Self> {
         Policy::ALL.into_iter().map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
     }
 
-    /// The presets; `balanced` does what `kv` does.
+    /// The presets. `balanced` has the default settings, and so equals `kv`.
     pub fn presets() -> [Self; 3] {
         Preset::ALL.map(|preset| Self::Settings(preset.name(), Box::new(preset.settings())))
     }
 
-    /// What it is called in output.
+    /// Name in output.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Policy(policy) => policy.name(),
@@ -126,45 +128,45 @@ impl Chooser {
     }
 }
 
-/// Replays a trace at a rate, in requests per second, with seeds 0, 1, … up to `seeds`, and averages.
+/// Replays a trace at `rate` requests per second, with the seeds 0 to `runs` - 1, and averages the results.
 pub fn replay(
     trace: &Trace,
     options: &Options,
-    chooser: &Chooser,
+    policy: &PolicyUnderTest,
     rate: f64,
-    seeds: u64,
-) -> Result<Figures, Standstill> {
-    let run = |seed| Simulation::new(trace, options, chooser, rate, seed).run();
-    let all: Vec<Figures> =
-        (0..seeds.max(1)).map(|seed| Ok(run(seed)?.figures(rate, options.slo))).collect::<Result<_, _>>()?;
-    Ok(Figures { policy: chooser.name().to_owned(), ..Figures::over_seeds(&all) })
+    runs: u64,
+) -> Result<Results, Stalled> {
+    let run = |seed| Simulation::new(trace, options, policy, rate, seed).run();
+    let all: Vec<Results> =
+        (0..runs.max(1)).map(|seed| Ok(run(seed)?.results(rate, options.slo))).collect::<Result<_, _>>()?;
+    Ok(Results { policy: policy.name().to_owned(), ..Results::mean_of_runs(&all) })
 }
 
-/// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token under
-/// [`SATURATED`] times what it is on an idle fleet, with the default settings: whatever is tuned, a load means the same rate.
-/// `progress` is told of every rate that was tried.
-pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> Result<f64, Standstill> {
+/// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token below ten times
+/// that of an idle fleet. The default settings apply, so that a load factor means the same rate whatever is tuned.
+/// `progress` receives each tried rate and its p99 time to first token, in seconds.
+pub fn capacity(trace: &Trace, options: &Options, mut progress: impl FnMut(f64, f64)) -> Result<f64, Stalled> {
     let options = &Options { settings: Settings::default(), ..options.clone() };
     let mut p99 = |rate| {
-        let p99 = replay(trace, options, &Chooser::Policy(Policy::LeastLoaded), rate, 1)?.ttft_p99_s;
+        let p99 = replay(trace, options, &PolicyUnderTest::Policy(Policy::LeastLoaded), rate, 1)?.ttft_p99_s;
         progress(rate, p99);
         Ok(p99)
     };
-    // What a fleet that finds nothing in its caches, and decodes nothing, could compute.
-    let prefill: f64 = trace.requests.iter().map(|asked| options.profile.prefill_s(asked.input, 0)).sum();
+    // Upper bound: prefill alone, without cache hits.
+    let prefill: f64 = trace.requests.iter().map(|spec| options.profile.prefill_s(spec.input_tokens, 0)).sum();
     let at_most = options.workers.len() as f64 * trace.len() as f64 / prefill;
-    let limit = SATURATED * p99(at_most * IDLE)?;
+    let limit = SATURATION_FACTOR * p99(at_most * IDLE_LOAD)?;
     let (mut low, mut high) = (at_most * 0.1, at_most * 2.0);
-    while high / low > 1.0 + PRECISION {
+    while high / low > 1.0 + RATE_PRECISION {
         let middle = (low * high).sqrt();
         *(if p99(middle)? < limit { &mut low } else { &mut high }) = middle;
     }
     Ok(low)
 }
 
-/// A fleet is saturated when the slowest first tokens take this many times as long as on an idle one.
-pub const SATURATED: f64 = 10.0;
-/// Of what a fleet can compute: so little that requests rarely meet.
-const IDLE: f64 = 0.02;
-/// Rates that are closer to each other than this are one rate.
-const PRECISION: f64 = 0.01;
+/// The p99 time to first token of a saturated fleet, divided by that of an idle fleet.
+pub const SATURATION_FACTOR: f64 = 10.0;
+/// Load of an idle fleet, as a share of the upper bound: requests rarely overlap.
+const IDLE_LOAD: f64 = 0.02;
+/// The search ends when its bounds differ by this share.
+const RATE_PRECISION: f64 = 0.01;

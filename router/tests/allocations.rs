@@ -1,7 +1,7 @@
 //! Allocations of a routing decision do not depend on the number of workers. A binary of its own, because the allocator
 //! counts the allocations of all tests in a binary.
 
-use router::measure::Decisions;
+use router::replay::bench_support::DecisionBenchmark;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -35,7 +35,7 @@ fn counted() -> [u64; 2] {
 #[test]
 fn allocations_of_a_decision_do_not_depend_on_fleet_size() {
     let [few, many] = [16, 1024].map(|workers| {
-        let router = Decisions::new(workers, 8192);
+        let router = DecisionBenchmark::new(workers, 8192);
         let decide = |times| (0..times).for_each(|_| drop(router.decide()));
         decide(100);
         let before = counted();

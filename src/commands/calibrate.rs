@@ -4,7 +4,7 @@
 use crate::commands::replay::{open, profile};
 use anyhow::{Context, bail};
 use router::Recorded;
-use router::replay::{self, Fit, Profile};
+use router::replay::{self, Calibration, Profile};
 use serde::Serialize;
 use std::io::{BufRead, Write, stdout};
 use std::path::PathBuf;
@@ -47,7 +47,7 @@ struct Report<'a> {
 pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     let base = profile("--base", args.base.as_deref())?;
     let (lines, model) = read(args)?;
-    let Fit {
+    let Calibration {
         mut profile,
         requests,
         workers,
@@ -55,7 +55,7 @@ pub fn run(args: &Calibrate) -> anyhow::Result<()> {
         prefill_median_relative_error,
         decode_median_relative_error,
         from_base,
-    } = replay::fit(&lines, &base).with_context(|| args.trace.display().to_string())?;
+    } = replay::calibrate(&lines, &base).with_context(|| args.trace.display().to_string())?;
     profile.name = model;
     profile.origin = format!(
         "Calibrated on {requests} requests of {workers} worker{}. Median relative error: prefill {:.0} %, decode \

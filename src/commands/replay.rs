@@ -3,7 +3,7 @@
 
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
-use router::replay::{self, Admission, Chooser, Figures, Options, Profile, Slo, Trace};
+use router::replay::{self, AdmissionMode, Options, PolicyUnderTest, Profile, Results, Slo, Trace};
 use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
 use std::fs::File;
@@ -80,10 +80,10 @@ pub struct Replay {
     #[arg(long, value_name = "TIME", default_value = "50ms")]
     resync_delay: HumanDuration,
 
-    /// Admission: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
+    /// AdmissionMode: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
     /// `deadline`: also rejects a request whose first token would come later than --slo-ttft
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
-    admission: Admission,
+    admission: AdmissionMode,
 
     /// Let the planner change workers between prefill and decode, as router.planner.mode=apply does
     #[arg(long)]
@@ -137,7 +137,7 @@ struct Report<'a> {
     slo_itl_s: f64,
     admission: &'static str,
     runs: u64,
-    policies: Vec<Figures>,
+    policies: Vec<Results>,
 }
 
 /// Runs the command.
@@ -164,17 +164,17 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         profile,
         workers: args.workers.roles().collect(),
         replicas: args.replicas as usize,
-        lag: args.event_delay.0,
-        loss: args.event_loss,
-        loss_until: args.event_loss_until,
-        repair: args.resync_delay.0,
+        event_delay: args.event_delay.0,
+        event_loss: args.event_loss,
+        event_loss_until: args.event_loss_until,
+        resync_delay: args.resync_delay.0,
         slo,
         admission: args.admission,
         // As the router of `serve` does, if there are workers of both roles.
-        flip: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
+        rebalance: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
         settings,
     };
-    let bound = trace.bound();
+    let bound = trace.hit_rate_bound();
     eprintln!(
         "{} requests, {:.2}/s as recorded; an unlimited cache would have a hit rate of {:.1} %",
         trace.len(),
@@ -197,10 +197,10 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     for (load, rate) in rates {
         for policy in &compared {
             let started = Instant::now();
-            let figures = Figures { load_factor: load, ..replay::replay(&trace, &options, policy, rate, args.runs)? };
-            let (took, simulated) = (started.elapsed().as_secs_f64(), figures.makespan_s * args.runs as f64);
+            let results = Results { load_factor: load, ..replay::replay(&trace, &options, policy, rate, args.runs)? };
+            let (took, simulated) = (started.elapsed().as_secs_f64(), results.makespan_s * args.runs as f64);
             eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", policy.name());
-            policies.push(figures);
+            policies.push(results);
         }
     }
     if let Some(path) = &args.svg {
@@ -225,7 +225,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         event_loss: args.event_loss,
         event_loss_until: args.event_loss_until,
         resync_delay_s: args.resync_delay.as_secs_f64(),
-        rebalance: options.flip,
+        rebalance: options.rebalance,
         router: configured.then_some(&options.settings),
         slo_ttft_s: slo.ttft.as_secs_f64(),
         slo_itl_s: slo.itl.as_secs_f64(),
@@ -278,7 +278,7 @@ fn table(report: &Report<'_>) -> String {
     if report.roles.is_some() {
         lines[1] += "  remote";
     }
-    if report.policies.iter().any(|figures| figures.role_changes.is_some()) {
+    if report.policies.iter().any(|results| results.role_changes.is_some()) {
         lines[1] += " roles";
     }
     lines.extend(report.policies.iter().map(row));
@@ -292,7 +292,7 @@ fn table(report: &Report<'_>) -> String {
     lines.join("\n") + "\n"
 }
 
-fn row(f: &Figures) -> String {
+fn row(f: &Results) -> String {
     let load = f.load_factor.map_or(String::new(), |load| format!("{load:.2}"));
     let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
@@ -310,13 +310,13 @@ fn row(f: &Figures) -> String {
 
 /// The router settings of the given configuration, and the policies to compare: those of `--policy`, else the one that
 /// the configuration sets, else all.
-fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<Chooser>)> {
+fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnderTest>)> {
     let (config, origins) = load(args, None)?;
     let settings = config.router;
     let named = |origin: &str| origin != "default" && !origin.starts_with("preset ");
     let chosen = matches!(settings.policy, Policy::Composed(_)) || named(origins.of("router.policy"));
     let compared = if args.policy.is_empty() && chosen {
-        vec![Chooser::Settings(settings.policy.name(), Box::new(settings.clone()))]
+        vec![PolicyUnderTest::Settings(settings.policy.name(), Box::new(settings.clone()))]
     } else {
         policies_to_compare(args, Some(&settings))?
     };
@@ -325,22 +325,22 @@ fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<Chooser>)
 
 /// The policies of `--policy`, without repetitions; all policies if the flag is absent. `configured` holds the settings
 /// of the given configuration.
-fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::Result<Vec<Chooser>> {
-    let mut known = Chooser::all();
+fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::Result<Vec<PolicyUnderTest>> {
+    let mut known = PolicyUnderTest::all();
     if args.policy.is_empty() {
         return Ok(known);
     }
-    known.extend(Chooser::presets());
-    let names = known.iter().map(Chooser::name).collect::<Vec<_>>().join(", ");
+    known.extend(PolicyUnderTest::presets());
+    let names = known.iter().map(PolicyUnderTest::name).collect::<Vec<_>>().join(", ");
     let of = |name: &String| match (known.iter().find(|each| each.name() == name), configured) {
-        (Some(Chooser::Settings(preset, _)), Some(_)) => {
+        (Some(PolicyUnderTest::Settings(preset, _)), Some(_)) => {
             // Keys that are set override the preset. The policy is always `kv`, since presets tune it.
             let settings = load(args, Some(preset))?.0.router.choosing(&Policy::Kv);
-            Ok(Chooser::Settings(preset, Box::new(settings)))
+            Ok(PolicyUnderTest::Settings(preset, Box::new(settings)))
         }
-        (Some(chooser), _) => Ok(chooser.clone()),
+        (Some(policy), _) => Ok(policy.clone()),
         (None, Some(Settings { policy: composed @ Policy::Composed(_), .. })) if name == "composed" => {
-            Ok(Chooser::Policy(composed.clone()))
+            Ok(PolicyUnderTest::Policy(composed.clone()))
         }
         (None, _) if name == "composed" => {
             let is = configured.map_or("kv", |settings| settings.policy.name());
@@ -364,8 +364,8 @@ fn workers(text: &str) -> Result<Workers, Invalid> {
     Workers::of(all.as_deref().unwrap_or(text), WORKERS_MAX)
 }
 
-fn admission(name: &str) -> Result<Admission, String> {
-    let all = [Admission::Off, Admission::Queue, Admission::Deadline];
+fn admission(name: &str) -> Result<AdmissionMode, String> {
+    let all = [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline];
     all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, queue or deadline".into())
 }
 

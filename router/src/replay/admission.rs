@@ -1,4 +1,5 @@
-//! The router's waiting room in a replay: the live one's own [`AdmissionController`], on virtual time, and who is behind its numbers.
+//! The admission queue in a replay: the live [`AdmissionController`], in virtual time, and the requests behind its
+//! numbers.
 
 use crate::admission::{AdmissionController, Context, QueuedRequest, Resolution, Settings};
 use crate::fleet::FleetSnapshot;
@@ -6,69 +7,74 @@ use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The door, and who waits behind it.
-pub(super) struct Door {
+/// An admission controller, and the requests that it queues.
+pub(super) struct AdmissionDriver {
     limits: Settings,
     controller: AdmissionController,
-    /// By number: the requests that wait.
+    /// Queued requests, by permit.
     waiting: HashMap<u64, u32>,
 }
 
-/// What a request is told.
+/// The outcome for one request.
 #[derive(Clone, Copy)]
-pub(super) struct Word {
+pub(super) struct AdmissionDecision {
     pub(super) request: u32,
-    /// Its number at the door, if it was let in.
+    /// Permit of the request; 0 if it was rejected on arrival.
     pub(super) permit: u64,
-    pub(super) told: Resolution,
+    pub(super) resolution: Resolution,
 }
 
-impl Door {
+impl AdmissionDriver {
     pub(super) fn new(limits: Settings) -> Self {
         Self { limits, controller: AdmissionController::default(), waiting: HashMap::new() }
     }
 
-    /// For how long a request may wait.
-    pub(super) fn patience(&self) -> Duration {
+    /// How long a request may be queued.
+    pub(super) fn max_queue_time(&self) -> Duration {
         self.limits.max_queue_time.0
     }
 
-    /// A request comes. One that waits is told nothing.
-    pub(super) fn enter(
+    /// A request arrives. Returns the decisions that follow; none for a request that is queued.
+    pub(super) fn admit_or_queue(
         &mut self,
         request: u32,
-        asked: &QueuedRequest,
-        roster: &FleetSnapshot,
+        request_state: &QueuedRequest,
+        fleet: &FleetSnapshot,
         now: Instant,
-    ) -> Vec<Word> {
-        let entrance = match self.controller.admit_or_queue(Context { limits: &self.limits, roster, now }, asked) {
-            Ok(entrance) => entrance,
-            Err(refusal) => return vec![Word { request, permit: 0, told: Resolution::Reject(refusal) }],
-        };
-        self.waiting.insert(entrance.number, request);
-        let goes = entrance.queue_reason.is_none().then_some((entrance.number, Resolution::Admit));
-        self.words(goes.into_iter().chain(entrance.shed).collect())
+    ) -> Vec<AdmissionDecision> {
+        let admitted =
+            match self.controller.admit_or_queue(Context { limits: &self.limits, roster: fleet, now }, request_state) {
+                Ok(admitted) => admitted,
+                Err(rejection) => {
+                    return vec![AdmissionDecision { request, permit: 0, resolution: Resolution::Reject(rejection) }];
+                }
+            };
+        self.waiting.insert(admitted.number, request);
+        let admits = admitted.queue_reason.is_none().then_some((admitted.number, Resolution::Admit));
+        self.decisions(admits.into_iter().chain(admitted.shed).collect())
     }
 
-    /// One that was to be placed anew is back.
-    pub(super) fn again(&mut self, request: u32, permit: u64, asked: QueuedRequest) {
-        self.controller.requeue(&self.limits, permit, asked);
+    /// Queues a request again after it has been placed anew.
+    pub(super) fn requeue(&mut self, request: u32, permit: u64, request_state: QueuedRequest) {
+        self.controller.requeue(&self.limits, permit, request_state);
         self.waiting.insert(permit, request);
     }
 
-    /// Something changed: what those who wait are told.
-    pub(super) fn round(&mut self, roster: &FleetSnapshot, now: Instant) -> Vec<Word> {
-        let told = self.controller.dispatch_ready(Context { limits: &self.limits, roster, now });
-        self.words(told)
+    /// Runs the queue after a change. Returns the decisions for queued requests.
+    pub(super) fn dispatch_ready(&mut self, fleet: &FleetSnapshot, now: Instant) -> Vec<AdmissionDecision> {
+        let resolution = self.controller.dispatch_ready(Context { limits: &self.limits, roster: fleet, now });
+        self.decisions(resolution)
     }
 
-    /// A request has ended, or waits no longer.
+    /// Returns the permit of a request that has ended.
     pub(super) fn leave(&mut self, permit: u64) {
         self.controller.leave(permit);
     }
 
-    fn words(&mut self, told: Vec<(u64, Resolution)>) -> Vec<Word> {
-        let word = |(permit, told)| Some(Word { request: self.waiting.remove(&permit)?, permit, told });
-        told.into_iter().filter_map(word).collect()
+    fn decisions(&mut self, resolution: Vec<(u64, Resolution)>) -> Vec<AdmissionDecision> {
+        let decision = |(permit, resolution)| {
+            Some(AdmissionDecision { request: self.waiting.remove(&permit)?, permit, resolution })
+        };
+        resolution.into_iter().filter_map(decision).collect()
     }
 }

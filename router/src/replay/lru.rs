@@ -1,4 +1,4 @@
-//! Where blocks rest that fell out of device memory: the least recently used goes.
+//! A tier below device memory with least-recently-used eviction.
 
 use crate::hash::NumberMap;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 #[derive(Default, Debug)]
 pub(super) struct Lru {
     capacity: usize,
-    used: NumberMap<u32, u64>,
+    last_use: NumberMap<u32, u64>,
     order: BTreeSet<(u64, u32)>,
     clock: u64,
 }
@@ -16,28 +16,29 @@ impl Lru {
         Self { capacity: capacity as usize, ..Self::default() }
     }
 
-    pub(super) fn holds(&self, block: u32) -> bool {
-        self.used.contains_key(&block)
+    pub(super) fn contains(&self, block: u32) -> bool {
+        self.last_use.contains_key(&block)
     }
 
-    /// Keeps a block, or marks it as used now. What had to go for it; itself, when nothing fits.
-    pub(super) fn keep(&mut self, block: u32) -> Option<u32> {
+    /// Inserts a block, or marks it as used now. Returns the evicted block, which is `block` itself when the capacity
+    /// is 0.
+    pub(super) fn insert(&mut self, block: u32) -> Option<u32> {
         self.clock += 1;
-        if let Some(before) = self.used.insert(block, self.clock) {
-            self.order.remove(&(before, block));
+        if let Some(previous) = self.last_use.insert(block, self.clock) {
+            self.order.remove(&(previous, block));
         }
         self.order.insert((self.clock, block));
-        if self.used.len() <= self.capacity {
+        if self.last_use.len() <= self.capacity {
             return None;
         }
-        let (_, gone) = self.order.pop_first()?;
-        self.used.remove(&gone);
-        Some(gone)
+        let (_, evicted) = self.order.pop_first()?;
+        self.last_use.remove(&evicted);
+        Some(evicted)
     }
 
-    /// All blocks that are here, in order.
+    /// All blocks, in ascending order.
     pub(super) fn blocks(&self) -> Vec<u32> {
-        let mut blocks: Vec<u32> = self.used.keys().copied().collect();
+        let mut blocks: Vec<u32> = self.last_use.keys().copied().collect();
         blocks.sort_unstable();
         blocks
     }
@@ -50,8 +51,8 @@ mod tests {
     #[test]
     fn the_least_recently_used_goes() {
         let mut lru = Lru::new(2);
-        assert_eq!([1, 2, 1, 3].map(|block| lru.keep(block)), [None, None, None, Some(2)]);
+        assert_eq!([1, 2, 1, 3].map(|block| lru.insert(block)), [None, None, None, Some(2)]);
         assert_eq!(lru.blocks(), [1, 3]);
-        assert_eq!(Lru::new(0).keep(5), Some(5));
+        assert_eq!(Lru::new(0).insert(5), Some(5));
     }
 }

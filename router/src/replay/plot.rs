@@ -1,20 +1,20 @@
-//! Goodput over load, as a picture that needs nothing but a browser.
+//! Plot of goodput over the request rate, as SVG.
 
-use super::Figures;
+use super::Results;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
 const SIZE: (f64, f64) = (820.0, 460.0);
-/// Left, top, right, bottom: right leaves room for the names.
+/// Left, top, right, bottom. The right margin holds the legend.
 const MARGIN: (f64, f64, f64, f64) = (70.0, 40.0, 190.0, 60.0);
-/// Told apart by people who see few colours: Okabe and Ito's.
+/// Okabe and Ito's palette, distinguishable with colour vision deficiency.
 const COLOURS: [&str; 8] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999"];
 
-/// Draws requests per second that met the SLO over requests per second offered, a line per policy.
-pub fn goodput_svg(figures: &[Figures], title: &str) -> String {
-    let most = |of: fn(&Figures) -> f64| figures.iter().map(of).fold(1e-9, f64::max);
-    let (x_step, y_step) = (step(most(|f| f.rate_rps)), step(most(|f| f.goodput_rps)));
-    let (x_max, y_max) = (ceiling(most(|f| f.rate_rps), x_step), ceiling(most(|f| f.goodput_rps), y_step));
+/// Draws requests per second within the SLO over requests per second offered, with a line per policy.
+pub fn goodput_svg(results: &[Results], title: &str) -> String {
+    let max = |of: fn(&Results) -> f64| results.iter().map(of).fold(1e-9, f64::max);
+    let (x_tick, y_tick) = (tick_step(max(|f| f.rate_rps)), tick_step(max(|f| f.goodput_rps)));
+    let (x_max, y_max) = (round_up(max(|f| f.rate_rps), x_tick), round_up(max(|f| f.goodput_rps), y_tick));
     let (left, top, right, bottom) = MARGIN;
     let (width, height) = (SIZE.0 - left - right, SIZE.1 - top - bottom);
     let x = |rate: f64| left + width * rate / x_max;
@@ -30,12 +30,12 @@ pub fn goodput_svg(figures: &[Figures], title: &str) -> String {
     ));
     line(format_args!(r#"<rect width="100%" height="100%" fill="white"/>"#));
     line(format_args!(r#"<text x="{left}" y="24" font-size="16">{}</text>"#, escaped(title)));
-    for tick in ticks(x_max, x_step) {
+    for tick in ticks(x_max, x_tick) {
         let at = x(tick);
         line(format_args!(r##"<line x1="{at:.1}" y1="{top}" x2="{at:.1}" y2="{:.1}" stroke="#e4e4e4"/>"##, y(0.0)));
         line(format_args!(r#"<text x="{at:.1}" y="{:.1}" text-anchor="middle">{tick}</text>"#, y(0.0) + 20.0));
     }
-    for tick in ticks(y_max, y_step) {
+    for tick in ticks(y_max, y_tick) {
         let at = y(tick);
         line(format_args!(r##"<line x1="{left}" y1="{at:.1}" x2="{:.1}" y2="{at:.1}" stroke="#e4e4e4"/>"##, x(x_max)));
         line(format_args!(r#"<text x="{:.1}" y="{:.1}" text-anchor="end">{tick}</text>"#, left - 8.0, at + 4.0));
@@ -48,7 +48,7 @@ pub fn goodput_svg(figures: &[Figures], title: &str) -> String {
     line(format_args!(
         r#"<text transform="translate(18 {middle:.1}) rotate(-90)" text-anchor="middle">requests within the SLO per second</text>"#
     ));
-    for (at, (name, mut points)) in by_name(figures).into_iter().enumerate() {
+    for (at, (name, mut points)) in by_policy(results).into_iter().enumerate() {
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         let colour = COLOURS[at % COLOURS.len()];
         let path: Vec<String> = points.iter().map(|(rate, good)| format!("{:.1},{:.1}", x(*rate), y(*good))).collect();
@@ -64,36 +64,36 @@ pub fn goodput_svg(figures: &[Figures], title: &str) -> String {
     svg
 }
 
-/// Points by policy, policies in the order in which they first come.
-fn by_name(figures: &[Figures]) -> Vec<(&str, Vec<(f64, f64)>)> {
+/// Points by policy. Policies are in order of first occurrence.
+fn by_policy(results: &[Results]) -> Vec<(&str, Vec<(f64, f64)>)> {
     let mut order = BTreeMap::new();
     let mut lines: Vec<(&str, Vec<(f64, f64)>)> = Vec::new();
-    for each in figures {
-        let at = *order.entry(each.policy.as_str()).or_insert_with(|| {
-            lines.push((&each.policy, Vec::new()));
+    for result in results {
+        let at = *order.entry(result.policy.as_str()).or_insert_with(|| {
+            lines.push((&result.policy, Vec::new()));
             lines.len() - 1
         });
-        lines[at].1.push((each.rate_rps, each.goodput_rps));
+        lines[at].1.push((result.rate_rps, result.goodput_rps));
     }
     lines
 }
 
-/// A round distance that makes about six ticks.
-fn step(most: f64) -> f64 {
-    let rough = most / 6.0;
+/// A round distance that gives about six ticks up to `max`.
+fn tick_step(max: f64) -> f64 {
+    let rough = max / 6.0;
     let power = 10_f64.powf(rough.log10().floor());
     let round = [1.0, 2.0, 5.0, 10.0].into_iter().find(|round| round * power >= rough);
     round.unwrap_or(10.0) * power
 }
 
-fn ceiling(most: f64, step: f64) -> f64 {
-    (most / step).ceil() * step
+fn round_up(max: f64, tick_step: f64) -> f64 {
+    (max / tick_step).ceil() * tick_step
 }
 
-fn ticks(max: f64, step: f64) -> impl Iterator<Item = f64> {
+fn ticks(max: f64, tick_step: f64) -> impl Iterator<Item = f64> {
     // Rounded, so that a label is 0.3 and not 0.30000000000000004.
     let digits = 1e6;
-    (0..=(max / step).round() as u64).map(move |at| (at as f64 * step * digits).round() / digits)
+    (0..=(max / tick_step).round() as u64).map(move |at| (at as f64 * tick_step * digits).round() / digits)
 }
 
 fn escaped(text: &str) -> String {

@@ -1,10 +1,8 @@
-//! How fast a simulated worker is, and what it can keep.
+//! Speed and memory of a simulated worker.
 
 use serde::{Deserialize, Serialize};
 
-/// A worker: one engine with its memory. All times in seconds, all speeds per second.
-///
-/// A step takes
+/// A worker: an engine and its memory. Times are in seconds, speeds are per second. A step takes
 ///
 /// ```text
 ///   step_base_s
@@ -111,18 +109,18 @@ impl Profile {
         self.kv_bytes_per_token * super::BLOCK_TOKENS
     }
 
-    /// Blocks of device memory.
+    /// Blocks that fit into device memory.
     pub(super) fn blocks(&self) -> u64 {
         self.kv_cache_bytes / self.block_bytes()
     }
 
-    /// Seconds for `chunk` prompt tokens that follow `before` others.
+    /// Seconds to compute `chunk` prompt tokens that follow `before` others.
     pub(super) fn prefill_s(&self, chunk: u64, before: u64) -> f64 {
         let (chunk, before) = (chunk as f64, before as f64);
         chunk * self.prefill_token_s + chunk * (before + chunk / 2.0) * self.prefill_attention_pair_s
     }
 
-    /// Seconds until `blocks` have come over a link.
+    /// Seconds to transfer `blocks` over a link.
     pub(super) fn onboard_s(&self, link: &Link, blocks: u64) -> f64 {
         if blocks == 0 {
             return 0.0;

@@ -3,46 +3,46 @@
 use serde::Serialize;
 use std::time::Duration;
 
-/// One request's life, in nanoseconds of virtual time.
+/// What happened to one request. Times are nanoseconds of virtual time; 0 means never.
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
-pub(super) struct Served {
+pub(super) struct RequestRecord {
     pub(super) arrived_ns: u64,
-    pub(super) first_ns: u64,
-    pub(super) ended_ns: u64,
-    pub(super) output: u64,
+    pub(super) first_token_ns: u64,
+    pub(super) finished_ns: u64,
+    pub(super) output_tokens: u64,
     pub(super) blocks: u64,
-    /// Of `blocks`, those that were not computed.
+    /// Blocks of the prompt that were not computed.
     pub(super) hits: u64,
-    /// Who served it.
+    /// Worker that decoded.
     pub(super) worker: usize,
-    /// Who computed its prompt, when that was somebody else.
-    pub(super) helper: Option<usize>,
+    /// Worker that computed the prompt, if it was another one.
+    pub(super) prefill_worker: Option<usize>,
 }
 
-/// One run.
-pub(super) struct Outcome {
-    pub(super) served: Vec<Served>,
-    pub(super) gaps: Histogram,
+/// The outcome of one run.
+pub(super) struct RunOutcome {
+    pub(super) requests: Vec<RequestRecord>,
+    pub(super) inter_token_gaps: Histogram,
     pub(super) busy_ns: Vec<u64>,
     pub(super) end_ns: u64,
-    /// Whether some workers only prefill or decode.
-    pub(super) apart: bool,
-    /// How often one changed between prefill and decode, if they do.
-    pub(super) flips: Option<u64>,
+    /// Whether some workers have the role prefill or decode.
+    pub(super) disaggregated: bool,
+    /// Number of role changes; `None` when the planner applies none.
+    pub(super) role_changes: Option<u64>,
 }
 
-/// What is good enough: a first token and, on average over an answer, the next ones within these times.
+/// Service-level objective: upper limits of the time to first token and of the mean time between tokens.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Slo {
     /// Time to first token.
     pub ttft: Duration,
-    /// Mean time between an answer's tokens.
+    /// Mean time between the tokens of a request.
     pub itl: Duration,
 }
 
 /// Results of one policy at one rate: means over all runs, counts are sums over all runs.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
-pub struct Figures {
+pub struct Results {
     /// Name of the policy.
     pub policy: String,
     /// Offered rate divided by the capacity; `None` when the rate was given in requests per second.
@@ -88,47 +88,52 @@ pub struct Figures {
     pub role_changes: Option<u64>,
 }
 
-impl Outcome {
-    pub(super) fn figures(&self, rate: f64, slo: Slo) -> Figures {
-        let done: Vec<&Served> = self.served.iter().filter(|served| served.ended_ns > 0).collect();
-        let mut ttft: Vec<f64> = done.iter().map(|served| seconds(served.first_ns - served.arrived_ns)).collect();
+impl RunOutcome {
+    pub(super) fn results(&self, rate: f64, slo: Slo) -> Results {
+        let done: Vec<&RequestRecord> = self.requests.iter().filter(|request| request.finished_ns > 0).collect();
+        let mut ttft: Vec<f64> =
+            done.iter().map(|request| seconds(request.first_token_ns - request.arrived_ns)).collect();
         ttft.sort_unstable_by(f64::total_cmp);
         let count = done.len().max(1) as f64;
-        let sum = |these: &[&Served], of: fn(&Served) -> u64| these.iter().map(|served| of(served)).sum::<u64>() as f64;
-        // In the order of the trace.
+        let sum = |requests: &[&RequestRecord], of: fn(&RequestRecord) -> u64| {
+            requests.iter().map(|request| of(request)).sum::<u64>() as f64
+        };
+        // Requests are in the order of the trace.
         let last = &done[done.len() * 3 / 4..];
-        let good = done.iter().filter(|served| served.meets(slo)).count() as f64;
+        let good = done.iter().filter(|request| request.meets_slo(slo)).count() as f64;
         let busiest = self.busy_ns.iter().max().copied().unwrap_or(0) as f64;
         let busy = self.busy_ns.iter().sum::<u64>() as f64 / self.busy_ns.len().max(1) as f64;
-        let started = self.served.iter().map(|served| served.arrived_ns).min().unwrap_or(0);
-        Figures {
+        let started = self.requests.iter().map(|request| request.arrived_ns).min().unwrap_or(0);
+        Results {
             policy: String::new(),
             load_factor: None,
             rate_rps: rate,
             completed: done.len() as u64,
-            rejected: (self.served.len() - done.len()) as u64,
+            rejected: (self.requests.len() - done.len()) as u64,
             ttft_mean_s: ttft.iter().sum::<f64>() / count,
             ttft_p50_s: quantile(&ttft, 0.5),
             ttft_p90_s: quantile(&ttft, 0.9),
             ttft_p99_s: quantile(&ttft, 0.99),
-            itl_p50_s: self.gaps.quantile(0.5),
-            itl_p90_s: self.gaps.quantile(0.9),
-            itl_p99_s: self.gaps.quantile(0.99),
-            hit_rate: sum(&done, |served| served.hits) / sum(&done, |served| served.blocks).max(1.0),
-            hit_rate_last_quarter: sum(last, |served| served.hits) / sum(last, |served| served.blocks).max(1.0),
-            goodput_rps: rate * good / self.served.len().max(1) as f64,
-            slo_attainment: good / self.served.len().max(1) as f64,
+            itl_p50_s: self.inter_token_gaps.quantile(0.5),
+            itl_p90_s: self.inter_token_gaps.quantile(0.9),
+            itl_p99_s: self.inter_token_gaps.quantile(0.99),
+            hit_rate: sum(&done, |request| request.hits) / sum(&done, |request| request.blocks).max(1.0),
+            hit_rate_last_quarter: sum(last, |request| request.hits) / sum(last, |request| request.blocks).max(1.0),
+            goodput_rps: rate * good / self.requests.len().max(1) as f64,
+            slo_attainment: good / self.requests.len().max(1) as f64,
             imbalance: if busy > 0.0 { busiest / busy } else { 1.0 },
             makespan_s: seconds(self.end_ns.saturating_sub(started)),
-            role_changes: self.flips,
-            remote_prefills: self.apart.then(|| done.iter().filter(|served| served.helper.is_some()).count() as u64),
+            role_changes: self.role_changes,
+            remote_prefills: self
+                .disaggregated
+                .then(|| done.iter().filter(|request| request.prefill_worker.is_some()).count() as u64),
         }
     }
 }
 
-impl Figures {
-    /// Averages over seeds; counts are sums.
-    pub(super) fn over_seeds(all: &[Self]) -> Self {
+impl Results {
+    /// Averages over runs; counts are sums.
+    pub(super) fn mean_of_runs(all: &[Self]) -> Self {
         let mean = |of: fn(&Self) -> f64| all.iter().map(of).sum::<f64>() / all.len().max(1) as f64;
         Self {
             policy: String::new(),
@@ -155,50 +160,50 @@ impl Figures {
     }
 }
 
-impl Served {
-    fn meets(&self, slo: Slo) -> bool {
-        let between = self.output.saturating_sub(1).max(1);
-        u128::from(self.first_ns - self.arrived_ns) <= slo.ttft.as_nanos()
-            && u128::from((self.ended_ns - self.first_ns) / between) <= slo.itl.as_nanos()
+impl RequestRecord {
+    fn meets_slo(&self, slo: Slo) -> bool {
+        let gaps = self.output_tokens.saturating_sub(1).max(1);
+        u128::from(self.first_token_ns - self.arrived_ns) <= slo.ttft.as_nanos()
+            && u128::from((self.finished_ns - self.first_token_ns) / gaps) <= slo.itl.as_nanos()
     }
 }
 
-/// Times, counted in steps of about one per cent.
+/// A histogram of times with logarithmic buckets of about 1 %.
 #[derive(Default)]
 pub(super) struct Histogram {
     counts: Vec<u64>,
-    pub(super) all: u64,
+    pub(super) total: u64,
 }
 
 impl Histogram {
-    /// Steps per factor of e.
-    const STEPS: f64 = 100.0;
+    /// Buckets per factor of e.
+    const BUCKETS_PER_E: f64 = 100.0;
 
     pub(super) fn add(&mut self, ns: u64, times: u64) {
         if times == 0 {
             return;
         }
-        let at = ((ns.max(1) as f64).ln() * Self::STEPS) as usize;
+        let at = ((ns.max(1) as f64).ln() * Self::BUCKETS_PER_E) as usize;
         if self.counts.len() <= at {
             self.counts.resize(at + 1, 0);
         }
         self.counts[at] += times;
-        self.all += times;
+        self.total += times;
     }
 
-    /// In seconds.
+    /// The quantile, in seconds; 0 when empty.
     pub(super) fn quantile(&self, q: f64) -> f64 {
-        let rank = ((self.all as f64 * q).ceil() as u64).max(1);
+        let rank = ((self.total as f64 * q).ceil() as u64).max(1);
         let mut below = 0;
         let at = self.counts.iter().position(|count| {
             below += count;
             below >= rank
         });
-        at.map_or(0.0, |at| ((at as f64 + 0.5) / Self::STEPS).exp() / 1e9)
+        at.map_or(0.0, |at| ((at as f64 + 0.5) / Self::BUCKETS_PER_E).exp() / 1e9)
     }
 }
 
-/// The smallest value that at least this share of the sorted values does not exceed.
+/// The smallest value that is not exceeded by a share `q` of the sorted values.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let rank = (sorted.len() as f64 * q).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0.0)

@@ -1,11 +1,11 @@
-//! The router in a replay: the live one's index, views, books, costs and choice, on virtual time.
+//! The router in a replay: the index, load, cost model and selection of the live router, in virtual time.
 
-use super::admission::{Door, Word};
-use super::baselines::Peer;
+use super::admission::{AdmissionDecision, AdmissionDriver};
+use super::baselines::Baseline;
 use super::plane::Message;
-use super::planner::Advisor;
-use super::trace::{self, Asked, BLOCK_TOKENS};
-use super::{Admission, Chooser, Options};
+use super::planner::PlannerDriver;
+use super::trace::{self, BLOCK_TOKENS, RequestSpec};
+use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
 use crate::booking::{InflightPrefix, InflightPrefixes};
 use crate::control::replicas::PeerRouters;
@@ -27,65 +27,65 @@ use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
 use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
 
-/// The router, and what it believes.
-pub(super) struct Routing {
-    rules: ResolvedSettings,
+/// One router. Requests and workers are identified by their positions.
+pub(super) struct SimulatedRouter {
+    settings_by_model: ResolvedSettings,
     seed: u64,
-    peer: Option<Peer>,
+    baseline: Option<Baseline>,
     index: Index,
     inflight: Arc<InflightPrefixes>,
     fleet: Fleet,
-    members: Vec<Arc<Worker>>,
+    workers: Vec<Arc<Worker>>,
     scratch: Scratch,
-    /// By worker, and at the end for the shared store.
+    /// Position in the event stream of each worker, and of the shared store at the end.
     feeds: Vec<Feed>,
-    /// Virtual time starts here. Only differences are ever looked at.
+    /// Start of virtual time. Only differences to it matter.
     start: Instant,
-    others: PeerRouters,
-    /// By request, while it is in flight.
-    placed: Vec<Option<Placed>>,
-    door: Option<Door>,
-    /// When a first token is too late, from the arrival on.
+    peer_routers: PeerRouters,
+    /// Placement of each request in flight, by request.
+    placements: Vec<Option<Placement>>,
+    admission: Option<AdmissionDriver>,
+    /// Deadline of the first token, relative to the arrival.
     deadline: Option<Duration>,
-    advisor: Advisor,
+    planner: PlannerDriver,
 }
 
-/// Where a request is, and what was booked for it.
-struct Placed {
-    decode: Booking,
-    /// When its prompt is computed elsewhere.
-    prefill: Option<Booking>,
-    /// Seconds that its blocks should take from there.
-    transfer: f64,
-    /// When they were ready.
-    handed: Option<Instant>,
-    /// When it came.
-    arrived: Instant,
-    /// Its number at the door.
+/// The workers of a request, and its reservations.
+struct Placement {
+    decode: Reservation,
+    /// Set when another worker computes the prompt.
+    prefill: Option<Reservation>,
+    /// Expected seconds of the transfer from the prefill worker.
+    transfer_s: f64,
+    /// Time at which the prompt was computed, if the decode worker could continue at once.
+    prefilled_at: Option<Instant>,
+    /// Arrival of the request.
+    arrived_at: Instant,
+    /// Permit of the admission queue.
     permit: Option<u64>,
 }
 
-/// A place taken on a worker.
-struct Booking {
+/// A reservation on a worker.
+struct Reservation {
     worker: usize,
-    /// In its books.
+    /// Identifies the reservation in the worker's load.
     number: u64,
-    /// What other routers know it by.
-    name: u64,
-    _promise: InflightPrefix,
+    /// Identifies the reservation in messages to other routers.
+    shared_id: u64,
+    _inflight: InflightPrefix,
 }
 
-/// What becomes of a request.
-pub(super) enum Step {
-    /// A part of it goes to a worker.
-    Go { request: u32, worker: usize, part: Stage },
-    /// It is refused.
-    Refused,
-    /// Other routers are told of it.
-    Say(Booked),
+/// What the simulation does for the router.
+pub(super) enum Action {
+    /// Sends a stage of a request to a worker.
+    Dispatch { request: u32, worker: usize, stage: Stage },
+    /// Rejects the request.
+    Reject,
+    /// Sends an update to the other routers.
+    Publish(Booked),
 }
 
-/// How far a source was followed.
+/// A source of events, and the position up to which they are applied.
 struct Feed {
     source: Source,
     cursor: SourceCursor,
@@ -94,14 +94,14 @@ struct Feed {
 const EPOCH: Epoch = Epoch(1);
 const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
-/// A request's number, and this, is what its place with a prefill worker is known by.
-const DETOUR: u64 = 1 << 32;
+/// Distinguishes the reservation on a prefill worker from that on the decode worker of the same request.
+const REMOTE_PREFILL_BIT: u64 = 1 << 32;
 
-/// Stands where a live worker's engine would be; nobody calls it.
-pub(crate) struct Simulated;
+/// Takes the place of a worker's engine. The simulation never calls it.
+pub(crate) struct StubEngine;
 
-impl Simulated {
-    /// What it would say that it serves.
+impl StubEngine {
+    /// A model card with this shared_id and block size.
     pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
         Arc::new(ModelCard {
             id: model.to_owned(),
@@ -120,7 +120,7 @@ impl Simulated {
     }
 }
 
-impl engine::Engine for Simulated {
+impl engine::Engine for StubEngine {
     fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
         Box::pin(std::future::ready(Err(engine::Error::Unavailable("simulated".to_owned()))))
     }
@@ -134,30 +134,30 @@ impl engine::Engine for Simulated {
     }
 }
 
-impl Routing {
-    pub(super) fn new(chooser: &Chooser, options: &Options, requests: usize, seed: u64) -> Self {
-        let workers = options.workers.len();
-        // Rules of others choose one worker, who does it all.
+impl SimulatedRouter {
+    pub(super) fn new(policy: &PolicyUnderTest, options: &Options, requests: usize, seed: u64) -> Self {
+        let worker_count = options.workers.len();
+        // Policies of other routers choose one worker for the whole request.
         let Settings { planner, admission, .. } = options.settings.clone();
-        let together = Settings { disaggregation: Disaggregation::Never, planner, admission, ..Settings::default() };
-        let (settings, peer) = match chooser {
-            Chooser::Policy(policy) => (options.settings.clone().choosing(policy), None),
-            Chooser::Settings(_, settings) => (settings.as_ref().clone(), None),
-            Chooser::DynamoCost => (together, Some(Peer::dynamo(workers))),
-            Chooser::SmgCacheAware => (together, Some(Peer::smg(workers))),
+        let aggregated = Settings { disaggregation: Disaggregation::Never, planner, admission, ..Settings::default() };
+        let (settings, baseline) = match policy {
+            PolicyUnderTest::Policy(policy) => (options.settings.clone().choosing(policy), None),
+            PolicyUnderTest::Settings(_, settings) => (settings.as_ref().clone(), None),
+            PolicyUnderTest::DynamoCost => (aggregated, Some(Baseline::dynamo(worker_count))),
+            PolicyUnderTest::SmgCacheAware => (aggregated, Some(Baseline::smg(worker_count))),
         };
-        let card = Simulated::card(MODEL, BLOCK_TOKENS as usize);
+        let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
-        let ids = (0..workers as u64).map(WorkerId);
+        let ids = (0..worker_count as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
-        let member = |((id, slot), phase): ((WorkerId, SourceId), &Phase)| {
+        let worker = |((id, slot), phase): ((WorkerId, SourceId), &Phase)| {
             let (model, stores) = (card.clone(), vec![STORE]);
             let instance = Instance { id, epoch: EPOCH, phase: *phase, model, stores };
-            Arc::new(Worker::new(Arc::new(instance), Arc::new(Simulated), slot, None))
+            Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
-        let members: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(member).collect();
-        fleet.join_all(members.iter().cloned());
-        let sources = (0..workers as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
+        let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();
+        fleet.join_all(workers.iter().cloned());
+        let sources = (0..worker_count as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
         let feed = |source| {
             let mut cursor = SourceCursor::new(Some(EPOCH));
             cursor.snapshot_applied(EPOCH, 0);
@@ -165,144 +165,159 @@ impl Routing {
         };
         Self {
             seed,
-            peer,
+            baseline,
             index,
             inflight: Arc::default(),
             fleet,
-            members,
+            workers,
             scratch: Scratch::default(),
             feeds: sources.map(feed).collect(),
             start: Instant::now(),
-            others: PeerRouters::default(),
-            placed: (0..requests).map(|_| None).collect(),
-            door: (options.admission != Admission::Off).then(|| Door::new(settings.admission.clone())),
-            deadline: (options.admission == Admission::Deadline).then_some(options.slo.ttft),
-            advisor: Advisor::new(settings.planner.clone()),
-            rules: ResolvedSettings::from_valid(settings),
+            peer_routers: PeerRouters::default(),
+            placements: (0..requests).map(|_| None).collect(),
+            admission: (options.admission != AdmissionMode::Off)
+                .then(|| AdmissionDriver::new(settings.admission.clone())),
+            deadline: (options.admission == AdmissionMode::Deadline).then_some(options.slo.ttft),
+            planner: PlannerDriver::new(settings.planner.clone()),
+            settings_by_model: ResolvedSettings::from_valid(settings),
         }
     }
 
-    /// A request comes.
-    pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[Asked]) -> Vec<Step> {
-        let (now, asked, mut steps) = (self.at(now_ns), &requests[request as usize], Vec::new());
-        let Some(bidden) = self.place(now, now, request, asked, &mut steps) else { return vec![Step::Refused] };
-        let roster = self.fleet.snapshot();
-        match &mut self.door {
-            None => self.go(now, request, &mut steps),
-            Some(door) => {
-                for word in door.enter(request, &bidden, &roster, now) {
-                    self.heed(now, word, &mut steps, requests);
+    /// Places an arriving request and passes it to the admission queue, if there is one.
+    pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[RequestSpec]) -> Vec<Action> {
+        let (now, spec, mut actions) = (self.instant(now_ns), &requests[request as usize], Vec::new());
+        let Some(queued) = self.place(now, now, request, spec, &mut actions) else { return vec![Action::Reject] };
+        let fleet = self.fleet.snapshot();
+        match &mut self.admission {
+            None => self.dispatch(now, request, &mut actions),
+            Some(driver) => {
+                for decision in driver.admit_or_queue(request, &queued, &fleet, now) {
+                    self.handle_decision(now, decision, &mut actions, requests);
                 }
             }
         }
-        steps
+        actions
     }
 
-    /// Something changed: who may go, or must.
-    pub(super) fn round(&mut self, now_ns: u64, requests: &[Asked]) -> Vec<Step> {
-        let (now, roster, mut steps) = (self.at(now_ns), self.fleet.snapshot(), Vec::new());
-        for word in self.door.as_mut().map(|door| door.round(&roster, now)).unwrap_or_default() {
-            self.heed(now, word, &mut steps, requests);
+    /// Runs the admission queue after a change.
+    pub(super) fn dispatch_ready(&mut self, now_ns: u64, requests: &[RequestSpec]) -> Vec<Action> {
+        let (now, fleet, mut actions) = (self.instant(now_ns), self.fleet.snapshot(), Vec::new());
+        for decision in self.admission.as_mut().map(|driver| driver.dispatch_ready(&fleet, now)).unwrap_or_default() {
+            self.handle_decision(now, decision, &mut actions, requests);
         }
-        steps
+        actions
     }
 
-    fn heed(&mut self, now: Instant, word: Word, steps: &mut Vec<Step>, requests: &[Asked]) {
-        let Word { request, permit, told } = word;
-        match told {
+    fn handle_decision(
+        &mut self,
+        now: Instant,
+        decision: AdmissionDecision,
+        actions: &mut Vec<Action>,
+        requests: &[RequestSpec],
+    ) {
+        let AdmissionDecision { request, permit, resolution } = decision;
+        match resolution {
             Resolution::Admit => {
-                if let Some(placed) = &mut self.placed[request as usize] {
-                    placed.permit = Some(permit);
+                if let Some(placement) = &mut self.placements[request as usize] {
+                    placement.permit = Some(permit);
                 }
-                self.go(now, request, steps);
+                self.dispatch(now, request, actions);
             }
             Resolution::Reject(_) => {
-                self.withdraw(now, request, steps);
-                steps.push(Step::Refused);
+                self.cancel_placement(now, request, actions);
+                actions.push(Action::Reject);
             }
             Resolution::Reroute => {
-                // Its own booking must not stand in its way.
-                let arrived = self.withdraw(now, request, steps).unwrap_or(now);
-                match self.place(now, arrived, request, &requests[request as usize], steps) {
-                    Some(bidden) => {
-                        if let Some(door) = &mut self.door {
-                            door.again(request, permit, bidden);
+                // The request's own reservation must not count against the new placement.
+                let arrived_at = self.cancel_placement(now, request, actions).unwrap_or(now);
+                match self.place(now, arrived_at, request, &requests[request as usize], actions) {
+                    Some(queued) => {
+                        if let Some(driver) = &mut self.admission {
+                            driver.requeue(request, permit, queued);
                         }
                     }
-                    None => steps.push(Step::Refused),
+                    None => actions.push(Action::Reject),
                 }
             }
         }
     }
 
-    /// It is sent to where it was placed: to its prefill worker first, if it has one.
-    fn go(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) {
-        let Some(Placed { decode, prefill, .. }) = &self.placed[request as usize] else { return };
+    /// Sends a placed request to its prefill worker, or to its decode worker if there is none.
+    fn dispatch(&mut self, now: Instant, request: u32, actions: &mut Vec<Action>) {
+        let Some(Placement { decode, prefill, .. }) = &self.placements[request as usize] else { return };
         match prefill {
-            None => self.send(now, request, decode, Stage::Whole, steps),
+            None => self.send_stage(now, request, decode, Stage::Whole, actions),
             Some(prefill) => {
-                steps.push(Step::Say(Booked::Going(decode.name)));
-                self.send(now, request, prefill, Stage::Prefill, steps);
+                actions.push(Action::Publish(Booked::Going(decode.shared_id)));
+                self.send_stage(now, request, prefill, Stage::Prefill, actions);
             }
         }
     }
 
-    fn send(&self, now: Instant, request: u32, booking: &Booking, part: Stage, steps: &mut Vec<Step>) {
-        let Booking { worker, number, name, .. } = *booking;
-        self.members[worker].load.sent(number, now);
-        steps.extend([Step::Say(Booked::Sent(name)), Step::Go { request, worker, part }]);
+    fn send_stage(
+        &self,
+        now: Instant,
+        request: u32,
+        reservation: &Reservation,
+        stage: Stage,
+        actions: &mut Vec<Action>,
+    ) {
+        let Reservation { worker, number, shared_id, .. } = *reservation;
+        self.workers[worker].load.sent(number, now);
+        actions.extend([Action::Publish(Booked::Sent(shared_id)), Action::Dispatch { request, worker, stage }]);
     }
 
-    /// Its prompt is computed, and where it decodes it goes on.
-    pub(super) fn computed(&mut self, now_ns: u64, request: u32) -> Vec<Step> {
-        let now = self.at(now_ns);
-        let Some(placed) = &mut self.placed[request as usize] else { return Vec::new() };
-        // Who waits there waits, however its prompt came to be: that is no time of a hand-over.
-        placed.handed = Some(now).filter(|_| self.members[placed.decode.worker].is_free(now));
-        let Some(Placed { decode, prefill: Some(prefill), .. }) = &self.placed[request as usize] else {
+    /// The prompt is computed: sends the decode stage.
+    pub(super) fn prompt_computed(&mut self, now_ns: u64, request: u32) -> Vec<Action> {
+        let now = self.instant(now_ns);
+        let Some(placement) = &mut self.placements[request as usize] else { return Vec::new() };
+        // A request that waits for the decode worker's memory says nothing about the overhead of a handoff.
+        placement.prefilled_at = Some(now).filter(|_| self.workers[placement.decode.worker].is_free(now));
+        let Some(Placement { decode, prefill: Some(prefill), .. }) = &self.placements[request as usize] else {
             return Vec::new();
         };
-        self.members[prefill.worker].load.started(prefill.number);
-        let mut steps = vec![Step::Say(Booked::Started(prefill.name))];
-        self.send(now, request, decode, Stage::Decode, &mut steps);
-        steps
+        self.workers[prefill.worker].load.started(prefill.number);
+        let mut actions = vec![Action::Publish(Booked::Started(prefill.shared_id))];
+        self.send_stage(now, request, decode, Stage::Decode, &mut actions);
+        actions
     }
 
-    /// Takes back what was booked for it. When it came.
-    fn withdraw(&mut self, now: Instant, request: u32, steps: &mut Vec<Step>) -> Option<Instant> {
-        let Placed { decode, prefill, arrived, .. } = self.placed[request as usize].take()?;
-        for booking in [Some(decode), prefill].into_iter().flatten() {
-            steps.push(Step::Say(self.release(now, &booking)));
+    /// Releases the reservations of a request. Returns its arrival.
+    fn cancel_placement(&mut self, now: Instant, request: u32, actions: &mut Vec<Action>) -> Option<Instant> {
+        let Placement { decode, prefill, arrived_at, .. } = self.placements[request as usize].take()?;
+        for reservation in [Some(decode), prefill].into_iter().flatten() {
+            actions.push(Action::Publish(self.release(now, &reservation)));
         }
-        Some(arrived)
+        Some(arrived_at)
     }
 
-    fn release(&self, now: Instant, booking: &Booking) -> Booked {
-        self.members[booking.worker].load.release(booking.number, now);
-        Booked::Released(booking.name)
+    fn release(&self, now: Instant, reservation: &Reservation) -> Booked {
+        self.workers[reservation.worker].load.release(reservation.number, now);
+        Booked::Released(reservation.shared_id)
     }
 
-    /// Where a request goes; it is booked there. What it brings to the door.
+    /// Chooses workers for a request and reserves them. Returns the entry for the admission queue; `None` without a
+    /// worker.
     fn place(
         &mut self,
         now: Instant,
-        arrived: Instant,
+        arrived_at: Instant,
         request: u32,
-        asked: &Asked,
-        steps: &mut Vec<Step>,
+        spec: &RequestSpec,
+        actions: &mut Vec<Action>,
     ) -> Option<QueuedRequest> {
-        let names: Vec<SequenceHash> = asked.blocks.iter().map(|block| trace::name(*block)).collect();
-        let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, names, &self.index);
+        let hashes: Vec<SequenceHash> = spec.blocks.iter().map(|block| trace::block_hash(*block)).collect();
+        let mut overlaps = Overlaps::only(BLOCK_TOKENS as usize, hashes, &self.index);
         overlaps.extend(&self.inflight);
-        let roster = self.fleet.snapshot();
-        let pool = roster.pool(MODEL)?;
-        let view = FleetView::new(pool, &overlaps, asked.input as usize, &[], now);
-        let draw = splitmix64(self.seed ^ self.fleet.choices());
-        // A router does not know how long an answer will be.
-        let deadline = self.deadline.map(|deadline| arrived + deadline);
+        let fleet = self.fleet.snapshot();
+        let pool = fleet.pool(MODEL)?;
+        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, &[], now);
+        let random = splitmix64(self.seed ^ self.fleet.choices());
+        // As in the live router, the length of the output is unknown.
+        let deadline = self.deadline.map(|deadline| arrived_at + deadline);
         let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        let ask = PlacementRequest {
-            tokens: asked.input as usize,
+        let placement_request = PlacementRequest {
+            tokens: spec.input_tokens as usize,
             max_tokens: None,
             choices: 1,
             work: &Work::Generate,
@@ -310,119 +325,124 @@ impl Routing {
             within,
         };
         let decision = decide(
-            self.rules.of(&asked.model),
-            ask,
+            self.settings_by_model.of(&spec.model),
+            placement_request,
             view,
             &mut self.scratch,
-            SelectionContext { random: draw, session: Some(asked.session) },
+            SelectionContext { random, session: Some(spec.session) },
         )?;
-        // Seats are in the order of their workers' ids, which count from 0.
-        let at = match &mut self.peer {
-            Some(peer) => peer.choose(request, asked, |at| decision.row(at as u32).held.total()),
+        // Rows are in the order of worker ids, which count from 0.
+        let at = match &mut self.baseline {
+            Some(baseline) => baseline.choose(request, spec, |at| decision.row(at as u32).held.total()),
             None => decision.chosen.at,
         };
         let row = decision.row(at as u32);
-        let helper = decision.prefill_worker(&row);
-        self.advisor.placed(row.uncached());
-        let mut book = |row: &ScoredWorker<'_>, name, amount, promised| {
-            let member = row.worker();
-            self.fleet.choose(member);
-            let number = member.load.book(amount, now);
-            let promise = self.inflight.add(member.slot, promised, BLOCK_TOKENS as usize, row.held.total());
-            let Demand { prefill_tokens, blocks, sequences, .. } = amount;
-            let (worker, decodes, anchors) = (member.id(), sequences > 0, promise.anchors().to_vec());
-            let placed = Booked::Placed { number: name, worker, prefill_tokens, blocks, decodes, anchors };
-            steps.push(Step::Say(placed));
-            Booking { worker: row.at, number, name, _promise: promise }
+        let prefill_row = decision.prefill_worker(&row);
+        self.planner.prompt_placed(row.uncached());
+        let mut book = |row: &ScoredWorker<'_>, shared_id, demand, hashes| {
+            let worker = row.worker();
+            self.fleet.choose(worker);
+            let number = worker.load.book(demand, now);
+            let inflight = self.inflight.add(worker.slot, hashes, BLOCK_TOKENS as usize, row.held.total());
+            let Demand { prefill_tokens, blocks, sequences, .. } = demand;
+            let (worker, decodes, anchors) = (worker.id(), sequences > 0, inflight.anchors().to_vec());
+            let placed = Booked::Placed { number: shared_id, worker, prefill_tokens, blocks, decodes, anchors };
+            actions.push(Action::Publish(placed));
+            Reservation { worker: row.at, number, shared_id, _inflight: inflight }
         };
-        let (name, names) = (u64::from(request), overlaps.hashes(0));
-        // What is handed over comes late: an event will tell of it.
-        let decode = book(&row, name, row.demand(), if helper.is_some() { &[] } else { names });
-        let prefill = helper.map(|helper| book(helper, name | DETOUR, helper.prefill_demand(), names));
+        let (shared_id, hashes) = (u64::from(request), overlaps.hashes(0));
+        // Transferred blocks arrive late; events will announce them.
+        let decode = book(&row, shared_id, row.demand(), if prefill_row.is_some() { &[] } else { hashes });
+        let prefill = prefill_row
+            .map(|prefill_row| book(prefill_row, shared_id | REMOTE_PREFILL_BIT, prefill_row.prefill_demand(), hashes));
         let ticket = Ticket {
             model: MODEL.into(),
             tenant: "".into(),
             priority: Priority::Normal,
             deadline,
-            queue_deadline: arrived + self.door.as_ref().map(Door::patience).unwrap_or_default(),
-            tokens: asked.input,
+            queue_deadline: arrived_at
+                + self.admission.as_ref().map(AdmissionDriver::max_queue_time).unwrap_or_default(),
+            tokens: spec.input_tokens,
             max_tokens: None,
             choices: 1,
         };
-        let route = Route { decode: row.worker().id(), prefill: helper.map(|helper| helper.worker().id()) };
-        let held = [row.demand(), helper.map(ScoredWorker::prefill_demand).unwrap_or_default()];
-        let bidden = ticket.placed(route, held, decision.min_service_seconds(&row), now);
-        let transfer = row.snapshot.estimate.transfer(Level::Peer, row.missing());
-        self.placed[request as usize] = Some(Placed { decode, prefill, transfer, handed: None, arrived, permit: None });
-        Some(bidden)
+        let route =
+            Route { decode: row.worker().id(), prefill: prefill_row.map(|prefill_row| prefill_row.worker().id()) };
+        let held = [row.demand(), prefill_row.map(ScoredWorker::prefill_demand).unwrap_or_default()];
+        let queued = ticket.placed(route, held, decision.min_service_seconds(&row), now);
+        let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing());
+        self.placements[request as usize] =
+            Some(Placement { decode, prefill, transfer_s, prefilled_at: None, arrived_at, permit: None });
+        Some(queued)
     }
 
-    /// The request has its first token. What other routers are told.
-    pub(super) fn started(&mut self, now_ns: u64, request: u32) -> Vec<Booked> {
-        let now = self.at(now_ns);
-        let Some(Placed { decode, prefill, transfer, handed, .. }) = &mut self.placed[request as usize] else {
+    /// The request has its first token. Returns the updates for other routers.
+    pub(super) fn first_token(&mut self, now_ns: u64, request: u32) -> Vec<Booked> {
+        let now = self.instant(now_ns);
+        let Some(Placement { decode, prefill, transfer_s, prefilled_at, .. }) = &mut self.placements[request as usize]
+        else {
             return Vec::new();
         };
-        let (load, name) = (&self.members[decode.worker].load, decode.name);
+        let (load, shared_id) = (&self.workers[decode.worker].load, decode.shared_id);
         load.started(decode.number);
-        if let Some(handed) = handed {
-            load.handed_off(((now - *handed).as_secs_f64() - *transfer).max(0.0));
+        if let Some(prefilled_at) = prefilled_at {
+            load.handed_off(((now - *prefilled_at).as_secs_f64() - *transfer_s).max(0.0));
         }
-        if let Some(peer) = &mut self.peer {
-            peer.started(decode.worker, request);
+        if let Some(baseline) = &mut self.baseline {
+            baseline.started(decode.worker, request);
         }
         let released = prefill.take().map(|prefill| self.release(now, &prefill));
-        [Booked::Started(name)].into_iter().chain(released).collect()
+        [Booked::Started(shared_id)].into_iter().chain(released).collect()
     }
 
-    /// The request has ended.
-    pub(super) fn finished(&mut self, now_ns: u64, request: u32, asked: &Asked) {
-        let Some(Placed { decode, permit, .. }) = self.placed[request as usize].take() else { return };
-        self.release(self.at(now_ns), &decode);
-        self.advisor.ended(asked.output);
-        if let (Some(door), Some(permit)) = (&mut self.door, permit) {
-            door.leave(permit);
+    /// Releases what a finished request holds.
+    pub(super) fn finished(&mut self, now_ns: u64, request: u32, spec: &RequestSpec) {
+        let Some(Placement { decode, permit, .. }) = self.placements[request as usize].take() else { return };
+        self.release(self.instant(now_ns), &decode);
+        self.planner.request_finished(spec.output_tokens);
+        if let (Some(driver), Some(permit)) = (&mut self.admission, permit) {
+            driver.leave(permit);
         }
-        if let Some(peer) = &mut self.peer {
-            peer.finished(decode.worker, asked);
+        if let Some(baseline) = &mut self.baseline {
+            baseline.finished(decode.worker, spec);
         }
     }
 
-    /// Who shall change between prefill and decode, if anybody.
-    pub(super) fn plan(&mut self, now_ns: u64, routers: usize) -> Option<RoleChange> {
-        let now = self.at(now_ns);
-        self.advisor.look(routers, &self.members, self.start, now)
+    /// The role change that the planner decides on, if any. `routers`: number of routers that share the requests.
+    pub(super) fn plan_roles(&mut self, now_ns: u64, routers: usize) -> Option<RoleChange> {
+        let now = self.instant(now_ns);
+        self.planner.decide(routers, &self.workers, self.start, now)
     }
 
-    /// A worker has changed, in the same life.
-    pub(super) fn flip(&mut self, RoleChange { worker, to }: RoleChange) {
-        let member = &mut self.members[worker.0 as usize];
-        let instance = Instance { phase: to, ..(*member.instance).clone() };
-        *member = Arc::new(Worker::new(Arc::new(instance), Arc::new(Simulated), member.slot, Some(member)));
-        self.fleet.join(member.clone());
+    /// A worker has changed its role within the same epoch.
+    pub(super) fn change_role(&mut self, RoleChange { worker, to }: RoleChange) {
+        let worker = &mut self.workers[worker.0 as usize];
+        let instance = Instance { phase: to, ..(*worker.instance).clone() };
+        *worker = Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), worker.slot, Some(worker)));
+        self.fleet.join(worker.clone());
     }
 
-    /// Another router tells what it booked.
-    pub(super) fn hear(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
-        let now = self.at(now_ns);
-        self.others.apply(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
+    /// Applies the reservation updates of another router.
+    pub(super) fn apply_updates(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
+        let now = self.instant(now_ns);
+        self.peer_routers.apply(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
     }
 
-    /// A second has passed: who is silent has gone.
-    pub(super) fn forget(&mut self, now_ns: u64) {
-        let now = self.at(now_ns);
-        self.others.expire(now);
+    /// Removes the reservations of routers that have not sent anything for too long.
+    pub(super) fn expire_peers(&mut self, now_ns: u64) {
+        let now = self.instant(now_ns);
+        self.peer_routers.expire(now);
     }
 
-    /// A message arrives. Whether the source's snapshot is needed.
+    /// Applies an event or a report. Returns whether a snapshot of the source is needed.
     pub(super) fn receive(&mut self, now_ns: u64, from: usize, message: Message) -> bool {
-        let now = self.at(now_ns);
+        let now = self.instant(now_ns);
         let feed = &mut self.feeds[from];
         match message {
             Message::Load(load) => {
                 feed.cursor.behind(EPOCH, load.number, now);
-                self.members[from].reported(&load);
-                self.members[from].load.report(load, now);
+                self.workers[from].reported(&load);
+                self.workers[from].load.report(load, now);
             }
             Message::Blocks(number, event) => {
                 if let Outcome::Apply(event) = feed.cursor.event(EPOCH, number, event) {
@@ -433,10 +453,15 @@ impl Routing {
         feed.cursor.next_request(0).is_some()
     }
 
-    /// A snapshot of a source, taken now, arrives. Whether another is needed.
-    pub(super) fn repair(&mut self, from: usize, number: u64, blocks: impl Iterator<Item = (Level, u32)>) -> bool {
+    /// Applies a snapshot of a source, taken at this moment. Returns whether another one is needed.
+    pub(super) fn apply_snapshot(
+        &mut self,
+        from: usize,
+        number: u64,
+        blocks: impl Iterator<Item = (Level, u32)>,
+    ) -> bool {
         let feed = &mut self.feeds[from];
-        let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::name(block)] };
+        let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::block_hash(block)] };
         let runs: Vec<Run> = blocks.map(run).collect();
         if feed.cursor.accept_snapshot(EPOCH, number) {
             self.index.replace(feed.source, &runs);
@@ -448,14 +473,14 @@ impl Routing {
         feed.cursor.next_request(0).is_some()
     }
 
-    /// Whether nothing is booked, here or by others that told.
+    /// Whether no reservation is left, neither of this router nor of other routers.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let free = |member: &Arc<Worker>| member.load.booked() == Demand::default();
-        self.placed.iter().all(Option::is_none) && self.members.iter().all(free)
+        let free = |worker: &Arc<Worker>| worker.load.booked() == Demand::default();
+        self.placements.iter().all(Option::is_none) && self.workers.iter().all(free)
     }
 
-    fn at(&self, now_ns: u64) -> Instant {
+    fn instant(&self, now_ns: u64) -> Instant {
         self.start + Duration::from_nanos(now_ns)
     }
 }

@@ -1,12 +1,12 @@
-//! The events of a replay: a heap ordered by time, and among equals by the order in which they were scheduled.
+//! The event loop of a replay: a heap of events, ordered by time and then by the order of scheduling.
 
-use super::engine::{Around, Effects, Engine, Turn};
+use super::engine::{Effects, Engine, Environment, Schedule};
 use super::lru::Lru;
-use super::plane::{Message, Plane};
-use super::results::{Histogram, Outcome, Served};
-use super::router::{Routing, Step};
-use super::trace::Asked;
-use super::{Admission, Chooser, Options, Profile, Trace};
+use super::plane::{EventPlane, Message};
+use super::results::{Histogram, RequestRecord, RunOutcome};
+use super::router::{Action, SimulatedRouter};
+use super::trace::RequestSpec;
+use super::{AdmissionMode, Options, PolicyUnderTest, Profile, Trace};
 use crate::admission::Stage;
 use crate::control::rebalance::INTERVAL;
 use crate::hash::splitmix64;
@@ -16,396 +16,409 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use worker::plane::{Booked, Phase, WorkerId};
 
-/// One policy at one rate with one seed.
+/// One run: one policy at one rate with one seed. Times are nanoseconds of virtual time.
 pub(super) struct Simulation<'a> {
-    requests: &'a [Asked],
+    requests: &'a [RequestSpec],
     profile: &'a Profile,
-    lag_ns: u64,
-    repair_ns: u64,
-    /// All of them get all messages; a request goes to one of them.
-    routers: Vec<Routing>,
+    event_delay_ns: u64,
+    resync_delay_ns: u64,
+    /// Every router receives every event and report. A request belongs to one router.
+    routers: Vec<SimulatedRouter>,
     seed: u64,
-    plane: Plane,
-    /// What routers tell each other, on its way, in order.
-    talk: VecDeque<(usize, Vec<Booked>)>,
+    plane: EventPlane,
+    /// Messages between routers in transit, with the sender, in order.
+    router_messages: VecDeque<(usize, Vec<Booked>)>,
     workers: Vec<Worker>,
-    around: Around,
-    /// By feed: messages on their way, in order.
-    underway: Vec<VecDeque<Message>>,
-    /// The latest first: requests come before whatever else happens at their time.
+    environment: Environment,
+    /// Events and reports in transit, in order, by source.
+    in_transit: Vec<VecDeque<Message>>,
+    /// Arrivals still to come, the latest first. An arrival precedes other events of the same time.
     arrivals: Vec<(u64, u32)>,
-    due: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    scheduled: u64,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    scheduled_count: u64,
     effects: Effects,
-    served: Vec<Served>,
-    gaps: Histogram,
-    open: usize,
-    has_door: bool,
-    /// Whether some workers only prefill or decode.
-    apart: bool,
-    /// How often one changed between them, if they do.
-    flips: Option<u64>,
+    records: Vec<RequestRecord>,
+    inter_token_gaps: Histogram,
+    unfinished: usize,
+    has_admission: bool,
+    /// Whether some workers have the role prefill or decode.
+    disaggregated: bool,
+    /// Number of role changes; `None` when the planner applies none.
+    role_changes: Option<u64>,
 }
 
 struct Worker {
     engine: Engine,
-    /// Until a step, or the wait for blocks, ends.
-    occupied: bool,
-    /// What a worker waits for was overtaken by an arrival when this has moved on.
-    turn: u64,
+    /// Whether a step is in progress.
+    is_busy: bool,
+    /// Identifies the latest scheduled step or wait; end events of earlier generations are ignored.
+    generation: u64,
     reported_ns: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    Arrives(u32),
-    /// Of a turn with this number.
-    StepEnds(u32, u64),
-    /// Likewise.
-    WaitEnds(u32, u64),
+    Arrival(u32),
+    /// End of a step: worker and generation.
+    StepEnd(u32, u64),
+    /// Blocks have been onboarded: worker and generation.
+    WaitEnd(u32, u64),
     Heartbeat(u32),
     Message(u32),
-    Talk,
-    /// For one router, of a source.
+    RouterMessage,
+    /// A snapshot arrives: router and source.
     Snapshot(u32, u32),
-    /// The planner looks.
+    /// The planner runs.
     Plan,
-    /// A worker prefills from now on, or decodes.
+    /// A worker changes its role: worker, and whether the new role is prefill.
     RoleChange(u32, bool),
 }
 
-/// Requests are left that nobody will ever serve.
+/// Requests remain, no event is scheduled and every worker is idle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "{requests} requests are stuck after {seconds} s of virtual time: no event is scheduled and every worker is idle"
 )]
-pub struct Standstill {
+pub struct Stalled {
     requests: usize,
     seconds: u64,
 }
 
-/// Reports: at least so often, and never closer than that; as workers do it.
-const REPORT_EVERY_NS: u64 = 1_000_000_000;
-const REPORT_GAP_NS: u64 = 20_000_000;
-/// Longer than anybody waits in the router: who has not moved by then never will.
-const STILL_NS: u64 = 600_000_000_000;
-const PLAN_EVERY_NS: u64 = INTERVAL.as_nanos() as u64;
+/// Longest and shortest interval between two reports of a worker, as for live workers.
+const REPORT_INTERVAL_NS: u64 = 1_000_000_000;
+const REPORT_MIN_GAP_NS: u64 = 20_000_000;
+/// Longer than any request is queued in a router. Without progress for this long, the run is stalled.
+const STALL_TIMEOUT_NS: u64 = 600_000_000_000;
+const PLAN_INTERVAL_NS: u64 = INTERVAL.as_nanos() as u64;
 
 impl<'a> Simulation<'a> {
-    pub(super) fn new(trace: &'a Trace, options: &'a Options, chooser: &Chooser, rate: f64, seed: u64) -> Self {
+    pub(super) fn new(trace: &'a Trace, options: &'a Options, policy: &PolicyUnderTest, rate: f64, seed: u64) -> Self {
         let (profile, count, requests) = (&options.profile, options.workers.len(), &trace.requests);
-        // Each replica has a seed of its own, as it should; one alone has that of the run.
-        let routing = |id| Routing::new(chooser, options, requests.len(), seed + 1_000 * id);
-        let worker = |_| Worker { engine: Engine::new(profile), occupied: false, turn: 0, reported_ns: 0 };
+        // Each router has its own seed. The first has the seed of the run.
+        let routing = |id| SimulatedRouter::new(policy, options, requests.len(), seed + 1_000 * id);
+        let worker = |_| Worker { engine: Engine::new(profile), is_busy: false, generation: 0, reported_ns: 0 };
         let arrivals = trace.arrivals(rate, seed);
-        let sound_from = arrivals.get((arrivals.len() as f64 * options.loss_until) as usize);
-        let sound_from_ns = sound_from.map_or(u64::MAX, |(at, _)| *at);
+        let lossless_from = arrivals.get((arrivals.len() as f64 * options.event_loss_until) as usize);
+        let lossless_from_ns = lossless_from.map_or(u64::MAX, |(at, _)| *at);
         let mut simulation = Self {
             requests,
             profile,
-            lag_ns: options.lag.as_nanos() as u64,
-            repair_ns: options.repair.as_nanos() as u64,
+            event_delay_ns: options.event_delay.as_nanos() as u64,
+            resync_delay_ns: options.resync_delay.as_nanos() as u64,
             routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
             seed,
-            plane: Plane::new(count, requests, options.loss, sound_from_ns, seed),
-            talk: VecDeque::new(),
+            plane: EventPlane::new(count, requests, options.event_loss, lossless_from_ns, seed),
+            router_messages: VecDeque::new(),
             workers: (0..count).map(worker).collect(),
-            around: Around {
+            environment: Environment {
                 store: profile.shared.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
-                sends_ns: vec![0; count],
+                send_link_free_ns: vec![0; count],
             },
-            underway: (0..=count).map(|_| VecDeque::new()).collect(),
+            in_transit: (0..=count).map(|_| VecDeque::new()).collect(),
             arrivals: Vec::new(),
-            due: BinaryHeap::new(),
-            scheduled: 0,
+            events: BinaryHeap::new(),
+            scheduled_count: 0,
             effects: Effects::default(),
-            served: vec![Served::default(); requests.len()],
-            gaps: Histogram::default(),
-            open: 0,
-            has_door: options.admission != Admission::Off,
-            apart: options.workers.iter().any(|phase| *phase != Phase::Both),
-            flips: options.flip.then_some(0),
+            records: vec![RequestRecord::default(); requests.len()],
+            inter_token_gaps: Histogram::default(),
+            unfinished: 0,
+            has_admission: options.admission != AdmissionMode::Off,
+            disaggregated: options.workers.iter().any(|phase| *phase != Phase::Both),
+            role_changes: options.rebalance.then_some(0),
         };
         for (at, request) in arrivals.into_iter().rev() {
-            let asked = &requests[request as usize];
-            simulation.served[request as usize] =
-                Served { arrived_ns: at, blocks: asked.blocks.len() as u64, output: asked.output, ..Served::default() };
-            if Engine::fits(profile, asked) {
-                simulation.open += 1;
+            let spec = &requests[request as usize];
+            simulation.records[request as usize] = RequestRecord {
+                arrived_ns: at,
+                blocks: spec.blocks.len() as u64,
+                output_tokens: spec.output_tokens,
+                ..RequestRecord::default()
+            };
+            if Engine::fits(profile, spec) {
+                simulation.unfinished += 1;
                 simulation.arrivals.push((at, request));
             }
         }
         for worker in 0..count as u32 {
-            // Not all at the same moment.
-            simulation.schedule(REPORT_EVERY_NS * u64::from(worker) / count as u64, Event::Heartbeat(worker));
+            // Spreads the heartbeats over the interval.
+            simulation.schedule(REPORT_INTERVAL_NS * u64::from(worker) / count as u64, Event::Heartbeat(worker));
         }
-        if options.flip {
-            simulation.schedule(PLAN_EVERY_NS, Event::Plan);
+        if options.rebalance {
+            simulation.schedule(PLAN_INTERVAL_NS, Event::Plan);
         }
         simulation
     }
 
     /// Runs until every request has ended.
-    pub(super) fn run(mut self) -> Result<Outcome, Standstill> {
-        let end_ns = self.play()?;
-        Ok(Outcome {
-            served: self.served,
-            gaps: self.gaps,
+    pub(super) fn run(mut self) -> Result<RunOutcome, Stalled> {
+        let end_ns = self.run_events()?;
+        Ok(RunOutcome {
+            requests: self.records,
+            inter_token_gaps: self.inter_token_gaps,
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
             end_ns,
-            apart: self.apart,
-            flips: self.flips,
+            disaggregated: self.disaggregated,
+            role_changes: self.role_changes,
         })
     }
 
-    fn play(&mut self) -> Result<u64, Standstill> {
-        let (mut end_ns, mut moved_ns) = (0, 0);
-        while self.open > 0
-            && let Some((now, event)) = self.next()
+    fn run_events(&mut self) -> Result<u64, Stalled> {
+        let (mut end_ns, mut progress_ns) = (0, 0);
+        while self.unfinished > 0
+            && let Some((now, event)) = self.next_event()
         {
             match event {
-                Event::Arrives(_) | Event::StepEnds(..) | Event::WaitEnds(..) => moved_ns = now,
-                Event::Heartbeat(0) if now > moved_ns + STILL_NS && self.is_still() => {
-                    return Err(Standstill { requests: self.open, seconds: now / 1_000_000_000 });
+                Event::Arrival(_) | Event::StepEnd(..) | Event::WaitEnd(..) => progress_ns = now,
+                Event::Heartbeat(0) if now > progress_ns + STALL_TIMEOUT_NS && self.is_stalled() => {
+                    return Err(Stalled { requests: self.unfinished, seconds: now / 1_000_000_000 });
                 }
                 _ => {}
             }
             end_ns = now;
-            self.happen(now, event);
+            self.advance(now, event);
         }
         Ok(end_ns)
     }
 
-    /// Whether nobody comes any more and no worker has anything to do.
-    fn is_still(&self) -> bool {
-        let works = |event: &Event| matches!(event, Event::StepEnds(..) | Event::WaitEnds(..));
-        self.arrivals.is_empty() && !self.due.iter().any(|Reverse((.., event))| works(event))
+    /// Whether no request is still to arrive and no worker is running or waiting for blocks.
+    fn is_stalled(&self) -> bool {
+        let works = |event: &Event| matches!(event, Event::StepEnd(..) | Event::WaitEnd(..));
+        self.arrivals.is_empty() && !self.events.iter().any(|Reverse((.., event))| works(event))
     }
 
-    /// What happens next.
-    fn next(&mut self) -> Option<(u64, Event)> {
-        let due = self.due.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
-        if let Some((at, request)) = self.arrivals.pop_if(|(at, _)| *at <= due) {
-            return Some((at, Event::Arrives(request)));
+    /// Removes and returns the next event.
+    fn next_event(&mut self) -> Option<(u64, Event)> {
+        let events = self.events.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
+        if let Some((at, request)) = self.arrivals.pop_if(|(at, _)| *at <= events) {
+            return Some((at, Event::Arrival(request)));
         }
-        self.due.pop().map(|Reverse((at, _, event))| (at, event))
+        self.events.pop().map(|Reverse((at, _, event))| (at, event))
     }
 
-    fn happen(&mut self, now: u64, event: Event) {
-        self.pass(now, event);
-        if self.has_door {
+    fn advance(&mut self, now: u64, event: Event) {
+        self.handle(now, event);
+        if self.has_admission {
             for router in 0..self.routers.len() {
-                let steps = self.routers[router].round(now, self.requests);
-                self.follow(now, router, steps);
+                let actions = self.routers[router].dispatch_ready(now, self.requests);
+                self.apply(now, router, actions);
             }
         }
     }
 
-    /// Does what a router decided.
-    fn follow(&mut self, now: u64, router: usize, steps: Vec<Step>) {
+    /// Carries out the actions of a router.
+    fn apply(&mut self, now: u64, router: usize, actions: Vec<Action>) {
         let mut booked = Vec::new();
-        for step in steps {
-            match step {
-                Step::Say(news) => booked.push(news),
-                Step::Refused => self.open -= 1,
-                Step::Go { request, worker, part } => {
-                    self.say(now, router, std::mem::take(&mut booked));
-                    let (served, asked) = (&mut self.served[request as usize], &self.requests[request as usize]);
-                    let from = served.helper.filter(|_| part == Stage::Decode);
-                    match part {
-                        Stage::Prefill => served.helper = Some(worker),
-                        Stage::Whole | Stage::Decode => served.worker = worker,
+        for action in actions {
+            match action {
+                Action::Publish(news) => booked.push(news),
+                Action::Reject => self.unfinished -= 1,
+                Action::Dispatch { request, worker, stage } => {
+                    self.send_updates(now, router, std::mem::take(&mut booked));
+                    let (records, spec) = (&mut self.records[request as usize], &self.requests[request as usize]);
+                    let from = records.prefill_worker.filter(|_| stage == Stage::Decode);
+                    match stage {
+                        Stage::Prefill => records.prefill_worker = Some(worker),
+                        Stage::Whole | Stage::Decode => records.worker = worker,
                     }
-                    self.workers[worker].engine.accept(request, asked, part, from);
+                    self.workers[worker].engine.accept(request, spec, stage, from);
                     self.interrupt(now, worker);
-                    self.work(now, worker);
+                    self.start_step(now, worker);
                 }
             }
         }
         if !booked.is_empty() {
-            self.say(now, router, booked);
+            self.send_updates(now, router, booked);
         }
     }
 
-    fn pass(&mut self, now: u64, event: Event) {
+    fn handle(&mut self, now: u64, event: Event) {
         match event {
-            Event::Arrives(request) => {
-                let router = self.router(request);
-                let steps = self.routers[router].arrive(now, request, self.requests);
-                self.follow(now, router, steps);
+            Event::Arrival(request) => {
+                let router = self.router_of(request);
+                let actions = self.routers[router].arrive(now, request, self.requests);
+                self.apply(now, router, actions);
             }
-            Event::StepEnds(at, turn) => {
+            Event::StepEnd(at, generation) => {
                 let at = at as usize;
-                let Self { workers, requests, around, effects, .. } = self;
-                if workers[at].turn != turn {
+                let Self { workers, requests, environment, effects, .. } = self;
+                if workers[at].generation != generation {
                     return;
                 }
-                workers[at].occupied = false;
-                workers[at].engine.stepped(now, requests, &mut around.store, effects);
-                self.tell(now, at);
-                self.work(now, at);
+                workers[at].is_busy = false;
+                workers[at].engine.complete_steps(now, requests, &mut environment.store, effects);
+                self.publish_effects(now, at);
+                self.start_step(now, at);
             }
-            Event::WaitEnds(at, turn) => {
-                if self.workers[at as usize].turn == turn {
-                    self.work(now, at as usize);
+            Event::WaitEnd(at, generation) => {
+                if self.workers[at as usize].generation == generation {
+                    self.start_step(now, at as usize);
                 }
             }
             Event::Heartbeat(at) => {
-                if now >= self.workers[at as usize].reported_ns + REPORT_EVERY_NS || now < REPORT_EVERY_NS {
+                if now >= self.workers[at as usize].reported_ns + REPORT_INTERVAL_NS || now < REPORT_INTERVAL_NS {
                     self.report(now, at as usize);
                 }
                 if at == 0 && self.routers.len() > 1 {
-                    (0..self.routers.len()).for_each(|router| self.say(now, router, Vec::new()));
-                    self.routers.iter_mut().for_each(|router| router.forget(now));
+                    (0..self.routers.len()).for_each(|router| self.send_updates(now, router, Vec::new()));
+                    self.routers.iter_mut().for_each(|router| router.expire_peers(now));
                 }
-                self.schedule(now + REPORT_EVERY_NS, Event::Heartbeat(at));
+                self.schedule(now + REPORT_INTERVAL_NS, Event::Heartbeat(at));
             }
-            Event::Talk => {
-                if let Some((from, booked)) = self.talk.pop_front() {
-                    self.hear(now, from, &booked);
+            Event::RouterMessage => {
+                if let Some((from, booked)) = self.router_messages.pop_front() {
+                    self.deliver_updates(now, from, &booked);
                 }
             }
             Event::Message(from) => {
-                if let Some(message) = self.underway[from as usize].pop_front() {
-                    self.receive(now, from as usize, message);
+                if let Some(message) = self.in_transit[from as usize].pop_front() {
+                    self.deliver(now, from as usize, message);
                 }
             }
             Event::Snapshot(router, from) => {
-                let (routing, number) = (&mut self.routers[router as usize], self.plane.number(from as usize));
+                let (routing, sequence_number) =
+                    (&mut self.routers[router as usize], self.plane.last_sequence_number(from as usize));
                 let again = if let Some(worker) = self.workers.get(from as usize) {
-                    routing.repair(from as usize, number, worker.engine.blocks())
+                    routing.apply_snapshot(from as usize, sequence_number, worker.engine.blocks())
                 } else {
-                    let blocks = self.around.store.as_ref().map(Lru::blocks).unwrap_or_default();
-                    routing.repair(from as usize, number, blocks.into_iter().map(|block| (Level::G3, block)))
+                    let blocks = self.environment.store.as_ref().map(Lru::blocks).unwrap_or_default();
+                    routing.apply_snapshot(
+                        from as usize,
+                        sequence_number,
+                        blocks.into_iter().map(|block| (Level::G3, block)),
+                    )
                 };
                 if again {
-                    self.schedule(now.saturating_add(self.repair_ns), Event::Snapshot(router, from));
+                    self.schedule(now.saturating_add(self.resync_delay_ns), Event::Snapshot(router, from));
                 }
             }
             Event::Plan => {
                 let routers = self.routers.len();
-                // A wish to the worker, and its answer to all.
-                if let Some(RoleChange { worker, to }) = self.routers[0].plan(now, routers) {
-                    self.schedule(now + 2 * self.lag_ns, Event::RoleChange(worker.0 as u32, to == Phase::Prefill));
+                // Twice the delay: the request to the worker, and the announcement of its new role.
+                if let Some(RoleChange { worker, to }) = self.routers[0].plan_roles(now, routers) {
+                    self.schedule(
+                        now + 2 * self.event_delay_ns,
+                        Event::RoleChange(worker.0 as u32, to == Phase::Prefill),
+                    );
                 }
-                self.schedule(now + PLAN_EVERY_NS, Event::Plan);
+                self.schedule(now + PLAN_INTERVAL_NS, Event::Plan);
             }
             Event::RoleChange(worker, prefills) => {
                 let to = if prefills { Phase::Prefill } else { Phase::Decode };
-                let flip = RoleChange { worker: WorkerId(worker.into()), to };
-                self.routers.iter_mut().for_each(|router| router.flip(flip));
-                self.flips = self.flips.map(|flips| flips + 1);
+                let change = RoleChange { worker: WorkerId(worker.into()), to };
+                self.routers.iter_mut().for_each(|router| router.change_role(change));
+                self.role_changes = self.role_changes.map(|role_changes| role_changes + 1);
             }
         }
     }
 
-    /// A worker that is some steps ahead of time comes back to the one under way, since somebody came.
+    /// A request arrived: if several steps are scheduled, keeps only the current one.
     fn interrupt(&mut self, now: u64, at: usize) {
         let worker = &mut self.workers[at];
-        if worker.occupied
-            && let Some(end) = worker.engine.cut(now)
+        if worker.is_busy
+            && let Some(end) = worker.engine.interrupt(now)
         {
-            worker.turn += 1;
-            let event = Event::StepEnds(at as u32, worker.turn);
+            worker.generation += 1;
+            let event = Event::StepEnd(at as u32, worker.generation);
             self.schedule(end, event);
         }
     }
 
-    /// Starts a worker's next step, unless one is under way.
-    fn work(&mut self, now: u64, at: usize) {
-        let Self { workers, requests, profile, around, effects, .. } = self;
+    /// Starts a worker's next step, unless one is in progress.
+    fn start_step(&mut self, now: u64, at: usize) {
+        let Self { workers, requests, profile, environment, effects, .. } = self;
         let worker = &mut workers[at];
-        if worker.occupied {
+        if worker.is_busy {
             return;
         }
-        worker.turn += 1;
-        let (turn, number) = (worker.engine.turn(now, requests, profile, around, effects), worker.turn);
-        match turn {
-            Turn::Step(until) => {
-                worker.occupied = true;
-                self.schedule(until, Event::StepEnds(at as u32, number));
+        worker.generation += 1;
+        let (generation, number) =
+            (worker.engine.schedule(now, requests, profile, environment, effects), worker.generation);
+        match generation {
+            Schedule::RunUntil(until) => {
+                worker.is_busy = true;
+                self.schedule(until, Event::StepEnd(at as u32, number));
             }
-            Turn::Wait(until) => self.schedule(until, Event::WaitEnds(at as u32, number)),
-            Turn::Rest => {}
+            Schedule::WaitUntil(until) => self.schedule(until, Event::WaitEnd(at as u32, number)),
+            Schedule::Idle => {}
         }
-        self.tell(now, at);
+        self.publish_effects(now, at);
     }
 
-    /// Notes what a worker did, and tells the routers.
-    fn tell(&mut self, now: u64, at: usize) {
+    /// Records the effects of a worker's step and informs the routers.
+    fn publish_effects(&mut self, now: u64, at: usize) {
         let mut effects = std::mem::take(&mut self.effects);
         for (request, blocks) in effects.admitted.drain(..) {
-            self.served[request as usize].hits = blocks;
+            self.records[request as usize].hits = blocks;
         }
-        for request in effects.lost.drain(..) {
-            let decodes = self.served[request as usize].worker;
-            // What is on its way there is handed over, even if nobody keeps it any more.
-            if self.workers[decodes].engine.lost(request, &self.requests[request as usize]) {
-                self.served[request as usize].helper = None;
+        for request in effects.dropped.drain(..) {
+            let decodes = self.records[request as usize].worker;
+            // Blocks in transit still arrive, even after their source drops the prompt.
+            if self.workers[decodes].engine.recompute_prompt(request, &self.requests[request as usize]) {
+                self.records[request as usize].prefill_worker = None;
             }
         }
-        let mut helpers = Vec::new();
-        for request in effects.first.drain(..) {
-            self.served[request as usize].first_ns = now;
-            let router = self.router(request);
-            let booked = self.routers[router].started(now, request);
-            self.say(now, router, booked);
-            if let Some(helper) = self.served[request as usize].helper {
-                self.workers[helper].engine.release(request, &self.requests[request as usize]);
-                helpers.push(helper);
+        let mut prefill_workers = Vec::new();
+        for request in effects.first_tokens.drain(..) {
+            self.records[request as usize].first_token_ns = now;
+            let router = self.router_of(request);
+            let booked = self.routers[router].first_token(now, request);
+            self.send_updates(now, router, booked);
+            if let Some(prefill_worker) = self.records[request as usize].prefill_worker {
+                self.workers[prefill_worker].engine.release(request, &self.requests[request as usize]);
+                prefill_workers.push(prefill_worker);
             }
         }
-        for (gap, times) in effects.gaps.drain(..) {
-            self.gaps.add(gap, times);
+        for (gap, times) in effects.inter_token_gaps.drain(..) {
+            self.inter_token_gaps.add(gap, times);
         }
         for request in effects.finished.drain(..) {
-            self.served[request as usize].ended_ns = now;
-            let router = self.router(request);
+            self.records[request as usize].finished_ns = now;
+            let router = self.router_of(request);
             self.routers[router].finished(now, request, &self.requests[request as usize]);
-            self.say(now, router, vec![Booked::Released(request.into())]);
-            self.open -= 1;
+            self.send_updates(now, router, vec![Booked::Released(request.into())]);
+            self.unfinished -= 1;
         }
         for (from, message) in self.plane.announce(now, at, &effects.changes) {
             self.send(now, from, message);
         }
         effects.changes.clear();
-        if now >= self.workers[at].reported_ns + REPORT_GAP_NS {
+        if now >= self.workers[at].reported_ns + REPORT_MIN_GAP_NS {
             self.report(now, at);
         }
-        for request in effects.handed.drain(..) {
-            let router = self.router(request);
-            let steps = self.routers[router].computed(now, request);
-            self.follow(now, router, steps);
+        for request in effects.prefilled.drain(..) {
+            let router = self.router_of(request);
+            let actions = self.routers[router].prompt_computed(now, request);
+            self.apply(now, router, actions);
         }
-        // They have room for others now.
-        for helper in helpers {
-            self.work(now, helper);
+        // Released blocks may admit waiting requests.
+        for prefill_worker in prefill_workers {
+            self.start_step(now, prefill_worker);
         }
-        // Its lists keep their room.
+        // Keeps the capacity of its vectors.
         self.effects = effects;
     }
 
-    /// Whose request it is.
-    fn router(&self, request: u32) -> usize {
+    /// The router that a request belongs to.
+    fn router_of(&self, request: u32) -> usize {
         (splitmix64(self.seed ^ u64::from(request)) % self.routers.len() as u64) as usize
     }
 
-    /// A router tells the others.
-    fn say(&mut self, now: u64, from: usize, booked: Vec<Booked>) {
+    /// Sends reservation updates to the other routers.
+    fn send_updates(&mut self, now: u64, from: usize, booked: Vec<Booked>) {
         if self.routers.len() < 2 {
             return;
         }
-        if self.lag_ns == 0 {
-            self.hear(now, from, &booked);
+        if self.event_delay_ns == 0 {
+            self.deliver_updates(now, from, &booked);
         } else {
-            self.talk.push_back((from, booked));
-            self.schedule(now + self.lag_ns, Event::Talk);
+            self.router_messages.push_back((from, booked));
+            self.schedule(now + self.event_delay_ns, Event::RouterMessage);
         }
     }
 
-    fn hear(&mut self, now: u64, from: usize, booked: &[Booked]) {
+    fn deliver_updates(&mut self, now: u64, from: usize, booked: &[Booked]) {
         for (_, other) in self.routers.iter_mut().enumerate().filter(|(at, _)| *at != from) {
-            other.hear(now, from, booked.to_vec());
+            other.apply_updates(now, from, booked.to_vec());
         }
     }
 
@@ -416,32 +429,32 @@ impl<'a> Simulation<'a> {
     }
 
     fn send(&mut self, now: u64, from: usize, message: Message) {
-        if self.lag_ns == 0 {
-            self.receive(now, from, message);
+        if self.event_delay_ns == 0 {
+            self.deliver(now, from, message);
         } else {
-            self.underway[from].push_back(message);
-            self.schedule(now + self.lag_ns, Event::Message(from as u32));
+            self.in_transit[from].push_back(message);
+            self.schedule(now + self.event_delay_ns, Event::Message(from as u32));
         }
     }
 
-    fn receive(&mut self, now: u64, from: usize, message: Message) {
-        // One copy less: nearly always there is one router.
+    fn deliver(&mut self, now: u64, from: usize, message: Message) {
+        // Avoids one clone; usually there is one router.
         let last = self.routers.len() - 1;
         for router in 0..last {
-            self.read(now, router, from, message.clone());
+            self.deliver_to(now, router, from, message.clone());
         }
-        self.read(now, last, from, message);
+        self.deliver_to(now, last, from, message);
     }
 
-    fn read(&mut self, now: u64, router: usize, from: usize, message: Message) {
+    fn deliver_to(&mut self, now: u64, router: usize, from: usize, message: Message) {
         if self.routers[router].receive(now, from, message) {
-            self.schedule(now.saturating_add(self.repair_ns), Event::Snapshot(router as u32, from as u32));
+            self.schedule(now.saturating_add(self.resync_delay_ns), Event::Snapshot(router as u32, from as u32));
         }
     }
 
     fn schedule(&mut self, at: u64, event: Event) {
-        self.scheduled += 1;
-        self.due.push(Reverse((at, self.scheduled, event)));
+        self.scheduled_count += 1;
+        self.events.push(Reverse((at, self.scheduled_count, event)));
     }
 }
 

@@ -2,18 +2,18 @@ use super::*;
 
 const FIXTURE: &str = include_str!("../../tests/fixtures/conversation.jsonl");
 const H100: &str = include_str!("../../../deploy/profiles/h100-8b.toml");
-const KV: Chooser = Chooser::Policy(Policy::Kv);
-const LEAST_LOADED: Chooser = Chooser::Policy(Policy::LeastLoaded);
+const KV: PolicyUnderTest = PolicyUnderTest::Policy(Policy::Kv);
+const LEAST_LOADED: PolicyUnderTest = PolicyUnderTest::Policy(Policy::LeastLoaded);
 
-pub(super) fn replay(trace: &Trace, options: &Options, chooser: &Chooser, rate: f64, seeds: u64) -> Figures {
-    super::replay(trace, options, chooser, rate, seeds).unwrap()
+pub(super) fn run_policy(trace: &Trace, options: &Options, policy: &PolicyUnderTest, rate: f64, runs: u64) -> Results {
+    super::replay(trace, options, policy, rate, runs).unwrap()
 }
 
 pub(super) fn fixture() -> Trace {
     Trace::read(FIXTURE.as_bytes()).unwrap()
 }
 
-/// Memory for a tenth of the fixture on each worker, so that caches have to choose.
+/// Each worker has memory for a tenth of the fixture, so that caches evict.
 pub(super) fn options(workers: usize) -> Options {
     let profile: Profile = toml::from_str(H100).unwrap();
     profile.check().unwrap();
@@ -23,13 +23,13 @@ pub(super) fn options(workers: usize) -> Options {
         profile,
         workers: vec![Phase::Both; workers],
         replicas: 1,
-        lag: Duration::from_millis(5),
-        loss: 0.0,
-        loss_until: 1.0,
-        repair: Duration::from_millis(50),
+        event_delay: Duration::from_millis(5),
+        event_loss: 0.0,
+        event_loss_until: 1.0,
+        resync_delay: Duration::from_millis(50),
         slo,
-        admission: Admission::Off,
-        flip: false,
+        admission: AdmissionMode::Off,
+        rebalance: false,
         settings: Settings::default(),
     }
 }
@@ -48,7 +48,7 @@ fn line(timestamp: u64, input: u64, output: u64, blocks: &[u32]) -> String {
     request.to_string() + "\n"
 }
 
-/// A second per full block, nothing else.
+/// One second per full block, and 1 ms per step.
 fn by_hand() -> Options {
     let profile = Profile {
         name: "hand".into(),
@@ -66,36 +66,36 @@ fn by_hand() -> Options {
         shared: None,
         peer: None,
     };
-    Options { profile, lag: Duration::ZERO, ..options(1) }
+    Options { profile, event_delay: Duration::ZERO, ..options(1) }
 }
 
 #[test]
 fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
-    let (trace, options) = (fixture(), Options { loss: 0.1, ..with_stores(options(4)) });
-    for chooser in Chooser::all() {
-        let run = || serde_json::to_string(&replay(&trace, &options, &chooser, 8.0, 2)).unwrap();
-        assert_eq!(run(), run(), "{}", chooser.name());
+    let (trace, options) = (fixture(), Options { event_loss: 0.1, ..with_stores(options(4)) });
+    for policy in PolicyUnderTest::all() {
+        let run = || serde_json::to_string(&run_policy(&trace, &options, &policy, 8.0, 2)).unwrap();
+        assert_eq!(run(), run(), "{}", policy.name());
     }
-    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().unwrap().figures(8.0, options.slo);
+    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().unwrap().results(8.0, options.slo);
     assert_ne!(of_seed(0), of_seed(1));
 }
 
 #[test]
 fn every_request_ends_and_no_hit_comes_from_nowhere() {
     let trace = fixture();
-    for options in [options(3), with_stores(options(3)), Options { loss: 0.2, ..with_stores(options(3)) }] {
-        for chooser in Chooser::all() {
-            let figures = replay(&trace, &options, &chooser, 20.0, 1);
-            assert_eq!((figures.completed, figures.rejected), (trace.len() as u64, 0), "{}", chooser.name());
-            assert!(figures.hit_rate <= trace.bound() + 1e-9, "{} hits {}", chooser.name(), figures.hit_rate);
-            assert!(figures.imbalance >= 1.0 && figures.ttft_p50_s <= figures.ttft_p99_s);
+    for options in [options(3), with_stores(options(3)), Options { event_loss: 0.2, ..with_stores(options(3)) }] {
+        for policy in PolicyUnderTest::all() {
+            let results = run_policy(&trace, &options, &policy, 20.0, 1);
+            assert_eq!((results.completed, results.rejected), (trace.len() as u64, 0), "{}", policy.name());
+            assert!(results.hit_rate <= trace.hit_rate_bound() + 1e-9, "{} hits {}", policy.name(), results.hit_rate);
+            assert!(results.imbalance >= 1.0 && results.ttft_p50_s <= results.ttft_p99_s);
         }
     }
 }
 
 #[test]
 fn a_conversation_stays_with_its_worker() {
-    // Forty conversations that open alike, three turns each, one turn a minute.
+    // Forty conversations with the same first block, three turns each, one turn per minute.
     let turn = |at: u32| [vec![1], (0..=at / 40).map(|turn| 100 * (at % 40) + 10 + turn).collect()].concat();
     let text: String = (0..120).map(|at| (at, turn(at))).fold(String::new(), |text, (at, blocks)| {
         text + &line(60_000 * u64::from(at), 512 * blocks.len() as u64, 1, &blocks)
@@ -103,8 +103,9 @@ fn a_conversation_stays_with_its_worker() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = Options { workers: vec![Phase::Both; 4], ..by_hand() };
     let workers = |policy| {
-        let outcome = Simulation::new(&trace, &options, &Chooser::Policy(policy), trace.rate(), 0).run().unwrap();
-        outcome.served.iter().map(|served| served.worker).collect::<Vec<_>>()
+        let outcome =
+            Simulation::new(&trace, &options, &PolicyUnderTest::Policy(policy), trace.rate(), 0).run().unwrap();
+        outcome.requests.iter().map(|served| served.worker).collect::<Vec<_>>()
     };
     let of_session = workers(Policy::Session);
     assert!(of_session[..40] == of_session[40..80] && of_session[..40] == of_session[80..], "{of_session:?}");
@@ -115,42 +116,42 @@ fn a_conversation_stays_with_its_worker() {
 
 #[test]
 fn three_requests_by_hand() {
-    // Two blocks; the same again and one more, an hour later; one block while the second is computed.
+    // Two blocks; an hour later the same with one more; then one block while the second request is computed.
     let text = line(0, 1024, 3, &[1, 2]) + &line(3_600_000, 1536, 1, &[1, 2, 3]) + &line(3_600_001, 512, 1, &[4]);
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = by_hand();
-    // At the recorded rate; the last arrival has no step to be moved in, so times are exact but for the spread of the rest.
+    // At the recorded rate times are exact, except that arrivals within the interval of the first two are spread.
     let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap();
-    let ttft: Vec<f64> = outcome.served.iter().map(|s| (s.first_ns - s.arrived_ns) as f64 / 1e9).collect();
+    let ttft: Vec<f64> = outcome.requests.iter().map(|s| (s.first_token_ns - s.arrived_ns) as f64 / 1e9).collect();
     assert!((ttft[0] - 2.001).abs() < 1e-6, "two blocks and a step: {ttft:?}");
     assert!((ttft[1] - 1.001).abs() < 1e-6, "one of three is new: {ttft:?}");
-    let queued = outcome.served[1].first_ns - outcome.served[2].arrived_ns;
+    let queued = outcome.requests[1].first_token_ns - outcome.requests[2].arrived_ns;
     assert!((ttft[2] - queued as f64 / 1e9 - 1.001).abs() < 1e-6, "then its own: {ttft:?}");
-    assert_eq!(outcome.served.iter().map(|s| s.hits).collect::<Vec<_>>(), [0, 2, 0]);
-    let decoded = outcome.served[0].ended_ns - outcome.served[0].first_ns;
+    assert_eq!(outcome.requests.iter().map(|s| s.hits).collect::<Vec<_>>(), [0, 2, 0]);
+    let decoded = outcome.requests[0].finished_ns - outcome.requests[0].first_token_ns;
     assert_eq!(decoded, 2_000_000, "two more tokens, a step each");
 }
 
 #[test]
 fn a_hand_over_by_hand() {
-    // Four blocks, the first two of them before; then one that is too short to be handed over.
+    // Four blocks, of which the first two are cached; then a request that is too short for remote prefill.
     let text = line(0, 1024, 2, &[1, 2]) + &line(3_600_000, 2048, 1, &[1, 2, 3, 4]) + &line(7_200_000, 512, 1, &[9]);
     let trace = Trace::read(text.as_bytes()).unwrap();
     let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..by_hand() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
-    let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().served;
-    let ttft = |nth: usize| (served[nth].first_ns - served[nth].arrived_ns) as f64 / 1e9;
-    // Two blocks and a step; two blocks over the link; the last token, and a step.
+    let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().requests;
+    let ttft = |nth: usize| (served[nth].first_token_ns - served[nth].arrived_ns) as f64 / 1e9;
+    // Two blocks and a step; two blocks over the link; the last token and a step.
     let whole = 2.001 + (0.01 + 0.01) + (1.0 / 512.0 + 0.001);
     assert!((ttft(0) - whole).abs() < 1e-6 && (ttft(1) - whole).abs() < 1e-6, "{served:?}");
     assert!((ttft(2) - 1.001).abs() < 1e-6, "{served:?}");
-    let parts: Vec<_> = served.iter().map(|served| (served.helper, served.worker, served.hits)).collect();
+    let parts: Vec<_> = served.iter().map(|served| (served.prefill_worker, served.worker, served.hits)).collect();
     assert_eq!(parts, [(Some(0), 1, 0), (Some(0), 1, 2), (None, 1, 0)]);
 }
 
 #[test]
 fn prompts_that_come_over_share_the_links_on_both_sides() {
-    // The second and the third are computed together while the first is handed over.
+    // The second and the third prompt are computed together while the first is transferred.
     let text = line(0, 1024, 1, &[0, 1]) + &line(1, 1024, 1, &[2, 3]) + &line(2, 1024, 1, &[4, 5]);
     let trace = Trace::read(text.as_bytes()).unwrap();
     let always = Settings { disaggregation: crate::policy::Disaggregation::Always, ..Settings::default() };
@@ -158,10 +159,10 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
         let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
         let mut options = Options { workers, ..by_hand() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
-        let chooser = Chooser::Settings("always", Box::new(always.clone()));
-        let served = Simulation::new(&trace, &options, &chooser, trace.rate(), 0).run().unwrap().served;
-        assert_eq!(served.iter().map(|it| it.helper).collect::<Vec<_>>(), [Some(0); 3]);
-        let apart = served[2].first_ns.abs_diff(served[1].first_ns) as f64 / 1e9;
+        let policy = PolicyUnderTest::Settings("always", Box::new(always.clone()));
+        let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
+        assert_eq!(served.iter().map(|it| it.prefill_worker).collect::<Vec<_>>(), [Some(0); 3]);
+        let apart = served[2].first_token_ns.abs_diff(served[1].first_token_ns) as f64 / 1e9;
         // Two blocks, and the latency.
         assert!((apart - 0.11).abs() < 1e-6, "{served:?}");
         served[1].worker == served[2].worker
@@ -173,16 +174,16 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
 #[test]
 fn a_request_that_fits_nobody_is_left_out() {
     let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
-    let figures = replay(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);
-    assert_eq!((figures.completed, figures.rejected), (1, 1));
+    let results = run_policy(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);
+    assert_eq!((results.completed, results.rejected), (1, 1));
 }
 
 #[test]
 fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
     let (trace, options) = (fixture(), options(4));
     for rate in [6.0, 12.0, 20.0] {
-        let [kv, least_loaded, random] = [KV, LEAST_LOADED, Chooser::Policy(Policy::Random)]
-            .map(|chooser| replay(&trace, &options, &chooser, rate, 3));
+        let [kv, least_loaded, random] = [KV, LEAST_LOADED, PolicyUnderTest::Policy(Policy::Random)]
+            .map(|policy| run_policy(&trace, &options, &policy, rate, 3));
         assert!(kv.hit_rate > least_loaded.hit_rate && kv.hit_rate > random.hit_rate, "{kv:?} {least_loaded:?}");
         assert!(kv.ttft_mean_s < least_loaded.ttft_mean_s, "at {rate}/s: {kv:?} {least_loaded:?}");
         assert!(least_loaded.ttft_mean_s < random.ttft_mean_s, "at {rate}/s: {least_loaded:?} {random:?}");
@@ -194,7 +195,8 @@ fn at_saturation_cache_aware_routing_does_not_lose_to_load() {
     let (trace, options) = (fixture(), options(4));
     let full = capacity(&trace, &options, |_, _| {}).unwrap();
     for load in [1.0, 1.2, 1.5] {
-        let [kv, least_loaded] = [&KV, &LEAST_LOADED].map(|chooser| replay(&trace, &options, chooser, full * load, 3));
+        let [kv, least_loaded] =
+            [&KV, &LEAST_LOADED].map(|policy| run_policy(&trace, &options, policy, full * load, 3));
         assert!(
             kv.ttft_p99_s <= least_loaded.ttft_p99_s * 1.02 && kv.ttft_mean_s < least_loaded.ttft_mean_s,
             "at {load}: {kv:?} {least_loaded:?}",
@@ -206,8 +208,8 @@ fn at_saturation_cache_aware_routing_does_not_lose_to_load() {
 fn the_cache_preset_finds_more() {
     let (trace, options) = (fixture(), options(4));
     let hits = |preset: Preset| {
-        let chooser = Chooser::Settings(preset.name(), Box::new(preset.settings()));
-        [6.0, 12.0, 20.0].map(|rate| replay(&trace, &options, &chooser, rate, 3).hit_rate).iter().sum::<f64>()
+        let policy = PolicyUnderTest::Settings(preset.name(), Box::new(preset.settings()));
+        [6.0, 12.0, 20.0].map(|rate| run_policy(&trace, &options, &policy, rate, 3).hit_rate).iter().sum::<f64>()
     };
     let [balanced, cache] = [Preset::Balanced, Preset::Cache].map(hits);
     println!("hit rates, added up: balanced {balanced:.4}, cache {cache:.4}");
@@ -217,20 +219,20 @@ fn the_cache_preset_finds_more() {
 #[test]
 fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
     let (trace, exact) = (fixture(), options(4));
-    let hit_rate = |options: &Options| replay(&trace, options, &KV, 12.0, 3).hit_rate;
-    let lossy = hit_rate(&Options { loss: 0.1, ..exact.clone() });
+    let hit_rate = |options: &Options| run_policy(&trace, options, &KV, 12.0, 3).hit_rate;
+    let lossy = hit_rate(&Options { event_loss: 0.1, ..exact.clone() });
     let all = hit_rate(&exact);
     assert!(lossy > all - 0.02, "{lossy} of {all}");
     assert!(hit_rate(&with_stores(exact)) > all + 0.02);
 }
 
-/// Hit rates of the requests while events are lost, and of the last quarter.
-fn lossy(loss: f64, repair: Duration) -> [f64; 2] {
-    let (trace, seeds) = (fixture(), 8);
-    let options = Options { loss, loss_until: 0.5, repair, ..options(4) };
+/// Hit rates of the requests in the half with lost events, and in the last quarter.
+fn lossy(event_loss: f64, resync_delay: Duration) -> [f64; 2] {
+    let (trace, runs) = (fixture(), 8);
+    let options = Options { event_loss, event_loss_until: 0.5, resync_delay, ..options(4) };
     let mut sums = [(0, 0); 2];
-    for seed in 0..seeds {
-        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().unwrap().served;
+    for seed in 0..runs {
+        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().unwrap().requests;
         let half = served.len() / 2;
         for (sum, part) in sums.iter_mut().zip([&served[..half], &served[half * 3 / 2..]]) {
             sum.0 += part.iter().map(|served| served.hits).sum::<u64>();
@@ -252,7 +254,7 @@ fn a_tenth_of_the_events_lost_is_felt_a_little_while_repair_is_slow_and_not_any_
 #[test]
 fn eight_routers_have_nearly_the_hit_rate_and_wait_of_one() {
     let trace = fixture();
-    let of = |replicas| replay(&trace, &Options { replicas, ..options(8) }, &KV, 24.0, 3);
+    let of = |replicas| run_policy(&trace, &Options { replicas, ..options(8) }, &KV, 24.0, 3);
     let (one, eight) = (of(1), of(8));
     assert!(eight.hit_rate >= 0.95 * one.hit_rate, "{} of {}", eight.hit_rate, one.hit_rate);
     assert!(eight.ttft_mean_s <= 1.1 * one.ttft_mean_s, "{} instead of {}", eight.ttft_mean_s, one.ttft_mean_s);
@@ -264,21 +266,24 @@ fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
     let mut tried = Vec::new();
     let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99))).unwrap();
     let idle = tried[0].1;
-    let p99 = |rate| replay(&trace, &options, &LEAST_LOADED, rate, 1).ttft_p99_s;
-    assert!(p99(found) < SATURATED * idle && p99(found * 1.1) >= SATURATED * idle, "{found} of {tried:?}");
+    let p99 = |rate| run_policy(&trace, &options, &LEAST_LOADED, rate, 1).ttft_p99_s;
+    assert!(
+        p99(found) < SATURATION_FACTOR * idle && p99(found * 1.1) >= SATURATION_FACTOR * idle,
+        "{found} of {tried:?}"
+    );
 }
 
 #[test]
 fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
-    let figures: Vec<Figures> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
-        .map(|(name, rate)| Figures {
+    let results: Vec<Results> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
+        .map(|(name, rate)| Results {
             policy: name.into(),
             rate_rps: rate,
             goodput_rps: rate / 2.0,
-            ..Figures::default()
+            ..Results::default()
         })
         .into();
-    let svg = goodput_svg(&figures, "two & three");
+    let svg = goodput_svg(&results, "two & three");
     assert_eq!((svg.matches("<polyline").count(), svg.matches("<circle").count()), (2, 3));
     for text in ["requests offered per second", "two &amp; three", "a&lt;b", ">kv<"] {
         assert!(svg.contains(text), "{text}");
@@ -289,24 +294,25 @@ fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
 #[test]
 fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come_too_late() {
     let trace = fixture();
-    let at = |admission, rate| replay(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
-    assert_eq!(at(Admission::Queue, 1.0), at(Admission::Off, 1.0));
-    assert_eq!(at(Admission::Deadline, 1.0).rejected, 0);
-    // Far more than four workers can serve.
-    let [off, room, deadline] = [Admission::Off, Admission::Queue, Admission::Deadline].map(|how| at(how, 100.0));
+    let at = |admission, rate| run_policy(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
+    assert_eq!(at(AdmissionMode::Queue, 1.0), at(AdmissionMode::Off, 1.0));
+    assert_eq!(at(AdmissionMode::Deadline, 1.0).rejected, 0);
+    // Far above the capacity of four workers.
+    let [off, room, deadline] =
+        [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline].map(|how| at(how, 100.0));
     assert_eq!(off.completed, trace.len() as u64);
     assert_eq!(room.completed + room.rejected, trace.len() as u64);
     assert_eq!(deadline.completed + deadline.rejected, trace.len() as u64);
     assert!(deadline.rejected > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
-    // The deadline is two seconds; what decoding takes from prefill nobody knows beforehand.
+    // The deadline is two seconds. How much decoding slows prefill is not known beforehand.
     assert!(deadline.ttft_p99_s < 3.0 && off.ttft_p99_s > 6.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
 }
 
 #[test]
 fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike() {
     let trace = fixture();
-    let options = Options { admission: Admission::Deadline, replicas: 3, ..with_stores(options(4)) };
-    let run = || replay(&trace, &options, &KV, 20.0, 1);
+    let options = Options { admission: AdmissionMode::Deadline, replicas: 3, ..with_stores(options(4)) };
+    let run = || run_policy(&trace, &options, &KV, 20.0, 1);
     assert_eq!(run(), run());
     assert_eq!(run().completed + run().rejected, trace.len() as u64);
 }
@@ -317,11 +323,12 @@ fn what_is_configured_counts_for_every_policy_of_ours_and_for_no_peers_rule() {
     let text = "decode_interference_weight = 50\nprefix_affinity = 20";
     let settings = toml::from_str(text).unwrap();
     let tuned = Options { settings, ..default.clone() };
-    for chooser in Chooser::all() {
-        let [before, after] = [&default, &tuned].map(|options| replay(&trace, options, &chooser, 20.0, 1));
-        let blind = Chooser::Policy(Policy::RoundRobin) == chooser || Chooser::Policy(Policy::Random) == chooser;
-        let weighs = matches!(chooser, Chooser::Policy(_)) && !blind;
-        assert_eq!(before != after, weighs, "{}", chooser.name());
+    for policy in PolicyUnderTest::all() {
+        let [before, after] = [&default, &tuned].map(|options| run_policy(&trace, options, &policy, 20.0, 1));
+        let blind =
+            PolicyUnderTest::Policy(Policy::RoundRobin) == policy || PolicyUnderTest::Policy(Policy::Random) == policy;
+        let weighs = matches!(policy, PolicyUnderTest::Policy(_)) && !blind;
+        assert_eq!(before != after, weighs, "{}", policy.name());
     }
     let tried = |options: &Options| capacity(&trace, options, |_, _| {}).unwrap().to_bits();
     assert_eq!(tried(&tuned), tried(&default), "a load is the same rate, whatever is tuned");
@@ -336,15 +343,18 @@ fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured
     let (small, big) = (of("small"), of("big"));
     let text = "[models.small]\npreset = 'cache'\ndecode_interference_weight = 50\npolicy = 'random'";
     let tuned = Options { settings: toml::from_str(text).unwrap(), ..options(4) };
-    let run = |trace: &Trace, options: &Options| replay(trace, options, &KV, 20.0, 1);
+    let run = |trace: &Trace, options: &Options| run_policy(trace, options, &KV, 20.0, 1);
     assert_eq!(run(&big, &tuned), run(&fixture(), &options(4)));
     let alone = Settings { decode_interference_weight: 50.0, ..Preset::Cache.settings() };
     assert_eq!(run(&small, &tuned), run(&big, &Options { settings: alone, ..options(4) }));
-    let as_configured = Chooser::Settings("as configured", Box::new(tuned.settings.clone()));
-    assert_ne!(Figures { policy: "kv".into(), ..replay(&small, &tuned, &as_configured, 20.0, 1) }, run(&small, &tuned));
+    let as_configured = PolicyUnderTest::Settings("as configured", Box::new(tuned.settings.clone()));
+    assert_ne!(
+        Results { policy: "kv".into(), ..run_policy(&small, &tuned, &as_configured, 20.0, 1) },
+        run(&small, &tuned)
+    );
 
     let settings = toml::from_str("[admission]\nmax_queue_time = '1s'").unwrap();
-    let room = Options { admission: Admission::Queue, ..options(4) };
-    let refused = |options: &Options| replay(&big, options, &KV, 100.0, 1).rejected;
+    let room = Options { admission: AdmissionMode::Queue, ..options(4) };
+    let refused = |options: &Options| run_policy(&big, options, &KV, 100.0, 1).rejected;
     assert!(refused(&Options { settings, ..room.clone() }) > refused(&room));
 }

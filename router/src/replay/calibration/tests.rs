@@ -1,7 +1,7 @@
 use super::*;
 use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
-use crate::replay::{Admission, BLOCK_TOKENS, Chooser, Options, Slo, Trace};
+use crate::replay::{AdmissionMode, BLOCK_TOKENS, Options, PolicyUnderTest, Slo, Trace};
 use std::time::Duration;
 use worker::plane::Phase;
 
@@ -12,38 +12,38 @@ fn h100() -> Profile {
     toml::from_str(H100).unwrap()
 }
 
-/// What a record of a simulated run says.
+/// The trace that a simulated run would have written.
 fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
     let trace = Trace::read(FIXTURE.as_bytes()).unwrap();
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
-    let (lag, profile) = (Duration::from_millis(5), profile.clone());
+    let (event_delay, profile) = (Duration::from_millis(5), profile.clone());
     let options = Options {
         profile,
         workers: vec![Phase::Both; workers],
         replicas: 1,
-        lag,
-        loss: 0.0,
-        loss_until: 1.0,
-        repair: lag,
+        event_delay,
+        event_loss: 0.0,
+        event_loss_until: 1.0,
+        resync_delay: event_delay,
         slo,
-        admission: Admission::Off,
-        flip: false,
+        admission: AdmissionMode::Off,
+        rebalance: false,
         settings: crate::settings::Settings::default(),
     };
-    let outcome = Simulation::new(&trace, &options, &Chooser::Policy(Policy::Kv), rate, 0).run().unwrap();
-    let line = |(asked, served): (&crate::replay::trace::Asked, &crate::replay::results::Served)| {
+    let outcome = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), rate, 0).run().unwrap();
+    let line = |(spec, served): (&crate::replay::trace::RequestSpec, &crate::replay::results::RequestRecord)| {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
-        let found = (served.hits * BLOCK_TOKENS).min(asked.input - 1);
+        let found = (served.hits * BLOCK_TOKENS).min(spec.input_tokens - 1);
         serde_json::from_value::<Line>(serde_json::json!({
-            "timestamp": served.arrived_ns as f64 / 1e6, "input_length": asked.input, "output_length": asked.output,
-            "hash_ids": asked.blocks, "model": "toy", "worker": served.worker.to_string(), "dispatched_s": 0.0,
-            "first_token_s": since(served.first_ns), "last_token_s": since(served.ended_ns),
+            "timestamp": served.arrived_ns as f64 / 1e6, "input_length": spec.input_tokens, "output_length": spec.output_tokens,
+            "hash_ids": spec.blocks, "model": "toy", "worker": served.worker.to_string(), "dispatched_s": 0.0,
+            "first_token_s": since(served.first_token_ns), "last_token_s": since(served.finished_ns),
             "cached_tokens": { "g1": found }, "kv_cache_tokens": options.profile.blocks() * BLOCK_TOKENS,
             "kv_bytes_per_token": options.profile.kv_bytes_per_token, "max_num_seqs": options.profile.max_num_seqs,
         }))
         .unwrap()
     };
-    trace.requests.iter().zip(&outcome.served).map(line).collect()
+    trace.requests.iter().zip(&outcome.requests).map(line).collect()
 }
 
 fn close(what: &str, found: f64, want: f64, share: f64) {
@@ -53,7 +53,7 @@ fn close(what: &str, found: f64, want: f64, share: f64) {
 #[test]
 fn a_simulated_run_gives_back_the_profile_that_made_it() {
     let made = h100();
-    // Twice as slow as the base in one thing, half as slow in another.
+    // Prefill takes twice as long as in the base profile, reading the context three times as long.
     let made = Profile {
         prefill_token_s: made.prefill_token_s * 2.0,
         decode_context_token_s: made.decode_context_token_s * 3.0,
@@ -62,13 +62,13 @@ fn a_simulated_run_gives_back_the_profile_that_made_it() {
     };
     let made = Profile { kv_cache_bytes: made.kv_cache_bytes / 2, ..made };
     for (workers, rate) in [(2, 1.0), (4, 3.0)] {
-        let Fit {
+        let Calibration {
             profile,
             prefill_median_relative_error: prefill,
             decode_median_relative_error: decode,
             from_base,
             ..
-        } = fit(&record(&made, workers, rate), &h100()).unwrap();
+        } = calibrate(&record(&made, workers, rate), &h100()).unwrap();
         close("step_base_s", profile.step_base_s, made.step_base_s, 0.1);
         close("prefill_token_s", profile.prefill_token_s, made.prefill_token_s, 0.1);
         close("prefill_attention_pair_s", profile.prefill_attention_pair_s, made.prefill_attention_pair_s, 0.25);
@@ -83,7 +83,7 @@ fn a_simulated_run_gives_back_the_profile_that_made_it() {
 
 #[test]
 fn a_tier_is_as_fast_as_what_came_up_from_it() {
-    // A prompt a second: a third of them onboard some thousand tokens at 1 GB/s after 20 ms.
+    // One prompt per second. A third of them onboard some hundred tokens at 1 GB/s after 20 ms.
     let line = |at: usize| {
         let input = 1000 + 700 * (at % 5) as u64;
         let found = if at.is_multiple_of(3) { 300 + 200 * (at % 4) as u64 } else { 0 };
@@ -102,7 +102,7 @@ fn a_tier_is_as_fast_as_what_came_up_from_it() {
     let lines: Vec<Line> = (0..300).map(line).collect();
     let host = Store { capacity_bytes: 1 << 40, bytes_per_second: 5e9, latency_s: 1.0 };
     let base = Profile { host: Some(host), shared: Some(host), max_num_batched_tokens: 1 << 20, ..h100() };
-    let Fit { profile, from_base, .. } = fit(&lines, &base).unwrap();
+    let Calibration { profile, from_base, .. } = calibrate(&lines, &base).unwrap();
     let found = profile.host.unwrap();
     close("bytes_per_second", found.bytes_per_second, 1e9, 0.1);
     close("latency_s", found.latency_s, 0.02, 0.2);
@@ -113,9 +113,9 @@ fn a_tier_is_as_fast_as_what_came_up_from_it() {
 #[test]
 fn too_little_is_not_guessed_from() {
     let lines = record(&h100(), 2, 1.0);
-    assert_eq!(fit(&lines[..20], &h100()), Err(FitError::TooFew { found: 20 }));
+    assert_eq!(calibrate(&lines[..20], &h100()), Err(CalibrationError::TooFew { found: 20 }));
     let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { disaggregated: true, ..line }).collect();
-    assert_eq!(fit(&apart, &h100()), Err(FitError::TooFew { found: 0 }));
+    assert_eq!(calibrate(&apart, &h100()), Err(CalibrationError::TooFew { found: 0 }));
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
     };
     let alike: Vec<Line> = (0..60).map(|at| line(at, 2_000, 1000, 1)).collect();
     let base = Profile { max_num_batched_tokens: 1 << 20, ..h100() };
-    let error = fit(&alike, &base).unwrap_err().to_string();
+    let error = calibrate(&alike, &base).unwrap_err().to_string();
     for said in
         ["the 60 requests", "1000 to 1000 tokens", "batches of 1 to 1", "at least 100 requests", "factor of ten"]
     {
@@ -141,6 +141,6 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
     let length = |at: u64| 200 * (1 + at % 10);
     let alone = (0..50).map(|at| line(at, 2_000, length(at), 1));
     let several = (50..75).flat_map(|at| (0..2).map(move |_| line(at, 2_000, length(at), 2)));
-    let Fit { profile, .. } = fit(&alone.chain(several).collect::<Vec<_>>(), &base).unwrap();
+    let Calibration { profile, .. } = calibrate(&alone.chain(several).collect::<Vec<_>>(), &base).unwrap();
     assert!(profile.prefill_token_s > 0.0 && profile.step_base_s > 0.0, "{profile:?}");
 }
