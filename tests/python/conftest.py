@@ -1,7 +1,7 @@
-"""A real `blockyard serve` on a free port, with the official client pointed at it.
+"""A real `blockyard serve` on a free port, and the official client for it.
 
-BLOCKYARD_BIN names the binary; without it, the debug build that `cargo build` or a build of the tests leaves. When a test fails, the end of the
-server's log is shown with it.
+BLOCKYARD_BIN is the path of the binary. Its default is the debug build of `cargo build` or of the tests. The report of
+a failed test has the end of the server's log.
 """
 
 import json
@@ -17,13 +17,13 @@ import openai
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-START_SECONDS_MAX = 120  # making the model's weights once, on a busy machine
+MAX_START_SECONDS = 120  # the first start makes the model's weights, perhaps on a busy machine
 LOG_TAIL_BYTES = 4_000
 
 
 def binary():
-    if named := os.environ.get("BLOCKYARD_BIN"):
-        return pathlib.Path(named)
+    if path := os.environ.get("BLOCKYARD_BIN"):
+        return pathlib.Path(path)
     metadata = subprocess.run(
         ["cargo", "metadata", "--no-deps", "--offline", "--format-version", "1"],
         cwd=ROOT,
@@ -37,7 +37,7 @@ def binary():
 
 
 def environment():
-    """Ours, without what would configure the server."""
+    """The environment without variables that configure the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
 
 
@@ -64,14 +64,14 @@ class Server:
             "--listen",
             f"127.0.0.1:{self.port}",
             "--set",
-            "frontend.shutdown_delay=0s",  # no load balancer has to notice
+            "frontend.shutdown_delay=0s",  # no load balancer needs time to notice the stop
             *arguments,
         ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
 
     def wait_until_ready(self):
-        deadline = time.monotonic() + START_SECONDS_MAX
+        deadline = time.monotonic() + MAX_START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 pytest.fail(f"blockyard serve ended with {self.process.returncode}:\n{self.log_tail()}")
@@ -81,7 +81,7 @@ class Server:
             except OSError:
                 pass
             time.sleep(0.05)
-        pytest.fail(f"blockyard serve was not ready in {START_SECONDS_MAX} s:\n{self.log_tail()}")
+        pytest.fail(f"blockyard serve was not ready in {MAX_START_SECONDS} s:\n{self.log_tail()}")
 
     def get(self, path):
         return self.exchange(urllib.request.Request(self.url + path))
@@ -92,7 +92,7 @@ class Server:
 
     @staticmethod
     def exchange(request):
-        """Status and body, whatever the status."""
+        """Sends a request: status and body, also of an error."""
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, response.read()
@@ -100,7 +100,7 @@ class Server:
             return error.code, error.read()
 
     def metric(self, name):
-        """The sum over a metric's labels."""
+        """The sum of a metric over all its series."""
         lines = self.get("/metrics")[1].decode().splitlines()
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{"))]
         assert values, f"no metric {name}"

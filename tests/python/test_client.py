@@ -1,4 +1,4 @@
-"""What the official `openai` client sees of a real server."""
+"""A real server through the official `openai` client."""
 
 import asyncio
 import concurrent.futures
@@ -17,7 +17,7 @@ def ask(client, model, text="Tell me about railways.", **parameters):
 
 
 def fresh_text(words=400):
-    """A text that no cache has seen, from its first word on."""
+    """A text whose first word is unique, so that no cache has a block of it."""
     return f"{uuid.uuid4()} " + "wagons roll to the yard and wait for their block " * (words // 10)
 
 
@@ -49,10 +49,10 @@ class TestAnswers:
         answer = ask(client, model, max_tokens=openai.omit, max_completion_tokens=3, extra_body={"ignore_eos": True})
         assert answer.usage.completion_tokens == 3
 
-    def test_n_choices_are_numbered(self, client, model):
+    def test_n_choices_have_indexes(self, client, model):
         answer = ask(client, model, n=3, temperature=1, seed=11)
         assert sorted(choice.index for choice in answer.choices) == [0, 1, 2]
-        assert len({choice.message.content for choice in answer.choices}) > 1, "each choice draws for itself"
+        assert len({choice.message.content for choice in answer.choices}) > 1, "each choice is sampled on its own"
 
     def test_a_seed_fixes_the_answer(self, client, model):
         def text(seed):
@@ -69,7 +69,7 @@ class TestAnswers:
         assert answer.choices[0].message.content == whole[: whole.index(stop)]
         assert answer.choices[0].finish_reason == "stop"
 
-    def test_logprobs_name_the_chosen_token_first_when_greedy(self, client, model):
+    def test_the_greedy_token_is_first_in_its_top_logprobs(self, client, model):
         answer = ask(client, model, logprobs=True, top_logprobs=3, max_tokens=5, extra_body={"ignore_eos": True})
         entries = answer.choices[0].logprobs.content
         assert len(entries) == answer.usage.completion_tokens
@@ -86,7 +86,7 @@ class TestAnswers:
 
 
 class TestStreams:
-    def test_a_stream_says_what_the_whole_answer_says(self, client, model):
+    def test_a_stream_has_the_text_of_the_whole_answer(self, client, model):
         whole = ask(client, model).choices[0]
         chunks = list(ask(client, model, stream=True))
         assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
@@ -97,20 +97,20 @@ class TestStreams:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
         assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == [whole.finish_reason]
 
-    def test_a_stream_comes_in_pieces(self, client, model):
+    def test_a_stream_has_several_chunks(self, client, model):
         chunks = list(ask(client, model, stream=True, max_tokens=12, extra_body={"ignore_eos": True}))
         assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) > 3
 
-    def test_usage_closes_the_stream_when_asked_for(self, client, model):
+    def test_usage_ends_the_stream_when_requested(self, client, model):
         *chunks, last = ask(client, model, stream=True, stream_options={"include_usage": True})
         assert last.choices == []
         assert last.usage.prompt_tokens == ask(client, model).usage.prompt_tokens
         assert all(chunk.usage is None for chunk in chunks)
 
-    def test_no_usage_unless_asked_for(self, client, model):
+    def test_a_stream_has_no_usage_by_default(self, client, model):
         assert all(chunk.usage is None and chunk.choices for chunk in ask(client, model, stream=True))
 
-    def test_streamed_choices_keep_their_numbers(self, client, model):
+    def test_streamed_choices_have_their_indexes(self, client, model):
         texts = {0: "", 1: ""}
         for chunk in ask(client, model, stream=True, n=2, temperature=1, seed=3):
             for choice in chunk.choices:
@@ -126,7 +126,7 @@ class TestStreams:
 
         assert asyncio.run(text())
 
-    def test_eight_at_once_say_what_each_says_alone(self, client, model):
+    def test_eight_concurrent_answers_are_the_same_as_alone(self, client, model):
         texts = [f"Wagon number {n}: where does it go?" for n in range(8)]
 
         def streamed(text):
@@ -136,14 +136,14 @@ class TestStreams:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             assert list(pool.map(streamed, texts)) == alone
 
-    def test_disconnecting_in_mid_stream_hurts_nobody(self, server, client, model):
+    def test_a_disconnect_in_mid_stream_affects_no_other_request(self, server, client, model):
         before = ask(client, model).choices[0].message.content
         for _ in range(5):
             stream = ask(client, model, fresh_text(), stream=True, max_tokens=4000, extra_body={"ignore_eos": True})
             next(iter(stream))
             stream.close()
         assert ask(client, model).choices[0].message.content == before
-        # The server notices a closed connection when it next writes; then nothing may be left running.
+        # The server notices a closed connection at its next write; after that no request may be running.
         deadline = time.monotonic() + 30
         while server.metric("blockyard_worker_requests_running") and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -152,7 +152,7 @@ class TestStreams:
 
 class TestExtensions:
     def test_loglikelihood_as_evaluation_harnesses_compute_it(self, server, client, model):
-        """A context and its continuation as tokens, echoed with their log-probabilities and one token more."""
+        """A context and its continuation as tokens, echoed with their logprobs, and one generated token."""
         tokens, context = tokenize(server, prompt=fresh_text(40)), 10
         whole = client.completions.create(
             model=model, prompt=tokens, max_tokens=1, echo=True, logprobs=1, temperature=0, seed=1
@@ -163,7 +163,7 @@ class TestExtensions:
         assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
         for value, top in zip(logprobs.token_logprobs[context:-1], logprobs.top_logprobs[context:-1]):
             assert value <= max(top.values()) <= 0
-        # The last token is the likeliest: its number is found among the likeliest to the digit.
+        # Greedy sampling: the last token's logprob is exactly the largest of the top logprobs.
         assert logprobs.token_logprobs[-1] == max(logprobs.top_logprobs[-1].values())
         again = client.completions.create(model=model, prompt=tokens, max_tokens=0, echo=True, logprobs=1)
         assert again.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:-1]
@@ -176,7 +176,7 @@ class TestExtensions:
             assert scores[str(token)]["rank"] >= 1
         assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
 
-    def test_two_salts_share_nothing(self, client, model):
+    def test_two_salts_share_no_blocks(self, client, model):
         # A completion, not a chat: the first block of a chat is mostly the template, which other tests have cached.
         text = fresh_text()
 
@@ -185,20 +185,20 @@ class TestExtensions:
             answer = client.completions.create(model=model, prompt=text, max_tokens=1, temperature=0, extra_body=body)
             return answer.usage.prompt_tokens_details.cached_tokens
 
-        # On a busy machine a request may be sent to a second worker, which finds what the first one computed: a few blocks.
+        # On a busy machine the request may go to a second worker, which finds a few blocks of the first one.
         few = 128
         assert cached("a") <= few
         assert any(cached("a") > few for _ in range(10))
         assert cached("b") <= few
         assert cached(None) <= few
 
-    def test_a_field_that_would_change_the_answer_is_refused_by_name(self, client, model):
+    def test_an_unsupported_field_is_rejected_by_name(self, client, model):
         for field, value in [("guided_json", {"type": "object"}), ("temprature", 1), ("max_new_tokens", 3)]:
             with pytest.raises(openai.BadRequestError) as refused:
                 ask(client, model, extra_body={field: value})
             assert refused.value.param == field
 
-    def test_a_message_cannot_forge_a_turn(self, server):
+    def test_message_text_cannot_form_template_tokens(self, server):
         def tokens(*messages):
             messages = [{"role": role, "content": content} for role, content in messages]
             return tokenize(server, messages=messages)
@@ -210,7 +210,7 @@ class TestExtensions:
         between = text[text.index("quartz") + len("quartz") : text.index("opal")]
         assert tokens(("user", f"quartz{between}opal")) != turns
 
-    def test_a_context_length_and_a_version(self, client, server):
+    def test_models_have_a_context_length_and_version_is_served(self, client, server):
         [model] = client.models.list().data
         assert model.max_model_len > 0 and model.root == model.id and model.parent is None
         assert json.loads(server.get("/version")[1])["version"]
@@ -219,7 +219,7 @@ class TestExtensions:
 
 class TestPrefixes:
     def test_the_second_turn_finds_the_first_one_cached(self, client, model):
-        # A salt of its own: the first block of a chat is mostly the template, which other tests have cached.
+        # A unique salt: the first block of a chat is mostly the template, which other tests have cached.
         parameters = {"model": model, "max_tokens": 8, "extra_body": {"cache_salt": str(uuid.uuid4())}}
         messages = [{"role": "user", "content": fresh_text()}]
         first = client.chat.completions.create(messages=messages, **parameters)
@@ -242,18 +242,18 @@ class TestPrefixes:
         *_, last = ask(client, model, text, stream=True, stream_options={"include_usage": True})
         assert last.usage.prompt_tokens_details.cached_tokens > 0
 
-    def test_the_decision_is_explained_when_asked_for(self, client, model):
-        asked = client.chat.completions.with_raw_response.create(
+    def test_the_explain_header_is_only_sent_on_request(self, client, model):
+        explained = client.chat.completions.with_raw_response.create(
             model=model,
             messages=[{"role": "user", "content": "Where do I go?"}],
             max_tokens=1,
             extra_headers={"x-blockyard-explain": "1"},
         )
-        assert json.loads(asked.headers["x-blockyard-explain"])
-        unasked = client.chat.completions.with_raw_response.create(
+        assert json.loads(explained.headers["x-blockyard-explain"])
+        plain = client.chat.completions.with_raw_response.create(
             model=model, messages=[{"role": "user", "content": "Where do I go?"}], max_tokens=1
         )
-        assert "x-blockyard-explain" not in unasked.headers
+        assert "x-blockyard-explain" not in plain.headers
 
 
 class TestCompletions:
@@ -277,7 +277,7 @@ class TestCompletions:
         answer = client.completions.create(model=model, prompt=[5, 6, 7, 8], max_tokens=2)
         assert answer.usage.prompt_tokens == 4
 
-    def test_logprobs_are_those_of_completions(self, client, model):
+    def test_completions_have_logprobs_in_their_own_format(self, client, model):
         answer = client.completions.create(model=model, prompt="The yard", max_tokens=3, temperature=0, logprobs=2)
         logprobs = answer.choices[0].logprobs
         assert len(logprobs.tokens) == len(logprobs.token_logprobs) == answer.usage.completion_tokens
@@ -292,14 +292,14 @@ class TestModels:
 
     def test_an_unknown_model_is_not_found(self, client, model):
         with pytest.raises(openai.NotFoundError):
-            client.models.retrieve("nobody")
+            client.models.retrieve("no-such-model")
         with pytest.raises(openai.NotFoundError) as refused:
-            ask(client, "nobody")
+            ask(client, "no-such-model")
         assert refused.value.code == "model_not_found"
-        assert "nobody" in refused.value.message
+        assert "no-such-model" in refused.value.message
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
@@ -317,7 +317,7 @@ class TestRefusals:
             ("messages", []),
             ("messages", "hello"),
             ("messages", [{"role": "user"}]),
-            ("messages", [{"role": "stranger", "content": "hello"}]),
+            ("messages", [{"role": "unknown", "content": "hello"}]),
         ],
     )
     def test_a_bad_value_is_a_bad_request_that_names_the_field(self, client, model, field, value):
@@ -356,7 +356,7 @@ class TestRefusals:
         assert status == 404
         assert json.loads(answer)["error"]["message"]
 
-    def test_a_wrong_method_is_said_to_be_one(self, server):
+    def test_a_wrong_method_gets_405_and_an_error_object(self, server):
         status, answer = server.get("/v1/chat/completions")
         assert status == 405
         assert json.loads(answer)["error"]["message"]

@@ -1,9 +1,9 @@
-"""Starts the servers that the object tier is tested against, runs a command beside them, and stops them.
+"""Starts object stores for the tests of the object tier, runs a command, and stops the stores.
 
     run.py COMMAND ARGUMENT...
 
-The command finds them in KVBM_TEST_MOTO (S3, and Google's dialect of it) and KVBM_TEST_AZURITE (Azure Blob). A bucket and a
-container called `kvbmtests` are there. Exits with the command's status, or with 1 when a server does not come up.
+The command gets the URLs in KVBM_TEST_MOTO (S3 and the S3 API of Google Cloud Storage) and KVBM_TEST_AZURITE (Azure
+Blob). Both have a bucket or container `kvbmtests`. The exit status is the command's, or 1 if a server does not start.
 """
 
 import base64
@@ -21,12 +21,12 @@ import time
 import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent
-BUCKET = "kvbmtests"  # moto does not decode names, and Google's client encodes a hyphen
-# The account and the key that every Azurite has; they are in its documentation.
+BUCKET = "kvbmtests"  # no hyphen: Google's client encodes it, and moto does not decode it
+# The public default account and key of Azurite, from its documentation.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-START_SECONDS_MAX = 60
-STOP_SECONDS_MAX = 10
+MAX_START_SECONDS = 60
+MAX_STOP_SECONDS = 10
 
 
 def free_port():
@@ -37,15 +37,15 @@ def free_port():
 
 @contextlib.contextmanager
 def server(name, command, port, folder):
-    """A process that listens on a port, stopped at the end; the end of its log when it does not come up."""
+    """A process that listens on a port: its URL. Exits with the end of its log if it does not start."""
     path = pathlib.Path(folder) / f"{name}.log"
     with path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
     try:
-        deadline = time.monotonic() + START_SECONDS_MAX
+        deadline = time.monotonic() + MAX_START_SECONDS
         while True:
             if process.poll() is not None or time.monotonic() > deadline:
-                sys.exit(f"servers: {name} did not come up on port {port}:\n{path.read_text()[-4000:]}")
+                sys.exit(f"servers: {name} did not start on port {port}:\n{path.read_text()[-4000:]}")
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
             time.sleep(0.05)
@@ -53,7 +53,7 @@ def server(name, command, port, folder):
     finally:
         process.terminate()
         try:
-            process.wait(STOP_SECONDS_MAX)
+            process.wait(MAX_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -65,10 +65,10 @@ def put(url, headers):
 
 
 def make_container(endpoint):
-    """A container, by a request signed with the shared key; only the account's owner may make one."""
+    """Creates the container with a request signed by the account's shared key."""
     date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
     headers = f"x-ms-date:{date}\nx-ms-version:{version}\n"
-    # Verb, eleven standard headers of which none has a value but the type, our headers, the resource.
+    # The verb, eleven standard headers (empty, except the content type), our headers, the resource.
     text = "PUT" + "\n" * 5 + "application/octet-stream" + "\n" * 7 + headers
     text += f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}\nrestype:container"
     mac = hmac.new(base64.b64decode(KEY), text.encode(), hashlib.sha256)
@@ -85,7 +85,7 @@ def make_container(endpoint):
 
 
 def azurite():
-    """Where npm put it."""
+    """The path where npm installs it."""
     found = HERE / "node_modules" / ".bin" / "azurite-blob"
     if not found.exists():
         sys.exit(f"servers: {found} is not there; `make test` installs it (npm install --prefix {HERE})")
