@@ -8,8 +8,8 @@
 use bytes::Bytes;
 use futures::StreamExt;
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::codec::{Coder, Mode, bound, encoded, favourite};
-use kvbm::crypt::{KeySource, Keys, encrypted};
+use kvbm::codec::{Coder, Mode, best_codec, bound, encoded};
+use kvbm::crypt::{KeySource, Keyring, encrypted};
 use kvbm::{Block, Codec, DiskTier, Epoch, EventLog, Fingerprint, Metrics, SequenceHash, Tier, disk};
 use serde_json::{Value, json};
 use std::error::Error;
@@ -56,13 +56,13 @@ fn block(raw: Vec<u8>) -> Block {
 fn codec(what: &str, raw: Vec<u8>, json: bool) -> Value {
     let block = block(raw);
     let bytes = block.payload.len();
-    let (codec, promised) = favourite(&block.payload);
+    let (codec, promised) = best_codec(&block.payload);
     let (mut coder, mut decoder) = (Coder::default(), Coder::default());
     let encoded = coder.encode(&block, codec);
     let (encode, decode, sample) = (
         rate(bytes, || drop(coder.encode(&block, codec))),
         rate(bytes, || drop(decoder.decode(&encoded))),
-        rate(bytes, || assert!(favourite(&block.payload).1 > 1.0)),
+        rate(bytes, || assert!(best_codec(&block.payload).1 > 1.0)),
     );
     let (ratio, bound) = (bytes as f64 / encoded.payload.len() as f64, bound(codec, &block.payload));
     assert!(codec != Codec::Raw);
@@ -86,7 +86,7 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
     let metrics = Metrics::new(&prometheus::Registry::new())?;
     let keys = folder.path().join("keys");
     let source = KeySource::Env("KEY".into());
-    let keys = Keys::in_folder(&keys, source, Arc::new(|_| Some("5a".repeat(32)))).await?;
+    let keys = Keyring::in_folder(&keys, source, Arc::new(|_| Some("5a".repeat(32)))).await?;
     let blocks: Vec<Block> = (0..BLOCKS)
         .map(|n| Block::new(SequenceHash::from_bytes([n as u8; 16]), None, ENGINE, Bytes::from(raw.clone())))
         .collect();

@@ -6,7 +6,7 @@ use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
-use kvbm::crypt::Keys;
+use kvbm::crypt::Keyring;
 use kvbm::object::gc::{Inventory, Policy, StoredGroup};
 use kvbm::object::{Collector, GcReport, ObjectTotals, StoreLocation, Verification};
 use kvbm::{Clock, DomainId, Level, SequenceHash, SetDigest, disk};
@@ -282,7 +282,7 @@ impl Store<Option<Collector>> {
     }
 }
 
-async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keys>>> {
+async fn keys(config: &Config) -> anyhow::Result<Option<Arc<Keyring>>> {
     match &config.tiers.encryption {
         Some(encryption) => Ok(Some(transforms::keys(config, encryption).await.context("tiers.encryption")?)),
         None => Ok(None),

@@ -7,7 +7,7 @@ use super::stores::access;
 use crate::config::{Compression, Config, Encryption};
 use anyhow::Context;
 use kvbm::codec::{self, decoded, encoded};
-use kvbm::crypt::{Environment, KeySource, Keys, MetadataKeys, encrypted};
+use kvbm::crypt::{Environment, KeySource, Keyring, MetadataKeys, encrypted};
 use kvbm::object::StoreLocation;
 use kvbm::{BlockManager, Metrics, Tier};
 use std::path::Path;
@@ -17,7 +17,7 @@ use tokio_util::task::AbortOnDropHandle;
 /// The transforms that every tier below G2 is wrapped in.
 pub(crate) struct Transforms {
     compression: Compression,
-    keys: Option<Arc<Keys>>,
+    keys: Option<Arc<Keyring>>,
     metadata: Option<Arc<MetadataKeys>>,
     metrics: Metrics,
 }
@@ -90,17 +90,17 @@ fn environment(config: &Config, keys: &KeySource) -> Environment {
 }
 
 /// The data keys of all domains.
-pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keys>> {
+pub(crate) async fn keys(config: &Config, Encryption { keys }: &Encryption) -> anyhow::Result<Arc<Keyring>> {
     let environment = environment(config, keys);
     let in_folder =
-        async |folder: &Path| Keys::in_folder(&folder.join(KEY_STORE), keys.clone(), environment.clone()).await;
+        async |folder: &Path| Keyring::in_folder(&folder.join(KEY_STORE), keys.clone(), environment.clone()).await;
     let opened = match &config.tiers.g4.url {
         None => in_folder(config.tiers.g3_5.as_ref().map_or(&config.data_dir, |flash| &flash.path)).await,
         Some(StoreLocation::Folder(folder)) => in_folder(folder).await,
         Some(location @ StoreLocation::Cloud { prefix, .. }) => {
             let client =
                 location.client(&access(config), config.tiers.g4.request_timeout.0)?.context("a cloud has a client")?;
-            Keys::open(client, prefix.clone().join(KEY_STORE).as_ref(), keys.clone(), environment).await
+            Keyring::open(client, prefix.clone().join(KEY_STORE).as_ref(), keys.clone(), environment).await
         }
     };
     Ok(opened?)

@@ -300,7 +300,7 @@ mod tests {
     use crate::block::Header;
     use crate::tests::fuzz;
     use crate::tier::conformance::chain;
-    use crate::transform::crypt::{Environment, KeySource, Keys};
+    use crate::transform::crypt::{Environment, KeySource, Keyring};
     use proptest::prelude::*;
     use std::sync::Arc;
 
@@ -339,7 +339,7 @@ mod tests {
             let master = master.repeat(32);
             let environment: Environment = Arc::new(move |_| Some(master.clone()));
             let store = Arc::new(object_store::memory::InMemory::new());
-            let keys = Keys::open(store, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
+            let keys = Keyring::open(store, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
             MetadataKeys::open(keys).await.unwrap()
         };
         let (ours, theirs) = (keys("01").await, keys("02").await);

@@ -12,7 +12,7 @@ use crate::pool::device::conformance::InMemory;
 use crate::tier::Tier;
 use crate::tier::conformance::{chain, fingerprint, hashes, store};
 use crate::transform::codec::{Mode, encoded, synthetic};
-use crate::transform::crypt::{KeySource, Keys, encrypted};
+use crate::transform::crypt::{KeySource, Keyring, encrypted};
 use crate::{disk, object};
 use bytes::Bytes;
 use futures::StreamExt;
@@ -138,7 +138,7 @@ impl Outcome {
 struct Harness {
     level: Level,
     form: Form,
-    keys: Arc<Keys>,
+    keys: Arc<Keyring>,
     blocks: Vec<Block>,
     /// The folder after an orderly end of the process, after a crash, and after a crash with the first batch alone.
     whole: TempDir,
@@ -150,7 +150,7 @@ impl Harness {
     async fn new(level: Level, form: Form) -> Self {
         let source = KeySource::Env("KEYS".into());
         let environment = Arc::new(|name: &str| (name == "KEYS").then(|| "01".repeat(32)));
-        let keys = Keys::open(Arc::new(Shelf::new()), "keys", source, environment).await.unwrap();
+        let keys = Keyring::open(Arc::new(Shelf::new()), "keys", source, environment).await.unwrap();
         let payload = |seed| Bytes::from(synthetic::bf16(&synthetic::kv(seed, SHAPE)));
         let seal = |(n, block): (usize, Block)| {
             Block::new(block.header.hash, block.header.parent, fingerprint(), payload(n as u64))
@@ -261,7 +261,7 @@ fn found_damaged(folder: &Path) -> u64 {
     disk(folder, Arc::new(EventLog::new(Epoch(1)))).corrupt_ranges()
 }
 
-fn wrap(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keys>, metrics: &Metrics) -> Arc<dyn Tier> {
+fn wrap(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keyring>, metrics: &Metrics) -> Arc<dyn Tier> {
     let secret = |tier| encrypted(tier, keys.clone(), metrics.clone());
     match form {
         Form::Plain => tier,

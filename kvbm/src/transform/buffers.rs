@@ -1,46 +1,46 @@
-//! Memory that is used again: what comes fresh from the system costs about as much as what is done with it here.
+//! Reuse of buffers: fresh memory from the system costs about as much time as the transforms themselves.
 
 use bytes::Bytes;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Buffers that wait to be used again.
+/// A pool of buffers.
 #[derive(Default)]
 pub(crate) struct Buffers {
     idle: Mutex<Vec<Vec<u8>>>,
 }
 
 impl Buffers {
-    /// Bytes that may wait: a few large reads of a fast device.
-    const IDLE: usize = 32 << 20;
+    /// Maximum number of idle bytes: a few large reads of a fast device.
+    const MAX_IDLE_BYTES: usize = 32 << 20;
 
-    /// A buffer with room for so many bytes, and anything in it.
-    pub(crate) fn take(self: &Arc<Self>, room: usize) -> Buffer {
+    /// A buffer with a capacity of at least `capacity` bytes. Its content is arbitrary.
+    pub(crate) fn take(self: &Arc<Self>, capacity: usize) -> Buffer {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        // Blocks of a tier are nearly all of one size: the last one fits, or none does.
-        let bytes = idle.pop_if(|last| last.capacity() >= room).unwrap_or_else(|| Vec::with_capacity(room));
-        Buffer { bytes, home: self.clone() }
+        // Most blocks of a tier have the same size: if the last buffer is too small, the others are, too.
+        let bytes = idle.pop_if(|last| last.capacity() >= capacity).unwrap_or_else(|| Vec::with_capacity(capacity));
+        Buffer { bytes, pool: self.clone() }
     }
 
-    fn keep(&self, bytes: Vec<u8>) {
+    fn put_back(&self, bytes: Vec<u8>) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.push(bytes);
-        let mut taken: usize = idle.iter().map(Vec::capacity).sum();
-        // The oldest go: they are of a size that is asked for no more.
-        while taken > Self::IDLE {
-            taken -= idle.remove(0).capacity();
+        let mut total: usize = idle.iter().map(Vec::capacity).sum();
+        // Frees the oldest: their size is not requested any more.
+        while total > Self::MAX_IDLE_BYTES {
+            total -= idle.remove(0).capacity();
         }
     }
 }
 
-/// A buffer that goes back when it is dropped.
+/// A buffer that returns to its pool on drop.
 pub(crate) struct Buffer {
     bytes: Vec<u8>,
-    home: Arc<Buffers>,
+    pool: Arc<Buffers>,
 }
 
 impl Buffer {
-    /// The bytes; the memory goes back when the last of them is dropped.
+    /// Converts into [`Bytes`]; the memory returns to the pool when the last reference is dropped.
     pub(crate) fn freeze(self) -> Bytes {
         Bytes::from_owner(self)
     }
@@ -48,7 +48,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        self.home.keep(std::mem::take(&mut self.bytes));
+        self.pool.put_back(std::mem::take(&mut self.bytes));
     }
 }
 
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_used_again_once_the_last_holder_is_gone() {
+    fn memory_is_reused_after_the_last_reference() {
         let buffers = Arc::new(Buffers::default());
         let mut buffer = buffers.take(1000);
         buffer.extend_from_slice(&[7; 1000]);
@@ -92,11 +92,11 @@ mod tests {
     }
 
     #[test]
-    fn what_waits_is_bounded() {
+    fn idle_memory_is_bounded() {
         let buffers = Arc::new(Buffers::default());
         let many: Vec<Buffer> = (0..40).map(|_| buffers.take(1 << 20)).collect();
         drop(many);
         let idle = buffers.idle.lock().unwrap();
-        assert!(idle.iter().map(Vec::capacity).sum::<usize>() <= Buffers::IDLE && !idle.is_empty());
+        assert!(idle.iter().map(Vec::capacity).sum::<usize>() <= Buffers::MAX_IDLE_BYTES && !idle.is_empty());
     }
 }

@@ -1,9 +1,9 @@
-//! A lossless codec for KV: exponents of floats take less room, what is left of them stays as it is.
+//! A lossless codec for KV: the exponents of floats are compressed, the other bits are stored unchanged.
 //!
-//! The exponents of a layer's keys and values are few and unevenly frequent, about 2.8 bits each; signs and mantissas are
-//! noise. So values are cut into a plane of exponents, Huffman-coded, and a rest: 1.46 : 1 for bf16, 1.19 : 1 for f32.
-//! zstd does the coding, with its search for repetitions as good as off: there are none, and without it encoding is three
-//! times as fast, decoding twice, and the ratio better.
+//! The exponents of a layer's keys and values have an entropy of about 2.8 bits; signs and mantissas are noise. Values
+//! are split into a plane of exponents, which is Huffman-coded, and the remaining bits: 1.46 : 1 for bf16, 1.19 : 1 for
+//! f32. zstd does the coding, with its search for matches nearly off: there are none, and without the search encoding
+//! is three times as fast, decoding twice as fast, and the ratio is better.
 //!
 //! Payload of an encoded block, little endian:
 //!
@@ -15,9 +15,9 @@
 //! | | per chunk: its coded exponents, then the rest: one byte per value, or one, then two |
 //! | 0 to 3 | bytes after the last value |
 //!
-//! [`encoded`] decides block by block: raw when a sample says that nothing is gained, or when the device below is too
-//! fast for the codec. [`decoded`] encodes nothing, and reads all of it: whether blocks are encoded is a matter of writing.
-//! Not here: anything that needs a block's neighbours.
+//! [`encoded`] decides per block: raw if a sample shows no gain, or if the device below is faster than the codec.
+//! [`decoded`] encodes nothing and reads both: only writers decide about the encoding.
+//! Not here: compression across blocks.
 
 mod byte_planes;
 mod policy;
@@ -26,9 +26,9 @@ pub mod synthetic;
 mod tests;
 mod throughput;
 
-pub use policy::{Rates, bound, favourite, pays};
+pub use policy::{Rates, best_codec, bound, is_worth_it};
 
-use super::{Buffers, Form, Formed, Hands, Taken};
+use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier};
 use crate::block::{Block, Codec, Corrupt, Header};
 use crate::tier::{LoadError, StoreError, Tier};
 use byte_planes::{Four, Planes, Two};
@@ -36,7 +36,7 @@ use bytes::Bytes;
 use futures::future::{self, BoxFuture, FutureExt};
 use serde::{Deserialize, Serialize};
 use std::sync::{Arc, Mutex, PoisonError};
-use throughput::{Gauge, Measured};
+use throughput::{MeasuredTier, Throughput};
 use tokio::time::Instant;
 use zstd::bulk::{Compressor, Decompressor};
 use zstd::zstd_safe::{CParameter, ParamSwitch, compress_bound};
@@ -45,73 +45,74 @@ use zstd::zstd_safe::{CParameter, ParamSwitch, compress_bound};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
-    /// When it makes onboarding faster, by what was measured of the device and of the codec. The default.
+    /// If it makes onboarding faster, by the measured throughput of device and codec. The default.
     #[default]
     Faster,
-    /// When it makes them smaller: room counts for more than speed.
+    /// If it makes them smaller: capacity matters more than speed.
     Smaller,
 }
 
-/// Values coded together: enough that a table of code lengths costs little, few enough to stay in a core's cache.
+/// Values coded together: enough that the table of code lengths costs little, few enough for a core's cache.
 const CHUNK: usize = 1 << 16;
 
-/// Less than this is not worth the cores, whatever the device.
-const LEAST_RATIO: f64 = 1.05;
+/// Minimum compression ratio: less is not worth the CPU time on any device.
+const MIN_RATIO: f64 = 1.05;
 
-/// The codec's speed on one core until it was measured.
-const RATES: Rates = Rates { offload: 1e9, onboard: 2e9 };
+/// Assumed throughput of the codec on one core before it is measured.
+const DEFAULT_RATES: Rates = Rates { offload: 1e9, onboard: 2e9 };
 
-/// A tier whose blocks rest encoded where that pays.
+/// A tier that stores blocks encoded where that is worth it.
 pub fn encoded(tier: Arc<dyn Tier>, mode: Mode) -> Arc<dyn Tier> {
-    with(tier, Some(mode), LEAST_RATIO)
+    with(tier, Some(mode), MIN_RATIO)
 }
 
-/// A tier whose blocks are stored as they are, and decoded where another process, or this one before a restart, encoded them.
+/// A tier that stores blocks raw, and decodes blocks that another process, or this one before a restart, encoded.
 pub fn decoded(tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
-    with(tier, None, LEAST_RATIO)
+    with(tier, None, MIN_RATIO)
 }
 
-fn with(tier: Arc<dyn Tier>, mode: Option<Mode>, least_ratio: f64) -> Arc<dyn Tier> {
-    let device = Arc::new(Gauge::default());
-    let form = Encoding {
+fn with(tier: Arc<dyn Tier>, mode: Option<Mode>, min_ratio: f64) -> Arc<dyn Tier> {
+    let device = Arc::new(Throughput::default());
+    let encoding = Encoding {
         mode,
-        least_ratio,
+        min_ratio,
         device: device.clone(),
-        codec: Gauge::default(),
-        hands: Hands::new(),
+        codec: Throughput::default(),
+        pool: BlockingPool::new(),
         coders: Mutex::default(),
         buffers: Arc::default(),
     };
-    Arc::new(Formed::new(Arc::new(Measured::new(tier, device)), form))
+    Arc::new(TransformedTier::new(Arc::new(MeasuredTier::new(tier, device)), encoding))
 }
 
 struct Encoding {
     /// `None`: blocks are only decoded.
     mode: Option<Mode>,
-    least_ratio: f64,
-    device: Arc<Gauge>,
-    /// On one core.
-    codec: Gauge,
-    hands: Hands,
-    /// Idle ones; never more than there are hands.
+    min_ratio: f64,
+    /// Throughput of the wrapped tier.
+    device: Arc<Throughput>,
+    /// Throughput of the codec on one core.
+    codec: Throughput,
+    pool: BlockingPool,
+    /// Idle coders, at most one per thread of the pool.
     coders: Mutex<Vec<Coder>>,
     buffers: Arc<Buffers>,
 }
 
 impl Encoding {
-    /// What to encode the bytes with, if it pays.
+    /// The codec for the bytes; `None` if encoding is not worth it.
     fn choose(&self, raw: &[u8]) -> Option<Codec> {
         let mode = self.mode?;
-        let (codec, ratio) = favourite(raw);
-        let pays = match (mode, self.device.rates()) {
+        let (codec, ratio) = best_codec(raw);
+        let is_worth_it = match (mode, self.device.rates()) {
             (Mode::Faster, Some(device)) => {
-                let one = self.codec.rates().unwrap_or(RATES);
-                let hands = self.hands.count() as f64;
-                pays(ratio, Rates { offload: one.offload * hands, onboard: one.onboard * hands }, device)
+                let core = self.codec.rates().unwrap_or(DEFAULT_RATES);
+                let threads = self.pool.threads() as f64;
+                is_worth_it(ratio, Rates { offload: core.offload * threads, onboard: core.onboard * threads }, device)
             }
             _ => true,
         };
-        (pays && ratio >= self.least_ratio).then_some(codec)
+        (is_worth_it && ratio >= self.min_ratio).then_some(codec)
     }
 
     fn encode(&self, block: Block) -> Block {
@@ -120,20 +121,20 @@ impl Encoding {
         }
         let Some(codec) = self.choose(&block.payload) else { return block };
         let began = Instant::now();
-        let encoded = self.coder(|coder| coder.encode(&block, codec));
-        self.codec.offload.learn(block.header.length, began.elapsed());
+        let encoded = self.with_coder(|coder| coder.encode(&block, codec));
+        self.codec.offload.record(block.header.length, began.elapsed());
         let ratio = block.header.length as f64 / encoded.header.length.max(1) as f64;
-        if ratio >= self.least_ratio { encoded } else { block }
+        if ratio >= self.min_ratio { encoded } else { block }
     }
 
     fn decode(&self, block: &Block) -> Result<Block, Corrupt> {
         let began = Instant::now();
-        let raw = self.coder(|coder| coder.decode(block))?;
-        self.codec.onboard.learn(raw.header.length, began.elapsed());
+        let raw = self.with_coder(|coder| coder.decode(block))?;
+        self.codec.onboard.record(raw.header.length, began.elapsed());
         Ok(raw)
     }
 
-    fn coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> T {
+    fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> T {
         let idle = || self.coders.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = idle().pop();
         let mut coder = taken.unwrap_or_else(|| Coder::new(self.buffers.clone()));
@@ -143,35 +144,35 @@ impl Encoding {
     }
 }
 
-impl Form for Encoding {
-    fn give(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Block, StoreError>> {
+impl Transform for Encoding {
+    fn apply(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Block, StoreError>> {
         if self.mode.is_none() {
             return future::ready(Ok(block)).boxed();
         }
         async move {
-            let form = self.clone();
-            Ok(self.hands.run(move || form.encode(block)).await?)
+            let encoding = self.clone();
+            Ok(self.pool.run(move || encoding.encode(block)).await?)
         }
         .boxed()
     }
 
-    fn take(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Taken, LoadError>> {
+    fn invert(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Inverted, LoadError>> {
         if block.header.key.is_some() {
-            // Sound, and for those who have its data key; the tier that decrypts is not below.
-            return future::ready(Ok(Taken::Miss)).boxed();
+            // The block is encrypted, and this process decrypts nothing below. Others may have its data key.
+            return future::ready(Ok(Inverted::Miss)).boxed();
         }
         if block.header.codec == Codec::Raw {
-            return future::ready(Ok(Taken::Block(block))).boxed();
+            return future::ready(Ok(Inverted::Block(block))).boxed();
         }
         async move {
-            let form = self.clone();
-            Ok(Taken::Block(self.hands.run(move || form.decode(&block)).await??))
+            let encoding = self.clone();
+            Ok(Inverted::Block(self.pool.run(move || encoding.decode(&block)).await??))
         }
         .boxed()
     }
 }
 
-/// Encodes and decodes, one block at a time; keeps what that needs of memory.
+/// Encodes and decodes one block at a time, and reuses its memory.
 pub struct Coder {
     compressor: Compressor<'static>,
     decompressor: Decompressor<'static>,
@@ -190,8 +191,7 @@ impl Default for Coder {
 impl Coder {
     fn new(buffers: Arc<Buffers>) -> Self {
         let mut compressor = Compressor::default();
-        // Entropy coding of single bytes, whatever zstd's level would think of it, and a search that finds nothing: it
-        // steps over all of the chunk at once.
+        // Always entropy coding of single bytes, and a match search that skips the whole chunk at once.
         let settings = [
             CParameter::CompressionLevel(1),
             CParameter::MinMatch(7),
@@ -212,10 +212,10 @@ impl Coder {
         }
     }
 
-    /// The block, which is in the engine's own bytes, encoded. It may turn out larger.
+    /// Encodes a raw block. The result may be larger.
     ///
     /// # Panics
-    /// When the block is encoded or encrypted already.
+    /// Panics if the block is encoded or encrypted already.
     pub fn encode(&mut self, block: &Block, codec: Codec) -> Block {
         assert!(block.header.codec == Codec::Raw && block.header.key.is_none(), "a block in the engine's own bytes");
         let payload = match codec {
@@ -227,9 +227,9 @@ impl Coder {
         Block { header, payload }
     }
 
-    /// The block as it was before it was encoded, with the checksum that it had.
+    /// The block as it was before it was encoded, with its checksum of then.
     ///
-    /// Any bytes are safe to decode: what is allocated is at most twice the payload.
+    /// Any input is safe to decode: at most twice the payload's length is allocated.
     pub fn decode(&mut self, block: &Block) -> Result<Block, Corrupt> {
         if block.header.key.is_some() {
             return Err(Corrupt::Transform);
@@ -247,7 +247,7 @@ impl Coder {
     fn pack<P: Planes>(&mut self, block: &Block) -> Bytes {
         let (values, tail) = block.payload.split_at(block.payload.len() / P::WIDTH * P::WIDTH);
         let chunks = values.chunks(CHUNK * P::WIDTH);
-        // What does not shrink grows by less than this, and then is thrown away.
+        // Enough for a payload that does not shrink; such an encoding is discarded.
         let mut packed = self.buffers.take(64 + 64 * chunks.len() + block.payload.len());
         packed.clear();
         packed.extend(block.header.length.to_le_bytes());
@@ -269,13 +269,13 @@ impl Coder {
         packed.freeze()
     }
 
-    /// The bytes and their checksum; `None` when `packed` was not packed so.
+    /// The bytes and their checksum; `None` if `packed` is malformed.
     fn unpack<P: Planes>(&mut self, packed: &[u8]) -> Option<(Bytes, u64)> {
         let (length, packed) = packed.split_first_chunk()?;
         let (checksum, packed) = packed.split_first_chunk()?;
         let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
         let count = length / P::WIDTH;
-        // All but the exponents is there byte by byte, so this bounds what is allocated.
+        // All bytes except the exponents are stored one by one, so this bounds the allocation.
         if length - count > packed.len() {
             return None;
         }

@@ -7,7 +7,7 @@ use crate::config::{Config, Model};
 use anyhow::{anyhow, ensure};
 use bytes::Bytes;
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::codec::{Coder, bound, favourite};
+use kvbm::codec::{Coder, best_codec, bound};
 use kvbm::{Block, Codec, Fingerprint, SequenceHash};
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -94,7 +94,7 @@ impl std::fmt::Display for Sample {
 
 fn sample(payloads: &[Vec<u8>]) -> Sample {
     let all: Vec<u8> = payloads.concat().into_iter().take(BYTES).collect();
-    let (codec, _) = favourite(&all);
+    let (codec, _) = best_codec(&all);
     let seal = |payload: &Vec<u8>| {
         let name = SequenceHash::from_bytes([1; 16]);
         Block::new(name, None, Fingerprint::of([]), Bytes::from(payload.clone()))

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::block::{Block, SequenceHash};
-use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
+use crate::transform::crypt::{Environment, KeySource, Keyring, MetadataKeys};
 use std::collections::BTreeMap;
 
 /// A folder with sealed segments and one that was open when the process was killed, and the stored blocks.
@@ -164,7 +164,7 @@ async fn keys(master: &str) -> Arc<MetadataKeys> {
     let master = master.repeat(32);
     let environment: Environment = Arc::new(move |_| Some(master.clone()));
     let shelf = Arc::new(object_store::memory::InMemory::new());
-    let keys = Keys::open(shelf, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
+    let keys = Keyring::open(shelf, "", KeySource::Env("KEYS".into()), environment).await.unwrap();
     MetadataKeys::open(keys).await.unwrap()
 }
 

@@ -152,9 +152,9 @@ pub(in crate::object) async fn is_authentic(
     let Some((body, seal)) = split_seal(bytes) else { return Ok(false) };
     let verify = || keys.verify(context(writer, number), [body, &[]], &seal);
     let result = match verify() {
-        Authenticity::UnknownKey => match keys.learn(seal.key).await {
+        Authenticity::UnknownKey => match keys.fetch(seal.key).await {
             Ok(_) => verify(),
-            Err(KeyError::Locked { .. } | KeyError::Damaged { .. }) => Authenticity::UnknownKey,
+            Err(KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. }) => Authenticity::UnknownKey,
             Err(error) => return Err(error),
         },
         result => result,

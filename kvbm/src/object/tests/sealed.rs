@@ -1,14 +1,14 @@
 //! Manifests that are sealed, forged, moved, or oversized.
 
 use super::*;
-use crate::transform::crypt::{Environment, KeySource, Keys, MetadataKeys};
+use crate::transform::crypt::{Environment, KeySource, Keyring, MetadataKeys};
 use object_store::ObjectStoreExt;
 
 /// The metadata keys of a process with these master keys, in a shared key store.
 async fn keys(key_store: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKeys> {
     let masters = masters.to_owned();
     let environment: Environment = Arc::new(move |_| Some(masters.clone()));
-    let keys = Keys::open(key_store.clone(), "keys", KeySource::Env("KEYS".into()), environment).await.unwrap();
+    let keys = Keyring::open(key_store.clone(), "keys", KeySource::Env("KEYS".into()), environment).await.unwrap();
     MetadataKeys::open(keys).await.unwrap()
 }
 

@@ -1,10 +1,9 @@
-//! Floats as planes of bytes: one of exponents, which are low in entropy, and the rest, which is noise.
+//! Floats as planes of bytes: exponents, which have a low entropy, and the remaining bits, which are noise.
 //!
-//! A value is rotated left by one bit, so that its top byte is the whole exponent and the sign comes last. The loops are
-//! written one output at a time: so the compiler vectorises them for whatever machine it builds for (25 GB/s with plain
-//! SSE2), and no `unsafe` is needed.
+//! A value is rotated left by one bit, so that its top byte is the exponent and its lowest bit the sign. Each loop
+//! writes one output, so that the compiler vectorises it for the target machine (25 GB/s with SSE2) without `unsafe`.
 
-/// Bytes of a value, and what goes which way.
+/// Splits values of one type into planes.
 pub(super) trait Planes {
     /// Bytes of one value.
     const WIDTH: usize;
@@ -51,10 +50,10 @@ impl Planes for Four {
         let (high, low) = rest.split_at_mut(exponents.len());
         let (low, _) = low.as_chunks_mut::<2>();
         for (((value, exponent), high), low) in values.iter().zip(exponents).zip(high).zip(low) {
-            let turned = u32::from_le_bytes(*value).rotate_left(1);
-            *exponent = (turned >> 24) as u8;
-            *high = (turned >> 16) as u8;
-            *low = (turned as u16).to_le_bytes();
+            let rotated = u32::from_le_bytes(*value).rotate_left(1);
+            *exponent = (rotated >> 24) as u8;
+            *high = (rotated >> 16) as u8;
+            *low = (rotated as u16).to_le_bytes();
         }
     }
 
@@ -64,8 +63,8 @@ impl Planes for Four {
         let (low, _) = low.as_chunks::<2>();
         for (((value, exponent), high), low) in values.iter_mut().zip(exponents).zip(high).zip(low) {
             let low = u32::from(u16::from_le_bytes(*low));
-            let turned = u32::from(*exponent) << 24 | u32::from(*high) << 16 | low;
-            *value = turned.rotate_right(1).to_le_bytes();
+            let rotated = u32::from(*exponent) << 24 | u32::from(*high) << 16 | low;
+            *value = rotated.rotate_right(1).to_le_bytes();
         }
     }
 }
@@ -85,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bf16_value_survives_and_its_exponent_stands_alone() {
+    fn every_bf16_value_survives_with_its_exponent_split_off() {
         let raw: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let (exponents, rest) = planes::<Two>(&raw);
         // 1.5 is 0x3FC0: exponent 127, mantissa 0b100_0000.
@@ -94,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn f32_values_survive_and_their_exponents_stand_alone() {
+    fn f32_values_survive_with_their_exponents_split_off() {
         let values: Vec<f32> = (0..5_000).map(|n| (n as f32 - 2_500.0) / 7.0).collect();
         let raw: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let (exponents, _) = planes::<Four>(&raw);

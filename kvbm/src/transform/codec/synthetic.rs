@@ -1,30 +1,29 @@
-//! KV that nobody computed, with the statistics of a trained model's: what codecs are tested and measured on where no
-//! model is at hand. A function of the seed.
+//! Synthetic KV with the statistics of a trained model's, for tests and benchmarks of codecs. A function of the seed.
 //!
-//! Keys have a scale per channel (log-normal, fixed for the layer) and a few channels that stand out: large, and far from
-//! zero. Values are gaussian with one scale per layer. Look here in vain for what tokens have in common with each other.
+//! Keys have a scale per channel (log-normal, fixed for the layer), and a few outlier channels with a large offset.
+//! Values are Gaussian with one scale per layer. Not here: correlations between tokens.
 
 use std::f32::consts::TAU;
 
 /// The shape of the KV of some layers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
-    /// Tokens of a block.
+    /// Number of tokens of a block.
     pub tokens: usize,
-    /// KV heads times their dimension.
+    /// Number of KV heads times their dimension.
     pub channels: usize,
 }
 
-/// Spread of the logarithm of a channel's scale.
+/// Standard deviation of the logarithm of a channel's scale.
 const SPREAD: f32 = 0.5;
-/// One channel in so many stands out,
+/// One channel in this many is an outlier.
 const OUTLIERS: usize = 25;
-/// by so many times its scale.
+/// Offset of an outlier channel, as a multiple of its scale.
 const OFFSET: f32 = 6.0;
 
-/// Per layer all keys, then all values; token by token, channel by channel.
+/// Generates KV: per layer all keys, then all values; token by token, channel by channel.
 pub fn kv(seed: u64, shape: Shape) -> Vec<f32> {
     let mut values = Vec::with_capacity(shape.layers * shape.tokens * shape.channels * 2);
     for layer in 0..shape.layers {
@@ -54,12 +53,12 @@ pub fn bf16(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| round(value).to_le_bytes()).collect()
 }
 
-/// The values as they are.
+/// The values as f32.
 pub fn f32(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Standard normal draws, two at a time (Box and Muller).
+/// A generator of standard normal variables (Box and Muller, 1958).
 struct Normal {
     random: blake3::OutputReader,
     spare: Option<f32>,
@@ -79,7 +78,7 @@ impl Normal {
         let mut bytes = [0; 8];
         self.random.fill(&mut bytes);
         let word = u64::from_le_bytes(bytes);
-        // Neither is zero, so the logarithm is finite.
+        // Uniform variables are never 0, so the logarithm is finite.
         let uniform = |bits: u32| (f64::from(bits) + 0.5) as f32 / 2f32.powi(32);
         let (radius, angle) = ((-2.0 * uniform(word as u32).ln()).sqrt(), TAU * uniform((word >> 32) as u32));
         self.spare = Some(radius * angle.sin());

@@ -15,7 +15,7 @@ fn block(raw: impl Into<Bytes>) -> Block {
     Block::new(SequenceHash::from_bytes([2; 16]), parent, fingerprint(), raw.into())
 }
 
-/// Everything a block may be when it arrives: sound, or found out.
+/// Checks and decodes a block.
 fn decoded(block: &Block) -> Result<Block, Corrupt> {
     block.check(block.header.hash, block.header.fingerprint)?;
     Coder::default().decode(block)
@@ -26,7 +26,7 @@ mod in_memory {
 
     conformance::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
-        // The suite's bytes are noise: without a least ratio they are encoded all the same.
+        // The suite's payloads are noise: with a minimum ratio of 0 they are encoded nevertheless.
         Subject::with_resources(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
     });
 }
@@ -44,7 +44,7 @@ mod on_disk {
 }
 
 #[test]
-fn synthetic_kv_shrinks_by_nearly_all_that_its_entropy_allows() {
+fn the_ratio_is_near_the_entropy_bound() {
     let values = synthetic::kv(7, SHAPE);
     for (codec, raw, least) in
         [(Codec::Bf16, synthetic::bf16(&values), 1.4), (Codec::F32, synthetic::f32(&values), 1.15)]
@@ -59,7 +59,7 @@ fn synthetic_kv_shrinks_by_nearly_all_that_its_entropy_allows() {
 }
 
 #[tokio::test]
-async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
+async fn only_compressible_blocks_are_encoded_and_all_come_back() {
     let log = Arc::new(EventLog::new(Epoch(1)));
     let memory = Arc::new(Memory::new(log, None));
     let tier = encoded(memory.clone(), Mode::Smaller);
@@ -67,16 +67,16 @@ async fn blocks_rest_smaller_where_that_pays_and_come_back_as_they_were() {
     let noise = chain(1, 1).remove(0);
     let both = [kv.clone(), noise.clone()];
     conformance::store(&*tier, both.to_vec()).await;
-    let rests: Vec<Block> =
+    let stored: Vec<Block> =
         memory.load(fingerprint(), hashes(&both)).map(|(_, block)| block.unwrap().unwrap()).collect().await;
-    assert_eq!((rests[0].header.codec, rests[1].header.codec), (Codec::Bf16, Codec::Raw));
-    assert!(rests[0].clone().verify(kv.header.hash, fingerprint()).is_err(), "only raw bytes are believed");
+    assert_eq!((stored[0].header.codec, stored[1].header.codec), (Codec::Bf16, Codec::Raw));
+    assert!(stored[0].clone().verify(kv.header.hash, fingerprint()).is_err(), "only raw blocks can be verified");
     let loaded = conformance::load(&*tier, fingerprint(), hashes(&both)).await;
     assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
 }
 
 #[tokio::test]
-async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
+async fn a_decoding_tier_reads_both_and_stores_raw() {
     let log = Arc::new(EventLog::new(Epoch(1)));
     let memory = Arc::new(Memory::new(log, None));
     let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
@@ -92,11 +92,11 @@ async fn a_tier_that_does_not_encode_decodes_what_others_encoded() {
     let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)));
     conformance::store(&*tier, vec![plain.clone()]).await;
     let found = tier.load(fingerprint(), vec![plain.header.hash]).next().await.unwrap().1.unwrap().unwrap();
-    assert_eq!(found.header.codec, Codec::Raw, "it encodes nothing itself");
+    assert_eq!(found.header.codec, Codec::Raw, "it stores blocks raw");
 }
 
 #[tokio::test]
-async fn an_encrypted_block_is_a_miss_without_keys_and_is_not_discarded() {
+async fn an_encrypted_block_without_keys_is_a_miss_and_stays() {
     let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
     let mut kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     kv.header.key = Some(crate::block::KeyId::from_bytes([3; 8]));
@@ -109,7 +109,7 @@ async fn an_encrypted_block_is_a_miss_without_keys_and_is_not_discarded() {
 }
 
 #[tokio::test]
-async fn what_was_damaged_before_it_was_encoded_is_found_out_after_it_was_decoded() {
+async fn damage_before_encoding_is_detected_after_decoding() {
     let mut damaged = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     let mut bytes = damaged.payload.to_vec();
     bytes[1000] ^= 4;
@@ -128,29 +128,29 @@ fn a_fast_device_gets_raw_blocks_and_a_slow_one_encoded_ones() {
     {
         let encoding = Encoding {
             mode: Some(mode),
-            least_ratio: LEAST_RATIO,
+            min_ratio: MIN_RATIO,
             device: Arc::default(),
-            codec: Gauge::default(),
-            hands: Hands::new(),
+            codec: Throughput::default(),
+            pool: BlockingPool::new(),
             coders: Mutex::default(),
             buffers: Arc::default(),
         };
         let second = std::time::Duration::from_secs(1);
-        encoding.device.offload.learn(device.offload as u64, second);
-        encoding.device.onboard.learn(device.onboard as u64, second);
+        encoding.device.offload.record(device.offload as u64, second);
+        encoding.device.onboard.record(device.onboard as u64, second);
         assert_eq!(encoding.encode(kv.clone()).header.codec, want, "{mode:?} {device:?}");
     }
 }
 
 #[test]
-fn any_damage_of_an_encoded_block_is_an_error_or_found_out() {
+fn any_damage_of_an_encoded_block_is_detected() {
     let raw = synthetic::bf16(&synthetic::kv(3, Shape { layers: 1, tokens: 4, channels: 300 }));
     let block = block(raw);
     let encoded = Coder::default().encode(&block, Codec::Bf16);
     let mut coder = Coder::default();
     let outcome = |coder: &mut Coder, bad: Block| {
         assert!(bad.check(bad.header.hash, bad.header.fingerprint).is_err());
-        // And if nobody had looked: the inner checksum sees it, unless the bytes are the same after all.
+        // Without that check, the inner checksum detects it unless the decoded bytes are equal.
         if let Ok(found) = coder.decode(&bad) {
             let same = found.payload == block.payload;
             assert!(same || found.verify(block.header.hash, fingerprint()).is_err());
@@ -189,7 +189,7 @@ proptest! {
         let codec = if four { Codec::F32 } else { Codec::Bf16 };
         let header = Header { codec, ..block(Bytes::new()).header }.for_payload(&payload);
         let allowed = payload.len() * 2;
-        // A coder has memory of its own, before it has seen anything.
+        // Made outside of the measurement, as a new coder allocates memory.
         let mut coder = Coder::default();
         let encoded = Block { header, payload: payload.into() };
         let decoded = fuzz::bounded(&encoded.payload.clone(), 3, |_| coder.decode(&encoded));

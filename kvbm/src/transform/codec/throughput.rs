@@ -1,4 +1,4 @@
-//! How fast the device below is, and how fast the codec: measured on what passes, forgotten slowly.
+//! Throughput of the wrapped tier and of the codec: moving averages over the blocks that pass.
 
 use super::policy::Rates;
 use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
@@ -12,15 +12,15 @@ use std::task::Poll;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Both directions of something that moves bytes.
+/// Throughput in both directions.
 #[derive(Default)]
-pub(super) struct Gauge {
+pub(super) struct Throughput {
     pub(super) offload: Rate,
     pub(super) onboard: Rate,
 }
 
-impl Gauge {
-    /// `None` while a direction was not measured yet.
+impl Throughput {
+    /// `None` until both directions are measured.
     pub(super) fn rates(&self) -> Option<Rates> {
         Some(Rates { offload: self.offload.get()?, onboard: self.onboard.get()? })
     }
@@ -31,14 +31,14 @@ impl Gauge {
 pub(super) struct Rate(Mutex<Option<f64>>);
 
 impl Rate {
-    /// What a new measurement weighs: after a dozen, a device that became slow is seen as slow.
+    /// Weight of a new measurement: a dozen measurements nearly replace the average.
     const WEIGHT: f64 = 0.2;
 
     pub(super) fn get(&self) -> Option<f64> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn learn(&self, bytes: u64, took: Duration) {
+    pub(super) fn record(&self, bytes: u64, took: Duration) {
         // A clock that stands still, as in simulations, measures nothing.
         if bytes == 0 || took.is_zero() {
             return;
@@ -49,34 +49,34 @@ impl Rate {
     }
 }
 
-/// A tier whose device is measured.
-pub(super) struct Measured {
+/// A tier that measures its throughput.
+pub(super) struct MeasuredTier {
     tier: Arc<dyn Tier>,
-    gauge: Arc<Gauge>,
+    throughput: Arc<Throughput>,
 }
 
-impl Measured {
-    /// Less is all latency.
-    const LEAST: u64 = 1 << 20;
+impl MeasuredTier {
+    /// Minimum number of bytes of a measurement: the time of fewer bytes is mostly latency.
+    const MIN_BYTES: u64 = 1 << 20;
 
-    pub(super) fn new(tier: Arc<dyn Tier>, gauge: Arc<Gauge>) -> Self {
-        Self { tier, gauge }
+    pub(super) fn new(tier: Arc<dyn Tier>, throughput: Arc<Throughput>) -> Self {
+        Self { tier, throughput }
     }
 }
 
-impl Tier for Measured {
+impl Tier for MeasuredTier {
     fn level(&self) -> Level {
         self.tier.level()
     }
 
-    fn holds(&self, fingerprint: Fingerprint, names: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, names)
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        self.tier.holds(fingerprint, hashes)
     }
 
-    fn load(&self, fingerprint: Fingerprint, names: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let gauge = self.gauge.clone();
-        let mut found = self.tier.load(fingerprint, names);
-        // Only the time in which somebody waits for the device counts: not that in which blocks wait to be decoded.
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+        let throughput = self.throughput.clone();
+        let mut found = self.tier.load(fingerprint, hashes);
+        // Counts only the time in which the stream is polled and pending, not that in which blocks wait to be decoded.
         let (mut waited, mut bytes, mut since) = (Duration::ZERO, 0, None);
         let mut timed = move |context: &mut std::task::Context<'_>| {
             let began = *since.get_or_insert_with(Instant::now);
@@ -85,7 +85,7 @@ impl Tier for Measured {
             since = None;
             match &next {
                 Some((_, Ok(Some(block)))) => bytes += block.header.length,
-                None if bytes >= Self::LEAST => gauge.onboard.learn(std::mem::take(&mut bytes), waited),
+                None if bytes >= Self::MIN_BYTES => throughput.onboard.record(std::mem::take(&mut bytes), waited),
                 _ => {}
             }
             Poll::Ready(next)
@@ -98,19 +98,19 @@ impl Tier for Measured {
         Box::pin(async move {
             let began = Instant::now();
             let answers = self.tier.store(blocks).await;
-            if bytes >= Self::LEAST && answers.iter().all(Result::is_ok) {
-                self.gauge.offload.learn(bytes, began.elapsed());
+            if bytes >= Self::MIN_BYTES && answers.iter().all(Result::is_ok) {
+                self.throughput.offload.record(bytes, began.elapsed());
             }
             answers
         })
     }
 
-    fn discard(&self, fingerprint: Fingerprint, name: SequenceHash) {
-        self.tier.discard(fingerprint, name);
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.tier.discard(fingerprint, hash);
     }
 
-    fn expire_one(&self, fingerprint: Fingerprint, name: SequenceHash) -> usize {
-        self.tier.expire_one(fingerprint, name)
+    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
+        self.tier.expire_one(fingerprint, hash)
     }
 
     fn expire(&self, now: Date) -> usize {

@@ -1,8 +1,8 @@
-//! One block, encrypted and decrypted under a key of its own. Blocks for the time of the work.
+//! Encryption and decryption of one block under a key of its own. Synchronous and CPU-bound.
 //!
-//! Payload of an encrypted block: 24 random bytes, the ciphertext, the 16 bytes of its tag. In the ciphertext, little
-//! endian: the payload, padding, the payload's length (8), the checksum that the block had (8). The header is the
-//! associated data, all of it but the checksum.
+//! Payload of an encrypted block: 24 random bytes, the ciphertext, and its tag of 16 bytes. The plaintext is, little
+//! endian: the payload, padding, the payload's length (8 bytes), and the checksum of the original block (8 bytes). The
+//! associated data is the header without its checksum.
 
 use super::KeyError;
 use crate::block::{Block, Codec, Corrupt, Header, KeyId};
@@ -15,7 +15,8 @@ const SALT: usize = 24;
 const TAG: usize = 16;
 const TRAILER: usize = 16;
 
-/// Lengths of encoded blocks tell about their content; rounded up to this, they tell little. Raw ones are all alike.
+/// Encoded blocks are padded to a multiple of this, as exact lengths would reveal something about their content. Raw
+/// blocks all have the same length.
 const PAD: usize = 4096;
 
 /// A key from which the keys of blocks are derived.
@@ -29,7 +30,7 @@ impl DataKey {
         Self { id, secret }
     }
 
-    /// A fresh one.
+    /// A new key.
     pub(super) fn random() -> Result<Self, KeyError> {
         Ok(Self { id: KeyId::from_bytes(random()?), secret: random()? })
     }
@@ -61,19 +62,19 @@ impl DataKey {
         bytes.extend_from_slice(&header.length.to_le_bytes());
         bytes.extend_from_slice(&header.checksum.to_le_bytes());
         let header = Header { key: Some(self.id), length: length as u64, ..*header };
-        let sealed = self.of_block(&salt).seal_in_place_separate_tag(zero(), aad(&header), &mut bytes[SALT..]);
+        let sealed = self.block_key(&salt).seal_in_place_separate_tag(zero_nonce(), aad(&header), &mut bytes[SALT..]);
         let tag = sealed.expect("a block is shorter than 64 GiB");
         bytes.extend_from_slice(tag.as_ref());
         Block { header: header.for_payload(&bytes), payload: bytes.freeze() }
     }
 
-    /// The block as it was before it was encrypted, with the checksum that it had.
+    /// The block as it was before it was encrypted, with its checksum of then.
     pub(super) fn decrypt(&self, block: &Block, buffers: &Arc<Buffers>) -> Result<Block, Corrupt> {
         let (salt, ciphertext) = block.payload.split_first_chunk::<SALT>().ok_or(Corrupt::Length)?;
         let mut bytes = buffers.take(ciphertext.len());
         bytes.clear();
         bytes.extend_from_slice(ciphertext);
-        let opened = self.of_block(salt).open_in_place(zero(), aad(&block.header), &mut bytes);
+        let opened = self.block_key(salt).open_in_place(zero_nonce(), aad(&block.header), &mut bytes);
         let plain = opened.map_err(|_| Corrupt::Forged)?;
         let (payload, trailer) = plain.split_last_chunk::<TRAILER>().ok_or(Corrupt::Length)?;
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| trailer[at + i]));
@@ -86,7 +87,7 @@ impl DataKey {
         Ok(Block { header, payload: bytes.freeze() })
     }
 
-    fn of_block(&self, salt: &[u8; SALT]) -> LessSafeKey {
+    fn block_key(&self, salt: &[u8; SALT]) -> LessSafeKey {
         aes(blake3::keyed_hash(&self.secret, salt).as_bytes())
     }
 }
@@ -95,15 +96,15 @@ pub(super) fn aes(key: &[u8; 32]) -> LessSafeKey {
     LessSafeKey::new(UnboundKey::new(&AES_256_GCM, key).expect("a key of 32 bytes"))
 }
 
-/// From the operating system: secrets are the one thing that must not follow from a seed.
+/// Random bytes from the operating system, for secrets.
 pub(super) fn random<const N: usize>() -> Result<[u8; N], KeyError> {
     let mut bytes = [0; N];
     SystemRandom::new().fill(&mut bytes).map_err(|_| KeyError::Random)?;
     Ok(bytes)
 }
 
-/// Good for exactly one message under a key.
-fn zero() -> Nonce {
+/// The nonce of the only message under a key.
+fn zero_nonce() -> Nonce {
     Nonce::assume_unique_for_key([0; NONCE_LEN])
 }
 
@@ -123,14 +124,14 @@ mod tests {
         DataKey::new(KeyId::from_bytes([1; 8]), [2; 32])
     }
 
-    /// What a forger may try who mends the checksum after each change.
+    /// Decrypts a changed block with a correct checksum, as a forger would make it.
     fn forged(key: &DataKey, header: Header, payload: impl Into<Bytes>) -> Result<Block, Corrupt> {
         let payload = payload.into();
         key.decrypt(&Block { header: header.for_payload(&payload), payload }, &Arc::default())
     }
 
     #[test]
-    fn a_block_comes_back_as_it_was_and_never_rests_twice_the_same() {
+    fn a_block_comes_back_and_its_ciphertext_is_never_the_same() {
         let (key, block) = (key(), chain(1, 1).remove(0));
         let (one, other) =
             (key.encrypt(&block, &Arc::default()).unwrap(), key.encrypt(&block, &Arc::default()).unwrap());
@@ -143,17 +144,17 @@ mod tests {
     }
 
     #[test]
-    fn the_format_stays_what_it_is() {
-        // BLAKE3 and AES-256-GCM of this very block, as an independent program computes them.
-        let name = SequenceHash::from_bytes([3; 16]);
-        let block = Block::new(name, None, fingerprint(), Bytes::from_static(b"kv"));
+    fn the_format_is_stable() {
+        // The bytes were computed with an independent implementation of BLAKE3 and AES-256-GCM.
+        let hash = SequenceHash::from_bytes([3; 16]);
+        let block = Block::new(hash, None, fingerprint(), Bytes::from_static(b"kv"));
         let encrypted = key().encrypt_with([4; SALT], &block, &Arc::default());
         let found: [u8; 34] = encrypted.payload[SALT..].try_into().unwrap();
         assert_eq!(Some(found), unhex("1ab792e3971ea4b6d30b29c7e87ba783e60503187acfe8a0b46ca45f095d8b99dffc"));
     }
 
     #[test]
-    fn forging_is_found_out_wherever_it_is_tried() {
+    fn any_forged_byte_or_header_field_is_detected() {
         let (key, block) = (key(), chain(1, 1).remove(0));
         let Block { header, payload } = key.encrypt(&block, &Arc::default()).unwrap();
         for at in 0..payload.len() {
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_of_encoded_blocks_are_blurred() {
+    fn encoded_blocks_are_padded() {
         let block = chain(1, 1).remove(0);
         let header = Header { codec: Codec::Bf16, ..block.header }.for_payload(&block.payload);
         let encoded = Block { header, ..block };

@@ -1,6 +1,6 @@
-//! Where master keys come from. What is read here is never printed: errors say where something is wrong, not what it is.
+//! Sources of master keys. Secrets are never printed: errors name the position of a malformed key, not its content.
 
-use super::master_key::Masters;
+use super::master_key::MasterKeys;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{self, Read};
@@ -9,76 +9,77 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Where master keys are read. Each is 64 hex digits; several stand apart by white space or commas. The first one wraps
-/// data keys, the others still unwrap: so a new key is put first, and the old one removed once nothing is wrapped by it.
+/// The source of master keys. Each is 64 hex digits; several are separated by white space or commas. The first one
+/// wraps data keys, the others only unwrap. To rotate, put a new key first, and remove the old one once it wraps
+/// nothing.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeySource {
-    /// A file, read again when a key is met that it may have meanwhile.
+    /// A file. It is read again when an unknown master key is needed.
     File(PathBuf),
     /// An environment variable.
     Env(String),
-    /// What a program writes to its standard output: a client of a vault. Run again when a key is met that it may give
-    /// meanwhile.
+    /// A program that writes the keys to its standard output, for instance a client of a vault. It is run again when an
+    /// unknown master key is needed.
     Command(Vec<String>),
 }
 
-/// How the environment is read: only the loader of the configuration may.
+/// Reads an environment variable. Provided by the loader of the configuration.
 pub type Environment = Arc<dyn Fn(&str) -> Option<String> + Send + Sync>;
 
-/// No master key.
+/// There is no master key.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The file cannot be read.
     #[error("master key file {path:?}: {source}")]
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
     /// The variable is not set.
     #[error("master key: environment variable {0} is not set")]
     Env(String),
-    /// The program did not deliver.
+    /// The program failed.
     #[error("master key command {program:?}: {source}")]
     Command {
-        /// Which.
+        /// The program.
         program: String,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
-    /// There is nothing in it.
+    /// The source contains no key.
     #[error("{place} holds no master key: expected 64 hex digits (make one with `openssl rand -hex 32`)")]
     Empty {
-        /// In what.
+        /// Description of the source.
         place: String,
     },
-    /// There is something else in it.
+    /// An entry is not a key.
     #[error("{place}: entry {entry} is not a master key: expected 64 hex digits, found {found}")]
     Malformed {
-        /// In what.
+        /// Description of the source.
         place: String,
-        /// Which, from 1.
+        /// Number of the entry, from 1.
         entry: usize,
-        /// What about it is wrong.
+        /// Number and kind of the characters.
         found: String,
     },
 }
 
-/// Room for a thousand keys; a larger file is not one of keys.
-const BYTES: u64 = 64 << 10;
-/// A vault that takes longer is down.
-const COMMAND: Duration = Duration::from_secs(10);
+/// Maximum size of a source: about a thousand keys.
+const MAX_BYTES: u64 = 64 << 10;
+/// Maximum run time of the program.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl KeySource {
-    /// Whether there are keys. Blocks, and runs the program if keys come from one.
+    /// Checks that there are keys. Blocking; runs the program if there is one.
     pub fn check(&self, environment: &Environment) -> Result<(), SourceError> {
         self.read(environment).map(drop)
     }
 
-    /// Reads the keys. Blocks.
-    pub(super) fn read(&self, environment: &Environment) -> Result<Masters, SourceError> {
+    /// Reads the keys. Blocking.
+    pub(super) fn read(&self, environment: &Environment) -> Result<MasterKeys, SourceError> {
         match self {
             Self::File(path) => {
                 let failed = |source| SourceError::File { path: path.clone(), source };
@@ -98,7 +99,7 @@ impl KeySource {
     }
 }
 
-fn parse(text: &str, place: String) -> Result<Masters, SourceError> {
+fn parse(text: &str, place: String) -> Result<MasterKeys, SourceError> {
     let mut keys = Vec::new();
     let entries = text.split(|c: char| c.is_whitespace() || c == ',').filter(|entry| !entry.is_empty());
     for (n, entry) in entries.enumerate() {
@@ -111,10 +112,10 @@ fn parse(text: &str, place: String) -> Result<Masters, SourceError> {
     }
     let mut keys = keys.into_iter();
     let first = keys.next().ok_or(SourceError::Empty { place })?;
-    Ok(Masters::new(first, keys))
+    Ok(MasterKeys::new(first, keys))
 }
 
-/// Bytes from exactly so many hex digits.
+/// Decodes exactly `2 * N` hex digits.
 pub(super) fn unhex<const N: usize>(digits: &str) -> Option<[u8; N]> {
     let digits = digits.as_bytes();
     let value = |at: usize| char::from(digits[at]).to_digit(16).map(|digit| digit as u8);
@@ -130,9 +131,9 @@ pub(super) fn unhex<const N: usize>(digits: &str) -> Option<[u8; N]> {
 
 fn bounded(from: impl Read) -> io::Result<String> {
     let mut text = String::new();
-    match from.take(BYTES + 1).read_to_string(&mut text)? as u64 {
-        0..=BYTES => Ok(text),
-        _ => Err(io::Error::other(format!("more than {BYTES} bytes"))),
+    match from.take(MAX_BYTES + 1).read_to_string(&mut text)? as u64 {
+        0..=MAX_BYTES => Ok(text),
+        _ => Err(io::Error::other(format!("more than {MAX_BYTES} bytes"))),
     }
 }
 
@@ -150,11 +151,11 @@ fn run(words: &[String]) -> io::Result<String> {
     let status = loop {
         match child.try_wait()? {
             Some(status) => break status,
-            None if began.elapsed() < COMMAND => std::thread::sleep(Duration::from_millis(10)),
+            None if began.elapsed() < COMMAND_TIMEOUT => std::thread::sleep(Duration::from_millis(10)),
             None => {
                 child.kill()?;
                 child.wait()?;
-                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {COMMAND:?}")));
+                return Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {COMMAND_TIMEOUT:?}")));
             }
         }
     };
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn every_source_gives_its_keys_in_order() {
+    fn every_source_returns_its_keys_in_order() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("keys");
         std::fs::write(&path, format!("{TWO}\n{ONE}\n")).unwrap();
@@ -188,26 +189,29 @@ mod tests {
         let echo = ["echo", TWO, ONE].map(String::from).to_vec();
         for source in [KeySource::File(path), KeySource::Env("KEYS".into()), KeySource::Command(echo)] {
             let masters = source.read(&environment).unwrap();
-            assert_eq!(masters.first(), Masters::new([2; 32], []).first(), "{source:?}");
-            assert!(masters.has(Masters::new([1; 32], []).first()));
+            assert_eq!(masters.first(), MasterKeys::new([2; 32], []).first(), "{source:?}");
+            assert!(masters.has(MasterKeys::new([1; 32], []).first()));
         }
     }
 
     #[test]
     fn errors_name_the_place_and_never_the_secret() {
-        let said = error(&KeySource::File("/nowhere/keys".into()), &none());
-        assert!(said.contains("/nowhere/keys"), "{said}");
-        let said = error(&KeySource::Env("KEYS".into()), &none());
-        assert!(said.contains("KEYS is not set"), "{said}");
+        let message = error(&KeySource::File("/nowhere/keys".into()), &none());
+        assert!(message.contains("/nowhere/keys"), "{message}");
+        let message = error(&KeySource::Env("KEYS".into()), &none());
+        assert!(message.contains("KEYS is not set"), "{message}");
         let with = |text: String| -> Environment { Arc::new(move |_| Some(text.clone())) };
-        let said = error(&KeySource::Env("KEYS".into()), &with("  ".into()));
-        assert!(said.contains("holds no master key"), "{said}");
-        let said = error(&KeySource::Env("KEYS".into()), &with(format!("{ONE} {}", &TWO[2..])));
-        assert!(said.contains("entry 2") && said.contains("62 hex digits") && !said.contains(&TWO[2..10]), "{said}");
-        let said = error(&KeySource::Env("KEYS".into()), &with("hunter2".into()));
-        assert!(said.contains("7 other characters") && !said.contains("hunter2"), "{said}");
-        let said = error(&KeySource::Command(vec!["false".into()]), &none());
-        assert!(said.contains("false") && said.contains("exit status: 1"), "{said}");
+        let message = error(&KeySource::Env("KEYS".into()), &with("  ".into()));
+        assert!(message.contains("holds no master key"), "{message}");
+        let message = error(&KeySource::Env("KEYS".into()), &with(format!("{ONE} {}", &TWO[2..])));
+        assert!(
+            message.contains("entry 2") && message.contains("62 hex digits") && !message.contains(&TWO[2..10]),
+            "{message}"
+        );
+        let message = error(&KeySource::Env("KEYS".into()), &with("hunter2".into()));
+        assert!(message.contains("7 other characters") && !message.contains("hunter2"), "{message}");
+        let message = error(&KeySource::Command(vec!["false".into()]), &none());
+        assert!(message.contains("false") && message.contains("exit status: 1"), "{message}");
         assert!(error(&KeySource::Command(vec![]), &none()).contains("no program given"));
     }
 }

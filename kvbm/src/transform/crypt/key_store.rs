@@ -1,18 +1,18 @@
-//! Where wrapped keys rest: small objects, none of which ever changes.
+//! Storage of wrapped keys: small objects that never change.
 //!
 //! ```text
-//!   PREFIX/DOMAIN/KEY.MASTER     the data key KEY of a domain, wrapped by the master key of that number
-//!   PREFIX/DOMAIN/KEY.shredded   the data key KEY is gone for good, whatever else is found of it
-//!   PREFIX/shreds/DOMAIN.NUMBER  a notice that a domain was shredded, for processes that run; of a few days at most
+//!   PREFIX/DOMAIN/KEY.MASTER     the data key KEY of a domain, wrapped by the master key MASTER
+//!   PREFIX/DOMAIN/KEY.shredded   the data key KEY is shredded, even if wrapped copies of it exist
+//!   PREFIX/shreds/DOMAIN.NUMBER  a notice to running processes that a domain was shredded; kept for a few days
 //! ```
 //!
-//! Each writer makes objects of its own, so nothing rests on conditional writes: two that make a first key for the same
-//! domain at once make two keys, and both are good.
+//! Each writer creates objects of its own, so no conditional writes are needed: two processes that create the first key
+//! of a domain at the same time create two keys, and both are valid.
 
 use super::KeyError;
 use super::cipher::random;
 use super::key_source::unhex;
-use super::master_key::{MasterId, WRAPPED};
+use super::master_key::{MasterKeyId, WRAPPED};
 use crate::block::{DomainId, KeyId};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -24,81 +24,83 @@ use std::time::Duration;
 
 const SHREDDED: &str = "shredded";
 const NOTICES: &str = "shreds";
-/// Notices older than this are removed: a process that was asleep for longer has dropped its keys by other ways.
+/// Age at which notices are removed. A process that was suspended for longer has dropped its keys in other ways.
 const NOTICE_AGE: Duration = Duration::from_hours(7 * 24);
-/// Domains shredded within that time, at most; a listing with more is not read to its end.
+/// Maximum number of notices that are read.
 const MAX_NOTICES: usize = 1 << 16;
-/// Objects of the shelf at most. A listing with more is not one of a shelf.
+/// Maximum number of entries that are read.
 const MAX_ENTRIES: usize = 1 << 20;
-/// Requests at once while a domain is shredded or all keys are wrapped anew.
+/// Concurrent requests while a domain is shredded or all keys are rewrapped.
 pub(super) const PARALLEL: usize = 8;
-/// A request that takes longer has failed.
-const REQUEST: Duration = Duration::from_secs(10);
-const TURNS: u32 = 10;
+/// Maximum duration of a request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of steps in which a request waits for its timeout.
+const TIMEOUT_STEPS: u32 = 10;
 
-/// The place.
-pub(super) struct Shelf {
+/// The store of wrapped keys.
+pub(super) struct KeyStore {
     store: Arc<dyn ObjectStore>,
     prefix: Path,
 }
 
-/// What one object says of a data key.
+/// The fact about a data key that one object records.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Entry {
+pub(super) struct KeyEntry {
     pub(super) domain: DomainId,
     pub(super) key: KeyId,
-    pub(super) state: State,
+    pub(super) state: KeyState,
 }
 
-/// That a domain was shredded, once.
+/// A notice that a domain was shredded.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(super) struct Notice {
+pub(super) struct ShredNotice {
     pub(super) domain: DomainId,
     number: [u8; 8],
 }
 
-/// See the module.
+/// Kind of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum State {
-    Wrapped(MasterId),
+pub(super) enum KeyState {
+    Wrapped(MasterKeyId),
     Shredded,
 }
 
-impl Shelf {
+impl KeyStore {
     pub(super) fn new(store: Arc<dyn ObjectStore>, prefix: Path) -> Self {
         Self { store, prefix }
     }
 
-    /// Everything, or everything of one domain.
-    pub(super) async fn list(&self, domain: Option<DomainId>) -> Result<Vec<Entry>, KeyError> {
+    /// All entries, or those of one domain.
+    pub(super) async fn list(&self, domain: Option<DomainId>) -> Result<Vec<KeyEntry>, KeyError> {
         let prefix = match domain {
             Some(domain) => self.prefix.clone().join(domain.to_string()),
             None => self.prefix.clone(),
         };
         let entry = |meta: ObjectMeta| async move { Ok(entry(&meta.location)) };
         let listed = self.store.list(Some(&prefix)).try_filter_map(entry).take(MAX_ENTRIES);
-        within(listed.try_collect()).await
+        with_timeout(listed.try_collect()).await
     }
 
-    /// What was shredded in the last days.
-    pub(super) async fn notices(&self) -> Result<Vec<Notice>, KeyError> {
+    /// The notices of the last days.
+    pub(super) async fn notices(&self) -> Result<Vec<ShredNotice>, KeyError> {
         let prefix = self.prefix.clone().join(NOTICES);
         let notice = |meta: ObjectMeta| async move { Ok(notice(&meta.location)) };
-        within(self.store.list(Some(&prefix)).try_filter_map(notice).take(MAX_NOTICES).try_collect()).await
+        with_timeout(self.store.list(Some(&prefix)).try_filter_map(notice).take(MAX_NOTICES).try_collect()).await
     }
 
-    /// Says that a domain was shredded, and removes what was said long ago.
+    /// Writes a notice that a domain was shredded, and removes old notices.
     pub(super) async fn notify(&self, domain: DomainId) -> Result<(), KeyError> {
         let prefix = self.prefix.clone().join(NOTICES);
         let number = u64::from_le_bytes(random()?);
         let path = prefix.clone().join(format!("{domain}.{number:016x}"));
-        within(self.store.put(&path, Bytes::new().into())).await?;
-        let listed: Vec<ObjectMeta> = within(self.store.list(Some(&prefix)).take(MAX_NOTICES).try_collect()).await?;
-        // By the store's own clock: ours is the newest.
+        with_timeout(self.store.put(&path, Bytes::new().into())).await?;
+        let listed: Vec<ObjectMeta> =
+            with_timeout(self.store.list(Some(&prefix)).take(MAX_NOTICES).try_collect()).await?;
+        // Ages by the store's clock: the notice just written is the newest.
         let now = listed.iter().map(|meta| meta.last_modified).max().unwrap_or_default();
         let old = |meta: &&ObjectMeta| (now - meta.last_modified).to_std().is_ok_and(|age| age > NOTICE_AGE);
         for meta in listed.iter().filter(old) {
-            match within(self.store.delete(&meta.location)).await {
+            match with_timeout(self.store.delete(&meta.location)).await {
                 Err(KeyError::Store(Error::NotFound { .. })) => {}
                 removed => removed?,
             }
@@ -106,74 +108,80 @@ impl Shelf {
         Ok(())
     }
 
-    /// `None` when it is gone.
-    pub(super) async fn get(&self, domain: DomainId, key: KeyId, master: MasterId) -> Result<Option<Bytes>, KeyError> {
-        let path = self.path(Entry { domain, key, state: State::Wrapped(master) });
+    /// Reads a wrapped key; `None` if it does not exist.
+    pub(super) async fn get(
+        &self,
+        domain: DomainId,
+        key: KeyId,
+        master: MasterKeyId,
+    ) -> Result<Option<Bytes>, KeyError> {
+        let path = self.path(KeyEntry { domain, key, state: KeyState::Wrapped(master) });
         let reading = async {
             let found = self.store.get(&path).await?;
-            // What is too large to be a wrapped key is none, and is not read.
+            // An object that is too large for a wrapped key is not read.
             if found.meta.size > WRAPPED as u64 { Ok(Bytes::new()) } else { found.bytes().await }
         };
-        let got = within(reading).await;
+        let got = with_timeout(reading).await;
         match got {
             Err(KeyError::Store(Error::NotFound { .. })) => Ok(None),
             got => got.map(Some),
         }
     }
 
-    /// Resolves when it rests as durably as the store promises.
-    pub(super) async fn put(&self, entry: Entry, bytes: Bytes) -> Result<(), KeyError> {
-        within(self.store.put(&self.path(entry), bytes.into())).await.map(drop)
+    /// Resolves when the entry is durable.
+    pub(super) async fn put(&self, entry: KeyEntry, bytes: Bytes) -> Result<(), KeyError> {
+        with_timeout(self.store.put(&self.path(entry), bytes.into())).await.map(drop)
     }
 
-    /// Removing what is not there is fine.
-    pub(super) async fn remove(&self, entries: Vec<Entry>) -> Result<(), KeyError> {
+    /// Removes entries. Missing ones are ignored.
+    pub(super) async fn remove(&self, entries: Vec<KeyEntry>) -> Result<(), KeyError> {
         let removing: Vec<_> = entries.into_iter().map(|entry| self.remove_one(entry)).collect();
         stream::iter(removing).buffer_unordered(PARALLEL).try_collect().await
     }
 
-    async fn remove_one(&self, entry: Entry) -> Result<(), KeyError> {
-        match within(self.store.delete(&self.path(entry))).await {
+    async fn remove_one(&self, entry: KeyEntry) -> Result<(), KeyError> {
+        match with_timeout(self.store.delete(&self.path(entry))).await {
             Err(KeyError::Store(Error::NotFound { .. })) => Ok(()),
             removed => removed,
         }
     }
 
-    fn path(&self, Entry { domain, key, state }: Entry) -> Path {
+    fn path(&self, KeyEntry { domain, key, state }: KeyEntry) -> Path {
         let name = match state {
-            State::Wrapped(master) => format!("{key}.{master}"),
-            State::Shredded => format!("{key}.{SHREDDED}"),
+            KeyState::Wrapped(master) => format!("{key}.{master}"),
+            KeyState::Shredded => format!("{key}.{SHREDDED}"),
         };
         self.prefix.clone().join(domain.to_string()).join(name)
     }
 }
 
-/// `None` for what is no key.
-fn entry(path: &Path) -> Option<Entry> {
+/// Parses a path; `None` if it is not an entry.
+fn entry(path: &Path) -> Option<KeyEntry> {
     let mut parts = path.as_ref().rsplit('/');
     let (key, state) = parts.next()?.split_once('.')?;
     let state = match state {
-        SHREDDED => State::Shredded,
-        master => State::Wrapped(MasterId::from_bytes(unhex(master)?)),
+        SHREDDED => KeyState::Shredded,
+        master => KeyState::Wrapped(MasterKeyId::from_bytes(unhex(master)?)),
     };
-    Some(Entry { domain: DomainId::from_bytes(unhex(parts.next()?)?), key: KeyId::from_bytes(unhex(key)?), state })
+    Some(KeyEntry { domain: DomainId::from_bytes(unhex(parts.next()?)?), key: KeyId::from_bytes(unhex(key)?), state })
 }
 
-/// `None` for what is no notice.
-fn notice(path: &Path) -> Option<Notice> {
+/// Parses a path; `None` if it is not a notice.
+fn notice(path: &Path) -> Option<ShredNotice> {
     let (domain, number) = path.filename()?.split_once('.')?;
-    Some(Notice { domain: DomainId::from_bytes(unhex(domain)?), number: unhex(number)? })
+    Some(ShredNotice { domain: DomainId::from_bytes(unhex(domain)?), number: unhex(number)? })
 }
 
-/// Waits for an answer, in short turns: who was stopped meanwhile, or slept with the machine, has waited for one of them.
-async fn within<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, KeyError> {
+/// Waits for an answer with a timeout, in short steps: while the process or the machine is suspended, at most one step
+/// passes.
+async fn with_timeout<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, KeyError> {
     let mut request = pin!(request);
-    for _ in 0..TURNS {
-        if let Ok(answer) = tokio::time::timeout(REQUEST / TURNS, request.as_mut()).await {
+    for _ in 0..TIMEOUT_STEPS {
+        if let Ok(answer) = tokio::time::timeout(REQUEST_TIMEOUT / TIMEOUT_STEPS, request.as_mut()).await {
             return Ok(answer?);
         }
     }
-    Err(KeyError::Silent)
+    Err(KeyError::Timeout)
 }
 
 #[cfg(test)]
@@ -182,16 +190,19 @@ mod tests {
     use tokio::sync::oneshot;
 
     #[tokio::test(start_paused = true)]
-    async fn who_slept_has_not_waited_and_who_waits_gives_up() {
+    async fn suspension_does_not_count_and_waiting_times_out() {
         let (answer, answered) = oneshot::channel();
-        let asking = tokio::spawn(within(async { Ok(answered.await.unwrap_or(0)) }));
+        let request = tokio::spawn(with_timeout(async { Ok(answered.await.unwrap_or(0)) }));
         tokio::task::yield_now().await;
-        tokio::time::advance(REQUEST * 6).await;
+        tokio::time::advance(REQUEST_TIMEOUT * 6).await;
         tokio::task::yield_now().await;
         answer.send(7).unwrap();
-        assert_eq!(asking.await.unwrap().unwrap(), 7);
+        assert_eq!(request.await.unwrap().unwrap(), 7);
         let began = tokio::time::Instant::now();
-        assert!(matches!(within(std::future::pending::<object_store::Result<()>>()).await, Err(KeyError::Silent)));
-        assert_eq!(began.elapsed(), REQUEST);
+        assert!(matches!(
+            with_timeout(std::future::pending::<object_store::Result<()>>()).await,
+            Err(KeyError::Timeout)
+        ));
+        assert_eq!(began.elapsed(), REQUEST_TIMEOUT);
     }
 }

@@ -8,7 +8,7 @@
 //! | 8 | 16 | domain |
 //! | 24 | 8 | data key's number |
 //! | 32 | 8 | master key's number |
-//! | 40 | 12 | nonce, random: so few keys are wrapped that none repeats |
+//! | 40 | 12 | nonce, random: too few keys are wrapped for a repetition |
 //! | 52 | 48 | the data key under AES-256-GCM, with bytes 0 to 40 as associated data |
 
 use super::KeyError;
@@ -24,11 +24,11 @@ const SEALED: usize = CLEAR + NONCE_LEN;
 /// Bytes of a wrapped key.
 pub(super) const WRAPPED: usize = 100;
 
-/// The public number of a master key: a hash of it.
+/// The public identifier of a master key: a hash of it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct MasterId([u8; 8]);
+pub struct MasterKeyId([u8; 8]);
 
-impl MasterId {
+impl MasterKeyId {
     pub(super) const fn from_bytes(bytes: [u8; 8]) -> Self {
         Self(bytes)
     }
@@ -39,33 +39,33 @@ impl MasterId {
     }
 }
 
-impl fmt::Display for MasterId {
+impl fmt::Display for MasterKeyId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
-impl fmt::Debug for MasterId {
+impl fmt::Debug for MasterKeyId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{self}")
     }
 }
 
-/// The master keys that a source gives. The first wraps, all unwrap.
-pub(super) struct Masters(Vec<(MasterId, [u8; 32])>);
+/// The master keys of a source. The first one wraps data keys, all unwrap them.
+pub(super) struct MasterKeys(Vec<(MasterKeyId, [u8; 32])>);
 
-impl Masters {
-    /// At least one key.
+impl MasterKeys {
+    /// One key or more.
     pub(super) fn new(first: [u8; 32], others: impl IntoIterator<Item = [u8; 32]>) -> Self {
-        Self(std::iter::once(first).chain(others).map(|key| (MasterId::of(&key), key)).collect())
+        Self(std::iter::once(first).chain(others).map(|key| (MasterKeyId::of(&key), key)).collect())
     }
 
-    /// The one that wraps.
-    pub(super) fn first(&self) -> MasterId {
+    /// The key that wraps data keys.
+    pub(super) fn first(&self) -> MasterKeyId {
         self.0[0].0
     }
 
-    pub(super) fn has(&self, master: MasterId) -> bool {
+    pub(super) fn has(&self, master: MasterKeyId) -> bool {
         self.0.iter().any(|(id, _)| *id == master)
     }
 
@@ -86,27 +86,27 @@ impl Masters {
         Ok(bytes)
     }
 
-    /// The data key, if that is what `bytes` are, wrapped by `master`.
+    /// Unwraps a data key that was wrapped by `master`. An error if `bytes` are something else.
     pub(super) fn unwrap(
         &self,
         domain: DomainId,
         key: KeyId,
-        master: MasterId,
+        master: MasterKeyId,
         bytes: &[u8],
     ) -> Result<DataKey, KeyError> {
-        let damaged = || KeyError::Damaged { domain, key };
+        let corrupt = || KeyError::Corrupt { domain, key };
         let (_, secret) =
-            self.0.iter().find(|(id, _)| *id == master).ok_or(KeyError::Locked { domain, key, master })?;
-        let bytes: &[u8; WRAPPED] = bytes.try_into().map_err(|_| damaged())?;
-        let says = [&MAGIC[..], domain.as_bytes(), key.as_bytes(), &master.0].concat();
-        if bytes[..CLEAR] != says {
-            return Err(damaged());
+            self.0.iter().find(|(id, _)| *id == master).ok_or(KeyError::UnknownMasterKey { domain, key, master })?;
+        let bytes: &[u8; WRAPPED] = bytes.try_into().map_err(|_| corrupt())?;
+        let expected = [&MAGIC[..], domain.as_bytes(), key.as_bytes(), &master.0].concat();
+        if bytes[..CLEAR] != expected {
+            return Err(corrupt());
         }
         let nonce = std::array::from_fn(|i| bytes[CLEAR + i]);
         let mut sealed = bytes[SEALED..].to_vec();
-        let opened = aes(secret).open_in_place(Nonce::assume_unique_for_key(nonce), Aad::from(&says), &mut sealed);
-        let opened: &[u8] = opened.map_err(|_| damaged())?;
-        Ok(DataKey::new(key, opened.try_into().map_err(|_| damaged())?))
+        let opened = aes(secret).open_in_place(Nonce::assume_unique_for_key(nonce), Aad::from(&expected), &mut sealed);
+        let opened: &[u8] = opened.map_err(|_| corrupt())?;
+        Ok(DataKey::new(key, opened.try_into().map_err(|_| corrupt())?))
     }
 }
 
@@ -123,35 +123,38 @@ mod tests {
         fn a_changed_or_arbitrary_wrapped_key_is_refused(
             bytes in {
                 let key = DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]);
-                let valid = Masters::new([1; 32], []).wrap(DomainId::SHARED, &key).unwrap().to_vec();
+                let valid = MasterKeys::new([1; 32], []).wrap(DomainId::SHARED, &key).unwrap().to_vec();
                 prop_oneof![fuzz::arbitrary(), fuzz::changed(valid)]
             },
         ) {
-            let masters = Masters::new([1; 32], []);
+            let masters = MasterKeys::new([1; 32], []);
             let unwrap = |bytes: &[u8]| masters.unwrap(DomainId::SHARED, KeyId::from_bytes([3; 8]), masters.first(), bytes);
-            // A change may leave the key as it was.
+            // The change may leave the wrapped key unchanged.
             let unwrapped = fuzz::bounded(&bytes, 1, unwrap);
             assert!(unwrapped.is_err() || unwrapped.is_ok_and(|key| key.secret() == &[4; 32]));
         }
     }
 
     #[test]
-    fn a_wrapped_key_comes_back_under_its_master_and_for_its_domain_only() {
-        let (old, new) = (Masters::new([1; 32], []), Masters::new([2; 32], [[1; 32]]));
+    fn a_key_unwraps_only_for_its_master_key_and_domain() {
+        let (old, new) = (MasterKeys::new([1; 32], []), MasterKeys::new([2; 32], [[1; 32]]));
         let (domain, other) = (DomainId::from_bytes([5; 16]), DomainId::from_bytes([6; 16]));
         let key = DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]);
         let wrapped = old.wrap(domain, &key).unwrap();
         assert_ne!(wrapped, old.wrap(domain, &key).unwrap(), "a nonce of its own each time");
         let unwrapped = new.unwrap(domain, key.id(), old.first(), &wrapped).unwrap();
         assert_eq!(unwrapped.secret(), key.secret());
-        assert!(matches!(new.unwrap(other, key.id(), old.first(), &wrapped), Err(KeyError::Damaged { .. })));
-        let foreign = Masters::new([9; 32], []);
-        assert!(matches!(foreign.unwrap(domain, key.id(), old.first(), &wrapped), Err(KeyError::Locked { .. })));
+        assert!(matches!(new.unwrap(other, key.id(), old.first(), &wrapped), Err(KeyError::Corrupt { .. })));
+        let foreign = MasterKeys::new([9; 32], []);
+        assert!(matches!(
+            foreign.unwrap(domain, key.id(), old.first(), &wrapped),
+            Err(KeyError::UnknownMasterKey { .. })
+        ));
     }
 
     #[test]
-    fn any_flipped_bit_of_a_wrapped_key_is_found_out() {
-        let masters = Masters::new([1; 32], []);
+    fn any_flipped_bit_of_a_wrapped_key_is_detected() {
+        let masters = MasterKeys::new([1; 32], []);
         let (domain, key) = (DomainId::SHARED, DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]));
         let wrapped = masters.wrap(domain, &key).unwrap();
         for bit in 0..WRAPPED * 8 {

@@ -4,24 +4,24 @@
 //!   master key ── wraps ─▶ data key of the reserved domain ── derives ─▶ metadata key ── BLAKE3, keyed ─▶ tag
 //! ```
 //!
-//! The data key is wrapped, rotated and shared like those of cache domains ([`super::Keys`]), so metadata stays valid when the
-//! master key is replaced. A tag covers the kind of the metadata, where it belongs, and every byte of it: a footer of one
-//! segment or a manifest of one writer and number is refused anywhere else.
+//! The data key is wrapped, rotated and shared like those of cache domains ([`super::Keyring`]), so metadata stays
+//! valid when the master key is replaced. A tag covers the kind of the metadata, its position and all its bytes: a
+//! footer is valid in its segment only, and a manifest for its writer and number only.
 
 use super::KeyError;
 use super::cipher::DataKey;
-use super::keyring::{Found, Keys};
+use super::keyring::{KeyLookup, Keyring};
 use crate::block::{DomainId, KeyId};
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// The domain of the data keys for metadata. Ids of tenants are hashes, so that none meets it.
+/// The domain of the data keys for metadata. The ids of other domains are hashes, so none equals it.
 pub(super) const DOMAIN: DomainId = DomainId::from_bytes(*b"\xFF\xFFblkyd-metadata");
 
-/// Bytes of a [`Seal`] at rest.
+/// Bytes of a stored [`Seal`].
 pub(crate) const SEAL: usize = 40;
 
-/// What metadata is, and where it belongs.
+/// Kind and position of metadata.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Context {
     /// The footer of the segment with this number.
@@ -31,7 +31,7 @@ pub(crate) enum Context {
 }
 
 impl Context {
-    /// Of fixed length, so that no two contexts and contents run into each other.
+    /// Encodes the context in a fixed length, so that context and content cannot be confused.
     fn bytes(self) -> [u8; 32] {
         let mut bytes = [0; 32];
         match self {
@@ -49,7 +49,7 @@ impl Context {
     }
 }
 
-/// A key's number and the tag of some metadata under it.
+/// A tag of metadata, and the id of its key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Seal {
     pub(crate) key: KeyId,
@@ -70,9 +70,10 @@ impl Seal {
     }
 }
 
-/// Whether metadata is what a holder of the key wrote.
+/// Result of verifying metadata.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Authenticity {
+    /// The metadata was sealed with the key.
     Authentic,
     /// The tag does not match.
     Forged,
@@ -80,25 +81,27 @@ pub(crate) enum Authenticity {
     UnknownKey,
 }
 
-/// The keys that metadata is authenticated with. Seals and verifies without waiting; keys are fetched ahead.
+/// The keys that authenticate metadata. Keyring are fetched ahead, so sealing and verifying never wait.
 pub struct MetadataKeys {
-    keys: Arc<Keys>,
-    known: RwLock<Known>,
+    keys: Arc<Keyring>,
+    state: RwLock<State>,
 }
 
 #[derive(Default)]
-struct Known {
+struct State {
+    /// The key of new seals.
     sealing: Option<KeyId>,
+    /// Metadata keys by the data keys that they are derived from.
     secrets: HashMap<KeyId, [u8; 32]>,
 }
 
 impl MetadataKeys {
-    /// Fetches the metadata keys, and makes the first one. While the place of the wrapped keys cannot be reached there are
-    /// none: nothing is sealed, and nothing that is sealed is accepted.
-    pub async fn open(keys: Arc<Keys>) -> Result<Arc<Self>, KeyError> {
-        let metadata = Arc::new(Self { keys, known: RwLock::default() });
+    /// Fetches the metadata keys, and creates the first one. While the key store is unreachable there are none: nothing
+    /// is sealed, and no sealed metadata is accepted.
+    pub async fn open(keys: Arc<Keyring>) -> Result<Arc<Self>, KeyError> {
+        let metadata = Arc::new(Self { keys, state: RwLock::default() });
         match metadata.fetch_all().await {
-            Err(error @ (KeyError::Store(_) | KeyError::Silent)) => {
+            Err(error @ (KeyError::Store(_) | KeyError::Timeout)) => {
                 tracing::warn!(%error, "cannot read the metadata keys; segments are scanned instead");
             }
             done => done?,
@@ -109,8 +112,8 @@ impl MetadataKeys {
     async fn fetch_all(&self) -> Result<(), KeyError> {
         self.ready().await?;
         for key in self.keys.listed(DOMAIN).await? {
-            match self.learn(key).await {
-                Err(error @ (KeyError::Locked { .. } | KeyError::Damaged { .. })) => {
+            match self.fetch(key).await {
+                Err(error @ (KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. })) => {
                     tracing::warn!(%error, "a metadata key is unusable; metadata encrypted with it is ignored");
                 }
                 done => drop(done?),
@@ -119,38 +122,38 @@ impl MetadataKeys {
         Ok(())
     }
 
-    /// Resolves when there is a key to seal with.
+    /// Resolves when there is a key for new seals.
     pub(crate) async fn ready(&self) -> Result<(), KeyError> {
         if self.read().sealing.is_none() {
-            let key = self.keys.writing(DOMAIN).await?;
-            let mut known = self.write();
-            known.secrets.insert(key.id(), secret(&key));
-            known.sealing = Some(key.id());
+            let key = self.keys.encryption_key(DOMAIN).await?;
+            let mut state = self.write();
+            state.secrets.insert(key.id(), secret(&key));
+            state.sealing = Some(key.id());
         }
         Ok(())
     }
 
-    /// Fetches a key that is not in memory. False: there is none of that number.
-    pub(crate) async fn learn(&self, key: KeyId) -> Result<bool, KeyError> {
+    /// Fetches a key that is not in memory. Returns false if it does not exist.
+    pub(crate) async fn fetch(&self, key: KeyId) -> Result<bool, KeyError> {
         if self.read().secrets.contains_key(&key) {
             return Ok(true);
         }
-        let Found::Key(found) = self.keys.find(DOMAIN, key).await? else { return Ok(false) };
+        let KeyLookup::Key(found) = self.keys.find(DOMAIN, key).await? else { return Ok(false) };
         self.write().secrets.insert(key, secret(&found));
         Ok(true)
     }
 
-    /// Seals metadata. `None`: there is no key yet.
+    /// Seals metadata. `None` if there is no key yet.
     pub(crate) fn seal(&self, context: Context, bytes: [&[u8]; 2]) -> Option<Seal> {
-        let known = self.read();
-        let key = known.sealing?;
-        Some(Seal { key, tag: *tag(known.secrets.get(&key)?, context, bytes).as_bytes() })
+        let state = self.read();
+        let key = state.sealing?;
+        Some(Seal { key, tag: *tag(state.secrets.get(&key)?, context, bytes).as_bytes() })
     }
 
     /// Verifies metadata, in constant time.
     pub(crate) fn verify(&self, context: Context, bytes: [&[u8]; 2], seal: &Seal) -> Authenticity {
-        let known = self.read();
-        match known.secrets.get(&seal.key) {
+        let state = self.read();
+        match state.secrets.get(&seal.key) {
             None => Authenticity::UnknownKey,
             // `blake3::Hash` compares in constant time.
             Some(secret) if tag(secret, context, bytes) == seal.tag => Authenticity::Authentic,
@@ -158,13 +161,13 @@ impl MetadataKeys {
         }
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, Known> {
+    fn read(&self) -> RwLockReadGuard<'_, State> {
         // Each change under this lock is one insertion.
-        self.known.read().unwrap_or_else(PoisonError::into_inner)
+        self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Known> {
-        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    fn write(&self) -> RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -15,31 +15,31 @@ use std::collections::HashSet;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// The shelf and the tier that all processes share, and the events of one.
-struct Site {
-    shelf: Arc<dyn ObjectStore>,
+/// The key store and the tier that all processes share.
+struct Harness {
+    key_store: Arc<dyn ObjectStore>,
     memory: Arc<Memory>,
     registry: Registry,
     metrics: Metrics,
 }
 
-impl Site {
+impl Harness {
     fn new() -> Self {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry).unwrap();
         let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
-        Self { shelf: Arc::new(InMemory::new()), memory, registry, metrics }
+        Self { key_store: Arc::new(InMemory::new()), memory, registry, metrics }
     }
 
-    /// What a process with these master keys makes of it.
-    async fn process(&self, masters: &Masters) -> Process {
-        let keys = Keys::open(self.shelf.clone(), "keys", KeySource::Env("KEYS".into()), masters.environment());
+    /// A process with these master keys.
+    async fn process(&self, masters: &MasterSource) -> Process {
+        let keys = Keyring::open(self.key_store.clone(), "keys", KeySource::Env("KEYS".into()), masters.environment());
         let keys = keys.await.unwrap();
         Process { tier: encrypted(self.memory.clone(), keys.clone(), self.metrics.clone()), keys }
     }
 
-    async fn shelved(&self) -> Vec<String> {
-        let listed = self.shelf.list(None).map(|meta| meta.unwrap().location.to_string());
+    async fn key_paths(&self) -> Vec<String> {
+        let listed = self.key_store.list(None).map(|meta| meta.unwrap().location.to_string());
         let mut listed: Vec<String> = listed.collect().await;
         listed.sort();
         listed
@@ -51,19 +51,19 @@ impl Site {
         family.map_or(0, |family| family.get_metric()[0].get_counter().get_value() as u64)
     }
 
-    async fn at_rest(&self, blocks: &[Block]) -> Vec<Option<Block>> {
+    async fn stored(&self, blocks: &[Block]) -> Vec<Option<Block>> {
         self.memory.load(fingerprint(), hashes(blocks)).map(|(_, block)| block.unwrap()).collect().await
     }
 }
 
 struct Process {
     tier: Arc<dyn Tier>,
-    keys: Arc<Keys>,
+    keys: Arc<Keyring>,
 }
 
 impl Process {
-    /// How many come back as they were.
-    async fn finds(&self, blocks: &[Block]) -> usize {
+    /// Number of blocks that come back as they were stored.
+    async fn count_found(&self, blocks: &[Block]) -> usize {
         let loaded = conformance::load(&*self.tier, fingerprint(), hashes(blocks)).await;
         let same = |(loaded, block): &(Option<crate::block::Verified>, &Block)| {
             loaded.as_ref().is_some_and(|loaded| *loaded.header() == block.header && loaded.payload() == block.payload)
@@ -71,18 +71,18 @@ impl Process {
         loaded.into_iter().zip(blocks).filter(same).count()
     }
 
-    /// Why a block is not served.
-    async fn refusal(&self, name: SequenceHash) -> LoadError {
-        let answer = self.tier.load(fingerprint(), vec![name]).next().await.unwrap().1;
-        answer.expect_err("not served")
+    /// The error of loading a block.
+    async fn load_error(&self, hash: SequenceHash) -> LoadError {
+        let answer = self.tier.load(fingerprint(), vec![hash]).next().await.unwrap().1;
+        answer.expect_err("the block is refused")
     }
 }
 
-/// A source whose content changes under the processes that read it.
+/// A source of master keys whose content can be changed.
 #[derive(Clone)]
-struct Masters(Arc<Mutex<String>>);
+struct MasterSource(Arc<Mutex<String>>);
 
-impl Masters {
+impl MasterSource {
     fn of(keys: &[u8]) -> Self {
         let masters = Self(Arc::default());
         masters.set(keys);
@@ -95,7 +95,7 @@ impl Masters {
 
     fn environment(&self) -> Environment {
         let text = self.0.clone();
-        Arc::new(move |name| (name == "KEYS").then(|| text.lock().unwrap().clone()))
+        Arc::new(move |hash| (hash == "KEYS").then(|| text.lock().unwrap().clone()))
     }
 }
 
@@ -112,10 +112,14 @@ mod in_memory {
 
     conformance::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
-        let keys =
-            Keys::open(Arc::new(InMemory::new()), "", KeySource::Env("KEYS".into()), Masters::of(&[1]).environment());
+        let keys = Keyring::open(
+            Arc::new(InMemory::new()),
+            "",
+            KeySource::Env("KEYS".into()),
+            MasterSource::of(&[1]).environment(),
+        );
         let memory = Arc::new(Memory::new(log.clone(), None));
-        Subject::with_resources(encrypted(memory, keys.await.unwrap(), Site::new().metrics), log, ())
+        Subject::with_resources(encrypted(memory, keys.await.unwrap(), Harness::new().metrics), log, ())
     });
 }
 
@@ -127,119 +131,120 @@ mod encoded_on_disk {
         let folder = tempfile::tempdir().unwrap();
         let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
         let disk = DiskTier::open(folder.path(), settings, log.clone()).unwrap();
-        let shelf = folder.path().join("keys");
-        let keys = Keys::in_folder(&shelf, KeySource::Env("KEYS".into()), Masters::of(&[1]).environment()).await;
-        let tier = encrypted(disk, keys.unwrap(), Site::new().metrics);
+        let key_store = folder.path().join("keys");
+        let keys =
+            Keyring::in_folder(&key_store, KeySource::Env("KEYS".into()), MasterSource::of(&[1]).environment()).await;
+        let tier = encrypted(disk, keys.unwrap(), Harness::new().metrics);
         Subject::with_resources(encoded(tier, Mode::Smaller), log, folder)
     });
 }
 
 #[tokio::test]
-async fn compressed_first_a_block_rests_small_and_secret() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+async fn blocks_are_compressed_before_they_are_encrypted() {
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     let tier = encoded(process.tier.clone(), Mode::Smaller);
     let shape = crate::transform::codec::synthetic::Shape { layers: 2, tokens: 16, channels: 512 };
     let kv = Bytes::from(crate::transform::codec::synthetic::bf16(&crate::transform::codec::synthetic::kv(1, shape)));
     let block = Block::new(SequenceHash::from_bytes([1; 16]), None, fingerprint(), kv.clone());
     conformance::store(&*tier, vec![block.clone()]).await;
-    let rests = site.at_rest(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
-    assert!(rests.header.codec == Codec::Bf16 && rests.header.key.is_some());
-    assert!(rests.payload.len() < kv.len() * 3 / 4);
+    let stored = harness.stored(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
+    assert!(stored.header.codec == Codec::Bf16 && stored.header.key.is_some());
+    assert!(stored.payload.len() < kv.len() * 3 / 4);
     let loaded = conformance::load(&*tier, fingerprint(), vec![block.header.hash]).await;
     assert_eq!(loaded[0].as_ref().unwrap().payload(), kv);
 }
 
 #[tokio::test]
-async fn any_flip_of_a_block_at_rest_is_found_out() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+async fn any_flipped_byte_of_a_stored_block_is_detected() {
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     let block = chain(1, 1).remove(0);
-    let name = block.header.hash;
+    let hash = block.header.hash;
     conformance::store(&*process.tier, vec![block.clone()]).await;
-    let rests = site.at_rest(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
-    let bytes = [&rests.header.encode()[..], &rests.payload].concat();
+    let stored = harness.stored(std::slice::from_ref(&block)).await.pop().flatten().unwrap();
+    let bytes = [&stored.header.encode()[..], &stored.payload].concat();
     let mut found = 0;
     for at in 0..bytes.len() {
         let mut bad = bytes.clone();
         bad[at] ^= 1 << (at % 8);
         let Ok(header) = Header::decode(bad.first_chunk().unwrap()) else { continue };
-        site.memory.discard(fingerprint(), name);
-        // A flipped name or fingerprint is somebody else's block, which nobody asks this tier for.
-        if header.hash == name && header.fingerprint == fingerprint() {
-            site.memory.store(vec![Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }]).await;
-            assert!(matches!(process.refusal(name).await, LoadError::Corrupt(_)), "byte {at}");
+        harness.memory.discard(fingerprint(), hash);
+        // With another hash or fingerprint it is another block, which is not requested here.
+        if header.hash == hash && header.fingerprint == fingerprint() {
+            harness.memory.store(vec![Block { header, payload: Bytes::copy_from_slice(&bad[Header::LEN..]) }]).await;
+            assert!(matches!(process.load_error(hash).await, LoadError::Corrupt(_)), "byte {at}");
             found += 1;
         }
     }
-    assert!(found > rests.payload.len());
-    assert_eq!(site.shredded(), 0);
+    assert!(found > stored.payload.len());
+    assert_eq!(harness.shredded(), 0);
 }
 
 #[tokio::test]
-async fn what_the_store_put_there_in_the_clear_is_refused() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+async fn an_unencrypted_block_is_refused() {
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     let planted = chain(1, 1).remove(0);
-    site.memory.store(vec![planted.clone()]).await;
-    assert!(matches!(process.refusal(planted.header.hash).await, LoadError::Corrupt(Corrupt::Transform)));
+    harness.memory.store(vec![planted.clone()]).await;
+    assert!(matches!(process.load_error(planted.header.hash).await, LoadError::Corrupt(Corrupt::Transform)));
 }
 
 #[tokio::test]
-async fn domains_have_keys_of_their_own_and_none_opens_anothers_blocks() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+async fn a_domains_key_cannot_decrypt_another_domains_blocks() {
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     let (ours, theirs) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(2), 2, 3));
     let all = [ours.clone(), theirs.clone()].concat();
     conformance::store(&*process.tier, all.clone()).await;
-    assert_eq!(process.finds(&all).await, 6);
-    let rests: Vec<Block> = site.at_rest(&all).await.into_iter().flatten().collect();
-    let keys: HashSet<_> = rests.iter().map(|block| (block.header.domain, block.header.key)).collect();
+    assert_eq!(process.count_found(&all).await, 6);
+    let stored: Vec<Block> = harness.stored(&all).await.into_iter().flatten().collect();
+    let keys: HashSet<_> = stored.iter().map(|block| (block.header.domain, block.header.key)).collect();
     assert_eq!(keys.len(), 2);
-    // The store says that one tenant's block is another's.
-    let foreign = Header { domain: tenant(2), key: rests[5].header.key, ..rests[0].header };
-    let foreign = Block { header: foreign.for_payload(&rests[0].payload), payload: rests[0].payload.clone() };
-    site.memory.discard(fingerprint(), foreign.header.hash);
-    site.memory.store(vec![foreign.clone()]).await;
-    assert!(matches!(process.refusal(foreign.header.hash).await, LoadError::Corrupt(Corrupt::Forged)));
+    // The store returns one tenant's block as another's.
+    let foreign = Header { domain: tenant(2), key: stored[5].header.key, ..stored[0].header };
+    let foreign = Block { header: foreign.for_payload(&stored[0].payload), payload: stored[0].payload.clone() };
+    harness.memory.discard(fingerprint(), foreign.header.hash);
+    harness.memory.store(vec![foreign.clone()]).await;
+    assert!(matches!(process.load_error(foreign.header.hash).await, LoadError::Corrupt(Corrupt::Forged)));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shredded_domain_is_a_miss_for_good_in_every_process() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
-    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+async fn a_shredded_domain_is_a_permanent_miss_everywhere() {
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
+    let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let (ours, theirs) = (blocks_of(tenant(1), 1, 4), blocks_of(tenant(2), 2, 4));
     let all = [ours.clone(), theirs.clone()].concat();
     conformance::store(&*here.tier, all.clone()).await;
-    assert_eq!(there.finds(&all).await, 8);
-    let backup: Vec<(Path, Bytes)> = backup(&*site.shelf).await;
+    assert_eq!(there.count_found(&all).await, 8);
+    let backup: Vec<(Path, Bytes)> = backup(&*harness.key_store).await;
 
     assert_eq!(here.keys.shred(tenant(1)).await.unwrap(), 1);
-    assert_eq!((here.finds(&ours[..2]).await, site.shredded()), (0, 2));
-    assert_eq!(here.tier.holds(fingerprint(), &hashes(&ours)), 0, "what can never be read again is given up");
+    assert_eq!((here.count_found(&ours[..2]).await, harness.shredded()), (0, 2));
+    assert_eq!(here.tier.holds(fingerprint(), &hashes(&ours)), 0, "unreadable blocks are discarded");
     there.keys.refresh().await.unwrap();
-    assert_eq!((there.finds(&ours[2..]).await, site.shredded()), (0, 4));
-    assert_eq!(there.finds(&theirs).await, 4);
+    assert_eq!((there.count_found(&ours[2..]).await, harness.shredded()), (0, 4));
+    assert_eq!(there.count_found(&theirs).await, 4);
 
-    // The wrapped keys come back, from a backup or a racing process: the word that they are shredded outweighs them.
+    // The wrapped keys are restored, by a backup or a race: the `shredded` entries override them.
     for (path, bytes) in backup {
-        site.shelf.put(&path, bytes.into()).await.unwrap();
+        harness.key_store.put(&path, bytes.into()).await.unwrap();
     }
-    let later = site.process(&masters).await;
-    let left = site.shelved().await.into_iter().filter(|path| path.contains(&tenant(1).to_string()));
+    let later = harness.process(&masters).await;
+    let left = harness.key_paths().await.into_iter().filter(|path| path.contains(&tenant(1).to_string()));
     assert_eq!(left.filter(|path| !path.contains("/shreds/")).count(), 1);
 
-    // The tenant comes back: with a new key, and without the old blocks.
+    // The tenant stores blocks again, under a new key.
     conformance::store(&*later.tier, ours.clone()).await;
-    assert_eq!(later.finds(&all).await, 8);
+    assert_eq!(later.count_found(&all).await, 8);
 }
 
-async fn backup(shelf: &dyn ObjectStore) -> Vec<(Path, Bytes)> {
-    let paths: Vec<Path> = shelf.list(None).map(|meta| meta.unwrap().location).collect().await;
+async fn backup(key_store: &dyn ObjectStore) -> Vec<(Path, Bytes)> {
+    let paths: Vec<Path> = key_store.list(None).map(|meta| meta.unwrap().location).collect().await;
     let mut saved = Vec::new();
     for path in paths {
-        let bytes = shelf.get(&path).await.unwrap().bytes().await.unwrap();
+        let bytes = key_store.get(&path).await.unwrap().bytes().await.unwrap();
         saved.push((path, bytes));
     }
     saved
@@ -247,18 +252,18 @@ async fn backup(shelf: &dyn ObjectStore) -> Vec<(Path, Bytes)> {
 
 #[tokio::test(start_paused = true)]
 async fn a_process_learns_of_shredding_while_it_reads() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
-    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
+    let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let ours = blocks_of(tenant(1), 1, 4);
     conformance::store(&*here.tier, ours.clone()).await;
-    assert_eq!(there.finds(&ours[..1]).await, 1);
+    assert_eq!(there.count_found(&ours[..1]).await, 1);
     here.keys.shred(tenant(1)).await.unwrap();
     tokio::time::advance(Duration::from_secs(31)).await;
-    // The first look starts the refresh, which takes no time here; nobody waits for it.
+    // The first load starts the refresh in the background, which takes no time here.
     let mut left = 4;
     for _ in 0..100 {
-        left = there.finds(&ours).await;
+        left = there.count_found(&ours).await;
         tokio::task::yield_now().await;
     }
     assert_eq!(left, 0);
@@ -266,51 +271,51 @@ async fn a_process_learns_of_shredding_while_it_reads() {
 
 #[tokio::test(start_paused = true)]
 async fn the_master_key_rotates_while_blocks_are_read() {
-    let site = Site::new();
-    let (masters, fixed) = (Masters::of(&[1]), Masters::of(&[1]));
-    let (reading, unaware) = (site.process(&masters).await, site.process(&fixed).await);
+    let harness = Harness::new();
+    let (masters, fixed) = (MasterSource::of(&[1]), MasterSource::of(&[1]));
+    let (reading, unaware) = (harness.process(&masters).await, harness.process(&fixed).await);
     let (before, after) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(2), 2, 3));
     conformance::store(&*reading.tier, before.clone()).await;
-    assert_eq!(unaware.finds(&before).await, 3);
+    assert_eq!(unaware.count_found(&before).await, 3);
 
-    // The new key goes first, the old one stays: a process that starts with them wraps all keys anew.
+    // The new key is put first, and the old one stays: a process that starts with them rewraps all keys.
     masters.set(&[2, 1]);
     tokio::time::advance(Duration::from_secs(11)).await;
-    let wrapped = site.shelved().await;
-    let rotated = site.process(&masters).await;
-    assert!(site.shelved().await.iter().all(|path| !wrapped.contains(path)), "nothing is wrapped by the old key");
+    let wrapped = harness.key_paths().await;
+    let rotated = harness.process(&masters).await;
+    assert!(harness.key_paths().await.iter().all(|path| !wrapped.contains(path)), "nothing is wrapped by the old key");
     conformance::store(&*rotated.tier, after.clone()).await;
     for process in [&reading, &rotated] {
-        assert_eq!((process.finds(&before).await, process.finds(&after).await), (3, 3));
+        assert_eq!((process.count_found(&before).await, process.count_found(&after).await), (3, 3));
     }
 
-    // Who cannot have the new key goes on with what it knows, and what it cannot open it leaves alone.
-    assert_eq!(unaware.finds(&before).await, 3);
-    assert!(unaware.refusal(after[0].header.hash).await.to_string().contains("is wrapped by master key"));
+    // A process without the new key uses its keys in memory, and leaves blocks that it cannot decrypt.
+    assert_eq!(unaware.count_found(&before).await, 3);
+    assert!(unaware.load_error(after[0].header.hash).await.to_string().contains("is wrapped by master key"));
 
-    // The old key can go.
-    let alone = site.process(&Masters::of(&[2])).await;
-    assert_eq!((alone.finds(&before).await, alone.finds(&after).await), (3, 3));
-    assert_eq!(site.shredded(), 0);
+    // The old key is not needed any more.
+    let alone = harness.process(&MasterSource::of(&[2])).await;
+    assert_eq!((alone.count_found(&before).await, alone.count_found(&after).await), (3, 3));
+    assert_eq!(harness.shredded(), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_watching_process_learns_of_a_shred_within_seconds() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
-    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
+    let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let purged: Arc<Mutex<Vec<DomainId>>> = Arc::default();
-    let (heard, _watch) = (purged.clone(), there.keys.watch());
-    there.keys.on_shred(move |domain| heard.lock().unwrap().push(domain));
+    let (seen, _watch) = (purged.clone(), there.keys.watch());
+    there.keys.on_shred(move |domain| seen.lock().unwrap().push(domain));
     let (ours, theirs) = (blocks_of(tenant(1), 1, 4), blocks_of(tenant(2), 2, 4));
     conformance::store(&*here.tier, [ours.clone(), theirs.clone()].concat()).await;
-    assert_eq!((there.finds(&ours).await, there.finds(&theirs).await), (4, 4));
+    assert_eq!((there.count_found(&ours).await, there.count_found(&theirs).await), (4, 4));
 
     here.keys.shred(tenant(1)).await.unwrap();
     tokio::time::sleep(Duration::from_millis(2_100)).await;
     assert_eq!(*purged.lock().unwrap(), [tenant(1)]);
-    assert_eq!((there.finds(&ours).await, there.finds(&theirs).await), (0, 4));
-    // A domain without a key on the shelf can have blocks in memory all the same.
+    assert_eq!((there.count_found(&ours).await, there.count_found(&theirs).await), (0, 4));
+    // A domain without a stored key can have blocks in memory.
     here.keys.shred(tenant(3)).await.unwrap();
     tokio::time::sleep(Duration::from_millis(2_100)).await;
     assert_eq!(*purged.lock().unwrap(), [tenant(1), tenant(3)]);
@@ -323,100 +328,104 @@ async fn a_watching_process_learns_of_a_shred_within_seconds() {
 
 #[tokio::test(start_paused = true)]
 async fn no_new_key_while_blocks_from_before_may_be_stored() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
-    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
+    let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let purged = Arc::new(std::sync::atomic::AtomicU32::new(0));
-    let heard = purged.clone();
-    there.keys.on_shred(move |_| _ = heard.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+    let seen = purged.clone();
+    there.keys.on_shred(move |_| _ = seen.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
     let (before, after) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(1), 2, 3));
     conformance::store(&*there.tier, before[..1].to_vec()).await;
     here.keys.shred(tenant(1)).await.unwrap();
-    // It has not looked yet, and its key is still in memory: what it stores under that is lost.
+    // That process has its key still in memory: blocks that it stores under that key are lost.
     there.keys.refresh().await.unwrap();
-    assert_eq!(purged.load(std::sync::atomic::Ordering::Relaxed), 1, "whichever way it learns");
+    assert_eq!(purged.load(std::sync::atomic::Ordering::Relaxed), 1, "a refresh purges, too");
     for process in [&here, &there] {
         let answers = process.tier.store(before.clone()).await;
         assert!(answers[1..].iter().all(Result::is_err), "{answers:?}");
     }
-    assert_eq!(there.finds(&before).await, 0);
+    assert_eq!(there.count_found(&before).await, 0);
     tokio::time::advance(Duration::from_secs(10)).await;
     conformance::store(&*there.tier, after.clone()).await;
-    assert_eq!((here.finds(&after).await, there.finds(&after).await), (3, 3));
+    assert_eq!((here.count_found(&after).await, there.count_found(&after).await), (3, 3));
 }
 
 #[tokio::test]
 async fn the_keys_of_metadata_cannot_be_shredded() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     drop(MetadataKeys::open(process.keys.clone()).await.unwrap());
     assert!(matches!(process.keys.shred(metadata::DOMAIN).await, Err(KeyError::Reserved(_))));
 }
 
 #[tokio::test]
-async fn two_processes_that_make_a_first_key_at_once_read_each_others_blocks() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
-    let (one, other) = (site.process(&masters).await, site.process(&masters).await);
+async fn two_first_keys_of_a_domain_are_both_valid() {
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
+    let (one, other) = (harness.process(&masters).await, harness.process(&masters).await);
     let (ours, theirs) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(1), 2, 3));
     tokio::join!(conformance::store(&*one.tier, ours.clone()), conformance::store(&*other.tier, theirs.clone()));
-    assert_eq!((one.finds(&theirs).await, other.finds(&ours).await), (3, 3));
-    let restarted = site.process(&masters).await;
+    assert_eq!((one.count_found(&theirs).await, other.count_found(&ours).await), (3, 3));
+    let restarted = harness.process(&masters).await;
     conformance::store(&*restarted.tier, blocks_of(tenant(1), 3, 3)).await;
-    assert!(site.shelved().await.len() <= 2, "a restart makes no new key");
+    assert!(harness.key_paths().await.len() <= 2, "a restart creates no new key");
 }
 
 #[tokio::test(start_paused = true)]
-async fn keys_in_memory_outlive_an_outage_of_the_shelf_and_only_one_request_waits_for_it() {
-    let shelf = Arc::new(ThrottledStore::new(InMemory::new(), ThrottleConfig::default()));
-    let site = Site { shelf: shelf.clone(), ..Site::new() };
-    let masters = Masters::of(&[1]);
-    let (here, there) = (site.process(&masters).await, site.process(&masters).await);
+async fn keys_in_memory_outlive_an_outage_of_the_key_store() {
+    let key_store = Arc::new(ThrottledStore::new(InMemory::new(), ThrottleConfig::default()));
+    let harness = Harness { key_store: key_store.clone(), ..Harness::new() };
+    let masters = MasterSource::of(&[1]);
+    let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let (ours, theirs) = (blocks_of(tenant(1), 1, 3), blocks_of(tenant(2), 2, 3));
     conformance::store(&*here.tier, ours.clone()).await;
     conformance::store(&*there.tier, theirs.clone()).await;
 
-    let delay = |by: u64| shelf.config_mut(|config| config.wait_list_per_call = Duration::from_secs(by));
+    let delay = |by: u64| key_store.config_mut(|config| config.wait_list_per_call = Duration::from_secs(by));
     delay(3600);
     let began = tokio::time::Instant::now();
-    assert_eq!((here.finds(&ours).await, here.finds(&theirs).await), (3, 0));
+    assert_eq!((here.count_found(&ours).await, here.count_found(&theirs).await), (3, 0));
     let answers = here.tier.store(blocks_of(tenant(3), 3, 5)).await;
     assert!(answers.iter().all(|answer| matches!(answer, Err(StoreError::Io(_)))));
     assert_eq!(began.elapsed().as_secs(), 10);
 
     delay(0);
     tokio::time::advance(Duration::from_secs(5)).await;
-    assert_eq!(here.finds(&theirs).await, 3);
-    assert_eq!(site.shredded(), 0);
+    assert_eq!(here.count_found(&theirs).await, 3);
+    assert_eq!(harness.shredded(), 0);
 }
 
 #[tokio::test]
-async fn a_key_that_nobody_knows_makes_a_miss_and_the_block_stays() {
-    let site = Site::new();
-    let process = site.process(&Masters::of(&[1])).await;
+async fn an_unknown_key_makes_a_miss_and_the_block_stays() {
+    let harness = Harness::new();
+    let process = harness.process(&MasterSource::of(&[1])).await;
     let block = chain(1, 1);
     conformance::store(&*process.tier, block.clone()).await;
-    let stranger =
-        Keys::open(Arc::new(InMemory::new()), "", KeySource::Env("KEYS".into()), Masters::of(&[1]).environment());
-    let stranger = encrypted(site.memory.clone(), stranger.await.unwrap(), site.metrics.clone());
-    assert!(conformance::load(&*stranger, fingerprint(), hashes(&block)).await[0].is_none());
-    assert_eq!(site.shredded(), 1);
-    assert_eq!(process.finds(&block).await, 1);
+    let other = Keyring::open(
+        Arc::new(InMemory::new()),
+        "",
+        KeySource::Env("KEYS".into()),
+        MasterSource::of(&[1]).environment(),
+    );
+    let other = encrypted(harness.memory.clone(), other.await.unwrap(), harness.metrics.clone());
+    assert!(conformance::load(&*other, fingerprint(), hashes(&block)).await[0].is_none());
+    assert_eq!(harness.shredded(), 1);
+    assert_eq!(process.count_found(&block).await, 1);
 }
 
 #[tokio::test]
-async fn a_wrapped_key_that_was_changed_is_named_and_replaced_for_new_blocks() {
-    let site = Site::new();
-    let masters = Masters::of(&[1]);
+async fn a_corrupt_wrapped_key_is_reported_and_replaced() {
+    let harness = Harness::new();
+    let masters = MasterSource::of(&[1]);
     let block = blocks_of(tenant(1), 1, 1);
-    conformance::store(&*site.process(&masters).await.tier, block.clone()).await;
-    let (path, bytes) = backup(&*site.shelf).await.remove(0);
+    conformance::store(&*harness.process(&masters).await.tier, block.clone()).await;
+    let (path, bytes) = backup(&*harness.key_store).await.remove(0);
     let mut bad = bytes.to_vec();
     bad[60] ^= 1;
-    site.shelf.put(&path, bad.into()).await.unwrap();
-    let process = site.process(&masters).await;
-    assert!(process.refusal(block[0].header.hash).await.to_string().contains("is corrupt"));
+    harness.key_store.put(&path, bad.into()).await.unwrap();
+    let process = harness.process(&masters).await;
+    assert!(process.load_error(block[0].header.hash).await.to_string().contains("is corrupt"));
     let new = blocks_of(tenant(1), 2, 1);
     conformance::store(&*process.tier, new.clone()).await;
-    assert_eq!(process.finds(&new).await, 1);
+    assert_eq!(process.count_found(&new).await, 1);
 }
