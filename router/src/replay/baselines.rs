@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn dynamo_weighs_a_cached_block_like_an_active_one() {
+    fn dynamo_cost_weighs_new_and_active_blocks_alike() {
         let mut baseline = Baseline::dynamo(2);
         let (two, four) = (spec(&[1, 2]), spec(&[1, 2, 3, 4]));
         assert_eq!(baseline.choose(0, &two, |_| 0), 0, "the first of equals");
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn smg_follows_a_prefix_above_the_threshold_until_load_is_out_of_balance() {
+    fn smg_follows_a_long_prefix_while_load_is_balanced() {
         let mut baseline = Baseline::smg(2);
         let long = spec(&[1, 2, 3, 4]);
         for request in 0..=64 {

@@ -25,9 +25,9 @@ const BLOCK: usize = 16;
 const STORE: StoreId = StoreId(1);
 
 impl DecisionBenchmark {
-    /// A router over `worker_count` workers that all report. All hold the first 4 blocks of a prompt of `tokens` tokens, an
-    /// eighth hold more of it, some in G2, and a store that all reach holds three quarters. The first worker holds most
-    /// and is idle, so that the decision is the same for fleets of any size.
+    /// A router over `worker_count` workers that all report. All hold the first 4 blocks of a prompt of `tokens`
+    /// tokens, an eighth hold more of it, some in G2, and a store that all reach holds three quarters. The first worker
+    /// holds most and is idle, so that the decision is the same for fleets of any size.
     pub fn new(worker_count: u64, tokens: usize) -> Self {
         let card = StubEngine::card(MODEL, BLOCK);
         let core =

@@ -59,7 +59,8 @@ pub enum CalibrationError {
     #[error(
         "`{coefficient}` cannot be determined: the {found} requests are too similar. 80 % of the prompts have {} to {} \
         tokens to compute, and 80 % of the answers are decoded in batches of {} to {} sequences. Record at least \
-        {RECOMMENDED_REQUESTS} requests whose prompt lengths differ by a factor of ten, half of them sent one at a time and half concurrently",
+        {RECOMMENDED_REQUESTS} requests whose prompt lengths differ by a factor of ten, half of them \
+        sent one at a time and half concurrently",
         .prompts[0], .prompts[1], .batch_sizes[0], .batch_sizes[1]
     )]
     TooSimilar {

@@ -1,8 +1,8 @@
 //! A simulated engine: continuous batching with chunked prefill, first come first served, over a block pool.
 //!
 //! ```text
-//!   accept ─▶ waiting ─ all blocks allocated ─▶ (onboarding) ─▶ prefill, in chunks ─▶ decode, a token per step ─▶ finished
-//!                                                                    └─ prefill stage: retained until transferred
+//!   accept ─▶ waiting ─ allocation ─▶ (onboarding) ─▶ prefill, in chunks ─▶ decode, a token per step ─▶ finished
+//!                                                           └─ prefill stage: retained until transferred
 //! ```
 //! Blocks for prompt and output are allocated at once, so no sequence is preempted. Output blocks are never reused as a
 //! prefix, because a trace does not identify them. A prompt from a prefill worker is onboarded over the links of both

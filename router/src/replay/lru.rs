@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_recently_used_goes() {
+    fn least_recently_used_block_is_evicted() {
         let mut lru = Lru::new(2);
         assert_eq!([1, 2, 1, 3].map(|block| lru.insert(block)), [None, None, None, Some(2)]);
         assert_eq!(lru.blocks(), [1, 3]);

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn leaves_go_first_and_the_oldest_of_them() {
+    fn least_recently_used_leaves_are_evicted_first() {
         let mut pool = Pool::new(5);
         for chain in [[1, 2, 3].as_slice(), &[1, 4]] {
             assert_eq!(fill(&mut pool, chain), Some(vec![]));
@@ -146,12 +146,12 @@ mod tests {
         // One block is free and two are needed; then two more.
         assert_eq!(fill(&mut pool, &[7, 8]), Some(vec![3]));
         pool.release(&[7, 8], 0);
-        assert_eq!(fill(&mut pool, &[9, 10]), Some(vec![2, 4]), "1 is everybody's parent");
+        assert_eq!(fill(&mut pool, &[9, 10]), Some(vec![2, 4]), "1 is the parent of cached blocks");
         assert_eq!(pool.blocks(), [1, 7, 8, 9, 10]);
     }
 
     #[test]
-    fn what_is_in_use_stays_and_a_request_without_room_waits() {
+    fn referenced_blocks_are_not_evicted() {
         let mut pool = Pool::new(3);
         assert_eq!(fill(&mut pool, &[1, 2]), Some(vec![]));
         assert_eq!(fill(&mut pool, &[5, 6]), None);

@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_of_the_values_that_came() {
+    fn quantiles_are_recorded_values() {
         let values: Vec<f64> = (1..=100).map(f64::from).collect();
         let ranks = [0.0, 0.5, 0.99, 1.0].map(|q| quantile(&values, q) as u64);
         assert_eq!(ranks, [1, 50, 99, 100]);

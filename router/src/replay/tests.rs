@@ -49,7 +49,7 @@ fn line(timestamp: u64, input: u64, output: u64, blocks: &[u32]) -> String {
 }
 
 /// One second per full block, and 1 ms per step.
-fn by_hand() -> Options {
+fn one_second_per_block() -> Options {
     let profile = Profile {
         name: "hand".into(),
         origin: "made up".into(),
@@ -70,7 +70,7 @@ fn by_hand() -> Options {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
+fn results_depend_only_on_the_seed() {
     let (trace, options) = (fixture(), Options { event_loss: 0.1, ..with_stores(options(4)) });
     for policy in PolicyUnderTest::all() {
         let run = || serde_json::to_string(&run_policy(&trace, &options, &policy, 8.0, 2)).unwrap();
@@ -81,7 +81,7 @@ fn the_same_seed_gives_the_same_bytes_and_another_seed_does_not() {
 }
 
 #[test]
-fn every_request_ends_and_no_hit_comes_from_nowhere() {
+fn every_request_ends_and_hits_stay_below_the_bound() {
     let trace = fixture();
     for options in [options(3), with_stores(options(3)), Options { event_loss: 0.2, ..with_stores(options(3)) }] {
         for policy in PolicyUnderTest::all() {
@@ -94,32 +94,32 @@ fn every_request_ends_and_no_hit_comes_from_nowhere() {
 }
 
 #[test]
-fn a_conversation_stays_with_its_worker() {
+fn session_policy_keeps_a_conversation_on_its_worker() {
     // Forty conversations with the same first block, three turns each, one turn per minute.
     let turn = |at: u32| [vec![1], (0..=at / 40).map(|turn| 100 * (at % 40) + 10 + turn).collect()].concat();
     let text: String = (0..120).map(|at| (at, turn(at))).fold(String::new(), |text, (at, blocks)| {
         text + &line(60_000 * u64::from(at), 512 * blocks.len() as u64, 1, &blocks)
     });
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let options = Options { workers: vec![Phase::Both; 4], ..by_hand() };
+    let options = Options { workers: vec![Phase::Both; 4], ..one_second_per_block() };
     let workers = |policy| {
         let outcome =
             Simulation::new(&trace, &options, &PolicyUnderTest::Policy(policy), trace.rate(), 0).run().unwrap();
         outcome.requests.iter().map(|served| served.worker).collect::<Vec<_>>()
     };
-    let of_session = workers(Policy::Session);
-    assert!(of_session[..40] == of_session[40..80] && of_session[..40] == of_session[80..], "{of_session:?}");
-    assert!((0..4).all(|worker| of_session.contains(&worker)), "an opening is no session: {of_session:?}");
-    let of_random = workers(Policy::Random);
-    assert_ne!(of_random[..40], of_random[40..80]);
+    let by_session = workers(Policy::Session);
+    assert!(by_session[..40] == by_session[40..80] && by_session[..40] == by_session[80..], "{by_session:?}");
+    assert!((0..4).all(|worker| by_session.contains(&worker)), "a common prefix is not a session: {by_session:?}");
+    let at_random = workers(Policy::Random);
+    assert_ne!(at_random[..40], at_random[40..80]);
 }
 
 #[test]
-fn three_requests_by_hand() {
+fn times_of_three_requests_match_a_calculation() {
     // Two blocks; an hour later the same with one more; then one block while the second request is computed.
     let text = line(0, 1024, 3, &[1, 2]) + &line(3_600_000, 1536, 1, &[1, 2, 3]) + &line(3_600_001, 512, 1, &[4]);
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let options = by_hand();
+    let options = one_second_per_block();
     // At the recorded rate times are exact, except that arrivals within the interval of the first two are spread.
     let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap();
     let ttft: Vec<f64> = outcome.requests.iter().map(|s| (s.first_token_ns - s.arrived_ns) as f64 / 1e9).collect();
@@ -133,11 +133,11 @@ fn three_requests_by_hand() {
 }
 
 #[test]
-fn a_hand_over_by_hand() {
+fn times_of_a_remote_prefill_match_a_calculation() {
     // Four blocks, of which the first two are cached; then a request that is too short for remote prefill.
     let text = line(0, 1024, 2, &[1, 2]) + &line(3_600_000, 2048, 1, &[1, 2, 3, 4]) + &line(7_200_000, 512, 1, &[9]);
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..by_hand() };
+    let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..one_second_per_block() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
     let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().requests;
     let ttft = |nth: usize| (served[nth].first_token_ns - served[nth].arrived_ns) as f64 / 1e9;
@@ -150,14 +150,14 @@ fn a_hand_over_by_hand() {
 }
 
 #[test]
-fn prompts_that_come_over_share_the_links_on_both_sides() {
+fn transfers_share_the_links_of_both_workers() {
     // The second and the third prompt are computed together while the first is transferred.
     let text = line(0, 1024, 1, &[0, 1]) + &line(1, 1024, 1, &[2, 3]) + &line(2, 1024, 1, &[4, 5]);
     let trace = Trace::read(text.as_bytes()).unwrap();
     let always = Settings { disaggregation: crate::policy::Disaggregation::Always, ..Settings::default() };
     let ready = |decodes: usize| {
         let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
-        let mut options = Options { workers, ..by_hand() };
+        let mut options = Options { workers, ..one_second_per_block() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
         let policy = PolicyUnderTest::Settings("always", Box::new(always.clone()));
         let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
@@ -167,19 +167,19 @@ fn prompts_that_come_over_share_the_links_on_both_sides() {
         assert!((apart - 0.11).abs() < 1e-6, "{served:?}");
         served[1].worker == served[2].worker
     };
-    assert!(ready(1), "who receives does so once at a time");
-    assert!(!ready(2), "and who sends, too");
+    assert!(ready(1), "one transfer at a time to a worker");
+    assert!(!ready(2), "one transfer at a time from a worker");
 }
 
 #[test]
-fn a_request_that_fits_nobody_is_left_out() {
+fn request_too_long_for_every_worker_is_rejected() {
     let text = line(0, 512 * 21, 1, &(0..21).collect::<Vec<u32>>()) + &line(1, 512, 1, &[0]);
-    let results = run_policy(&Trace::read(text.as_bytes()).unwrap(), &by_hand(), &KV, 1.0, 1);
+    let results = run_policy(&Trace::read(text.as_bytes()).unwrap(), &one_second_per_block(), &KV, 1.0, 1);
     assert_eq!((results.completed, results.rejected), (1, 1));
 }
 
 #[test]
-fn kv_finds_more_and_waits_less_than_those_who_do_not_look() {
+fn kv_beats_least_loaded_and_random_on_hits_and_ttft() {
     let (trace, options) = (fixture(), options(4));
     for rate in [6.0, 12.0, 20.0] {
         let [kv, least_loaded, random] = [KV, LEAST_LOADED, PolicyUnderTest::Policy(Policy::Random)]
@@ -205,7 +205,7 @@ fn at_saturation_cache_aware_routing_does_not_lose_to_load() {
 }
 
 #[test]
-fn the_cache_preset_finds_more() {
+fn cache_preset_has_the_higher_hit_rate() {
     let (trace, options) = (fixture(), options(4));
     let hits = |preset: Preset| {
         let policy = PolicyUnderTest::Settings(preset.name(), Box::new(preset.settings()));
@@ -217,7 +217,7 @@ fn the_cache_preset_finds_more() {
 }
 
 #[test]
-fn lost_events_cost_little_and_stores_bring_back_what_was_evicted() {
+fn lost_events_cost_few_hits_and_stores_add_hits() {
     let (trace, exact) = (fixture(), options(4));
     let hit_rate = |options: &Options| run_policy(&trace, options, &KV, 12.0, 3).hit_rate;
     let lossy = hit_rate(&Options { event_loss: 0.1, ..exact.clone() });
@@ -243,12 +243,15 @@ fn lossy(event_loss: f64, resync_delay: Duration) -> [f64; 2] {
 }
 
 #[test]
-fn a_tenth_of_the_events_lost_is_felt_a_little_while_repair_is_slow_and_not_any_more_once_it_has_come() {
+fn hit_rate_recovers_from_lost_events_by_resync() {
     let sound = lossy(0.0, Duration::ZERO);
     let [slow, never] = [2, 1_000_000].map(|seconds| lossy(0.1, Duration::from_secs(seconds)));
     let less = |rates: [f64; 2]| [sound[0] - rates[0], sound[1] - rates[1]];
     assert!((0.002..0.02).contains(&less(slow)[0]) && less(slow)[1] < 0.01, "{slow:?} of {sound:?}");
-    assert!(less(never)[0] > 0.02 && less(never)[1] > 0.03, "it was repair that helped: {never:?} of {sound:?}");
+    assert!(
+        less(never)[0] > 0.02 && less(never)[1] > 0.03,
+        "without resync the hit rate must stay low: {never:?} of {sound:?}"
+    );
 }
 
 #[test]
@@ -261,7 +264,7 @@ fn eight_routers_have_nearly_the_hit_rate_and_wait_of_one() {
 }
 
 #[test]
-fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
+fn capacity_is_where_p99_ttft_is_ten_times_idle() {
     let (trace, options) = (fixture(), options(2));
     let mut tried = Vec::new();
     let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99))).unwrap();
@@ -274,7 +277,7 @@ fn capacity_is_where_least_loaded_waits_ten_times_as_long() {
 }
 
 #[test]
-fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
+fn plot_has_a_line_per_policy_and_labelled_axes() {
     let results: Vec<Results> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
         .map(|(name, rate)| Results {
             policy: name.into(),
@@ -292,16 +295,16 @@ fn the_picture_has_a_line_per_policy_and_names_on_its_axes() {
 }
 
 #[test]
-fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come_too_late() {
+fn admission_rejects_late_requests_only_under_overload() {
     let trace = fixture();
     let at = |admission, rate| run_policy(&trace, &Options { admission, ..options(4) }, &KV, rate, 1);
     assert_eq!(at(AdmissionMode::Queue, 1.0), at(AdmissionMode::Off, 1.0));
     assert_eq!(at(AdmissionMode::Deadline, 1.0).rejected, 0);
     // Far above the capacity of four workers.
-    let [off, room, deadline] =
+    let [off, queue, deadline] =
         [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline].map(|how| at(how, 100.0));
     assert_eq!(off.completed, trace.len() as u64);
-    assert_eq!(room.completed + room.rejected, trace.len() as u64);
+    assert_eq!(queue.completed + queue.rejected, trace.len() as u64);
     assert_eq!(deadline.completed + deadline.rejected, trace.len() as u64);
     assert!(deadline.rejected > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
     // The deadline is two seconds. How much decoding slows prefill is not known beforehand.
@@ -309,7 +312,7 @@ fn a_waiting_room_changes_nothing_while_nobody_waits_and_refuses_what_would_come
 }
 
 #[test]
-fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike() {
+fn several_routers_with_admission_are_deterministic() {
     let trace = fixture();
     let options = Options { admission: AdmissionMode::Deadline, replicas: 3, ..with_stores(options(4)) };
     let run = || run_policy(&trace, &options, &KV, 20.0, 1);
@@ -318,7 +321,7 @@ fn several_routers_with_waiting_rooms_serve_or_refuse_everybody_and_always_alike
 }
 
 #[test]
-fn what_is_configured_counts_for_every_policy_of_ours_and_for_no_peers_rule() {
+fn settings_apply_to_our_policies_and_not_to_baselines() {
     let (trace, default) = (fixture(), options(4));
     let text = "decode_interference_weight = 50\nprefix_affinity = 20";
     let settings = toml::from_str(text).unwrap();
@@ -331,11 +334,11 @@ fn what_is_configured_counts_for_every_policy_of_ours_and_for_no_peers_rule() {
         assert_eq!(before != after, weighs, "{}", policy.name());
     }
     let tried = |options: &Options| capacity(&trace, options, |_, _| {}).unwrap().to_bits();
-    assert_eq!(tried(&tuned), tried(&default), "a load is the same rate, whatever is tuned");
+    assert_eq!(tried(&tuned), tried(&default), "capacity does not depend on settings");
 }
 
 #[test]
-fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured_limits() {
+fn per_model_settings_and_admission_limits_apply() {
     let of = |model: &str| {
         let text = FIXTURE.replace("\"timestamp\"", &format!("\"model\": \"{model}\", \"timestamp\""));
         Trace::read(text.as_bytes()).unwrap()
@@ -354,7 +357,7 @@ fn a_model_is_placed_by_its_own_settings_and_the_waiting_room_has_the_configured
     );
 
     let settings = toml::from_str("[admission]\nmax_queue_time = '1s'").unwrap();
-    let room = Options { admission: AdmissionMode::Queue, ..options(4) };
-    let refused = |options: &Options| run_policy(&big, options, &KV, 100.0, 1).rejected;
-    assert!(refused(&Options { settings, ..room.clone() }) > refused(&room));
+    let queue = Options { admission: AdmissionMode::Queue, ..options(4) };
+    let rejected = |options: &Options| run_policy(&big, options, &KV, 100.0, 1).rejected;
+    assert!(rejected(&Options { settings, ..queue.clone() }) > rejected(&queue));
 }

@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_that_is_no_request_is_named() {
+    fn error_names_the_invalid_line() {
         let text = "{\"timestamp\":0,\"input_length\":600,\"output_length\":1,\"hash_ids\":[1,2]}\n\n{\"timestamp\":0}";
         let error = Trace::read(text.as_bytes()).unwrap_err().to_string();
         assert!(error.starts_with("trace, line 3: missing field `input_length` at column 15; a line is"), "{error}");
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_is_what_goes_on_after_the_opening_that_many_share() {
+    fn first_block_after_a_common_prefix_is_the_session() {
         let line = |ids: &[u32]| {
             let input = ids.len() * 512;
             format!("{{\"timestamp\":0,\"input_length\":{input},\"output_length\":1,\"hash_ids\":{ids:?}}}\n")
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bound_counts_leading_blocks_that_anybody_had() {
+    fn hit_rate_bound_counts_leading_blocks_seen_before() {
         let line = |ids: &str, n: u64| {
             format!("{{\"timestamp\":0,\"input_length\":{},\"output_length\":1,\"hash_ids\":[{ids}]}}\n", n * 512)
         };
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_keep_the_rate_and_stay_in_their_step() {
+    fn arrivals_keep_the_rate_and_their_interval() {
         let line =
             |at: u64| format!("{{\"timestamp\":{at},\"input_length\":1,\"output_length\":1,\"hash_ids\":[1]}}\n");
         let text: String = [0, 0, 0, 3000, 3000, 6000].map(line).concat();

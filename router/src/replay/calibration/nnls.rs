@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_are_found_though_some_rows_are_far_off_and_none_is_below_zero() {
+    fn solution_resists_outliers_and_is_never_negative() {
         let row = |at: usize| {
             let (a, b) = ((at % 7) as f64, (at % 11) as f64);
             // One in ten is an outlier.

@@ -51,7 +51,7 @@ fn close(what: &str, found: f64, want: f64, share: f64) {
 }
 
 #[test]
-fn a_simulated_run_gives_back_the_profile_that_made_it() {
+fn calibration_recovers_the_profile_of_a_simulated_run() {
     let made = h100();
     // Prefill takes twice as long as in the base profile, reading the context three times as long.
     let made = Profile {
@@ -82,7 +82,7 @@ fn a_simulated_run_gives_back_the_profile_that_made_it() {
 }
 
 #[test]
-fn a_tier_is_as_fast_as_what_came_up_from_it() {
+fn calibration_measures_the_speed_of_a_tier() {
     // One prompt per second. A third of them onboard some hundred tokens at 1 GB/s after 20 ms.
     let line = |at: usize| {
         let input = 1000 + 700 * (at % 5) as u64;
@@ -111,7 +111,7 @@ fn a_tier_is_as_fast_as_what_came_up_from_it() {
 }
 
 #[test]
-fn too_little_is_not_guessed_from() {
+fn too_few_requests_are_an_error() {
     let lines = record(&h100(), 2, 1.0);
     assert_eq!(calibrate(&lines[..20], &h100()), Err(CalibrationError::TooFew { found: 20 }));
     let apart: Vec<Line> = lines.iter().cloned().map(|line| Line { disaggregated: true, ..line }).collect();
@@ -119,7 +119,7 @@ fn too_little_is_not_guessed_from() {
 }
 
 #[test]
-fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enough() {
+fn similar_requests_are_an_error_that_says_what_to_record() {
     // A step takes 10 ms, a sequence 1 ms, a token 0.1 ms.
     let line = |at: u64, every: u64, input: u64, together: u64| {
         let prompt = 0.01 + 0.0001 * input as f64;
@@ -133,10 +133,10 @@ fn who_recorded_requests_that_are_alike_is_told_what_is_missing_and_that_is_enou
     let alike: Vec<Line> = (0..60).map(|at| line(at, 2_000, 1000, 1)).collect();
     let base = Profile { max_num_batched_tokens: 1 << 20, ..h100() };
     let error = calibrate(&alike, &base).unwrap_err().to_string();
-    for said in
+    for text in
         ["the 60 requests", "1000 to 1000 tokens", "batches of 1 to 1", "at least 100 requests", "factor of ten"]
     {
-        assert!(error.contains(said), "{said}: {error}");
+        assert!(error.contains(text), "{text}: {error}");
     }
     let length = |at: u64| 200 * (1 + at % 10);
     let alone = (0..50).map(|at| line(at, 2_000, length(at), 1));

@@ -11,7 +11,7 @@ proptest! {
     /// With any mix of roles and any link speed, every request gets all of its tokens, and no state of it remains on a
     /// worker or in a router.
     #[test]
-    fn a_hand_over_costs_no_request_and_leaves_nothing_behind(
+    fn every_request_completes_and_leaves_no_state(
         (prefill, decode, both) in (1..4_usize, 0..4_usize, 0..3_usize),
         (replicas, event_delay_ms) in (1..3_usize, 0..20_u64),
         (stores, rebalance, admission, memory) in (any::<bool>(), any::<bool>(), 0..3_usize, 60..300_u64),
@@ -32,12 +32,12 @@ proptest! {
         simulation.run_events().unwrap();
 
         prop_assert_eq!(simulation.unfinished, 0);
-        let (done, refused): (Vec<&RequestRecord>, Vec<&RequestRecord>) = simulation.records.iter().partition(|it| it.finished_ns > 0);
+        let (done, rejected): (Vec<&RequestRecord>, Vec<&RequestRecord>) = simulation.records.iter().partition(|it| it.finished_ns > 0);
         let fits = trace.requests.iter().filter(|spec| Engine::fits(&options.profile, spec)).count();
         if options.admission == AdmissionMode::Off {
             prop_assert_eq!(done.len(), fits);
         }
-        prop_assert!(refused.iter().all(|it| it.first_token_ns == 0 && it.prefill_worker.is_none()));
+        prop_assert!(rejected.iter().all(|it| it.first_token_ns == 0 && it.prefill_worker.is_none()));
         for it in &done {
             prop_assert!(it.arrived_ns < it.first_token_ns && it.first_token_ns <= it.finished_ns && it.hits <= it.blocks, "{it:?}");
             prop_assert!(it.prefill_worker != Some(it.worker), "{it:?}");
@@ -56,7 +56,7 @@ proptest! {
 
 /// Pairs of long prompts arrive while other requests decode.
 fn bursts(workers: Vec<Phase>) -> crate::replay::Results {
-    let readers = (0..300).map(|nth| (nth * 50, 1_000, 300, 10_000 + nth as u32 * 100));
+    let short_requests = (0..300).map(|nth| (nth * 50, 1_000, 300, 10_000 + nth as u32 * 100));
     let long = (0..10).map(|nth| (1_500 + nth / 2 * 3_000, 30_000, 20, 50_000 + nth as u32 * 100));
     let line = |(at, input, output, first): (u64, u64, u64, u32)| {
         let blocks: Vec<u32> = (first..).take(input.div_ceil(512) as usize).collect();
@@ -64,7 +64,7 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Results {
             serde_json::json!({ "timestamp": at, "input_length": input, "output_length": output, "hash_ids": blocks });
         spec.to_string() + "\n"
     };
-    let text: String = readers.chain(long).map(line).collect();
+    let text: String = short_requests.chain(long).map(line).collect();
     let trace = Trace::read(text.as_bytes()).unwrap();
     let mut options = options(1);
     options.profile.kv_cache_bytes *= 10;
@@ -79,17 +79,20 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Results {
 }
 
 #[test]
-fn who_reads_does_not_feel_long_prompts_that_others_compute() {
-    let together = bursts(vec![Phase::Both; 4]);
-    let apart = bursts([vec![Phase::Prefill; 2], vec![Phase::Decode; 2]].concat());
-    assert_eq!((together.completed, apart.completed), (930, 930));
-    assert_eq!(together.remote_prefills, None);
-    assert!(apart.remote_prefills.is_some_and(|handed| handed >= 30), "the long ones at least: {apart:?}");
-    assert!(apart.itl_p99_s < together.itl_p99_s / 2.0, "{apart:?} {together:?}");
+fn remote_prefill_shields_decoding_from_long_prompts() {
+    let aggregated = bursts(vec![Phase::Both; 4]);
+    let disaggregated = bursts([vec![Phase::Prefill; 2], vec![Phase::Decode; 2]].concat());
+    assert_eq!((aggregated.completed, disaggregated.completed), (930, 930));
+    assert_eq!(aggregated.remote_prefills, None);
+    assert!(
+        disaggregated.remote_prefills.is_some_and(|count| count >= 30),
+        "the long ones at least: {disaggregated:?}"
+    );
+    assert!(disaggregated.itl_p99_s < aggregated.itl_p99_s / 2.0, "{disaggregated:?} {aggregated:?}");
 }
 
 #[test]
-fn workers_change_sides_when_what_is_asked_does() {
+fn workers_change_roles_when_the_demand_changes() {
     // Long prompts with short outputs, and one prefill worker of four.
     let long = |nth: u64| {
         let blocks: Vec<u64> = (nth * 100..).take(32).collect();
@@ -111,7 +114,7 @@ fn workers_change_sides_when_what_is_asked_does() {
 }
 
 #[test]
-fn a_prompt_that_is_lost_once_its_blocks_are_on_their_way_was_handed_over_all_the_same() {
+fn prompt_dropped_in_transit_still_counts_as_transferred() {
     let requests = vec![RequestSpec {
         arrival_ms: 0,
         input_tokens: 8 * 512,
@@ -145,7 +148,7 @@ fn a_prompt_that_is_lost_once_its_blocks_are_on_their_way_was_handed_over_all_th
 }
 
 #[test]
-fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
+fn stalled_requests_end_the_run_with_an_error() {
     let (trace, options) =
         (Trace { requests: fixture().requests[..20].to_vec() }, Options { rebalance: true, ..options(2) });
     let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 9.0, 0);
@@ -158,7 +161,7 @@ fn requests_that_all_stand_still_end_a_replay_with_a_sentence() {
 }
 
 #[test]
-fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever() {
+fn workers_retaining_each_others_prompts_do_not_deadlock() {
     // 20 blocks of 512 tokens; each request needs twelve.
     let profile = Profile {
         kv_cache_bytes: 20 * 512,
@@ -206,14 +209,14 @@ fn two_workers_whose_memory_is_full_of_each_others_prompts_do_not_wait_for_ever(
     a.accept(1, &requests[1], Stage::Decode, Some(1));
     b.accept(0, &requests[0], Stage::Decode, Some(0));
     let (_, effects) = step(a, now);
-    assert_eq!((effects.dropped, effects.prefilled.len()), (vec![0], 0), "its prompt makes room");
+    assert_eq!((effects.dropped, effects.prefilled.len()), (vec![0], 0), "the retained prompt is dropped");
     b.recompute_prompt(0, &requests[0]);
-    assert_eq!(b.load(&profile).waiting_tokens, 11 * 512, "and is computed where it decodes");
+    assert_eq!(b.load(&profile).waiting_tokens, 11 * 512, "and computed on its decode worker");
     let mut done = Vec::new();
     for worker in &mut workers {
         while done.is_empty() || worker.load(&profile).running + worker.load(&profile).waiting > 0 {
             let (end, effects) = step(worker, now);
-            assert!(end > now || !effects.finished.is_empty(), "it rests");
+            assert!(end > now || !effects.finished.is_empty(), "the worker is idle");
             now = end;
             done.extend(effects.finished);
         }
