@@ -1,19 +1,25 @@
-//! How fast the disk tier writes and reads, next to `fio` with direct access on the same folder, in turns; and how fast many
-//! blocks are found again after a restart.
+//! Throughput of the disk tier, compared with `fio` with direct access on the same folder, and the time to recover many
+//! blocks after a restart.
 //!
-//! `cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--way NAME] [--chain N] [--recover N] [--json]`
+//! ```text
+//! cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--way NAME]
+//!     [--chain N] [--recover N] [--json]
+//! ```
 //!
-//! A log that grows writes into space that the filesystem has to find, so it stands beside a file that `fio` begins; a full
-//! one writes where older blocks were, as `fio` does into a file that is there. Neither side syncs: what both promise is that
-//! the device has the bytes. `fio` begins its clock when its file has its space, the tier when it is asked to store. It is
-//! asked for requests as large as a block, and in other ways for a megabyte at least.
+//! A growing log writes into space that the filesystem allocates, so it is compared with a new file of `fio`; a full
+//! log overwrites older blocks, and is compared with an existing file. Neither side syncs: both promise only that the
+//! device has the bytes. The clock of `fio` starts when its file is allocated, that of the tier when it is asked to
+//! store.
+//! `fio` makes requests of the size of a block, and in other ways requests of one megabyte or more.
 //!
-//! Devices burst and other load comes and goes, so each measurement of the tier stands between two of the same `fio`, right
-//! before and right after it, and what is shown is the median of its ratios to the two. How far one `fio` is from the one
-//! before says what a ratio is worth. Deleted files are let go before the next measurement. Without `fio` only the tier is
-//! measured, and that is said. `--way write`, `rewrite` or `read` measures one of them.
-//! `--chain N` has N blocks follow each other (four megabytes of them otherwise): what lies in several segments is carried over
-//! when the log is full, which shows in what is written for each byte that is stored. `--recover N` writes N small blocks and opens the log again, its pages dropped from the page cache where that is allowed.
+//! Devices burst and other load varies, so each measurement of the tier is between two of the same `fio`, and the
+//! result is the median of its ratios to the two. The ratio of one `fio` to the one before shows the noise. Deleted
+//! files are trimmed before the next measurement. Without `fio` only the tier is measured, with a warning. `--way
+//! write`,
+//! `rewrite` or `read` measures one of them.
+//! `--chain N` makes chains of N blocks (default: four megabytes). Chains that span segments are carried over when the
+//! log is full, which shows in the bytes written per byte stored. `--recover N` writes N small blocks and opens the log
+//! again, with its pages dropped from the page cache where that is allowed.
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
@@ -29,22 +35,22 @@ use std::time::{Duration, Instant};
 
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
-/// Bytes that one offer carries, as the manager offers them; some are under way, within what the queue takes.
+/// Bytes of one store request, as the manager makes them. Several are in flight, within the limit of the queue.
 const OFFER: usize = 16 << 20;
-/// Bytes that one load asks for: the KV of some thousand tokens.
+/// Bytes of one load: the KV of some thousand tokens.
 const LOAD: usize = 64 << 20;
 /// Bytes that are verified together, as the manager does.
 const VERIFY: usize = 4 << 20;
 
-/// Loads under way at once, so that the device has something to do while the last blocks of one are verified.
+/// Concurrent loads, so that the device is busy while the last blocks of one load are verified.
 const LOADS: usize = 2;
 
-/// What `fio` is asked for.
+/// Parameters of `fio`.
 struct Reference {
     engine: &'static str,
     depth: usize,
     jobs: usize,
-    /// Bytes of a request, if a block has fewer.
+    /// Minimum request size in bytes.
     least: usize,
 }
 
@@ -55,10 +61,10 @@ const REFERENCES: [Reference; 4] = [
     Reference { engine: "io_uring", depth: 8, jobs: 1, least: 1 << 20 },
 ];
 
-/// What is measured, and what `fio` calls it.
+/// The measurements, and their names in `fio`.
 const WAYS: [(&str, &str); 3] = [("write", "write"), ("rewrite", "write"), ("read", "read")];
 
-/// A device that is told what is free any more gets so long for it.
+/// Time for the device to trim freed space.
 const SETTLE: Duration = Duration::from_millis(300);
 
 struct Arguments {
@@ -98,7 +104,7 @@ impl Arguments {
 #[tokio::main]
 async fn main() -> Result<()> {
     let arguments = Arguments::read()?;
-    // Beside the program itself by default, which has the shorter name.
+    // Not `disk_speed`, which is the program itself if FOLDER is its folder.
     let folder = arguments.folder.join("disk_speed.measured");
     std::fs::create_dir_all(&folder)?;
     let told = match arguments.recover {
@@ -113,11 +119,11 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// What was seen of one way beside one reference.
+/// Measurements of the tier and of one reference, alternating.
 #[derive(Default)]
 struct Pairs {
     ours: Vec<f64>,
-    /// One more than of ours, each of which stands between two.
+    /// One more than `ours`: each of `ours` is between two.
     theirs: Vec<f64>,
 }
 
@@ -127,13 +133,13 @@ impl Pairs {
         self.ours.iter().zip(beside).map(|(ours, theirs)| ours / theirs).collect()
     }
 
-    /// Each of theirs beside the one before.
+    /// Ratio of each reference measurement to the one before.
     fn noise(&self) -> Vec<f64> {
         self.theirs.windows(2).map(|pair| pair[1] / pair[0]).collect()
     }
 }
 
-/// Our speed and that of `fio`, in turns.
+/// Measures the tier and `fio` in turns.
 async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
     let Arguments { block_bytes, mib, rounds, json, .. } = *arguments;
     let mut references: Vec<&Reference> = REFERENCES
@@ -151,7 +157,7 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
             continue;
         }
         let (mut ours, mut written, mut compared) = (Vec::new(), Vec::new(), Vec::new());
-        // Nothing to compare with is one more reference, which is never asked.
+        // Without references the loop runs once, with `None`.
         for reference in references.iter().copied().map(Some).chain(references.is_empty().then_some(None)) {
             let raw = Raw {
                 file: folder.join("raw"),
@@ -196,17 +202,17 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
     Ok(told)
 }
 
-/// Lets go of what was deleted: the device is told with the next commit, and hears it beside what is written then.
+/// Trims deleted files now: otherwise the device does it with the next commit, beside the measured writes.
 fn settle(folder: &Path) -> Result<()> {
     std::fs::File::open(folder)?.sync_all()?;
     std::thread::sleep(SETTLE);
     Ok(())
 }
 
-/// Bytes that this process had written to devices so far.
+/// Bytes that this process has written to devices so far.
 fn bytes_written() -> f64 {
-    let told = std::fs::read_to_string("/proc/self/io").unwrap_or_default();
-    let bytes = told.lines().find_map(|line| line.strip_prefix("write_bytes: ")?.parse().ok());
+    let counters = std::fs::read_to_string("/proc/self/io").unwrap_or_default();
+    let bytes = counters.lines().find_map(|line| line.strip_prefix("write_bytes: ")?.parse().ok());
     bytes.unwrap_or(0.0)
 }
 
@@ -230,7 +236,7 @@ impl Reference {
 struct Raw {
     file: PathBuf,
     direction: &'static str,
-    /// It is a new one each time.
+    /// Whether each measurement uses a new file.
     begins: bool,
     /// Bytes of a request, at least.
     request: usize,
@@ -238,7 +244,7 @@ struct Raw {
 }
 
 impl Raw {
-    /// Sequential direct access; GB/s.
+    /// Throughput of sequential direct access in GB/s; `None` without a reference.
     fn speed(&self, reference: Option<&Reference>) -> Result<Option<f64>> {
         let Some(Reference { engine, depth, jobs, least }) = reference else { return Ok(None) };
         if self.begins {
@@ -268,11 +274,11 @@ fn fingerprint() -> Fingerprint {
     Fingerprint::of([("what", &b"disk_speed"[..])])
 }
 
-/// Blocks that follow each other, in bytes: the turns of one conversation, which mostly lie in one segment.
+/// Default bytes of a chain: the turns of one conversation, most of them in one segment.
 const CONVERSATION: usize = 4 << 20;
 
-/// Chains of blocks with payloads from memory that no cache holds, in large pages as the host's is. Another `set` has other
-/// names.
+/// Chains of blocks with payloads from uncached memory in huge pages, as in the host tier. Another `set` has other
+/// hashes.
 fn chains(set: &str, count: usize, block_bytes: usize, chain: usize) -> Vec<Block> {
     let tokens: Vec<u32> = (0..count as u32).collect();
     let names = kvbm::ChainKey::root(&Domain::shared(), set, None).hashes(&tokens, 1);
@@ -298,7 +304,7 @@ async fn store(tier: &DiskTier, blocks: &[Block], offer: usize) -> Result<()> {
     Ok(())
 }
 
-/// The tier that is measured: a log that is full, one that is begun each time, and one that is read.
+/// The measured logs: a full one, a new one for each measurement, and one that is read.
 struct Subject {
     folder: PathBuf,
     block_bytes: usize,
@@ -337,7 +343,7 @@ impl Subject {
         OFFER.div_ceil(self.block_bytes)
     }
 
-    /// Other blocks than before, of which no log has any.
+    /// New blocks, which no log has.
     fn others(&mut self) -> Vec<Block> {
         self.sets += 1;
         chains(&format!("set {}", self.sets), self.count, self.block_bytes, self.chain)

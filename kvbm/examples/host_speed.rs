@@ -4,9 +4,9 @@
 //! cargo run --release -p kvbm --example host_speed [-- --json]
 //! ```
 //!
-//! Down is what `BlockManager::flush` waits for after blocks were registered; up is `BlockManager::onboard`. Both include
-//! everything: finding, sealing (a CRC over every byte), verifying, registering. The copy beside it is one thread's, from
-//! and to memory of the same size; the three are measured in turn, and the median of each is shown.
+//! Down is what `BlockManager::flush` waits for after blocks were registered; up is `BlockManager::onboard`. Both
+//! include everything: finding, sealing (a CRC over every byte), verifying, registering. The copy beside it is one
+//! thread's, from and to memory of the same size; the three are measured in turn, and the median of each is shown.
 
 use kvbm::device::copy_observed;
 use kvbm::{
@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 const BYTES: usize = 96 << 20;
 const ROUNDS: usize = 7;
 
-/// Plain memory as a device: whole pages, as engines allocate them. Copies between memory that is aligned otherwise take
-/// half as long again.
+/// Plain memory as a device: whole pages, as engines allocate them. Copies between memory that is aligned otherwise
+/// take half as long again.
 struct Device {
     slots: Vec<RwLock<Slot>>,
     block: usize,

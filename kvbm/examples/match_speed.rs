@@ -1,13 +1,14 @@
-//! How long it takes to find, and hold, a prompt's blocks among a million resident ones.
+//! Latency of finding and pinning a prompt's blocks among a million resident blocks.
 //!
 //! ```text
 //! cargo run --release -p kvbm --example match_speed [-- --json]
 //! ```
 //!
-//! The device is a fake without bytes. Chains of 1,000 blocks are cached side by side, so that the blocks of one lie far
-//! apart, and matched in random order, each time through memory that was last touched a thousand chains ago: nothing of it
-//! is in a cache that is smaller than all of it. What is timed is `BlockManager::lookup`, from names to held blocks.
+//! The device is a fake without bytes. Chains of 1,000 blocks are registered in turns, so that the blocks of a chain
+//! are far apart in memory. They are looked up in random order, so that no CPU cache has their entries. The measured
+//! call is `BlockManager::lookup`, from hashes to pinned blocks.
 
+use kvbm::splitmix::SplitMix64;
 use kvbm::{BlockAttrs, BlockId, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, Metrics, SequenceHash};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,9 +19,9 @@ const CHAIN: usize = 1_000;
 const SAMPLES: usize = 4_000;
 
 /// Slots without bytes.
-struct Nothing(usize);
+struct EmptyDevice(usize);
 
-impl DeviceBlocks for Nothing {
+impl DeviceBlocks for EmptyDevice {
     fn capacity(&self) -> usize {
         self.0
     }
@@ -34,49 +35,42 @@ impl DeviceBlocks for Nothing {
     fn write(&self, _: BlockId, _: &[u8]) {}
 }
 
-/// Numbers that repeat with the seed (splitmix64).
-struct Random(u64);
+/// A seeded random number generator.
+struct Random(SplitMix64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
-    }
-
     fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
+        (self.0.next_u64() % bound as u64) as usize
     }
 
     fn chain(&mut self, blocks: usize) -> Vec<SequenceHash> {
-        let name = |random: &mut Self| {
+        let hash = |random: &mut Self| {
             let mut bytes = [0; 16];
-            bytes[..8].copy_from_slice(&random.next().to_le_bytes());
-            bytes[8..].copy_from_slice(&random.next().to_le_bytes());
+            bytes[..8].copy_from_slice(&random.0.next_u64().to_le_bytes());
+            bytes[8..].copy_from_slice(&random.0.next_u64().to_le_bytes());
             SequenceHash::from_bytes(bytes)
         };
-        (0..blocks).map(|_| name(self)).collect()
+        (0..blocks).map(|_| hash(self)).collect()
     }
 }
 
 fn register(manager: &BlockManager, chain: &[SequenceHash], at: usize, blocks: usize) {
-    let slots = manager.allocate(blocks).expect("nobody holds anything");
-    let names = at..at + blocks;
+    let slots = manager.allocate(blocks).expect("no block is in use");
+    let indices = at..at + blocks;
     let parent = |n: usize| n.checked_sub(1).map(|n| chain[n]);
-    let full = slots.into_iter().zip(names);
+    let full = slots.into_iter().zip(indices);
     let full = full.map(|(slot, n)| slot.complete(chain[n], parent(n), BlockAttrs::default()));
     drop(manager.register_all(full.collect()));
 }
 
-/// A full cache, and what is in it.
+/// A full cache, and its chains.
 fn fill(random: &mut Random) -> (BlockManager, Vec<Vec<SequenceHash>>) {
-    // A little room, for what the other thread registers.
-    let device = Arc::new(Nothing(RESIDENT + 10 * CHAIN));
+    // Some free slots for the thread that registers blocks.
+    let device = Arc::new(EmptyDevice(RESIDENT + 10 * CHAIN));
     let metrics = Metrics::new(&prometheus::Registry::new()).expect("a registry of our own");
     let manager = BlockManager::new(device, None, vec![], Arc::new(EventLog::new(Epoch(1))), metrics);
     let chains: Vec<_> = (0..RESIDENT / CHAIN).map(|_| random.chain(CHAIN)).collect();
-    // As prefills in chunks of 16 blocks do, in an order of their own each time.
+    // Registers 16 blocks of each chain at a time, as chunked prefills do, in a new random order each time.
     let mut order: Vec<usize> = (0..chains.len()).collect();
     for at in (0..CHAIN).step_by(16) {
         for last in (1..order.len()).rev() {
@@ -89,18 +83,18 @@ fn fill(random: &mut Random) -> (BlockManager, Vec<Vec<SequenceHash>>) {
     (manager, chains)
 }
 
-/// Times of matches, sorted, and of letting go.
+/// Durations of lookups and of releases, each sorted.
 fn measure(manager: &BlockManager, chains: &[Vec<SequenceHash>], random: &mut Random) -> [Vec<Duration>; 2] {
     let [mut matched, mut released] = [Vec::with_capacity(SAMPLES), Vec::with_capacity(SAMPLES)];
     for _ in 0..SAMPLES {
         let chain = &chains[random.below(chains.len())];
-        // A prompt's names were just computed.
-        let names = std::hint::black_box(chain.clone());
+        // The hashes of a prompt are in the CPU cache: they were just computed.
+        let hashes = std::hint::black_box(chain.clone());
         let start = Instant::now();
-        let held = manager.lookup(&names);
+        let held = manager.lookup(&hashes);
         let elapsed = start.elapsed();
         if held.len() < CHAIN {
-            // What the other thread registered took its room.
+            // Some of its blocks were evicted for those of the other thread.
             continue;
         }
         matched.push(elapsed);
@@ -129,7 +123,7 @@ fn show(case: &str, [matched, released]: &[Vec<Duration>; 2], json: bool) {
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
     let json = std::env::args().any(|argument| argument == "--json");
-    let mut random = Random(1);
+    let mut random = Random(SplitMix64::new(1));
     let (manager, chains) = fill(&mut random);
     if !json {
         println!("matching {CHAIN} blocks of {RESIDENT}, µs          p50      p90      p99  release p50");
@@ -138,9 +132,9 @@ async fn main() {
     let done = AtomicBool::new(false);
     std::thread::scope(|threads| {
         threads.spawn(|| {
-            let mut random = Random(2);
+            let mut random = Random(SplitMix64::new(2));
             while !done.load(Ordering::Relaxed) {
-                // A decoding batch: some blocks now and then.
+                // A decoding batch fills a few blocks now and then.
                 register(&manager, &random.chain(16), 0, 16);
                 std::thread::sleep(Duration::from_micros(200));
             }

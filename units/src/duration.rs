@@ -20,21 +20,21 @@ const UNITS: [(&str, u128); 6] = [
     ("us", 1_000),
     ("ns", 1),
 ];
-/// The longest duration.
+/// The longest duration in nanoseconds.
 const MAX: u128 = 1000 * 24 * 3_600_000_000_000;
 
 impl HumanDuration {
-    /// A number of seconds.
+    /// A duration of whole seconds.
     pub const fn secs(seconds: u64) -> Self {
         Self(Duration::from_secs(seconds))
     }
 
-    /// A number of milliseconds.
+    /// A duration of whole milliseconds.
     pub const fn millis(milliseconds: u64) -> Self {
         Self(Duration::from_millis(milliseconds))
     }
 
-    /// In seconds.
+    /// The duration in seconds.
     pub fn as_secs_f64(self) -> f64 {
         self.0.as_secs_f64()
     }
@@ -47,7 +47,7 @@ impl From<Duration> for HumanDuration {
 }
 
 impl fmt::Display for HumanDuration {
-    /// Exact, in the longest unit of which it is a whole number: `90s`, `2m`, `1h`.
+    /// Prints exactly, in the longest unit of which the duration is a whole multiple: `90s`, `2m`, `1h`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nanos = self.0.as_nanos();
         if nanos == 0 {
@@ -64,19 +64,19 @@ impl FromStr for HumanDuration {
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
         let text = text.trim();
-        let like = r#"expected a duration with its unit, like "250ms", "30s" or "5m""#;
+        let hint = r#"expected a duration with its unit, like "250ms", "30s" or "5m""#;
         let split = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.').unwrap_or(text.len());
         let (number, name) = (&text[..split], text[split..].trim());
         if name.is_empty() {
             return match text.parse::<f64>() {
                 Ok(0.0) => Ok(Self::default()),
-                Ok(_) => Err(Invalid(format!("{like}; write {text} seconds as \"{text}s\""))),
-                Err(_) => Err(Invalid(like.into())),
+                Ok(_) => Err(Invalid(format!("{hint}; write {text} seconds as \"{text}s\""))),
+                Err(_) => Err(Invalid(hint.into())),
             };
         }
         let unit = UNITS.iter().find(|(unit, _)| *unit == name).map(|(_, unit)| *unit);
         let nanos = unit.and_then(|unit| text::scaled(number, unit)).filter(|nanos| *nanos <= MAX);
-        let nanos = nanos.ok_or_else(|| Invalid(like.into()))?;
+        let nanos = nanos.ok_or_else(|| Invalid(hint.into()))?;
         let (seconds, rest) = (nanos / 1_000_000_000, nanos % 1_000_000_000);
         Ok(Self(Duration::new(seconds as u64, rest as u32)))
     }

@@ -1,12 +1,12 @@
-//! Durations and sizes in the configuration: text with a unit, read and printed without loss.
+//! Durations and sizes of the configuration: text with a unit, parsed and printed without loss.
 //!
 //! ```text
 //!   "250ms", "30s", "5m", "1h"   ⇄  HumanDuration(Duration)
 //!   "4GiB", "512MB", "65536B"    ⇄  ByteSize(u64)
 //! ```
-//! A number without a unit is an error that says what would be right; only 0 needs none. The crates `humantime` and `bytesize`
-//! are not used: `bytesize` prints sizes rounded, and takes numbers without a unit as bytes; `humantime` has no error that names
-//! the right spelling of a number without a unit.
+//! A number without a unit is an error that shows the correct spelling; only 0 needs no unit. Why not other crates:
+//! `bytesize` prints rounded sizes and reads numbers without a unit as bytes; the errors of `humantime` do not show the
+//! correct spelling of a number without a unit.
 //!
 //! ```
 //! use units::{ByteSize, HumanDuration};
@@ -26,7 +26,7 @@ mod text;
 pub use duration::HumanDuration;
 pub use size::ByteSize;
 
-/// A text is no duration or no size; the message says what would be right.
+/// A text is not a valid duration or size. The message shows the correct spelling.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Invalid(String);

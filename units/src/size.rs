@@ -10,7 +10,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct ByteSize(pub u64);
 
-/// Binary units, the largest first; then what else is read.
+/// Units that are parsed. The first five are printed: binary units, the largest first.
 const UNITS: [(&str, u64); 13] = [
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
@@ -26,11 +26,11 @@ const UNITS: [(&str, u64); 13] = [
     ("MB", 1_000_000),
     ("KB", 1_000),
 ];
-/// The units that are printed.
+/// Number of units that are printed.
 const PRINTED: usize = 5;
 
 impl ByteSize {
-    /// For people to read, rounded to a tenth: `1.2 GiB`.
+    /// The size rounded to a tenth of its unit, for display: `1.2 GiB`.
     pub fn about(self) -> String {
         let unit = UNITS[..PRINTED - 1].iter().find(|(_, unit)| self.0 >= *unit);
         unit.map_or_else(
@@ -39,14 +39,14 @@ impl ByteSize {
         )
     }
 
-    /// As a number of bytes in memory.
+    /// The size as `usize`.
     pub const fn as_usize(self) -> usize {
         self.0 as usize
     }
 }
 
 impl fmt::Display for ByteSize {
-    /// Exact, in the largest binary unit of which it is a whole number.
+    /// Prints exactly, in the largest binary unit of which the size is a whole multiple.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0 == 0 {
             return f.write_str("0B");
@@ -62,21 +62,21 @@ impl FromStr for ByteSize {
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
         let text = text.trim();
-        let like = r#"expected a size with its unit, like "4GiB", "512MiB" or "1000B""#;
+        let hint = r#"expected a size with its unit, like "4GiB", "512MiB" or "1000B""#;
         let split = text.find(|letter: char| !letter.is_ascii_digit() && letter != '.').unwrap_or(text.len());
         let (number, name) = (&text[..split], text[split..].trim());
         if name.is_empty() {
             return match (text.parse::<u64>(), text.parse::<f64>()) {
                 (_, Ok(0.0)) => Ok(Self(0)),
-                (Ok(bytes), _) => Err(Invalid(format!("{like}; write {bytes} bytes as \"{}\"", Self(bytes)))),
-                _ => Err(Invalid(like.into())),
+                (Ok(bytes), _) => Err(Invalid(format!("{hint}; write {bytes} bytes as \"{}\"", Self(bytes)))),
+                _ => Err(Invalid(hint.into())),
             };
         }
         let unit = UNITS.iter().find(|(unit, _)| unit.eq_ignore_ascii_case(name)).map(|(_, unit)| *unit);
-        // A fraction of a byte is no size.
+        // Fractions of bytes are invalid.
         let unit = unit.filter(|unit| *unit > 1 || !number.contains('.'));
         let bytes = unit.and_then(|unit| text::scaled(number, unit.into())).filter(|bytes| *bytes < 1 << 63);
-        bytes.map(|bytes| Self(bytes as u64)).ok_or_else(|| Invalid(like.into()))
+        bytes.map(|bytes| Self(bytes as u64)).ok_or_else(|| Invalid(hint.into()))
     }
 }
 

@@ -1,12 +1,12 @@
-//! Serde for values that are written as text with a unit.
+//! Parsing and deserialization of values that are written as text with a unit.
 
 use serde::de::{self, Deserializer, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
 use std::str::FromStr;
 
-/// Reads text, and numbers as the text that they would be, so that a number without a unit gets the same error
-/// everywhere.
+/// Deserializes from text, and from numbers as if they were text, so that a number without a unit gets the same error
+/// in every format.
 pub(crate) fn read<'de, T: FromStr<Err = crate::Invalid>, D: Deserializer<'de>>(from: D) -> Result<T, D::Error> {
     from.deserialize_any(Text(PhantomData))
 }
@@ -40,8 +40,7 @@ impl<T: FromStr<Err = crate::Invalid>> Visitor<'_> for Text<T> {
     }
 }
 
-/// A number with a fraction, or none: the whole part and what the fraction is over, exact where `unit` times it is
-/// whole.
+/// `number`, which may have a fraction, times `unit`, rounded down. `None` if it is not a number or overflows.
 pub(crate) fn scaled(number: &str, unit: u128) -> Option<u128> {
     let number = number.trim();
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));

@@ -128,7 +128,8 @@ mod tests {
             },
         ) {
             let masters = MasterKeys::new([1; 32], []);
-            let unwrap = |bytes: &[u8]| masters.unwrap(DomainId::SHARED, KeyId::from_bytes([3; 8]), masters.first(), bytes);
+            let key = KeyId::from_bytes([3; 8]);
+            let unwrap = |bytes: &[u8]| masters.unwrap(DomainId::SHARED, key, masters.first(), bytes);
             // The change may leave the wrapped key unchanged.
             let unwrapped = fuzz::bounded(&bytes, 1, unwrap);
             assert!(unwrapped.is_err() || unwrapped.is_ok_and(|key| key.secret() == &[4; 32]));
