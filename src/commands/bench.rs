@@ -42,7 +42,8 @@ struct Io {
     model: Option<String>,
 
     /// Length of the prefix that is loaded or computed, in tokens
-    #[arg(long, value_name = "N", default_value_t = 8192, requires = "model", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "model")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
 
     /// Prefill speed of the model on your machine, in tokens per second; built-in models are measured
@@ -75,7 +76,8 @@ struct Io {
     block: Vec<ByteSize>,
 
     /// Numbers of concurrent requests to measure
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4], value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4])]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: Vec<u16>,
 
     /// Size that is written and read in each measurement

@@ -400,7 +400,8 @@ fn holdings_text(holdings: &[StoredGroup]) -> String {
         let ages = [holding.first_written_at, holding.last_written_at, holding.last_used_at].map(age);
         let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), ages);
         text += &format!(
-            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  {newest:>8}  {used:>8}\n"
+            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  \
+             {newest:>8}  {used:>8}\n"
         );
     }
     let sum = |of: fn(&StoredGroup) -> u64| holdings.iter().map(of).sum::<u64>();

@@ -15,9 +15,9 @@ use worker::plane::Phase;
 /// `blockyard replay`.
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "A load factor of 1 is the capacity: the highest rate at which least-loaded keeps its p99 time to first \
-    token under ten times that of an idle fleet. It is measured first, and printed. The same trace and options print the \
-    same results, byte for byte."
+    after_help = "A load factor of 1 is the capacity: the highest rate at which least-loaded keeps its p99 time to \
+    first token under ten times that of an idle fleet. It is measured first, and printed. The same trace and options \
+    print the same results, byte for byte."
 )]
 pub struct Replay {
     /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
@@ -49,7 +49,8 @@ pub struct Replay {
     set: Vec<Flag>,
 
     /// Request rates, as multiples of the capacity
-    #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2], value_parser = positive)]
+    #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2])]
+    #[arg(value_parser = positive)]
     load_factor: Vec<f64>,
 
     /// Request rates in requests per second, instead of load factors
@@ -272,7 +273,8 @@ fn table(report: &Report<'_>) -> String {
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
     let mut lines = vec![
         format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
-        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput    SLO  imbal"
+        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput    SLO  \
+         imbal"
             .to_owned(),
     ];
     if report.roles.is_some() {

@@ -132,7 +132,8 @@ fn g3_paths_are_set_by_file_environment_or_flag() {
 #[test]
 fn quotas_are_read_printed_and_read_again() {
     let file = file(
-        "[[tiers.quotas]]\ntenant = 'a.b \"c\"'\ng1_guaranteed = '1GiB'\ng2_limit = '2GiB'\n[[tiers.quotas]]\ntenant = 'd'\n",
+        "[[tiers.quotas]]\ntenant = 'a.b \"c\"'\ng1_guaranteed = '1GiB'\ng2_limit = '2GiB'\n\
+         [[tiers.quotas]]\ntenant = 'd'\n",
     );
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
     let (config, origins) = load(&sources).unwrap();
@@ -336,7 +337,8 @@ prefix_affinity = -1
         "router.policy = \"robin\" (FILE:12): expected one of",
         "router.decode_interference_weight = nan (FILE:13): expected a number",
         "unknown key `router.planer` (FILE:14); did you mean `router.planner`?",
-        "unknown key `router.admission.tenants.blue.wieght` (FILE:17); did you mean `router.admission.tenants.blue.weight`?",
+        "unknown key `router.admission.tenants.blue.wieght` (FILE:17); \
+         did you mean `router.admission.tenants.blue.weight`?",
         "router.admission.tenants.blue.max_inflight_tokens = 0 (FILE:18): expected at least 1",
         "router.models.gpt-4.1.prefix_affinity = -1 (FILE:21): expected a number",
         "no such model is served; the one that is is called `tiny`",

@@ -58,7 +58,10 @@ impl Harness {
 #[tokio::test]
 async fn live_keys_apply_and_other_keys_need_a_restart() {
     let harness = Harness::new("listen = '127.0.0.1:1'\n[router]\npolicy = 'kv'\n");
-    harness.write("listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n[router.models.small]\npolicy = 'random'\n[router.planner]\nmode = 'apply'\n");
+    harness.write(
+        "listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n\
+         [router.models.small]\npolicy = 'random'\n[router.planner]\nmode = 'apply'\n",
+    );
     let report = harness.reload.now("SIGHUP");
     assert_eq!(report.outcome, Outcome::Applied, "{report:?}");
     let applied =

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   load, speeds, targets ─▶ need (workers of each role that meet the targets) ─▶ counts, for an outer autoscaler
-//!                              └─▶ the split of the present workers with the least pressure ─▶ one role change at a time
+//!                              └─▶ the split of the workers with the least pressure ─▶ one role change at a time
 //! ```
 //! **Need.** Prefill is a queue: the least `c` workers for which a prompt's own time and Sakasegawa's approximation of
 //! the wait in an M/M/c queue (1977), `s·ρ^(√(2(c+1)) − 1) / (c(1 − ρ))`, stay within the target. Decode is a batch: a

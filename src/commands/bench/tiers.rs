@@ -386,7 +386,8 @@ pub(super) fn table(measured: &[Measured]) -> String {
             [figures.write, figures.raw_write, figures.read, figures.raw_read].map(|rate| rate / 1e9);
         let (write_ratio, read_ratio, latency) = (figures.write_ratio, figures.read_ratio, figures.latency * 1e3);
         text += &format!(
-            "{block:>10}  {parallel:>7}  {write:>6.2}  {raw_write:>6.2}  {write_ratio:>5.2}  {read:>6.2}  {raw_read:>6.2}  \
+            "{block:>10}  {parallel:>7}  {write:>6.2}  {raw_write:>6.2}  {write_ratio:>5.2}  {read:>6.2}  \
+             {raw_read:>6.2}  \
              {read_ratio:>5.2}  {latency:>6.2} ms\n"
         );
     }
