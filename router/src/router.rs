@@ -69,8 +69,8 @@ impl Router {
         self.core.admission.close();
     }
 
-    /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks. `None`
-    /// for a source of which the index evicted blocks.
+    /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks.
+    /// `None` for a source of which the index evicted blocks.
     pub fn index_digests(&self) -> Vec<(Source, Level, Option<SetDigest>)> {
         let roster = self.core.fleet.snapshot();
         let workers = roster.workers().map(|member| Source::Worker(member.id()));

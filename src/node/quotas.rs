@@ -32,8 +32,7 @@ pub(super) enum Error {
     /// The guaranteed sizes exceed the tier.
     #[error(
         "tiers.quotas: {guaranteed} of {tier} are guaranteed, but at most {have} can be; guarantee less, or enlarge \
-         the \
-         tier: --set {key}=…",
+         the tier: --set {key}=…",
         guaranteed = ByteSize(*.guaranteed).about(),
         have = ByteSize(*.have).about()
     )]

@@ -1,5 +1,5 @@
-//! The rules of the architecture, checked on the source code: dependencies between crates, imports between rooms, access to
-//! the environment, sizes of files and lines. Each failure names the file and the rule.
+//! The rules of the architecture, checked on the source code: dependencies between crates, imports between rooms,
+//! access to the environment, sizes of files and lines. Each failure names the file and the rule.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,8 +20,8 @@ const EDGES: [(&str, &[&str]); 6] = [
 /// Rooms of a crate: each a file beside a folder of its name, or a file alone.
 type Rooms = &'static [(&'static str, &'static [&'static str])];
 
-/// Rooms of each crate, from top to bottom, each with the rooms that it may import. All of these are below it, so there is no
-/// circle.
+/// Rooms of each crate, from top to bottom, each with the rooms that it may import. All of these are below it, so there
+/// is no circle.
 const ROOMS: [(&str, Rooms); 5] = [
     (
         "blockyard",
@@ -175,11 +175,7 @@ fn frontend_imports_only_the_engine_seam_of_worker() {
         paths_after(code, "worker").any(|rest| !rest.starts_with("engine"))
             || paths_after(code, "worker::engine").any(|rest| rest.starts_with(char::is_lowercase))
     });
-    assert!(
-        offenders.is_empty(),
-        "the frontend may import only worker::engine from worker:\n{}",
-        offenders.join("\n")
-    );
+    assert!(offenders.is_empty(), "the frontend may import only worker::engine from worker:\n{}", offenders.join("\n"));
 }
 
 #[test]

@@ -389,7 +389,8 @@ async fn send_request(request: ResyncRequest, events: &dyn Events, source: Sourc
     }
 }
 
-/// Digest of the blocks of a source in the index, to be compared with the source's own; `None` if the index evicted some.
+/// Digest of the blocks of a source in the index, to be compared with the source's own; `None` if the index evicted
+/// some.
 fn index_digest(index: &Index, source: Source) -> Option<CacheDigest> {
     let add = |all: CacheDigest, level| Some(all.with(level, index.digest(source, level)?.sum));
     let digest = LEVELS.into_iter().try_fold(CacheDigest::default(), add)?;
