@@ -107,14 +107,14 @@ async fn main() -> Result<()> {
     // Not `disk_speed`, which is the program itself if FOLDER is its folder.
     let folder = arguments.folder.join("disk_speed.measured");
     std::fs::create_dir_all(&folder)?;
-    let told = match arguments.recover {
+    let report = match arguments.recover {
         Some(blocks) => recovery(&folder, blocks, arguments.rounds).await,
         None => speeds(&folder, &arguments).await,
     };
     std::fs::remove_dir_all(&folder)?;
-    let told = told?;
+    let report = report?;
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&told)?);
+        println!("{}", serde_json::to_string_pretty(&report)?);
     }
     Ok(())
 }
@@ -151,7 +151,7 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
         references.clear();
     }
     let mut tier = Subject::new(folder, arguments).await?;
-    let mut told = json!({ "block_bytes": block_bytes, "mib": mib, "rounds": rounds, "unit": "GB/s" });
+    let mut report = json!({ "block_bytes": block_bytes, "mib": mib, "rounds": rounds, "unit": "GB/s" });
     for (name, direction) in WAYS {
         if arguments.way.as_ref().is_some_and(|way| way != name) {
             continue;
@@ -197,9 +197,9 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
         if !json {
             println!("    {written:.3} bytes written for each that was stored or read");
         }
-        told[name] = json!({ "tier": speed, "written": written, "fio": compared });
+        report[name] = json!({ "tier": speed, "written": written, "fio": compared });
     }
-    Ok(told)
+    Ok(report)
 }
 
 /// Trims deleted files now: otherwise the device does it with the next commit, beside the measured writes.
@@ -259,8 +259,8 @@ impl Raw {
         let request = self.request.max(*least);
         command.args([format!("--bs={request}"), format!("--size={each}"), format!("--offset_increment={each}")]);
         let done = command.output().map_err(|error| format!("fio: {error}"))?;
-        let told: Value = serde_json::from_slice(&done.stdout).map_err(|_| "fio failed")?;
-        let speed = told["jobs"][0][self.direction]["bw_bytes"].as_f64().ok_or("fio said nothing")?;
+        let report: Value = serde_json::from_slice(&done.stdout).map_err(|_| "fio failed")?;
+        let speed = report["jobs"][0][self.direction]["bw_bytes"].as_f64().ok_or("fio said nothing")?;
         Ok(Some(speed / 1e9))
     }
 }

@@ -29,22 +29,22 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let (flags, files): (Vec<String>, Vec<String>) =
         std::env::args().skip(1).partition(|argument| argument.starts_with("--"));
     let json = flags.iter().any(|flag| flag == "--json");
-    let mut told = json!({ "codec": [] });
+    let mut report = json!({ "codec": [] });
     let mut payloads = Vec::new();
     if files.is_empty() {
         let values = synthetic::kv(1, SHAPE);
         payloads.push(("synthetic bf16".into(), synthetic::bf16(&values)));
         payloads.push(("synthetic f32".into(), synthetic::f32(&values)));
-        told["tiers"] = tiers(synthetic::bf16(&values), json).await?;
+        report["tiers"] = tiers(synthetic::bf16(&values), json).await?;
     }
     for file in files {
         let raw = std::fs::read(&file)?;
         payloads.push((file, raw));
     }
     let each = payloads.into_iter().map(|(what, raw)| codec(&what, raw, json));
-    told["codec"] = each.collect::<Vec<Value>>().into();
+    report["codec"] = each.collect::<Vec<Value>>().into();
     if json {
-        println!("{told:#}");
+        println!("{report:#}");
     }
     Ok(())
 }
@@ -126,7 +126,7 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
             std::fs::remove_dir_all(place)?;
         }
     }
-    let mut told = json!({});
+    let mut report = json!({});
     for (direction, what) in ["store", "onboard"].into_iter().enumerate() {
         let rates = seconds.each_mut().map(|times| {
             times[direction].sort_by(f64::total_cmp);
@@ -136,7 +136,7 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
         let [raw, encrypted, encoded, all] = busy[direction].map(|busy| busy / (ROUNDS * bytes) as f64 * 1e9);
         if json {
             let form = |gbps: f64, seconds: f64| json!({ "gbps": gbps, "processor_seconds_per_gb": seconds });
-            told[what] = json!({
+            report[what] = json!({
                 "raw": form(plain, raw), "encrypted": form(secret, encrypted),
                 "encoded": form(small, encoded), "both": form(both, all),
             });
@@ -153,7 +153,7 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
             "  processor seconds per GB: raw {raw:.2}, encrypted {encrypted:.2}, encoded {encoded:.2}, both {all:.2}"
         );
     }
-    Ok(told)
+    Ok(report)
 }
 
 /// Seconds that this process has computed: what others on the machine do adds nothing to it, unlike to the time.
