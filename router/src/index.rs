@@ -61,14 +61,15 @@ use arc_swap::ArcSwap;
 use arena::{Arena, ChunkChange};
 use kvbm::{BlockEvent, Level, SequenceHash, SetDigest};
 use lookup::Lookup;
+use parking_lot::Mutex;
 use run::Run;
 use sharded_table::ShardedTable;
 use snapshot::{IndexSnapshot, PageDirectory, Sources};
 use source::SourceLevel;
 use source_state::SourceState;
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use table::Table;
 use worker::plane::{Source, StoreId, WorkerId};
 
@@ -311,7 +312,7 @@ impl Index {
     }
 
     fn update<T>(&self, apply: impl FnOnce(&mut IndexSnapshot) -> T) -> T {
-        let _guard = self.update_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.update_lock.lock();
         let mut snapshot = IndexSnapshot::clone(&self.snapshot.load());
         let outcome = apply(&mut snapshot);
         self.snapshot.store(Arc::new(snapshot));

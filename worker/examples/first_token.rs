@@ -16,12 +16,13 @@ use kvbm::{
     Block, BlockManager, ChainKey, Date, DiskTier, Epoch, EventLog, Fingerprint, HostTier, Level, Loaded, ObjectTier,
     SequenceHash, StoreError, Tier, Usage, disk, object,
 };
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::error::Error;
 use std::path::Path;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use worker::engine::{Domain, Engine, Request, measure_ttft};
 use worker::handoff::Peers;
@@ -275,7 +276,7 @@ impl Tier for Slow {
             async move {
                 let Some(per_block) = per_block else { return futures::future::pending().await };
                 let until = {
-                    let mut free = free.lock().expect("nothing panics");
+                    let mut free = free.lock();
                     *free = called.max(*free) + per_block;
                     *free
                 };

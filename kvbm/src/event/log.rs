@@ -3,9 +3,10 @@
 use super::{BlockEvent, CacheDigest, Epoch, Numbered, SetDigest, Snapshot, snapshot};
 use crate::block::{Level, SequenceHash};
 use crate::table::BlockMap;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio::sync::watch;
 
 impl BlockEvent {
@@ -157,7 +158,7 @@ impl EventLog {
         {
             return;
         }
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = self.queue.lock();
         let mut rest = Some(event);
         while let Some(mut event) = rest {
             rest = event.split_off(Self::MAX_EVENT_BLOCKS);
@@ -216,8 +217,8 @@ impl EventLog {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code that could panic between related changes runs under these locks.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let queued = std::mem::take(&mut *self.queue.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut state = self.state.lock();
+        let queued = std::mem::take(&mut *self.queue.lock());
         for event in queued {
             state.append(event);
         }

@@ -5,9 +5,9 @@
 //! never allocated: position 0 means "none".
 
 use super::snapshot::{CHUNK, Chunk, PAGE_BYTES};
+use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The page allocator.
 pub(super) struct Arena {
@@ -109,7 +109,7 @@ impl Arena {
     }
 
     fn lock(&self) -> MutexGuard<'_, FreeList> {
-        self.free_list.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free_list.lock()
     }
 }
 

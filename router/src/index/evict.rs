@@ -23,7 +23,7 @@ impl Index {
             return 0;
         }
         // A concurrent call evicts on behalf of this one.
-        let Ok(mut hand) = self.clock_hand.try_lock() else { return 0 };
+        let Some(mut hand) = self.clock_hand.try_lock() else { return 0 };
         let (mut evicted, mut removed) = (0, Removed::new());
         let pages = self.snapshot.load().directory.pages();
         // What remains may be tables and sets of pages only, which eviction does not free.

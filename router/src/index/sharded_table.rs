@@ -8,9 +8,10 @@ use super::key::{Key, SHARDS};
 use super::position::Position;
 use super::snapshot::IndexSnapshot;
 use super::table::{SLOT_BYTES, Table};
+use parking_lot::{Mutex, MutexGuard};
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A table grows above this load. At half load one group in seventy overflows, at seven tenths one in eight.
 const MAX_LOAD: f64 = 0.5;
@@ -227,8 +228,8 @@ impl ShardedTable {
         };
         for shard in (0..SHARDS).filter(|shard| !of(*shard).is_empty()) {
             match self.0[shard].shard.try_lock() {
-                Ok(mut guard) => call(shard, &mut guard),
-                Err(_) => later |= 1 << shard,
+                Some(mut guard) => call(shard, &mut guard),
+                None => later |= 1 << shard,
             }
         }
         for shard in (0..SHARDS).filter(|shard| later >> shard & 1 == 1) {
@@ -238,7 +239,7 @@ impl ShardedTable {
     }
 
     fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
-        self.0[shard].shard.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0[shard].shard.lock()
     }
 }
 

@@ -4,11 +4,11 @@ use super::holder_set::InternCache;
 use super::position::Position;
 use super::source::{LEVELS, SourceId, SourceLevel};
 use kvbm::SetDigest;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A source of blocks.
 pub(super) struct SourceState {
@@ -60,7 +60,7 @@ impl SourceState {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, SourcePages> {
-        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pages.lock()
     }
 
     /// Adds blocks to the digest; `sum` is the sum of their terms.

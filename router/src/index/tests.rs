@@ -372,7 +372,7 @@ fn eviction_ends_when_nothing_is_left_to_evict() {
     let (_, events) = runs(0, 64, 64);
     index.apply(Source::Worker(WorkerId(1)), &events[0]);
     assert_eq!((index.evicted_pages(), index.entries()), (1, 0));
-    let clock_hand = || *index.clock_hand.lock().unwrap();
+    let clock_hand = || *index.clock_hand.lock();
     assert_eq!(clock_hand(), 1, "it stops after the only page in use");
     index.evict_to_limit();
     assert_eq!(clock_hand(), 1);

@@ -16,10 +16,11 @@ use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};
 use link::{SentEvent, Subscription};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
@@ -211,7 +212,7 @@ async fn wait(since: Instant, lag: Duration) {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // No code under these locks panics in the middle of a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 #[cfg(test)]

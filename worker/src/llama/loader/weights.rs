@@ -6,9 +6,9 @@ pub(crate) use checkpoint::Checkpoint;
 
 use super::config::{Config, Family};
 use super::error::FolderError;
+use parking_lot::Mutex;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 
 /// A matrix of a linear layer: `y = x · Wᵀ`.
 #[derive(Clone, PartialEq)]
@@ -118,7 +118,7 @@ impl Source<'_> {
         for (name, size) in names.iter().zip(sizes) {
             let (values, after) = rest.split_at_mut(size);
             let hash = self.checkpoint.read(name, values)?;
-            self.hashes.lock().expect("no holder panics").insert((*name).to_owned(), hash);
+            self.hashes.lock().insert((*name).to_owned(), hash);
             rest = after;
         }
         Ok(data)
@@ -133,7 +133,7 @@ impl Source<'_> {
     /// The hash of all tensors that were read, by name.
     fn identity(self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new();
-        for (name, hash) in self.hashes.into_inner().expect("no holder panicked") {
+        for (name, hash) in self.hashes.into_inner() {
             hasher.update(blake3::hash(name.as_bytes()).as_bytes()).update(hash.as_bytes());
         }
         *hasher.finalize().as_bytes()

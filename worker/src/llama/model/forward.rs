@@ -13,9 +13,9 @@ use super::rope::{self, Rotation};
 use super::simd::{silu, sum_of_squares, wide};
 use crate::llama::loader::{self, Config, Weights};
 use kvbm::BlockId;
+use parking_lot::Mutex;
 use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 /// Rows per task where work is row by row; smaller tasks cost more than they gain.
 const ROWS: usize = 8;
@@ -173,7 +173,7 @@ impl Model {
         visit: &LogitsVisitor<'_, T>,
         then: impl FnOnce(Logits<'_>) -> R + Send,
     ) -> (R, Vec<Vec<T>>) {
-        let scratch = || self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = || self.scratch.lock();
         let mut taken = scratch().pop().unwrap_or_default();
         let made = self.pool.install(|| {
             let (logits, visited) = self.pass(chunks, kv, visit, &mut taken);

@@ -1,8 +1,9 @@
 //! Counters and measured speeds of one engine: updated while it runs, readable at any time.
 
 use kvbm::BlockManager;
+use parking_lot::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -62,18 +63,18 @@ impl EngineStats {
     /// Records the duration of a step. It includes the steps of other engines that it waited for, because clients wait
     /// for those too.
     pub(in crate::llama) fn record_step(&self, prompt_rows: usize, took: Duration) {
-        let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut speed = self.speed.lock();
         speed.record_step(prompt_rows, took.as_secs_f64());
     }
 
     /// Measured seconds per prefilled token.
     pub(super) fn seconds_per_prompt_token(&self) -> Option<f64> {
-        self.speed.lock().unwrap_or_else(PoisonError::into_inner).seconds_per_prompt_token()
+        self.speed.lock().seconds_per_prompt_token()
     }
 
     /// Records that a request joins the batch, and whether others wait.
     pub(super) fn record_admission(&self, others_wait: bool) {
-        let mut speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut speed = self.speed.lock();
         speed.record_admission(Instant::now(), others_wait);
     }
 
@@ -81,7 +82,7 @@ impl EngineStats {
     /// and as many sequences leave the batch as requests wait.
     pub(in crate::llama) fn drain_time(&self) -> Duration {
         let (tokens, requests) = (self.waiting_tokens.load(Relaxed) as f64, self.waiting() as f64);
-        let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let speed = self.speed.lock();
         let prompts = speed.seconds_per_prompt_token().map(|each| each * tokens);
         let places = speed.entry_interval.map(|each| each * requests);
         let seconds = prompts.into_iter().chain(places).fold(1.0, f64::max);
@@ -98,7 +99,7 @@ impl EngineStats {
     }
 
     pub(in crate::llama) fn load(&self, manager: &BlockManager, block_bytes: usize, sequences_max: usize) -> Load {
-        let speed = self.speed.lock().unwrap_or_else(PoisonError::into_inner);
+        let speed = self.speed.lock();
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens.load(Relaxed),

@@ -421,7 +421,7 @@ fn logits_reuse_one_buffer() {
     let config = config(Family::Llama, 4, 2, 8);
     let mut machine = Machine::new(&config, 2, 1, 16, 8);
     let buffers = |machine: &Machine| {
-        let scratch = machine.model.scratch.lock().unwrap();
+        let scratch = machine.model.scratch.lock();
         scratch.iter().map(|scratch| (scratch.logits.as_ptr(), scratch.logits.len())).collect::<Vec<_>>()
     };
     let mut sequence = machine.sequence(tokens(40, &config, 1));
@@ -439,13 +439,13 @@ fn logits_are_processed_on_several_threads() {
     let (a, b) = (machine.sequence(tokens(16, &config, 1)), machine.sequence(tokens(16, &config, 2)));
     let chunks = [&a, &b].map(|of| Chunk { tokens: &of.tokens, start: 0, table: &of.table, logits: true });
     // Each of the two waits for the other; one after the other they never met.
-    let met = (Mutex::new(0), std::sync::Condvar::new());
+    let met = (Mutex::new(0), parking_lot::Condvar::new());
     let both: Vec<bool> = machine.model.forward(&chunks, &machine.kv_cache, |mut logits| {
         let meet = |_| {
-            *met.0.lock().unwrap() += 1;
+            *met.0.lock() += 1;
             met.1.notify_all();
             let most = std::time::Duration::from_mins(1);
-            !met.1.wait_timeout_while(met.0.lock().unwrap(), most, |met| *met < 2).unwrap().1.timed_out()
+            !met.1.wait_while_for(&mut met.0.lock(), |met| *met < 2, most).timed_out()
         };
         logits.rows().map(meet).collect()
     });
