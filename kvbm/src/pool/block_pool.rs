@@ -7,7 +7,8 @@ use crate::block::{BlockAttrs, BlockRetention, Clock, DomainId, Level, SequenceH
 use crate::event::{EventLog, SetDigest, StoredBatch};
 use crate::metrics::MemoryMetrics;
 use crate::tier::TierQuotas;
-use std::sync::{Arc, Mutex};
+use parking_lot::Mutex;
+use std::sync::Arc;
 
 /// How many blocks ahead [`BlockPool::register`] prefetches.
 const PREFETCH_DISTANCE: usize = 4;
