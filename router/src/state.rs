@@ -13,8 +13,9 @@ use crate::metrics::Metrics;
 use crate::policy::Scratch;
 use crate::settings::{ResolvedSettings, Settings};
 use crate::trace::Recorder;
+use parking_lot::{Mutex, RwLock};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock};
 use worker::plane::RouterId;
 
 /// State that the parts of the router share.
@@ -75,7 +76,7 @@ impl Core {
 
     /// The settings in effect.
     pub(crate) fn settings(&self) -> Arc<ResolvedSettings> {
-        self.resolved.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.resolved.read().clone()
     }
 
     /// Replaces the settings. Invalid settings change nothing and are an error.
@@ -84,7 +85,7 @@ impl Core {
         let trace_file = resolved.settings.trace_file.as_deref();
         self.recorder.write_to(trace_file, &self.metrics).map_err(Error::Settings)?;
         self.index.set_memory_limit(resolved.settings.index_memory.as_usize());
-        *self.resolved.write().unwrap_or_else(PoisonError::into_inner) = resolved;
+        *self.resolved.write() = resolved;
         Ok(())
     }
 }

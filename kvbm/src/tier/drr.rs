@@ -9,8 +9,9 @@
 //! Not `manager::offload`'s fair queue: that one serves domains that are not known in advance in batches, is bounded,
 //! and drops from the longest queue, whereas DRR serves fixed groups in quanta and saves up credit for a large request.
 
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// Bytes that a group of weight [`DEFAULT_WEIGHT`] may transfer in a round: the size of the largest read or write.
@@ -151,7 +152,7 @@ impl FairSemaphore {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each change under this lock is one push or pop with its count.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 
@@ -232,7 +233,7 @@ mod tests {
             tokio::spawn(async move {
                 let permit = semaphore.acquire(group, 4 << 20).await;
                 sleep(Duration::from_millis(10)).await;
-                done.lock().unwrap().push((group, n));
+                done.lock().push((group, n));
                 drop(permit);
             })
         };
@@ -243,11 +244,11 @@ mod tests {
         for reading in other {
             reading.await.unwrap();
         }
-        assert!(done.lock().unwrap().len() <= 12, "{:?}", done.lock().unwrap());
+        assert!(done.lock().len() <= 12, "{:?}", done.lock());
         for reading in flood {
             let _ = reading.await;
         }
-        assert_eq!(done.lock().unwrap().len(), 63);
+        assert_eq!(done.lock().len(), 63);
         let both = (semaphore.acquire(0, 1).await, semaphore.acquire(1, 1).await);
         assert!(
             tokio::time::timeout(Duration::from_secs(1), semaphore.acquire(0, 1)).await.is_err(),

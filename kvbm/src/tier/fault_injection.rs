@@ -9,10 +9,11 @@ use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
 use bytes::Bytes;
 use futures::future::{self, BoxFuture};
 use futures::stream::{BoxStream, StreamExt};
+use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::io;
 use std::ops::RangeInclusive;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Probabilities of faults per block, from 0 to 1, tried in the order of the fields.
@@ -69,7 +70,7 @@ impl Faulty {
 
     /// Replaces the faults.
     pub fn set(&self, faults: Faults) {
-        *self.injector.faults.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+        *self.injector.faults.lock() = faults;
     }
 }
 
@@ -165,7 +166,7 @@ impl FaultInjector {
     fn draw(&self, operation: Operation, hash: SequenceHash) -> Outcome {
         let loads = operation == Operation::Load;
         let nth = {
-            let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut requests = self.requests.lock();
             let nth = requests.entry((loads, hash)).or_default();
             *nth += 1;
             *nth
@@ -180,7 +181,7 @@ impl FaultInjector {
         };
         let mut uniform = || (bits() >> 11) as f64 / (1u64 << 53) as f64;
 
-        let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        let faults = self.faults.lock();
         let (least, most) = (*faults.latency.start(), *faults.latency.end());
         let latency = least + most.saturating_sub(least).mul_f64(uniform());
         let probabilities = [

@@ -9,9 +9,10 @@ mod retention;
 use crate::block::{BlockRetention, Date, Fingerprint, Level, SequenceHash};
 use crate::event::{BlockEvent, EventLog, SetDigest, StoredBatch};
 use crate::table::{PrefetchMap, Prefetcher};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use retention::RetentionTable;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
 
 /// A stored block.
 #[derive(Clone, Copy, Debug)]
@@ -180,15 +181,15 @@ impl<P: Copy> Index<P> {
 
     fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
         // A panic under this lock can only lose the announcement of a stored block, which is a hint.
-        self.spaces.read().unwrap_or_else(PoisonError::into_inner)
+        self.spaces.read()
     }
 
     fn retention(&self) -> MutexGuard<'_, RetentionTable> {
-        self.retention.lock().unwrap_or_else(PoisonError::into_inner)
+        self.retention.lock()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Spaces<P>> {
-        self.spaces.write().unwrap_or_else(PoisonError::into_inner)
+        self.spaces.write()
     }
 }
 

@@ -1,9 +1,10 @@
 //! WriteClaims of blocks that are queued or being written, so that none is written twice at the same time.
 
 use crate::block::{Fingerprint, SequenceHash};
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 type Key = (Fingerprint, SequenceHash);
@@ -46,7 +47,7 @@ impl WriteClaims {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Each change under this lock is one insertion or removal.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -1,8 +1,9 @@
 //! Reuse of buffers: fresh memory from the system costs about as much time as the transforms themselves.
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// A pool of buffers.
 #[derive(Default)]
@@ -16,14 +17,14 @@ impl Buffers {
 
     /// A buffer with a capacity of at least `capacity` bytes. Its content is arbitrary.
     pub(crate) fn take(self: &Arc<Self>, capacity: usize) -> Buffer {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.lock();
         // Most blocks of a tier have the same size: if the last buffer is too small, the others are, too.
         let bytes = idle.pop_if(|last| last.capacity() >= capacity).unwrap_or_else(|| Vec::with_capacity(capacity));
         Buffer { bytes, pool: self.clone() }
     }
 
     fn put_back(&self, bytes: Vec<u8>) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.lock();
         idle.push(bytes);
         let mut total: usize = idle.iter().map(Vec::capacity).sum();
         // Frees the oldest: their size is not requested any more.
@@ -96,7 +97,7 @@ mod tests {
         let buffers = Arc::new(Buffers::default());
         let many: Vec<Buffer> = (0..40).map(|_| buffers.take(1 << 20)).collect();
         drop(many);
-        let idle = buffers.idle.lock().unwrap();
+        let idle = buffers.idle.lock();
         assert!(idle.iter().map(Vec::capacity).sum::<usize>() <= Buffers::MAX_IDLE_BYTES && !idle.is_empty());
     }
 }

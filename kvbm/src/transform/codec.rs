@@ -34,8 +34,9 @@ use crate::tier::{LoadError, StoreError, Tier};
 use byte_planes::{Four, Planes, Two};
 use bytes::Bytes;
 use futures::future::{self, BoxFuture, FutureExt};
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use throughput::{MeasuredTier, Throughput};
 use tokio::time::Instant;
 use zstd::bulk::{Compressor, Decompressor};
@@ -135,7 +136,7 @@ impl Encoding {
     }
 
     fn with_coder<T>(&self, work: impl FnOnce(&mut Coder) -> T) -> T {
-        let idle = || self.coders.lock().unwrap_or_else(PoisonError::into_inner);
+        let idle = || self.coders.lock();
         let taken = idle().pop();
         let mut coder = taken.unwrap_or_else(|| Coder::new(self.buffers.clone()));
         let done = work(&mut coder);

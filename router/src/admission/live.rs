@@ -6,9 +6,10 @@ use super::settings::Settings;
 use super::ticket::QueuedRequest;
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
@@ -192,7 +193,7 @@ impl Admission {
 
     pub(super) fn inner(&self) -> MutexGuard<'_, Inner> {
         // No code under this lock panics.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 }
 

@@ -8,8 +8,9 @@
 use crate::hash::NumberMap;
 use crate::index::{Overlap, SourceId};
 use kvbm::SequenceHash;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// Anchors in flight, and the workers on which they are.
 #[derive(Default)]
@@ -88,7 +89,7 @@ impl InflightPrefixes {
 
     fn lock(&self) -> MutexGuard<'_, NumberMap<u64, Holders>> {
         // No code under this lock panics.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

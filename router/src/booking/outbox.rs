@@ -2,7 +2,8 @@
 
 use super::inflight::InflightPrefix;
 use crate::load::Demand;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
 use tokio::sync::Notify;
 use worker::plane::{Booked, WorkerId};
 
@@ -79,7 +80,7 @@ impl ReplicaOutbox {
 
     fn lock(&self) -> MutexGuard<'_, Pending> {
         // No code under this lock panics.
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pending.lock()
     }
 }
 

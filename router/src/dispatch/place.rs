@@ -11,7 +11,7 @@ use crate::policy::{
 use crate::state::Core;
 use crate::trace::Line;
 use kvbm::Level;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Error, Request, Work};
@@ -81,7 +81,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     // request for the prompt's log-probabilities uses no cached block.
     let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
     let mut overlaps = Overlaps::of(cacheable, &request.domain, pool, &core.index);
-    let mut scratch = core.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
     let view = FleetView::new(pool, &overlaps, prompt, tried, now);

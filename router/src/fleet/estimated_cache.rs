@@ -7,7 +7,7 @@ use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
 use crate::index::Index;
 use kvbm::{BlockEvent, Level, Run, SequenceHash};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
 use worker::plane::{Source, WorkerId};
 
@@ -81,7 +81,7 @@ impl EstimatedCache {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics half-way under this lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -5,9 +5,10 @@ use super::event_accuracy::CacheView;
 use super::health::{Health, HealthSignal};
 use crate::index::SourceId;
 use crate::load::{LoadStats, SnapshotCache, Timestamp, WorkerLoad};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -156,11 +157,11 @@ impl Worker {
     }
 
     fn health(&self) -> Health {
-        *self.health.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.health.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut Health)) {
-        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut health = self.health.lock();
         change(&mut health);
         // Decisions read the published load instead of taking this lock.
         self.load.eject_until(health.ejected_until().map(Timestamp::from));
@@ -216,7 +217,7 @@ impl ModelPool {
     /// Refreshes the load snapshots and locks them for one decision.
     pub(crate) fn snapshots(&self, now: Timestamp) -> MutexGuard<'_, SnapshotCache> {
         // A refresh does not panic half-way.
-        let mut snapshots = self.snapshots.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut snapshots = self.snapshots.lock();
         snapshots.refresh(self.entries.iter().map(|entry| &*entry.load), now);
         snapshots
     }
@@ -293,7 +294,7 @@ pub(crate) struct Fleet {
 impl Fleet {
     /// The current snapshot.
     pub(crate) fn snapshot(&self) -> Arc<FleetSnapshot> {
-        self.snapshot.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.snapshot.read().clone()
     }
 
     /// Adds a worker, or replaces the one with its id.
@@ -326,7 +327,7 @@ impl Fleet {
     }
 
     fn change(&self, change: impl FnOnce(&mut BTreeMap<WorkerId, Arc<Worker>>) -> Option<Arc<Worker>>) {
-        let mut snapshot = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
+        let mut snapshot = self.snapshot.write();
         let mut workers = snapshot.workers.clone();
         if let Some(previous) = change(&mut workers)
             && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
@@ -338,7 +339,7 @@ impl Fleet {
 
     /// Cordons a worker, or ends its cordon. Returns `false` if the worker has not joined.
     pub(crate) fn cordon(&self, id: WorkerId, cordoned: bool) -> bool {
-        let mut snapshot = self.snapshot.write().unwrap_or_else(PoisonError::into_inner);
+        let mut snapshot = self.snapshot.write();
         let (workers, mut all) = (snapshot.workers.clone(), snapshot.cordoned.clone());
         let there = workers.contains_key(&id);
         if if cordoned { there && all.insert(id) } else { all.remove(&id) } {

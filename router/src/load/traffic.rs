@@ -1,8 +1,9 @@
 //! Traffic totals, counted as requests pass.
 
+use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Totals by model since the start of the router.
 #[derive(Default)]
@@ -19,12 +20,12 @@ pub(crate) struct Totals {
 impl Traffic {
     /// The totals of a model.
     pub(crate) fn of(&self, model: &Arc<str>) -> Arc<Totals> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(model.clone()).or_default().clone()
+        self.0.lock().entry(model.clone()).or_default().clone()
     }
 
     /// The totals of all models.
     pub(crate) fn all(&self) -> Vec<(Arc<str>, Arc<Totals>)> {
-        let totals = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let totals = self.0.lock();
         totals.iter().map(|(model, totals)| (model.clone(), totals.clone())).collect()
     }
 }

@@ -7,9 +7,9 @@
 use super::published::PublishedLoad;
 use super::stats::{LOWER_TIERS, LoadStats, MeasuredMask, Speeds, lower_tier};
 use super::timestamp::Timestamp;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::plane::Load;
@@ -250,7 +250,7 @@ impl WorkerLoad {
     /// The state, for reading only: changes made through this guard are not published.
     fn state(&self) -> MutexGuard<'_, State> {
         // Sums and bookings change together, and nothing panics in between.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn lock(&self) -> WriteGuard<'_> {

@@ -7,9 +7,10 @@ use crate::settings::Settings;
 use futures::future::{BoxFuture, join_all};
 use futures::{StreamExt, stream};
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
+use parking_lot::Mutex;
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
 use worker::engine::{Request, Tokens, Work};
@@ -81,7 +82,7 @@ impl CachingEngine {
     }
 
     fn keep(&self, blocks: &[SequenceHash]) {
-        let new: Vec<_> = blocks.iter().copied().filter(|block| self.cache.lock().unwrap().insert(*block)).collect();
+        let new: Vec<_> = blocks.iter().copied().filter(|block| self.cache.lock().insert(*block)).collect();
         if !new.is_empty() {
             let event = BlockEvent::Stored { level: Level::G1, parent: None, blocks: new };
             self.log.announce(event.clone());
@@ -94,7 +95,7 @@ impl CachingEngine {
         let blocks = names(request);
         let tokens = request.tokens.len() as u64;
         let cached = || {
-            let cache = self.cache.lock().unwrap();
+            let cache = self.cache.lock();
             let run = blocks.iter().take_while(|block| cache.contains(*block)).count();
             (run * BLOCK).min(tokens as usize - 1) as u64
         };

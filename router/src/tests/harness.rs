@@ -6,9 +6,10 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
 use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Level, SequenceHash};
+use parking_lot::Mutex;
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use worker::engine::{
     Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
@@ -57,7 +58,7 @@ type Cache = Option<HashSet<SequenceHash>>;
 
 /// Adds a prompt to the cache and reports how much of it was cached.
 fn compute(cache: &Mutex<Cache>, request: &Request) -> PromptReport {
-    let mut cache = cache.lock().unwrap();
+    let mut cache = cache.lock();
     let Some(cache) = cache.as_mut() else { return PromptReport::default() };
     let mut blocks = names(request);
     // The last token is always computed.
@@ -77,25 +78,25 @@ impl Drop for OpenStream {
 
 impl FakeEngine {
     pub(crate) fn requests(&self) -> usize {
-        self.received.lock().unwrap().len()
+        self.received.lock().len()
     }
 
     pub(crate) fn works(&self) -> Vec<Work> {
-        self.received.lock().unwrap().clone()
+        self.received.lock().clone()
     }
 
     /// Families of the received prompts, in order.
     pub(crate) fn families(&self) -> Vec<u32> {
-        self.firsts.lock().unwrap().iter().map(|token| token / 1_000_000).collect()
+        self.firsts.lock().iter().map(|token| token / 1_000_000).collect()
     }
 
     pub(crate) fn set_behaviour(&self, behaviour: Behaviour) {
-        *self.behaviour.lock().unwrap() = behaviour;
+        *self.behaviour.lock() = behaviour;
     }
 
     /// Turns the cache on, with these blocks in it.
     pub(crate) fn cache_blocks(&self, blocks: &[SequenceHash]) {
-        self.cache.lock().unwrap().get_or_insert_default().extend(blocks);
+        self.cache.lock().get_or_insert_default().extend(blocks);
     }
 
     pub(crate) fn open(&self) -> usize {
@@ -107,12 +108,12 @@ impl Engine for FakeEngine {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         let asked = &*request.id != "probe";
         if asked {
-            self.received.lock().unwrap().push(request.work.clone());
-            self.firsts.lock().unwrap().push(request.tokens[0]);
+            self.received.lock().push(request.work.clone());
+            self.firsts.lock().push(request.tokens[0]);
         } else {
             self.probes.fetch_add(1, Ordering::SeqCst);
         }
-        let behaviour = self.behaviour.lock().unwrap().clone();
+        let behaviour = self.behaviour.lock().clone();
         self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
         let open = asked.then(|| OpenStream(self.open.clone()));
         let cache = self.cache.clone();
@@ -211,7 +212,7 @@ impl Harness {
         let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: engine.card.clone(), stores };
         let offer = self.bus.offer(source, engine.log.clone());
         let lease = self.roster.register(instance, engine.clone()).await.unwrap();
-        self.leases.lock().unwrap().extend([offer, lease]);
+        self.leases.lock().extend([offer, lease]);
         settle().await;
         self.report(&engine, Load::default());
         settle().await;

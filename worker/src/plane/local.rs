@@ -16,7 +16,7 @@ use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};
 use link::{SentEvent, Subscription};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -68,7 +68,7 @@ impl LocalDiscovery {
 
     /// Expires the lease of a worker, as if its process had died. Dropping the lease later has no effect.
     pub fn expire(&self, id: WorkerId) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if let Some(entry) = state.registered.remove(&id) {
             state.notify_watchers(&Membership::Left(id, entry.instance.epoch));
         }
@@ -79,19 +79,19 @@ impl Discovery for LocalDiscovery {
     fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
         Box::pin(async move {
             let (id, instance) = (instance.id, Arc::new(instance));
-            let mut state = lock(&self.state);
+            let mut state = self.state.lock();
             state.leases += 1;
             let lease = state.leases;
             state.notify_watchers(&Membership::Joined(Arc::clone(&instance), Arc::clone(&engine)));
             state.registered.insert(id, Registered { lease, instance, engine });
             let shared = Arc::clone(&self.state);
-            Ok(Lease::new(move || lock(&shared).deregister(id, lease)))
+            Ok(Lease::new(move || shared.lock().deregister(id, lease)))
         })
     }
 
     fn watch(&self) -> BoxStream<'static, Membership> {
         let (sender, receiver) = mpsc::unbounded_channel();
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let now = Instant::now();
         for Registered { instance, engine, .. } in state.registered.values() {
             // The receiver exists here, so sending cannot fail.
@@ -133,7 +133,7 @@ impl LocalEvents {
 
     /// Selects one of the logs offered for a source.
     fn offered<T>(&self, source: Source, choose: impl FnOnce(&OfferedLogs) -> T) -> Result<T, PlaneError> {
-        lock(&self.offers).get(&source).map(choose).ok_or_else(|| PlaneError::Absent(source.to_string()))
+        self.offers.lock().get(&source).map(choose).ok_or_else(|| PlaneError::Absent(source.to_string()))
     }
 }
 
@@ -163,10 +163,10 @@ impl Events for LocalEvents {
 
     fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease {
         let key = (log.epoch(), self.counter.fetch_add(1, Ordering::Relaxed));
-        lock(&self.offers).entry(source).or_default().insert(key, log);
+        self.offers.lock().entry(source).or_default().insert(key, log);
         let offers = Arc::clone(&self.offers);
         Lease::new(move || {
-            let mut offers = lock(&offers);
+            let mut offers = offers.lock();
             if let Entry::Occupied(mut of) = offers.entry(source) {
                 of.get_mut().remove(&key);
                 if of.get().is_empty() {
@@ -208,11 +208,6 @@ async fn wait(since: Instant, lag: Duration) {
     if !lag.is_zero() {
         tokio::time::sleep_until(since + lag).await;
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code under these locks panics in the middle of a change.
-    mutex.lock()
 }
 
 #[cfg(test)]

@@ -5,8 +5,9 @@ use crate::event::{BlockEvent, EventLog};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use futures::future::{self, BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
+use parking_lot::Mutex;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Blocks in host memory, the oldest first.
 pub(crate) struct Memory {
@@ -22,12 +23,12 @@ impl Memory {
 
     fn find(&self, fingerprint: Fingerprint, hash: SequenceHash) -> Option<Block> {
         let is = |block: &&Block| block.header.hash == hash && block.header.fingerprint == fingerprint;
-        self.blocks.lock().unwrap().iter().find(is).cloned()
+        self.blocks.lock().iter().find(is).cloned()
     }
 
     /// Changes the blocks, and announces the changes of the set of hashes.
     fn change(&self, change: impl FnOnce(&mut VecDeque<Block>)) {
-        let mut blocks = self.blocks.lock().unwrap();
+        let mut blocks = self.blocks.lock();
         let hashes = |blocks: &VecDeque<Block>| -> Vec<_> { blocks.iter().map(|b| b.header.hash).collect() };
         let before = hashes(&blocks);
         change(&mut blocks);
@@ -85,7 +86,7 @@ impl Tier for Memory {
     }
 
     fn usage(&self) -> Usage {
-        let blocks = self.blocks.lock().unwrap();
+        let blocks = self.blocks.lock();
         Usage { blocks: blocks.len() as u64, bytes: bytes(&blocks), capacity: self.capacity }
     }
 }

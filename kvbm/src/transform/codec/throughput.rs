@@ -6,8 +6,9 @@ use crate::tier::{Loaded, StoreError, Tier, Usage};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use futures::{Stream, stream};
+use parking_lot::Mutex;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -35,7 +36,7 @@ impl Rate {
     const WEIGHT: f64 = 0.2;
 
     pub(super) fn get(&self) -> Option<f64> {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.0.lock()
     }
 
     pub(super) fn record(&self, bytes: u64, took: Duration) {
@@ -44,7 +45,7 @@ impl Rate {
             return;
         }
         let now = bytes as f64 / took.as_secs_f64();
-        let mut rate = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rate = self.0.lock();
         *rate = Some(rate.map_or(now, |before| before + Self::WEIGHT * (now - before)));
     }
 }

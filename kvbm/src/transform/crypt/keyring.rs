@@ -16,10 +16,11 @@ use futures::{StreamExt, TryStreamExt, stream};
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
@@ -143,7 +144,7 @@ impl Keyring {
     /// Registers a callback for each domain that this process learns was shredded. It is called before the domain can
     /// get a new key, and must drop the domain's blocks in memory.
     pub fn on_shred(&self, purge: impl Fn(DomainId) + Send + Sync + 'static) {
-        self.purgers.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(purge));
+        self.purgers.lock().push(Box::new(purge));
     }
 
     /// Reads notices of shredded domains every two seconds until the handle is dropped.
@@ -191,7 +192,7 @@ impl Keyring {
 
     fn purge(&self, domain: DomainId) {
         self.known().recently_shredded.insert(domain, Instant::now());
-        let purgers = self.purgers.lock().unwrap_or_else(PoisonError::into_inner);
+        let purgers = self.purgers.lock();
         purgers.iter().for_each(|purge| purge(domain));
     }
 
@@ -519,7 +520,7 @@ impl Keyring {
 
     fn known(&self) -> MutexGuard<'_, Known> {
         // Each change under this lock is one insertion or one filter.
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.lock()
     }
 }
 

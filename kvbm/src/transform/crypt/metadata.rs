@@ -12,8 +12,9 @@ use super::KeyError;
 use super::cipher::DataKey;
 use super::keyring::{KeyLookup, Keyring};
 use crate::block::{DomainId, KeyId};
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
 
 /// The domain of the data keys for metadata. The ids of other domains are hashes, so none equals it.
 pub(super) const DOMAIN: DomainId = DomainId::from_bytes(*b"\xFF\xFFblkyd-metadata");
@@ -163,11 +164,11 @@ impl MetadataKeys {
 
     fn read(&self) -> RwLockReadGuard<'_, State> {
         // Each change under this lock is one insertion.
-        self.state.read().unwrap_or_else(PoisonError::into_inner)
+        self.state.read()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, State> {
-        self.state.write().unwrap_or_else(PoisonError::into_inner)
+        self.state.write()
     }
 }
 

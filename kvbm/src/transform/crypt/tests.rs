@@ -10,9 +10,9 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::throttle::{ThrottleConfig, ThrottledStore};
 use object_store::{ObjectStore, ObjectStoreExt};
+use parking_lot::Mutex;
 use prometheus::Registry;
 use std::collections::HashSet;
-use std::sync::Mutex;
 use std::time::Duration;
 
 /// The key store and the tier that all processes share.
@@ -90,12 +90,12 @@ impl MasterSource {
     }
 
     fn set(&self, keys: &[u8]) {
-        *self.0.lock().unwrap() = keys.iter().map(|byte| format!("{byte:02x}").repeat(32) + "\n").collect();
+        *self.0.lock() = keys.iter().map(|byte| format!("{byte:02x}").repeat(32) + "\n").collect();
     }
 
     fn environment(&self) -> Environment {
         let text = self.0.clone();
-        Arc::new(move |hash| (hash == "KEYS").then(|| text.lock().unwrap().clone()))
+        Arc::new(move |hash| (hash == "KEYS").then(|| text.lock().clone()))
     }
 }
 
@@ -306,24 +306,24 @@ async fn a_watching_process_learns_of_a_shred_within_seconds() {
     let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let purged: Arc<Mutex<Vec<DomainId>>> = Arc::default();
     let (seen, _watch) = (purged.clone(), there.keys.watch());
-    there.keys.on_shred(move |domain| seen.lock().unwrap().push(domain));
+    there.keys.on_shred(move |domain| seen.lock().push(domain));
     let (ours, theirs) = (blocks_of(tenant(1), 1, 4), blocks_of(tenant(2), 2, 4));
     conformance::store(&*here.tier, [ours.clone(), theirs.clone()].concat()).await;
     assert_eq!((there.count_found(&ours).await, there.count_found(&theirs).await), (4, 4));
 
     here.keys.shred(tenant(1)).await.unwrap();
     tokio::time::sleep(Duration::from_millis(2_100)).await;
-    assert_eq!(*purged.lock().unwrap(), [tenant(1)]);
+    assert_eq!(*purged.lock(), [tenant(1)]);
     assert_eq!((there.count_found(&ours).await, there.count_found(&theirs).await), (0, 4));
     // A domain without a stored key can have blocks in memory.
     here.keys.shred(tenant(3)).await.unwrap();
     tokio::time::sleep(Duration::from_millis(2_100)).await;
-    assert_eq!(*purged.lock().unwrap(), [tenant(1), tenant(3)]);
+    assert_eq!(*purged.lock(), [tenant(1), tenant(3)]);
     tokio::time::sleep(Duration::from_mins(1)).await;
-    assert_eq!(purged.lock().unwrap().len(), 2, "each once");
+    assert_eq!(purged.lock().len(), 2, "each once");
     here.keys.shred(tenant(1)).await.unwrap();
     tokio::time::sleep(Duration::from_millis(2_100)).await;
-    assert_eq!(purged.lock().unwrap().len(), 3, "and again when it is shredded again");
+    assert_eq!(purged.lock().len(), 3, "and again when it is shredded again");
 }
 
 #[tokio::test(start_paused = true)]
