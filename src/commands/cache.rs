@@ -53,7 +53,7 @@ enum Command {
         /// [default: `tiers.g4.gc_grace`, and 2m for shared flash]
         #[arg(long, value_name = "TIME")]
         grace: Option<HumanDuration>,
-        /// GcReport what would be removed, and change nothing
+        /// `GcReport` what would be removed, and change nothing
         #[arg(long)]
         dry_run: bool,
     },

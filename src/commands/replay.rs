@@ -81,7 +81,7 @@ pub struct Replay {
     #[arg(long, value_name = "TIME", default_value = "50ms")]
     resync_delay: HumanDuration,
 
-    /// AdmissionMode: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
+    /// `AdmissionMode`: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
     /// `deadline`: also rejects a request whose first token would come later than --slo-ttft
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
     admission: AdmissionMode,
@@ -273,8 +273,8 @@ fn table(report: &Report<'_>) -> String {
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
     let mut lines = vec![
         format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
-        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput    SLO  \
-         imbal"
+        " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput  \
+         \x20 SLO  imbal"
             .to_owned(),
     ];
     if report.roles.is_some() {

@@ -1,7 +1,5 @@
 //! A restart after SIGKILL finds the blocks that the SSD tier reported, and gives the same answers.
 
-#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
-
 use super::process::Process;
 use std::time::Duration;
 

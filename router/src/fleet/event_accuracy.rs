@@ -23,6 +23,7 @@ pub(crate) enum CacheView {
 }
 
 /// Why a worker's cache is estimated.
+#[expect(clippy::enum_variant_names, reason = "a reason is about the events of the worker")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum EstimateReason {
     /// The worker publishes no events.

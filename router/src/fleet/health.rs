@@ -128,7 +128,7 @@ impl Health {
             }
             // Neither opens nor closes: the next probe is due after the same open time.
             HealthSignal::Neutral if self.breaker == Breaker::HalfOpen => {
-                self.breaker = Breaker::Open(now + self.open_time())
+                self.breaker = Breaker::Open(now + self.open_time());
             }
             HealthSignal::Neutral => {}
             HealthSignal::Fault | HealthSignal::Hung => self.open(now),

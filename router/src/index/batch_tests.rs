@@ -97,7 +97,7 @@ proptest! {
         ),
     ) {
         // The first store is readable by all workers or none, the other by some.
-        let reads = |worker: usize, store: usize| reached > store && worker % (2 * store + 1) == 0;
+        let reads = |worker: usize, store: usize| reached > store && worker.is_multiple_of(2 * store + 1);
         let mut fleet = Fleet::new(|worker| (0..STORES).filter(|store| reads(worker, *store)).collect());
         for (kind, level, first, many, stride, at, n) in steps {
             let workers = (first..WORKERS).step_by(stride).take(many);

@@ -139,7 +139,7 @@ fn perform(index: &Index, model: &mut Model, source_ids: &mut BTreeMap<WorkerId,
         }
         Step::Stored(source, level, chain, at, n) => apply(index, model, source, stored(level, &run_of(chain, at, n))),
         Step::Removed(source, level, chain, at, n) => {
-            apply(index, model, source, removed(level, &run_of(chain, at, n)))
+            apply(index, model, source, removed(level, &run_of(chain, at, n)));
         }
         Step::Cleared(source, level) => apply(index, model, source, BlockEvent::Cleared { level }),
         Step::Replace(source, blocks) => {

@@ -25,7 +25,10 @@ pub fn goodput_svg(results: &[Results], title: &str) -> String {
         let _ = writeln!(svg, "{text}");
     };
     line(format_args!(
-        r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}" font-family="sans-serif" font-size="13">"#,
+        concat!(
+            r#"<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" height="{1}" "#,
+            r#"font-family="sans-serif" font-size="13">"#
+        ),
         SIZE.0, SIZE.1
     ));
     line(format_args!(r#"<rect width="100%" height="100%" fill="white"/>"#));
@@ -46,7 +49,11 @@ pub fn goodput_svg(results: &[Results], title: &str) -> String {
     ));
     let middle = top + height / 2.0;
     line(format_args!(
-        r#"<text transform="translate(18 {middle:.1}) rotate(-90)" text-anchor="middle">requests within the SLO per second</text>"#
+        concat!(
+            r#"<text transform="translate(18 {:.1}) rotate(-90)" text-anchor="middle">"#,
+            "requests within the SLO per second</text>"
+        ),
+        middle
     ));
     for (at, (name, mut points)) in by_policy(results).into_iter().enumerate() {
         points.sort_by(|a, b| a.0.total_cmp(&b.0));

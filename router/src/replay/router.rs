@@ -101,7 +101,7 @@ const REMOTE_PREFILL_BIT: u64 = 1 << 32;
 pub(crate) struct StubEngine;
 
 impl StubEngine {
-    /// A model card with this shared_id and block size.
+    /// A model card with this `shared_id` and block size.
     pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
         Arc::new(ModelCard {
             id: model.to_owned(),

@@ -181,7 +181,8 @@ async fn each_model_is_placed_by_its_own_policy() {
 #[tokio::test(start_paused = true)]
 async fn a_composed_policy_serves_and_filters() {
     let composition: Settings = toml::from_str(
-        "policy = { filter = [{ sequences_below = 1 }], score = [{ term = 'overlap', weight = 2 }, { term = 'queue' }], \
+        "policy = { filter = [{ sequences_below = 1 }], \
+         score = [{ term = 'overlap', weight = 2 }, { term = 'queue' }], \
          pick = 'best' }",
     )
     .unwrap();

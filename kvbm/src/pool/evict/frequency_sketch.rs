@@ -1,5 +1,5 @@
-//! Use counts of blocks, resident and evicted: a count-min sketch with aging, after TinyLFU (Einziger, Friedman, Manes,
-//! 2017).
+//! Use counts of blocks, resident and evicted: a count-min sketch with aging, after `TinyLFU` (Einziger, Friedman,
+//! Manes, 2017).
 //!
 //! A resident block counts its own uses, so a hit writes no memory but the block's node. The uses of an evicted block
 //! go into the sketch: four 4-bit counters per hash, of which the smallest is the estimate. It may be too high, never

@@ -135,18 +135,18 @@ struct Arrivals<'a> {
     occupancy: &'a Occupancy,
     tokens: u64,
     requests: usize,
-    arrivals: Peekable<Rev<btree_set::Iter<'a, (u64, u64)>>>,
+    latest_first: Peekable<Rev<btree_set::Iter<'a, (u64, u64)>>>,
 }
 
 impl<'a> Arrivals<'a> {
     fn of(occupancy: &'a Occupancy) -> Self {
-        let arrivals = occupancy.arrivals.iter().rev().peekable();
+        let latest_first = occupancy.arrivals.iter().rev().peekable();
         Self {
             #[cfg(test)]
             occupancy,
             tokens: occupancy.tokens,
             requests: occupancy.arrivals.len(),
-            arrivals,
+            latest_first,
         }
     }
 
@@ -154,14 +154,14 @@ impl<'a> Arrivals<'a> {
     /// number of requests after.
     fn take(&mut self, victims: &mut Victims, may: impl Fn(u64, u64, usize) -> bool) {
         while !victims.is_enough()
-            && let Some(&&(number, tokens)) = self.arrivals.peek()
+            && let Some(&&(number, tokens)) = self.latest_first.peek()
         {
             #[cfg(test)]
             self.occupancy.examine();
             if !may(self.tokens, self.tokens - tokens, self.requests - 1) {
                 return;
             }
-            self.arrivals.next();
+            self.latest_first.next();
             (self.tokens, self.requests) = (self.tokens - tokens, self.requests - 1);
             victims.take(number, tokens);
         }

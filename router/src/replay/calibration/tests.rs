@@ -35,7 +35,8 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
         let found = (served.hits * BLOCK_TOKENS).min(spec.input_tokens - 1);
         serde_json::from_value::<Line>(serde_json::json!({
-            "timestamp": served.arrived_ns as f64 / 1e6, "input_length": spec.input_tokens, "output_length": spec.output_tokens,
+            "timestamp": served.arrived_ns as f64 / 1e6, "input_length": spec.input_tokens,
+            "output_length": spec.output_tokens,
             "hash_ids": spec.blocks, "model": "toy", "worker": served.worker.to_string(), "dispatched_s": 0.0,
             "first_token_s": since(served.first_token_ns), "last_token_s": since(served.finished_ns),
             "cached_tokens": { "g1": found }, "kv_cache_tokens": options.profile.blocks() * BLOCK_TOKENS,
@@ -92,7 +93,8 @@ fn calibration_measures_the_speed_of_a_tier() {
         let prompt = 0.01 + computed * 0.000_1 + onboard;
         let decode = 0.01 * (10 + at % 30) as f64;
         serde_json::from_value::<Line>(serde_json::json!({
-            "timestamp": 1000 * at, "input_length": input, "output_length": 11 + at % 30, "hash_ids": [], "model": "toy",
+            "timestamp": 1000 * at, "input_length": input,
+            "output_length": 11 + at % 30, "hash_ids": [], "model": "toy",
             "worker": "w", "dispatched_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
             "cached_tokens": if found > 0 { serde_json::json!({ "g3": found }) } else { serde_json::json!({}) },
             "kv_bytes_per_token": 100_000,
@@ -125,7 +127,8 @@ fn similar_requests_are_an_error_that_says_what_to_record() {
         let prompt = 0.01 + 0.0001 * input as f64;
         let decode = 40.0 * (0.01 + 0.001 * together as f64);
         serde_json::from_value::<Line>(serde_json::json!({
-            "timestamp": every * at, "input_length": input, "output_length": 41, "hash_ids": [], "model": "toy", "worker": "w",
+            "timestamp": every * at, "input_length": input,
+            "output_length": 41, "hash_ids": [], "model": "toy", "worker": "w",
             "dispatched_s": 0.0, "first_token_s": prompt, "last_token_s": prompt + decode,
         }))
         .unwrap()

@@ -32,14 +32,16 @@ proptest! {
         simulation.run_events().unwrap();
 
         prop_assert_eq!(simulation.unfinished, 0);
-        let (done, rejected): (Vec<&RequestRecord>, Vec<&RequestRecord>) = simulation.records.iter().partition(|it| it.finished_ns > 0);
+        let (done, rejected): (Vec<&RequestRecord>, Vec<&RequestRecord>) =
+        simulation.records.iter().partition(|it| it.finished_ns > 0);
         let fits = trace.requests.iter().filter(|spec| Engine::fits(&options.profile, spec)).count();
         if options.admission == AdmissionMode::Off {
             prop_assert_eq!(done.len(), fits);
         }
         prop_assert!(rejected.iter().all(|it| it.first_token_ns == 0 && it.prefill_worker.is_none()));
         for it in &done {
-            prop_assert!(it.arrived_ns < it.first_token_ns && it.first_token_ns <= it.finished_ns && it.hits <= it.blocks, "{it:?}");
+            prop_assert!(it.arrived_ns < it.first_token_ns, "{it:?}");
+                prop_assert!(it.first_token_ns <= it.finished_ns && it.hits <= it.blocks, "{it:?}");
             prop_assert!(it.prefill_worker != Some(it.worker), "{it:?}");
         }
         // Each token but the first one adds a gap.

@@ -173,7 +173,7 @@ impl Textbook {
     }
 }
 
-/// A model with an kv_cache, and slots given out in a scattered order.
+/// A model with an `kv_cache`, and slots given out in a scattered order.
 struct Machine {
     model: Model,
     kv_cache: KvCache,
