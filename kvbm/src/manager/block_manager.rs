@@ -248,7 +248,7 @@ impl BlockManager {
     }
 
     /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1, for no longer than computing
-    /// them would take (plus [`WaitBudget::BASE`](super::plan::WaitBudget::BASE) when a tier turns out not to answer).
+    /// them would take (plus `WaitBudget::BASE` when a tier turns out not to answer).
     pub async fn onboard(&self, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
         self.0.onboard(self.0.sources().to_vec(), hashes, recompute).await
     }
