@@ -142,8 +142,7 @@ impl Composed {
 
 fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
     let cost = row.cost();
-    let Cost { queue, memory_wait, prefill, onboard, tier_queue, kv_transfer, decode, decode_stall, queue_externality } =
-        cost;
+    let Cost { queue, memory_wait, prefill, onboard, tier_queue, kv_transfer, decode, decode_stall, .. } = cost;
     let terms = [
         ("queue", queue),
         ("memory_wait", memory_wait),
@@ -153,7 +152,7 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
         ("kv_transfer", kv_transfer),
         ("decode", decode),
         ("decode_stall", decode_stall),
-        ("queue_externality", queue_externality),
+        ("queue_externality", cost.queue_externality),
     ];
     Considered {
         worker: row.worker().id().to_string(),
