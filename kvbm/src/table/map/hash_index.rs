@@ -5,8 +5,9 @@
 //! half nearly every hash is in its home bucket. So a lookup reads one line here and one array entry, which holds the
 //! whole hash. A [`Prefetcher`] begins both reads of a batch of lookups ahead of time.
 //!
-//! Not here: `hashbrown`. It has no prefetching of batches: with its `HashTable` in place of this one, matching 1,000 of a
-//! million blocks (`examples/match_speed.rs`) took 6.2 to 7.9 times as long (median, five alternating pairs of runs).
+//! Not here: `hashbrown`. It has no prefetching of batches: with its `HashTable` in place of this one, matching 1,000
+//! of a million blocks (`examples/match_speed.rs`) took 6.2 to 7.9 times as long (median, five alternating pairs of
+//! runs).
 
 use super::tag;
 use crate::block::SequenceHash;
