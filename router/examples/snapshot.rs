@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
-use worker::plane::{Discovery, Event, EventBody, Events, Instance, Phase, RouterId, Source, WorkerId};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Role, RouterId, Source, WorkerId};
 
 /// Blocks of one chain: a prompt of some thousand tokens.
 const CHAIN: usize = 256;
@@ -160,7 +160,7 @@ async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<Eve
     });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
     let instance =
-        Instance { id: WorkerId(id), epoch: Epoch(1), phase: Phase::Both, model: model.clone(), stores: vec![] };
+        Instance { id: WorkerId(id), epoch: Epoch(1), role: Role::Both, model: model.clone(), stores: vec![] };
     let lease = roster.register(instance, Arc::new(Mute(model))).await.expect("a roster in memory registers");
     [offer, lease]
 }

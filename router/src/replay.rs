@@ -41,7 +41,7 @@ use crate::policy::Policy;
 use crate::settings::{Preset, Settings};
 use simulation::Simulation;
 use std::time::Duration;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// How the worker of a request is chosen.
 #[derive(Clone, PartialEq, Debug)]
@@ -62,7 +62,7 @@ pub struct Options {
     /// Speed and memory of each worker.
     pub profile: Profile,
     /// Role of each worker.
-    pub workers: Vec<Phase>,
+    pub workers: Vec<Role>,
     /// Number of routers that share the requests. Routers exchange their reservations.
     pub replicas: usize,
     /// Delay of block events, load reports and messages between routers.

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// `blockyard replay`.
 #[derive(clap::Args, Debug)]
@@ -153,7 +153,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         // Check before the replay that the file can be written. An existing file is kept until the new one is written.
         File::options().append(true).create(true).open(path).with_context(|| format!("--svg {}", path.display()))?;
     }
-    let disaggregated = args.workers.roles().any(|role| role != Phase::Both);
+    let disaggregated = args.workers.roles().any(|role| role != Role::Both);
     let fleet = if disaggregated { args.workers.to_string() } else { args.workers.count().to_string() };
     if args.rebalance && !disaggregated {
         bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use units::ByteSize;
 use worker::llama::Builtin;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// Size of a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -43,7 +43,7 @@ pub enum Model {
 
 /// Number of workers of each role: `"prefill:1,decode:2"`.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Workers(Vec<(Phase, usize)>);
+pub struct Workers(Vec<(Role, usize)>);
 
 /// Number of compute threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -138,7 +138,7 @@ impl Workers {
     const MAX: usize = 64;
 
     /// The role of each worker, prefill first.
-    pub fn roles(&self) -> impl Iterator<Item = Phase> {
+    pub fn roles(&self) -> impl Iterator<Item = Role> {
         self.0.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count))
     }
 
@@ -151,7 +151,7 @@ impl Workers {
 impl Default for Workers {
     /// One prefill worker and two decode workers: the smallest fleet with both disaggregation and routing.
     fn default() -> Self {
-        Self(vec![(Phase::Prefill, 1), (Phase::Decode, 2)])
+        Self(vec![(Role::Prefill, 1), (Role::Decode, 2)])
     }
 }
 
@@ -180,7 +180,7 @@ impl Workers {
                 r#"expected roles with the number of workers of each, like "prefill:1,decode:2" or "both:1""#.into(),
             )
         };
-        let mut counts = [(Phase::Prefill, 0_usize), (Phase::Decode, 0), (Phase::Both, 0)];
+        let mut counts = [(Role::Prefill, 0_usize), (Role::Decode, 0), (Role::Both, 0)];
         for part in text.split(',') {
             let (name, count) = part.trim().split_once(':').ok_or_else(wrong)?;
             let entry = counts.iter_mut().find(|(role, _)| role.to_string() == name.trim()).ok_or_else(wrong)?;
@@ -191,7 +191,7 @@ impl Workers {
         if workers.roles().nth(most).is_some() {
             return Err(Invalid(format!("at most {most} workers fit into one process")));
         }
-        let decodes = workers.roles().any(|role| role != Phase::Prefill);
+        let decodes = workers.roles().any(|role| role != Role::Prefill);
         decodes
             .then_some(workers)
             .ok_or_else(|| Invalid("no worker would decode; add `decode:1`, or use `both:1`".into()))
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn workers_are_counted_by_role_and_one_must_decode() {
         assert_eq!(reads::<Workers>("decode:2, prefill:1"), "prefill:1,decode:2");
-        assert_eq!("both:3".parse::<Workers>().unwrap().roles().collect::<Vec<_>>(), [Phase::Both; 3]);
+        assert_eq!("both:3".parse::<Workers>().unwrap().roles().collect::<Vec<_>>(), [Role::Both; 3]);
         assert_eq!(Workers::default().to_string(), "prefill:1,decode:2");
         for (text, hint) in [
             ("prefill:2", "no worker would decode"),

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use worker::engine::ModelCard;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// The facts about a node that the banner shows.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ pub struct Banner {
     /// Address of the OpenAI-compatible API.
     pub address: SocketAddr,
     /// The role of each worker.
-    pub roles: Vec<Phase>,
+    pub roles: Vec<Role>,
     /// Number of compute threads of all workers together.
     pub threads: usize,
     /// Sizes of the tiers, in bytes.
@@ -68,8 +68,7 @@ impl Banner {
     }
 
     fn workers(&self) -> String {
-        let names =
-            [(Phase::Prefill, "prefill"), (Phase::Decode, "decode"), (Phase::Both, "prefill and decode in one")];
+        let names = [(Role::Prefill, "prefill"), (Role::Decode, "decode"), (Role::Both, "prefill and decode in one")];
         let count = |wanted| self.roles.iter().filter(|role| **role == wanted).count();
         let parts: Vec<_> = names
             .into_iter()
@@ -141,7 +140,7 @@ mod tests {
         Banner {
             model: Arc::new(model),
             address: address.parse().unwrap(),
-            roles: vec![Phase::Prefill, Phase::Decode, Phase::Decode],
+            roles: vec![Role::Prefill, Role::Decode, Role::Decode],
             threads: 2,
             sizes: Sizes { g1: 1 << 30, g2: None, g3: Some(10 << 30) },
             disks: vec!["/data/g3".into()],

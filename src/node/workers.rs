@@ -11,7 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use worker::engine::Engine;
 use worker::handoff::Peers;
 use worker::llama::{LlamaEngine, Runtime, Settings};
-use worker::plane::{Instance, Phase, StoreId, WorkerId};
+use worker::plane::{Instance, Role, StoreId, WorkerId};
 use worker::serve::{Planes, Worker};
 
 /// What all workers of the process share.
@@ -65,7 +65,7 @@ impl Shared {
     }
 
     /// Starts a worker and registers it.
-    pub(super) async fn start(&self, number: u64, phase: Phase) -> anyhow::Result<RunningWorker> {
+    pub(super) async fn start(&self, number: u64, role: Role) -> anyhow::Result<RunningWorker> {
         let id = WorkerId(number);
         let epoch = epoch_now();
         let log = Arc::new(EventLog::new(epoch));
@@ -91,7 +91,7 @@ impl Shared {
             self.settings,
         );
         let instance =
-            Instance { id, epoch, phase, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
+            Instance { id, epoch, role, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
         let load = engine.load();
         let serving = Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load)
             .await

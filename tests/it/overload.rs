@@ -11,7 +11,7 @@ use std::time::Duration;
 use tower::ServiceExt;
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
-use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Load, Role, RouterId, Source, WorkerId};
 
 #[path = "../../frontend/tests/it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
@@ -59,7 +59,7 @@ async fn retry_after_is_the_time_until_the_queue_has_space() {
     let router = Router::new(RouterId(1), discovery.clone(), events.clone(), settings, &registry).unwrap();
     let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));
-    let instance = Instance { id, epoch, phase: Phase::Both, model: model.clone(), stores: vec![] };
+    let instance = Instance { id, epoch, role: Role::Both, model: model.clone(), stores: vec![] };
     let _lease = discovery.register(instance, Arc::new(Silent(model))).await.unwrap();
     // Lets every runnable task run.
     let settle = || tokio::time::sleep(Duration::from_millis(1));

@@ -71,7 +71,7 @@ impl fmt::Display for Source {
 /// The role of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Phase {
+pub enum Role {
     /// Computes prefills for other workers.
     Prefill,
     /// Decodes, and computes short prefills itself.
@@ -81,7 +81,7 @@ pub enum Phase {
     Both,
 }
 
-impl fmt::Display for Phase {
+impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Prefill => "prefill",
@@ -99,7 +99,7 @@ pub struct Instance {
     /// The worker's epoch; a restart begins a new one.
     pub epoch: Epoch,
     /// The worker's role.
-    pub phase: Phase,
+    pub role: Role,
     /// The model that it serves.
     pub model: Arc<ModelCard>,
     /// The shared stores that it can onboard from.
@@ -192,11 +192,11 @@ pub enum EventBody {
     /// here. Sent at least once a second, as a heartbeat.
     Bookings(Vec<Booked>),
     /// A router asks a worker to change its role. Not numbered: the request is repeated while it holds.
-    Phase {
+    RoleRequest {
         /// The worker.
         worker: WorkerId,
         /// The new role.
-        phase: Phase,
+        role: Role,
     },
 }
 
@@ -245,12 +245,12 @@ pub enum Topic {
     /// Reservations of other routers; for routers.
     Bookings,
     /// Role requests; for workers.
-    Phases,
+    RoleRequests,
 }
 
 impl Topic {
     /// All topics.
-    pub const ALL: [Self; 3] = [Self::Cache, Self::Bookings, Self::Phases];
+    pub const ALL: [Self; 3] = [Self::Cache, Self::Bookings, Self::RoleRequests];
 }
 
 impl EventBody {
@@ -259,7 +259,7 @@ impl EventBody {
         match self {
             Self::Block { .. } | Self::Digest { .. } | Self::Load(_) => Topic::Cache,
             Self::Bookings(_) => Topic::Bookings,
-            Self::Phase { .. } => Topic::Phases,
+            Self::RoleRequest { .. } => Topic::RoleRequests,
         }
     }
 }

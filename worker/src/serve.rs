@@ -13,7 +13,7 @@
 //! Not here: measuring load. The engine measures it.
 
 use crate::engine::Engine;
-use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, PlaneError, Source, Topic};
+use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Role, Source, Topic};
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use kvbm::EventLog;
@@ -76,7 +76,7 @@ impl Worker {
     ) -> Result<Self, PlaneError> {
         // The log is offered first: a watcher may ask for it as soon as it sees the worker.
         let publisher = LogPublisher::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
-        let role_requests = planes.events.subscribe(Topic::Phases);
+        let role_requests = planes.events.subscribe(Topic::RoleRequests);
         let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
         let (stop, deregister) = (CancellationToken::new(), CancellationToken::new());
         let registration =
@@ -191,11 +191,11 @@ struct Registration {
 
 impl Registration {
     /// Registers again with another role: same epoch, so running requests go on.
-    async fn change_role(&mut self, to: Phase) {
-        let instance = Instance { phase: to, ..self.instance.clone() };
+    async fn change_role(&mut self, to: Role) {
+        let instance = Instance { role: to, ..self.instance.clone() };
         match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
             Ok(lease) => {
-                tracing::info!(worker = %instance.id, from = %self.instance.phase, %to, "worker changes its role");
+                tracing::info!(worker = %instance.id, from = %self.instance.role, %to, "worker changes its role");
                 self.lease = lease;
                 self.instance = instance;
             }
@@ -224,12 +224,12 @@ impl Reporter {
                 () = stop.cancelled() => return,
                 () = self.deregister.cancelled(), if self.registration.is_some() => self.registration = None,
                 Some(request) = self.role_requests.next() => {
-                    if let EventBody::Phase { worker, phase } = request.body
+                    if let EventBody::RoleRequest { worker, role } = request.body
                         && let Some(registration) = &mut self.registration
                         && worker == registration.instance.id
-                        && phase != registration.instance.phase
+                        && role != registration.instance.role
                     {
-                        registration.change_role(phase).await;
+                        registration.change_role(role).await;
                     }
                 }
                 () = self.publisher.changed() => {}

@@ -229,7 +229,7 @@ fn route_state(
         let standing = member.load.stats(now);
         // An estimate that is not based on measurements does not close a route.
         let queue_time = if member.measured() { queue_time(&standing, not_sent) } else { Duration::ZERO };
-        saturation(member.instance.phase, &standing, member.batch(), not_sent, stage).map_or(Ok(queue_time), Err)
+        saturation(member.instance.role, &standing, member.batch(), not_sent, stage).map_or(Ok(queue_time), Err)
     };
     match route.prefill {
         None => at(route.decode, own[0], Stage::Whole),

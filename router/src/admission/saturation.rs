@@ -5,7 +5,7 @@
 
 use crate::load::{Demand, LoadStats, prefill_speed};
 use std::time::Duration;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// What a worker has too much of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,7 +54,7 @@ impl Saturation {
 /// What a worker has too much of for another request, if anything. `batch`: maximum number of sequences in its batch,
 /// 0 when unknown; `not_sent`: reservations on it of requests that were not sent.
 pub(crate) fn saturation(
-    phase: Phase,
+    role: Role,
     standing: &LoadStats,
     batch: u64,
     not_sent: Demand,
@@ -63,7 +63,7 @@ pub(crate) fn saturation(
     let sequences = u64::from(standing.sequences).saturating_sub(not_sent.sequences);
     let blocks = u64::from(standing.active_blocks).saturating_sub(not_sent.blocks);
     let max_seconds =
-        if phase == Phase::Prefill { MAX_QUEUED_SECONDS_PREFILL_WORKER } else { MAX_QUEUED_PREFILL_SECONDS };
+        if role == Role::Prefill { MAX_QUEUED_SECONDS_PREFILL_WORKER } else { MAX_QUEUED_PREFILL_SECONDS };
     if stage != Stage::Decode && queue_time(standing, not_sent).as_secs_f64() >= max_seconds {
         return Some(Saturation::Queue);
     }
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn worker_is_saturated_by_queue_batch_or_memory() {
-        let is = |standing: LoadStats, stage| saturation(Phase::Both, &standing, 16, Demand::default(), stage);
+        let is = |standing: LoadStats, stage| saturation(Role::Both, &standing, 16, Demand::default(), stage);
         assert_eq!(is(stats(1999, 1, 0), Stage::Whole), None);
         assert_eq!(is(stats(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
         assert_eq!(is(stats(2000, 1, 0), Stage::Decode), None, "its prompt is computed on another worker");
@@ -103,16 +103,16 @@ mod tests {
         assert_eq!(is(stats(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
         assert_eq!(is(stats(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
         assert_eq!(is(stats(0, 0, 100), Stage::Whole), None, "an idle worker takes any request");
-        let unknown = saturation(Phase::Both, &stats(0, 999, 0), 0, Demand::default(), Stage::Whole);
+        let unknown = saturation(Role::Both, &stats(0, 999, 0), 0, Demand::default(), Stage::Whole);
         assert_eq!(unknown, None);
-        let prefill = |tokens| saturation(Phase::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill);
+        let prefill = |tokens| saturation(Role::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
     }
 
     #[test]
     fn queued_requests_do_not_saturate_their_worker() {
         let not_sent = Demand { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
-        assert_eq!(saturation(Phase::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
-        assert_eq!(saturation(Phase::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
+        assert_eq!(saturation(Role::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
+        assert_eq!(saturation(Role::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
     }
 }

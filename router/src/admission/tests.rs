@@ -11,7 +11,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use units::HumanDuration;
 use worker::engine::{Error, Priority, Request, RequestGroup, StopConditions, Terms};
-use worker::plane::{Load, Phase, WorkerId};
+use worker::plane::{Load, Role, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Harness> {
     Arc::new(Harness::new(Settings { admission: limits, ..Settings::default() }))
@@ -41,7 +41,7 @@ async fn ask(yard: &Arc<Harness>, request: Request) -> Answer {
 
 /// A worker that is saturated until it reports another load.
 async fn full(yard: &Harness, id: u64) -> Arc<FakeEngine> {
-    let worker = yard.worker(id, Phase::Both).await;
+    let worker = yard.worker(id, Role::Both).await;
     yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
     settle().await;
     worker
@@ -58,7 +58,7 @@ fn outcome(yard: &Harness, class: &str, outcome: &str) -> u64 {
 #[tokio::test(start_paused = true)]
 async fn idle_fleet_admits_at_once() {
     let yard = yard(Limits::default());
-    let worker = yard.worker(1, Phase::Both).await;
+    let worker = yard.worker(1, Role::Both).await;
     let before = Instant::now();
     for family in 0..5 {
         yard.answer(request(family, 100, Terms::default())).await.unwrap();
@@ -159,7 +159,7 @@ async fn urgent_request_overtakes_and_sheds() {
 #[tokio::test(start_paused = true)]
 async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     let yard = yard(Limits::default());
-    let worker = yard.worker(1, Phase::Both).await;
+    let worker = yard.worker(1, Role::Both).await;
     let within = |ms| Terms { deadline: Some(Instant::now() + Duration::from_millis(ms)), ..Terms::default() };
     let before = Instant::now();
     assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::DeadlineExceeded));
@@ -198,7 +198,7 @@ async fn late_request_is_rerouted_to_a_worker_in_time() {
 #[tokio::test(start_paused = true)]
 async fn worker_in_time_is_preferred_to_a_cheaper_one() {
     let yard = yard(Limits::default());
-    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let workers = [yard.worker(1, Role::Both).await, yard.worker(2, Role::Both).await];
     // Worker 1 decodes many sequences and has no queue, worker 2 decodes none and has a queue.
     yard.report(&workers[0], Load { running: 200, decode_step_seconds: Some(0.2), ..Load::default() });
     yard.report(&workers[1], Load { waiting_tokens: 800, ..Load::default() });
@@ -260,7 +260,7 @@ async fn queued_requests_move_to_idle_and_from_leaving_workers() {
     let a = full(&yard, 1).await;
     let answers: Vec<Answer> = join_all((0..3).map(|family| ask(&yard, request(family, 100, Terms::default())))).await;
     assert_eq!(waiting(&yard), 300);
-    let b = yard.worker(2, Phase::Both).await;
+    let b = yard.worker(2, Role::Both).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!((a.requests(), b.requests(), waiting(&yard)), (0, 3, 0));
     assert!(join_all(answers).await.into_iter().all(|answer| answer.unwrap().is_ok()));
@@ -280,7 +280,7 @@ async fn queued_requests_move_to_idle_and_from_leaving_workers() {
 async fn permit_is_held_until_the_last_byte() {
     let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
-    let worker = yard.worker(1, Phase::Both).await;
+    let worker = yard.worker(1, Role::Both).await;
     let mut first = yard.ask(request(1, 100, of("a"))).await.unwrap();
     let second = ask(&yard, request(2, 100, of("a"))).await;
     assert!(first.next().await.unwrap().is_ok(), "the first output has arrived");
@@ -314,8 +314,8 @@ async fn stop_rejects_queued_and_later_requests() {
 #[tokio::test(start_paused = true)]
 async fn group_reserves_for_all_choices_until_the_first_output() {
     let yard = yard(Limits::default());
-    let bad = yard.worker(1, Phase::Both).await;
-    let good = yard.worker(2, Phase::Both).await;
+    let bad = yard.worker(1, Role::Both).await;
+    let good = yard.worker(2, Role::Both).await;
     bad.set_behaviour(Behaviour::Refuse(Error::Failed("broken".to_owned())));
     for family in [1, 2] {
         let stop = StopConditions { max_tokens: Some(160), ..StopConditions::default() };
@@ -335,7 +335,7 @@ async fn group_reserves_for_all_choices_until_the_first_output() {
 async fn choices_of_a_group_are_admitted_together() {
     let tenant = Tenant { max_inflight_tokens: Some(150), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
-    let worker = yard.worker(1, Phase::Both).await;
+    let worker = yard.worker(1, Role::Both).await;
     let group = RequestGroup::new(3);
     let choice = |index| Request { group: Some(group.choice(index)), ..request(1, 100, of("a")) };
     let asking = yard.clone();
@@ -365,7 +365,7 @@ async fn choices_of_a_group_are_admitted_together() {
 async fn later_choices_do_not_queue_after_the_first_has_ended() {
     let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
-    let worker = yard.worker(1, Phase::Both).await;
+    let worker = yard.worker(1, Role::Both).await;
     let group = RequestGroup::new(3);
     let choice = |index| Request { group: Some(group.choice(index)), ..request(1, 100, of("a")) };
     yard.answer(choice(0)).await.unwrap();
@@ -384,7 +384,7 @@ async fn later_choices_do_not_queue_after_the_first_has_ended() {
 #[tokio::test(start_paused = true)]
 async fn no_wake_up_is_lost_under_many_requests() {
     let yard = yard(Limits::default());
-    let workers = [yard.worker(1, Phase::Both).await, yard.worker(2, Phase::Both).await];
+    let workers = [yard.worker(1, Role::Both).await, yard.worker(2, Role::Both).await];
     let answers = (0..200).map(|family| yard.answer(request(family, 300, of(&(family % 7).to_string()))));
     assert!(join_all(answers).await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 200);

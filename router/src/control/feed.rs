@@ -123,7 +123,7 @@ impl Feed {
 
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
         let source = Source::Worker(instance.id);
-        tracing::info!(worker = %instance.id, role = %instance.phase, model = %instance.model.id, "worker joined");
+        tracing::info!(worker = %instance.id, role = %instance.role, model = %instance.model.id, "worker joined");
         let slot = self.core.index.join(instance.id, &instance.stores);
         // A rejoin of the same epoch keeps its load: its requests are still running. A known cursor does not show that
         // the worker has joined before: events may arrive before its join, and before the end of its former epoch.
@@ -176,7 +176,7 @@ impl Feed {
             EventBody::Load(load) => self.load(source, epoch, load),
             EventBody::Digest { number, digest } => self.digest(source, epoch, number, digest),
             // Not of this topic.
-            EventBody::Bookings(_) | EventBody::Phase { .. } => {}
+            EventBody::Bookings(_) | EventBody::RoleRequest { .. } => {}
         }
     }
 
@@ -371,7 +371,7 @@ impl Feed {
                 let is = i64::from(cache_view == worker.cache_view.name());
                 metrics.index_source.with_label_values(&[&*worker.id().to_string(), cache_view]).set(is);
             }
-            metrics.workers.with_label_values(&[&worker.instance.phase.to_string()]).inc();
+            metrics.workers.with_label_values(&[&worker.instance.role.to_string()]).inc();
             let queued = worker.load.stats(now).waiting_tokens;
             metrics.queued_prefill_tokens.with_label_values(&[&worker.id().to_string()]).set(queued as i64);
         }

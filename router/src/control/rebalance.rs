@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
-use worker::plane::{Event, EventBody, Events, Phase, RouterId, Source};
+use worker::plane::{Event, EventBody, Events, Role, RouterId, Source};
 
 /// Planner of one model, with its measurements.
 #[derive(Default)]
@@ -105,8 +105,8 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) 
                 continue;
             }
             let (prefill, decode) = need.whole();
-            for (phase, workers) in [(Phase::Prefill, prefill), (Phase::Decode, decode)] {
-                core.metrics.desired_workers.with_label_values(&[&*model, &phase.to_string()]).set(workers as i64);
+            for (role, workers) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
+                core.metrics.desired_workers.with_label_values(&[&*model, &role.to_string()]).set(workers as i64);
             }
             if settings.mode != Mode::Apply || !core.is_leader.load(Ordering::Relaxed) {
                 continue;
@@ -114,7 +114,7 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) 
             if let Some(change) = controller.role_change(&need, &workers, start, now) {
                 tracing::info!(%model, worker = %change.worker, role = %change.to, ?need, "requesting a role change");
                 core.metrics.role_changes.with_label_values(&[&change.to.to_string()]).inc();
-                let body = EventBody::Phase { worker: change.worker, phase: change.to };
+                let body = EventBody::RoleRequest { worker: change.worker, role: change.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });
             }
         }
@@ -175,11 +175,7 @@ impl Controller {
 
 fn planned_worker(worker: &Worker, now: Instant) -> PlannedWorker {
     let stats = worker.load.stats(now);
-    PlannedWorker {
-        id: worker.id(),
-        phase: worker.instance.phase,
-        requests: u64::from(stats.sequences + stats.prompts),
-    }
+    PlannedWorker { id: worker.id(), role: worker.instance.role, requests: u64::from(stats.sequences + stats.prompts) }
 }
 
 #[cfg(test)]

@@ -93,12 +93,12 @@ mod tests {
     use crate::settings::Settings;
     use crate::tests::harness::{Harness, prompt, settle};
     use std::sync::Arc;
-    use worker::plane::{Load, Phase};
+    use worker::plane::{Load, Role};
 
     #[tokio::test(start_paused = true)]
     async fn waiting_requests_are_counted_by_model() {
         let yard = Arc::new(Harness::new(Settings::default()));
-        let worker = yard.worker(1, Phase::Both).await;
+        let worker = yard.worker(1, Role::Both).await;
         yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         settle().await;
         let request = prompt(1, 100);

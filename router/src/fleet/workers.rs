@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, ModelCard};
-use worker::plane::{Instance, Load, Phase, WorkerId};
+use worker::plane::{Instance, Load, Role, WorkerId};
 
 /// A worker during one epoch (one life of its process).
 pub(crate) struct Worker {
@@ -80,7 +80,7 @@ impl Worker {
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
     pub(crate) fn decodes(&self) -> bool {
-        self.instance.phase != Phase::Prefill
+        self.instance.role != Role::Prefill
     }
 
     /// Records the outcome of a request.
@@ -190,7 +190,7 @@ pub(crate) struct WorkerEntry {
     pub(crate) slot: SourceId,
     /// Index of its hash scheme in [`ModelPool::schemes`].
     pub(crate) scheme: u32,
-    pub(crate) phase: Phase,
+    pub(crate) role: Role,
     pub(crate) context: usize,
 }
 
@@ -224,7 +224,7 @@ impl ModelPool {
 
     /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.
     fn take(&mut self, worker: &Arc<Worker>, cordoned: bool) {
-        let Instance { model: card, phase, .. } = &*worker.instance;
+        let Instance { model: card, role, .. } = &*worker.instance;
         let same = |scheme: &Arc<ModelCard>| scheme.identity == card.identity && scheme.block_size == card.block_size;
         let scheme = self.schemes.iter().position(same).unwrap_or_else(|| {
             self.schemes.push(card.clone());
@@ -235,9 +235,9 @@ impl ModelPool {
             return;
         }
         let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
-        self.has_prefill_workers |= *phase == Phase::Prefill;
+        self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
-        self.entries.push(WorkerEntry { id, worker, load, slot, scheme, phase: *phase, context: card.context });
+        self.entries.push(WorkerEntry { id, worker, load, slot, scheme, role: *role, context: card.context });
     }
 }
 

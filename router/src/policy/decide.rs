@@ -16,7 +16,7 @@ use crate::load::{Demand, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// The properties of a request that placement depends on.
 #[derive(Clone, Copy)]
@@ -120,7 +120,7 @@ pub(crate) fn decide<'a>(
     prefill_candidates.clear();
     if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
         context.weigh(
-            |entry, eligibility| entry.phase == Phase::Prefill && eligibility == Eligibility::Eligible,
+            |entry, eligibility| entry.role == Role::Prefill && eligibility == Eligibility::Eligible,
             None,
             prefill_candidates,
         );
@@ -130,7 +130,7 @@ pub(crate) fn decide<'a>(
 
     // A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
     // only when no other is left. In both cases an ejected worker is better than none.
-    let suits = |entry: &WorkerEntry| (entry.phase != Phase::Prefill) != (*request.work == Work::Prefill);
+    let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != (*request.work == Work::Prefill);
     context.weigh(
         |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
         prefill.as_ref(),
@@ -239,7 +239,7 @@ impl<'a> DecisionContext<'a> {
         aggregated.queue_externality =
             cost::queue_externality(aggregated.prefill, estimate.prompts, self.waiting + self.tuning.prefix_affinity);
         aggregated.decode_stall =
-            disaggregate::decode_stall(aggregated.prefill, entry.phase, estimate.sequences, weight);
+            disaggregate::decode_stall(aggregated.prefill, entry.role, estimate.sequences, weight);
         aggregated
     }
 

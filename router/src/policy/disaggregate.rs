@@ -7,7 +7,7 @@
 
 use super::cost::Cost;
 use super::tuning::Disaggregation;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 /// How a request is served.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -19,13 +19,13 @@ pub(crate) enum ServingMode {
 }
 
 /// Delay of other requests while a prompt takes `prefill` seconds on a worker with `sequences` decoding.
-pub(crate) fn decode_stall(prefill: f64, phase: Phase, sequences: u32, weight: f64) -> f64 {
-    let share = match phase {
-        Phase::Prefill => 0.0,
+pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, weight: f64) -> f64 {
+    let share = match role {
+        Role::Prefill => 0.0,
         // A decode worker expects sequences to arrive while the prompt is computed.
-        Phase::Decode => 1.0,
+        Role::Decode => 1.0,
         // The more sequences, the likelier that one of them waits.
-        Phase::Both => f64::from(sequences) / (f64::from(sequences) + 1.0),
+        Role::Both => f64::from(sequences) / (f64::from(sequences) + 1.0),
     };
     weight * share * prefill
 }
@@ -46,35 +46,34 @@ mod tests {
     use super::*;
     use crate::settings::Preset;
 
-    fn costs(tokens: f64, phase: Phase, sequences: u32, prefill_queue: f64) -> (Cost, Cost) {
+    fn costs(tokens: f64, role: Role, sequences: u32, prefill_queue: f64) -> (Cost, Cost) {
         let prefill = tokens / 1000.0;
-        let aggregated =
-            Cost { prefill, decode_stall: decode_stall(prefill, phase, sequences, 1.0), ..Cost::default() };
+        let aggregated = Cost { prefill, decode_stall: decode_stall(prefill, role, sequences, 1.0), ..Cost::default() };
         let disaggregated = Cost { prefill, queue: prefill_queue, kv_transfer: 0.05, ..Cost::default() };
         (aggregated, disaggregated)
     }
 
-    fn auto(tokens: f64, phase: Phase, sequences: u32, queue: f64) -> ServingMode {
-        let (aggregated, disaggregated) = costs(tokens, phase, sequences, queue);
+    fn auto(tokens: f64, role: Role, sequences: u32, queue: f64) -> ServingMode {
+        let (aggregated, disaggregated) = costs(tokens, role, sequences, queue);
         decide(Disaggregation::Auto, 1, &aggregated, &disaggregated)
     }
 
     #[test]
     fn long_prompts_are_disaggregated_and_short_ones_are_not() {
-        assert_eq!(auto(40.0, Phase::Decode, 0, 0.0), ServingMode::Aggregated);
-        assert_eq!(auto(60.0, Phase::Decode, 0, 0.0), ServingMode::Disaggregated, "longer than the transfer");
+        assert_eq!(auto(40.0, Role::Decode, 0, 0.0), ServingMode::Aggregated);
+        assert_eq!(auto(60.0, Role::Decode, 0, 0.0), ServingMode::Disaggregated, "longer than the transfer");
     }
 
     #[test]
     fn a_busy_prefill_worker_sends_prompts_back() {
-        assert_eq!(auto(1000.0, Phase::Decode, 4, 0.5), ServingMode::Disaggregated);
-        assert_eq!(auto(1000.0, Phase::Decode, 4, 1.0), ServingMode::Aggregated);
+        assert_eq!(auto(1000.0, Role::Decode, 4, 0.5), ServingMode::Disaggregated);
+        assert_eq!(auto(1000.0, Role::Decode, 4, 1.0), ServingMode::Aggregated);
     }
 
     #[test]
     fn workers_of_both_roles_disaggregate_when_they_decode() {
-        assert_eq!(auto(1000.0, Phase::Both, 0, 0.0), ServingMode::Aggregated);
-        assert_eq!(auto(1000.0, Phase::Both, 3, 0.0), ServingMode::Disaggregated);
+        assert_eq!(auto(1000.0, Role::Both, 0, 0.0), ServingMode::Aggregated);
+        assert_eq!(auto(1000.0, Role::Both, 3, 0.0), ServingMode::Disaggregated);
     }
 
     #[test]
@@ -82,7 +81,7 @@ mod tests {
         let serving_mode = |preset: Preset| {
             let (prefill, weight) = (0.06, preset.settings().decode_interference_weight);
             let aggregated =
-                Cost { prefill, decode_stall: decode_stall(prefill, Phase::Both, 1, weight), ..Cost::default() };
+                Cost { prefill, decode_stall: decode_stall(prefill, Role::Both, 1, weight), ..Cost::default() };
             decide(Disaggregation::Auto, 1, &aggregated, &Cost { prefill, kv_transfer: 0.05, ..Cost::default() })
         };
         assert_eq!(
@@ -95,10 +94,10 @@ mod tests {
 
     #[test]
     fn the_mode_overrides_the_times_but_not_an_empty_hand_over() {
-        let (aggregated, disaggregated) = costs(10.0, Phase::Decode, 0, 9.0);
+        let (aggregated, disaggregated) = costs(10.0, Role::Decode, 0, 9.0);
         assert_eq!(decide(Disaggregation::Always, 1, &aggregated, &disaggregated), ServingMode::Disaggregated);
         assert_eq!(decide(Disaggregation::Always, 0, &aggregated, &disaggregated), ServingMode::Aggregated);
-        let (aggregated, disaggregated) = costs(10_000.0, Phase::Decode, 9, 0.0);
+        let (aggregated, disaggregated) = costs(10_000.0, Role::Decode, 9, 0.0);
         assert_eq!(decide(Disaggregation::Never, 1, &aggregated, &disaggregated), ServingMode::Aggregated);
     }
 }

@@ -156,7 +156,7 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
     ];
     Considered {
         worker: row.worker().id().to_string(),
-        role: row.entry.phase.to_string(),
+        role: row.entry.role.to_string(),
         composed: match policy {
             Policy::Composed(composition) => Some(Composed::of(composition, row)),
             _ => None,

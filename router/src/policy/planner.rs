@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 use units::HumanDuration;
-use worker::plane::{Phase, WorkerId};
+use worker::plane::{Role, WorkerId};
 
 /// Accepted range of targets: from less than any decode step to a day.
 const TARGETS: RangeInclusive<HumanDuration> =
@@ -93,7 +93,7 @@ pub(crate) struct Capacity {
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct PlannedWorker {
     pub(crate) id: WorkerId,
-    pub(crate) phase: Phase,
+    pub(crate) role: Role,
     /// Requests on the worker.
     pub(crate) requests: u64,
 }
@@ -109,14 +109,14 @@ pub(crate) struct Need {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RoleChange {
     pub(crate) worker: WorkerId,
-    pub(crate) to: Phase,
+    pub(crate) to: Role,
 }
 
 /// Planner with the state that limits the rate of changes.
 #[derive(Debug, Default)]
 pub(crate) struct Planner {
     /// The role that should gain a worker, and since when, in seconds.
-    pending: Option<(Phase, f64)>,
+    pending: Option<(Role, f64)>,
     last: Option<f64>,
     /// Time of each worker's last change, in seconds.
     changes: BTreeMap<WorkerId, f64>,
@@ -225,15 +225,15 @@ impl Planner {
     /// The next role change, if one is due. `now`: seconds on any monotonic clock.
     pub(crate) fn step(&mut self, now: f64, need: &Need, workers: &[PlannedWorker]) -> Option<RoleChange> {
         self.changes.retain(|id, at| now - *at < COOLDOWN && workers.iter().any(|worker| worker.id == *id));
-        let candidates: Vec<&PlannedWorker> = workers.iter().filter(|worker| worker.phase != Phase::Both).collect();
-        let prefill_workers = candidates.iter().filter(|worker| worker.phase == Phase::Prefill).count();
+        let candidates: Vec<&PlannedWorker> = workers.iter().filter(|worker| worker.role != Role::Both).collect();
+        let prefill_workers = candidates.iter().filter(|worker| worker.role == Role::Prefill).count();
         let to = direction(need, prefill_workers, candidates.len());
         self.pending = to.map(|to| self.pending.filter(|(before, _)| *before == to).unwrap_or((to, now)));
         let (to, since) = self.pending?;
         if now - since < HOLD_SECONDS || self.last.is_some_and(|last| now - last < MIN_INTERVAL) {
             return None;
         }
-        let from = candidates.into_iter().filter(|worker| worker.phase != to && !self.changes.contains_key(&worker.id));
+        let from = candidates.into_iter().filter(|worker| worker.role != to && !self.changes.contains_key(&worker.id));
         let worker = from.min_by_key(|worker| (worker.requests, worker.id))?.id;
         self.last = Some(now);
         self.changes.insert(worker, now);
@@ -242,7 +242,7 @@ impl Planner {
 }
 
 /// The role that should gain a worker.
-fn direction(need: &Need, prefill_workers: usize, all: usize) -> Option<Phase> {
+fn direction(need: &Need, prefill_workers: usize, all: usize) -> Option<Role> {
     if all < 2 {
         return None;
     }
@@ -257,7 +257,7 @@ fn direction(need: &Need, prefill_workers: usize, all: usize) -> Option<Phase> {
     }
     let best = need.split(all, prefill_workers);
     let better = now > MARGIN * need.pressure(best, all);
-    (better && best != prefill_workers).then_some(if best > prefill_workers { Phase::Prefill } else { Phase::Decode })
+    (better && best != prefill_workers).then_some(if best > prefill_workers { Role::Prefill } else { Role::Decode })
 }
 
 #[cfg(test)]

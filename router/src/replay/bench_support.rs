@@ -11,7 +11,7 @@ use kvbm::{BlockEvent, ChainKey, Epoch, Level};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::Request;
-use worker::plane::{Instance, Load, OnboardSpeed, Phase, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Instance, Load, OnboardSpeed, Role, RouterId, Source, StoreId, WorkerId};
 
 /// A router and one request. Methods run parts of the live decision path, from block hashes to the reservation.
 pub struct DecisionBenchmark {
@@ -43,7 +43,7 @@ impl DecisionBenchmark {
         let slots = core.index.join_all(ids.clone(), &[STORE]);
         let worker = |(id, slot)| {
             let (model, stores) = (card.clone(), vec![STORE]);
-            let instance = Instance { id, epoch: Epoch(1), phase: Phase::Both, model, stores };
+            let instance = Instance { id, epoch: Epoch(1), role: Role::Both, model, stores };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<_> = ids.zip(slots).map(worker).collect();

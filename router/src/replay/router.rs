@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
-use worker::plane::{Booked, Instance, Phase, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Booked, Instance, Role, RouterId, Source, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
 pub(super) struct SimulatedRouter {
@@ -150,9 +150,9 @@ impl SimulatedRouter {
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
         let ids = (0..worker_count as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
-        let worker = |((id, slot), phase): ((WorkerId, SourceId), &Phase)| {
+        let worker = |((id, slot), role): ((WorkerId, SourceId), &Role)| {
             let (model, stores) = (card.clone(), vec![STORE]);
-            let instance = Instance { id, epoch: EPOCH, phase: *phase, model, stores };
+            let instance = Instance { id, epoch: EPOCH, role: *role, model, stores };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();
@@ -417,7 +417,7 @@ impl SimulatedRouter {
     /// A worker has changed its role within the same epoch.
     pub(super) fn change_role(&mut self, RoleChange { worker, to }: RoleChange) {
         let worker = &mut self.workers[worker.0 as usize];
-        let instance = Instance { phase: to, ..(*worker.instance).clone() };
+        let instance = Instance { role: to, ..(*worker.instance).clone() };
         *worker = Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), worker.slot, Some(worker)));
         self.fleet.join(worker.clone());
     }

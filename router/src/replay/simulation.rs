@@ -14,7 +14,7 @@ use crate::policy::planner::RoleChange;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use worker::plane::{Booked, Phase, WorkerId};
+use worker::plane::{Booked, Role, WorkerId};
 
 /// One run: one policy at one rate with one seed. Times are nanoseconds of virtual time.
 pub(super) struct Simulation<'a> {
@@ -123,7 +123,7 @@ impl<'a> Simulation<'a> {
             inter_token_gaps: Histogram::default(),
             unfinished: 0,
             has_admission: options.admission != AdmissionMode::Off,
-            disaggregated: options.workers.iter().any(|phase| *phase != Phase::Both),
+            disaggregated: options.workers.iter().any(|role| *role != Role::Both),
             role_changes: options.rebalance.then_some(0),
         };
         for (at, request) in arrivals.into_iter().rev() {
@@ -297,13 +297,13 @@ impl<'a> Simulation<'a> {
                 if let Some(RoleChange { worker, to }) = self.routers[0].plan_roles(now, routers) {
                     self.schedule(
                         now + 2 * self.event_delay_ns,
-                        Event::RoleChange(worker.0 as u32, to == Phase::Prefill),
+                        Event::RoleChange(worker.0 as u32, to == Role::Prefill),
                     );
                 }
                 self.schedule(now + PLAN_INTERVAL_NS, Event::Plan);
             }
             Event::RoleChange(worker, prefills) => {
-                let to = if prefills { Phase::Prefill } else { Phase::Decode };
+                let to = if prefills { Role::Prefill } else { Role::Decode };
                 let change = RoleChange { worker: WorkerId(worker.into()), to };
                 self.routers.iter_mut().for_each(|router| router.change_role(change));
                 self.role_changes = self.role_changes.map(|role_changes| role_changes + 1);

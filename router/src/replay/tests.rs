@@ -21,7 +21,7 @@ pub(super) fn options(workers: usize) -> Options {
     let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_millis(100) };
     Options {
         profile,
-        workers: vec![Phase::Both; workers],
+        workers: vec![Role::Both; workers],
         replicas: 1,
         event_delay: Duration::from_millis(5),
         event_loss: 0.0,
@@ -101,7 +101,7 @@ fn session_policy_keeps_a_conversation_on_its_worker() {
         text + &line(60_000 * u64::from(at), 512 * blocks.len() as u64, 1, &blocks)
     });
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let options = Options { workers: vec![Phase::Both; 4], ..one_second_per_block() };
+    let options = Options { workers: vec![Role::Both; 4], ..one_second_per_block() };
     let workers = |policy| {
         let outcome =
             Simulation::new(&trace, &options, &PolicyUnderTest::Policy(policy), trace.rate(), 0).run().unwrap();
@@ -137,7 +137,7 @@ fn times_of_a_remote_prefill_match_a_calculation() {
     // Four blocks, of which the first two are cached; then a request that is too short for remote prefill.
     let text = line(0, 1024, 2, &[1, 2]) + &line(3_600_000, 2048, 1, &[1, 2, 3, 4]) + &line(7_200_000, 512, 1, &[9]);
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let mut options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..one_second_per_block() };
+    let mut options = Options { workers: vec![Role::Prefill, Role::Decode], ..one_second_per_block() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
     let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().requests;
     let ttft = |nth: usize| (served[nth].first_token_ns - served[nth].arrived_ns) as f64 / 1e9;
@@ -156,7 +156,7 @@ fn transfers_share_the_links_of_both_workers() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let always = Settings { disaggregation: crate::policy::Disaggregation::Always, ..Settings::default() };
     let ready = |decodes: usize| {
-        let workers = [vec![Phase::Prefill], vec![Phase::Decode; decodes]].concat();
+        let workers = [vec![Role::Prefill], vec![Role::Decode; decodes]].concat();
         let mut options = Options { workers, ..one_second_per_block() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
         let policy = PolicyUnderTest::Settings("always", Box::new(always.clone()));

@@ -8,7 +8,7 @@ use crate::router::Router;
 use serde::Serialize;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
-use worker::plane::{Phase, WorkerId};
+use worker::plane::{Role, WorkerId};
 
 /// Interval at which a drain checks the worker: an operator waits for it.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -21,7 +21,7 @@ pub struct WorkerStatus {
     /// Id of the model that it serves.
     pub model: String,
     /// Role: prefill, decode or both.
-    pub role: Phase,
+    pub role: Role,
     /// Whether it gets no new requests.
     pub cordoned: bool,
     /// Number of requests on the worker, before and after their first token.
@@ -42,7 +42,7 @@ impl Router {
             WorkerStatus {
                 worker: member.id().to_string(),
                 model: member.instance.model.id.clone(),
-                role: member.instance.phase,
+                role: member.instance.role,
                 cordoned: roster.is_cordoned(member.id()),
                 requests: standing.prompts.max(standing.sequences),
             }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
 use worker::engine::{Request, Tokens, Work};
 use worker::plane::local::LocalEvents;
-use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, Source, WorkerId};
+use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Role, Source, WorkerId};
 
 /// Prompt tokens per second: a small model on two cores.
 const SPEED: f64 = 6000.0;
@@ -38,7 +38,7 @@ struct CachingEngine {
 }
 
 impl CachingEngine {
-    async fn join(harness: &Harness, id: u64, phase: Phase) -> (Arc<Self>, [Lease; 2]) {
+    async fn join(harness: &Harness, id: u64, role: Role) -> (Arc<Self>, [Lease; 2]) {
         let engine = Arc::new(Self {
             id: WorkerId(id),
             bus: harness.bus.clone(),
@@ -52,7 +52,7 @@ impl CachingEngine {
         let instance = Instance {
             id: WorkerId(id),
             epoch: Epoch(1),
-            phase,
+            role,
             model: Arc::new(card(super::harness::MODEL)),
             stores: vec![],
         };
@@ -169,11 +169,11 @@ const CONVERSATIONS: u32 = 8;
 
 /// Runs conversations of ten turns that share a system prompt and start one after another. Returns the number of
 /// computed prompt tokens, as a multiple of the minimum.
-async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
+async fn conversations(policy: Policy, roles: &[Role], seed: u64) -> f64 {
     let harness = Harness::new(Settings { policy: policy.clone(), seed, ..Settings::default() });
     let (mut engines, mut leases) = (Vec::new(), Vec::new());
-    for (id, phase) in (1..).zip(phases) {
-        let (engine, lease) = CachingEngine::join(&harness, id, *phase).await;
+    for (id, role) in (1..).zip(roles) {
+        let (engine, lease) = CachingEngine::join(&harness, id, *role).await;
         engines.push(engine);
         leases.push(lease);
     }
@@ -215,17 +215,17 @@ async fn conversations(policy: Policy, phases: &[Phase], seed: u64) -> f64 {
     times
 }
 
-async fn worst(policy: Policy, phases: &[Phase]) -> f64 {
+async fn worst(policy: Policy, roles: &[Role]) -> f64 {
     let mut worst = 0.0_f64;
     for seed in 0..8 {
-        worst = worst.max(conversations(policy.clone(), phases, seed).await);
+        worst = worst.max(conversations(policy.clone(), roles, seed).await);
     }
     worst
 }
 
 #[tokio::test(start_paused = true)]
 async fn conversations_return_to_their_blocks() {
-    let two = [Phase::Decode, Phase::Decode];
+    let two = [Role::Decode, Role::Decode];
     let (kv, turns) = (worst(Policy::Kv, &two).await, worst(Policy::RoundRobin, &two).await);
     assert!(kv <= 1.1, "{kv:.2} times the least possible");
     assert!(turns > 1.5, "round robin: {turns:.2}");
@@ -233,6 +233,6 @@ async fn conversations_return_to_their_blocks() {
 
 #[tokio::test(start_paused = true)]
 async fn disaggregated_conversations_compute_little_more() {
-    let kv = worst(Policy::Kv, &[Phase::Prefill, Phase::Decode, Phase::Decode]).await;
+    let kv = worst(Policy::Kv, &[Role::Prefill, Role::Decode, Role::Decode]).await;
     assert!(kv <= 1.2, "{kv:.2} times the least possible");
 }

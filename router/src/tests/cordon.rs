@@ -7,12 +7,12 @@ use crate::settings::Settings;
 use futures::StreamExt;
 use std::time::Duration;
 use worker::engine::{Engine, Error, Readiness};
-use worker::plane::{Load, Phase, WorkerId};
+use worker::plane::{Load, Role, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_cordoned_worker_gets_no_new_requests_until_uncordoned() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     harness.router.cordon(WorkerId(1)).unwrap();
     for family in 0..6 {
         harness.answer(prompt(family, 100)).await.unwrap();
@@ -29,7 +29,7 @@ async fn a_cordoned_worker_gets_no_new_requests_until_uncordoned() {
 #[tokio::test(start_paused = true)]
 async fn draining_waits_until_running_requests_have_finished() {
     let harness = defaults();
-    let (a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, _b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     harness.router.cordon(WorkerId(2)).unwrap();
     let mut running = harness.ask(prompt(1, 100)).await.unwrap();
     assert_eq!(a.requests(), 1);
@@ -49,7 +49,7 @@ async fn draining_waits_until_running_requests_have_finished() {
 #[tokio::test(start_paused = true)]
 async fn cordoning_every_worker_refuses_requests_and_readiness() {
     let harness = defaults();
-    let _a = harness.worker(1, Phase::Both).await;
+    let _a = harness.worker(1, Role::Both).await;
     harness.router.cordon(WorkerId(1)).unwrap();
     let refused = harness.answer(prompt(1, 100)).await;
     assert!(matches!(&refused, Err(Error::Unavailable(why)) if why.contains("cordoned")), "{refused:?}");
@@ -62,9 +62,9 @@ async fn cordoning_every_worker_refuses_requests_and_readiness() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_restarts_stays_cordoned() {
     let harness = defaults();
-    let (_a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (_a, _b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     harness.router.cordon(WorkerId(1)).unwrap();
-    let again = harness.join(1, Phase::Both, MODEL, 2, &[]).await;
+    let again = harness.join(1, Role::Both, MODEL, 2, &[]).await;
     harness.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(again.requests(), 0);
 }
@@ -72,7 +72,7 @@ async fn a_worker_that_restarts_stays_cordoned() {
 #[tokio::test(start_paused = true)]
 async fn requests_queued_for_a_cordoned_worker_are_rerouted() {
     let harness = super::harness::Harness::new(Settings::default());
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     harness.router.cordon(WorkerId(2)).unwrap();
     // The first worker has so much queued that further requests wait in the router.
     harness.report(&a, Load { waiting_tokens: 100_000, ..Load::default() });

@@ -8,12 +8,12 @@ use futures::StreamExt;
 use kvbm::Level;
 use std::time::Duration;
 use worker::engine::{Engine, Readiness, Work};
-use worker::plane::{Load, Phase, WorkerId};
+use worker::plane::{Load, Role, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn only_long_prompts_are_prefilled_on_another_worker() {
     let harness = defaults();
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     let mut stream = harness.ask(prompt(1, 3000)).await.unwrap();
     assert_eq!(p.works(), [Work::Prefill]);
     assert!(matches!(&d.works()[..], [Work::Resume(handoff)] if &handoff.0[..] == b"3000 tokens"));
@@ -30,7 +30,7 @@ async fn only_long_prompts_are_prefilled_on_another_worker() {
 #[tokio::test(start_paused = true)]
 async fn a_prompt_cached_on_the_decode_worker_is_prefilled_there() {
     let harness = defaults();
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     let request = prompt(1, 3000);
     harness.announce(&d, stored(Level::G1, &names(&request)), true);
     settle().await;
@@ -42,7 +42,7 @@ async fn a_prompt_cached_on_the_decode_worker_is_prefilled_there() {
 async fn a_failed_prefill_falls_back_to_the_decode_worker() {
     for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End, Behaviour::Hang] {
         let harness = defaults();
-        let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+        let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
         p.set_behaviour(behaviour);
         assert_eq!(harness.answer(prompt(1, 3000)).await, Ok(vec![1, 2]));
         assert_eq!((p.works(), d.works()), (vec![Work::Prefill], vec![Work::Generate]));
@@ -54,7 +54,7 @@ async fn a_failed_prefill_falls_back_to_the_decode_worker() {
 #[tokio::test(start_paused = true)]
 async fn waiting_for_a_decode_worker_is_not_handoff_overhead() {
     let harness = Harness::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     let resume = || {
         let member = harness.router.core.fleet.snapshot().get(WorkerId(2)).unwrap().clone();
         member.load.stats(tokio::time::Instant::now()).speeds.handoff_overhead.get()
@@ -75,8 +75,8 @@ async fn waiting_for_a_decode_worker_is_not_handoff_overhead() {
 #[tokio::test(start_paused = true)]
 async fn a_prefilled_prompt_does_not_decode_behind_a_long_queue() {
     let harness = Harness::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
-    let _p = harness.worker(1, Phase::Prefill).await;
-    let (busy, idle) = (harness.worker(2, Phase::Decode).await, harness.worker(3, Phase::Decode).await);
+    let _p = harness.worker(1, Role::Prefill).await;
+    let (busy, idle) = (harness.worker(2, Role::Decode).await, harness.worker(3, Role::Decode).await);
     for family in 0..4 {
         harness.report(&busy, Load { waiting: 3, waiting_tokens: 90_000, ..Load::default() });
         harness.report(&idle, Load::default());
@@ -89,7 +89,7 @@ async fn a_prefilled_prompt_does_not_decode_behind_a_long_queue() {
 #[tokio::test(start_paused = true)]
 async fn a_prefill_worker_that_leaves_is_not_awaited() {
     let harness = defaults();
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     p.set_behaviour(Behaviour::Hang);
     let started = tokio::time::Instant::now();
     let answer = harness.answer(prompt(1, 3000));
@@ -105,8 +105,8 @@ async fn a_prefill_worker_that_leaves_is_not_awaited() {
 #[tokio::test(start_paused = true)]
 async fn a_decode_worker_that_refuses_the_handoff_is_replaced() {
     let harness = defaults();
-    let p = harness.worker(1, Phase::Prefill).await;
-    let (a, b) = (harness.worker(2, Phase::Decode).await, harness.worker(3, Phase::Decode).await);
+    let p = harness.worker(1, Role::Prefill).await;
+    let (a, b) = (harness.worker(2, Role::Decode).await, harness.worker(3, Role::Decode).await);
     a.set_behaviour(Behaviour::Refuse(failed()));
     for family in 0..2 {
         assert_eq!(harness.answer(prompt(family, 3000)).await, Ok(vec![1, 2]));
@@ -120,7 +120,7 @@ async fn dropping_a_request_cancels_both_legs_and_its_bookings() {
     // Prefill takes three seconds; the first output of the decode worker follows some milliseconds later.
     for after_ms in [0, 1500, 3002, 3500] {
         let harness = defaults();
-        let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+        let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
         let asked = tokio::time::timeout(Duration::from_millis(after_ms), harness.ask(prompt(1, 3000))).await;
         assert_eq!(asked.is_ok(), after_ms == 3500);
         drop(asked);
@@ -133,10 +133,10 @@ async fn dropping_a_request_cancels_both_legs_and_its_bookings() {
 #[tokio::test(start_paused = true)]
 async fn prefill_workers_decode_without_a_decode_worker() {
     let harness = defaults();
-    let p = harness.worker(1, Phase::Prefill).await;
+    let p = harness.worker(1, Role::Prefill).await;
     assert!(matches!(harness.router.readiness(), Readiness::NotReady(_)));
     assert_eq!(harness.answer(prompt(1, 3000)).await, Ok(vec![1, 2]));
-    let _d = harness.worker(2, Phase::Decode).await;
+    let _d = harness.worker(2, Role::Decode).await;
     assert_eq!(harness.router.readiness(), Readiness::Ready);
     harness.answer(prompt(2, 8)).await.unwrap();
     assert_eq!(p.works(), [Work::Generate]);
@@ -145,7 +145,7 @@ async fn prefill_workers_decode_without_a_decode_worker() {
 #[tokio::test(start_paused = true)]
 async fn disaggregation_never_prefills_on_the_decode_worker() {
     let harness = Harness::new(Settings { disaggregation: Disaggregation::Never, ..Settings::default() });
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     harness.answer(prompt(1, 30_000)).await.unwrap();
     assert_eq!((p.requests(), d.works()), (0, vec![Work::Generate]));
 }
@@ -153,7 +153,7 @@ async fn disaggregation_never_prefills_on_the_decode_worker() {
 #[tokio::test(start_paused = true)]
 async fn prompt_logprobs_are_computed_on_the_decode_worker() {
     let harness = Harness::new(Settings { disaggregation: Disaggregation::Always, ..Settings::default() });
-    let (p, d) = (harness.worker(1, Phase::Prefill).await, harness.worker(2, Phase::Decode).await);
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
     let mut request = prompt(1, 3000);
     request.sampling.prompt_logprobs = Some(0);
     harness.answer(request).await.unwrap();

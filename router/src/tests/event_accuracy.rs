@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::Request;
-use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId, WorkerId};
+use worker::plane::{Event, EventBody, Events, Load, Role, Source, StoreId, WorkerId};
 
 /// Time in which event accuracy is evaluated.
 const EVALUATION: Duration = Duration::from_secs(8);
@@ -46,7 +46,7 @@ async fn request_and_announce(harness: &Harness, worker: &FakeEngine, request: &
 #[tokio::test(start_paused = true)]
 async fn a_worker_without_events_is_routed_by_an_estimate() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     for worker in [&a, &b] {
         worker.cache_blocks(&[]);
     }
@@ -74,7 +74,7 @@ async fn a_worker_without_events_is_routed_by_an_estimate() {
 #[tokio::test(start_paused = true)]
 async fn an_estimate_is_bounded_by_the_workers_blocks_and_expires() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let room = |blocks| Load { total_blocks: blocks, ..Load::default() };
     harness.report(&worker, room(150));
     harness.answer(prompt(1, 1600)).await.unwrap();
@@ -91,7 +91,7 @@ async fn an_estimate_is_bounded_by_the_workers_blocks_and_expires() {
 #[tokio::test(start_paused = true)]
 async fn the_first_event_of_a_worker_replaces_its_estimate() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     worker.cache_blocks(&[]);
     harness.answer(prompt(1, 1600)).await.unwrap();
     tokio::time::sleep(EVALUATION).await;
@@ -110,7 +110,7 @@ async fn the_first_event_of_a_worker_replaces_its_estimate() {
 #[tokio::test(start_paused = true)]
 async fn events_with_a_wrong_block_size_are_replaced_by_estimates() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     worker.cache_blocks(&[]);
     for round in 0..10 {
         for family in 0..2 {
@@ -132,7 +132,7 @@ async fn events_with_a_wrong_block_size_are_replaced_by_estimates() {
 #[tokio::test(start_paused = true)]
 async fn wrong_events_cause_an_estimate_until_they_are_right_again() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     for worker in [&a, &b] {
         worker.cache_blocks(&[]);
     }
@@ -181,7 +181,7 @@ async fn wrong_events_cause_an_estimate_until_they_are_right_again() {
 #[tokio::test(start_paused = true)]
 async fn accurate_events_are_never_replaced_by_an_estimate() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     worker.cache_blocks(&[]);
     for round in 0..20 {
         let same = futures::future::join_all((0..3).map(|_| burst_and_announce(&harness, &worker, round)));
@@ -205,7 +205,7 @@ async fn burst_and_announce(harness: &Harness, worker: &FakeEngine, family: u32)
 #[tokio::test(start_paused = true)]
 async fn the_digest_reveals_divergence_without_a_gap() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let (source, index) = (Source::Worker(WorkerId(1)), &harness.router.core.index);
     let blocks = names(&prompt(1, 1600));
     for (level, blocks) in [(Level::G1, &blocks[..40]), (Level::G2, &blocks[..60]), (Level::G1, &blocks[..40])] {
@@ -242,7 +242,7 @@ async fn a_lost_last_event_of_a_store_is_found_by_its_digests() {
     let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
     let log = Arc::new(EventLog::new(Epoch(3)));
     let _offer = harness.bus.offer(store, log.clone());
-    let _worker = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     log.announce(stored(Level::G4, &names(&request)[..40]));
     for _ in 0..2 {
         let (number, digest) = log.digest();

@@ -7,12 +7,12 @@ use kvbm::{BlockEvent, Epoch, EventLog, Level};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use worker::plane::local::Link;
-use worker::plane::{Event, EventBody, Events, Load, Phase, Source, StoreId, WorkerId};
+use worker::plane::{Event, EventBody, Events, Load, Role, Source, StoreId, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_lost_event_is_replayed_without_a_snapshot() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     let blocks = names(&request);
     tokio::time::sleep(Duration::from_secs(5)).await;
@@ -34,7 +34,7 @@ async fn a_lost_event_is_replayed_without_a_snapshot() {
 #[tokio::test(start_paused = true)]
 async fn a_truncated_log_takes_a_snapshot_while_the_index_serves() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     let blocks = names(&request);
     harness.announce(&worker, stored(Level::G1, &blocks[..10]), true);
@@ -55,7 +55,7 @@ async fn a_resync_answered_by_a_new_epoch_is_handled() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
     let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
     let indexed = || harness.router.core.index.digest(store, Level::G4).unwrap().blocks;
-    let _worker = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     let publish = |log: &EventLog, blocks: &[_], arrives: bool| {
         let event = stored(Level::G4, blocks);
         log.announce(event.clone());
@@ -96,12 +96,12 @@ async fn an_answer_to_a_former_subscriber_is_ignored() {
         harness.bus.offer(store, log)
     };
     let _old = offer(3, &blocks[..10]);
-    let _worker = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     // The only worker that reads the store leaves, and another joins, before the answer arrives.
     harness.roster.expire(WorkerId(1));
     let _new = offer(4, &blocks[..50]);
-    let _worker = harness.join(2, Phase::Both, MODEL, 1, &[5]).await;
+    let _worker = harness.join(2, Role::Both, MODEL, 1, &[5]).await;
     tokio::time::sleep(Duration::from_millis(1500)).await;
     assert_eq!(indexed(), Some(0), "the answer belongs to the former subscriber");
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -134,7 +134,7 @@ async fn another_publisher_of_a_store_takes_over() {
         }
     };
     let [first, second] = logs.each_ref().map(|log| harness.bus.offer(store, log.clone()));
-    let _worker = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
+    let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     for log in &logs {
         announce(log, &blocks[..10]);
     }
@@ -157,7 +157,7 @@ async fn another_publisher_of_a_store_takes_over() {
 #[tokio::test(start_paused = true)]
 async fn events_are_applied_when_no_snapshot_arrives_in_time() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(12), ..Link::default() });
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     for part in names(&request)[..40].chunks(10) {
         harness.announce(&worker, stored(Level::G1, part), true);
@@ -178,7 +178,7 @@ async fn events_are_applied_when_no_snapshot_arrives_in_time() {
 #[tokio::test(start_paused = true)]
 async fn forged_events_cost_few_resyncs_and_no_accuracy() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let (request, source) = (prompt(1, 1600), |id| Source::Worker(WorkerId(id)));
     let blocks = names(&request);
     let held = |id| harness.router.core.index.digest(source(id), Level::G1).unwrap().blocks;
@@ -211,7 +211,7 @@ async fn forged_events_cost_few_resyncs_and_no_accuracy() {
 #[tokio::test(start_paused = true)]
 async fn resyncs_back_off_when_snapshots_are_stale_on_arrival() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(1), ..Link::default() });
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let blocks = names(&prompt(1, 1600));
     tokio::time::sleep(Duration::from_secs(5)).await;
     // Of each round only the last event arrives. A round exceeds what the log keeps, so ranges are truncated.
@@ -251,14 +251,14 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().max_blocking_threads(1).build().unwrap();
     runtime.block_on(async {
         let harness = defaults();
-        let other = harness.worker(2, Phase::Both).await;
+        let other = harness.worker(2, Role::Both).await;
         let store = Source::Store(StoreId(5));
         let held = |source, level| harness.router.core.index.digest(source, level).unwrap().blocks;
         let (log, blocks) = (Arc::new(EventLog::new(Epoch(1))), names(&prompt(1, 10_000 * BLOCK)));
         log.announce(stored(Level::G4, &blocks[..9_000]));
         let _offer = harness.bus.offer(store, log.clone());
         let making = busy();
-        let _worker = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
+        let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
         let taking = busy();
         for (round, busy) in (1..).zip([making, taking]) {
             harness.announce(&other, stored(Level::G1, &names(&prompt(1 + round, 4 * BLOCK))), true);
@@ -282,7 +282,7 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
 #[tokio::test(start_paused = true)]
 async fn a_lost_last_event_is_found_by_the_next_load_reports() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     harness.announce(&worker, stored(Level::G1, &names(&request)[..10]), false);
     for _ in 0..3 {
@@ -296,11 +296,11 @@ async fn a_lost_last_event_is_found_by_the_next_load_reports() {
 async fn a_new_epoch_replaces_the_blocks_of_the_old_one() {
     let harness = defaults();
     let request = prompt(1, 1600);
-    let old = harness.worker(1, Phase::Both).await;
+    let old = harness.worker(1, Role::Both).await;
     harness.announce(&old, stored(Level::G1, &names(&request)), true);
     settle().await;
     assert_eq!(cached_blocks(&harness, &request).await, 99);
-    let new = harness.join(1, Phase::Both, MODEL, 2, &[]).await;
+    let new = harness.join(1, Role::Both, MODEL, 2, &[]).await;
     harness.announce(&old, stored(Level::G1, &names(&request)), true);
     settle().await;
     assert_eq!(cached_blocks(&harness, &request).await, 0);
@@ -314,14 +314,14 @@ async fn a_new_epoch_replaces_the_blocks_of_the_old_one() {
 async fn events_before_a_restarted_worker_joins_are_dropped() {
     let harness = defaults();
     let (blocks, source) = (names(&prompt(1, 1600)), Source::Worker(WorkerId(1)));
-    let _old = harness.worker(1, Phase::Both).await;
+    let _old = harness.worker(1, Role::Both).await;
     let _held = harness.ask(prompt(1, 1600)).await.unwrap();
     settle().await;
     assert_ne!(harness.load(1), (0, 0, 0));
     let body = EventBody::Block { number: 1, event: stored(Level::G1, &blocks) };
     harness.bus.publish(Event { source, epoch: Epoch(2), body });
     settle().await;
-    let _new = harness.join(1, Phase::Both, MODEL, 2, &[]).await;
+    let _new = harness.join(1, Role::Both, MODEL, 2, &[]).await;
     assert_eq!(harness.load(1), (0, 0, 0));
     let member = harness.router.core.fleet.snapshot().get(WorkerId(1)).cloned().unwrap();
     assert!(!member.lease_ended.is_cancelled(), "its requests do not end with the former epoch");
@@ -334,8 +334,8 @@ async fn a_shared_store_serves_every_worker_that_reads_it() {
     let log = Arc::new(EventLog::new(Epoch(3)));
     log.announce(stored(Level::G3, &names(&request)[..40]));
     let _offer = harness.bus.offer(store, log.clone());
-    let a = harness.join(1, Phase::Both, MODEL, 1, &[5]).await;
-    let _b = harness.join(2, Phase::Both, MODEL, 1, &[]).await;
+    let a = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
+    let _b = harness.join(2, Role::Both, MODEL, 1, &[]).await;
     assert_eq!(cached_blocks(&harness, &request).await, 40, "the worker that reads the store is cheaper");
     let event = stored(Level::G3, &names(&request)[40..50]);
     log.announce(event.clone());
@@ -352,7 +352,7 @@ async fn the_index_converges_over_a_lossy_link() {
         Harness::over(Settings::default(), Link { loss: 0.2, reorder: 0.2, repeat: 0.2, seed: 11, ..Link::default() });
     let mut workers = Vec::new();
     for id in 1..=3 {
-        workers.push(harness.worker(id, Phase::Both).await);
+        workers.push(harness.worker(id, Role::Both).await);
     }
     for round in 0..60u32 {
         for (id, worker) in (0..).zip(&workers) {

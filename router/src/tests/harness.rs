@@ -17,7 +17,7 @@ use worker::engine::{
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
-    Discovery, Event, EventBody, Events, Instance, Lease, Load, Phase, RouterId, Source, StoreId, WorkerId,
+    Discovery, Event, EventBody, Events, Instance, Lease, Load, Role, RouterId, Source, StoreId, WorkerId,
 };
 
 pub(crate) const BLOCK: usize = 16;
@@ -191,11 +191,11 @@ impl Harness {
     }
 
     /// Adds a worker and its first load report.
-    pub(crate) async fn worker(&self, id: u64, phase: Phase) -> Arc<FakeEngine> {
-        self.join(id, phase, MODEL, 1, &[]).await
+    pub(crate) async fn worker(&self, id: u64, role: Role) -> Arc<FakeEngine> {
+        self.join(id, role, MODEL, 1, &[]).await
     }
 
-    pub(crate) async fn join(&self, id: u64, phase: Phase, model: &str, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
+    pub(crate) async fn join(&self, id: u64, role: Role, model: &str, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
         let source = Source::Worker(WorkerId(id));
         let engine = Arc::new(FakeEngine {
             card: Arc::new(card(model)),
@@ -209,7 +209,7 @@ impl Harness {
             source,
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
-        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), phase, model: engine.card.clone(), stores };
+        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), role, model: engine.card.clone(), stores };
         let offer = self.bus.offer(source, engine.log.clone());
         let lease = self.roster.register(instance, engine.clone()).await.unwrap();
         self.leases.lock().extend([offer, lease]);

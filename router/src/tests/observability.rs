@@ -8,13 +8,13 @@ use futures::StreamExt;
 use kvbm::Level;
 use units::HumanDuration;
 use worker::engine::{Engine, Error, Output, Request};
-use worker::plane::Phase;
+use worker::plane::Role;
 
 #[tokio::test(start_paused = true)]
 async fn an_explanation_is_one_bounded_line_of_json_on_request() {
     let harness = defaults();
     for id in 1..=40 {
-        harness.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+        harness.worker(id, if id == 1 { Role::Prefill } else { Role::Decode }).await;
     }
     let mut stream = harness.ask(Request { explain: true, ..prompt(1, 3000) }).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };
@@ -39,7 +39,7 @@ async fn a_long_explanation_omits_candidates_to_fit_a_header() {
     let policy = Policy::Composed(Composition { filter, score, pick: Pick::Best });
     let harness = Harness::new(Settings { policy, ..Settings::default() });
     for id in 1..=9 {
-        harness.worker(id, if id == 1 { Phase::Prefill } else { Phase::Decode }).await;
+        harness.worker(id, if id == 1 { Role::Prefill } else { Role::Decode }).await;
     }
     let explained = harness.explain(prompt(1, 3000)).await;
     let (candidates, bytes) = (explained["candidates"].as_array().unwrap(), explained.to_string().len());
@@ -52,7 +52,7 @@ async fn a_long_explanation_omits_candidates_to_fit_a_header() {
 #[tokio::test(start_paused = true)]
 async fn predicted_hits_are_compared_with_the_engines_report() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     harness.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
     settle().await;
@@ -74,7 +74,7 @@ async fn regret_is_the_time_that_the_next_best_choice_would_save() {
 }
 
 async fn check_regret(harness: Harness) {
-    let (inaccurate, other) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (inaccurate, other) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let regret = || harness.router.core.metrics.regret_seconds.get();
     let request = prompt(1, 1600);
     harness.announce(&inaccurate, stored(Level::G1, &names(&request)[..99]), true);
@@ -98,7 +98,7 @@ async fn check_regret(harness: Harness) {
 #[tokio::test(start_paused = true)]
 async fn underpredicted_hits_cause_no_regret() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let request = prompt(1, 1600);
     worker.cache_blocks(&names(&request)[..30]);
     harness.announce(&worker, stored(Level::G1, &names(&request)[..10]), true);
@@ -113,8 +113,8 @@ async fn underpredicted_hits_cause_no_regret() {
 #[tokio::test(start_paused = true)]
 async fn several_models_are_served_and_unknown_ones_are_refused() {
     let harness = defaults();
-    let toy = harness.worker(1, Phase::Both).await;
-    let other = harness.join(2, Phase::Both, "other", 1, &[]).await;
+    let toy = harness.worker(1, Role::Both).await;
+    let other = harness.join(2, Role::Both, "other", 1, &[]).await;
     harness.answer(Request { model: "other".into(), ..prompt(1, 100) }).await.unwrap();
     assert_eq!((toy.requests(), other.requests()), (0, 1));
     let ids: Vec<String> = harness.router.models().iter().map(|card| card.id.clone()).collect();

@@ -8,16 +8,13 @@ use futures::StreamExt;
 use futures::future::join_all;
 use kvbm::Level;
 use worker::engine::{Output, Request};
-use worker::plane::{Load, OnboardSpeed, Phase};
+use worker::plane::{Load, OnboardSpeed, Role};
 
 #[tokio::test(start_paused = true)]
 async fn a_burst_of_long_prompts_spreads_over_the_workers() {
     let harness = defaults();
-    let workers = [
-        harness.worker(1, Phase::Both).await,
-        harness.worker(2, Phase::Both).await,
-        harness.worker(3, Phase::Both).await,
-    ];
+    let workers =
+        [harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await, harness.worker(3, Role::Both).await];
     let answers = join_all((0..9).map(|family| harness.answer(prompt(family, 2000)))).await;
     assert!(answers.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!(workers.map(|worker| worker.requests()), [3, 3, 3]);
@@ -27,7 +24,7 @@ async fn a_burst_of_long_prompts_spreads_over_the_workers() {
 #[tokio::test(start_paused = true)]
 async fn a_common_first_block_does_not_attract_all_requests() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     for family in 0..10 {
         let request = prompt(family, 1000);
         harness.announce(&a, stored(Level::G1, &names(&request)[..1]), true);
@@ -40,7 +37,7 @@ async fn a_common_first_block_does_not_attract_all_requests() {
 #[tokio::test(start_paused = true)]
 async fn a_hot_prefix_spills_when_waiting_costs_more_than_prefill() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let hot = prompt(1, 1600);
     harness.announce(&a, stored(Level::G1, &names(&hot)), true);
     settle().await;
@@ -62,7 +59,7 @@ async fn a_hot_prefix_spills_when_waiting_costs_more_than_prefill() {
 #[tokio::test(start_paused = true)]
 async fn of_two_disk_holders_the_one_with_the_shorter_queue_wins() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let hot = prompt(1, 1600);
     for worker in [&a, &b] {
         harness.announce(worker, stored(Level::G3, &names(&hot)), true);
@@ -84,7 +81,7 @@ async fn of_two_disk_holders_the_one_with_the_shorter_queue_wins() {
 async fn every_policy_serves_and_is_named_in_explanations() {
     for policy in Policy::ALL {
         let harness = Harness::new(Settings { policy: policy.clone(), ..Settings::default() });
-        let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+        let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
         for family in 0..8 {
             assert_eq!(harness.explain(prompt(family, 100)).await["policy"], policy.name());
         }
@@ -96,7 +93,7 @@ async fn every_policy_serves_and_is_named_in_explanations() {
 #[tokio::test(start_paused = true)]
 async fn a_spilled_prefix_is_served_by_both_holders() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let hot = prompt(1, 1600);
     harness.announce(&a, stored(Level::G1, &names(&hot)), true);
     harness.report(&a, Load { waiting_tokens: 3000, ..Load::default() });
@@ -116,11 +113,11 @@ async fn a_spilled_prefix_is_served_by_both_holders() {
 #[tokio::test(start_paused = true)]
 async fn a_new_worker_gets_its_share_at_once() {
     let harness = defaults();
-    let a = harness.worker(1, Phase::Both).await;
+    let a = harness.worker(1, Role::Both).await;
     for family in 0..4 {
         harness.answer(prompt(family, 1000)).await.unwrap();
     }
-    let b = harness.worker(2, Phase::Both).await;
+    let b = harness.worker(2, Role::Both).await;
     for family in 4..8 {
         harness.answer(prompt(family, 1000)).await.unwrap();
     }
@@ -130,7 +127,7 @@ async fn a_new_worker_gets_its_share_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_session_stays_on_its_worker() {
     let harness = Harness::new(Settings { policy: Policy::Session, ..Settings::default() });
-    let workers = [harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await];
+    let workers = [harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await];
     for session in 0..8u32 {
         let before = workers.each_ref().map(|worker| worker.requests());
         for turn in 0..4 {
@@ -147,7 +144,7 @@ async fn a_session_stays_on_its_worker() {
 #[tokio::test(start_paused = true)]
 async fn new_settings_apply_to_the_next_decision() {
     let harness = defaults();
-    let _workers = [harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await];
+    let _workers = [harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await];
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
     harness.router.update_settings(Settings { policy: Policy::RoundRobin, ..Settings::default() }).unwrap();
     assert_eq!(harness.explain(prompt(2, 100)).await["policy"], "round-robin");
@@ -173,7 +170,7 @@ async fn new_settings_apply_to_the_next_decision() {
 async fn each_model_is_placed_by_its_own_policy() {
     let other = Overrides { policy: Some(Policy::LeastLoaded), ..Overrides::default() };
     let harness = Harness::new(Settings { models: [("other".to_owned(), other)].into(), ..Settings::default() });
-    let _workers = [harness.worker(1, Phase::Both).await, harness.join(2, Phase::Both, "other", 1, &[]).await];
+    let _workers = [harness.worker(1, Role::Both).await, harness.join(2, Role::Both, "other", 1, &[]).await];
     assert_eq!(harness.explain(prompt(1, 100)).await["policy"], "kv");
     assert_eq!(harness.explain(Request { model: "other".into(), ..prompt(1, 100) }).await["policy"], "least-loaded");
 }
@@ -187,7 +184,7 @@ async fn a_composed_policy_serves_and_filters() {
     )
     .unwrap();
     let harness = Harness::new(composition);
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let hot = prompt(1, 1600);
     harness.announce(&a, stored(Level::G1, &names(&hot)), true);
     settle().await;
@@ -208,7 +205,7 @@ async fn a_composed_policy_serves_and_filters() {
 #[tokio::test(start_paused = true)]
 async fn an_answer_names_its_worker() {
     let harness = defaults();
-    let (_a, _b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (_a, _b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     harness.router.cordon(worker::plane::WorkerId(1)).unwrap();
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
     let Some(Ok(Output::Tokens(first))) = stream.next().await else { panic!("no tokens") };

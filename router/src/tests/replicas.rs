@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use worker::engine::{Engine, Request, RequestGroup};
 use worker::plane::local::Link;
-use worker::plane::{EventBody, Events, Load, Phase, RouterId, Topic, WorkerId};
+use worker::plane::{EventBody, Events, Load, Role, RouterId, Topic, WorkerId};
 
 /// A prompt short enough that the next one need not wait in the router.
 const PROMPT: usize = 1_600;
@@ -28,7 +28,7 @@ async fn harness_over(link: Link, workers: u64, routers: u64) -> (Harness, Vec<A
     }
     let mut engines = Vec::new();
     for id in 1..=workers {
-        engines.push(harness.worker(id, Phase::Both).await);
+        engines.push(harness.worker(id, Role::Both).await);
     }
     tokio::time::sleep(2 * HEARTBEAT).await;
     (harness, all, engines)
@@ -104,7 +104,7 @@ async fn parallel_choices_are_not_queued_for_another_router() {
 #[tokio::test(start_paused = true)]
 async fn a_remote_prefill_is_not_queued_for_another_router() {
     let (harness, routers, _) = harness(0, 2).await;
-    let (d, p) = (harness.worker(1, Phase::Decode).await, harness.worker(2, Phase::Prefill).await);
+    let (d, p) = (harness.worker(1, Role::Decode).await, harness.worker(2, Role::Prefill).await);
     let sent = send(&routers[1], 1).await;
     assert_eq!((d.requests(), p.requests()), (0, 1));
     let load = harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().load.clone();
@@ -162,20 +162,20 @@ async fn a_router_without_peers_sends_heartbeats_only() {
 
 /// Runs the planner for a minute in each of two modes, under the load that `report` describes. Returns the first role
 /// request on the plane, and the number of prefill workers that the planner recommends in the end.
-async fn role_request(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -> (Option<(WorkerId, Phase)>, i64) {
+async fn role_request(modes: [PlannerMode; 2], report: impl Fn(Role) -> Load) -> (Option<(WorkerId, Role)>, i64) {
     let settings =
         |mode| Settings { planner: PlannerSettings { mode, ..PlannerSettings::default() }, ..Settings::default() };
     let harness = Harness::new(settings(modes[0]));
-    let mut role_requests = harness.bus.subscribe(Topic::Phases);
+    let mut role_requests = harness.bus.subscribe(Topic::RoleRequests);
     let mut engines = Vec::new();
     for id in 1..=4 {
-        engines.push(harness.worker(id, Phase::Decode).await);
+        engines.push(harness.worker(id, Role::Decode).await);
     }
-    engines.push(harness.worker(5, Phase::Prefill).await);
+    engines.push(harness.worker(5, Role::Prefill).await);
     let asking = async {
         loop {
-            for (engine, phase) in engines.iter().zip([Phase::Decode; 4].into_iter().chain([Phase::Prefill])) {
-                harness.report(engine, report(phase));
+            for (engine, role) in engines.iter().zip([Role::Decode; 4].into_iter().chain([Role::Prefill])) {
+                harness.report(engine, report(role));
             }
             // Two prompts of a thousand tokens per second need two prefill workers; answers have two tokens.
             for family in 0..2 {
@@ -192,7 +192,7 @@ async fn role_request(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -
     let request = tokio::select! {
         () = asking => unreachable!("the loop is infinite"),
         request = futures::StreamExt::next(&mut role_requests) => match request.unwrap().body {
-            EventBody::Phase { worker, phase } => Some((worker, phase)),
+            EventBody::RoleRequest { worker, role } => Some((worker, role)),
             other => panic!("not a request: {other:?}"),
         },
         () = turn => None,
@@ -203,14 +203,14 @@ async fn role_request(modes: [PlannerMode; 2], report: impl Fn(Phase) -> Load) -
 #[tokio::test(start_paused = true)]
 async fn the_planner_gives_an_idle_decode_worker_the_prefill_role() {
     use PlannerMode::{Apply, Off, Recommend};
-    let busy = |phase| match phase {
-        Phase::Prefill => Load { waiting_tokens: 5_000, waiting: 5, ..Load::default() },
+    let busy = |role| match role {
+        Role::Prefill => Load { waiting_tokens: 5_000, waiting: 5, ..Load::default() },
         _ => Load { running: 1, decode_step_seconds: Some(0.01), ..Load::default() },
     };
     for modes in [[Apply, Off], [Recommend, Apply]] {
         let (request, advised) = role_request(modes, busy).await;
-        let (worker, phase) = request.expect("a request");
-        assert!((1..=4).contains(&worker.0) && phase == Phase::Prefill && advised >= 2, "{modes:?}: {advised}");
+        let (worker, role) = request.expect("a request");
+        assert!((1..=4).contains(&worker.0) && role == Role::Prefill && advised >= 2, "{modes:?}: {advised}");
     }
     let (advice, advised) = role_request([Off, Recommend], busy).await;
     assert!(advice.is_none() && advised >= 2, "advice is not a request, and was given: {advised}");

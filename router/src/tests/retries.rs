@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Engine, Error, Finish, Output, Readiness};
 use worker::plane::local::LocalEvents;
-use worker::plane::{Discovery, Instance, Lease, Membership, Phase, PlaneError, RouterId, WorkerId};
+use worker::plane::{Discovery, Instance, Lease, Membership, PlaneError, Role, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn client_errors_are_neither_retried_nor_worker_faults() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let invalid = Error::Invalid { field: "top_k", problem: "too large".to_owned() };
     for worker in [&a, &b] {
         worker.set_behaviour(Behaviour::Refuse(invalid.clone()));
@@ -37,7 +37,7 @@ async fn client_errors_are_neither_retried_nor_worker_faults() {
 async fn a_worker_that_fails_before_its_first_output_is_replaced() {
     for behaviour in [Behaviour::Refuse(failed()), Behaviour::Break(failed()), Behaviour::End] {
         let harness = defaults();
-        let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+        let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
         a.set_behaviour(behaviour);
         for family in 0..4 {
             assert_eq!(harness.answer(prompt(family, 100)).await, Ok(vec![1, 2]));
@@ -53,7 +53,7 @@ async fn attempts_are_limited_and_ejected_workers_still_serve() {
     let harness = defaults();
     let mut workers = Vec::new();
     for id in 1..=5 {
-        workers.push(harness.worker(id, Phase::Both).await);
+        workers.push(harness.worker(id, Role::Both).await);
     }
     for worker in &workers {
         worker.set_behaviour(Behaviour::Refuse(failed()));
@@ -70,7 +70,7 @@ async fn attempts_are_limited_and_ejected_workers_still_serve() {
 #[tokio::test(start_paused = true)]
 async fn back_pressure_is_no_fault_and_is_retried_elsewhere() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let busy = |seconds| Error::Overloaded { retry_after: Duration::from_secs(seconds) };
     a.set_behaviour(Behaviour::Refuse(busy(7)));
     for family in 0..3 {
@@ -84,7 +84,7 @@ async fn back_pressure_is_no_fault_and_is_retried_elsewhere() {
 #[tokio::test(start_paused = true)]
 async fn requests_not_started_survive_the_death_of_a_worker() {
     let harness = defaults();
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     a.set_behaviour(Behaviour::Hang);
     let mut requests = Box::pin(join_all((0..4).map(|family| harness.answer(prompt(family, 500)))));
     assert!(tokio::time::timeout(Duration::from_secs(5), &mut requests).await.is_err(), "two of the requests stall");
@@ -97,7 +97,7 @@ async fn requests_not_started_survive_the_death_of_a_worker() {
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_leaves_finishes_started_requests() {
     let harness = defaults();
-    let worker = harness.worker(1, Phase::Both).await;
+    let worker = harness.worker(1, Role::Both).await;
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
     harness.roster.expire(WorkerId(1));
     tokio::time::sleep(Duration::from_mins(1)).await;

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
 use worker::engine::Request;
-use worker::plane::{Phase, WorkerId};
+use worker::plane::{Role, WorkerId};
 
 /// Waits until the file has this many lines and returns them.
 async fn lines(path: &Path, count: usize) -> Vec<Recorded> {
@@ -33,7 +33,7 @@ async fn the_trace_file_can_be_replayed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.jsonl");
     let harness = Harness::new(recording(&path));
-    let (bad, good) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (bad, good) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     good.cache_blocks(&[]);
     bad.set_behaviour(Behaviour::Refuse(failed()));
     harness.answer(prompt(1, 1200)).await.unwrap();
@@ -58,7 +58,7 @@ async fn the_trace_file_can_be_switched_while_serving() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.jsonl");
     let harness = defaults();
-    harness.worker(1, Phase::Both).await;
+    harness.worker(1, Role::Both).await;
     harness.answer(prompt(1, 100)).await.unwrap();
     harness.router.update_settings(recording(&path)).unwrap();
     harness.answer(prompt(2, 200)).await.unwrap();
@@ -80,7 +80,7 @@ async fn a_moved_or_truncated_trace_file_is_reopened() {
     let folder = tempfile::tempdir().unwrap();
     let [path, moved] = ["run.jsonl", "moved.jsonl"].map(|name| folder.path().join(name));
     let harness = Harness::new(recording(&path));
-    harness.worker(1, Phase::Both).await;
+    harness.worker(1, Role::Both).await;
     let length = |line: &Recorded| line.input_length;
     harness.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(lines(&path, 1).await.iter().map(length).collect::<Vec<_>>(), [100]);
@@ -120,7 +120,7 @@ async fn a_full_trace_file_stops_until_it_is_rotated() {
     let file = std::fs::File::create(&path).unwrap();
     file.set_len((1 << 30) - 1).unwrap();
     let harness = Harness::new(recording(&path));
-    harness.worker(1, Phase::Both).await;
+    harness.worker(1, Role::Both).await;
     harness.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(counted(&harness, 1).await, [1, 0]);
     harness.answer(prompt(2, 200)).await.unwrap();
@@ -145,7 +145,7 @@ async fn retuning_keeps_the_trace_file_and_its_limit() {
     // Only the next line still fits.
     std::fs::File::create(&path).unwrap().set_len((1 << 30) - 1).unwrap();
     let harness = Harness::new(recording(&path));
-    harness.worker(1, Phase::Both).await;
+    harness.worker(1, Role::Both).await;
     let served = harness.ask(prompt(1, 100)).await.unwrap();
     harness.router.update_settings(recording(&path)).unwrap();
     harness.answer(prompt(2, 200)).await.unwrap();
@@ -160,7 +160,7 @@ async fn retuning_keeps_the_trace_file_and_its_limit() {
 #[tokio::test(start_paused = true)]
 async fn a_full_disk_stops_the_trace_file() {
     let harness = Harness::new(recording(Path::new("/dev/full")));
-    harness.worker(1, Phase::Both).await;
+    harness.worker(1, Role::Both).await;
     harness.answer(prompt(1, 100)).await.unwrap();
     assert_eq!(counted(&harness, 1).await, [0, 1]);
     assert!(!harness.router.core.recorder.is_on());

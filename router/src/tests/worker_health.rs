@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use worker::engine::{Engine, Error, Output};
-use worker::plane::{Event, EventBody, Events, Instance, Load, Phase, RouterId, Source, WorkerId};
+use worker::plane::{Event, EventBody, Events, Instance, Load, Role, RouterId, Source, WorkerId};
 use worker::serve::{Planes, Worker};
 
 fn is_ejected(harness: &Harness, id: u64) -> bool {
@@ -24,7 +24,7 @@ fn probes(worker: &FakeEngine) -> usize {
 
 async fn two() -> (Arc<Harness>, Arc<FakeEngine>, Arc<FakeEngine>) {
     let harness = Arc::new(defaults());
-    let (a, b) = (harness.worker(1, Phase::Both).await, harness.worker(2, Phase::Both).await);
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     (harness, a, b)
 }
 
@@ -123,7 +123,7 @@ async fn an_overloaded_worker_is_avoided_until_its_retry_after() {
 #[tokio::test(start_paused = true)]
 async fn models_are_listed_and_served_while_a_worker_is_down() {
     let (harness, a, b) = two().await;
-    let other = harness.join(3, Phase::Both, "other", 1, &[]).await;
+    let other = harness.join(3, Role::Both, "other", 1, &[]).await;
     let ids = || -> Vec<String> { harness.router.models().iter().map(|card| card.id.clone()).collect() };
     for worker in [&a, &other] {
         worker.set_behaviour(Behaviour::Hang);
@@ -144,18 +144,18 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     harness.report(&b, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     let planes = Planes { discovery: harness.roster.clone(), events: harness.bus.clone() };
     let (id, epoch, model) = (WorkerId(1), Epoch(1), a.models()[0].clone());
-    let instance = Instance { id, epoch, phase: Phase::Both, model, stores: vec![] };
+    let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![] };
     let (_load, load) = watch::channel(Load::default());
     let _worker = Worker::start(&planes, instance, a.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
     settle().await;
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
-    let (runs, phase) = (harness.load(1), || harness.router.core.fleet.snapshot().get(id).unwrap().instance.phase);
-    assert_eq!((a.open(), b.open(), runs.1, phase()), (1, 0, 1, Phase::Both));
-    for to in [Phase::Prefill, Phase::Decode] {
-        let body = EventBody::Phase { worker: id, phase: to };
+    let (runs, role) = (harness.load(1), || harness.router.core.fleet.snapshot().get(id).unwrap().instance.role);
+    assert_eq!((a.open(), b.open(), runs.1, role()), (1, 0, 1, Role::Both));
+    for to in [Role::Prefill, Role::Decode] {
+        let body = EventBody::RoleRequest { worker: id, role: to };
         harness.bus.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
         settle().await;
-        assert_eq!((phase(), harness.load(1), a.open()), (to, runs, 1), "running requests continue and stay booked");
+        assert_eq!((role(), harness.load(1), a.open()), (to, runs, 1), "running requests continue and stay booked");
     }
     let mut ids = Vec::new();
     while let Some(item) = stream.next().await {

@@ -90,9 +90,9 @@ pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
 }
 
 pub(crate) async fn a_subscriber_receives_its_topic_only(plane: &impl Events) {
-    let [mut cache, mut bookings, mut phases] = Topic::ALL.map(|topic| plane.subscribe(topic));
+    let [mut cache, mut bookings, mut role_requests] = Topic::ALL.map(|topic| plane.subscribe(topic));
     let router = Source::Router(RouterId(1));
-    let request = EventBody::Phase { worker: WorkerId(3), phase: Phase::Prefill };
+    let request = EventBody::RoleRequest { worker: WorkerId(3), role: Role::Prefill };
     for body in [EventBody::Bookings(vec![Booked::Started(4)]), request.clone()] {
         plane.publish(Event { source: router, epoch: Epoch(1), body });
     }
@@ -100,7 +100,7 @@ pub(crate) async fn a_subscriber_receives_its_topic_only(plane: &impl Events) {
     assert_eq!(numbered(&mut cache).await, (9, 1));
     let first = |event: Option<Event>| event.expect("a plane does not end").body;
     assert_eq!(first(bookings.next().await), EventBody::Bookings(vec![Booked::Started(4)]));
-    assert_eq!(first(phases.next().await), request);
+    assert_eq!(first(role_requests.next().await), request);
 }
 
 pub(crate) async fn publish_never_waits_and_slow_subscribers_lose_events(plane: &impl Events) {
@@ -181,7 +181,7 @@ pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
         sampling: crate::engine::SamplingDefaults::default(),
         random_weights: true,
     });
-    Instance { id: WorkerId(id), epoch: Epoch(epoch), phase: Phase::Both, model, stores: vec![] }
+    Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![] }
 }
 
 /// An engine that rejects every request.

@@ -154,19 +154,19 @@ async fn an_engine_lives_until_its_worker_has_drained() {
 async fn a_role_request_changes_the_role_within_the_epoch() {
     let harness = harness().await;
     let mut watch = harness.planes.discovery.watch();
-    let request = |worker, phase| {
-        let body = EventBody::Phase { worker: WorkerId(worker), phase };
+    let request = |worker, role| {
+        let body = EventBody::RoleRequest { worker: WorkerId(worker), role };
         harness.planes.events.publish(Event { source: Source::Router(RouterId(1)), epoch: Epoch(1), body });
     };
     assert_eq!(next(&mut watch).await, (1, 1, true));
-    request(2, Phase::Prefill);
-    request(1, Phase::Prefill);
-    request(1, Phase::Prefill);
+    request(2, Role::Prefill);
+    request(1, Role::Prefill);
+    request(1, Role::Prefill);
     let Membership::Joined(instance, _) = soon(&mut watch).await else { panic!("it never left") };
-    assert_eq!((instance.id, instance.epoch, instance.phase), (WorkerId(1), Epoch(1), Phase::Prefill));
-    request(1, Phase::Decode);
+    assert_eq!((instance.id, instance.epoch, instance.role), (WorkerId(1), Epoch(1), Role::Prefill));
+    request(1, Role::Decode);
     let Membership::Joined(instance, _) = soon(&mut watch).await else { panic!("it never left") };
-    assert_eq!(instance.phase, Phase::Decode);
+    assert_eq!(instance.role, Role::Decode);
     drop(harness.worker);
     assert_eq!(next(&mut watch).await, (1, 1, false));
 }

@@ -11,7 +11,7 @@ use worker::plane::Load;
 async fn reports_during_a_decision_count_for_the_next_one() {
     let yard = Harness::new(Settings::default());
     for id in 1..=4 {
-        yard.worker(id, Phase::Both).await;
+        yard.worker(id, Role::Both).await;
     }
     let (core, request) = (&yard.router.core, prompt(1, 1600));
     let (roster, resolved) = (core.fleet.snapshot(), core.settings());

@@ -16,14 +16,12 @@ fn workload(prompts: f64, output_tokens: f64) -> Workload {
 }
 
 fn fleet(prefill_workers: u64, decodes: u64) -> Vec<PlannedWorker> {
-    let phase = |id| if id < prefill_workers { Phase::Prefill } else { Phase::Decode };
-    (0..prefill_workers + decodes)
-        .map(|id| PlannedWorker { id: WorkerId(id), phase: phase(id), requests: id })
-        .collect()
+    let role = |id| if id < prefill_workers { Role::Prefill } else { Role::Decode };
+    (0..prefill_workers + decodes).map(|id| PlannedWorker { id: WorkerId(id), role: role(id), requests: id }).collect()
 }
 
 fn prefill_workers(workers: &[PlannedWorker]) -> usize {
-    workers.iter().filter(|worker| worker.phase == Phase::Prefill).count()
+    workers.iter().filter(|worker| worker.role == Role::Prefill).count()
 }
 
 /// Runs the planner for some seconds, one step per second, and returns the role changes.
@@ -37,7 +35,7 @@ fn run(
     let mut changes = Vec::new();
     for now in from..from + seconds {
         if let Some(change) = planner.step(now as f64, need, workers) {
-            workers.iter_mut().find(|worker| worker.id == change.worker).unwrap().phase = change.to;
+            workers.iter_mut().find(|worker| worker.id == change.worker).unwrap().role = change.to;
             changes.push((now, change));
         }
     }
@@ -82,7 +80,7 @@ fn workers_follow_traffic_one_at_a_time_and_back() {
     assert!((5..=6).contains(&prefill_workers(&workers)), "within the margin of the best");
     assert_eq!(
         changes[0],
-        (HOLD_SECONDS as u64, RoleChange { worker: WorkerId(2), to: Phase::Prefill }),
+        (HOLD_SECONDS as u64, RoleChange { worker: WorkerId(2), to: Role::Prefill }),
         "the worker with the fewest requests"
     );
     assert!(changes.windows(2).all(|two| two[1].0 - two[0].0 >= MIN_INTERVAL as u64), "{changes:?}");
@@ -113,11 +111,11 @@ fn a_worker_keeps_its_new_role_during_the_cooldown() {
 fn workers_of_both_roles_stay_and_a_missing_role_is_filled() {
     let mut planner = Planner::default();
     let mut workers = fleet(0, 3);
-    workers[0].phase = Phase::Both;
+    workers[0].role = Role::Both;
     let changes = run(&mut planner, &mut workers, &Need { prefill: 2.0, decode: 1.0 }, 0, 200);
     assert_eq!(
         changes.iter().map(|(_, change)| *change).collect::<Vec<_>>(),
-        [RoleChange { worker: WorkerId(1), to: Phase::Prefill }]
+        [RoleChange { worker: WorkerId(1), to: Role::Prefill }]
     );
 }
 

@@ -3,7 +3,7 @@ use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
 use crate::replay::{AdmissionMode, BLOCK_TOKENS, Options, PolicyUnderTest, Slo, Trace};
 use std::time::Duration;
-use worker::plane::Phase;
+use worker::plane::Role;
 
 const FIXTURE: &str = include_str!("../../../tests/fixtures/conversation.jsonl");
 const H100: &str = include_str!("../../../../deploy/profiles/h100-8b.toml");
@@ -19,7 +19,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
     let (event_delay, profile) = (Duration::from_millis(5), profile.clone());
     let options = Options {
         profile,
-        workers: vec![Phase::Both; workers],
+        workers: vec![Role::Both; workers],
         replicas: 1,
         event_delay,
         event_loss: 0.0,

@@ -21,8 +21,8 @@ proptest! {
     ) {
         let trace = Trace { requests: fixture().requests[..150].to_vec() };
         let mut options = if stores { with_stores(options(1)) } else { options(1) };
-        let [a, b, c] = [(Phase::Prefill, prefill), (Phase::Decode, decode), (Phase::Both, both)]
-            .map(|(phase, count)| vec![phase; count]);
+        let [a, b, c] = [(Role::Prefill, prefill), (Role::Decode, decode), (Role::Both, both)]
+            .map(|(role, count)| vec![role; count]);
         options.workers = [a, b, c].concat();
         options.admission = [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline][admission];
         options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
@@ -57,7 +57,7 @@ proptest! {
 }
 
 /// Pairs of long prompts arrive while other requests decode.
-fn bursts(workers: Vec<Phase>) -> crate::replay::Results {
+fn bursts(workers: Vec<Role>) -> crate::replay::Results {
     let short_requests = (0..300).map(|nth| (nth * 50, 1_000, 300, 10_000 + nth as u32 * 100));
     let long = (0..10).map(|nth| (1_500 + nth / 2 * 3_000, 30_000, 20, 50_000 + nth as u32 * 100));
     let line = |(at, input, output, first): (u64, u64, u64, u32)| {
@@ -82,8 +82,8 @@ fn bursts(workers: Vec<Phase>) -> crate::replay::Results {
 
 #[test]
 fn remote_prefill_shields_decoding_from_long_prompts() {
-    let aggregated = bursts(vec![Phase::Both; 4]);
-    let disaggregated = bursts([vec![Phase::Prefill; 2], vec![Phase::Decode; 2]].concat());
+    let aggregated = bursts(vec![Role::Both; 4]);
+    let disaggregated = bursts([vec![Role::Prefill; 2], vec![Role::Decode; 2]].concat());
     assert_eq!((aggregated.completed, disaggregated.completed), (930, 930));
     assert_eq!(aggregated.remote_prefills, None);
     assert!(
@@ -104,7 +104,7 @@ fn workers_change_roles_when_the_demand_changes() {
     };
     let text = (0..600).map(long).collect::<Vec<_>>().join("\n");
     let trace = Trace::read(text.as_bytes()).unwrap();
-    let workers = [vec![Phase::Prefill], vec![Phase::Decode; 3]].concat();
+    let workers = [vec![Role::Prefill], vec![Role::Decode; 3]].concat();
     let of = |rebalance| {
         let options = Options { rebalance, workers: workers.clone(), ..options(1) };
         run_policy(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), trace.rate(), 1)
@@ -126,7 +126,7 @@ fn prompt_dropped_in_transit_still_counts_as_transferred() {
         model: "".into(),
     }];
     let trace = Trace { requests };
-    let options = Options { workers: vec![Phase::Prefill, Phase::Decode], ..options(1) };
+    let options = Options { workers: vec![Role::Prefill, Role::Decode], ..options(1) };
     for (running, helper) in [(0, None), (1, Some(0))] {
         let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 1.0, 0);
         let decodes = |simulation: &Simulation<'_>| simulation.workers[1].engine.load(&options.profile);
