@@ -190,7 +190,7 @@ pub enum EventBody {
     Load(Load),
     /// Changes of a router's reservations, for the other routers. Not numbered: load reports soon cover what is lost
     /// here. Sent at least once a second, as a heartbeat.
-    Bookings(Vec<Booked>),
+    Reservations(Vec<ReservationUpdate>),
     /// A router asks a worker to change its role. Not numbered: the request is repeated while it holds.
     RoleRequest {
         /// The worker.
@@ -203,7 +203,7 @@ pub enum EventBody {
 /// A change of one router's reservations.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Booked {
+pub enum ReservationUpdate {
     /// A request was placed on a worker.
     Placed {
         /// The number of the reservation, unique within the router.
@@ -221,12 +221,12 @@ pub enum Booked {
         anchors: Vec<u64>,
     },
     /// The request left the router's admission queue, possibly for a prefill on another worker first.
-    Going(u64),
+    Dequeued(u64),
     /// The request was sent to the worker.
     Sent(u64),
     /// The worker computes another number of prompt tokens than first reserved.
-    Amended {
-        /// The booking's.
+    Revised {
+        /// The number of the reservation.
         number: u64,
         /// Prompt tokens that the worker computes.
         prefill_tokens: u64,
@@ -243,14 +243,14 @@ pub enum Topic {
     /// Blocks, digests and load; for routers.
     Cache,
     /// Reservations of other routers; for routers.
-    Bookings,
+    Reservations,
     /// Role requests; for workers.
     RoleRequests,
 }
 
 impl Topic {
     /// All topics.
-    pub const ALL: [Self; 3] = [Self::Cache, Self::Bookings, Self::RoleRequests];
+    pub const ALL: [Self; 3] = [Self::Cache, Self::Reservations, Self::RoleRequests];
 }
 
 impl EventBody {
@@ -258,7 +258,7 @@ impl EventBody {
     pub const fn topic(&self) -> Topic {
         match self {
             Self::Block { .. } | Self::Digest { .. } | Self::Load(_) => Topic::Cache,
-            Self::Bookings(_) => Topic::Bookings,
+            Self::Reservations(_) => Topic::Reservations,
             Self::RoleRequest { .. } => Topic::RoleRequests,
         }
     }

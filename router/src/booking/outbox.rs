@@ -5,7 +5,7 @@ use crate::load::Demand;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use tokio::sync::Notify;
-use worker::plane::{Booked, WorkerId};
+use worker::plane::{ReservationUpdate, WorkerId};
 
 /// The unsent changes.
 pub(crate) struct ReplicaOutbox {
@@ -16,7 +16,7 @@ pub(crate) struct ReplicaOutbox {
 #[derive(Default)]
 struct Pending {
     last: u64,
-    changes: Vec<Booked>,
+    changes: Vec<ReservationUpdate>,
     has_peers: bool,
 }
 
@@ -49,7 +49,7 @@ impl ReplicaOutbox {
         // The anchors are copied only if there are peers.
         if pending.has_peers {
             let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());
-            pending.send(Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
+            pending.send(ReservationUpdate::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
             self.changed.notify_one();
         }
         ReplicatedReservation { outbox: self.clone(), number }
@@ -61,7 +61,7 @@ impl ReplicaOutbox {
     }
 
     /// Takes all unsent changes.
-    pub(crate) fn take(&self) -> Vec<Booked> {
+    pub(crate) fn take(&self) -> Vec<ReservationUpdate> {
         std::mem::take(&mut self.lock().changes)
     }
 
@@ -70,7 +70,7 @@ impl ReplicaOutbox {
         self.lock().has_peers = has_peers;
     }
 
-    fn send(&self, change: Booked) {
+    fn send(&self, change: ReservationUpdate) {
         let mut pending = self.lock();
         if pending.has_peers {
             pending.send(change);
@@ -85,7 +85,7 @@ impl ReplicaOutbox {
 }
 
 impl Pending {
-    fn send(&mut self, change: Booked) {
+    fn send(&mut self, change: ReservationUpdate) {
         if self.changes.len() < CHANGES_MAX {
             self.changes.push(change);
         }
@@ -94,24 +94,24 @@ impl Pending {
 
 impl ReplicatedReservation {
     pub(crate) fn dequeued(&self) {
-        self.outbox.send(Booked::Going(self.number));
+        self.outbox.send(ReservationUpdate::Dequeued(self.number));
     }
 
     pub(crate) fn sent(&self) {
-        self.outbox.send(Booked::Sent(self.number));
+        self.outbox.send(ReservationUpdate::Sent(self.number));
     }
 
     pub(crate) fn revised(&self, prefill_tokens: u64) {
-        self.outbox.send(Booked::Amended { number: self.number, prefill_tokens });
+        self.outbox.send(ReservationUpdate::Revised { number: self.number, prefill_tokens });
     }
 
     pub(crate) fn started(&self) {
-        self.outbox.send(Booked::Started(self.number));
+        self.outbox.send(ReservationUpdate::Started(self.number));
     }
 }
 
 impl Drop for ReplicatedReservation {
     fn drop(&mut self) {
-        self.outbox.send(Booked::Released(self.number));
+        self.outbox.send(ReservationUpdate::Released(self.number));
     }
 }

@@ -176,7 +176,7 @@ impl Feed {
             EventBody::Load(load) => self.load(source, epoch, load),
             EventBody::Digest { number, digest } => self.digest(source, epoch, number, digest),
             // Not of this topic.
-            EventBody::Bookings(_) | EventBody::RoleRequest { .. } => {}
+            EventBody::Reservations(_) | EventBody::RoleRequest { .. } => {}
         }
     }
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
-use worker::plane::{Booked, Event, EventBody, Events, RouterId, Source, Topic};
+use worker::plane::{Event, EventBody, Events, ReservationUpdate, RouterId, Source, Topic};
 
 /// The bookings of other routers.
 #[derive(Default)]
@@ -56,7 +56,7 @@ impl PeerRouters {
     pub(crate) fn apply(
         &mut self,
         from: RouterId,
-        changes: Vec<Booked>,
+        changes: Vec<ReservationUpdate>,
         fleet: &Fleet,
         inflight_prefixes: &Arc<InflightPrefixes>,
         now: Instant,
@@ -66,7 +66,7 @@ impl PeerRouters {
         let workers = fleet.snapshot();
         for change in changes {
             match change {
-                Booked::Placed { number, worker, prefill_tokens, blocks, decodes, anchors } => {
+                ReservationUpdate::Placed { number, worker, prefill_tokens, blocks, decodes, anchors } => {
                     // This router cannot send to a worker that it has not seen join.
                     let Some(local) = workers.get(worker) else { continue };
                     let prompts = u64::from(prefill_tokens > 0);
@@ -79,16 +79,18 @@ impl PeerRouters {
                         previous.release(now);
                     }
                 }
-                Booked::Going(number) => peer.with(number, |booking| booking.load.dequeued(booking.number)),
-                Booked::Sent(number) => peer.with(number, |booking| booking.load.sent(booking.number, now)),
-                Booked::Amended { number, prefill_tokens } => {
+                ReservationUpdate::Dequeued(number) => {
+                    peer.with(number, |booking| booking.load.dequeued(booking.number))
+                }
+                ReservationUpdate::Sent(number) => peer.with(number, |booking| booking.load.sent(booking.number, now)),
+                ReservationUpdate::Revised { number, prefill_tokens } => {
                     peer.with(number, |booking| booking.load.revise(booking.number, prefill_tokens));
                 }
-                Booked::Started(number) => peer.with(number, |booking| {
+                ReservationUpdate::Started(number) => peer.with(number, |booking| {
                     booking.load.started(booking.number);
                     booking.inflight = None;
                 }),
-                Booked::Released(number) => {
+                ReservationUpdate::Released(number) => {
                     if let Some(booking) = peer.open.remove(&number) {
                         booking.release(now);
                     }
@@ -135,19 +137,19 @@ impl PeerBooking {
 
 /// Sends this router's bookings to the others and applies theirs, until the event plane ends.
 pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
-    let mut bookings = events.subscribe(Topic::Bookings);
+    let mut bookings = events.subscribe(Topic::Reservations);
     let mut beat = tokio::time::interval(HEARTBEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut peers = PeerRouters::default();
     let publish = |changes| {
-        events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body: EventBody::Bookings(changes) });
+        events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body: EventBody::Reservations(changes) });
     };
     loop {
         tokio::select! {
             biased;
             event = bookings.next() => {
                 let Some(Event { source, body, .. }) = event else { return };
-                let (Source::Router(from), EventBody::Bookings(changes)) = (source, body) else { continue };
+                let (Source::Router(from), EventBody::Reservations(changes)) = (source, body) else { continue };
                 if from != id {
                     peers.apply(from, changes, &core.fleet, &core.inflight, Instant::now());
                     core.outbox.set_has_peers(true);

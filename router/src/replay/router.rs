@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
-use worker::plane::{Booked, Instance, Role, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Instance, ReservationUpdate, Role, RouterId, Source, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
 pub(super) struct SimulatedRouter {
@@ -82,7 +82,7 @@ pub(super) enum Action {
     /// Rejects the request.
     Reject,
     /// Sends an update to the other routers.
-    Publish(Booked),
+    Publish(ReservationUpdate),
 }
 
 /// A source of events, and the position up to which they are applied.
@@ -248,7 +248,7 @@ impl SimulatedRouter {
         match prefill {
             None => self.send_stage(now, request, decode, Stage::Whole, actions),
             Some(prefill) => {
-                actions.push(Action::Publish(Booked::Going(decode.shared_id)));
+                actions.push(Action::Publish(ReservationUpdate::Dequeued(decode.shared_id)));
                 self.send_stage(now, request, prefill, Stage::Prefill, actions);
             }
         }
@@ -264,7 +264,8 @@ impl SimulatedRouter {
     ) {
         let Reservation { worker, number, shared_id, .. } = *reservation;
         self.workers[worker].load.sent(number, now);
-        actions.extend([Action::Publish(Booked::Sent(shared_id)), Action::Dispatch { request, worker, stage }]);
+        actions
+            .extend([Action::Publish(ReservationUpdate::Sent(shared_id)), Action::Dispatch { request, worker, stage }]);
     }
 
     /// The prompt is computed: sends the decode stage.
@@ -277,7 +278,7 @@ impl SimulatedRouter {
             return Vec::new();
         };
         self.workers[prefill.worker].load.started(prefill.number);
-        let mut actions = vec![Action::Publish(Booked::Started(prefill.shared_id))];
+        let mut actions = vec![Action::Publish(ReservationUpdate::Started(prefill.shared_id))];
         self.send_stage(now, request, decode, Stage::Decode, &mut actions);
         actions
     }
@@ -291,9 +292,9 @@ impl SimulatedRouter {
         Some(arrived_at)
     }
 
-    fn release(&self, now: Instant, reservation: &Reservation) -> Booked {
+    fn release(&self, now: Instant, reservation: &Reservation) -> ReservationUpdate {
         self.workers[reservation.worker].load.release(reservation.number, now);
-        Booked::Released(reservation.shared_id)
+        ReservationUpdate::Released(reservation.shared_id)
     }
 
     /// Chooses workers for a request and reserves them. Returns the entry for the admission queue; `None` without a
@@ -346,7 +347,8 @@ impl SimulatedRouter {
             let inflight = self.inflight.add(worker.slot, hashes, BLOCK_TOKENS as usize, row.held.total());
             let Demand { prefill_tokens, blocks, sequences, .. } = demand;
             let (worker, decodes, anchors) = (worker.id(), sequences > 0, inflight.anchors().to_vec());
-            let placed = Booked::Placed { number: shared_id, worker, prefill_tokens, blocks, decodes, anchors };
+            let placed =
+                ReservationUpdate::Placed { number: shared_id, worker, prefill_tokens, blocks, decodes, anchors };
             actions.push(Action::Publish(placed));
             Reservation { worker: row.at, number, shared_id, _inflight: inflight }
         };
@@ -377,7 +379,7 @@ impl SimulatedRouter {
     }
 
     /// The request has its first token. Returns the updates for other routers.
-    pub(super) fn first_token(&mut self, now_ns: u64, request: u32) -> Vec<Booked> {
+    pub(super) fn first_token(&mut self, now_ns: u64, request: u32) -> Vec<ReservationUpdate> {
         let now = self.instant(now_ns);
         let Some(Placement { decode, prefill, transfer_s, prefilled_at, .. }) = &mut self.placements[request as usize]
         else {
@@ -392,7 +394,7 @@ impl SimulatedRouter {
             baseline.started(decode.worker, request);
         }
         let released = prefill.take().map(|prefill| self.release(now, &prefill));
-        [Booked::Started(shared_id)].into_iter().chain(released).collect()
+        [ReservationUpdate::Started(shared_id)].into_iter().chain(released).collect()
     }
 
     /// Releases what a finished request holds.
@@ -423,9 +425,9 @@ impl SimulatedRouter {
     }
 
     /// Applies the reservation updates of another router.
-    pub(super) fn apply_updates(&mut self, now_ns: u64, from: usize, booked: Vec<Booked>) {
+    pub(super) fn apply_updates(&mut self, now_ns: u64, from: usize, updates: Vec<ReservationUpdate>) {
         let now = self.instant(now_ns);
-        self.peer_routers.apply(RouterId(from as u64), booked, &self.fleet, &self.inflight, now);
+        self.peer_routers.apply(RouterId(from as u64), updates, &self.fleet, &self.inflight, now);
     }
 
     /// Removes the reservations of routers that have not sent anything for too long.

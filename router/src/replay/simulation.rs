@@ -14,7 +14,7 @@ use crate::policy::planner::RoleChange;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
-use worker::plane::{Booked, Role, WorkerId};
+use worker::plane::{ReservationUpdate, Role, WorkerId};
 
 /// One run: one policy at one rate with one seed. Times are nanoseconds of virtual time.
 pub(super) struct Simulation<'a> {
@@ -27,7 +27,7 @@ pub(super) struct Simulation<'a> {
     seed: u64,
     plane: EventPlane,
     /// Messages between routers in transit, with the sender, in order.
-    router_messages: VecDeque<(usize, Vec<Booked>)>,
+    router_messages: VecDeque<(usize, Vec<ReservationUpdate>)>,
     workers: Vec<Worker>,
     environment: Environment,
     /// Events and reports in transit, in order, by source.
@@ -207,13 +207,13 @@ impl<'a> Simulation<'a> {
 
     /// Carries out the actions of a router.
     fn apply(&mut self, now: u64, router: usize, actions: Vec<Action>) {
-        let mut booked = Vec::new();
+        let mut updates = Vec::new();
         for action in actions {
             match action {
-                Action::Publish(news) => booked.push(news),
+                Action::Publish(news) => updates.push(news),
                 Action::Reject => self.unfinished -= 1,
                 Action::Dispatch { request, worker, stage } => {
-                    self.send_updates(now, router, std::mem::take(&mut booked));
+                    self.send_updates(now, router, std::mem::take(&mut updates));
                     let (records, spec) = (&mut self.records[request as usize], &self.requests[request as usize]);
                     let from = records.prefill_worker.filter(|_| stage == Stage::Decode);
                     match stage {
@@ -226,8 +226,8 @@ impl<'a> Simulation<'a> {
                 }
             }
         }
-        if !booked.is_empty() {
-            self.send_updates(now, router, booked);
+        if !updates.is_empty() {
+            self.send_updates(now, router, updates);
         }
     }
 
@@ -265,8 +265,8 @@ impl<'a> Simulation<'a> {
                 self.schedule(now + REPORT_INTERVAL_NS, Event::Heartbeat(at));
             }
             Event::RouterMessage => {
-                if let Some((from, booked)) = self.router_messages.pop_front() {
-                    self.deliver_updates(now, from, &booked);
+                if let Some((from, updates)) = self.router_messages.pop_front() {
+                    self.deliver_updates(now, from, &updates);
                 }
             }
             Event::Message(from) => {
@@ -361,8 +361,8 @@ impl<'a> Simulation<'a> {
         for request in effects.first_tokens.drain(..) {
             self.records[request as usize].first_token_ns = now;
             let router = self.router_of(request);
-            let booked = self.routers[router].first_token(now, request);
-            self.send_updates(now, router, booked);
+            let updates = self.routers[router].first_token(now, request);
+            self.send_updates(now, router, updates);
             if let Some(prefill_worker) = self.records[request as usize].prefill_worker {
                 self.workers[prefill_worker].engine.release(request, &self.requests[request as usize]);
                 prefill_workers.push(prefill_worker);
@@ -375,7 +375,7 @@ impl<'a> Simulation<'a> {
             self.records[request as usize].finished_ns = now;
             let router = self.router_of(request);
             self.routers[router].finished(now, request, &self.requests[request as usize]);
-            self.send_updates(now, router, vec![Booked::Released(request.into())]);
+            self.send_updates(now, router, vec![ReservationUpdate::Released(request.into())]);
             self.unfinished -= 1;
         }
         for (from, message) in self.plane.announce(now, at, &effects.changes) {
@@ -404,21 +404,21 @@ impl<'a> Simulation<'a> {
     }
 
     /// Sends reservation updates to the other routers.
-    fn send_updates(&mut self, now: u64, from: usize, booked: Vec<Booked>) {
+    fn send_updates(&mut self, now: u64, from: usize, updates: Vec<ReservationUpdate>) {
         if self.routers.len() < 2 {
             return;
         }
         if self.event_delay_ns == 0 {
-            self.deliver_updates(now, from, &booked);
+            self.deliver_updates(now, from, &updates);
         } else {
-            self.router_messages.push_back((from, booked));
+            self.router_messages.push_back((from, updates));
             self.schedule(now + self.event_delay_ns, Event::RouterMessage);
         }
     }
 
-    fn deliver_updates(&mut self, now: u64, from: usize, booked: &[Booked]) {
+    fn deliver_updates(&mut self, now: u64, from: usize, updates: &[ReservationUpdate]) {
         for (_, other) in self.routers.iter_mut().enumerate().filter(|(at, _)| *at != from) {
-            other.apply_updates(now, from, booked.to_vec());
+            other.apply_updates(now, from, updates.to_vec());
         }
     }
 

@@ -90,16 +90,16 @@ pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {
 }
 
 pub(crate) async fn a_subscriber_receives_its_topic_only(plane: &impl Events) {
-    let [mut cache, mut bookings, mut role_requests] = Topic::ALL.map(|topic| plane.subscribe(topic));
+    let [mut cache, mut reservations, mut role_requests] = Topic::ALL.map(|topic| plane.subscribe(topic));
     let router = Source::Router(RouterId(1));
     let request = EventBody::RoleRequest { worker: WorkerId(3), role: Role::Prefill };
-    for body in [EventBody::Bookings(vec![Booked::Started(4)]), request.clone()] {
+    for body in [EventBody::Reservations(vec![ReservationUpdate::Started(4)]), request.clone()] {
         plane.publish(Event { source: router, epoch: Epoch(1), body });
     }
     plane.publish(event(9, 1));
     assert_eq!(numbered(&mut cache).await, (9, 1));
     let first = |event: Option<Event>| event.expect("a plane does not end").body;
-    assert_eq!(first(bookings.next().await), EventBody::Bookings(vec![Booked::Started(4)]));
+    assert_eq!(first(reservations.next().await), EventBody::Reservations(vec![ReservationUpdate::Started(4)]));
     assert_eq!(first(role_requests.next().await), request);
 }
 
