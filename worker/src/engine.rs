@@ -282,7 +282,7 @@ pub struct Tokens {
     /// One per id when requested, else empty.
     pub logprobs: Vec<Logprobs>,
     /// Set on the last item.
-    pub finish: Option<Finish>,
+    pub finish: Option<FinishReason>,
     /// Set with `finish` when a token ended the request and the engine reports it.
     pub end: Option<EndToken>,
     /// On the first item when requested: those of the prompt's tokens from the second on; else empty.
@@ -316,7 +316,7 @@ pub struct EndToken {
 /// Why a stream ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Finish {
+pub enum FinishReason {
     /// An end-of-sequence token.
     Stop,
     /// One of the request's own stop tokens.

@@ -13,7 +13,7 @@ use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogp
 use crate::params::{EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
 use async_openai::types::chat::{
     ChatChoice, ChatChoiceLogprobs, ChatCompletionResponseMessage, ChatCompletionTokenLogprob, CompletionUsage,
-    FinishReason as Finish, Role, TopLogprobs,
+    FinishReason as ChatFinishReason, Role, TopLogprobs,
 };
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -152,7 +152,7 @@ struct ChunkChoice<'a> {
     index: usize,
     delta: Delta<'a>,
     logprobs: Option<ChatChoiceLogprobs>,
-    finish_reason: Option<Finish>,
+    finish_reason: Option<ChatFinishReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -214,10 +214,10 @@ impl ChunkWriter for Chat {
     }
 }
 
-fn finish_reason(reason: FinishReason) -> Finish {
+fn finish_reason(reason: FinishReason) -> ChatFinishReason {
     match reason {
-        FinishReason::Stop => Finish::Stop,
-        FinishReason::Length => Finish::Length,
+        FinishReason::Stop => ChatFinishReason::Stop,
+        FinishReason::Length => ChatFinishReason::Length,
     }
 }
 

@@ -12,7 +12,7 @@ use futures::stream::{self, BoxStream};
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use worker::engine::{self, EndToken, Finish, Logprobs, Output, OutputStream, PromptReport, Tokens};
+use worker::engine::{self, EndToken, Logprobs, Output, OutputStream, PromptReport, Tokens};
 
 /// Output of one choice from one item of the engine's stream.
 #[derive(Clone, PartialEq, Debug, Default)]
@@ -138,16 +138,16 @@ impl ChoiceAssembler {
     }
 
     /// Releases all withheld text when the engine has ended the choice.
-    fn end(&mut self, finish: Finish, end: Option<EndToken>, delta: &mut ChoiceDelta) {
+    fn end(&mut self, finish: engine::FinishReason, end: Option<EndToken>, delta: &mut ChoiceDelta) {
         let mut rest = String::new();
-        if let (Finish::StopToken(token), true) = (finish, self.include_stop) {
+        if let (engine::FinishReason::StopToken(token), true) = (finish, self.include_stop) {
             rest.push_str(&String::from_utf8_lossy(self.vocabulary.bytes(token)));
         }
         self.text.clear();
         self.detokenizer.finish(&mut self.text);
         delta.finish = Some(match finish {
-            Finish::Stop | Finish::StopToken(_) => FinishReason::Stop,
-            Finish::Length => FinishReason::Length,
+            engine::FinishReason::Stop | engine::FinishReason::StopToken(_) => FinishReason::Stop,
+            engine::FinishReason::Length => FinishReason::Length,
         });
         if delta.finish == Some(FinishReason::Stop) {
             delta.generated += 1;
@@ -156,7 +156,7 @@ impl ChoiceAssembler {
         if self.push_text(&mut delta.text) == StopState::Stop {
             return self.stop_at_string(delta);
         }
-        if let Finish::StopToken(token) = finish {
+        if let engine::FinishReason::StopToken(token) = finish {
             delta.stop_reason = Some(StopReason::Token(token));
         }
         delta.end_logprobs = end.and_then(|end| Some(TokenLogprobs::new(end.id, end.logprobs?, self.decoded)));

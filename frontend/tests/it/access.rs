@@ -8,7 +8,7 @@ use prometheus::Registry;
 use std::net::SocketAddr;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
-use worker::engine::Finish;
+use worker::engine::FinishReason;
 
 const BODY: &str = r#"{"model":"org/tiny","messages":[{"role":"user","content":"hello"}]}"#;
 
@@ -22,7 +22,7 @@ async fn serve(at: &str, settings: &str, admin: bool) -> SocketAddr {
     let router = if admin {
         frontend::guard_admin(Router::new().route("/admin/config", get(async || "{}")), &settings)
     } else {
-        frontend::router(FakeEngine::with_steps(vec![last("a", Finish::Stop)]), registry, settings).unwrap()
+        frontend::router(FakeEngine::with_steps(vec![last("a", FinishReason::Stop)]), registry, settings).unwrap()
     };
     tokio::spawn(async move { server.serve(listener, router, Shutdown::default()).await });
     address

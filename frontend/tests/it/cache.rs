@@ -5,7 +5,7 @@ use axum::http::HeaderValue;
 use serde_json::json;
 use std::collections::HashSet;
 use std::time::Duration;
-use worker::engine::{Domain, Finish, Priority, Retention};
+use worker::engine::{Domain, FinishReason, Priority, Retention};
 
 #[tokio::test]
 async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
@@ -23,7 +23,7 @@ async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
     ];
     for (fields, retention) in table {
         for request in [chat(fields.clone()), completion(fields.clone())] {
-            let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+            let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
             assert_eq!(send(&engine.router(), request).await.status, 200);
             let terms = engine.only().terms;
             assert_eq!((terms.retention, terms.priority), (retention, Priority::Normal), "{fields}");
@@ -33,7 +33,7 @@ async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
 
 /// The domains that the engine sees for requests of these tenants.
 async fn domains(settings: serde_json::Value, tenants: &[&'static str]) -> Vec<Domain> {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let settings: frontend::Settings = serde_json::from_value(settings).unwrap();
     let router = frontend::router(engine.clone(), prometheus::Registry::new(), settings).unwrap();
     for tenant in tenants {

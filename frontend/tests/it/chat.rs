@@ -2,15 +2,15 @@
 
 use crate::fake::{FakeEngine, Step, bytes, chat, first, last, last_with_logprobs, say, send};
 use crate::tiny_tokenizer;
-use async_openai::types::chat::{CreateChatCompletionResponse, FinishReason, Role};
+use async_openai::types::chat::{self, CreateChatCompletionResponse, Role};
 use serde_json::json;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
-use worker::engine::{Finish, Sampling, StopConditions};
+use worker::engine::{FinishReason, Sampling, StopConditions};
 
 #[tokio::test]
 async fn a_response_has_openais_format_and_usage() {
-    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", FinishReason::Stop)]);
     let answer = send(&engine.router(), chat(json!({}))).await;
     assert_eq!(answer.status, 200);
     let parsed: CreateChatCompletionResponse = answer.parsed();
@@ -18,7 +18,7 @@ async fn a_response_has_openais_format_and_usage() {
     assert_eq!((parsed.object.as_str(), parsed.model.as_str()), ("chat.completion", "org/tiny"));
     let choice = &parsed.choices[0];
     assert_eq!(choice.message.content.as_deref(), Some("hello"));
-    assert_eq!((choice.message.role, choice.finish_reason), (Role::Assistant, Some(FinishReason::Stop)));
+    assert_eq!((choice.message.role, choice.finish_reason), (Role::Assistant, Some(chat::FinishReason::Stop)));
     let usage = parsed.usage.unwrap();
     let prompt = engine.only().tokens.len() as u32;
     assert_eq!((usage.prompt_tokens, usage.completion_tokens, usage.total_tokens), (prompt, 6, prompt + 6));
@@ -27,7 +27,7 @@ async fn a_response_has_openais_format_and_usage() {
 
 #[tokio::test]
 async fn the_template_makes_the_prompt() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let messages = json!([
         { "role": "developer", "content": "x" },
         { "role": "user", "content": [{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }] },
@@ -43,7 +43,7 @@ async fn the_template_makes_the_prompt() {
 #[tokio::test]
 async fn tools_reach_the_template_unless_they_must_not_be_used() {
     let tools = json!([{ "type": "function", "function": { "name": "f" } }]);
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let router = engine.router();
     send(&router, chat(json!({}))).await;
     send(&router, chat(json!({ "tools": tools, "tool_choice": "none" }))).await;
@@ -55,7 +55,7 @@ async fn tools_reach_the_template_unless_they_must_not_be_used() {
 
 #[tokio::test]
 async fn every_parameter_reaches_the_engine() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let fields = json!({
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": -1, "frequency_penalty": 1,
         "presence_penalty": -2, "repetition_penalty": 1.5, "logit_bias": { "5": -100 }, "logprobs": true,
@@ -86,7 +86,7 @@ async fn every_parameter_reaches_the_engine() {
 
 #[tokio::test]
 async fn absent_fields_have_openais_defaults() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     send(&engine.router(), chat(json!({ "temperature": null, "stop": null, "top_k": -1 }))).await;
     let seen = engine.only();
     assert_eq!((seen.sampling, seen.stop), (Sampling::default(), StopConditions::default()));
@@ -96,7 +96,7 @@ async fn absent_fields_have_openais_defaults() {
 #[tokio::test]
 async fn the_other_choices_start_when_the_first_has_output() {
     let permits = Arc::new(Semaphore::new(0));
-    let steps = vec![Step::Wait(permits.clone()), first("a"), last("b", Finish::Length)];
+    let steps = vec![Step::Wait(permits.clone()), first("a"), last("b", FinishReason::Length)];
     let engine = FakeEngine::with_steps(steps);
     let router = engine.router();
     let asking = send(&router, chat(json!({ "n": 3, "seed": 41 })));
@@ -130,7 +130,7 @@ async fn a_stop_string_ends_the_response_and_the_engine_stream() {
     let parsed: CreateChatCompletionResponse =
         send(&engine.router(), chat(json!({ "stop": ["END", "x"] }))).await.parsed();
     assert_eq!(parsed.choices[0].message.content.as_deref(), Some("one "));
-    assert_eq!(parsed.choices[0].finish_reason, Some(FinishReason::Stop));
+    assert_eq!(parsed.choices[0].finish_reason, Some(chat::FinishReason::Stop));
     assert_eq!(engine.open(), 0);
 }
 
@@ -152,7 +152,7 @@ async fn logprobs_have_openais_shape() {
 async fn the_routers_decision_comes_back_in_a_header() {
     let engine = FakeEngine::new(|request| {
         let explain = request.explain.then(|| r#"{"worker":"w1","why":"é"}"#.into());
-        let mut tokens = vec![first("a"), last("", Finish::Stop)];
+        let mut tokens = vec![first("a"), last("", FinishReason::Stop)];
         if let Step::Say(first) = &mut tokens[0] {
             first.explain = explain;
         }

@@ -5,10 +5,10 @@ use crate::tiny_tokenizer;
 use async_openai::types::chat::CompletionFinishReason;
 use async_openai::types::completions::CreateCompletionResponse;
 use serde_json::{Value, json};
-use worker::engine::Finish;
+use worker::engine::FinishReason;
 
 async fn tokens_of(prompt: Value) -> Vec<Vec<u32>> {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     assert_eq!(send(&engine.router(), completion(json!({ "prompt": prompt }))).await.status, 200);
     engine.seen.lock().iter().map(|request| request.tokens.to_vec()).collect()
 }
@@ -25,7 +25,7 @@ async fn a_prompt_comes_in_four_shapes() {
 #[tokio::test]
 async fn a_response_has_openais_format_and_usage() {
     let engine =
-        FakeEngine::new(|request| Ok(vec![first(""), last(&format!("{}", request.tokens[0]), Finish::Length)]));
+        FakeEngine::new(|request| Ok(vec![first(""), last(&format!("{}", request.tokens[0]), FinishReason::Length)]));
     let answer = send(&engine.router(), completion(json!({ "prompt": [[1, 2], [3]], "n": 2 }))).await;
     let parsed: CreateCompletionResponse = answer.parsed();
     assert!(parsed.id.starts_with("cmpl-"));
@@ -39,7 +39,7 @@ async fn a_response_has_openais_format_and_usage() {
 
 #[tokio::test]
 async fn max_tokens_of_completions_defaults_to_16() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Length)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Length)]);
     send(&engine.router(), completion(json!({}))).await;
     assert_eq!(engine.only().stop.max_tokens, Some(16));
 }
@@ -47,7 +47,7 @@ async fn max_tokens_of_completions_defaults_to_16() {
 #[tokio::test]
 async fn echo_repeats_the_prompt_without_special_tokens() {
     for stream in [false, true] {
-        let engine = FakeEngine::with_steps(vec![first(" wo"), last("rld", Finish::Length)]);
+        let engine = FakeEngine::with_steps(vec![first(" wo"), last("rld", FinishReason::Length)]);
         let answer = send(&engine.router(), completion(json!({ "echo": true, "stream": stream }))).await;
         let text = if stream {
             let chunks = answer.events();

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use worker::engine::{
-    Engine, Error, Finish, Logprobs, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Tokens,
+    Engine, Error, FinishReason, Logprobs, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Tokens,
 };
 
 use crate::tiny_tokenizer;
@@ -168,7 +168,7 @@ pub(crate) fn first(text: &str) -> Step {
 }
 
 /// A last item.
-pub(crate) fn last(text: &str, finish: Finish) -> Step {
+pub(crate) fn last(text: &str, finish: FinishReason) -> Step {
     Step::Say(Tokens { ids: bytes(text), finish: Some(finish), ..Tokens::default() })
 }
 
@@ -177,7 +177,7 @@ pub(crate) fn last_with_logprobs(ids: &[u32], rival: u32) -> Step {
     let logprobs =
         ids.iter().map(|id| Logprobs { chosen: -0.5, rank: 1, top: vec![(*id, -0.5), (rival, f32::NEG_INFINITY)] });
     let logprobs = logprobs.collect();
-    Step::Say(Tokens { ids: ids.to_vec(), logprobs, finish: Some(Finish::Length), ..Tokens::default() })
+    Step::Say(Tokens { ids: ids.to_vec(), logprobs, finish: Some(FinishReason::Length), ..Tokens::default() })
 }
 
 /// A complete response.

@@ -12,10 +12,10 @@ use serde_json::json;
 use std::convert::Infallible;
 use std::sync::Arc;
 use tokio::sync::Semaphore;
-use worker::engine::Finish;
+use worker::engine::FinishReason;
 
 fn engine() -> Arc<FakeEngine> {
-    FakeEngine::with_steps(vec![last("a", Finish::Stop)])
+    FakeEngine::with_steps(vec![last("a", FinishReason::Stop)])
 }
 
 fn router(engine: &Arc<FakeEngine>, settings: Settings) -> Router {
@@ -91,7 +91,7 @@ async fn bodies_beyond_the_memory_for_bodies_get_429() {
 #[tokio::test]
 async fn choices_beyond_a_tenants_limit_get_429() {
     let permits = Arc::new(Semaphore::new(0));
-    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), first("a"), last("b", Finish::Length)]);
+    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), first("a"), last("b", FinishReason::Length)]);
     let tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
     let router = router(&engine, Settings { tenant_header, max_choices_per_tenant: 4, ..Settings::default() });
     let ask = |tenant: &'static str, n: u32| {

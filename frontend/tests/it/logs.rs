@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::sync::Arc;
 use tracing_subscriber::fmt::MakeWriter;
-use worker::engine::{Error, Finish};
+use worker::engine::{Error, FinishReason};
 
 /// Collects the log of one thread.
 #[derive(Clone, Default)]
@@ -51,7 +51,7 @@ impl<'a> MakeWriter<'a> for Log {
 #[tokio::test]
 async fn a_served_request_leaves_one_flat_line() {
     let log = Log::default();
-    let engine = FakeEngine::with_steps(vec![first("ab"), last("c", Finish::Length)]);
+    let engine = FakeEngine::with_steps(vec![first("ab"), last("c", FinishReason::Length)]);
     let settings: frontend::Settings = toml::from_str("tenant_header = 'x-tenant'").unwrap();
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     for stream in [false, true] {
@@ -127,7 +127,7 @@ async fn lines_of_refused_requests_are_bounded() {
 
 #[tokio::test]
 async fn the_clients_request_id_is_in_the_id_of_the_answer() {
-    let router = FakeEngine::with_steps(vec![last("a", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("a", FinishReason::Stop)]).router();
     for (id, prefix) in [(Some("mine-1"), "chatcmpl-mine-1"), (None, "chatcmpl-"), (Some("not sane"), "chatcmpl-")] {
         let mut request = chat(json!({}));
         if let Some(id) = id {

@@ -9,7 +9,7 @@ use futures::StreamExt;
 use serde_json::json;
 use std::sync::Arc;
 use tower::ServiceExt;
-use worker::engine::{Error, Finish, Readiness};
+use worker::engine::{Error, FinishReason, Readiness};
 
 async fn get(router: &Router, path: &str) -> TestResponse {
     send(router, Request::get(path).body(Body::empty()).unwrap()).await
@@ -63,7 +63,7 @@ async fn unknown_routes_and_methods_are_json_errors() {
 
 #[tokio::test]
 async fn metrics_count_requests_and_tokens() {
-    let router = FakeEngine::with_steps(vec![first("a"), say("bc"), last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![first("a"), say("bc"), last("", FinishReason::Stop)]).router();
     send(&router, chat(json!({ "messages": [{ "role": "user", "content": "x" }] }))).await;
     send(&router, completion(json!({ "stream": true, "prompt": [1, 2, 3] }))).await;
     send(&router, completion(json!({ "model": "made-up" }))).await;
@@ -93,7 +93,7 @@ async fn metrics_count_requests_and_tokens() {
 
 #[tokio::test]
 async fn metrics_come_as_open_metrics_when_asked_for() {
-    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]).router();
     send(&router, chat(json!({}))).await;
     let accept = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3";
     let scrape = Request::get("/metrics").header("accept", accept).body(Body::empty()).unwrap();
@@ -142,7 +142,7 @@ async fn a_valid_request_id_is_kept() {
 
 #[tokio::test]
 async fn a_changed_model_card_is_reloaded() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let router = engine.router();
     send(&router, chat(json!({}))).await;
     *engine.card.lock() = Arc::new(worker::engine::ModelCard { chat_template: Some("other".into()), ..card() });

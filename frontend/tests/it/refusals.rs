@@ -6,7 +6,7 @@ use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
 use std::time::Duration;
-use worker::engine::{Error, Finish};
+use worker::engine::{Error, FinishReason};
 
 fn check(what: &str, answer: &TestResponse, status: u16, code: &Value, param: &Value) {
     let body = answer.json();
@@ -28,7 +28,7 @@ fn check(what: &str, answer: &TestResponse, status: u16, code: &Value, param: &V
 
 #[tokio::test]
 async fn invalid_cache_fields_are_rejected() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let table = [
         (json!({ "cache": true }), "invalid_type", "cache"),
         (json!({ "cache": { "ttl": 0 } }), "integer_below_min_value", "cache.ttl"),
@@ -49,7 +49,7 @@ async fn invalid_cache_fields_are_rejected() {
 #[tokio::test]
 #[expect(clippy::too_many_lines, reason = "a list of cases")]
 async fn invalid_chat_requests_are_rejected() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let router = engine.router();
     let message = |message: Value| json!({ "messages": [{ "role": "user", "content": "a" }, message] });
     let table = [
@@ -156,7 +156,7 @@ async fn invalid_chat_requests_are_rejected() {
 
 #[tokio::test]
 async fn invalid_completion_requests_are_rejected() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let router = engine.router();
     let table = [
         (json!({ "prompt": null }), "missing_required_parameter", "prompt"),
@@ -188,7 +188,7 @@ async fn invalid_completion_requests_are_rejected() {
 
 #[tokio::test]
 async fn bodies_that_are_not_requests_are_rejected() {
-    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]).router();
     let raw = |kind: &str, body: &'static str| {
         Request::post("/v1/chat/completions").header("content-type", kind).body(Body::from(body)).unwrap()
     };
@@ -212,7 +212,7 @@ async fn bodies_that_are_not_requests_are_rejected() {
 
 #[tokio::test]
 async fn a_body_above_the_limit_is_rejected() {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let settings = frontend::Settings { max_body: units::ByteSize(100), ..frontend::Settings::default() };
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     let fitting = chat(json!({ "a": "x".repeat(10) }));
@@ -223,7 +223,7 @@ async fn a_body_above_the_limit_is_rejected() {
 
 #[tokio::test(start_paused = true)]
 async fn a_body_that_does_not_arrive_times_out() {
-    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]).router();
     let never = Body::from_stream(futures::stream::pending::<Result<bytes::Bytes, std::io::Error>>());
     let answer = send(&router, Request::post("/v1/completions").body(never).unwrap()).await;
     check("silent", &answer, 408, &json!("request_timeout"), &Value::Null);
@@ -231,7 +231,7 @@ async fn a_body_that_does_not_arrive_times_out() {
 
 #[tokio::test]
 async fn an_unknown_model_is_named_with_those_that_are_known() {
-    let router = FakeEngine::with_steps(vec![last("", Finish::Stop)]).router();
+    let router = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]).router();
     let body = json!({ "model": "gpt-4", "messages": [{ "role": "user", "content": "a" }] });
     let answer = send(&router, post("/v1/chat/completions", &body)).await;
     check("model", &answer, 404, &json!("model_not_found"), &json!("model"));

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Finish, Priority};
+use worker::engine::{FinishReason, Priority};
 
 fn behind_a_proxy() -> (Arc<FakeEngine>, Router) {
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let settings: frontend::Settings = serde_json::from_value(json!({ "tenant_header": "X-Tenant" })).unwrap();
     let router = frontend::router(engine.clone(), prometheus::Registry::new(), settings).unwrap();
     (engine, router)
@@ -38,7 +38,7 @@ async fn a_priority_has_a_name_or_a_number_as_vllm_counts() {
         (json!({ "priority": 7 }), Priority::Low),
     ];
     for (fields, priority) in table {
-        let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+        let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
         assert_eq!(send(&engine.router(), chat(fields.clone())).await.status, 200);
         assert_eq!(engine.only().terms.priority, priority, "{fields}");
     }
@@ -54,12 +54,12 @@ async fn the_earlier_deadline_applies_from_arrival() {
         (&[("x-blockyard-deadline-ms", "700")], json!({ "deadline_ms": 1500 }), Some(700)),
     ];
     for (headers, fields, within) in table {
-        let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+        let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
         let now = Instant::now();
         assert_eq!(send(&engine.router(), with(headers, fields)).await.status, 200);
         assert_eq!(engine.only().terms.deadline, within.map(|ms| now + Duration::from_millis(ms)));
     }
-    let engine = FakeEngine::with_steps(vec![crate::fake::first("a"), last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![crate::fake::first("a"), last("", FinishReason::Stop)]);
     send(&engine.router(), chat(json!({ "n": 2, "deadline_ms": 1500 }))).await;
     let deadlines: Vec<bool> = engine.seen.lock().iter().map(|request| request.terms.deadline.is_some()).collect();
     assert_eq!(deadlines, [true, false], "the client has its first token when the second choice starts");
@@ -73,7 +73,7 @@ async fn the_tenant_comes_from_the_configured_header() {
     let tenants: Vec<Arc<str>> = engine.seen.lock().iter().map(|request| request.terms.tenant.clone()).collect();
     assert_eq!(tenants, ["blue/7".into(), Arc::<str>::from("")]);
 
-    let engine = FakeEngine::with_steps(vec![last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     send(&engine.router(), with(&[("x-tenant", "blue")], json!({}))).await;
     assert_eq!(&*engine.only().terms.tenant, "", "without the setting the header is ignored");
 }

@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use units::{ByteSize, HumanDuration};
-use worker::engine::Finish;
+use worker::engine::FinishReason;
 
 const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}"#;
 /// A timeout that expires during the test. No test depends on being faster.
@@ -109,7 +109,7 @@ async fn until(condition: impl Fn() -> bool) {
 #[tokio::test]
 async fn shutdown_lets_streams_finish_and_accepts_no_more() {
     let permits = Arc::new(Semaphore::new(0));
-    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", FinishReason::Stop)]);
     let server = TestServer::start(&engine, Settings::default()).await;
     let connection = start_stream(&server).await;
     server.shutdown.close(Duration::from_mins(10));
@@ -125,7 +125,7 @@ async fn shutdown_lets_streams_finish_and_accepts_no_more() {
 #[tokio::test]
 async fn an_announced_shutdown_refuses_new_requests_with_retry_after() {
     let permits = Arc::new(Semaphore::new(0));
-    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Wait(permits.clone()), last("b", FinishReason::Stop)]);
     let server = TestServer::start(&engine, Settings::default()).await;
     let running = start_stream(&server).await;
     let mut kept = server.connect().await;
@@ -328,7 +328,7 @@ async fn health_checks_are_answered_when_every_connection_is_busy() {
 #[tokio::test]
 async fn idle_connections_make_room_for_new_ones() {
     let settings = Settings { max_connections: 4, ..Settings::default() };
-    let server = TestServer::start(&FakeEngine::with_steps(vec![last("a", Finish::Stop)]), settings).await;
+    let server = TestServer::start(&FakeEngine::with_steps(vec![last("a", FinishReason::Stop)]), settings).await;
     let mut idle = Vec::new();
     for _ in 0..40 {
         idle.push(server.connect().await);

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
-use worker::engine::{Error, Finish};
+use worker::engine::{Error, FinishReason};
 
 async fn next(body: &mut BodyDataStream) -> String {
     String::from_utf8(body.next().await.expect("more to come").unwrap().to_vec()).unwrap()
@@ -19,7 +19,7 @@ async fn next(body: &mut BodyDataStream) -> String {
 
 #[tokio::test]
 async fn each_item_of_the_engine_is_one_write() {
-    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", FinishReason::Stop)]);
     let fields = json!({ "stream": true, "stream_options": { "include_usage": true } });
     let response = engine.router().oneshot(chat(fields)).await.unwrap();
     assert_eq!(response.headers()["content-type"], "text/event-stream; charset=utf-8");
@@ -63,7 +63,7 @@ async fn each_item_of_the_engine_is_one_write() {
 
 #[tokio::test]
 async fn a_completion_streams_chunks_that_openais_types_read() {
-    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", Finish::Length)]);
+    let engine = FakeEngine::with_steps(vec![first("he"), say("l"), last("lo", FinishReason::Length)]);
     let answer = send(&engine.router(), completion(json!({ "stream": true, "n": 2 }))).await;
     let events = answer.events();
     let (done, chunks) = events.split_last().unwrap();
@@ -84,7 +84,7 @@ async fn a_character_is_never_split() {
         let ids = bytes.iter().copied().map(u32::from).collect();
         Step::Say(worker::engine::Tokens { ids, ..Default::default() })
     };
-    let engine = FakeEngine::with_steps(vec![say(&halves[0]), say(&halves[1]), last("", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![say(&halves[0]), say(&halves[1]), last("", FinishReason::Stop)]);
     let answer = send(&engine.router(), chat(json!({ "stream": true }))).await;
     let events = answer.events();
     let content = |event: &str| serde_json::from_str::<Value>(event).unwrap()["choices"][0]["delta"]["content"].clone();
@@ -94,7 +94,7 @@ async fn a_character_is_never_split() {
 #[tokio::test(start_paused = true)]
 async fn keep_alive_comments_are_sent_during_silence() {
     let permits = Arc::new(Semaphore::new(0));
-    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), last("a", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![Step::Wait(permits.clone()), last("a", FinishReason::Stop)]);
     let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     assert_eq!(next(&mut body).await, ": keep-alive\n\n");
@@ -107,7 +107,7 @@ async fn keep_alive_comments_are_sent_during_silence() {
 async fn keep_alive_is_counted_from_the_last_write() {
     let permits = Arc::new(Semaphore::new(0));
     let wait = || Step::Wait(permits.clone());
-    let engine = FakeEngine::with_steps(vec![first("a"), wait(), say("b"), wait(), last("c", Finish::Stop)]);
+    let engine = FakeEngine::with_steps(vec![first("a"), wait(), say("b"), wait(), last("c", FinishReason::Stop)]);
     let response = engine.router().oneshot(chat(json!({ "stream": true }))).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     while !next(&mut body).await.contains(r#""content":"a""#) {}

@@ -12,7 +12,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
-use worker::engine::{Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
+use worker::engine::{Engine, Error, FinishReason, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness};
 use worker::engine::{Request, Tokens, Work};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, Role, Source, WorkerId};
@@ -144,7 +144,7 @@ impl Engine for Handle {
                     engine.running.fetch_sub(1, Ordering::SeqCst);
                     engine.report();
                 }
-                let finish = (made == max).then_some(Finish::Length);
+                let finish = (made == max).then_some(FinishReason::Length);
                 let tokens = Tokens { ids: vec![made], prompt: report, finish, ..Tokens::default() };
                 Some((Ok(Output::Tokens(tokens)), (engine, made + 1, None)))
             })

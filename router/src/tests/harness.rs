@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use worker::engine::{
-    Engine, Error, Finish, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
+    Engine, Error, FinishReason, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
     StopConditions, Terms, Tokens, Work,
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
@@ -140,7 +140,7 @@ impl Engine for FakeEngine {
                     (Behaviour::Serve, _) => stream::iter([
                         tokens(vec![1], Some(report), None),
                         tokens(vec![2], None, None),
-                        tokens(vec![], None, Some(Finish::Length)),
+                        tokens(vec![], None, Some(FinishReason::Length)),
                     ])
                     .then(pause)
                     .boxed(),

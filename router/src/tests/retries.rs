@@ -9,7 +9,7 @@ use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Engine, Error, Finish, Output, Readiness};
+use worker::engine::{Engine, Error, FinishReason, Output, Readiness};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Instance, Lease, Membership, PlaneError, Role, RouterId, WorkerId};
 
@@ -105,7 +105,7 @@ async fn a_worker_that_leaves_finishes_started_requests() {
     while let Some(item) = stream.next().await {
         last = Some(item.unwrap());
     }
-    assert!(matches!(last, Some(Output::Tokens(tokens)) if tokens.finish == Some(Finish::Length)));
+    assert!(matches!(last, Some(Output::Tokens(tokens)) if tokens.finish == Some(FinishReason::Length)));
     assert_eq!(worker.requests(), 1);
     assert!(matches!(harness.answer(prompt(1, 100)).await, Err(Error::UnknownModel(_))));
 }

@@ -84,7 +84,7 @@ async fn stop_tokens_end_the_stream_unsent(engine: &dyn Engine) {
     let first = free.ids.iter().position(|id| *id == free.ids[3]).unwrap();
     let all = run(engine, stopped).await;
     assert_eq!(all.ids, free.ids[..first]);
-    assert_eq!(all.finish, Some(super::Finish::StopToken(free.ids[3])));
+    assert_eq!(all.finish, Some(super::FinishReason::StopToken(free.ids[3])));
 }
 
 async fn a_prefill_stream_stays_open_after_the_handoff(engine: &dyn Engine) {

@@ -2,7 +2,7 @@
 
 use super::loader::{BLOCK_SIZE, Builtin, BuiltinError, Config, FolderError, LoadedModel, ModelFolder, Weights};
 use super::model::{KvCache, Model};
-use crate::engine::{Finish, ModelCard, StopConditions};
+use crate::engine::{FinishReason, ModelCard, StopConditions};
 use kvbm::DeviceBlocks;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -133,10 +133,10 @@ impl Runtime {
     }
 
     /// The reason to finish, if the chosen token ends the answer.
-    pub(super) fn finish_reason(&self, stop: &StopConditions, token: u32) -> Option<Finish> {
+    pub(super) fn finish_reason(&self, stop: &StopConditions, token: u32) -> Option<FinishReason> {
         if stop.stop_tokens.contains(&token) {
-            return Some(Finish::StopToken(token));
+            return Some(FinishReason::StopToken(token));
         }
-        (!stop.ignore_eos && self.card.eos.contains(&token)).then_some(Finish::Stop)
+        (!stop.ignore_eos && self.card.eos.contains(&token)).then_some(FinishReason::Stop)
     }
 }

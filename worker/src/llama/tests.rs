@@ -3,7 +3,7 @@
 
 use super::{Builtin, LlamaEngine, Memory, ModelSource, Runtime, Settings, UnreadOutput};
 use crate::engine::contract::{self, collect, request};
-use crate::engine::{Engine, Finish, Output, PromptReport, Work};
+use crate::engine::{Engine, FinishReason, Output, PromptReport, Work};
 use crate::handoff::Peers;
 use crate::metrics;
 use crate::plane::WorkerId;
@@ -537,7 +537,7 @@ async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
     };
     let prompt = Rng(23).tokens(25);
     let whole = collect(start(&Harness::new(shape()), &prompt).await).await.unwrap();
-    assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(Finish::Length)));
+    assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(FinishReason::Length)));
     // Once the first is read meanwhile, and once it stops when all blocks are taken.
     for reads in [true, false] {
         let harness = Harness::new(shape());

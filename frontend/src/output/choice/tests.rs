@@ -5,7 +5,7 @@ use crate::tiny_tokenizer;
 use proptest::prelude::*;
 use std::sync::{Arc, LazyLock};
 use tokenizers::Tokenizer;
-use worker::engine::{Finish, Logprobs, SamplingDefaults, Tokens};
+use worker::engine::{self, Logprobs, SamplingDefaults, Tokens};
 
 static VOCABULARY: LazyLock<Arc<Vocabulary>> = LazyLock::new(|| {
     let tokenizer = Tokenizer::from_bytes(tiny_tokenizer::tokenizer()).unwrap();
@@ -21,7 +21,7 @@ fn assembler(controls: &str) -> ChoiceAssembler {
     )
 }
 
-fn tokens(ids: &[u32], finish: Option<Finish>) -> Tokens {
+fn tokens(ids: &[u32], finish: Option<engine::FinishReason>) -> Tokens {
     let logprobs = ids.iter().map(|id| Logprobs { chosen: -(*id as f32), rank: 1, top: Vec::new() }).collect();
     Tokens { ids: ids.to_vec(), logprobs, finish, ..Tokens::default() }
 }
@@ -54,7 +54,7 @@ proptest! {
         min_tokens in 0..4,
     ) {
         let controls = format!(r#"{{"stop": ["{stop}", "b\ufffd"], "min_tokens": {min_tokens}}}"#);
-        let whole = assembler(&controls).push(tokens(&ids, Some(Finish::Length)));
+        let whole = assembler(&controls).push(tokens(&ids, Some(engine::FinishReason::Length)));
         let mut assembler = assembler(&controls);
         let mut pieces = Vec::new();
         let mut from = 0;
@@ -68,7 +68,7 @@ proptest! {
             }
         }
         if pieces.last().is_none_or(|piece| piece.finish.is_none()) {
-            pieces.push(assembler.push(tokens(&ids[from..], Some(Finish::Length))));
+            pieces.push(assembler.push(tokens(&ids[from..], Some(engine::FinishReason::Length))));
         }
         prop_assert_eq!(joined(pieces), whole);
     }
@@ -88,20 +88,23 @@ fn a_stop_string_ends_text_and_logprobs_where_it_begins() {
 fn withheld_text_is_released_at_the_end() {
     let mut assembler = assembler(r#"{"stop": "END"}"#);
     assert_eq!(assembler.push(tokens(&bytes("abEN"), None)).text, "ab");
-    let last = assembler.push(tokens(&[], Some(Finish::Length)));
+    let last = assembler.push(tokens(&[], Some(engine::FinishReason::Length)));
     assert_eq!((last.text.as_str(), last.logprobs.len(), last.finish), ("EN", 2, Some(FinishReason::Length)));
 }
 
 #[test]
 fn the_stop_token_is_shown_when_asked_for() {
-    let end = |controls| assembler(controls).push(tokens(&bytes("ab"), Some(Finish::StopToken(u32::from(b'c'))))).text;
+    let end = |controls| {
+        assembler(controls).push(tokens(&bytes("ab"), Some(engine::FinishReason::StopToken(u32::from(b'c'))))).text
+    };
     assert_eq!(end("{}"), "ab");
     assert_eq!(end(r#"{"include_stop_str_in_output": true}"#), "abc");
 }
 
 #[test]
 fn logprobs_say_where_their_token_begins() {
-    let piece = assembler("{}").push(tokens(&[u32::from(b'a'), 261, 0xAD, u32::from(b'b')], Some(Finish::Stop)));
+    let piece =
+        assembler("{}").push(tokens(&[u32::from(b'a'), 261, 0xAD, u32::from(b'b')], Some(engine::FinishReason::Stop)));
     assert_eq!(piece.text, "a中b");
     let positions: Vec<_> = piece.logprobs.iter().map(|of| of.position.chars).collect();
     assert_eq!(positions, [0, 1, 1, 2]);

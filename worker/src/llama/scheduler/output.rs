@@ -1,6 +1,6 @@
 //! The engine's end of a request's stream.
 
-use crate::engine::{EndToken, Error, Finish, Logprobs, Output, PromptReport, Tokens};
+use crate::engine::{EndToken, Error, FinishReason, Logprobs, Output, PromptReport, Tokens};
 use tokio::sync::mpsc;
 
 /// The engine's end of a stream. Tokens that the client has not read yet are merged into one item.
@@ -76,7 +76,7 @@ impl OutputSender {
 
     /// Sends the unsent tokens and ends the stream. The last item must arrive however slowly the client reads, so a
     /// task of its own waits for room in the channel.
-    pub(super) fn finish(mut self, finish: Finish, report: &PromptReport) {
+    pub(super) fn finish(mut self, finish: FinishReason, report: &PromptReport) {
         self.open(report);
         self.unsent.finish = Some(finish);
         let last = std::mem::take(&mut self.unsent);

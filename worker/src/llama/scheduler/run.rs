@@ -18,7 +18,7 @@ use super::batch::{self, Candidate, Rows};
 use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::step::{self, StepInput, StepOutput};
-use crate::engine::{Error, Finish, Output, Work};
+use crate::engine::{Error, FinishReason, Output, Work};
 use crate::handoff::HandoffTicket;
 use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
@@ -377,7 +377,7 @@ impl Scheduler {
             youngest.output.flush();
             let report = youngest.report.clone();
             self.metrics.decoded(youngest.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            youngest.output.finish(Finish::Length, &report);
+            youngest.output.finish(FinishReason::Length, &report);
             self.sequence_left = true;
             return;
         }
@@ -410,7 +410,7 @@ impl Scheduler {
     }
 
     /// Applies the result of a step to one sequence; returns why it ended, if it did.
-    fn advance(&mut self, rows: Rows, output: StepOutput) -> Option<Finish> {
+    fn advance(&mut self, rows: Rows, output: StepOutput) -> Option<FinishReason> {
         let sequence = &mut self.running[rows.index];
         let prompt_left = sequence.prompt.saturating_sub(sequence.computed);
         self.metrics.computed(rows.count.min(prompt_left));
@@ -431,7 +431,7 @@ impl Scheduler {
             sequence.first_token = Some(Instant::now());
             self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         }
-        let Some((sampler, token, logprobs)) = output.next else { return Some(Finish::Length) };
+        let Some((sampler, token, logprobs)) = output.next else { return Some(FinishReason::Length) };
         sequence.sampler = Some(sampler);
         if let Some(finish) = self.runtime.finish_reason(&sequence.request.stop, token) {
             sequence.output.end_with(token, logprobs);
@@ -442,7 +442,7 @@ impl Scheduler {
         sequence.chain.extend(&sequence.tokens);
         sequence.output.push(token, logprobs, &sequence.report);
         if sequence.generated() >= sequence.limit {
-            return Some(Finish::Length);
+            return Some(FinishReason::Length);
         }
         sequence.output.flush();
         None

@@ -2,7 +2,7 @@
 
 use super::{Harness, Rng, Shape};
 use crate::engine::contract::{collect, request};
-use crate::engine::{Finish, Logprobs, Request, Tokens};
+use crate::engine::{FinishReason, Logprobs, Request, Tokens};
 
 async fn run(harness: &Harness, request: Request) -> Tokens {
     collect(crate::engine::Engine::generate(&*harness.engine, request).await.unwrap()).await.unwrap()
@@ -57,7 +57,7 @@ async fn a_request_for_no_tokens_computes_its_prompt() {
     let harness = Harness::new(Shape { chunk: 32, ..Shape::default() });
     for (len, cached) in [(1, 0), (70, 0), (70, 64)] {
         let all = run(&harness, request(&*harness.engine, &Rng(7).random_tokens(len..len + 1), 0)).await;
-        assert_eq!((all.ids.as_slice(), all.finish), (&[][..], Some(Finish::Length)));
+        assert_eq!((all.ids.as_slice(), all.finish), (&[][..], Some(FinishReason::Length)));
         let report = all.prompt.unwrap();
         assert_eq!((report.cached_tokens(), report.computed), (cached, len as u32 - cached));
     }
@@ -90,7 +90,7 @@ async fn the_token_that_ends_a_request_is_reported() {
     request.stop.stop_tokens = vec![next];
     request.sampling.logprobs = Some(0);
     let all = run(&harness, request).await;
-    assert_eq!((all.ids.as_slice(), all.finish), (&[][..], Some(Finish::StopToken(next))));
+    assert_eq!((all.ids.as_slice(), all.finish), (&[][..], Some(FinishReason::StopToken(next))));
     let end = all.end.unwrap();
     assert_eq!((end.id, end.logprobs.unwrap().rank), (next, 1));
 }
