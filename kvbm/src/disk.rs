@@ -178,7 +178,7 @@ impl DiskTier {
     }
 
     /// Limits loads to blocks of at most `bytes`, whatever the log says. Call it before the first load.
-    pub fn limit_blocks(&self, bytes: u64) {
+    pub fn set_max_block_bytes(&self, bytes: u64) {
         self.shared.max_block.store(bytes.min(Header::MAX_LENGTH), Ordering::Relaxed);
     }
 

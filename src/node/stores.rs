@@ -72,7 +72,7 @@ impl Stores {
         if !disks.is_empty() {
             let log = Arc::new(EventLog::new(epoch_now()));
             let tier = open_disk(disks.to_vec(), shares.clone(), Arc::clone(&log), transforms.metadata()).await?;
-            tier.limit_blocks(Header::max_stored_bytes(block_bytes));
+            tier.set_max_block_bytes(Header::max_stored_bytes(block_bytes));
             if timeout(CATCH_UP_MAX, tier.recovered()).await.is_err() {
                 tracing::info!("G3 is still being scanned; blocks that are not found yet are recomputed");
             }
