@@ -85,7 +85,7 @@ pub struct Request {
     /// Which part of the work the engine does.
     pub work: Work,
     /// Tenant, session, priority, deadline and retention.
-    pub terms: Terms,
+    pub attributes: RequestAttributes,
     /// Whether the router explains its decision in [`Tokens::explain`].
     pub explain: bool,
     /// The group of choices that this request belongs to, when its client wants more than one for the prompt.
@@ -153,7 +153,7 @@ impl Request {
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             stop: StopConditions { max_tokens: Some(tokens), ignore_eos: true, ..StopConditions::default() },
             work: Work::Generate,
-            terms: Terms::default(),
+            attributes: RequestAttributes::default(),
             explain: false,
             group: None,
         }
@@ -174,7 +174,7 @@ pub async fn measure_ttft(engine: &dyn Engine, request: Request) -> Result<Durat
 
 /// Tenant, session, priority, deadline and retention of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Terms {
+pub struct RequestAttributes {
     /// The tenant that the fair queue counts the request for; empty: none.
     pub tenant: Arc<str>,
     /// The conversation, or another unit that the client names, that this request belongs to.

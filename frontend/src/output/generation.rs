@@ -16,7 +16,7 @@ use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{Domain, Engine, Request, RequestGroup, Terms, Work};
+use worker::engine::{Domain, Engine, Request, RequestAttributes, RequestGroup, Work};
 
 /// A parsed request: prompts as tokens, and parameters.
 pub(crate) struct GenerationRequest {
@@ -173,7 +173,7 @@ fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choic
     sampling.seed = sampling.seed.map(|seed| seed.wrapping_add(nth as u64));
     // The choices of a prompt share its log-probabilities; only the first one computes the prompt.
     sampling.prompt_logprobs = sampling.prompt_logprobs.filter(|_| nth == 0);
-    let terms = Terms {
+    let attributes = RequestAttributes {
         tenant: request.tenant.clone(),
         session: session.clone(),
         priority: *priority,
@@ -188,7 +188,7 @@ fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choic
         sampling,
         stop: stop.clone(),
         work: Work::Generate,
-        terms,
+        attributes,
         explain: request.explain && choice == 0,
         domain: request.domain.clone(),
         group: None,

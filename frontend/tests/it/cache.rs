@@ -25,8 +25,8 @@ async fn retention_is_asked_for_in_one_field_of_both_endpoints() {
         for request in [chat(fields.clone()), completion(fields.clone())] {
             let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
             assert_eq!(send(&engine.router(), request).await.status, 200);
-            let terms = engine.only().terms;
-            assert_eq!((terms.retention, terms.priority), (retention, Priority::Normal), "{fields}");
+            let attributes = engine.only().attributes;
+            assert_eq!((attributes.retention, attributes.priority), (retention, Priority::Normal), "{fields}");
         }
     }
 }

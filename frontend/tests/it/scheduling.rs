@@ -40,7 +40,7 @@ async fn a_priority_has_a_name_or_a_number_as_vllm_counts() {
     for (fields, priority) in table {
         let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
         assert_eq!(send(&engine.router(), chat(fields.clone())).await.status, 200);
-        assert_eq!(engine.only().terms.priority, priority, "{fields}");
+        assert_eq!(engine.only().attributes.priority, priority, "{fields}");
     }
 }
 
@@ -57,11 +57,11 @@ async fn the_earlier_deadline_applies_from_arrival() {
         let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
         let now = Instant::now();
         assert_eq!(send(&engine.router(), with(headers, fields)).await.status, 200);
-        assert_eq!(engine.only().terms.deadline, within.map(|ms| now + Duration::from_millis(ms)));
+        assert_eq!(engine.only().attributes.deadline, within.map(|ms| now + Duration::from_millis(ms)));
     }
     let engine = FakeEngine::with_steps(vec![crate::fake::first("a"), last("", FinishReason::Stop)]);
     send(&engine.router(), chat(json!({ "n": 2, "deadline_ms": 1500 }))).await;
-    let deadlines: Vec<bool> = engine.seen.lock().iter().map(|request| request.terms.deadline.is_some()).collect();
+    let deadlines: Vec<bool> = engine.seen.lock().iter().map(|request| request.attributes.deadline.is_some()).collect();
     assert_eq!(deadlines, [true, false], "the client has its first token when the second choice starts");
 }
 
@@ -70,12 +70,12 @@ async fn the_tenant_comes_from_the_configured_header() {
     let (engine, router) = behind_a_proxy();
     assert_eq!(send(&router, with(&[("x-tenant", "blue/7")], json!({}))).await.status, 200);
     assert_eq!(send(&router, chat(json!({}))).await.status, 200);
-    let tenants: Vec<Arc<str>> = engine.seen.lock().iter().map(|request| request.terms.tenant.clone()).collect();
+    let tenants: Vec<Arc<str>> = engine.seen.lock().iter().map(|request| request.attributes.tenant.clone()).collect();
     assert_eq!(tenants, ["blue/7".into(), Arc::<str>::from("")]);
 
     let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     send(&engine.router(), with(&[("x-tenant", "blue")], json!({}))).await;
-    assert_eq!(&*engine.only().terms.tenant, "", "without the setting the header is ignored");
+    assert_eq!(&*engine.only().attributes.tenant, "", "without the setting the header is ignored");
 }
 
 #[tokio::test]

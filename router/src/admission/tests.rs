@@ -10,23 +10,23 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use units::HumanDuration;
-use worker::engine::{Error, Priority, Request, RequestGroup, StopConditions, Terms};
+use worker::engine::{Error, Priority, Request, RequestAttributes, RequestGroup, StopConditions};
 use worker::plane::{Load, Role, WorkerId};
 
 fn yard(limits: Limits) -> Arc<Harness> {
     Arc::new(Harness::new(Settings { admission: limits, ..Settings::default() }))
 }
 
-fn request(family: u32, tokens: usize, terms: Terms) -> Request {
+fn request(family: u32, tokens: usize, attributes: RequestAttributes) -> Request {
     Request {
-        terms,
+        attributes,
         stop: StopConditions { max_tokens: Some(1), ..StopConditions::default() },
         ..prompt(family, tokens)
     }
 }
 
-fn of(tenant: &str) -> Terms {
-    Terms { tenant: tenant.into(), ..Terms::default() }
+fn of(tenant: &str) -> RequestAttributes {
+    RequestAttributes { tenant: tenant.into(), ..RequestAttributes::default() }
 }
 
 type Answer = JoinHandle<Result<Vec<u32>, Error>>;
@@ -61,7 +61,7 @@ async fn idle_fleet_admits_at_once() {
     let worker = yard.worker(1, Role::Both).await;
     let before = Instant::now();
     for family in 0..5 {
-        yard.answer(request(family, 100, Terms::default())).await.unwrap();
+        yard.answer(request(family, 100, RequestAttributes::default())).await.unwrap();
     }
     // 100 ms of prefill and three outputs after 10 ms each.
     assert_eq!(before.elapsed().as_millis() / 5, 130);
@@ -86,7 +86,7 @@ async fn explanation_has_queue_time_and_reason() {
     let yard = yard(Limits::default());
     let worker = full(&yard, 1).await;
     let asking = yard.clone();
-    let explained = tokio::spawn(async move { asking.explain(request(1, 100, Terms::default())).await });
+    let explained = tokio::spawn(async move { asking.explain(request(1, 100, RequestAttributes::default())).await });
     tokio::time::sleep(Duration::from_secs(2)).await;
     yard.report(&worker, Load::default());
     let explained = explained.await.unwrap();
@@ -99,13 +99,13 @@ async fn explanation_has_queue_time_and_reason() {
 async fn cancelled_request_frees_its_queue_space_at_once() {
     let yard = yard(Limits { max_queued_tokens: 150, ..Limits::default() });
     let worker = full(&yard, 1).await;
-    let cancelled = ask(&yard, request(1, 100, Terms::default())).await;
-    let rejected = yard.answer(request(2, 100, Terms::default())).await;
+    let cancelled = ask(&yard, request(1, 100, RequestAttributes::default())).await;
+    let rejected = yard.answer(request(2, 100, RequestAttributes::default())).await;
     assert_eq!(rejected, Err(Error::Overloaded { retry_after: Duration::from_secs(1) }));
     cancelled.abort();
     settle().await;
     assert_eq!((waiting(&yard), yard.load(1).0), (0, 2000), "its reservation is released too");
-    let next = ask(&yard, request(3, 100, Terms::default())).await;
+    let next = ask(&yard, request(3, 100, RequestAttributes::default())).await;
     yard.report(&worker, Load::default());
     next.await.unwrap().unwrap();
     assert_eq!(
@@ -144,7 +144,7 @@ async fn tenants_share_a_saturated_worker_by_weight() {
 async fn urgent_request_overtakes_and_sheds() {
     let yard = yard(Limits { max_queued_tokens: 250, ..Limits::default() });
     let worker = full(&yard, 1).await;
-    let of = |priority| Terms { priority, ..Terms::default() };
+    let of = |priority| RequestAttributes { priority, ..RequestAttributes::default() };
     let low = ask(&yard, request(1, 100, of(Priority::Low))).await;
     let normal = ask(&yard, request(2, 100, of(Priority::Normal))).await;
     let high = ask(&yard, request(3, 100, of(Priority::High))).await;
@@ -160,7 +160,10 @@ async fn urgent_request_overtakes_and_sheds() {
 async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     let yard = yard(Limits::default());
     let worker = yard.worker(1, Role::Both).await;
-    let within = |ms| Terms { deadline: Some(Instant::now() + Duration::from_millis(ms)), ..Terms::default() };
+    let within = |ms| RequestAttributes {
+        deadline: Some(Instant::now() + Duration::from_millis(ms)),
+        ..RequestAttributes::default()
+    };
     let before = Instant::now();
     assert_eq!(yard.answer(request(1, 3000, within(2000))).await, Err(Error::DeadlineExceeded));
     assert_eq!((before.elapsed(), worker.requests()), (Duration::ZERO, 0), "its prefill takes three seconds");
@@ -186,8 +189,9 @@ async fn late_request_is_rerouted_to_a_worker_in_time() {
     };
     has(1, 9000);
     settle().await;
-    let terms = Terms { deadline: Some(Instant::now() + Duration::from_secs(5)), ..Terms::default() };
-    let answer = ask(&yard, request(1, 1000, terms)).await;
+    let attributes =
+        RequestAttributes { deadline: Some(Instant::now() + Duration::from_secs(5)), ..RequestAttributes::default() };
+    let answer = ask(&yard, request(1, 1000, attributes)).await;
     assert_eq!((yard.load(1).0, yard.load(2).0), (3000, 9000), "it was placed on the first worker");
     has(0, 9000);
     has(1, 1500);
@@ -204,8 +208,11 @@ async fn worker_in_time_is_preferred_to_a_cheaper_one() {
     yard.report(&workers[1], Load { waiting_tokens: 800, ..Load::default() });
     settle().await;
     for (family, deadline, chosen) in [(1, None, "w2"), (2, Some(Duration::from_secs(1)), "w1")] {
-        let terms = Terms { deadline: deadline.map(|within| Instant::now() + within), ..Terms::default() };
-        assert_eq!(yard.explain(request(family, 500, terms)).await["chosen"], chosen);
+        let attributes = RequestAttributes {
+            deadline: deadline.map(|within| Instant::now() + within),
+            ..RequestAttributes::default()
+        };
+        assert_eq!(yard.explain(request(family, 500, attributes)).await["chosen"], chosen);
     }
 }
 
@@ -213,7 +220,7 @@ async fn worker_in_time_is_preferred_to_a_cheaper_one() {
 async fn request_is_rejected_after_max_queue_time() {
     let yard = yard(Limits { max_queue_time: HumanDuration::secs(7), ..Limits::default() });
     let worker = full(&yard, 1).await;
-    let answer = ask(&yard, request(1, 100, Terms::default())).await;
+    let answer = ask(&yard, request(1, 100, RequestAttributes::default())).await;
     for _ in 0..8 {
         yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -226,7 +233,7 @@ async fn request_is_rejected_after_max_queue_time() {
 async fn overload_is_rejected_once_the_rate_is_known() {
     let yard = yard(Limits { max_queue_time: HumanDuration::secs(10), ..Limits::default() });
     let worker = full(&yard, 1).await;
-    let answers = join_all((0..40).map(|family| ask(&yard, request(family, 500, Terms::default())))).await;
+    let answers = join_all((0..40).map(|family| ask(&yard, request(family, 500, RequestAttributes::default())))).await;
     // One leaves per second: ten of the forty can be served in time.
     for _ in 0..4 {
         yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
@@ -238,7 +245,8 @@ async fn overload_is_rejected_once_the_rate_is_known() {
     assert!(rejected >= 20, "{rejected} of 36 are rejected after four seconds");
     assert_eq!(outcome(&yard, "normal", "predicted_timeout_queued"), rejected as u64);
     let before = Instant::now();
-    let Err(Error::Overloaded { retry_after }) = yard.answer(request(40, 500, Terms::default())).await else {
+    let Err(Error::Overloaded { retry_after }) = yard.answer(request(40, 500, RequestAttributes::default())).await
+    else {
         panic!("it is admitted");
     };
     assert_eq!((before.elapsed(), outcome(&yard, "normal", "predicted_timeout")), (Duration::ZERO, 1));
@@ -258,7 +266,8 @@ async fn overload_is_rejected_once_the_rate_is_known() {
 async fn queued_requests_move_to_idle_and_from_leaving_workers() {
     let yard = yard(Limits::default());
     let a = full(&yard, 1).await;
-    let answers: Vec<Answer> = join_all((0..3).map(|family| ask(&yard, request(family, 100, Terms::default())))).await;
+    let answers: Vec<Answer> =
+        join_all((0..3).map(|family| ask(&yard, request(family, 100, RequestAttributes::default())))).await;
     assert_eq!(waiting(&yard), 300);
     let b = yard.worker(2, Role::Both).await;
     tokio::time::sleep(Duration::from_secs(2)).await;
@@ -268,7 +277,7 @@ async fn queued_requests_move_to_idle_and_from_leaving_workers() {
     yard.report(&a, Load { waiting_tokens: 3000, running: 1, ..Load::default() });
     yard.report(&b, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
     settle().await;
-    let moved = ask(&yard, request(9, 100, Terms::default())).await;
+    let moved = ask(&yard, request(9, 100, RequestAttributes::default())).await;
     yard.roster.expire(WorkerId(2));
     settle().await;
     yard.report(&a, Load::default());
@@ -303,9 +312,9 @@ async fn permit_is_held_until_the_last_byte() {
 async fn stop_rejects_queued_and_later_requests() {
     let yard = yard(Limits::default());
     let _worker = full(&yard, 1).await;
-    let queued = ask(&yard, request(1, 100, Terms::default())).await;
+    let queued = ask(&yard, request(1, 100, RequestAttributes::default())).await;
     yard.router.stop().await;
-    for answer in [queued, ask(&yard, request(2, 100, Terms::default())).await] {
+    for answer in [queued, ask(&yard, request(2, 100, RequestAttributes::default())).await] {
         let answer = tokio::time::timeout(Duration::from_hours(1), answer).await.expect("it still waits");
         assert_eq!(answer.unwrap(), Err(Error::Unavailable("the router has stopped".to_owned())));
     }

@@ -30,9 +30,9 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
 fn ticket(request: &Request, queue_deadline: Instant) -> Ticket {
     Ticket {
         model: request.model.clone(),
-        tenant: request.terms.tenant.clone(),
-        priority: request.terms.priority,
-        deadline: request.terms.deadline,
+        tenant: request.attributes.tenant.clone(),
+        priority: request.attributes.priority,
+        deadline: request.attributes.deadline,
         queue_deadline,
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,

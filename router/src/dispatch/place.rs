@@ -85,7 +85,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     overlaps.extend(&core.inflight);
     let now = Instant::now();
     let view = FleetView::new(pool, &overlaps, prompt, tried, now);
-    let (resolved, session) = (core.settings(), request.terms.session.as_deref().map(hash_str));
+    let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
     let decision = decide(

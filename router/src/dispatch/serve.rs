@@ -31,7 +31,7 @@ struct FirstOutput {
 
 /// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
 pub(crate) async fn serve(core: &Core, request: Request) -> Result<OutputStream, Error> {
-    match request.terms.deadline {
+    match request.attributes.deadline {
         Some(deadline) => {
             timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::DeadlineExceeded))
         }

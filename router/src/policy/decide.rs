@@ -85,8 +85,8 @@ struct DecisionContext<'a> {
 
 impl<'a> PlacementRequest<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
-        let Request { tokens, stop, work, terms, .. } = request;
-        let within = terms.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
+        let Request { tokens, stop, work, attributes, .. } = request;
+        let within = attributes.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
         let may_split = *work == Work::Generate && request.sampling.prompt_logprobs.is_none();
         Self { tokens: tokens.len(), max_tokens: stop.max_tokens, choices: request.choices(), work, may_split, within }
     }

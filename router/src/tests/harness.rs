@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use worker::engine::{
-    Engine, Error, FinishReason, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Sampling,
-    StopConditions, Terms, Tokens, Work,
+    Engine, Error, FinishReason, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request,
+    RequestAttributes, Sampling, StopConditions, Tokens, Work,
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
@@ -319,7 +319,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         sampling: Sampling::default(),
         stop: StopConditions::default(),
         work: Work::Generate,
-        terms: Terms::default(),
+        attributes: RequestAttributes::default(),
         explain: false,
         group: None,
     }

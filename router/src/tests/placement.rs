@@ -132,7 +132,7 @@ async fn a_session_stays_on_its_worker() {
         let before = workers.each_ref().map(|worker| worker.requests());
         for turn in 0..4 {
             let mut request = prompt(session * 100 + turn, 200);
-            request.terms.session = Some(format!("talk {session}").into());
+            request.attributes.session = Some(format!("talk {session}").into());
             harness.answer(request).await.unwrap();
         }
         let [a, b] = [0, 1].map(|at| workers[at].requests() - before[at]);

@@ -149,7 +149,7 @@ impl Sequence {
     /// Registers the blocks that are full now, with the request's retention.
     pub(super) fn publish(&mut self, manager: &BlockManager) {
         if self.computed / self.chain.block_size > self.blocks.cached.len() {
-            let attrs = manager.attrs(self.domain, &self.request.terms.retention);
+            let attrs = manager.attrs(self.domain, &self.request.attributes.retention);
             self.blocks.publish(self.computed, &self.chain, attrs, manager);
         }
     }
@@ -159,7 +159,7 @@ impl Sequence {
     pub(super) fn attach(&mut self, found: CachedBlocks, manager: &BlockManager) -> usize {
         let tokens = found.len() * self.chain.block_size;
         let held = self.blocks.cached.len();
-        manager.extend_retention(&self.chain.hashes[held..held + found.len()], &self.request.terms.retention);
+        manager.extend_retention(&self.chain.hashes[held..held + found.len()], &self.request.attributes.retention);
         self.blocks.attach(found);
         self.computed += tokens;
         self.stats.computed(tokens);
@@ -179,7 +179,7 @@ impl Sequence {
         let seconds = stats.seconds_per_prompt_token().map(|each| each * self.chain.block_size as f64);
         // Less than one more block is computed after the loaded ones. After the first token no deadline applies.
         let last = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or_default();
-        let deadline = self.request.terms.deadline.filter(|_| self.report_is_open());
+        let deadline = self.request.attributes.deadline.filter(|_| self.report_is_open());
         Recompute { seconds_per_block: seconds, deadline: deadline.map(|by| by.checked_sub(last).unwrap_or(by)) }
     }
 

@@ -13,7 +13,7 @@ impl Harness {
     async fn ask(&self, prompt: &[u32], domain: &Domain, retention: Retention) -> (u32, Vec<u32>) {
         let mut request = request(&*self.engine, prompt, 5);
         request.domain = domain.clone();
-        request.terms.retention = retention;
+        request.attributes.retention = retention;
         let all = collect(self.engine.generate(request).await.unwrap()).await.unwrap();
         (all.prompt.unwrap().cached_tokens(), all.ids)
     }
