@@ -80,7 +80,7 @@ impl PeerRouters {
                     }
                 }
                 ReservationUpdate::Dequeued(number) => {
-                    peer.with(number, |booking| booking.load.dequeued(booking.number))
+                    peer.with(number, |booking| booking.load.dequeued(booking.number));
                 }
                 ReservationUpdate::Sent(number) => peer.with(number, |booking| booking.load.sent(booking.number, now)),
                 ReservationUpdate::Revised { number, prefill_tokens } => {
