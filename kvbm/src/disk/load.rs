@@ -2,17 +2,20 @@
 
 use super::direct::{self, Access};
 use super::log::{Location, Log, Shared};
+use super::path::LogPath;
 use super::queue::clone_error;
 use super::{record, segment};
 use crate::block::{Block, Corrupt, Fingerprint, SequenceHash};
 use crate::tier::coalesce::{self, BlockRange, ReadRun};
 use crate::tier::{LoadError, Loaded};
 use bytes::Bytes;
+use futures::stream::{self, Stream};
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use tokio_util::task::AbortOnDropHandle;
 
 /// Maximum length of one read in bytes: enough to be as fast as the device, small enough that the first blocks arrive
 /// early. Such a buffer is one huge page; one megabyte took nearly as long in measurements.
@@ -151,4 +154,36 @@ impl Log {
             answer => answer,
         }
     }
+}
+
+/// Reads a part of one path on a blocking thread.
+pub(super) async fn read_part(
+    log_path: Arc<LogPath>,
+    log: Arc<Log>,
+    fingerprint: Fingerprint,
+    hashes: Arc<[SequenceHash]>,
+    part: SegmentRead,
+) -> impl Stream<Item = Loaded> {
+    let indices: Vec<usize> = part.run.blocks.iter().map(|wanted| wanted.index).collect();
+    let failed = log.failed.clone();
+    let reading = async {
+        let permit = log_path.readers.acquire(part.group, part.run.end() - part.run.start()).await;
+        let reading = log_path.clone().spawn_blocking(move || {
+            let loaded = log_path.work(&log, |log| log.load(fingerprint, &hashes, &part));
+            drop(permit);
+            loaded
+        });
+        // Dropping the stream cancels reads that have not started.
+        AbortOnDropHandle::new(reading).await.ok().flatten()
+    };
+    let loaded = tokio::select! {
+        biased;
+        loaded = reading => loaded,
+        () = failed.cancelled() => None,
+    };
+    let loaded = loaded.unwrap_or_else(|| {
+        let error = io::Error::other("the G3 path has failed");
+        indices.into_iter().map(|index| (index, Err(LoadError::Io(clone_error(&error))))).collect()
+    });
+    stream::iter(loaded)
 }

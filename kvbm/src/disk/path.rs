@@ -11,7 +11,7 @@
 //! panics; the state of such a task is discarded and recovered from disk.
 
 use super::log::{COOLDOWN, Log, Shared};
-use super::{OpenError, READERS, Settings, segment};
+use super::{OpenError, Settings, segment};
 use crate::permissions;
 use crate::tier::FairSemaphore;
 use parking_lot::{Mutex, RwLock};
@@ -29,6 +29,8 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+/// Maximum number of concurrent reads per path. A SATA device is fast with two, an `NVMe` device with eight.
+pub(super) const READERS: usize = 8;
 /// Maximum delay between attempts to reopen a path. An attempt is cheap, but may spin up a disk.
 const MAX_RETRY_DELAY: Duration = Duration::from_mins(1);
 /// A device that does not answer for this long has failed. A disk that spins up, or a flash device that collects

@@ -1,16 +1,25 @@
 //! Tests of the disk tier: the contract, restarts and crashes, corruption, space.
 
+use super::direct::BufferPool;
+use super::log::Shared;
 use super::*;
-use crate::block::Verified;
-use crate::event::{BlockEvent, Epoch};
+use crate::block::{Fingerprint, Header, Level, Verified};
+use crate::event::{BlockEvent, Epoch, EventLog};
 use crate::tier::conformance::{self, Subject, announced, chain, chain_of, fingerprint, hashes, load, store};
-use parking_lot::{Condvar, MutexGuard};
+use crate::tier::{Index, LoadError, Quotas, StoreError, Tier};
+use futures::stream::StreamExt;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeSet;
 use std::fs;
+use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
+use tokio::sync::mpsc;
 
 mod crash;
 mod damage;

@@ -32,7 +32,7 @@ const DAMAGED: usize = 1;
 const SHAPE: synthetic::Shape = synthetic::Shape { layers: 1, tokens: 16, channels: 64 };
 const SIZE: usize = 16 * 64 * 2 * 2;
 
-/// The fields of a block's header, as in `block.rs`.
+/// The fields of a block's header, as in `block/header.rs`.
 const HEADER: [(&str, Range<usize>); 15] = [
     ("magic", 0..8),
     ("name", 8..24),
