@@ -17,10 +17,12 @@ mod onboard;
 mod peer;
 mod plan;
 mod shared;
+mod sources;
 mod throughput;
 
-pub use block_manager::{BlockManager, Onboarded, Recompute, Speed};
-pub use onboard::Onboarding;
+pub use block_manager::BlockManager;
+pub use onboard::{Onboarded, Onboarding, Recompute};
+pub use sources::Speed;
 
 #[cfg(test)]
 mod tests;

@@ -123,7 +123,9 @@ impl Tier for DiskTier {
         let hashes: Arc<[SequenceHash]> = hashes.into();
         let paths = self.log_paths.iter().zip(logs).zip(parts).filter_map(|((log_path, log), parts)| {
             let (log_path, log, hashes) = (log_path.clone(), log?, hashes.clone());
-            let read = move |part: SegmentRead| load::read_part(log_path.clone(), log.clone(), fingerprint, hashes.clone(), part);
+            let read = move |part: SegmentRead| {
+                load::read_part(log_path.clone(), log.clone(), fingerprint, hashes.clone(), part)
+            };
             Some(stream::iter(parts).map(read).buffer_unordered(READERS).flatten().boxed())
         });
         let misses = stream::iter(missing.into_iter().map(|index| (index, Ok(None))));

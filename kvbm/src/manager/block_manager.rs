@@ -1,26 +1,22 @@
 //! The facade of the room: [`BlockManager`].
 
 use super::expiry;
-use super::inflight::InflightLoads;
-use super::locate::{Source, locate, located_len};
-use super::offload::{OffloadQueue, OffloadRequest, OffloadWorker};
-use super::onboard::Onboarding;
-use super::onboard::load::LoadJob;
+use super::locate::{locate, located_len};
+use super::offload::{OffloadRequest, OffloadWorkers};
+use super::onboard::{Onboarded, Onboarder, Onboarding, Recompute, onboard};
 use super::peer::Peer;
 use super::shared::Core;
-use super::throughput::TierThroughput;
+use super::sources::{Source, Sources, Speed};
 use crate::block::{BlockAttrs, Clock, DomainId, Level, Retention, SequenceHash};
 use crate::event::{EventLog, SetDigest};
 use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
-use crate::pool::{BlockPool, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
+use crate::pool::{BlockPool, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
 use crate::tier::{Quotas, Tier, Usage};
-use parking_lot::Mutex;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Weak};
-use std::time::Duration;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -31,54 +27,10 @@ pub struct BlockManager(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
     pub(super) core: Arc<Core>,
-    /// One per tier, in the order of `core.tiers`.
-    offload_workers: Vec<OffloadWorker>,
-    sources: Vec<Source>,
-    pub(super) inflight: InflightLoads,
+    offload: Arc<OffloadWorkers>,
+    sources: Sources,
+    onboarder: Arc<Onboarder>,
     _expiry: AbortOnDropHandle<()>,
-    /// Permits for blocks of G1 that may be loaded before their engine is ready, and the number of all permits.
-    pub(super) prefetch_blocks: Semaphore,
-    pub(super) max_prefetch_blocks: usize,
-    /// Measurements of tiers that do not belong to this manager but were loaded from, while they live.
-    external_tiers: Mutex<Vec<ExternalTier>>,
-}
-
-/// One in this many blocks of G1 may be loaded for requests that do not run yet; more could evict blocks of running
-/// ones.
-const PREFETCH_DIVISOR: usize = 4;
-
-type ExternalTier = (Weak<dyn Tier>, Arc<TierThroughput>);
-
-/// The cost of computing blocks, as measured by the engine, and the request's deadline.
-#[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub struct Recompute {
-    /// Seconds to compute one block; `None` while nothing was measured.
-    pub seconds_per_block: Option<f64>,
-    /// When the last block must be in G1, loaded or computed, for the request to meet its deadline.
-    pub deadline: Option<Instant>,
-}
-
-/// The result of an onboarding.
-#[derive(Debug, Default)]
-#[must_use = "dropping it lets the blocks be evicted"]
-pub struct Onboarded {
-    /// The leading blocks of the request that are in G1, held.
-    pub blocks: CachedBlocks,
-    /// Number of consecutive blocks per tier that they came from, in order.
-    pub from: Vec<(Level, usize)>,
-}
-
-/// The measured onboarding speed of a tier.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Speed {
-    /// The tier.
-    pub level: Level,
-    /// Time until the first block.
-    pub latency: Duration,
-    /// Throughput after the first block, verification and writing included.
-    pub bytes_per_second: f64,
-    /// Number of blocks that loads wait for now; a new load is served after them.
-    pub queued: u64,
 }
 
 impl BlockManager {
@@ -127,24 +79,13 @@ impl BlockManager {
             corrupt_log: LogLimit::default(),
             unresponsive_log: LogLimit::default(),
         });
-        let source = |tier: &Arc<dyn Tier>| Source { tier: tier.clone(), throughput: Arc::default() };
-        let sources = core.tiers.iter().map(source).collect();
-        let first_below = usize::from(core.host.is_some());
-        let to_tier = |tier| OffloadWorker::to_tier(core.clone(), tier);
-        let below: Vec<OffloadWorker> = (first_below..core.tiers.len()).map(to_tier).collect();
-        let queues = || below.iter().map(|worker| worker.queue().clone()).collect();
-        let to_host = core.host.is_some().then(|| OffloadWorker::to_host(core.clone(), queues()));
-        let offload_workers = to_host.into_iter().chain(below).collect();
-        let max_prefetch_blocks = (core.pool.capacity() / PREFETCH_DIVISOR).min(Semaphore::MAX_PERMITS);
+        let offload = Arc::new(OffloadWorkers::new(core.clone()));
         Self(Arc::new(Inner {
             _expiry: expiry::spawn(&core),
+            sources: Sources::new(&core.tiers),
+            onboarder: Arc::new(Onboarder::new(core.clone(), offload.clone())),
+            offload,
             core,
-            offload_workers,
-            sources,
-            inflight: InflightLoads::default(),
-            prefetch_blocks: Semaphore::new(max_prefetch_blocks),
-            max_prefetch_blocks,
-            external_tiers: Mutex::default(),
         }))
     }
 
@@ -156,7 +97,7 @@ impl BlockManager {
     pub fn with_quotas(self, quotas: &Quotas) -> Self {
         let core = &self.0.core;
         core.pool.set_quotas(quotas.for_tier(Level::G1, core.device.block_bytes() as u64));
-        self.0.offload_workers.iter().for_each(|worker| worker.queue().set_weights(quotas));
+        self.0.offload.set_weights(quotas);
         self
     }
 
@@ -179,7 +120,7 @@ impl BlockManager {
     /// [`BlockManager::register`] of many blocks under one lock; a run of one chain is announced as one event.
     pub fn register_all(&self, blocks: Vec<FullBlock>) -> CachedBlocks {
         let cached = self.0.core.pool.register(blocks);
-        self.0.offload(&cached, |_| true);
+        self.0.offload.push(&cached, |_| true);
         cached
     }
 
@@ -205,7 +146,7 @@ impl BlockManager {
         }
         let newly_stored = changed.iter().filter(|(_, before)| retention.store && !before.retention.store);
         let request = |&(hash, BlockAttrs { domain, .. }): &(SequenceHash, BlockAttrs)| OffloadRequest { hash, domain };
-        self.0.enqueue(&newly_stored.map(request).collect::<Vec<_>>());
+        self.0.offload.push_requests(&newly_stored.map(request).collect::<Vec<_>>());
     }
 
     /// Number of pinned blocks in G1, without their ancestors.
@@ -244,19 +185,19 @@ impl BlockManager {
         wake: Arc<Notify>,
     ) -> Option<Onboarding> {
         let is_below = hashes.first().is_some_and(|first| self.count_in_tiers(&[*first]) > 0);
-        is_below.then(|| self.0.start_onboarding(self.0.sources().to_vec(), hashes.to_vec(), recompute, wake))
+        let (onboarder, sources) = (self.0.onboarder.clone(), self.0.sources().to_vec());
+        is_below.then(|| Onboarding::start(onboarder, sources, hashes.to_vec(), recompute, wake))
     }
 
     /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1, for no longer than computing
     /// them would take (plus `WaitBudget::BASE` when a tier turns out not to answer).
     pub async fn onboard(&self, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        self.0.onboard(self.0.sources().to_vec(), hashes, recompute).await
+        onboard(&self.0.onboarder, self.0.sources().to_vec(), hashes, recompute).await
     }
 
     /// [`BlockManager::onboard`] from one tier, which may be another manager's: a peer, at hand-over.
     pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        let source = Source { tier: tier.clone(), throughput: self.0.throughput(tier) };
-        self.0.onboard(vec![source], hashes, recompute).await
+        onboard(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, recompute).await
     }
 
     /// This manager's G1 and G2 as a tier that others may read. It is empty once the last handle to the manager is
@@ -306,115 +247,19 @@ impl BlockManager {
 
     /// The measured speed of each tier, fastest level first, without tiers that were never loaded from.
     pub fn speeds(&self) -> Vec<Speed> {
-        let bytes = self.0.core.device.block_bytes() as f64;
-        let external_tiers = self.0.external_tiers.lock();
-        let external = external_tiers.iter().map(|(tier, throughput)| {
-            let level = tier.upgrade().map(|tier| tier.level());
-            (level, throughput)
-        });
-        let own = self.0.sources.iter().map(|source| (Some(source.tier.level()), &source.throughput));
-        let speed = |(level, throughput): (Option<Level>, &Arc<TierThroughput>)| {
-            let (latency, per_block) = throughput.latest()?;
-            // So far each load had one block, which took the latency.
-            let per_block = if per_block > 0.0 { per_block } else { latency };
-            let (latency, queued) = (Duration::from_secs_f64(latency), throughput.queued());
-            let speed = |level| Speed { level, latency, bytes_per_second: bytes / per_block, queued };
-            level.filter(|_| per_block > 0.0).map(speed)
-        };
-        let mut speeds: Vec<Speed> = own.chain(external).filter_map(speed).collect();
-        speeds.sort_by_key(|speed| speed.level);
-        speeds.dedup_by_key(|speed| speed.level);
-        speeds
+        self.0.sources.speeds(self.0.core.device.block_bytes())
     }
 
     /// Resolves when every block queued for offloading is stored in every tier, or has failed.
     pub async fn flush(&self) {
-        let (host, below) = self.0.offload_workers.split_at(usize::from(self.0.core.host.is_some()));
-        // G2's worker queues its blocks for the workers below it.
-        for stage in [host, below] {
-            futures::future::join_all(stage.iter().map(|worker| worker.queue().flush())).await;
-        }
+        self.0.offload.flush().await;
     }
 }
 
 impl Inner {
     /// Empty when the manager is poisoned.
     fn sources(&self) -> &[Source] {
-        if self.core.is_poisoned() { &[] } else { &self.sources }
-    }
-
-    /// Queues blocks that may be stored. `which`: selects blocks by position.
-    pub(super) fn offload(&self, blocks: &CachedBlocks, which: impl Fn(usize) -> bool) {
-        let attrs = blocks.attrs();
-        let wanted = |at: &usize| which(*at) && attrs[*at].retention.store;
-        let stored = blocks.iter().enumerate().filter(|(at, _)| wanted(at));
-        let request = |(at, block): (usize, &BlockRef)| OffloadRequest { hash: block.hash(), domain: attrs[at].domain };
-        self.enqueue(&stored.map(request).collect::<Vec<_>>());
-    }
-
-    /// Queues for G2, whose worker queues for the tiers below; without a G2 for every tier.
-    fn enqueue(&self, requests: &[OffloadRequest]) {
-        if self.core.is_poisoned() {
-            return;
-        }
-        let first = if self.core.host.is_some() { 1 } else { self.offload_workers.len() };
-        let queues = self.offload_workers.iter().take(first).map(OffloadWorker::queue);
-        queues.for_each(|queue: &OffloadQueue| queue.push(&self.core, requests));
-    }
-
-    fn start_onboarding(
-        self: &Arc<Self>,
-        sources: Vec<Source>,
-        hashes: Vec<SequenceHash>,
-        recompute: Recompute,
-        wake: Arc<Notify>,
-    ) -> Onboarding {
-        let inner = self.clone();
-        let purges = self.core.pool.purges();
-        Onboarding::start(|shared| LoadJob { inner, sources, hashes, recompute, shared, purges }, wake)
-    }
-
-    async fn onboard(
-        self: &Arc<Self>,
-        sources: Vec<Source>,
-        hashes: &[SequenceHash],
-        recompute: Recompute,
-    ) -> Onboarded {
-        let wake = Arc::new(Notify::new());
-        let onboarding = self.start_onboarding(sources, hashes.to_vec(), recompute, wake.clone());
-        onboarding.start_waiting();
-        while onboarding.should_wait() {
-            wake.notified().await;
-        }
-        let blocks = self.core.pool.lookup(hashes);
-        let mut from = Vec::new();
-        for block in &blocks {
-            count(&mut from, onboarding.loaded_from(&block.hash()).unwrap_or(Level::G1), 1);
-        }
-        onboarding.stop().await;
-        Onboarded { blocks, from }
-    }
-
-    fn throughput(&self, tier: &Arc<dyn Tier>) -> Arc<TierThroughput> {
-        if let Some(source) = self.sources.iter().find(|source| Arc::ptr_eq(&source.tier, tier)) {
-            return source.throughput.clone();
-        }
-        let mut external_tiers = self.external_tiers.lock();
-        external_tiers.retain(|(known, _)| known.strong_count() > 0);
-        if let Some((_, throughput)) = external_tiers.iter().find(|(known, _)| known.ptr_eq(&Arc::downgrade(tier))) {
-            return throughput.clone();
-        }
-        let throughput = Arc::default();
-        external_tiers.push((Arc::downgrade(tier), Arc::clone(&throughput)));
-        throughput
-    }
-}
-
-fn count(from: &mut Vec<(Level, usize)>, level: Level, blocks: usize) {
-    match from.last_mut() {
-        _ if blocks == 0 => {}
-        Some((last, count)) if *last == level => *count += blocks,
-        _ => from.push((level, blocks)),
+        if self.core.is_poisoned() { &[] } else { self.sources.own() }
     }
 }
 

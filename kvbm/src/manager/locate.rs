@@ -1,20 +1,11 @@
-//! Sources of a load: tiers with their measured speed, and which of them holds which blocks.
+//! Which source of a load holds which blocks.
 
 use super::plan::{TierRun, TierSpeed};
 use super::shared::Core;
-use super::throughput::TierThroughput;
+use super::sources::Source;
 use crate::block::SequenceHash;
-use crate::tier::Tier;
 use std::ops::Range;
-use std::sync::Arc;
 use tokio::time::Instant;
-
-/// A tier to load from, and its measurements.
-#[derive(Clone)]
-pub(super) struct Source {
-    pub(super) tier: Arc<dyn Tier>,
-    pub(super) throughput: Arc<TierThroughput>,
-}
 
 /// Sources (by index) of consecutive ranges of blocks, from 0 on.
 pub(super) type Located = Vec<(usize, Range<usize>)>;

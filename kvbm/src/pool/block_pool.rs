@@ -2,12 +2,11 @@
 
 use super::handles::{BlockRef, CachedBlocks};
 use super::slot::{FullBlock, PartialBlock, Slot};
-use super::state::State;
+use super::state::Shared;
 use crate::block::{BlockAttrs, BlockRetention, Clock, DomainId, Level, SequenceHash};
 use crate::event::{EventLog, SetDigest, StoredBatch};
 use crate::metrics::MemoryMetrics;
 use crate::tier::TierQuotas;
-use parking_lot::Mutex;
 use std::sync::Arc;
 
 /// How many blocks ahead [`BlockPool::register`] prefetches.
@@ -17,21 +16,10 @@ const PREFETCH_DISTANCE: usize = 4;
 #[derive(Clone)]
 pub(crate) struct BlockPool(pub(super) Arc<Shared>);
 
-pub(super) struct Shared {
-    pub(super) level: Level,
-    pub(super) capacity: usize,
-    pub(super) log: Arc<EventLog>,
-    pub(super) metrics: MemoryMetrics,
-    pub(super) clock: Clock,
-    pub(super) state: Mutex<State>,
-}
-
 impl BlockPool {
     /// `capacity` empty slots. Events name `level`, counts go to `metrics`, and expiry follows `clock`.
     pub(crate) fn new(level: Level, capacity: usize, log: Arc<EventLog>, metrics: MemoryMetrics, clock: Clock) -> Self {
-        let capacity = capacity.min(u32::MAX as usize);
-        let state = Mutex::new(State::new(capacity));
-        Self(Arc::new(Shared { level, capacity, log, metrics, clock, state }))
+        Self(Arc::new(Shared::new(level, capacity, log, metrics, clock)))
     }
 
     /// Counts and bounds domains separately from now on.
@@ -131,7 +119,7 @@ impl BlockPool {
                 state.extend_retention(id, attrs.retention);
             } else {
                 stored.push(hash, parent);
-                state.insert(slot, hash, parent, attrs);
+                state.insert(slot.keep(), hash, parent, attrs);
             }
             state.index.hold(cached[at].id);
         }

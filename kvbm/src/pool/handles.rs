@@ -3,8 +3,8 @@
 //! A list has one guard for all its blocks: holding a thousand blocks costs no allocation and no shared counter for
 //! each.
 
-use super::block_pool::{BlockPool, Shared};
 use super::device::BlockId;
+use super::state::Shared;
 use crate::block::{BlockAttrs, SequenceHash};
 use crate::table::BATCH;
 use std::fmt;
@@ -202,7 +202,12 @@ impl WeakBlock {
 
     /// Holds the block again if it is still resident. It may be in another slot than before.
     pub fn upgrade(&self) -> Option<CachedBlock> {
-        BlockPool(self.pool.upgrade()?).get_each(&[self.hash]).pop()?
+        let pool = self.pool.upgrade()?;
+        let mut state = pool.lock_and_expire();
+        let id = state.index.find(self.hash)?;
+        state.index.hold(id);
+        drop(state);
+        Some(CachedBlock::new(pool, BlockRef { id, hash: self.hash }))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Slots with one owner, before their content can be found by hash.
 
-use super::block_pool::Shared;
 use super::device::BlockId;
+use super::state::Shared;
 use crate::block::{BlockAttrs, SequenceHash};
 use std::fmt;
 use std::sync::Arc;

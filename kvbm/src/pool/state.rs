@@ -1,17 +1,28 @@
-//! The state of a pool, and its lock.
+//! The state of a pool, which its handles and guards share, and its lock.
 
-use super::block_pool::Shared;
 use super::evict::{EvictionIndex, Removed};
 use super::retention::{Due, PinOutcome, RetentionTable};
-use super::slot::Slot;
-use crate::block::{BlockAttrs, BlockRetention, Date, DomainId, SequenceHash};
+use crate::block::{BlockAttrs, BlockRetention, Clock, Date, DomainId, Level, SequenceHash};
 use crate::event::{BlockEvent, EventLog};
+use crate::metrics::MemoryMetrics;
 use crate::tier::TierQuotas;
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 
+/// What the handles of a pool and the guards of its blocks share.
+pub(super) struct Shared {
+    pub(super) level: Level,
+    pub(super) capacity: usize,
+    pub(super) log: Arc<EventLog>,
+    pub(super) metrics: MemoryMetrics,
+    pub(super) clock: Clock,
+    state: Mutex<State>,
+}
+
+/// The slots, the index of the blocks in them, and their retention.
 pub(super) struct State {
     pub(super) free: Vec<u32>,
     pub(super) index: EvictionIndex,
@@ -25,7 +36,7 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(capacity: usize) -> Self {
+    fn new(capacity: usize) -> Self {
         Self {
             // Popped from the end: slot 0 is used first, so memory is touched from the front.
             free: (0..capacity as u32).rev().collect(),
@@ -44,11 +55,10 @@ impl State {
     }
 
     /// Makes the block in the slot findable by hash.
-    pub(super) fn insert(&mut self, slot: Slot, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) {
-        let id = slot.keep();
-        self.index.insert(id, (hash, parent), attrs.retention.priority, self.division.group(attrs.domain));
-        let pin = self.retention.insert(id, attrs);
-        self.pin(id, pin);
+    pub(super) fn insert(&mut self, slot: u32, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) {
+        self.index.insert(slot, (hash, parent), attrs.retention.priority, self.division.group(attrs.domain));
+        let pin = self.retention.insert(slot, attrs);
+        self.pin(slot, pin);
     }
 
     /// Extends the retention of a block. Returns its former attributes if they changed.
@@ -118,6 +128,12 @@ impl Shared {
     /// the pauses. `Mutex::lock` alone sleeps too early: under contention its slowest calls take ten times as long.
     const SPINS: usize = 64;
     const SPIN_HINTS: usize = 16;
+
+    pub(super) fn new(level: Level, capacity: usize, log: Arc<EventLog>, metrics: MemoryMetrics, clock: Clock) -> Self {
+        let capacity = capacity.min(u32::MAX as usize);
+        let state = Mutex::new(State::new(capacity));
+        Self { level, capacity, log, metrics, clock, state }
+    }
 
     pub(super) fn lock(&self) -> Locked<'_> {
         Locked { shared: self, state: self.guard(), events: QueuedEvents { log: &self.log, any: false } }

@@ -10,18 +10,16 @@
 mod requests;
 mod writes;
 
-use super::Shared;
+use super::job::LoadJob;
 use super::phase::{Phase, Wait, WaitStart};
-use crate::block::{Block, Level, SequenceHash};
-use crate::manager::block_manager::{Inner, Recompute};
+use crate::block::{Block, Level};
 use crate::manager::inflight::LoadClaim;
-use crate::manager::locate::{Located, Source, locate, located_len, tier_runs};
-use crate::manager::plan::{Plan, TierSpeed, WaitBudget, plan};
+use crate::manager::locate::{Located, located_len};
+use crate::manager::plan::{Plan, WaitBudget};
 use futures::stream::{BoxStream, FuturesUnordered, SelectAll, StreamExt};
 use requests::{Answer, SourceStats};
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
@@ -53,45 +51,6 @@ pub(super) struct Loading<'a> {
     /// Per source: what it has answered so far.
     stats: Vec<SourceStats>,
     claim: LoadClaim<'a>,
-}
-
-/// The blocks to load, and the request that they are for.
-pub(in crate::manager) struct LoadJob {
-    pub(in crate::manager) inner: Arc<Inner>,
-    pub(in crate::manager) sources: Vec<Source>,
-    pub(in crate::manager) hashes: Vec<SequenceHash>,
-    pub(in crate::manager) recompute: Recompute,
-    pub(in crate::manager) shared: Arc<Shared>,
-    /// The number of purges of G1 when the job was made: blocks of domains that are purged later are not registered.
-    pub(in crate::manager) purges: u64,
-}
-
-impl LoadJob {
-    /// Locates the blocks from `ready` on and plans their load, given the `speed` of each source and the free slots.
-    /// `owned`: how many of these blocks have a slot already.
-    pub(super) fn plan(
-        &self,
-        ready: usize,
-        owned: usize,
-        now: Instant,
-        speed: impl Fn(usize) -> TierSpeed,
-    ) -> (Located, Plan) {
-        let located = locate(&self.inner.core, &self.sources, &self.hashes[ready..], now);
-        let Recompute { seconds_per_block: cost, deadline } = self.recompute;
-        // Blocks that no tier holds are computed in any case, after those that a tier holds.
-        let beyond = (self.hashes.len() - ready - located_len(&located)) as f64 * cost.unwrap_or(0.0);
-        let time_left = deadline.map(|deadline| seconds_until(deadline, now) - beyond);
-        let mut plan = plan(&tier_runs(&located, speed), cost, time_left);
-        let slots = self.inner.core.pool.available() + owned;
-        plan.head = plan.head.min(slots);
-        plan.tail = plan.tail.min(slots - plan.head);
-        (located, plan)
-    }
-}
-
-/// Negative when `then` has passed.
-fn seconds_until(then: Instant, now: Instant) -> f64 {
-    then.saturating_duration_since(now).as_secs_f64() - now.saturating_duration_since(then).as_secs_f64()
 }
 
 /// The status of one block in a load.
@@ -151,7 +110,7 @@ impl<'a> Loading<'a> {
 
     /// Loads blocks until none is left to load.
     pub(super) async fn run(&mut self) {
-        let batch = (WRITE_BYTES / self.job.inner.core.device.block_bytes().max(1)).max(1);
+        let batch = (WRITE_BYTES / self.job.onboarder.core.device.block_bytes().max(1)).max(1);
         let limit = sleep_until(self.begun + FOREVER);
         tokio::pin!(limit);
         loop {
@@ -246,7 +205,7 @@ impl<'a> Loading<'a> {
         }
         // Counted for each source that has not answered everything.
         for source in (0..self.stats.len()).filter(|source| self.stats[*source].has_outstanding()) {
-            self.job.inner.core.metrics.deadline_missed(self.level(source));
+            self.job.onboarder.core.metrics.deadline_missed(self.level(source));
         }
         if self.stats.iter().any(|stats| stats.answered > 0) {
             // Slow: from now on load from the end. A source that has not answered at all is left to its requests.
@@ -281,6 +240,6 @@ impl Drop for Loading<'_> {
     /// Records measurements and counts, and offloads loaded blocks to tiers that lack them.
     fn drop(&mut self) {
         self.record();
-        self.job.shared.offload(&self.job.inner);
+        self.job.shared.offload(&self.job.onboarder.offload);
     }
 }

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 /// What the engine and the load of one onboarding do.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
-pub(in crate::manager) enum Phase {
+pub(super) enum Phase {
     /// The engine is busy with other requests.
     #[default]
     Ahead,
@@ -33,25 +33,25 @@ pub(in crate::manager) enum Phase {
 
 /// When the engine could begin to compute, and how many leading blocks were in G1 then.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(in crate::manager) struct WaitStart {
-    pub(in crate::manager) at: Instant,
-    pub(in crate::manager) ready: usize,
+pub(super) struct WaitStart {
+    pub(super) at: Instant,
+    pub(super) ready: usize,
 }
 
 /// What the engine waits for, and how long.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(in crate::manager) struct Wait {
-    pub(in crate::manager) start: WaitStart,
+pub(super) struct Wait {
+    pub(super) start: WaitStart,
     /// The number of leading blocks that it waits for.
-    pub(in crate::manager) goal: usize,
-    pub(in crate::manager) budget: WaitBudget,
+    pub(super) goal: usize,
+    pub(super) budget: WaitBudget,
     /// When the plan is made again.
-    pub(in crate::manager) review: Instant,
+    pub(super) review: Instant,
 }
 
 impl WaitStart {
     /// Until when to wait for more than `ready` leading blocks, the last of which arrived at `last_arrival`.
-    pub(in crate::manager) fn limit(&self, budget: WaitBudget, ready: usize, last_arrival: Instant) -> Instant {
+    pub(super) fn limit(&self, budget: WaitBudget, ready: usize, last_arrival: Instant) -> Instant {
         self.at + budget.limit(ready - self.ready, last_arrival.saturating_duration_since(self.at))
     }
 }

@@ -2,9 +2,9 @@
 
 use super::{BlockStatus, Delivered, Loading};
 use crate::block::Block;
-use crate::manager::locate::Source;
 use crate::manager::onboard::phase::{Phase, Wait};
 use crate::manager::plan::TierSpeed;
+use crate::manager::sources::Source;
 use crate::manager::throughput::LoadSample;
 use crate::metrics::Direction;
 use crate::tier::LoadError;
@@ -126,7 +126,7 @@ impl Loading<'_> {
             })
         };
         let answer = move |loaded| future::ready(answer(loaded));
-        let fingerprint = self.job.inner.core.device.fingerprint();
+        let fingerprint = self.job.onboarder.core.device.fingerprint();
         let stream = self.job.sources[source].tier.load(fingerprint, hashes).filter_map(answer);
         self.streams.push(stream.chain(stream::iter([Answer::EndOfCall(source)])).boxed());
     }
@@ -167,7 +167,7 @@ impl Loading<'_> {
 
     /// Holds the block if it came to G1 in another way.
     fn hold_if_resident(&mut self, index: usize) -> bool {
-        let found = self.job.inner.core.pool.lookup(&self.job.hashes[index..=index]);
+        let found = self.job.onboarder.core.pool.lookup(&self.job.hashes[index..=index]);
         let is_resident = !found.is_empty();
         self.job.shared.hold(found);
         is_resident
@@ -201,10 +201,10 @@ impl Loading<'_> {
 
     /// Requests a block that a source did not deliver from the next source that holds it. Without one, it is computed.
     pub(super) fn try_next(&mut self, source: usize, index: usize) {
-        self.job.inner.core.metrics.missed(self.level(source), 1);
+        self.job.onboarder.core.metrics.missed(self.level(source), 1);
         let now = Instant::now();
         let hash = &self.job.hashes[index..=index];
-        let fingerprint = self.job.inner.core.device.fingerprint();
+        let fingerprint = self.job.onboarder.core.device.fingerprint();
         let holds = |next: &usize| {
             let next = &self.job.sources[*next];
             next.throughput.is_available(now) && next.tier.holds(fingerprint, hash) == 1
@@ -235,7 +235,7 @@ impl Loading<'_> {
     /// registered: they were being written.
     pub(super) fn record(&mut self) {
         let (now, elapsed) = (Instant::now(), self.begun.elapsed());
-        let core = &self.job.inner.core;
+        let core = &self.job.onboarder.core;
         let bytes = core.device.block_bytes() as u64;
         for (source, stats) in
             self.stats.iter_mut().enumerate().filter(|(_, stats)| stats.requested + stats.registered > 0)

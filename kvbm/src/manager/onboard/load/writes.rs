@@ -39,9 +39,9 @@ impl Loading<'_> {
         let computed = self.job.shared.computed();
         let mut blocks = std::mem::take(&mut self.delivered);
         for late in blocks.extract_if(.., |delivered| delivered.index < computed) {
-            self.job.inner.core.metrics.missed(self.level(late.source), 1);
+            self.job.onboarder.core.metrics.missed(self.level(late.source), 1);
         }
-        let core = self.job.inner.core.clone();
+        let core = self.job.onboarder.core.clone();
         let Some(slots) = core.pool.allocate(blocks.len()) else {
             return self.give_up(&blocks);
         };
@@ -84,11 +84,11 @@ impl Loading<'_> {
             return;
         }
         for (_, level) in &levels {
-            self.job.inner.core.metrics.hit(*level, 1);
+            self.job.onboarder.core.metrics.hit(*level, 1);
         }
         self.job.shared.record_levels(levels.iter().map(|(index, level)| (self.job.hashes[*index], *level)));
         // At once, for followers; and blocks of a request that is dropped stay cached.
-        let cached = self.job.inner.core.pool.register_since(blocks, self.job.purges);
+        let cached = self.job.onboarder.core.pool.register_since(blocks, self.job.purges);
         let mut registered = cached.iter().peekable();
         for (index, _) in levels {
             // Blocks of a domain that was purged meanwhile are not registered.
@@ -115,12 +115,12 @@ impl Loading<'_> {
     }
 
     fn discard_expired(&self, source: usize, index: usize) {
-        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.hashes[index]);
+        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.onboarder.core, self.job.hashes[index]);
         core.metrics.expired(tier.level(), tier.expire_one(core.device.fingerprint(), hash));
     }
 
     pub(super) fn discard_corrupt(&self, source: usize, index: usize, why: Corrupt) {
-        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.inner.core, self.job.hashes[index]);
+        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.onboarder.core, self.job.hashes[index]);
         if let Some(others) = core.corrupt_log.pass() {
             tracing::warn!(
                 tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
