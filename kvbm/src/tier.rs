@@ -2,18 +2,21 @@
 //!
 //! This room owns the trait [`Tier`] with its contract and the test suite that checks it (`conformance`). Its parts are
 //! the index of stored blocks, quotas and fair queueing between cache domains, claims of blocks that are being written,
-//! and coalescing of adjacent reads. [`Faulty`] injects faults into any tier.
+//! coalescing of adjacent reads, and delegation for tiers that wrap another tier. [`Faulty`] injects faults into any
+//! tier.
 //! Not here: implementations of tiers. Those are in `pool`, `disk` and `object`.
 
 pub(crate) mod coalesce;
 #[cfg(test)]
 pub(crate) mod conformance;
+mod delegate;
 mod drr;
 mod fault_injection;
 mod index;
 mod quota;
 mod write_claims;
 
+pub(crate) use delegate::delegate;
 pub(crate) use drr::{DrrQueue, FairSemaphore, Permit};
 pub use fault_injection::{Faults, Faulty};
 pub(crate) use index::{Index, IndexEntry};

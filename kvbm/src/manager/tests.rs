@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::pool::device::conformance::InMemory;
 use crate::pool::{BlockId, CachedBlocks, DeviceBlocks, HostTier};
 use crate::tier::conformance::Memory;
-use crate::tier::{Faults, Faulty, Loaded, Quotas, StoreError, Tier, Usage};
+use crate::tier::{Faults, Faulty, Loaded, Quotas, StoreError, Tier, Usage, delegate};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use parking_lot::Mutex;
@@ -139,11 +139,10 @@ impl PlacedTier {
 }
 
 impl Tier for PlacedTier {
+    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+
     fn level(&self) -> Level {
         self.level
-    }
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
     }
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (latency, per_block) = (self.latency, self.per_block);
@@ -152,18 +151,6 @@ impl Tier for PlacedTier {
             loaded
         };
         self.tier.load(fingerprint, hashes).enumerate().then(late).boxed()
-    }
-    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        self.tier.store(blocks)
-    }
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }
 

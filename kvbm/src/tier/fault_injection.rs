@@ -4,8 +4,8 @@
 //! It does not depend on how tasks interleave: the same seed and the same requests get the same faults. Latency uses
 //! `tokio::time`, so it takes no real time under a paused clock.
 
-use super::{LoadError, Loaded, StoreError, Tier, Usage};
-use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
+use super::{LoadError, Loaded, StoreError, Tier, delegate};
+use crate::block::{Block, Fingerprint, SequenceHash};
 use bytes::Bytes;
 use futures::future::{self, BoxFuture};
 use futures::stream::{BoxStream, StreamExt};
@@ -75,13 +75,7 @@ impl Faulty {
 }
 
 impl Tier for Faulty {
-    fn level(&self) -> Level {
-        self.tier.level()
-    }
-
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
-    }
+    delegate!(tier: level, holds, discard, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let injector = self.injector.clone();
@@ -119,22 +113,6 @@ impl Tier for Faulty {
             };
             outcomes.iter().map(answer).collect()
         })
-    }
-
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-
-    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
-        self.tier.expire_one(fingerprint, hash)
-    }
-
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }
 

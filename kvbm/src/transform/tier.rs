@@ -1,7 +1,7 @@
 //! A tier that transforms blocks on the way to another tier and back.
 
-use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
-use crate::tier::{LoadError, Loaded, StoreError, Tier, Usage};
+use crate::block::{Block, Fingerprint, SequenceHash};
+use crate::tier::{LoadError, Loaded, StoreError, Tier, delegate};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use std::sync::Arc;
@@ -42,13 +42,7 @@ impl<F: Transform> TransformedTier<F> {
 }
 
 impl<F: Transform> Tier for TransformedTier<F> {
-    fn level(&self) -> Level {
-        self.tier.level()
-    }
-
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
-    }
+    delegate!(tier: level, holds, discard, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (tier, transform) = (self.tier.clone(), self.transform.clone());
@@ -104,21 +98,5 @@ impl<F: Transform> Tier for TransformedTier<F> {
             };
             answers.into_iter().map(answer).collect()
         })
-    }
-
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-
-    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
-        self.tier.expire_one(fingerprint, hash)
-    }
-
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }

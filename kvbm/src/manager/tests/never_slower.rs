@@ -37,11 +37,10 @@ impl ThrottledTier {
 }
 
 impl Tier for ThrottledTier {
+    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+
     fn level(&self) -> Level {
         Level::G3
-    }
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
     }
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (latency, per_block) = (self.latency, self.per_block.clone());
@@ -65,18 +64,6 @@ impl Tier for ThrottledTier {
             }
         };
         self.tier.load(fingerprint, hashes).enumerate().then(serve).boxed()
-    }
-    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        self.tier.store(blocks)
-    }
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }
 

@@ -108,27 +108,11 @@ async fn a_flood_drops_no_offloads_of_another_domain() {
 async fn blocks_are_stored_once_and_many_at_a_time() {
     struct CountingTier(Arc<PlacedTier>, Mutex<Vec<usize>>);
     impl Tier for CountingTier {
-        fn level(&self) -> Level {
-            self.0.level()
-        }
-        fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-            self.0.holds(fingerprint, hashes)
-        }
-        fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-            self.0.load(fingerprint, hashes)
-        }
+        delegate!(0: level, holds, load, discard, expire_one, expire, usage);
+
         fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
             self.1.lock().push(blocks.len());
             self.0.store(blocks)
-        }
-        fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-            self.0.discard(fingerprint, hash);
-        }
-        fn expire(&self, now: Date) -> usize {
-            self.0.expire(now)
-        }
-        fn usage(&self) -> Usage {
-            self.0.usage()
         }
     }
     let ssd = Arc::new(CountingTier(placed(Level::G3, 0, 0), Mutex::default()));

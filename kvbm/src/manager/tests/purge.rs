@@ -53,11 +53,10 @@ struct InterruptedTier {
 }
 
 impl Tier for InterruptedTier {
+    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+
     fn level(&self) -> Level {
         Level::G4
-    }
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
     }
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let hook = self.hook.clone();
@@ -68,18 +67,6 @@ impl Tier for InterruptedTier {
             loaded
         };
         self.tier.load(fingerprint, hashes).map(interrupt).boxed()
-    }
-    fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
-        self.tier.store(blocks)
-    }
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }
 

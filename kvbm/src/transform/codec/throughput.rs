@@ -1,8 +1,8 @@
 //! Throughput of the wrapped tier and of the codec: moving averages over the blocks that pass.
 
 use super::policy::Rates;
-use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
-use crate::tier::{Loaded, StoreError, Tier, Usage};
+use crate::block::{Block, Fingerprint, SequenceHash};
+use crate::tier::{Loaded, StoreError, Tier, delegate};
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use futures::{Stream, stream};
@@ -66,13 +66,7 @@ impl MeasuredTier {
 }
 
 impl Tier for MeasuredTier {
-    fn level(&self) -> Level {
-        self.tier.level()
-    }
-
-    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.tier.holds(fingerprint, hashes)
-    }
+    delegate!(tier: level, holds, discard, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let throughput = self.throughput.clone();
@@ -104,21 +98,5 @@ impl Tier for MeasuredTier {
             }
             answers
         })
-    }
-
-    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
-        self.tier.discard(fingerprint, hash);
-    }
-
-    fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
-        self.tier.expire_one(fingerprint, hash)
-    }
-
-    fn expire(&self, now: Date) -> usize {
-        self.tier.expire(now)
-    }
-
-    fn usage(&self) -> Usage {
-        self.tier.usage()
     }
 }
