@@ -49,7 +49,8 @@ fn verify_accepts_only_unencoded_unencrypted_payloads() {
 #[test]
 fn any_flipped_bit_of_header_or_payload_is_detected() {
     let good = block();
-    let (hash, fingerprint) = (good.header.hash, good.header.fingerprint);
+    let hash = good.header.hash;
+    let fingerprint = good.header.fingerprint;
     let stored = [&good.header.encode()[..], &good.payload].concat();
     for bit in 0..stored.len() * 8 {
         let mut bad = stored.clone();
@@ -83,7 +84,8 @@ fn a_header_of_another_version_is_rejected() {
 #[test]
 fn verify_accepts_the_stored_block_and_rejects_any_other() {
     let good = block();
-    let (hash, fingerprint) = (good.header.hash, good.header.fingerprint);
+    let hash = good.header.hash;
+    let fingerprint = good.header.fingerprint;
     assert_eq!(Header::decode(&good.header.encode()), Ok(good.header));
     assert_eq!(good.header.attrs(), attrs());
     assert!(good.clone().verify(hash, fingerprint).is_ok());

@@ -245,7 +245,8 @@ mod tests {
         let queue = Queue::new(u64::MAX, TierQuotas::default());
         assert!(queue.writer().is_none(), "nothing to write");
         let _waiting: Vec<_> = chain(1, 3).into_iter().map(|block| queue.push(block, None).unwrap()).collect();
-        let (mut first, _others) = (queue.writer().unwrap(), [queue.writer().unwrap(), queue.writer().unwrap()]);
+        let mut first = queue.writer().unwrap();
+        let _others = [queue.writer().unwrap(), queue.writer().unwrap()];
         assert!(queue.writer().is_none());
         assert_eq!(first.take(|_, _| true).unwrap().jobs.len(), 3);
         assert!(first.take(|_, _| true).is_none());

@@ -63,7 +63,8 @@ impl Harness {
     }
 
     fn timed(slots: usize, host: usize, lower: Vec<Arc<dyn Tier>>, clock: &Clock) -> Self {
-        let (log, registry) = (log(), Registry::new());
+        let log = log();
+        let registry = Registry::new();
         let metrics = Metrics::new(&registry).unwrap();
         let device = InMemory::new(slots, SIZE, fingerprint());
         let bytes = (host * SIZE) as u64;
@@ -145,7 +146,8 @@ impl Tier for PlacedTier {
         self.level
     }
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let (latency, per_block) = (self.latency, self.per_block);
+        let latency = self.latency;
+        let per_block = self.per_block;
         let late = move |(n, loaded)| async move {
             tokio::time::sleep(if n == 0 { latency } else { per_block }).await;
             loaded

@@ -165,7 +165,8 @@ mod tests {
 
     #[test]
     fn backoff_doubles_until_the_tier_answers() {
-        let (throughput, mut now) = (TierThroughput::default(), Instant::now());
+        let throughput = TierThroughput::default();
+        let mut now = Instant::now();
         let silent = sample(None, 0, WaitBudget::BASE);
         for seconds in [1, 2, 4, 8, 16, 32, 64, 64] {
             assert!(throughput.is_available(now));
@@ -182,7 +183,8 @@ mod tests {
 
     #[test]
     fn concurrent_timeouts_count_once() {
-        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        let throughput = TierThroughput::default();
+        let now = Instant::now();
         for _ in 0..10 {
             throughput.record(sample(None, 0, WaitBudget::BASE), now);
         }
@@ -191,7 +193,8 @@ mod tests {
 
     #[test]
     fn a_short_wait_is_no_timeout() {
-        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        let throughput = TierThroughput::default();
+        let now = Instant::now();
         assert!(!throughput.record(sample(None, 0, ms(10)), now));
         assert!(throughput.is_available(now));
         assert_eq!(throughput.speed(now), TierSpeed::Unmeasured);
@@ -199,7 +202,8 @@ mod tests {
 
     #[test]
     fn large_loads_dominate_and_old_measurements_decay() {
-        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        let throughput = TierThroughput::default();
+        let now = Instant::now();
         throughput.record(sample(Some(5), 1_001, ms(1_005)), now);
         throughput.record(sample(Some(5), 2, ms(50)), now);
         let TierSpeed::Measured(measured) = throughput.speed(now) else { panic!("it was measured") };
@@ -209,7 +213,8 @@ mod tests {
 
     #[test]
     fn other_loads_count_as_queue_and_not_as_latency() {
-        let (throughput, now) = (TierThroughput::default(), Instant::now());
+        let throughput = TierThroughput::default();
+        let now = Instant::now();
         throughput.record(sample(Some(5), 101, ms(105)), now);
         // Requested behind 50 blocks of another load; its own 100 came mixed with another 100.
         throughput.record(LoadSample { first: Some(ms(55)), blocks: 201, elapsed: ms(255), queued: 50 }, now);

@@ -131,7 +131,8 @@ async fn a_restart_finds_all_blocks_with_their_parents() {
     let other = Fingerprint::from_bytes([9; 32]);
     let (tier, before) =
         open_in(folder.path(), Settings { object_bytes: 20_000, object_blocks: 1, ..Settings::default() });
-    let (blocks, foreign) = (chain(1, 50), chain_of(other, 2, 8, 1_000));
+    let blocks = chain(1, 50);
+    let foreign = chain_of(other, 2, 8, 1_000);
     store(&*tier, blocks.clone()).await;
     store(&*tier, foreign.clone()).await;
     drop(tier);
@@ -212,7 +213,8 @@ async fn loads_of_one_domain_do_not_starve_another() {
     store(&*tier, flood_blocks.clone()).await;
     store(&*tier, quiet_blocks.clone()).await;
     let flooding = |_| {
-        let (tier, wanted) = (tier.clone(), hashes(&flood_blocks));
+        let tier = tier.clone();
+        let wanted = hashes(&flood_blocks);
         tokio::spawn(async move { load(&*tier, fingerprint(), wanted).await })
     };
     let flooding: Vec<_> = (0..20).map(flooding).collect();

@@ -388,7 +388,8 @@ async fn damage_to_a_footer_loses_no_block() {
     for harness in harnesses(Level::G3).await {
         let (file, _) = harness.place(DAMAGED);
         let bytes = fs::read(harness.whole.path().join(&file)).unwrap();
-        let (end, word) = (bytes.len(), |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()));
+        let end = bytes.len();
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         let footer = word(end - 24) as usize;
         let entry = footer + DAMAGED * ENTRY;
         let entries = FOOTER_ENTRY.map(|(name, range)| (name, entry + range.start..entry + range.end));

@@ -247,7 +247,8 @@ pub(crate) async fn expired_blocks_are_removed_and_announced(subject: Subject) {
     };
     // The tier may have a clock of its own: by any clock the first blocks are expired, and the others are not.
     let (past, far) = (Date::from_unix(1_000_000), Date::from_unix(u64::MAX));
-    let (expired, others) = (until(1, Some(past)), [until(2, Some(far)), until(3, None)].concat());
+    let expired = until(1, Some(past));
+    let others = [until(2, Some(far)), until(3, None)].concat();
     store(tier, [&expired[..], &others].concat()).await;
     tier.expire(past);
     assert_eq!(tier.holds(fingerprint(), &hashes(&expired)), 0);

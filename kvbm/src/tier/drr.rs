@@ -229,7 +229,8 @@ mod tests {
         let semaphore = FairSemaphore::new(2, &[DEFAULT_WEIGHT, DEFAULT_WEIGHT]);
         let done = Arc::new(Mutex::new(Vec::new()));
         let read = |group: u16, n: usize| {
-            let (semaphore, done) = (semaphore.clone(), done.clone());
+            let semaphore = semaphore.clone();
+            let done = done.clone();
             tokio::spawn(async move {
                 let permit = semaphore.acquire(group, 4 << 20).await;
                 sleep(Duration::from_millis(10)).await;

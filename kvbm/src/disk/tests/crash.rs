@@ -68,7 +68,8 @@ async fn a_killed_process_loses_no_published_block() {
             }
         })
     };
-    let (mut most, mut done) = (0, false);
+    let mut most = 0;
+    let mut done = false;
     while !done {
         // Once more after the last write, because a fast disk may finish before the first check.
         done = writing.is_finished();

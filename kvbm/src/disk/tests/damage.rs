@@ -200,7 +200,8 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     let (folder, blocks) = image().await;
     let ours = keys("01").await;
     let opened = async |folder: &Path, keys: &Arc<MetadataKeys>| {
-        let (events, path) = (Arc::new(EventLog::new(Epoch(1))), [(folder.to_owned(), settings())]);
+        let events = Arc::new(EventLog::new(Epoch(1)));
+        let path = [(folder.to_owned(), settings())];
         let tier =
             DiskTier::open_in_background(&path, &crate::tier::Quotas::default(), events, Some(keys.clone())).unwrap();
         tier.recovered().await;

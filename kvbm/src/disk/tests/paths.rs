@@ -129,7 +129,8 @@ async fn failed_reads_take_one_path_down_until_it_is_reopened() {
     let paths = Paths::new(3, large());
     let prefix = blocks(1, 320);
     store(&*paths.tier, prefix.clone()).await;
-    let (second, before) = (paths.on(1, &prefix), announced(&paths.events, Level::G3));
+    let second = paths.on(1, &prefix);
+    let before = announced(&paths.events, Level::G3);
 
     paths.tier.shared.hooks.fail_reads(1, libc::EIO);
     assert_eq!(paths.found(&prefix).await, prefix.len() - second.len(), "the others' blocks are found");
@@ -168,11 +169,13 @@ async fn a_device_that_does_not_answer_takes_one_path_down() {
     let faults = paths.tier.shared.hooks.faults(1);
     faults.hold();
     let reading = {
-        let (tier, names) = (paths.tier.clone(), hashes(&hanging));
+        let tier = paths.tier.clone();
+        let names = hashes(&hanging);
         tokio::spawn(async move { tier.load(fingerprint(), names).collect::<Vec<_>>().await })
     };
     let storing = {
-        let (tier, blocks) = (paths.tier.clone(), during.clone());
+        let tier = paths.tier.clone();
+        let blocks = during.clone();
         tokio::spawn(async move { tier.store(blocks).await })
     };
     paths.until(|paths| paths.up() == [true, false]).await;
@@ -197,7 +200,8 @@ async fn a_panic_takes_its_path_down_until_it_is_reopened() {
     let panics: [fn(&Paths); 2] = [
         |paths| paths.tier.shared.hooks.faults(1).panic_once(),
         |paths| {
-            let (log_path, log) = (&paths.tier.log_paths[1], paths.tier.logs().remove(1).unwrap());
+            let log_path = &paths.tier.log_paths[1];
+            let log = paths.tier.logs().remove(1).unwrap();
             let poisoned = log_path.work(&log, |log| {
                 let _state = log.lock();
                 panic!("injected");

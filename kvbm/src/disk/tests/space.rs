@@ -269,7 +269,8 @@ async fn withdraw_includes_blocks_being_reclaimed() {
 async fn a_block_is_a_miss_while_it_is_spilled() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
-    let (found, index) = (Arc::new(Mutex::new(Vec::new())), tier.shared.index.clone());
+    let found = Arc::new(Mutex::new(Vec::new()));
+    let index = tier.shared.index.clone();
     let looks = found.clone();
     let wants = move |fingerprint, name| {
         looks.lock().push(index.get(fingerprint, name).is_some());
@@ -354,7 +355,8 @@ async fn carried_over_blocks_fit_into_a_segment() {
 async fn parents_of_blocks_being_written_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
-    let (prefix, log) = (chain(100, 2), tier.logs().remove(0).unwrap());
+    let prefix = chain(100, 2);
+    let log = tier.logs().remove(0).unwrap();
     store(&*tier, prefix.clone()).await;
     let segment = || tier.shared.index.get(fingerprint(), prefix[1].header.hash).unwrap().segment;
     let first = segment();

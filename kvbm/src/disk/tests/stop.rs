@@ -147,7 +147,8 @@ async fn a_crash_at_any_operation_loses_no_published_block() {
             }
             tier.discard(fingerprint(), chain(19, 1)[0].header.hash);
             tier.close().await;
-            let (ended, announced) = (faults.has_ended(), announced(&events, Level::G3));
+            let ended = faults.has_ended();
+            let announced = announced(&events, Level::G3);
             drop(tier);
             let (tier, _) = open_with(folder.path(), settings);
             assert!(

@@ -51,7 +51,8 @@ async fn verify_finds_every_corrupt_block_and_footer() {
     let folder = sealed().await;
     let path = segment_of(folder.path());
     let whole = fs::read(&path).unwrap();
-    let (mut unsound, mut footers) = (0, 0);
+    let mut unsound = 0;
+    let mut footers = 0;
     for at in (0..whole.len()).step_by(977).chain(whole.len() - 32..whole.len()) {
         let mut bad = whole.clone();
         bad[at] ^= 1;

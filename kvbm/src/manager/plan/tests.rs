@@ -80,7 +80,8 @@ fn an_unresponsive_tier_is_asked_and_not_waited_for() {
 #[test]
 fn the_idle_timeout_limits_the_wait_for_a_long_head() {
     let budget = plan(&[run(0, 1_000, 0.005, 0.0001)], Some(0.01)).budget;
-    let (spoke, idle_timeout) = (Duration::from_millis(30), Duration::from_millis(60));
+    let spoke = Duration::from_millis(30);
+    let idle_timeout = Duration::from_millis(60);
     assert_eq!(budget.limit(300, spoke), spoke + idle_timeout);
 }
 

@@ -43,10 +43,14 @@ impl Tier for ThrottledTier {
         Level::G3
     }
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let (latency, per_block) = (self.latency, self.per_block.clone());
-        let (free, left) = (self.free.clone(), self.left.clone());
+        let latency = self.latency;
+        let per_block = self.per_block.clone();
+        let free = self.free.clone();
+        let left = self.left.clone();
         let serve = move |(n, loaded)| {
-            let (per_block, free, left) = (per_block.clone(), free.clone(), left.clone());
+            let per_block = per_block.clone();
+            let free = free.clone();
+            let left = left.clone();
             async move {
                 if n == 0 {
                     tokio::time::sleep(latency).await;
@@ -96,7 +100,8 @@ async fn first_token_after(
             wake.notified().await;
         }
     }
-    let (mut held, mut computed) = (harness.manager.lookup(&all), 0);
+    let mut held = harness.manager.lookup(&all);
+    let mut computed = 0;
     while held.len() < all.len() {
         let left = &all[held.len()..];
         let count = harness.manager.next_cached(left).unwrap_or(left.len()).min(chunk);
@@ -118,7 +123,8 @@ async fn first_token_after(
 
 /// The time at which computing from the front meets a tier that loads from the end, if that is worthwhile.
 fn both_ends(latency: Duration, per_block: Duration) -> Duration {
-    let (cost, per_block) = (COMPUTE.as_secs_f64(), per_block.as_secs_f64());
+    let cost = COMPUTE.as_secs_f64();
+    let per_block = per_block.as_secs_f64();
     let loaded = (MISS.as_secs_f64() - latency.as_secs_f64() + per_block) / (cost + per_block);
     let met = MISS.as_secs_f64() - loaded * cost;
     Duration::from_secs_f64(if met < 0.9 * MISS.as_secs_f64() { met } else { MISS.as_secs_f64() })

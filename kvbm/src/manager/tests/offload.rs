@@ -5,7 +5,8 @@ use crate::tier::Quota;
 
 #[tokio::test]
 async fn flush_waits_until_blocks_are_in_every_tier() {
-    let (ssd, store) = (placed(Level::G3, 0, 0), placed(Level::G4, 0, 0));
+    let ssd = placed(Level::G3, 0, 0);
+    let store = placed(Level::G4, 0, 0);
     let harness = Harness::new(16, 16, vec![ssd.clone(), store.clone()]);
     drop(harness.compute(0..10));
     harness.manager.flush().await;
@@ -26,7 +27,8 @@ async fn a_trickle_to_a_shared_store_is_batched() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(store.holds(fingerprint(), &hashes(1)), 1, "the first block after a pause is stored at once");
     // Three blocks a second, the rate of one conversation.
-    let (start, before) = (Instant::now(), store.request_counts().requests);
+    let start = Instant::now();
+    let before = store.request_counts().requests;
     for n in 1..1_801 {
         drop(harness.compute(n..n + 1));
         tokio::time::sleep_until(start + Duration::from_millis(n as u64 * 333)).await;
@@ -34,7 +36,8 @@ async fn a_trickle_to_a_shared_store_is_batched() {
     harness.manager.flush().await;
     assert_eq!(store.holds(fingerprint(), &hashes(1_801)), 1_801);
     // A process alone lists writers every second and tombstones every fifth second, in addition to its writes.
-    let (requested, seconds) = (store.request_counts().requests - before, start.elapsed().as_secs());
+    let requested = store.request_counts().requests - before;
+    let seconds = start.elapsed().as_secs();
     let written = requested.saturating_sub(seconds * 6 / 5);
     assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {requested} in all");
 }
@@ -166,7 +169,8 @@ async fn dropping_the_last_handle_stops_the_tasks() {
     let peer = harness.manager.peer();
     drop(harness.compute(0..4));
     harness.manager.flush().await;
-    let (device, tier) = (Arc::downgrade(&harness.device), Arc::downgrade(&ssd));
+    let device = Arc::downgrade(&harness.device);
+    let tier = Arc::downgrade(&ssd);
     drop((harness, ssd));
     // The tasks end when they run next.
     while tier.strong_count() + device.strong_count() > 0 {

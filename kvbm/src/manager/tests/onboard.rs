@@ -52,7 +52,8 @@ impl DeviceBlocks for GatedDevice {
 
 impl GatedDevice {
     fn new(slots: usize) -> Arc<Self> {
-        let (waits, open) = (AtomicBool::new(false), AtomicBool::new(false));
+        let waits = AtomicBool::new(false);
+        let open = AtomicBool::new(false);
         Arc::new(Self { memory: InMemory::new(slots, SIZE, fingerprint()), waits, open })
     }
 
@@ -151,7 +152,8 @@ async fn loads_without_free_slots_are_not_repeated() {
 async fn a_block_written_after_a_cancellation_counts_as_a_hit() {
     let below = placed(Level::G3, 1, 100_000);
     below.fill(0..8).await;
-    let (device, registry) = (GatedDevice::new(32), Registry::new());
+    let device = GatedDevice::new(32);
+    let registry = Registry::new();
     let manager = BlockManager::new(device.clone(), None, vec![below], log(), Metrics::new(&registry).unwrap());
     let onboarding = manager.start_onboarding(&hashes(8), UNKNOWN, Arc::default()).unwrap();
     device.wait_for_write().await;
@@ -177,7 +179,8 @@ async fn a_block_written_after_a_cancellation_counts_as_a_hit() {
 
 #[tokio::test(start_paused = true)]
 async fn each_block_comes_from_the_fastest_tier_that_holds_it() {
-    let (ssd, store) = (placed(Level::G3, 1, 0), placed(Level::G4, 2, 0));
+    let ssd = placed(Level::G3, 1, 0);
+    let store = placed(Level::G4, 2, 0);
     store.fill(0..10).await;
     ssd.fill(3..6).await;
     let harness = Harness::new(16, 16, vec![ssd.clone(), store]);
@@ -197,7 +200,8 @@ async fn a_corrupt_block_is_loaded_from_the_next_tier() {
         Faults { wrong: 1.0, ..Faults::default() },
         Faults { short: 1.0, ..Faults::default() },
     ] {
-        let (ssd, store) = (placed(Level::G3, 0, 0), placed(Level::G4, 5, 0));
+        let ssd = placed(Level::G3, 0, 0);
+        let store = placed(Level::G4, 5, 0);
         ssd.fill(0..8).await;
         store.fill(0..5).await;
         let harness = Harness::new(16, 0, vec![Arc::new(Faulty::new(ssd.clone(), 7, faults.clone())), store]);
@@ -233,7 +237,8 @@ async fn first_token(harness: &Harness, blocks: usize, recompute: Recompute) -> 
 
 #[tokio::test(start_paused = true)]
 async fn a_hanging_tier_does_not_delay_other_tiers() {
-    let (fast, inner) = (placed(Level::G3, 1, 1), placed(Level::G4, 0, 0));
+    let fast = placed(Level::G3, 1, 1);
+    let inner = placed(Level::G4, 0, 0);
     fast.fill(0..50).await;
     inner.fill(50..100).await;
     let hanging = Faulty::new(inner, 1, Faults { hang: 1.0, ..Faults::default() });
@@ -329,10 +334,11 @@ async fn speeds_are_as_measured() {
     let speeds = harness.manager.speeds();
     assert_eq!((speeds[0].level, speeds[0].latency), (Level::G3, Duration::from_millis(20)));
     assert!((speeds[0].bytes_per_second - SIZE as f64 / 0.002).abs() < 1.0, "{speeds:?}");
-    let (all, amid) = (hashes(151), async {
+    let all = hashes(151);
+    let amid = async {
         tokio::time::sleep(Duration::from_millis(50)).await;
         harness.manager.speeds()[0].queued
-    });
+    };
     let (_, queued) = tokio::join!(harness.manager.onboard(&all, ms(10)), amid);
     assert!((20..50).contains(&queued), "of 50 blocks {queued} were still to come");
     assert_eq!((speeds[0].queued, harness.manager.speeds()[0].queued), (0, 0), "no load waits before and after");

@@ -72,7 +72,8 @@ impl Tier for InterruptedTier {
 
 #[tokio::test]
 async fn a_load_in_progress_of_a_purged_domain_is_not_served() {
-    let (tier, hook) = (Arc::new(Memory::new(log(), None)), Arc::default());
+    let tier = Arc::new(Memory::new(log(), None));
+    let hook = Arc::default();
     let block = |n: usize| {
         Block::new(hash(n), n.checked_sub(1).map(hash), fingerprint(), content(hash(n)).into()).with_attrs(tenant(1))
     };

@@ -45,7 +45,8 @@ async fn a_peer_with_another_fingerprint_is_not_used() {
             self.0.write(slot, from);
         }
     }
-    let (log, registry) = (log(), Registry::new());
+    let log = log();
+    let registry = Registry::new();
     let device = Arc::new(OtherEngine(InMemory::new(8, SIZE, fingerprint())));
     let other = BlockManager::new(device, None, vec![], log, Metrics::new(&registry).unwrap());
     let slot = other.allocate(1).unwrap().pop().unwrap();

@@ -15,7 +15,8 @@ async fn events_match_memory_after_random_operations() {
                 for step in 0..40_u64 {
                     let random = blake3::hash(&[seed, task, step].map(u64::to_le_bytes).concat());
                     let random = random.as_bytes();
-                    let (length, held) = (usize::from(random[0]) % 12 + 1, harness.manager.lookup(&hashes(12)));
+                    let length = usize::from(random[0]) % 12 + 1;
+                    let held = harness.manager.lookup(&hashes(12));
                     let onboarded = harness.manager.onboard(&hashes(length), ms(1)).await;
                     harness.assert_sound(&onboarded.blocks);
                     let have = onboarded.blocks.len();

@@ -71,7 +71,8 @@ impl Harness {
 
 #[tokio::test(start_paused = true)]
 async fn an_expired_block_is_a_miss_in_every_tier() {
-    let (clock, ssd) = (clock(), placed(Level::G3, 0, 0));
+    let clock = clock();
+    let ssd = placed(Level::G3, 0, 0);
     let harness = Harness::timed(4, 4, vec![ssd.clone()], &clock);
     drop(harness.compute_with_retention(0..3, ttl(10)));
     harness.manager.flush().await;
@@ -108,7 +109,8 @@ async fn expiry_is_announced_without_a_request() {
 
 #[tokio::test(start_paused = true)]
 async fn extending_retention_applies_to_g1_and_g2() {
-    let (clock, ssd) = (clock(), placed(Level::G3, 0, 0));
+    let clock = clock();
+    let ssd = placed(Level::G3, 0, 0);
     let harness = Harness::timed(4, 4, vec![ssd.clone()], &clock);
     drop(harness.compute_with_retention(0..2, ttl(10)));
     drop(harness.compute_with_retention(2..3, Retention { store: false, ..ttl(10) }));

@@ -14,7 +14,8 @@ fn section(object: u64, hashes: &[u8]) -> Section {
         pinned: None,
     };
     let entries = hashes.iter().map(entry).collect();
-    let (domain, fingerprint) = (DomainId::SHARED, Fingerprint::from_bytes([0; 32]));
+    let domain = DomainId::SHARED;
+    let fingerprint = Fingerprint::from_bytes([0; 32]);
     Section { domain, fingerprint, object, idle: Duration::ZERO, entries }
 }
 
@@ -96,7 +97,8 @@ fn only_blocks_with_copies_are_searched_in_other_objects() {
 
 #[test]
 fn object_numbers_exceed_32_bits() {
-    let (catalog, at) = (catalog(20), section(0, &[]).fingerprint);
+    let catalog = catalog(20);
+    let at = section(0, &[]).fingerprint;
     {
         let mut objects = catalog.lock();
         (objects.next, objects.first) = (i64::from(i32::MAX), i64::from(i32::MIN));

@@ -68,7 +68,8 @@ mod tests {
     #[test]
     fn only_errors_that_need_an_operator_are_refusals() {
         let source = || "<Error>\n  <Code>X</Code> ".repeat(100).into();
-        let (path, store) = (String::from("kv/manifests"), "S3");
+        let path = String::from("kv/manifests");
+        let store = "S3";
         let refused = [
             Error::NotFound { path: path.clone(), source: source() },
             Error::PermissionDenied { path: path.clone(), source: source() },

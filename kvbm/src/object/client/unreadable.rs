@@ -93,8 +93,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn retries_of_an_unreadable_object_become_rare() {
-        let (unreadable, path) = (Unreadable::default(), Path::from("a"));
-        let (start, mut tries) = (Instant::now(), 0);
+        let unreadable = Unreadable::default();
+        let path = Path::from("a");
+        let start = Instant::now();
+        let mut tries = 0;
         while start.elapsed() < Duration::from_hours(10) {
             if let Some(due) = unreadable.next_due().or_else(|| (tries == 0).then(|| path.clone())) {
                 unreadable.record_failure(&due, &error());

@@ -169,7 +169,8 @@ mod tests {
 
     #[test]
     fn an_object_id_is_read_back_from_its_path() {
-        let (writer, layout) = (InstanceId::new(), Layout::new("kv/of/all"));
+        let writer = InstanceId::new();
+        let layout = Layout::new("kv/of/all");
         let path = layout.object(DomainId::SHARED, Fingerprint::from_bytes([7; 32]), writer, 42);
         assert_eq!(ObjectId::from_path(&path), Some(ObjectId { writer, number: 42 }));
         assert_eq!(ObjectId::from_path(&layout.manifests_of(writer)), None);

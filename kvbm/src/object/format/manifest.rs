@@ -294,7 +294,8 @@ mod tests {
 
     #[test]
     fn version_3_is_read_without_its_idle_field() {
-        let (writer, mut sections) = (InstanceId::new(), sections());
+        let writer = InstanceId::new();
+        let mut sections = sections();
         let mut bytes = encode(writer, 0, &sections, None);
         let body = bytes.len() - 8;
         bytes[..8].copy_from_slice(b"BLKYMAN3");

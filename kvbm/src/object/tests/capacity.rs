@@ -31,7 +31,8 @@ async fn write_above_capacity(processes: u64, grace: u64) -> (u64, usize) {
     for tier in &tiers {
         tier.wait_until_ready().await;
     }
-    let (mut most, mut stored_blocks) = (0, 0);
+    let mut most = 0;
+    let mut stored_blocks = 0;
     for second in 0..3600 {
         for (nth, tier) in (0..).zip(&tiers) {
             let answers = tier.store(chain(second * processes + nth, 5)).await;
@@ -98,7 +99,8 @@ async fn objects_dropped_from_the_catalog_count_as_used() {
 #[ignore = "takes minutes"]
 async fn capacity_soak() {
     let seconds = std::env::var("BLOCKYARD_SOAK_SECONDS").map_or(60, |seconds| seconds.parse().unwrap());
-    let (folder, capacity) = (tempfile::tempdir().unwrap(), 300 << 20);
+    let folder = tempfile::tempdir().unwrap();
+    let capacity = 300 << 20;
     let scheduler = GcScheduler {
         policy: Policy { capacity: Some(capacity), headroom: headroom(capacity), ..Policy::default() },
         interval: Duration::from_hours(1),
@@ -125,7 +127,8 @@ async fn capacity_soak() {
         most = bytes.max(most);
         if start.elapsed().as_secs() / 10 >= shown {
             shown = start.elapsed().as_secs() / 10 + 1;
-            let (at, mib) = (start.elapsed().as_secs(), bytes >> 20);
+            let at = start.elapsed().as_secs();
+            let mib = bytes >> 20;
             println!("{at:>4} s: {mib:>3} MiB on disk, {stored_blocks} blocks stored, {refused} refused");
         }
         tokio::time::sleep(Duration::from_millis(50)).await;

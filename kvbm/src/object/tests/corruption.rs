@@ -57,7 +57,8 @@ async fn a_flipped_bit_costs_one_block_or_one_manifest() {
 
 #[tokio::test(start_paused = true)]
 async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
-    let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
+    let folder = tempfile::tempdir().unwrap();
+    let blocks = chain(1, 10);
     let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
     let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
     assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));
@@ -95,7 +96,8 @@ async fn the_older_copy_is_read_when_the_newer_is_corrupt() {
 
 #[tokio::test(start_paused = true)]
 async fn expiry_drops_all_copies_of_a_block() {
-    let (folder, blocks) = (tempfile::tempdir().unwrap(), chain(1, 10));
+    let folder = tempfile::tempdir().unwrap();
+    let blocks = chain(1, 10);
     let (one, other) = (reopen(folder.path()).await.0, reopen(folder.path()).await.0);
     let stored = tokio::join!(one.store(blocks.clone()), other.store(blocks.clone()));
     assert!(stored.0.iter().chain(&stored.1).all(Result::is_ok));

@@ -180,7 +180,8 @@ async fn concurrent_collection_yields_no_wrong_bytes() {
 #[tokio::test(start_paused = true)]
 async fn a_full_store_accepts_blocks_only_after_deletions() {
     let shared: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
-    let (capacity, events) = (60_000, Arc::new(EventLog::new(Epoch(1))));
+    let capacity = 60_000;
+    let events = Arc::new(EventLog::new(Epoch(1)));
     let settings = Settings { level: Level::G3_5, capacity: Some(capacity), ..Settings::default() };
     let tier = ObjectTier::open(shared.clone(), "kv", settings, events.clone());
     assert!(matches!(tier.store(chain(0, 1)).await[..], [Err(StoreError::Busy)]), "the used bytes are not known");

@@ -100,7 +100,8 @@ async fn a_fast_clock_does_not_shorten_the_grace_period() {
     let (writer, _) = open_on(shared.clone());
     store(&*writer, chain(1, 10)).await;
     let scheduler = GcScheduler { policy: Policy { capacity: Some(0), ..Policy::default() }, interval: EVERY };
-    let (collector, ahead) = (collector(&shared), Clock::manual(clock.now()));
+    let collector = collector(&shared);
+    let ahead = Clock::manual(clock.now());
     let mut reports = Vec::new();
     for (run, minutes) in (1..).zip([1, 1, 10]) {
         ahead.set(clock.now().after(EVERY * 10 * run));

@@ -53,7 +53,8 @@ async fn an_open_circuit_fails_fast_and_closes_by_itself() {
         assert!(!all_load(&tier, 1).await);
     }
     tokio::time::sleep(Duration::from_mins(5)).await;
-    let (start, before) = (Instant::now(), shared.requests());
+    let start = Instant::now();
+    let before = shared.requests();
     for _ in 0..100 {
         assert!(!all_load(&tier, 1).await);
         assert!(tier.store(chain(2, 1)).await.iter().all(Result::is_err));

@@ -55,7 +55,8 @@ impl S3Server {
             Conditions::Ignored => S3ServiceBuilder::new(WithoutConditions(files)),
         };
         builder.set_auth(SimpleAuth::from_single(KEYS.0, KEYS.1));
-        let (service, requests) = (builder.build(), Arc::new(AtomicU64::new(0)));
+        let service = builder.build();
+        let requests = Arc::new(AtomicU64::new(0));
         let (stop, stopped) = oneshot::channel::<()>();
         let (listens, listening) = std::sync::mpsc::channel();
         let counted = requests.clone();
@@ -85,7 +86,8 @@ async fn accept(listener: TcpListener, service: S3Service, requests: Arc<AtomicU
     while let Ok((socket, _)) = listener.accept().await {
         // Without it, small responses wait 40 ms for an acknowledgement.
         let _ = socket.set_nodelay(true);
-        let (service, requests) = (service.clone(), requests.clone());
+        let service = service.clone();
+        let requests = requests.clone();
         let counting = service_fn(move |request: Request<Incoming>| {
             requests.fetch_add(1, Ordering::Relaxed);
             let service = service.clone();

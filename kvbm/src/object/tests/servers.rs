@@ -24,7 +24,8 @@ impl TestServer {
         // file names.
         let prefix = format!("p{}n{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let location = format!("{scheme}://{BUCKET}/{prefix}").parse().unwrap();
-        let (endpoint, region) = (Some(endpoint.parse().unwrap()), None);
+        let endpoint = Some(endpoint.parse().unwrap());
+        let region = None;
         let credentials = Credentials::from_environment(variables.iter().copied());
         Self { location, access: Access { endpoint, region, credentials }, server }
     }

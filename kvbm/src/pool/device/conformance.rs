@@ -29,7 +29,8 @@ pub fn check(device: &dyn DeviceBlocks) {
     }
 
     // The observer sees the copied bytes, from the first to the last.
-    let (mut observed, first) = (Vec::new(), BlockId(0));
+    let mut observed = Vec::new();
+    let first = BlockId(0);
     device.write_observed(first, &pattern(1), &mut |piece| observed.extend_from_slice(piece));
     assert!(observed == pattern(1), "what is written is observed, once and in order");
     observed.clear();

@@ -16,7 +16,8 @@ struct Timed {
 
 impl Timed {
     fn new(capacity: usize) -> Self {
-        let (log, metrics) = (Arc::new(EventLog::new(Epoch(1))), metrics());
+        let log = Arc::new(EventLog::new(Epoch(1)));
+        let metrics = metrics();
         let clock = Clock::manual(Date::from_unix(START));
         let pool = BlockPool::new(Level::G1, capacity, log.clone(), metrics.clone(), clock.clone());
         Self { pool, log, metrics, clock }

@@ -34,7 +34,8 @@ impl Memory {
         change(&mut blocks);
         let after = hashes(&blocks);
         for block in blocks.iter().filter(|block| !before.contains(&block.header.hash)) {
-            let (parent, blocks) = (block.header.parent, vec![block.header.hash]);
+            let parent = block.header.parent;
+            let blocks = vec![block.header.hash];
             self.log.announce(BlockEvent::Stored { level: Level::G2, parent, blocks });
         }
         let removed = before.into_iter().filter(|hash| !after.contains(hash)).collect();

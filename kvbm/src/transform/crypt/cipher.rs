@@ -132,7 +132,8 @@ mod tests {
 
     #[test]
     fn a_block_comes_back_and_its_ciphertext_is_never_the_same() {
-        let (key, block) = (key(), chain(1, 1).remove(0));
+        let key = key();
+        let block = chain(1, 1).remove(0);
         let (one, other) =
             (key.encrypt(&block, &Arc::default()).unwrap(), key.encrypt(&block, &Arc::default()).unwrap());
         assert_ne!(one.payload[SALT..SALT + 64], other.payload[SALT..SALT + 64]);
@@ -155,7 +156,8 @@ mod tests {
 
     #[test]
     fn any_forged_byte_or_header_field_is_detected() {
-        let (key, block) = (key(), chain(1, 1).remove(0));
+        let key = key();
+        let block = chain(1, 1).remove(0);
         let Block { header, payload } = key.encrypt(&block, &Arc::default()).unwrap();
         for at in 0..payload.len() {
             let mut bytes = payload.to_vec();

@@ -156,7 +156,8 @@ mod tests {
     #[test]
     fn any_flipped_bit_of_a_wrapped_key_is_detected() {
         let masters = MasterKeys::new([1; 32], []);
-        let (domain, key) = (DomainId::SHARED, DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]));
+        let domain = DomainId::SHARED;
+        let key = DataKey::new(KeyId::from_bytes([3; 8]), [4; 32]);
         let wrapped = masters.wrap(domain, &key).unwrap();
         for bit in 0..WRAPPED * 8 {
             let mut bad = wrapped;

@@ -305,7 +305,8 @@ async fn a_watching_process_learns_of_a_shred_within_seconds() {
     let masters = MasterSource::of(&[1]);
     let (here, there) = (harness.process(&masters).await, harness.process(&masters).await);
     let purged: Arc<Mutex<Vec<DomainId>>> = Arc::default();
-    let (seen, _watch) = (purged.clone(), there.keys.watch());
+    let seen = purged.clone();
+    let _watch = there.keys.watch();
     there.keys.on_shred(move |domain| seen.lock().push(domain));
     let (ours, theirs) = (blocks_of(tenant(1), 1, 4), blocks_of(tenant(2), 2, 4));
     conformance::store(&*here.tier, [ours.clone(), theirs.clone()].concat()).await;
