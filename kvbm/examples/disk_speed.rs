@@ -2,24 +2,23 @@
 //! blocks after a restart.
 //!
 //! ```text
-//! cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--way NAME]
+//! cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--workload NAME]
 //!     [--chain N] [--recover N] [--json]
 //! ```
 //!
 //! A growing log writes into space that the filesystem allocates, so it is compared with a new file of `fio`; a full
 //! log overwrites older blocks, and is compared with an existing file. Neither side syncs: both promise only that the
 //! device has the bytes. The clock of `fio` starts when its file is allocated, that of the tier when it is asked to
-//! store.
-//! `fio` makes requests of the size of a block, and in other ways requests of one megabyte or more.
+//! store. `fio` makes requests of the size of a block in some jobs, and of one megabyte or more in others.
 //!
 //! Devices burst and other load varies, so each measurement of the tier is between two of the same `fio`, and the
 //! result is the median of its ratios to the two. The ratio of one `fio` to the one before shows the noise. Deleted
-//! files are trimmed before the next measurement. Without `fio` only the tier is measured, with a warning. `--way
-//! write`,
-//! `rewrite` or `read` measures one of them.
-//! `--chain N` makes chains of N blocks (default: four megabytes). Chains that span segments are carried over when the
-//! log is full, which shows in the bytes written per byte stored. `--recover N` writes N small blocks and opens the log
-//! again, with its pages dropped from the page cache where that is allowed.
+//! files are trimmed before the next measurement. Without `fio` only the tier is measured, with a warning.
+//!
+//! `--workload write`, `rewrite` or `read` measures only that one. `--chain N` makes chains of N blocks (default: four
+//! megabytes). Chains that span segments are carried over when the log is full, which shows in the bytes written per
+//! byte stored. `--recover N` writes N small blocks and opens the log again, with its pages dropped from the page cache
+//! where that is allowed.
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
@@ -36,14 +35,14 @@ use std::time::{Duration, Instant};
 type Result<T, E = Box<dyn Error>> = std::result::Result<T, E>;
 
 /// Bytes of one store request, as the manager makes them. Several are in flight, within the limit of the queue.
-const OFFER: usize = 16 << 20;
-/// Bytes of one load: the KV of some thousand tokens.
-const LOAD: usize = 64 << 20;
+const STORE_BYTES: usize = 16 << 20;
+/// Bytes of one load: the KV cache of some thousand tokens.
+const LOAD_BYTES: usize = 64 << 20;
 /// Bytes that are verified together, as the manager does.
-const VERIFY: usize = 4 << 20;
+const VERIFY_BYTES: usize = 4 << 20;
 
 /// Concurrent loads, so that the device is busy while the last blocks of one load are verified.
-const LOADS: usize = 2;
+const CONCURRENT_LOADS: usize = 2;
 
 /// Parameters of `fio`.
 struct Reference {
@@ -61,8 +60,8 @@ const REFERENCES: [Reference; 4] = [
     Reference { engine: "io_uring", depth: 8, jobs: 1, least: 1 << 20 },
 ];
 
-/// The measurements, and their names in `fio`.
-const WAYS: [(&str, &str); 3] = [("write", "write"), ("rewrite", "write"), ("read", "read")];
+/// The workloads, and their names in `fio`.
+const WORKLOADS: [(&str, &str); 3] = [("write", "write"), ("rewrite", "write"), ("read", "read")];
 
 /// Time for the device to trim freed space.
 const SETTLE: Duration = Duration::from_millis(300);
@@ -72,7 +71,7 @@ struct Arguments {
     block_bytes: usize,
     mib: usize,
     rounds: usize,
-    way: Option<String>,
+    workload: Option<String>,
     chain: Option<usize>,
     recover: Option<usize>,
     json: bool,
@@ -81,20 +80,30 @@ struct Arguments {
 impl Arguments {
     fn read() -> Result<Self> {
         let mut given = std::env::args().skip(1);
-        let folder = given.next().filter(|folder| !folder.starts_with('-')).ok_or("which folder?")?;
-        let (folder, way, chain, recover) = (folder.into(), None, None, None);
-        let mut read = Self { folder, block_bytes: 72 << 10, mib: 1024, rounds: 5, way, chain, recover, json: false };
+        let folder = given.next().filter(|folder| !folder.starts_with('-')).ok_or("the folder is missing")?;
+        let mut read = Self {
+            folder: folder.into(),
+            block_bytes: 72 << 10,
+            mib: 1024,
+            rounds: 5,
+            workload: None,
+            chain: None,
+            recover: None,
+            json: false,
+        };
         while let Some(name) = given.next() {
             let mut number = || -> Result<usize> { Ok(given.next().ok_or("a number is missing")?.parse()?) };
             match name.as_str() {
-                "--way" => read.way = given.next().filter(|way| WAYS.iter().any(|(name, _)| name == way)),
+                "--workload" => {
+                    read.workload = given.next().filter(|workload| WORKLOADS.iter().any(|(name, _)| name == workload));
+                }
                 "--block-bytes" => read.block_bytes = number()?,
                 "--mib" => read.mib = number()?,
                 "--rounds" => read.rounds = number()?,
                 "--chain" => read.chain = Some(number()?),
                 "--recover" => read.recover = Some(number()?),
                 "--json" => read.json = true,
-                other => return Err(format!("unknown: {other}").into()),
+                other => return Err(format!("unknown argument: {other}").into()),
             }
         }
         Ok(read)
@@ -119,23 +128,23 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// Measurements of the tier and of one reference, alternating.
+/// Measurements of the tier and of `fio`, alternating.
 #[derive(Default)]
 struct Pairs {
-    ours: Vec<f64>,
-    /// One more than `ours`: each of `ours` is between two.
-    theirs: Vec<f64>,
+    tier: Vec<f64>,
+    /// One more than of the tier: each of the tier is between two of `fio`.
+    fio: Vec<f64>,
 }
 
 impl Pairs {
     fn ratios(&self) -> Vec<f64> {
-        let beside = self.theirs.windows(2).map(|pair| (pair[0] * pair[1]).sqrt());
-        self.ours.iter().zip(beside).map(|(ours, theirs)| ours / theirs).collect()
+        let neighbours = self.fio.windows(2).map(|pair| (pair[0] * pair[1]).sqrt());
+        self.tier.iter().zip(neighbours).map(|(tier, fio)| tier / fio).collect()
     }
 
-    /// Ratio of each reference measurement to the one before.
+    /// Ratio of each measurement of `fio` to the one before.
     fn noise(&self) -> Vec<f64> {
-        self.theirs.windows(2).map(|pair| pair[1] / pair[0]).collect()
+        self.fio.windows(2).map(|pair| pair[1] / pair[0]).collect()
     }
 }
 
@@ -152,38 +161,42 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
     }
     let mut tier = Subject::new(folder, arguments).await?;
     let mut report = json!({ "block_bytes": block_bytes, "mib": mib, "rounds": rounds, "unit": "GB/s" });
-    for (name, direction) in WAYS {
-        if arguments.way.as_ref().is_some_and(|way| way != name) {
+    for (name, direction) in WORKLOADS {
+        if arguments.workload.as_ref().is_some_and(|workload| workload != name) {
             continue;
         }
-        let (mut ours, mut written, mut compared) = (Vec::new(), Vec::new(), Vec::new());
+        let mut speeds = Vec::new();
+        let mut written = Vec::new();
+        let mut compared = Vec::new();
         // Without references the loop runs once, with `None`.
         for reference in references.iter().copied().map(Some).chain(references.is_empty().then_some(None)) {
-            let raw = Raw {
+            let job = FioJob {
                 file: folder.join("raw"),
                 direction,
-                begins: name == "write",
+                new_file: name == "write",
                 request: block_bytes,
                 bytes: mib << 20,
             };
             let mut pairs = Pairs::default();
-            pairs.theirs.extend(raw.speed(reference)?);
+            pairs.fio.extend(job.speed(reference)?);
             for _ in 0..rounds {
                 let before = bytes_written();
-                pairs.ours.push(tier.run(name).await?);
+                pairs.tier.push(tier.run(name).await?);
                 written.push((bytes_written() - before) / tier.bytes());
-                pairs.theirs.extend(raw.speed(reference)?);
+                pairs.fio.extend(job.speed(reference)?);
             }
-            let [least, median, most] = quartiles(&pairs.ours);
+            let [least, median, most] = quartiles(&pairs.tier);
             if !json {
                 println!("{name:7} {median:.2} GB/s ({least:.2} to {most:.2})");
             }
             if let Some(reference) = reference {
-                let (name, speed) = (reference.name(block_bytes), quartiles(&pairs.theirs)[1]);
-                let (ratios, noise) = (quartiles(&pairs.ratios()), quartiles(&pairs.noise()));
+                let name = reference.name(block_bytes);
+                let speed = quartiles(&pairs.fio)[1];
+                let ratios = quartiles(&pairs.ratios());
+                let noise = quartiles(&pairs.noise());
                 if !json {
                     println!(
-                        "    {:.2} of {name}, {speed:.2} GB/s: quartiles {:.2?}, and of it beside itself {:.2?}",
+                        "    {:.2} of {name}, {speed:.2} GB/s: quartiles {:.2?}; of fio to fio {:.2?}",
                         ratios[1], ratios, noise
                     );
                 }
@@ -191,18 +204,19 @@ async fn speeds(folder: &Path, arguments: &Arguments) -> Result<Value> {
                     json!({ "reference": name, "speed": speed, "ratio": ratios[1], "ratios": ratios, "noise": noise }),
                 );
             }
-            ours.append(&mut pairs.ours);
+            speeds.append(&mut pairs.tier);
         }
-        let (speed, written) = (quartiles(&ours)[1], quartiles(&written)[1]);
+        let speed = quartiles(&speeds)[1];
+        let written = quartiles(&written)[1];
         if !json {
-            println!("    {written:.3} bytes written for each that was stored or read");
+            println!("    {written:.3} bytes written per byte stored or read");
         }
         report[name] = json!({ "tier": speed, "written": written, "fio": compared });
     }
     Ok(report)
 }
 
-/// Trims deleted files now: otherwise the device does it with the next commit, beside the measured writes.
+/// Trims deleted files now: otherwise the device does it at the next commit, during the measured writes.
 fn settle(folder: &Path) -> Result<()> {
     std::fs::File::open(folder)?.sync_all()?;
     std::thread::sleep(SETTLE);
@@ -233,21 +247,21 @@ impl Reference {
 }
 
 /// A file that `fio` writes or reads from one end to the other.
-struct Raw {
+struct FioJob {
     file: PathBuf,
     direction: &'static str,
     /// Whether each measurement uses a new file.
-    begins: bool,
-    /// Bytes of a request, at least.
+    new_file: bool,
+    /// Minimum number of bytes of a request.
     request: usize,
     bytes: usize,
 }
 
-impl Raw {
+impl FioJob {
     /// Throughput of sequential direct access in GB/s; `None` without a reference.
     fn speed(&self, reference: Option<&Reference>) -> Result<Option<f64>> {
         let Some(Reference { engine, depth, jobs, least }) = reference else { return Ok(None) };
-        if self.begins {
+        if self.new_file {
             let _ = std::fs::remove_file(&self.file);
             settle(self.file.parent().ok_or("a file in a folder")?)?;
         }
@@ -260,7 +274,7 @@ impl Raw {
         command.args([format!("--bs={request}"), format!("--size={each}"), format!("--offset_increment={each}")]);
         let done = command.output().map_err(|error| format!("fio: {error}"))?;
         let report: Value = serde_json::from_slice(&done.stdout).map_err(|_| "fio failed")?;
-        let speed = report["jobs"][0][self.direction]["bw_bytes"].as_f64().ok_or("fio said nothing")?;
+        let speed = report["jobs"][0][self.direction]["bw_bytes"].as_f64().ok_or("fio printed no throughput")?;
         Ok(Some(speed / 1e9))
     }
 }
@@ -271,34 +285,35 @@ fn open(folder: &Path, capacity: usize) -> Result<Arc<DiskTier>> {
 }
 
 fn fingerprint() -> Fingerprint {
-    Fingerprint::of([("what", &b"disk_speed"[..])])
+    Fingerprint::of([("benchmark", &b"disk_speed"[..])])
 }
 
-/// Default bytes of a chain: the turns of one conversation, most of them in one segment.
-const CONVERSATION: usize = 4 << 20;
+/// Default bytes of a chain: one conversation, whose blocks are mostly in one segment.
+const CHAIN_BYTES: usize = 4 << 20;
 
 /// Chains of blocks with payloads from uncached memory in huge pages, as in the host tier. Another `set` has other
 /// hashes.
 fn chains(set: &str, count: usize, block_bytes: usize, chain: usize) -> Vec<Block> {
     let tokens: Vec<u32> = (0..count as u32).collect();
-    let names = kvbm::ChainKey::root(&Domain::shared(), set, None).hashes(&tokens, 1);
-    let each = (LOAD / block_bytes).max(1);
+    let hashes = kvbm::ChainKey::root(&Domain::shared(), set, None).hashes(&tokens, 1);
+    let each = (LOAD_BYTES / block_bytes).max(1);
     let mut memory = Vec::with_capacity(each * block_bytes + HUGE_PAGE);
     advise_hugepages(memory.spare_capacity_mut());
     memory.extend((0..memory.capacity()).map(|at| (at / 7) as u8));
     let memory = Bytes::from(memory);
     let skip = memory.as_ptr().align_offset(HUGE_PAGE);
     let payload = |n: usize| memory.slice(skip + n % each * block_bytes..skip + (n % each + 1) * block_bytes);
-    let parents = [None].into_iter().chain(names.iter().copied().map(Some));
+    let parents = [None].into_iter().chain(hashes.iter().copied().map(Some));
     let parents = parents.enumerate().map(|(n, parent)| parent.filter(|_| n % chain > 0));
-    let named = names.iter().zip(parents).enumerate();
-    named.map(|(n, (name, parent))| Block::new(*name, parent, fingerprint(), payload(n))).collect()
+    let blocks = hashes.iter().zip(parents).enumerate();
+    blocks.map(|(n, (hash, parent))| Block::new(*hash, parent, fingerprint(), payload(n))).collect()
 }
 
-async fn store(tier: &DiskTier, blocks: &[Block], offer: usize) -> Result<()> {
-    let offers = blocks.chunks(offer).map(|some| tier.store(some.to_vec()));
-    let mut offers = futures::stream::iter(offers).buffered(3);
-    while let Some(answers) = offers.next().await {
+/// Stores blocks in requests of so many blocks.
+async fn store(tier: &DiskTier, blocks: &[Block], request_blocks: usize) -> Result<()> {
+    let requests = blocks.chunks(request_blocks).map(|part| tier.store(part.to_vec()));
+    let mut requests = futures::stream::iter(requests).buffered(3);
+    while let Some(answers) = requests.next().await {
         answers.into_iter().collect::<Result<Vec<()>, _>>()?;
     }
     Ok(())
@@ -311,26 +326,28 @@ struct Subject {
     count: usize,
     chain: usize,
     full: Arc<DiskTier>,
-    rests: Arc<DiskTier>,
-    resting: Vec<SequenceHash>,
+    /// The log that is read, and its blocks.
+    read: Arc<DiskTier>,
+    stored: Vec<SequenceHash>,
+    /// Number of sets of blocks made so far.
     sets: usize,
 }
 
 impl Subject {
     async fn new(folder: &Path, arguments: &Arguments) -> Result<Self> {
         let Arguments { block_bytes, mib, chain, .. } = *arguments;
-        let (total, count) = (mib << 20, (mib << 20) / block_bytes);
-        let [full, rests] =
-            [("full", total), ("rests", 4 * total)].map(|(name, capacity)| open(&folder.join(name), capacity));
-        let (full, rests) = (full?, rests?);
-        let chain = chain.unwrap_or(CONVERSATION / block_bytes).max(1);
+        let total = mib << 20;
+        let count = total / block_bytes;
+        let full = open(&folder.join("full"), total)?;
+        let read = open(&folder.join("read"), 4 * total)?;
+        let chain = chain.unwrap_or(CHAIN_BYTES / block_bytes).max(1);
         let folder = folder.to_owned();
-        let mut subject = Self { folder, block_bytes, count, chain, full, rests, resting: Vec::new(), sets: 0 };
-        let blocks = subject.others();
-        for tier in [&subject.full, &subject.rests] {
-            store(tier, &blocks, subject.offer()).await?;
+        let mut subject = Self { folder, block_bytes, count, chain, full, read, stored: Vec::new(), sets: 0 };
+        let blocks = subject.new_blocks();
+        for tier in [&subject.full, &subject.read] {
+            store(tier, &blocks, subject.request_blocks()).await?;
         }
-        subject.resting = blocks.iter().map(|block| block.header.hash).collect();
+        subject.stored = blocks.iter().map(|block| block.header.hash).collect();
         Ok(subject)
     }
 
@@ -339,26 +356,27 @@ impl Subject {
         (self.count * self.block_bytes) as f64
     }
 
-    fn offer(&self) -> usize {
-        OFFER.div_ceil(self.block_bytes)
+    /// Blocks of one store request.
+    fn request_blocks(&self) -> usize {
+        STORE_BYTES.div_ceil(self.block_bytes)
     }
 
-    /// New blocks, which no log has.
-    fn others(&mut self) -> Vec<Block> {
+    /// Blocks that no log has.
+    fn new_blocks(&mut self) -> Vec<Block> {
         self.sets += 1;
         chains(&format!("set {}", self.sets), self.count, self.block_bytes, self.chain)
     }
 
-    /// GB/s of payload.
-    async fn run(&mut self, way: &str) -> Result<f64> {
-        let blocks = if way == "read" { Vec::new() } else { self.others() };
-        let folder = self.folder.join("grows");
+    /// Runs a workload. Returns its GB/s of payload.
+    async fn run(&mut self, workload: &str) -> Result<f64> {
+        let blocks = if workload == "read" { Vec::new() } else { self.new_blocks() };
+        let folder = self.folder.join("new");
         let started;
-        let took = match way {
+        let took = match workload {
             "write" => {
                 let tier = open(&folder, 4 * self.count * self.block_bytes)?;
                 started = Instant::now();
-                store(&tier, &blocks, self.offer()).await?;
+                store(&tier, &blocks, self.request_blocks()).await?;
                 let took = started.elapsed();
                 drop(tier);
                 std::fs::remove_dir_all(&folder)?;
@@ -367,7 +385,7 @@ impl Subject {
             }
             "rewrite" => {
                 started = Instant::now();
-                store(&self.full, &blocks, self.offer()).await?;
+                store(&self.full, &blocks, self.request_blocks()).await?;
                 started.elapsed()
             }
             _ => {
@@ -381,32 +399,32 @@ impl Subject {
 
     /// Loads and verifies all of the blocks, as the manager does.
     async fn load(&self) -> Result<()> {
-        let loads = self.resting.chunks(LOAD.div_ceil(self.block_bytes)).map(Ok);
+        let loads = self.stored.chunks(LOAD_BYTES.div_ceil(self.block_bytes)).map(Ok);
         let loads = futures::stream::iter(loads);
-        loads.try_for_each_concurrent(LOADS, |some| self.load_some(some)).await
+        loads.try_for_each_concurrent(CONCURRENT_LOADS, |part| self.load_part(part)).await
     }
 
-    async fn load_some(&self, names: &[SequenceHash]) -> Result<()> {
-        let loading = self.rests.load(fingerprint(), names.to_vec()).map(|(index, answer)| {
+    async fn load_part(&self, hashes: &[SequenceHash]) -> Result<()> {
+        let loading = self.read.load(fingerprint(), hashes.to_vec()).map(|(index, answer)| {
             let block = answer?.ok_or("a block is missing")?;
-            Ok::<_, Box<dyn Error>>((names[index], block))
+            Ok::<_, Box<dyn Error>>((hashes[index], block))
         });
         let verify = |batch: Vec<(SequenceHash, Block)>| async move {
             let verifying = tokio::task::spawn_blocking(move || {
-                batch.into_iter().try_for_each(|(name, block)| block.verify(name, fingerprint()).map(drop))
+                batch.into_iter().try_for_each(|(hash, block)| block.verify(hash, fingerprint()).map(drop))
             });
             Ok(verifying.await??)
         };
-        let batches = loading.try_chunks(VERIFY.div_ceil(self.block_bytes)).map_err(|error| error.1);
+        let batches = loading.try_chunks(VERIFY_BYTES.div_ceil(self.block_bytes)).map_err(|error| error.1);
         batches.try_for_each_concurrent(2, verify).await
     }
 }
 
-/// Writes many of the smallest blocks and opens the log again, some times.
+/// Writes many of the smallest blocks and opens the log again, `rounds` times.
 async fn recovery(folder: &Path, count: usize, rounds: usize) -> Result<Value> {
     let total = count * 512;
     let tier = open(folder, 4 * total)?;
-    store(&tier, &chains("recovery", count, 300, 64), OFFER / 512).await?;
+    store(&tier, &chains("recovery", count, 300, 64), STORE_BYTES / 512).await?;
     drop(tier);
     let mut seconds = Vec::new();
     let mut cold = true;
@@ -416,10 +434,10 @@ async fn recovery(folder: &Path, count: usize, rounds: usize) -> Result<Value> {
         let tier = open(folder, 4 * total)?;
         seconds.push(started.elapsed().as_secs_f64());
         if tier.usage().blocks != count as u64 {
-            return Err(format!("{} of {count} blocks came back", tier.usage().blocks).into());
+            return Err(format!("{} of {count} blocks were recovered", tier.usage().blocks).into());
         }
     }
     let cached = if cold { "dropped from the page cache" } else { "in the page cache" };
-    eprintln!("{count} blocks back in {:.3} s (median of {rounds}), {cached}", quartiles(&seconds)[1]);
+    eprintln!("{count} blocks recovered in {:.3} s (median of {rounds}), {cached}", quartiles(&seconds)[1]);
     Ok(json!({ "blocks": count, "seconds": quartiles(&seconds)[1], "cold": cold, "rounds": rounds }))
 }

@@ -1,12 +1,12 @@
-//! How fast blocks move between G1 and G2, beside a plain copy of the same bytes.
+//! Throughput of moving blocks between G1 and G2, compared with a plain copy of the same bytes.
 //!
 //! ```text
 //! cargo run --release -p kvbm --example host_speed [-- --json]
 //! ```
 //!
-//! Down is what `BlockManager::flush` waits for after blocks were registered; up is `BlockManager::onboard`. Both
-//! include everything: finding, sealing (a CRC over every byte), verifying, registering. The copy beside it is one
-//! thread's, from and to memory of the same size; the three are measured in turn, and the median of each is shown.
+//! The time of an offload is that of `BlockManager::flush` after blocks were registered, the time of an onboarding is
+//! that of `BlockManager::onboard`. Both include all steps: finding, checksums, verifying, registering. The plain copy
+//! uses one thread, and memory of the same size. The three are measured in turns; the results are medians.
 
 use kvbm::device::copy_observed;
 use kvbm::{
@@ -17,12 +17,12 @@ use parking_lot::RwLock;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Moved in each round: more than any cache holds.
+/// Bytes moved in each round: more than any CPU cache holds.
 const BYTES: usize = 96 << 20;
 const ROUNDS: usize = 7;
 
-/// Plain memory as a device: whole pages, as engines allocate them. Copies between memory that is aligned otherwise
-/// take half as long again.
+/// Plain memory as a device: whole pages, as engines allocate them. Copies between memory of other alignment
+/// take 1.5 times as long.
 struct Device {
     slots: Vec<RwLock<Slot>>,
     block: usize,
@@ -77,25 +77,27 @@ impl DeviceBlocks for Device {
     }
 }
 
-fn names(round: usize, count: usize) -> Vec<SequenceHash> {
-    let name = |n: usize| {
+/// Hashes of the blocks of one round.
+fn hashes(round: usize, count: usize) -> Vec<SequenceHash> {
+    let hash = |n: usize| {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&(n as u64 + 1).to_le_bytes());
         bytes[8..].copy_from_slice(&(round as u64).to_le_bytes());
         SequenceHash::from_bytes(bytes)
     };
-    (0..count).map(name).collect()
+    (0..count).map(hash).collect()
 }
 
-/// Median gigabytes per second: of the copy, down, up.
+/// Median throughput in GB/s of the plain copy, of offloading, and of onboarding.
 async fn measure(block: usize) -> [f64; 3] {
     let count = BYTES / block;
-    let metrics = Metrics::new(&prometheus::Registry::new()).expect("a registry of our own");
+    let metrics = Metrics::new(&prometheus::Registry::new()).expect("a new registry has no metrics");
     let log = Arc::new(EventLog::new(Epoch(1)));
     let device = Arc::new(Device::new(count, block));
     let host = HostTier::new(BYTES as u64, block, device.fingerprint(), log.clone(), &metrics);
     let manager = BlockManager::new(device.clone(), Some(host.clone()), vec![], log, metrics);
-    let (from, mut to) = (vec![1_u8; BYTES], vec![2_u8; BYTES]);
+    let from = vec![1_u8; BYTES];
+    let mut to = vec![2_u8; BYTES];
     let mut times: [Vec<Duration>; 3] = Default::default();
     for round in 0..=ROUNDS {
         let start = Instant::now();
@@ -105,31 +107,31 @@ async fn measure(block: usize) -> [f64; 3] {
         std::hint::black_box(&mut to);
         let copied = start.elapsed();
 
-        let names = names(round, count);
-        let parents = std::iter::once(None).chain(names.iter().copied().map(Some));
+        let hashes = hashes(round, count);
+        let parents = std::iter::once(None).chain(hashes.iter().copied().map(Some));
         let slots = manager.allocate(count).expect("nothing is held");
-        let full = slots.into_iter().zip(&names).zip(parents);
-        let full = full.map(|((slot, name), parent)| slot.complete(*name, parent, BlockAttrs::default())).collect();
+        let full = slots.into_iter().zip(&hashes).zip(parents);
+        let full = full.map(|((slot, hash), parent)| slot.complete(*hash, parent, BlockAttrs::default())).collect();
         let start = Instant::now();
         let held = manager.register_all(full);
         manager.flush().await;
-        let down = start.elapsed();
+        let offload = start.elapsed();
         drop(held);
 
-        // G1 forgets them; G2 has them.
+        // Evicts the blocks from G1. G2 has them.
         drop(manager.allocate(count).expect("nothing is held"));
         let start = Instant::now();
-        let onboarded = manager.onboard(&names, Recompute { seconds_per_block: Some(1.0), deadline: None }).await;
-        let up = start.elapsed();
-        assert_eq!(onboarded.blocks.len(), count, "all of it is in G2, and computing would take longer");
+        let onboarded = manager.onboard(&hashes, Recompute { seconds_per_block: Some(1.0), deadline: None }).await;
+        let onboard = start.elapsed();
+        assert_eq!(onboarded.blocks.len(), count, "all blocks are in G2, and computing them would take longer");
         drop(onboarded);
-        // The next round gets the same slots; else it would compete with blocks that were used more than its own.
-        for name in &names {
-            host.discard(device.fingerprint(), *name);
+        // Otherwise the next round would compete for slots with these blocks, which were used more often than its own.
+        for hash in &hashes {
+            host.discard(device.fingerprint(), *hash);
         }
-        // The first round touches memory that the system has yet to hand out.
+        // The first round touches memory that the system has not allocated yet.
         if round > 0 {
-            times.iter_mut().zip([copied, down, up]).for_each(|(times, time)| times.push(time));
+            times.iter_mut().zip([copied, offload, onboard]).for_each(|(times, time)| times.push(time));
         }
     }
     times.map(|mut times| {

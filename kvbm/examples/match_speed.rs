@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+/// Resident blocks, blocks of a chain, and measured lookups.
 const RESIDENT: usize = 1_000_000;
 const CHAIN: usize = 1_000;
 const SAMPLES: usize = 4_000;
@@ -67,7 +68,7 @@ fn register(manager: &BlockManager, chain: &[SequenceHash], at: usize, blocks: u
 fn fill(random: &mut Random) -> (BlockManager, Vec<Vec<SequenceHash>>) {
     // Some free slots for the thread that registers blocks.
     let device = Arc::new(EmptyDevice(RESIDENT + 10 * CHAIN));
-    let metrics = Metrics::new(&prometheus::Registry::new()).expect("a registry of our own");
+    let metrics = Metrics::new(&prometheus::Registry::new()).expect("a new registry has no metrics");
     let manager = BlockManager::new(device, None, vec![], Arc::new(EventLog::new(Epoch(1))), metrics);
     let chains: Vec<_> = (0..RESIDENT / CHAIN).map(|_| random.chain(CHAIN)).collect();
     // Registers 16 blocks of each chain at a time, as chunked prefills do, in a new random order each time.
@@ -85,7 +86,8 @@ fn fill(random: &mut Random) -> (BlockManager, Vec<Vec<SequenceHash>>) {
 
 /// Durations of lookups and of releases, each sorted.
 fn measure(manager: &BlockManager, chains: &[Vec<SequenceHash>], random: &mut Random) -> [Vec<Duration>; 2] {
-    let [mut matched, mut released] = [Vec::with_capacity(SAMPLES), Vec::with_capacity(SAMPLES)];
+    let mut matched = Vec::with_capacity(SAMPLES);
+    let mut released = Vec::with_capacity(SAMPLES);
     for _ in 0..SAMPLES {
         let chain = &chains[random.below(chains.len())];
         // The hashes of a prompt are in the CPU cache: they were just computed.
@@ -94,7 +96,7 @@ fn measure(manager: &BlockManager, chains: &[Vec<SequenceHash>], random: &mut Ra
         let held = manager.lookup(&hashes);
         let elapsed = start.elapsed();
         if held.len() < CHAIN {
-            // Some of its blocks were evicted for those of the other thread.
+            // Some blocks of the chain were evicted for blocks that the other thread registers.
             continue;
         }
         matched.push(elapsed);
@@ -134,7 +136,7 @@ async fn main() {
         threads.spawn(|| {
             let mut random = Random(SplitMix64::new(2));
             while !done.load(Ordering::Relaxed) {
-                // A decoding batch fills a few blocks now and then.
+                // As a decoding batch, which fills a few blocks from time to time.
                 register(&manager, &random.chain(16), 0, 16);
                 std::thread::sleep(Duration::from_micros(200));
             }

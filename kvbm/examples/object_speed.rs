@@ -22,7 +22,8 @@ const BLOCK: usize = 192 << 10;
 const BLOCKS: usize = 1024;
 /// Bytes per raw read, as in the tier.
 const RANGE: u64 = 4 << 20;
-const AT_ONCE: [usize; 5] = [2, 4, 8, 16, 32];
+/// Tried numbers of concurrent requests of the raw client.
+const CONCURRENCY: [usize; 5] = [2, 4, 8, 16, 32];
 /// Rounds to find the best concurrency of the raw client, and pairs of measurements after that.
 const ROUNDS: usize = 3;
 const PAIRS: usize = 9;
@@ -41,17 +42,17 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let tier =
         ObjectTier::open_location(&location, &access, Settings::default(), Arc::new(EventLog::new(Epoch(1))), None)?;
     let fingerprint = Fingerprint::from_bytes([1; 32]);
-    let name = |n: usize| {
+    let hash = |n: usize| {
         let digest = blake3::hash(&n.to_le_bytes());
         SequenceHash::from_bytes(std::array::from_fn(|i| digest.as_bytes()[i]))
     };
-    let block = |n: usize| Block::new(name(n), None, fingerprint, Bytes::from(vec![n as u8; BLOCK]));
-    for some in (0..BLOCKS).collect::<Vec<_>>().chunks(256) {
-        for answer in tier.store(some.iter().map(|n| block(*n)).collect()).await {
+    let block = |n: usize| Block::new(hash(n), None, fingerprint, Bytes::from(vec![n as u8; BLOCK]));
+    for part in (0..BLOCKS).collect::<Vec<_>>().chunks(256) {
+        for answer in tier.store(part.iter().map(|n| block(*n)).collect()).await {
             answer?;
         }
     }
-    let names: Vec<SequenceHash> = (0..BLOCKS).map(name).collect();
+    let hashes: Vec<SequenceHash> = (0..BLOCKS).map(hash).collect();
     let client = location.client(&access, Duration::from_secs(30))?.ok_or("a cloud has a client")?;
     let StoreLocation::Cloud { prefix, .. } = &location else { return Err("a cloud".into()) };
     let ranges: Vec<_> = client
@@ -71,48 +72,51 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .concat();
 
     let speed = |bytes: usize, start: Instant| bytes as f64 / start.elapsed().as_secs_f64() / 1e6;
-    let raw = async |at_once: usize| {
+    let raw = async |concurrency: usize| {
         let start = Instant::now();
         let read = stream::iter(ranges.clone()).map(|(path, range)| {
             let client: Arc<dyn ObjectStore> = client.clone();
             async move { client.get_range(&path, range).await.map(|bytes| bytes.len()) }
         });
-        let read: Vec<_> = read.buffer_unordered(at_once).collect().await;
+        let read: Vec<_> = read.buffer_unordered(concurrency).collect().await;
         Ok::<_, Box<dyn Error>>(speed(read.into_iter().sum::<Result<usize, _>>()?, start))
     };
-    let mut rates: Vec<Vec<f64>> = vec![Vec::new(); AT_ONCE.len()];
+    let mut rates: Vec<Vec<f64>> = vec![Vec::new(); CONCURRENCY.len()];
     for _ in 0..ROUNDS {
-        for (at_once, rates) in AT_ONCE.iter().zip(&mut rates) {
-            rates.push(raw(*at_once).await?);
+        for (concurrency, rates) in CONCURRENCY.iter().zip(&mut rates) {
+            rates.push(raw(*concurrency).await?);
         }
     }
     let rates: Vec<f64> = rates.into_iter().map(median).collect();
-    let best = (0..AT_ONCE.len()).max_by(|a, b| rates[*a].total_cmp(&rates[*b])).ok_or("nothing was measured")?;
+    let best = (0..CONCURRENCY.len()).max_by(|a, b| rates[*a].total_cmp(&rates[*b])).ok_or("nothing was measured")?;
     // Each measurement of the tier is between two of the raw client.
-    let (mut ours, mut ratios, mut before) = (Vec::new(), Vec::new(), raw(AT_ONCE[best]).await?);
+    let mut tier_rates = Vec::new();
+    let mut ratios = Vec::new();
+    let mut before = raw(CONCURRENCY[best]).await?;
     for _ in 0..PAIRS {
         let start = Instant::now();
-        let loaded: Vec<_> = tier.load(fingerprint, names.clone()).collect().await;
+        let loaded: Vec<_> = tier.load(fingerprint, hashes.clone()).collect().await;
         let found = loaded.iter().filter(|(_, answer)| matches!(answer, Ok(Some(_)))).count();
         if found != BLOCKS {
-            return Err(format!("{found} of {BLOCKS} blocks came back").into());
+            return Err(format!("{found} of {BLOCKS} blocks were loaded").into());
         }
         let rate = speed(BLOCKS * BLOCK, start);
-        let after = raw(AT_ONCE[best]).await?;
-        ours.push(rate);
+        let after = raw(CONCURRENCY[best]).await?;
+        tier_rates.push(rate);
         ratios.push(rate / (before * after).sqrt());
         before = after;
     }
-    let (ours, ratio) = (median(ours), median(ratios));
+    let tier_rate = median(tier_rates);
+    let ratio = median(ratios);
     if json {
         let raw: serde_json::Map<_, _> =
-            AT_ONCE.iter().zip(&rates).map(|(n, rate)| (n.to_string(), (*rate).into())).collect();
-        println!("{}", serde_json::json!({ "tier_mb_s": ours, "raw_mb_s": raw, "ratio": ratio }));
+            CONCURRENCY.iter().zip(&rates).map(|(n, rate)| (n.to_string(), (*rate).into())).collect();
+        println!("{}", serde_json::json!({ "tier_mb_s": tier_rate, "raw_mb_s": raw, "ratio": ratio }));
     } else {
-        for (at_once, rate) in AT_ONCE.iter().zip(&rates) {
-            println!("raw client, {at_once:2} at once  {rate:6.0} MB/s");
+        for (concurrency, rate) in CONCURRENCY.iter().zip(&rates) {
+            println!("raw client, {concurrency:2} requests {rate:6.0} MB/s");
         }
-        println!("G4 tier                 {ours:6.0} MB/s, {ratio:.2} of the raw client's best");
+        println!("G4 tier                 {tier_rate:6.0} MB/s, {ratio:.2} of the raw client's best");
     }
     Ok(())
 }

@@ -81,7 +81,7 @@ fn programs(path: &Path, folder: &str) -> Vec<(Program, FiguresOf)> {
     all.push(program("disk_speed", &[folder, "--recover", "1000000", "--rounds", "3"], recovery));
     all.push(program("object_speed", &[], object));
     all.push(program("match_speed", &[], matching));
-    all.push(program("forms", &[], forms));
+    all.push(program("transform_speed", &[], transforms));
     all.push(program("first_token", &[], first_token));
     all
 }
@@ -154,7 +154,7 @@ fn matching(printed: &[Value]) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-fn forms(printed: &[Value]) -> Result<Vec<Figure>> {
+fn transforms(printed: &[Value]) -> Result<Vec<Figure>> {
     let [result] = printed else { bail!("one value was expected") };
     let mut figures = Vec::new();
     for codec in result["codec"].as_array().context("no codecs")? {
