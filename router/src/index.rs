@@ -37,6 +37,7 @@ mod seqlock;
 mod sharded_table;
 mod snapshot;
 mod source;
+mod source_digests;
 mod source_state;
 mod span;
 mod spin_lock;
@@ -187,7 +188,7 @@ impl Index {
             self.clear_level(&state, &mut pages, source_level);
         }
         self.account_pages(&state, &mut pages);
-        state.set_incomplete(false);
+        state.digests.set_complete();
     }
 
     /// Applies an event. Events of unknown sources are ignored.
@@ -222,7 +223,7 @@ impl Index {
         if pages.unregistered {
             return;
         }
-        state.set_incomplete(false);
+        state.digests.set_complete();
         for level in LEVELS {
             let Some(source_level) = SourceLevel::new(state.id, level) else { continue };
             let wanted = || runs.iter().filter(|run| run.level == level);
@@ -256,20 +257,21 @@ impl Index {
     /// Number of pairs of a block and a source level that holds it. Reads the counters of all sources.
     pub fn entries(&self) -> usize {
         let Sources { workers, stores, .. } = &*self.snapshot.load().sources;
-        workers.iter().chain(stores).flatten().map(|state| state.blocks()).sum()
+        workers.iter().chain(stores).flatten().map(|state| state.digests.blocks()).sum()
     }
 
     /// Digest of the indexed blocks of a source at a level. `None` for an unknown source, or a level that is not
     /// indexed.
     pub fn digest(&self, source: Source, level: Level) -> Option<SetDigest> {
         let at = LEVELS.iter().position(|other| *other == level)?;
-        Some(self.source_state(source)?.digest(at))
+        Some(self.source_state(source)?.digests.at(at))
     }
 
     /// Whether the index has all blocks that a source has announced. If not, it evicted some to stay within its memory
-    /// limit, and [`digest`](Self::digest) cannot be compared with the digest of the source.
+    /// limit, and [`digest`](Self::digest) cannot be compared with the digest of the source. Call it after `digest`:
+    /// blocks may be evicted meanwhile.
     pub fn is_complete(&self, source: Source) -> bool {
-        self.source_state(source).is_some_and(|state| state.is_complete())
+        self.source_state(source).is_some_and(|state| state.digests.is_complete())
     }
 
     /// Number of pages evicted so far to stay within the memory limit.

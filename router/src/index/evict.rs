@@ -76,7 +76,7 @@ impl Index {
         self.bytes.holder_sets.fetch_sub(holders.bytes(), Ordering::Relaxed);
         for (source_level, mask) in holders.to_vec() {
             if let Some(state) = snapshot.sources.by_id(source_level.source_id()) {
-                state.remove_blocks(source_level, u64::from(mask.count_ones()), digest_sum(page, mask));
+                state.digests.evict(source_level.level(), u64::from(mask.count_ones()), digest_sum(page, mask));
                 state.note_evicted_page();
             }
         }

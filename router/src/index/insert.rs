@@ -102,7 +102,8 @@ impl Index {
     pub(super) fn open_page(&self, state: &SourceState, pages: &mut SourcePages, hashes: usize) -> Option<u32> {
         if pages.open.is_empty() {
             // A small share of the source's pages is reserved in advance, so that a long chain is contiguous.
-            let wanted = hashes.div_ceil(PAGE_BLOCKS as usize).max(state.blocks() / PAGE_BLOCKS as usize / OPEN_RATIO);
+            let wanted =
+                hashes.div_ceil(PAGE_BLOCKS as usize).max(state.digests.blocks() / PAGE_BLOCKS as usize / OPEN_RATIO);
             let numbers = self.arena.allocate(wanted, |change| self.set_chunk(change))?;
             let snapshot = self.snapshot.load();
             for number in numbers.clone() {
@@ -118,7 +119,7 @@ impl Index {
 
     /// Frees the reserved pages of a source without blocks.
     pub(super) fn release_if_empty(&self, state: &SourceState, pages: &mut SourcePages) {
-        if state.blocks() == 0 {
+        if state.digests.blocks() == 0 {
             self.release_open_pages(state.id, pages);
         }
     }

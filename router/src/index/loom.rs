@@ -1,14 +1,16 @@
 //! Loom models of the lock-free files: every interleaving of threads.
 
+use super::source;
 use loom::sync::Arc;
 use loom::thread;
 use seqlock::SeqLock;
+use source_digests::SourceDigests;
 use spin_lock::SpinLock;
 use sync::{AtomicU64, Ordering};
 use table::Table;
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const MAX_READ_ATTEMPTS: usize = 2;
     pub(crate) const HUGE_PAGE: usize = 1 << 21;
@@ -33,6 +35,10 @@ mod seqlock;
 #[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and no waiting")]
 #[path = "spin_lock.rs"]
 mod spin_lock;
+
+#[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and not all of it in a test")]
+#[path = "source_digests.rs"]
+mod source_digests;
 
 /// A bound of two preemptions finds nearly all errors; exploring every interleaving takes hours.
 fn explore(model: impl Fn() + Sync + Send + 'static) {
@@ -115,5 +121,22 @@ fn a_block_is_written_before_its_entry() {
             assert_eq!(shared.1.load(Ordering::Relaxed), 5);
         }
         writer.join().unwrap();
+    });
+}
+
+#[test]
+fn a_lowered_digest_is_never_taken_for_complete() {
+    explore(|| {
+        let digests = Arc::new(SourceDigests::new());
+        digests.add(0, 3, 7);
+        let complete = digests.at(0);
+        let evicting = digests.clone();
+        let evicting = thread::spawn(move || evicting.evict(0, 1, 2));
+        let read = digests.at(0);
+        if digests.is_complete() {
+            assert_eq!(read, complete);
+        }
+        evicting.join().unwrap();
+        assert!(!digests.is_complete());
     });
 }

@@ -1,22 +1,20 @@
-//! State of a source: its id, counters, and the pages that contain its blocks.
+//! State of a source: its id, digests, and the pages that contain its blocks.
 
 use super::holder_set::InternCache;
 use super::position::Position;
-use super::source::{LEVELS, SourceId, SourceLevel};
-use kvbm::SetDigest;
+use super::source::{LEVELS, SourceId};
+use super::source_digests::SourceDigests;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A source of blocks.
 pub(super) struct SourceState {
     pub(super) id: SourceId,
     pages: Mutex<SourcePages>,
-    digests: [LevelDigest; LEVELS.len()],
-    /// Whether blocks of this source were evicted.
-    incomplete: AtomicBool,
+    pub(super) digests: SourceDigests,
     /// Number of evicted pages that may still be in its page sets.
     evicted_pages: AtomicUsize,
 }
@@ -46,57 +44,17 @@ pub(super) type PageSet = HashSet<u32, BuildHasherDefault<PageHasher>>;
 const PRUNE_MIN: usize = 16;
 const PRUNE_RATIO: usize = 4;
 
-/// Digest of the blocks of a source at one level, see [`SetDigest`].
-#[derive(Default)]
-struct LevelDigest {
-    blocks: AtomicU64,
-    sum: AtomicU64,
-}
-
 impl SourceState {
     pub(super) fn new(id: SourceId) -> Self {
-        let (pages, digests) = (Mutex::default(), Default::default());
-        Self { id, pages, digests, incomplete: AtomicBool::new(false), evicted_pages: AtomicUsize::new(0) }
+        Self { id, pages: Mutex::default(), digests: SourceDigests::new(), evicted_pages: AtomicUsize::new(0) }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, SourcePages> {
         self.pages.lock()
     }
 
-    /// Adds blocks to the digest; `sum` is the sum of their terms.
-    pub(super) fn add_blocks(&self, source_level: SourceLevel, blocks: u64, sum: u64) {
-        self.digests[source_level.level()].blocks.fetch_add(blocks, Ordering::Relaxed);
-        self.digests[source_level.level()].sum.fetch_add(sum, Ordering::Relaxed);
-    }
-
-    /// Removes blocks from the digest.
-    pub(super) fn remove_blocks(&self, source_level: SourceLevel, blocks: u64, sum: u64) {
-        self.digests[source_level.level()].blocks.fetch_sub(blocks, Ordering::Relaxed);
-        self.digests[source_level.level()].sum.fetch_sub(sum, Ordering::Relaxed);
-    }
-
-    /// Number of blocks at all levels.
-    pub(super) fn blocks(&self) -> usize {
-        self.digests.iter().map(|digest| digest.blocks.load(Ordering::Relaxed) as usize).sum()
-    }
-
-    /// Sets whether blocks of this source were evicted.
-    pub(super) fn set_incomplete(&self, incomplete: bool) {
-        self.incomplete.store(incomplete, Ordering::Relaxed);
-    }
-
-    pub(super) fn digest(&self, level: usize) -> SetDigest {
-        let LevelDigest { blocks, sum } = &self.digests[level];
-        SetDigest { blocks: blocks.load(Ordering::Relaxed), sum: sum.load(Ordering::Relaxed) }
-    }
-
-    pub(super) fn is_complete(&self) -> bool {
-        !self.incomplete.load(Ordering::Relaxed)
-    }
-
     /// Notes that a page with blocks of this source was evicted.
     pub(super) fn note_evicted_page(&self) {
-        self.incomplete.store(true, Ordering::Relaxed);
         self.evicted_pages.fetch_add(1, Ordering::Relaxed);
     }
 

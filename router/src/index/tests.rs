@@ -399,7 +399,7 @@ fn the_memory_limit_holds_under_churn() {
     // Removing a worker takes time proportional to what it holds, not to what it ever held.
     let state = index.source_state(Source::Worker(workers[0])).unwrap();
     let named = state.lock().by_level[0].len();
-    let held = state.digest(0).blocks as usize;
+    let held = state.digests.at(0).blocks as usize;
     assert!(held > 0 && named <= held / 64 * 2 + 32, "{named} pages for {held} blocks");
     for id in &workers {
         index.leave(*id);

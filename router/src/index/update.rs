@@ -204,7 +204,7 @@ impl Index {
         let (single, mine) = (matches!(holders, Holders::One(..)), holders.mask(source_level));
         self.account_holder_sets(before, holders.bytes());
         let dead = page.set_holders(holders);
-        state.remove_blocks(source_level, u64::from(taken.count_ones()), digest_sum(page, taken));
+        state.digests.remove(source_level.level(), u64::from(taken.count_ones()), digest_sum(page, taken));
         if mine == 0 {
             pages.by_level[source_level.level()].remove(&number);
         }
@@ -331,7 +331,7 @@ pub(super) fn note_added(
     added: u64,
 ) {
     pages.by_level[source_level.level()].insert(number);
-    state.add_blocks(source_level, u64::from(added.count_ones()), digest_sum(page, added));
+    state.digests.add(source_level.level(), u64::from(added.count_ones()), digest_sum(page, added));
 }
 
 /// Sum of the digest terms of the blocks at some positions.
