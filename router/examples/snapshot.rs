@@ -12,7 +12,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
 use prometheus::Registry;
-use router::index::Index;
+use router::index::{Holder, Index};
 use router::{Router, Settings};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -71,13 +71,13 @@ fn filled(blocks: usize) -> EventLog {
 }
 
 fn alone(log: &EventLog) {
-    let source = Source::Worker(WorkerId(1));
+    let holder = Holder::Worker(WorkerId(1));
     let index = Index::new();
     index.join(WorkerId(1), &[]);
     let (snapshot, making) = timed(|| log.snapshot());
-    let ((), setting) = timed(|| index.replace(source, &snapshot.runs));
-    let ((), again) = timed(|| index.replace(source, &snapshot.runs));
-    let ((), forgetting) = timed(|| index.clear(source));
+    let ((), setting) = timed(|| index.replace(holder, &snapshot.runs));
+    let ((), again) = timed(|| index.replace(holder, &snapshot.runs));
+    let ((), forgetting) = timed(|| index.clear(holder));
     println!("snapshot of {} blocks in {} runs", snapshot.blocks().count(), snapshot.runs.len());
     println!("  laid out in {making:?}, set in {setting:?}, once more in {again:?}, cleared in {forgetting:?}");
 }

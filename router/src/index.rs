@@ -9,13 +9,13 @@
 //! ```
 //!
 //! The index knows a block by 64 bits of its hash. It is a hint: a collision costs a recomputed prefix, never a wrong
-//! token. A block has one position, however many sources hold it; a block that a holder lacks is a zero bit in that
+//! token. A block has one position, however many holders hold it; a block that a holder lacks is a zero bit in that
 //! holder's mask. Lookups take no lock and do not wait: they read one `IndexSnapshot` (RCU), and each page under its
-//! seqlock. Events of one source are applied in order. Events of different sources are applied concurrently; they
+//! seqlock. Events of one holder are applied in order. Events of different holders are applied concurrently; they
 //! contend for a page, or for a shard while its table is resized.
 //!
 //! **Trust.** An event states that each of its blocks follows the one before it, and a lookup relies on this: if the
-//! last block of a run matches the prompt, the lookup counts the whole run. A source that publishes wrong chains gets
+//! last block of a run matches the prompt, the lookup counts the whole run. A holder that publishes wrong chains gets
 //! wrong hints for the blocks that it stored first.
 //!
 //! Not here: sequence numbers and epochs. `control::feed` decides which event to apply.
@@ -23,7 +23,10 @@
 mod arena;
 mod bits;
 mod evict;
+mod holder;
+mod holder_digests;
 mod holder_set;
+mod holder_state;
 mod holders;
 mod insert;
 mod key;
@@ -36,9 +39,6 @@ mod run;
 mod seqlock;
 mod sharded_table;
 mod snapshot;
-mod source;
-mod source_digests;
-mod source_state;
 mod span;
 mod spin_lock;
 mod sync;
@@ -53,26 +53,26 @@ mod loom;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use holder::LEVELS;
+pub use holder::{Holder, HolderId};
 pub use overlap::Overlap;
-pub(crate) use source::LEVELS;
-pub use source::SourceId;
 pub use worker_overlap::WorkerOverlap;
 
 use arc_swap::ArcSwap;
 use arena::{Arena, ChunkChange};
+use holder::HolderLevel;
+use holder_state::HolderState;
 use kvbm::{BlockEvent, Level, SequenceHash, SetDigest};
 use lookup::Lookup;
 use parking_lot::Mutex;
 use run::Run;
 use sharded_table::ShardedTable;
-use snapshot::{IndexSnapshot, PageDirectory, Sources};
-use source::SourceLevel;
-use source_state::SourceState;
+use snapshot::{HolderDirectory, IndexSnapshot, PageDirectory};
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use table::Table;
-use worker::plane::{Source, StoreId, WorkerId};
+use worker::plane::{StoreId, WorkerId};
 
 /// The prefix index.
 pub struct Index {
@@ -89,19 +89,19 @@ pub struct Index {
 }
 
 /// Bytes of shared structures. They have a cache line of their own because lookups read the fields beside them.
-/// Counters that change with every event are kept per source and per shard instead.
+/// Counters that change with every event are kept per holder and per shard instead.
 #[derive(Default)]
 #[repr(align(128))]
 struct Bytes {
     tables: AtomicUsize,
     holder_sets: AtomicUsize,
-    source_pages: AtomicUsize,
+    holder_pages: AtomicUsize,
 }
 
 impl Bytes {
     /// Bytes in use except those of pages and tables.
     fn other(&self) -> usize {
-        self.holder_sets.load(Ordering::Relaxed) + self.source_pages.load(Ordering::Relaxed)
+        self.holder_sets.load(Ordering::Relaxed) + self.holder_pages.load(Ordering::Relaxed)
     }
 }
 
@@ -129,7 +129,7 @@ impl Index {
         let snapshot = IndexSnapshot {
             tables: sharded_table.tables(),
             directory: PageDirectory::default(),
-            sources: Arc::default(),
+            holders: Arc::default(),
         };
         let table_bytes = snapshot.tables.iter().map(|table| table.bytes()).sum();
         Self {
@@ -151,90 +151,97 @@ impl Index {
     }
 
     /// Adds a worker that can onboard from `stores`. A known worker keeps its blocks and gets the new list of stores.
-    pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> SourceId {
-        self.update_sources(|sources| register(sources, worker, stores))
+    pub fn join(&self, worker: WorkerId, stores: &[StoreId]) -> HolderId {
+        self.update_holders(|holders| register(holders, Holder::Worker(worker), stores))
+    }
+
+    /// Adds the estimate of a worker's cache, which can onboard from `stores`. As in [`join`](Self::join), a known one
+    /// keeps its blocks.
+    pub(crate) fn join_estimate(&self, worker: WorkerId, stores: &[StoreId]) -> HolderId {
+        self.update_holders(|holders| register(holders, Holder::Estimate(worker), stores))
     }
 
     /// Adds several workers with the same stores in one update.
-    pub fn join_all(&self, workers: impl Iterator<Item = WorkerId>, stores: &[StoreId]) -> Vec<SourceId> {
-        self.update_sources(|sources| workers.map(|worker| register(sources, worker, stores)).collect())
+    pub fn join_all(&self, workers: impl Iterator<Item = WorkerId>, stores: &[StoreId]) -> Vec<HolderId> {
+        self.update_holders(|holders| workers.map(|worker| register(holders, Holder::Worker(worker), stores)).collect())
     }
 
-    /// Removes a worker and its blocks. Returns the stores that no other worker can read.
+    /// Removes a worker, its estimate, and the blocks of both. Returns the stores that no other worker can read.
     pub fn leave(&self, worker: WorkerId) -> Vec<StoreId> {
-        self.forget(Source::Worker(worker));
-        self.snapshot.load().sources.unreferenced_stores()
+        self.forget(Holder::Estimate(worker));
+        self.forget(Holder::Worker(worker));
+        self.snapshot.load().holders.unreferenced_stores()
     }
 
-    /// Removes a source and its blocks, in time proportional to the number of its blocks and of all sources.
-    pub fn forget(&self, source: Source) {
-        let Some(state) = self.update_sources(|sources| sources.unregister(source)) else { return };
+    /// Removes a holder and its blocks, in time proportional to the number of its blocks and of all holders.
+    pub fn forget(&self, holder: Holder) {
+        let Some(state) = self.update_holders(|holders| holders.unregister(holder)) else { return };
         let mut pages = state.lock();
         pages.unregistered = true;
-        for source_level in source_levels(state.id) {
-            self.clear_level(&state, &mut pages, source_level);
+        for holder_level in holder_levels(state.id) {
+            self.clear_level(&state, &mut pages, holder_level);
         }
         self.release_open_pages(state.id, &mut pages);
         self.account_pages(&state, &mut pages);
         drop(pages);
-        self.update_sources(|sources| sources.release(state.id));
+        self.update_holders(|holders| holders.release(state.id));
     }
 
-    /// Removes all blocks of a source.
-    pub fn clear(&self, source: Source) {
-        let Some(state) = self.source_state(source) else { return };
+    /// Removes all blocks of a holder.
+    pub fn clear(&self, holder: Holder) {
+        let Some(state) = self.holder_state(holder) else { return };
         let mut pages = state.lock();
-        for source_level in source_levels(state.id) {
-            self.clear_level(&state, &mut pages, source_level);
+        for holder_level in holder_levels(state.id) {
+            self.clear_level(&state, &mut pages, holder_level);
         }
         self.account_pages(&state, &mut pages);
         state.digests.set_complete();
     }
 
-    /// Applies an event. Events of unknown sources are ignored.
-    pub fn apply(&self, source: Source, event: &BlockEvent) {
-        let Some(state) = self.source_state(source) else { return };
+    /// Applies an event. Events of unknown holders are ignored.
+    pub fn apply(&self, holder: Holder, event: &BlockEvent) {
+        let Some(state) = self.holder_state(holder) else { return };
         let mut pages = state.lock();
         let (BlockEvent::Stored { level, .. } | BlockEvent::Removed { level, .. } | BlockEvent::Cleared { level }) =
             event;
-        let Some(source_level) = SourceLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
+        let Some(holder_level) = HolderLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
         match event {
             BlockEvent::Stored { parent, blocks, .. } => {
                 let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
                 let after = parent.as_ref().map(SequenceHash::short);
-                self.store_blocks(&state, &mut pages, source_level, Run { hashes: &hashes, after, chained: true });
+                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
             }
             BlockEvent::Removed { blocks, .. } => {
                 let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
-                self.remove_blocks(&state, &mut pages, source_level, &hashes);
+                self.remove_blocks(&state, &mut pages, holder_level, &hashes);
             }
-            BlockEvent::Cleared { .. } => self.clear_level(&state, &mut pages, source_level),
+            BlockEvent::Cleared { .. } => self.clear_level(&state, &mut pages, holder_level),
         }
         self.account_pages(&state, &mut pages);
         drop(pages);
         self.evict_to_limit();
     }
 
-    /// Sets the blocks of a source from a snapshot. Only the difference is applied, so readers never see an empty
-    /// source.
-    pub fn replace(&self, source: Source, runs: &[kvbm::Run]) {
-        let Some(state) = self.source_state(source) else { return };
+    /// Sets the blocks of a holder from a snapshot. Only the difference is applied, so readers never see an empty
+    /// holder.
+    pub fn replace(&self, holder: Holder, runs: &[kvbm::Run]) {
+        let Some(state) = self.holder_state(holder) else { return };
         let mut pages = state.lock();
         if pages.unregistered {
             return;
         }
         state.digests.set_complete();
         for level in LEVELS {
-            let Some(source_level) = SourceLevel::new(state.id, level) else { continue };
+            let Some(holder_level) = HolderLevel::new(state.id, level) else { continue };
             let wanted = || runs.iter().filter(|run| run.level == level);
             let keep: HashSet<u64> = wanted().flat_map(|run| &run.blocks).map(SequenceHash::short).collect();
-            let held = self.hashes(&pages, source_level);
+            let held = self.hashes(&pages, holder_level);
             let stale: Vec<u64> = held.into_iter().filter(|hash| !keep.contains(hash)).collect();
-            self.remove_blocks(&state, &mut pages, source_level, &stale);
+            self.remove_blocks(&state, &mut pages, holder_level, &stale);
             for run in wanted() {
                 let hashes: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
                 let after = run.parent.as_ref().map(SequenceHash::short);
-                self.store_blocks(&state, &mut pages, source_level, Run { hashes: &hashes, after, chained: true });
+                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
             }
         }
         self.account_pages(&state, &mut pages);
@@ -254,24 +261,24 @@ impl Index {
         Lookup::new(&self.snapshot.load(), hashes, overlap).run();
     }
 
-    /// Number of pairs of a block and a source level that holds it. Reads the counters of all sources.
+    /// Number of blocks, each counted once per holder and level. Reads the counters of all holders.
     pub fn entries(&self) -> usize {
-        let Sources { workers, stores, .. } = &*self.snapshot.load().sources;
+        let HolderDirectory { workers, stores, .. } = &*self.snapshot.load().holders;
         workers.iter().chain(stores).flatten().map(|state| state.digests.blocks()).sum()
     }
 
-    /// Digest of the indexed blocks of a source at a level. `None` for an unknown source, or a level that is not
+    /// Digest of the indexed blocks of a holder at a level. `None` for an unknown holder, or a level that is not
     /// indexed.
-    pub fn digest(&self, source: Source, level: Level) -> Option<SetDigest> {
+    pub fn digest(&self, holder: Holder, level: Level) -> Option<SetDigest> {
         let at = LEVELS.iter().position(|other| *other == level)?;
-        Some(self.source_state(source)?.digests.at(at))
+        Some(self.holder_state(holder)?.digests.at(at))
     }
 
-    /// Whether the index has all blocks that a source has announced. If not, it evicted some to stay within its memory
-    /// limit, and [`digest`](Self::digest) cannot be compared with the digest of the source. Call it after `digest`:
+    /// Whether the index has all blocks that a holder has announced. If not, it evicted some to stay within its memory
+    /// limit, and [`digest`](Self::digest) cannot be compared with the digest of the holder. Call it after `digest`:
     /// blocks may be evicted meanwhile.
-    pub fn is_complete(&self, source: Source) -> bool {
-        self.source_state(source).is_some_and(|state| state.digests.is_complete())
+    pub fn is_complete(&self, holder: Holder) -> bool {
+        self.holder_state(holder).is_some_and(|state| state.digests.is_complete())
     }
 
     /// Number of pages evicted so far to stay within the memory limit.
@@ -284,16 +291,16 @@ impl Index {
         self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.other()
     }
 
-    fn source_state(&self, source: Source) -> Option<Arc<SourceState>> {
-        self.snapshot.load().sources.get(source).cloned()
+    fn holder_state(&self, holder: Holder) -> Option<Arc<HolderState>> {
+        self.snapshot.load().holders.get(holder).cloned()
     }
 
-    /// Replaces the list of sources.
-    fn update_sources<T>(&self, apply: impl FnOnce(&mut Sources) -> T) -> T {
+    /// Replaces the list of holders.
+    fn update_holders<T>(&self, apply: impl FnOnce(&mut HolderDirectory) -> T) -> T {
         self.update(|snapshot| {
-            let mut sources = Sources::clone(&snapshot.sources);
-            let outcome = apply(&mut sources);
-            snapshot.sources = Arc::new(sources);
+            let mut holders = HolderDirectory::clone(&snapshot.holders);
+            let outcome = apply(&mut holders);
+            snapshot.holders = Arc::new(holders);
             outcome
         })
     }
@@ -322,19 +329,19 @@ impl Index {
     }
 }
 
-/// Registers a worker, and that it can read these stores and no others.
-fn register(sources: &mut Sources, worker: WorkerId, stores: &[StoreId]) -> SourceId {
-    let source_id = sources.register(Source::Worker(worker));
-    let number = source_id.index() as u32;
-    sources.readers.iter_mut().for_each(|workers| workers.unset(number));
+/// Registers a worker or an estimate, and that it can read these stores and no others.
+fn register(holders: &mut HolderDirectory, reader: Holder, stores: &[StoreId]) -> HolderId {
+    let holder_id = holders.register(reader);
+    let number = holder_id.index() as u32;
+    holders.readers.iter_mut().for_each(|workers| workers.unset(number));
     for store in stores {
-        let at = sources.register(Source::Store(*store)).index();
-        sources.readers[at].set(number);
+        let at = holders.register(Holder::Store(*store)).index();
+        holders.readers[at].set(number);
     }
-    source_id
+    holder_id
 }
 
-/// One source at each level.
-fn source_levels(source_id: SourceId) -> impl Iterator<Item = SourceLevel> {
-    LEVELS.into_iter().filter_map(move |level| SourceLevel::new(source_id, level))
+/// One holder at each level.
+fn holder_levels(holder_id: HolderId) -> impl Iterator<Item = HolderLevel> {
+    LEVELS.into_iter().filter_map(move |level| HolderLevel::new(holder_id, level))
 }

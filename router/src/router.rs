@@ -9,7 +9,7 @@ pub use cordon::{NoSuchWorker, WorkerStatus};
 
 use crate::control::{Feed, prober, rebalance, replicas};
 use crate::dispatch::{self, admit};
-use crate::index::LEVELS;
+use crate::index::{Holder, LEVELS};
 use crate::settings::Settings;
 use crate::state::{Core, Error};
 use futures::FutureExt;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
-use worker::plane::{Discovery, Events, RouterId, Source};
+use worker::plane::{Discovery, Events, RouterId};
 
 /// Many engines behaving as one.
 pub struct Router {
@@ -70,18 +70,18 @@ impl Router {
     }
 
     /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks.
-    /// `None` for a source of which the index evicted blocks.
-    pub fn index_digests(&self) -> Vec<(Source, Level, Option<SetDigest>)> {
+    /// `None` for a holder of which the index evicted blocks.
+    pub fn index_digests(&self) -> Vec<(Holder, Level, Option<SetDigest>)> {
         let roster = self.core.fleet.snapshot();
-        let workers = roster.workers().map(|member| Source::Worker(member.id()));
+        let workers = roster.workers().map(|member| Holder::Worker(member.id()));
         let stores: BTreeSet<_> = roster.workers().flat_map(|member| member.instance.stores.iter().copied()).collect();
-        let sources = workers.chain(stores.into_iter().map(Source::Store));
-        let each = |source| LEVELS.into_iter().map(move |level| (source, level));
-        let indexed = |(source, level)| {
-            let digest = self.core.index.digest(source, level).filter(|digest| digest.blocks > 0)?;
-            Some((source, level, self.core.index.is_complete(source).then_some(digest)))
+        let holders = workers.chain(stores.into_iter().map(Holder::Store));
+        let each = |holder| LEVELS.into_iter().map(move |level| (holder, level));
+        let indexed = |(holder, level)| {
+            let digest = self.core.index.digest(holder, level).filter(|digest| digest.blocks > 0)?;
+            Some((holder, level, self.core.index.is_complete(holder).then_some(digest)))
         };
-        sources.flat_map(each).filter_map(indexed).collect()
+        holders.flat_map(each).filter_map(indexed).collect()
     }
 }
 

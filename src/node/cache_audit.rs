@@ -4,10 +4,11 @@
 
 use kvbm::{BlockManager, Level, SetDigest};
 use router::Router;
+use router::index::Holder;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use worker::plane::{Source, StoreId, WorkerId};
+use worker::plane::{StoreId, WorkerId};
 
 /// The router and the tiers of this process.
 pub struct CacheAudit {
@@ -19,7 +20,7 @@ pub struct CacheAudit {
 /// Computes the digest of the blocks in a store; `None` once the store is closed.
 pub(super) type DigestOf = Arc<dyn Fn() -> Option<SetDigest> + Send + Sync>;
 
-/// The digests of one tier of one source of blocks.
+/// The digests of one tier of one holder of blocks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct TierAudit {
     /// `worker w1`, or `store` and its id for a tier that several workers share.
@@ -35,22 +36,22 @@ pub struct TierAudit {
 impl CacheAudit {
     /// Every tier that has blocks, or has blocks in the router's index.
     pub fn tiers(&self) -> Vec<TierAudit> {
-        let mut tiers: BTreeMap<(Source, Level), (Option<SetDigest>, Option<SetDigest>)> = BTreeMap::new();
+        let mut tiers: BTreeMap<(Holder, Level), (Option<SetDigest>, Option<SetDigest>)> = BTreeMap::new();
         let own = self.workers.iter().flat_map(|(id, manager)| {
-            manager.set_digest().into_iter().map(|(level, digest)| (Source::Worker(*id), level, digest))
+            manager.set_digest().into_iter().map(|(level, digest)| (Holder::Worker(*id), level, digest))
         });
-        let shared = self.stores.iter().filter_map(|(id, level, digest)| Some((Source::Store(*id), *level, digest()?)));
-        for (source, level, digest) in own.chain(shared) {
-            tiers.insert((source, level), (Some(SetDigest::default()), Some(digest)));
+        let shared = self.stores.iter().filter_map(|(id, level, digest)| Some((Holder::Store(*id), *level, digest()?)));
+        for (holder, level, digest) in own.chain(shared) {
+            tiers.insert((holder, level), (Some(SetDigest::default()), Some(digest)));
         }
-        for (source, level, indexed) in self.router.index_digests() {
-            tiers.entry((source, level)).or_default().0 = indexed;
+        for (holder, level, indexed) in self.router.index_digests() {
+            tiers.entry((holder, level)).or_default().0 = indexed;
         }
-        let place = |((source, tier), (indexed, actual)): ((Source, Level), _)| TierAudit {
-            source: match source {
-                Source::Worker(id) => format!("worker {id}"),
-                Source::Store(id) => format!("store {id}"),
-                Source::Router(id) => format!("router {id}"),
+        let place = |((holder, tier), (indexed, actual)): ((Holder, Level), _)| TierAudit {
+            source: match holder {
+                Holder::Worker(id) => format!("worker {id}"),
+                Holder::Estimate(id) => format!("estimate of worker {id}"),
+                Holder::Store(id) => format!("store {id}"),
             },
             tier,
             indexed,

@@ -4,9 +4,9 @@ use crate::measure::resident;
 use crate::workload::mix;
 use anyhow::Result;
 use kvbm::{BlockEvent, Level, SequenceHash};
-use router::index::Index;
+use router::index::{Holder, Index};
 use serde_json::{Value, json};
-use worker::plane::{Source, WorkerId};
+use worker::plane::WorkerId;
 
 /// About a quarter of what ten million blocks take without a limit.
 const MEMORY_LIMIT: usize = 64 << 20;
@@ -29,8 +29,8 @@ pub(crate) fn measure(blocks: usize) -> Result<Value> {
         // Each worker extends a chain of its own.
         let parent = from.checked_sub(RUN * WORKERS as usize).map(|before| hash(before + RUN - 1));
         let blocks = (from..(from + RUN).min(blocks)).map(hash).collect();
-        let source = Source::Worker(WorkerId(event as u64 % WORKERS));
-        index.apply(source, &BlockEvent::Stored { level: Level::G1, parent, blocks });
+        let holder = Holder::Worker(WorkerId(event as u64 % WORKERS));
+        index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent, blocks });
         if event % MEASURE_EVERY == 0 {
             counted = counted.max(index.bytes());
             grown = grown.max(resident()? - before);

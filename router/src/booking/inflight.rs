@@ -6,7 +6,7 @@
 //! anchor holds all blocks that lead to it.
 
 use crate::hash::NumberMap;
-use crate::index::{Overlap, SourceId};
+use crate::index::{HolderId, Overlap};
 use kvbm::SequenceHash;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::hash_map::Entry;
@@ -26,15 +26,15 @@ impl InflightPrefix {
 /// The workers with an anchor in flight, and how often. Nearly always one, which needs no list.
 #[derive(Default)]
 struct Holders {
-    first: Option<(SourceId, u32)>,
-    others: Vec<(SourceId, u32)>,
+    first: Option<(HolderId, u32)>,
+    others: Vec<(HolderId, u32)>,
 }
 
 /// The prefix of one request; dropping it removes it.
 #[must_use = "dropping a prefix removes it"]
 pub(crate) struct InflightPrefix {
     prefixes: Arc<InflightPrefixes>,
-    slot: SourceId,
+    slot: HolderId,
     anchors: Box<[u64]>,
 }
 
@@ -46,7 +46,7 @@ impl InflightPrefixes {
     /// Adds the leading blocks of a prompt on a worker, except the first `held`, which it has already.
     pub(crate) fn add(
         self: &Arc<Self>,
-        slot: SourceId,
+        slot: HolderId,
         hashes: &[SequenceHash],
         block_size: usize,
         held: u32,
@@ -57,7 +57,7 @@ impl InflightPrefixes {
     }
 
     /// Adds the blocks that lead to each anchor, as [`InflightPrefix::anchors`] of another router lists them.
-    pub(crate) fn add_anchors(self: &Arc<Self>, slot: SourceId, anchors: Box<[u64]>) -> InflightPrefix {
+    pub(crate) fn add_anchors(self: &Arc<Self>, slot: HolderId, anchors: Box<[u64]>) -> InflightPrefix {
         let mut holders_by_anchor = self.lock();
         for anchor in &anchors {
             holders_by_anchor.entry(*anchor).or_default().add(slot);
@@ -67,7 +67,7 @@ impl InflightPrefixes {
     }
 
     /// Whether a worker has any part of a prompt in flight.
-    pub(crate) fn contains(&self, slot: SourceId, hashes: &[SequenceHash], block_size: usize) -> bool {
+    pub(crate) fn contains(&self, slot: HolderId, hashes: &[SequenceHash], block_size: usize) -> bool {
         let holders_by_anchor = self.lock();
         let by = |holders: &Holders| holders.all().any(|(holder, _)| *holder == slot);
         !holders_by_anchor.is_empty()
@@ -94,11 +94,11 @@ impl InflightPrefixes {
 }
 
 impl Holders {
-    fn all(&self) -> impl Iterator<Item = &(SourceId, u32)> {
+    fn all(&self) -> impl Iterator<Item = &(HolderId, u32)> {
         self.first.iter().chain(&self.others)
     }
 
-    fn add(&mut self, slot: SourceId) {
+    fn add(&mut self, slot: HolderId) {
         if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times += 1;
             return;
@@ -110,7 +110,7 @@ impl Holders {
     }
 
     /// Removes one prefix of a worker. Returns whether others are left.
-    fn remove(&mut self, slot: SourceId) -> bool {
+    fn remove(&mut self, slot: HolderId) -> bool {
         if let Some((_, times)) = self.first.iter_mut().chain(&mut self.others).find(|(holder, _)| *holder == slot) {
             *times -= 1;
         }
@@ -146,9 +146,9 @@ impl Drop for InflightPrefix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::index::{Index, WorkerOverlap};
+    use crate::index::{Holder, Index, WorkerOverlap};
     use kvbm::{BlockEvent, Level};
-    use worker::plane::{Source, WorkerId};
+    use worker::plane::WorkerId;
 
     #[test]
     fn prefix_extends_the_overlap_until_its_last_request_ends() {
@@ -157,7 +157,7 @@ mod tests {
         let prefixes = Arc::new(InflightPrefixes::default());
         let [holds, idle] = [1, 2].map(|id| index.join(WorkerId(id), &[]));
         let stored = BlockEvent::Stored { level: Level::G2, parent: None, blocks: hashes[..2].to_vec() };
-        index.apply(Source::Worker(WorkerId(1)), &stored);
+        index.apply(Holder::Worker(WorkerId(1)), &stored);
         let both = || {
             let mut overlap = index.overlap(&hashes);
             prefixes.extend(&mut overlap, &hashes, ANCHOR_TOKENS);

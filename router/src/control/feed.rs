@@ -7,8 +7,8 @@
 
 pub(super) mod cursor;
 
-use crate::fleet::{CacheView, EstimateReason, Worker, estimate_id, reachable_stores};
-use crate::index::{Index, LEVELS};
+use crate::fleet::{CacheView, EstimateReason, Worker, reachable_stores};
+use crate::index::{Holder, Index, LEVELS};
 use crate::state::Core;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
 use futures::StreamExt;
@@ -29,7 +29,7 @@ use worker::plane::{
 pub(crate) struct Feed {
     core: Arc<Core>,
     events: Arc<dyn Events>,
-    cursors: BTreeMap<Source, SourceCursor>,
+    followed: BTreeMap<Source, Followed>,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
     /// Sequence number of the last resync request.
     request_seq: u64,
@@ -38,6 +38,13 @@ pub(crate) struct Feed {
     /// Serializes the application of large snapshots: requests need the other cores. Other changes of the same source
     /// wait in the task until the snapshot is applied.
     apply_permit: Arc<Semaphore>,
+}
+
+/// A source of KV events.
+struct Followed {
+    /// What it is in the index.
+    holder: Holder,
+    cursor: SourceCursor,
 }
 
 struct ResyncResult {
@@ -85,7 +92,7 @@ impl Feed {
         Self {
             core,
             events,
-            cursors: BTreeMap::new(),
+            followed: BTreeMap::new(),
             resyncs: FuturesUnordered::new(),
             request_seq: 0,
             request_permits: Arc::new(Semaphore::new(MAX_REQUESTS)),
@@ -122,7 +129,7 @@ impl Feed {
     }
 
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
-        let source = Source::Worker(instance.id);
+        let (source, holder) = (Source::Worker(instance.id), Holder::Worker(instance.id));
         tracing::info!(worker = %instance.id, role = %instance.role, model = %instance.model.id, "worker joined");
         let slot = self.core.index.join(instance.id, &instance.stores);
         // A rejoin of the same epoch keeps its load: its requests are still running. A known cursor does not show that
@@ -130,21 +137,21 @@ impl Feed {
         let previous = self.core.fleet.snapshot().get(instance.id).cloned();
         let previous = previous.filter(|previous| previous.instance.epoch == instance.epoch);
         if previous.is_none() {
-            self.core.index.forget(Source::Worker(estimate_id(instance.id)));
+            self.core.index.forget(Holder::Estimate(instance.id));
         }
-        if self.cursors.get(&source).and_then(SourceCursor::epoch) != Some(instance.epoch) {
-            self.core.index.clear(source);
-            self.cursors.insert(source, SourceCursor::new(Some(instance.epoch)));
+        if self.followed.get(&source).and_then(|followed| followed.cursor.epoch()) != Some(instance.epoch) {
+            self.core.index.clear(holder);
+            self.followed.insert(source, Followed { holder, cursor: SourceCursor::new(Some(instance.epoch)) });
             self.advance_source(source, 0);
         }
-        for store in instance.stores.iter().map(|store| Source::Store(*store)) {
-            if let Entry::Vacant(unknown) = self.cursors.entry(store) {
-                unknown.insert(SourceCursor::new(None));
-                self.advance_source(store, 0);
+        for store in &instance.stores {
+            if let Entry::Vacant(unknown) = self.followed.entry(Source::Store(*store)) {
+                unknown.insert(Followed { holder: Holder::Store(*store), cursor: SourceCursor::new(None) });
+                self.advance_source(Source::Store(*store), 0);
             }
         }
         if let Some(previous) = previous.as_ref().filter(|previous| previous.cache_view != CacheView::Events) {
-            self.core.index.join(estimate_id(instance.id), reachable_stores(previous.cache_view, &instance.stores));
+            self.core.index.join_estimate(instance.id, reachable_stores(previous.cache_view, &instance.stores));
         }
         self.core.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref())));
         self.core.admission.notify();
@@ -159,12 +166,11 @@ impl Feed {
         tracing::info!(worker = %id, "worker left");
         self.core.fleet.leave(id);
         self.core.admission.notify();
-        self.cursors.remove(&Source::Worker(id));
-        self.core.index.forget(Source::Worker(estimate_id(id)));
+        self.followed.remove(&Source::Worker(id));
         for store in self.core.index.leave(id) {
             // No worker can onboard from the store now; the next one to join brings a snapshot of it.
-            self.core.index.forget(Source::Store(store));
-            self.cursors.remove(&Source::Store(store));
+            self.core.index.forget(Holder::Store(store));
+            self.followed.remove(&Source::Store(store));
         }
         self.core.metrics.remove_worker(id);
         self.gauges();
@@ -182,13 +188,13 @@ impl Feed {
 
     fn block(&mut self, source: Source, epoch: Epoch, number: u64, event: BlockEvent) {
         // The source has not joined yet: the snapshot after its join will contain the event.
-        let Some(cursor) = self.cursors.get_mut(&source) else { return };
+        let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         let outcome = cursor.event(epoch, number, event);
         self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
-            Outcome::Apply(event) => self.core.index.apply(source, &event),
+            Outcome::Apply(event) => self.core.index.apply(*holder, &event),
             Outcome::Gap => tracing::debug!(%source, sequence = number, "gap in KV events"),
-            Outcome::NewEpoch => self.core.index.clear(source),
+            Outcome::NewEpoch => self.core.index.clear(*holder),
             Outcome::Buffered | Outcome::Duplicate | Outcome::Stale => return,
         }
         self.advance_source(source, 0);
@@ -197,11 +203,11 @@ impl Feed {
     /// Compares a source's digest with the index. Complete sequence numbers do not show that each event was applied
     /// correctly; the digest does.
     fn digest(&mut self, source: Source, epoch: Epoch, number: u64, digest: CacheDigest) {
-        let Some(cursor) = self.cursors.get_mut(&source) else { return };
+        let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         // Stores send digests but no load reports.
         cursor.behind(epoch, number, Instant::now());
         if cursor.is_at(epoch, number)
-            && index_digest(&self.core.index, source).is_some_and(|indexed| indexed != digest)
+            && index_digest(&self.core.index, *holder).is_some_and(|indexed| indexed != digest)
         {
             tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
             self.core.metrics.divergences.inc();
@@ -215,7 +221,8 @@ impl Feed {
         let workers = self.core.fleet.snapshot();
         let Some(worker) = workers.get(id).filter(|worker| worker.instance.epoch == epoch) else { return };
         let now = Instant::now();
-        if self.cursors.get_mut(&source).is_some_and(|cursor| cursor.behind(epoch, load.number, now)) {
+        let followed = self.followed.get_mut(&source);
+        if followed.is_some_and(|followed| followed.cursor.behind(epoch, load.number, now)) {
             tracing::debug!(%source, sequence = load.number, "last KV events are missing");
             self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
             self.advance_source(source, 0);
@@ -227,9 +234,9 @@ impl Feed {
 
     /// Applies the buffered events that are ready, and sends the next resync request.
     fn advance_source(&mut self, source: Source, attempt: u32) {
-        let Some(cursor) = self.cursors.get_mut(&source) else { return };
+        let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         while let Some(event) = cursor.next() {
-            self.core.index.apply(source, &event);
+            self.core.index.apply(*holder, &event);
         }
         let Some(request) = cursor.next_request(self.request_seq + 1) else { return };
         self.request_seq += 1;
@@ -258,7 +265,7 @@ impl Feed {
         ResyncResult { source, request_seq, attempt, answer, request_permit, apply_permit }: ResyncResult,
     ) {
         // The source has left.
-        let Some(cursor) = self.cursors.get_mut(&source) else { return };
+        let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         if !cursor.awaits(request_seq) {
             // The source left and rejoined: the index has the snapshot of its former cursor.
             if matches!(answer, Answer::Applied(..)) {
@@ -280,7 +287,9 @@ impl Feed {
             }
             Answer::Snapshot(snapshot) if cursor.accept_snapshot(snapshot.epoch, snapshot.number) => {
                 let answer = Answer::Applied(snapshot.epoch, snapshot.number);
+                let holder = *holder;
                 self.apply_snapshot(
+                    holder,
                     snapshot.runs,
                     ResyncResult { source, request_seq, attempt, answer, request_permit, apply_permit },
                 );
@@ -303,11 +312,11 @@ impl Feed {
         self.advance_source(source, attempt);
     }
 
-    /// Replaces the index entries of a source by a snapshot, then reports back.
-    fn apply_snapshot(&self, runs: Vec<Run>, result: ResyncResult) {
-        let (core, source) = (self.core.clone(), result.source);
+    /// Replaces the blocks of a holder in the index by a snapshot, then reports back.
+    fn apply_snapshot(&self, holder: Holder, runs: Vec<Run>, result: ResyncResult) {
+        let core = self.core.clone();
         self.resyncs.push(Box::pin(async move {
-            let apply_snapshot = move || core.index.replace(source, &runs);
+            let apply_snapshot = move || core.index.replace(holder, &runs);
             if result.apply_permit.is_some() {
                 tokio::task::spawn_blocking(apply_snapshot)
                     .await
@@ -323,7 +332,7 @@ impl Feed {
     fn evaluate(&mut self) {
         for worker in self.core.fleet.snapshot().workers() {
             let (id, source) = (worker.id(), Source::Worker(worker.id()));
-            if self.cursors.get_mut(&source).is_some_and(SourceCursor::take_news) {
+            if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_news()) {
                 worker.estimated_cache.announced();
             }
             if let Some(cache_view) = worker.estimated_cache.evaluate(&self.core.index, id) {
@@ -338,22 +347,22 @@ impl Feed {
         if cache_view == CacheView::Events {
             tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
             fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
-            index.forget(Source::Worker(estimate_id(id)));
+            index.forget(Holder::Estimate(id));
         } else {
             let (why, block_size) = (cache_view.remark().unwrap_or_default(), worker.instance.model.block_size);
             tracing::warn!(
                 worker = %id, block_size, reason = why,
                 "KV events of the worker are unusable; its cache is estimated"
             );
-            let slot = index.join(estimate_id(id), reachable_stores(cache_view, &worker.instance.stores));
+            let slot = index.join_estimate(id, reachable_stores(cache_view, &worker.instance.stores));
             worker.estimated_cache.publish_estimate(index, id);
             fleet.join(Arc::new(worker.with_cache_view(cache_view, slot)));
         }
         // The index itself may be what was wrong.
         let wrong =
             matches!(cache_view, CacheView::Estimated(EstimateReason::MissingEvents | EstimateReason::WrongEvents));
-        if wrong && let Some(cursor) = self.cursors.get_mut(&source) {
-            cursor.invalidate();
+        if wrong && let Some(followed) = self.followed.get_mut(&source) {
+            followed.cursor.invalidate();
             self.advance_source(source, 0);
         }
         self.gauges();
@@ -389,10 +398,10 @@ async fn send_request(request: ResyncRequest, events: &dyn Events, source: Sourc
     }
 }
 
-/// Digest of the blocks of a source in the index, to be compared with the source's own; `None` if the index evicted
+/// Digest of the blocks of a holder in the index, to be compared with that of its source; `None` if the index evicted
 /// some.
-fn index_digest(index: &Index, source: Source) -> Option<CacheDigest> {
-    let add = |all: CacheDigest, level| Some(all.with(level, index.digest(source, level)?.sum));
+fn index_digest(index: &Index, holder: Holder) -> Option<CacheDigest> {
+    let add = |all: CacheDigest, level| Some(all.with(level, index.digest(holder, level)?.sum));
     let digest = LEVELS.into_iter().try_fold(CacheDigest::default(), add)?;
-    index.is_complete(source).then_some(digest)
+    index.is_complete(holder).then_some(digest)
 }

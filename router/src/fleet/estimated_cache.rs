@@ -1,15 +1,15 @@
 //! Accuracy of a worker's KV events, and the estimate of its cache that replaces inaccurate events.
 //!
-//! The worker's events stay in the index under its id, used or not. The estimate is a source of its own in the index,
-//! [`estimate_id`], and its slot is what decisions read then.
+//! The blocks of the worker's events stay in the index, used or not. The estimate is a holder of its own in the index,
+//! [`Holder::Estimate`], and its slot is what decisions read then.
 
 use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
-use crate::index::Index;
+use crate::index::{Holder, Index};
 use kvbm::{BlockEvent, Level, Run, SequenceHash};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::time::Instant;
-use worker::plane::{Source, WorkerId};
+use worker::plane::WorkerId;
 
 /// What is known of a worker's cache during one epoch beside its events.
 #[derive(Default)]
@@ -19,12 +19,6 @@ pub(crate) struct EstimatedCache(Mutex<State>);
 struct State {
     accuracy: EventAccuracy,
     assumed: AssumedCache,
-}
-
-/// The id under which the index keeps the estimate of a worker's cache. It does not collide: ids of workers are small
-/// or random.
-pub(crate) fn estimate_id(worker: WorkerId) -> WorkerId {
-    WorkerId(!worker.0)
 }
 
 impl EstimatedCache {
@@ -45,9 +39,9 @@ impl EstimatedCache {
         let removed =
             state.assumed.insert(hashes, if capacity == 0 { DEFAULT_BLOCKS } else { capacity }, Instant::now());
         // The index ignores it until the estimate has joined.
-        let source = Source::Worker(estimate_id(worker));
-        index.apply(source, &BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes.to_vec() });
-        forget(index, source, removed);
+        let holder = Holder::Estimate(worker);
+        index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes.to_vec() });
+        forget(index, holder, removed);
     }
 
     /// Records cached tokens of a prompt: `announced` by events, `found` by the worker.
@@ -64,7 +58,7 @@ impl EstimatedCache {
     pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId) -> Option<CacheView> {
         let (mut state, now) = (self.lock(), Instant::now());
         let removed = state.assumed.expire(now);
-        forget(index, Source::Worker(estimate_id(worker)), removed);
+        forget(index, Holder::Estimate(worker), removed);
         let cache_view = state.accuracy.evaluate(now);
         if cache_view == Some(CacheView::Events) {
             state.assumed = AssumedCache::default();
@@ -76,7 +70,7 @@ impl EstimatedCache {
     pub(crate) fn publish_estimate(&self, index: &Index, worker: WorkerId) {
         let run = |hash| Run { level: Level::G1, parent: None, blocks: vec![hash] };
         let runs: Vec<Run> = self.lock().assumed.blocks().map(run).collect();
-        index.replace(Source::Worker(estimate_id(worker)), &runs);
+        index.replace(Holder::Estimate(worker), &runs);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -91,8 +85,8 @@ pub(crate) fn reachable_stores<T>(cache_view: CacheView, stores: &[T]) -> &[T] {
     if cache_view == CacheView::Estimated(EstimateReason::NoEvents) { stores } else { &[] }
 }
 
-fn forget(index: &Index, source: Source, blocks: Vec<SequenceHash>) {
+fn forget(index: &Index, holder: Holder, blocks: Vec<SequenceHash>) {
     if !blocks.is_empty() {
-        index.apply(source, &BlockEvent::Removed { level: Level::G1, blocks });
+        index.apply(holder, &BlockEvent::Removed { level: Level::G1, blocks });
     }
 }

@@ -3,7 +3,7 @@
 use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
 use super::health::{Health, HealthSignal};
-use crate::index::SourceId;
+use crate::index::HolderId;
 use crate::load::{LoadStats, SnapshotCache, Timestamp, WorkerLoad};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,9 +24,9 @@ pub(crate) struct Worker {
     /// Whether decisions use its KV events or an estimate of its cache.
     pub(crate) cache_view: CacheView,
     /// Index slot of that view.
-    pub(crate) slot: SourceId,
+    pub(crate) slot: HolderId,
     /// Index slot of its KV events, whether decisions use them or not.
-    pub(crate) announced: SourceId,
+    pub(crate) announced: HolderId,
     /// Accuracy of its events, and the estimate of its cache.
     pub(crate) estimated_cache: Arc<EstimatedCache>,
     /// Its load.
@@ -48,7 +48,7 @@ impl Worker {
     pub(crate) fn new(
         instance: Arc<Instance>,
         engine: Arc<dyn Engine>,
-        slot: SourceId,
+        slot: HolderId,
         previous: Option<&Self>,
     ) -> Self {
         let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
@@ -70,7 +70,7 @@ impl Worker {
     }
 
     /// The same worker with another cache view, which has `slot` in the index.
-    pub(crate) fn with_cache_view(&self, cache_view: CacheView, slot: SourceId) -> Self {
+    pub(crate) fn with_cache_view(&self, cache_view: CacheView, slot: HolderId) -> Self {
         Self { cache_view, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
     }
 
@@ -187,7 +187,7 @@ pub(crate) struct WorkerEntry {
     pub(crate) id: WorkerId,
     pub(crate) worker: Arc<Worker>,
     pub(crate) load: Arc<WorkerLoad>,
-    pub(crate) slot: SourceId,
+    pub(crate) slot: HolderId,
     /// Index of its hash scheme in [`ModelPool::schemes`].
     pub(crate) scheme: u32,
     pub(crate) role: Role,

@@ -9,13 +9,13 @@ const STORES: usize = 2;
 /// A little more than three pages.
 const BLOCKS: usize = 200;
 
-/// An index, and the expected content: for each source and level, which blocks of one prompt it holds. Stores follow
+/// An index, and the expected content: for each holder and level, which blocks of one prompt it holds. Stores follow
 /// the workers.
 struct Fleet {
     index: Index,
     hashes: Vec<SequenceHash>,
-    /// By worker index. A worker id is used once; a source id may be reused.
-    workers: Vec<(WorkerId, SourceId)>,
+    /// By worker index. A worker id is used once; a holder id may be reused.
+    workers: Vec<(WorkerId, HolderId)>,
     reach: Vec<Vec<usize>>,
     held: Vec<[[bool; BLOCKS]; LEVELS.len()]>,
     overlap: Overlap,
@@ -31,11 +31,11 @@ impl Fleet {
         Self { index, hashes, workers, reach, held, overlap: Overlap::default() }
     }
 
-    fn announce(&mut self, source: usize, level: usize, stored: bool, range: std::ops::Range<usize>) {
+    fn announce(&mut self, holder: usize, level: usize, stored: bool, range: std::ops::Range<usize>) {
         let range = range.start.min(BLOCKS)..range.end.min(BLOCKS);
-        let source_of_event = match source.checked_sub(WORKERS) {
-            None => Source::Worker(self.workers[source].0),
-            Some(store) => Source::Store(StoreId(store as u64)),
+        let holder_of_event = match holder.checked_sub(WORKERS) {
+            None => Holder::Worker(self.workers[holder].0),
+            Some(store) => Holder::Store(StoreId(store as u64)),
         };
         let (blocks, at) = (self.hashes[range.clone()].to_vec(), LEVELS[level]);
         let parent = range.start.checked_sub(1).map(|before| self.hashes[before]);
@@ -44,24 +44,24 @@ impl Fleet {
         } else {
             BlockEvent::Removed { level: at, blocks }
         };
-        self.index.apply(source_of_event, &event);
-        self.held[source][level][range].fill(stored);
+        self.index.apply(holder_of_event, &event);
+        self.held[holder][level][range].fill(stored);
     }
 
-    /// Replaces a worker by a new one, which may get the same source id.
-    fn replace_worker(&mut self, source: usize) {
-        self.index.leave(self.workers[source].0);
-        let next = self.workers[source].0.0 as usize + WORKERS;
-        self.workers[source] = join(&self.index, next, &self.reach[source]);
-        self.held[source] = [[false; BLOCKS]; LEVELS.len()];
+    /// Replaces a worker by a new one, which may get the same holder id.
+    fn replace_worker(&mut self, holder: usize) {
+        self.index.leave(self.workers[holder].0);
+        let next = self.workers[holder].0.0 as usize + WORKERS;
+        self.workers[holder] = join(&self.index, next, &self.reach[holder]);
+        self.held[holder] = [[false; BLOCKS]; LEVELS.len()];
     }
 
-    fn expected(&self, source: usize, len: usize) -> WorkerOverlap {
+    fn expected(&self, holder: usize, len: usize) -> WorkerOverlap {
         let mut held = [0; LEVELS.len()];
-        let stores = self.reach[source].iter().map(|store| WORKERS + store);
-        let sources: Vec<usize> = std::iter::once(source).chain(stores).collect();
+        let stores = self.reach[holder].iter().map(|store| WORKERS + store);
+        let holders: Vec<usize> = std::iter::once(holder).chain(stores).collect();
         for block in 0..len {
-            let has = |level: &usize| sources.iter().any(|source| self.held[*source][*level][block]);
+            let has = |level: &usize| holders.iter().any(|holder| self.held[*holder][*level][block]);
             let Some(level) = (0..LEVELS.len()).find(has) else { break };
             held[level] += 1;
         }
@@ -72,14 +72,14 @@ impl Fleet {
         for len in [1, 40, 64, BLOCKS] {
             // Reuses the memory of the last result.
             self.index.overlap_into(&self.hashes[..len], &mut self.overlap);
-            for (source, (id, source_id)) in self.workers.iter().enumerate() {
-                assert_eq!(self.overlap.at(*source_id), self.expected(source, len), "{id} of {len}");
+            for (holder, (id, holder_id)) in self.workers.iter().enumerate() {
+                assert_eq!(self.overlap.at(*holder_id), self.expected(holder, len), "{id} of {len}");
             }
         }
     }
 }
 
-fn join(index: &Index, id: usize, reach: &[usize]) -> (WorkerId, SourceId) {
+fn join(index: &Index, id: usize, reach: &[usize]) -> (WorkerId, HolderId) {
     let stores: Vec<StoreId> = reach.iter().map(|store| StoreId(*store as u64)).collect();
     let id = WorkerId(id as u64);
     (id, index.join(id, &stores))
@@ -102,13 +102,13 @@ proptest! {
         for (kind, level, first, many, stride, at, n) in steps {
             let workers = (first..WORKERS).step_by(stride).take(many);
             match kind {
-                0 => workers.take(20).for_each(|source| fleet.replace_worker(source)),
+                0 => workers.take(20).for_each(|holder| fleet.replace_worker(holder)),
                 1..3 if reached > kind - 1 => fleet.announce(WORKERS + kind - 1, level, true, 0..n),
                 3 if reached > 0 => fleet.announce(WORKERS, level, false, at..at + 9),
                 // Many workers change alike: a prefix, a middle part, or a hole.
-                4..8 => workers.for_each(|source| fleet.announce(source, level, true, 0..n)),
-                8..10 => workers.for_each(|source| fleet.announce(source, level, true, at..at + n)),
-                _ => workers.for_each(|source| fleet.announce(source, level, false, at..at + n.min(30))),
+                4..8 => workers.for_each(|holder| fleet.announce(holder, level, true, 0..n)),
+                8..10 => workers.for_each(|holder| fleet.announce(holder, level, true, at..at + n)),
+                _ => workers.for_each(|holder| fleet.announce(holder, level, false, at..at + n.min(30))),
             }
         }
         fleet.check();
@@ -121,14 +121,14 @@ fn more_distinct_workers_than_classes_are_counted_exactly() {
     // different for each page.
     let mut fleet = Fleet::new(|id| if id >> 5 & 1 == 1 { vec![0] } else { vec![] });
     for (page, at) in (0..BLOCKS).step_by(64).enumerate() {
-        for source in 0..WORKERS {
-            for level in (0..LEVELS.len()).filter(|level| source >> ((level + page) % 6) & 1 == 1) {
-                fleet.announce(source, level, true, at + level..at + 64);
-                fleet.announce(source, level, true, at..at + source % 3);
+        for holder in 0..WORKERS {
+            for level in (0..LEVELS.len()).filter(|level| holder >> ((level + page) % 6) & 1 == 1) {
+                fleet.announce(holder, level, true, at + level..at + 64);
+                fleet.announce(holder, level, true, at..at + holder % 3);
             }
-            if source % 5 == 0 {
+            if holder % 5 == 0 {
                 // A mask that no other worker has.
-                fleet.announce(source, page % 2, true, at..at + 1 + source / 5);
+                fleet.announce(holder, page % 2, true, at..at + 1 + holder / 5);
             }
         }
     }

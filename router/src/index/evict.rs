@@ -1,15 +1,15 @@
 //! Eviction of pages to stay within the memory limit.
 //!
 //! Clock eviction (second chance): a hand visits all pages in turn; it skips a hot page once and marks it cold, and
-//! evicts a cold one. Evicted blocks count as not held until their source announces them again or sends a snapshot, so
+//! evicts a cold one. Evicted blocks count as not held until their holder announces them again or sends a snapshot, so
 //! lookups may underestimate but are never wrong.
 
 use super::Index;
+use super::holder_state::{HolderPages, HolderState, shrink};
 use super::holders::Holders;
 use super::page::{ClockState, Page};
 use super::sharded_table::ENTRY_BYTES;
 use super::snapshot::PAGE_BYTES;
-use super::source_state::{SourcePages, SourceState, shrink};
 use super::update::{Removed, digest_sum};
 use std::sync::atomic::Ordering;
 
@@ -74,9 +74,9 @@ impl Index {
     fn remove_holders(&self, page: Page<'_>) {
         let (snapshot, holders) = (self.snapshot.load(), page.holders());
         self.bytes.holder_sets.fetch_sub(holders.bytes(), Ordering::Relaxed);
-        for (source_level, mask) in holders.to_vec() {
-            if let Some(state) = snapshot.sources.by_id(source_level.source_id()) {
-                state.digests.evict(source_level.level(), u64::from(mask.count_ones()), digest_sum(page, mask));
+        for (holder_level, mask) in holders.to_vec() {
+            if let Some(state) = snapshot.holders.by_id(holder_level.holder_id()) {
+                state.digests.evict(holder_level.level(), u64::from(mask.count_ones()), digest_sum(page, mask));
                 state.note_evicted_page();
             }
         }
@@ -93,25 +93,25 @@ impl Index {
         self.arena.used() * PAGE_BYTES + entries.max(self.bytes.tables.load(Ordering::Relaxed)) + self.bytes.other()
     }
 
-    /// Updates the byte counter after a change of a source's page sets, and prunes evicted pages if there are many.
-    pub(super) fn account_pages(&self, state: &SourceState, pages: &mut SourcePages) {
+    /// Updates the byte counter after a change of a holder's page sets, and prunes evicted pages if there are many.
+    pub(super) fn account_pages(&self, state: &HolderState, pages: &mut HolderPages) {
         if state.should_prune(pages) {
             let snapshot = self.snapshot.load();
-            for source_level in super::source_levels(state.id) {
+            for holder_level in super::holder_levels(state.id) {
                 let holds = |number: &u32| {
                     snapshot.page(*number).is_some_and(|page| {
                         let _guard = page.lock();
-                        page.holders().mask(source_level) != 0
+                        page.holders().mask(holder_level) != 0
                     })
                 };
-                let level_pages = &mut pages.by_level[source_level.level()];
+                let level_pages = &mut pages.by_level[holder_level.level()];
                 level_pages.retain(holds);
                 shrink(level_pages);
             }
         }
         let growth = pages.growth();
         if growth != 0 {
-            self.bytes.source_pages.fetch_add(growth, Ordering::Relaxed);
+            self.bytes.holder_pages.fetch_add(growth, Ordering::Relaxed);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! share, form a group with a bitmap; other holders are listed individually.
 
 use super::bits::Bits;
-use super::source::{SourceId, SourceLevel};
+use super::holder::{HolderId, HolderLevel};
 use super::sync::prefetch;
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use std::sync::Arc;
 #[derive(PartialEq, Eq)]
 pub(super) enum HolderSet {
     /// Up to [`INLINE`] holders, in one allocation.
-    Inline { len: usize, source_levels: [SourceLevel; INLINE], masks: [u64; INLINE] },
-    /// More holders. Individual ones are sorted by source level.
-    Boxed { source_levels: Box<[SourceLevel]>, masks: Box<[u64]>, groups: Box<[BitmapGroup]> },
+    Inline { len: usize, holder_levels: [HolderLevel; INLINE], masks: [u64; INLINE] },
+    /// More holders. Individual ones are sorted by holder and level.
+    Boxed { holder_levels: Box<[HolderLevel]>, masks: Box<[u64]>, groups: Box<[BitmapGroup]> },
 }
 
 /// Workers that hold the same blocks at the same level.
@@ -43,7 +43,7 @@ impl InternCache {
 
 /// A mutable copy of a holder set.
 struct HolderSetBuilder {
-    singles: Vec<(SourceLevel, u64)>,
+    singles: Vec<(HolderLevel, u64)>,
     groups: Vec<BitmapGroup>,
 }
 
@@ -53,39 +53,39 @@ const INTERN_MAX_BYTES: usize = 384;
 /// Smallest group: reading fewer holders individually is as fast.
 const GROUP_MIN: usize = 8;
 /// Bytes of an individual holder.
-const SINGLE_BYTES: usize = size_of::<SourceLevel>() + size_of::<u64>();
+const SINGLE_BYTES: usize = size_of::<HolderLevel>() + size_of::<u64>();
 
 impl HolderSet {
-    pub(super) fn pair(one: (SourceLevel, u64), other: (SourceLevel, u64)) -> Self {
+    pub(super) fn pair(one: (HolderLevel, u64), other: (HolderLevel, u64)) -> Self {
         if one.0 < other.0 { [one, other] } else { [other, one] }.into_iter().collect()
     }
 
     /// A copy in which a holder has this mask; a holder with mask 0 is removed.
-    pub(super) fn with_mask(&self, source_level: SourceLevel, mask: u64) -> Self {
-        let (source_levels, masks) = self.singles();
-        if !self.groups().is_empty() || source_levels.len() >= GROUP_MIN {
-            let singles = source_levels.iter().copied().zip(masks.iter().copied()).collect();
+    pub(super) fn with_mask(&self, holder_level: HolderLevel, mask: u64) -> Self {
+        let (holder_levels, masks) = self.singles();
+        if !self.groups().is_empty() || holder_levels.len() >= GROUP_MIN {
+            let singles = holder_levels.iter().copied().zip(masks.iter().copied()).collect();
             let mut builder = HolderSetBuilder { singles, groups: self.groups().to_vec() };
-            builder.remove(source_level);
+            builder.remove(holder_level);
             if mask != 0 {
-                builder.insert(source_level, mask);
+                builder.insert(holder_level, mask);
             }
             return builder.finish();
         }
-        let (Ok(at) | Err(at)) = source_levels.binary_search(&source_level);
-        let after = at + usize::from(source_levels.get(at) == Some(&source_level));
+        let (Ok(at) | Err(at)) = holder_levels.binary_search(&holder_level);
+        let after = at + usize::from(holder_levels.get(at) == Some(&holder_level));
         let others = |range: std::ops::Range<usize>| {
-            source_levels[range.clone()].iter().copied().zip(masks[range].iter().copied())
+            holder_levels[range.clone()].iter().copied().zip(masks[range].iter().copied())
         };
-        let this = (mask != 0).then_some((source_level, mask));
-        others(0..at).chain(this).chain(others(after..source_levels.len())).collect()
+        let this = (mask != 0).then_some((holder_level, mask));
+        others(0..at).chain(this).chain(others(after..holder_levels.len())).collect()
     }
 
     /// The individual holders, sorted, and their masks.
-    pub(super) fn singles(&self) -> (&[SourceLevel], &[u64]) {
+    pub(super) fn singles(&self) -> (&[HolderLevel], &[u64]) {
         match self {
-            Self::Inline { len, source_levels, masks } => (&source_levels[..*len], &masks[..*len]),
-            Self::Boxed { source_levels, masks, .. } => (source_levels, masks),
+            Self::Inline { len, holder_levels, masks } => (&holder_levels[..*len], &masks[..*len]),
+            Self::Boxed { holder_levels, masks, .. } => (holder_levels, masks),
         }
     }
 
@@ -97,23 +97,23 @@ impl HolderSet {
     }
 
     /// The holder, if only one is left.
-    pub(super) fn single(&self) -> Option<(SourceLevel, u64)> {
+    pub(super) fn single(&self) -> Option<(HolderLevel, u64)> {
         match self.singles() {
-            ([source_level], [mask]) if self.groups().is_empty() => Some((*source_level, *mask)),
+            ([holder_level], [mask]) if self.groups().is_empty() => Some((*holder_level, *mask)),
             _ => None,
         }
     }
 
     /// Each holder with its mask, in no particular order.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (SourceLevel, u64)> {
-        let (source_levels, masks) = self.singles();
-        source_levels.iter().copied().zip(masks.iter().copied()).chain(self.groups().iter().flat_map(BitmapGroup::iter))
+    pub(super) fn iter(&self) -> impl Iterator<Item = (HolderLevel, u64)> {
+        let (holder_levels, masks) = self.singles();
+        holder_levels.iter().copied().zip(masks.iter().copied()).chain(self.groups().iter().flat_map(BitmapGroup::iter))
     }
 
-    pub(super) fn mask(&self, source_level: SourceLevel) -> u64 {
-        let (source_levels, masks) = self.singles();
-        let group = || self.groups().iter().find(|group| group.contains(source_level)).map_or(0, |group| group.mask);
-        source_levels.binary_search(&source_level).map_or_else(|_| group(), |at| masks[at])
+    pub(super) fn mask(&self, holder_level: HolderLevel) -> u64 {
+        let (holder_levels, masks) = self.singles();
+        let group = || self.groups().iter().find(|group| group.contains(holder_level)).map_or(0, |group| group.mask);
+        holder_levels.binary_search(&holder_level).map_or_else(|_| group(), |at| masks[at])
     }
 
     /// Blocks that have a holder.
@@ -124,8 +124,8 @@ impl HolderSet {
 
     /// Prefetches the data outside this allocation.
     pub(super) fn prefetch(&self) {
-        if let Self::Boxed { source_levels, masks, groups } = self {
-            source_levels.first().into_iter().for_each(prefetch);
+        if let Self::Boxed { holder_levels, masks, groups } = self {
+            holder_levels.first().into_iter().for_each(prefetch);
             masks.first().into_iter().for_each(prefetch);
             groups.first().into_iter().for_each(prefetch);
         }
@@ -134,8 +134,8 @@ impl HolderSet {
     pub(super) fn bytes(&self) -> usize {
         let boxed = match self {
             Self::Inline { .. } => 0,
-            Self::Boxed { source_levels, groups, .. } => {
-                source_levels.len() * SINGLE_BYTES
+            Self::Boxed { holder_levels, groups, .. } => {
+                holder_levels.len() * SINGLE_BYTES
                     + groups.iter().map(|group| BitmapGroup::bytes(group.workers.words().len())).sum::<usize>()
             }
         };
@@ -143,53 +143,53 @@ impl HolderSet {
     }
 }
 
-impl FromIterator<(SourceLevel, u64)> for HolderSet {
-    /// Of individual holders, sorted by source level.
-    fn from_iter<I: IntoIterator<Item = (SourceLevel, u64)>>(holders: I) -> Self {
+impl FromIterator<(HolderLevel, u64)> for HolderSet {
+    /// Of individual holders, sorted by holder and level.
+    fn from_iter<I: IntoIterator<Item = (HolderLevel, u64)>>(holders: I) -> Self {
         let mut holders = holders.into_iter();
-        let (mut source_levels, mut masks) = ([SourceLevel::NONE; INLINE], [0; INLINE]);
+        let (mut holder_levels, mut masks) = ([HolderLevel::NONE; INLINE], [0; INLINE]);
         for len in 0..INLINE {
-            let Some(holder) = holders.next() else { return Self::Inline { len, source_levels, masks } };
-            (source_levels[len], masks[len]) = holder;
+            let Some(holder) = holders.next() else { return Self::Inline { len, holder_levels, masks } };
+            (holder_levels[len], masks[len]) = holder;
         }
-        let Some(next) = holders.next() else { return Self::Inline { len: INLINE, source_levels, masks } };
-        let first = source_levels.into_iter().zip(masks).chain([next]);
-        let (source_levels, masks): (Vec<_>, Vec<_>) = first.chain(holders).unzip();
-        Self::Boxed { source_levels: source_levels.into(), masks: masks.into(), groups: Box::default() }
+        let Some(next) = holders.next() else { return Self::Inline { len: INLINE, holder_levels, masks } };
+        let first = holder_levels.into_iter().zip(masks).chain([next]);
+        let (holder_levels, masks): (Vec<_>, Vec<_>) = first.chain(holders).unzip();
+        Self::Boxed { holder_levels: holder_levels.into(), masks: masks.into(), groups: Box::default() }
     }
 }
 
 impl HolderSetBuilder {
-    fn remove(&mut self, source_level: SourceLevel) {
-        if let Ok(at) = self.singles.binary_search_by_key(&source_level, |(source_level, _)| *source_level) {
+    fn remove(&mut self, holder_level: HolderLevel) {
+        if let Ok(at) = self.singles.binary_search_by_key(&holder_level, |(holder_level, _)| *holder_level) {
             self.singles.remove(at);
-        } else if let Some(at) = self.groups.iter().position(|group| group.contains(source_level)) {
+        } else if let Some(at) = self.groups.iter().position(|group| group.contains(holder_level)) {
             let workers = &mut self.groups[at].workers;
-            workers.unset(source_level.source_id().index() as u32);
+            workers.unset(holder_level.holder_id().index() as u32);
             // Hysteresis: a group is dissolved at half the size at which it forms.
             if !BitmapGroup::is_smaller(2 * workers.len(), workers.words().len()) {
                 let group = self.groups.swap_remove(at);
                 self.singles.extend(group.iter());
-                self.singles.sort_unstable_by_key(|(source_level, _)| *source_level);
+                self.singles.sort_unstable_by_key(|(holder_level, _)| *holder_level);
             }
         }
     }
 
-    fn insert(&mut self, source_level: SourceLevel, mask: u64) {
-        let (worker, level) = (source_level.source_id().index() as u32, source_level.level());
-        let store = source_level.source_id().is_store();
+    fn insert(&mut self, holder_level: HolderLevel, mask: u64) {
+        let (worker, level) = (holder_level.holder_id().index() as u32, holder_level.level());
+        let store = holder_level.holder_id().is_store();
         let group = self.groups.iter_mut().find(|group| group.level == level && group.mask == mask);
         if let Some(group) = group.filter(|_| !store) {
             group.workers.set(worker);
             return;
         }
-        let at = self.singles.partition_point(|(before, _)| *before < source_level);
-        self.singles.insert(at, (source_level, mask));
-        let is = |(source_level, other): &(SourceLevel, u64)| {
-            *other == mask && source_level.level() == level && !source_level.source_id().is_store()
+        let at = self.singles.partition_point(|(before, _)| *before < holder_level);
+        self.singles.insert(at, (holder_level, mask));
+        let is = |(holder_level, other): &(HolderLevel, u64)| {
+            *other == mask && holder_level.level() == level && !holder_level.holder_id().is_store()
         };
         let alike = || {
-            self.singles.iter().filter(|single| is(single)).map(|(source_level, _)| source_level.source_id().index())
+            self.singles.iter().filter(|single| is(single)).map(|(holder_level, _)| holder_level.holder_id().index())
         };
         let words = alike().next_back().map_or(0, |last| last / 64 + 1);
         if !store && BitmapGroup::is_smaller(alike().count(), words) {
@@ -203,8 +203,8 @@ impl HolderSetBuilder {
         if self.groups.is_empty() {
             return self.singles.into_iter().collect();
         }
-        let (source_levels, masks): (Vec<_>, Vec<_>) = self.singles.into_iter().unzip();
-        HolderSet::Boxed { source_levels: source_levels.into(), masks: masks.into(), groups: self.groups.into() }
+        let (holder_levels, masks): (Vec<_>, Vec<_>) = self.singles.into_iter().unzip();
+        HolderSet::Boxed { holder_levels: holder_levels.into(), masks: masks.into(), groups: self.groups.into() }
     }
 }
 
@@ -218,14 +218,14 @@ impl BitmapGroup {
         size_of::<Self>() + words * size_of::<u64>()
     }
 
-    fn contains(&self, source_level: SourceLevel) -> bool {
-        self.level == source_level.level()
-            && !source_level.source_id().is_store()
-            && self.workers.has(source_level.source_id().index() as u32)
+    fn contains(&self, holder_level: HolderLevel) -> bool {
+        self.level == holder_level.level()
+            && !holder_level.holder_id().is_store()
+            && self.workers.has(holder_level.holder_id().index() as u32)
     }
 
-    fn iter(&self) -> impl Iterator<Item = (SourceLevel, u64)> {
-        self.workers.iter().map(|worker| (SourceLevel::at(SourceId::worker(worker as usize), self.level), self.mask))
+    fn iter(&self) -> impl Iterator<Item = (HolderLevel, u64)> {
+        self.workers.iter().map(|worker| (HolderLevel::at(HolderId::worker(worker as usize), self.level), self.mask))
     }
 }
 
@@ -259,20 +259,20 @@ mod tests {
             let mut cache = InternCache::default();
             for (added, level, first, many, stride, bits) in steps {
                 // Some steps include a store.
-                let workers = (first..WORKERS).step_by(stride).take(many).map(SourceId::worker);
-                for source_id in workers.chain((many % 4 == 0).then(|| SourceId::store(first))) {
-                    let source_level = SourceLevel::at(source_id, level);
-                    let had = model.get(&source_level.raw()).copied().unwrap_or(0);
+                let workers = (first..WORKERS).step_by(stride).take(many).map(HolderId::worker);
+                for holder_id in workers.chain((many % 4 == 0).then(|| HolderId::store(first))) {
+                    let holder_level = HolderLevel::at(holder_id, level);
+                    let had = model.get(&holder_level.raw()).copied().unwrap_or(0);
                     let (changed, has) = if added {
-                        (holders.add(source_level, bits, &mut cache), had | bits)
+                        (holders.add(holder_level, bits, &mut cache), had | bits)
                     } else {
-                        (holders.take(source_level, bits, &mut cache), had & !bits)
+                        (holders.take(holder_level, bits, &mut cache), had & !bits)
                     };
                     prop_assert_eq!(changed, had ^ has);
-                    prop_assert_eq!(holders.mask(source_level), has);
-                    if has == 0 { model.remove(&source_level.raw()) } else { model.insert(source_level.raw(), has) };
+                    prop_assert_eq!(holders.mask(holder_level), has);
+                    if has == 0 { model.remove(&holder_level.raw()) } else { model.insert(holder_level.raw(), has) };
                 }
-                let raw = |(holder, mask): (SourceLevel, u64)| (holder.raw(), mask);
+                let raw = |(holder, mask): (HolderLevel, u64)| (holder.raw(), mask);
                 let held: BTreeMap<u32, u64> = holders.to_vec().into_iter().map(raw).collect();
                 prop_assert_eq!(&held, &model);
                 prop_assert_eq!(holders.union(), model.values().fold(0, |union, mask| union | mask));
@@ -286,11 +286,11 @@ mod tests {
     fn equal_masks_take_a_bit_per_holder() {
         let (mut holders, mut cache) = (Holders::Empty, InternCache::default());
         for worker in 0..1024 {
-            holders.add(SourceLevel::at(SourceId::worker(worker), 0), 0xffff_ffff, &mut cache);
+            holders.add(HolderLevel::at(HolderId::worker(worker), 0), 0xffff_ffff, &mut cache);
         }
         assert!(holders.bytes() < 300, "{} bytes", holders.bytes());
         for worker in 2..1024 {
-            holders.take(SourceLevel::at(SourceId::worker(worker), 0), u64::MAX, &mut cache);
+            holders.take(HolderLevel::at(HolderId::worker(worker), 0), u64::MAX, &mut cache);
         }
         assert!(holders.bytes() < 100, "{} bytes are left for two", holders.bytes());
     }

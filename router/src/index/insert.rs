@@ -1,4 +1,4 @@
-//! Placement of new hashes, and the pages that a source reserves for its next blocks.
+//! Placement of new hashes, and the pages that a holder reserves for its next blocks.
 //!
 //! New hashes go to the page where their chain ends, if it has space after the last block. Otherwise long runs start a
 //! new page, so that their successors find space beside them, and short ones are appended to the page that was used
@@ -6,16 +6,16 @@
 
 use super::Index;
 use super::bits::ones;
+use super::holder::{HolderId, HolderLevel};
+use super::holder_state::{HolderPages, HolderState};
 use super::page::{ClockState, PAGE_BLOCKS, Page};
 use super::position::Position;
 use super::run::Run;
 use super::sharded_table::{Entry, WriteBatch};
 use super::snapshot::IndexSnapshot;
-use super::source::{SourceId, SourceLevel};
-use super::source_state::{SourcePages, SourceState};
 use super::update::{Removed, note_added};
 
-/// One page is reserved per this many pages of the source.
+/// One page is reserved per this many pages of the holder.
 const OPEN_RATIO: usize = 16;
 /// Runs of at least this length start a new page.
 const NEW_PAGE_MIN: usize = 16;
@@ -25,9 +25,9 @@ impl Index {
     /// first.
     pub(super) fn insert(
         &self,
-        state: &SourceState,
-        pages: &mut SourcePages,
-        source_level: SourceLevel,
+        state: &HolderState,
+        pages: &mut HolderPages,
+        holder_level: HolderLevel,
         fresh: Run<'_>,
     ) -> Vec<u64> {
         if fresh.hashes.is_empty() {
@@ -60,12 +60,12 @@ impl Index {
             let (now, later) = rest.split(rest.hashes.len().min((PAGE_BLOCKS - page.used()) as usize));
             let before = page.holders().bytes();
             let links = if now.chained { !1 } else { 0 };
-            let first = page.append(source_level, now, links, &mut pages.last_added);
+            let first = page.append(holder_level, now, links, &mut pages.last_added);
             self.account_holder_sets(before, page.holders().bytes());
             if let Some(after) = now.after.filter(|_| !page.is_linked(first)) {
                 link_successor(&snapshot, entries.last(), after, Position::new(number, first));
             }
-            note_added(state, pages, source_level, number, page, ones(now.hashes.len() as u32) << first);
+            note_added(state, pages, holder_level, number, page, ones(now.hashes.len() as u32) << first);
             (first..).zip(now.hashes).for_each(|(at, hash)| entries.push(*hash, Position::new(number, at)));
             pinned.push(number);
             rest = later;
@@ -84,8 +84,8 @@ impl Index {
         for Entry { position, .. } in &refused {
             let Some(page) = snapshot.page(position.page()) else { continue };
             let _guard = page.lock();
-            // The entry was refused, so lookups never reached this position and no other source is a holder of it.
-            self.take(state, pages, source_level, (position.page(), page), 1 << position.offset(), &mut Removed::new());
+            // The entry was refused, so lookups never reached this position and no other holder is a holder of it.
+            self.take(state, pages, holder_level, (position.page(), page), 1 << position.offset(), &mut Removed::new());
         }
         for number in pinned {
             let Some(page) = snapshot.page(number) else { continue };
@@ -97,11 +97,11 @@ impl Index {
         refused.into_iter().map(|entry| entry.hash).collect()
     }
 
-    /// Number of a page that this source owns, which probably has space. Allocates enough pages for this many hashes if
-    /// the source has none reserved.
-    pub(super) fn open_page(&self, state: &SourceState, pages: &mut SourcePages, hashes: usize) -> Option<u32> {
+    /// Number of a page that this holder owns, which probably has space. Allocates enough pages for this many hashes if
+    /// the holder has none reserved.
+    pub(super) fn open_page(&self, state: &HolderState, pages: &mut HolderPages, hashes: usize) -> Option<u32> {
         if pages.open.is_empty() {
-            // A small share of the source's pages is reserved in advance, so that a long chain is contiguous.
+            // A small share of the holder's pages is reserved in advance, so that a long chain is contiguous.
             let wanted =
                 hashes.div_ceil(PAGE_BLOCKS as usize).max(state.digests.blocks() / PAGE_BLOCKS as usize / OPEN_RATIO);
             let numbers = self.arena.allocate(wanted, |change| self.set_chunk(change))?;
@@ -117,21 +117,21 @@ impl Index {
         Some(pages.open.start)
     }
 
-    /// Frees the reserved pages of a source without blocks.
-    pub(super) fn release_if_empty(&self, state: &SourceState, pages: &mut SourcePages) {
+    /// Frees the reserved pages of a holder without blocks.
+    pub(super) fn release_if_empty(&self, state: &HolderState, pages: &mut HolderPages) {
         if state.digests.blocks() == 0 {
             self.release_open_pages(state.id, pages);
         }
     }
 
-    /// Frees the reserved pages of a source that are still empty.
-    pub(super) fn release_open_pages(&self, source_id: SourceId, pages: &mut SourcePages) {
+    /// Frees the reserved pages of a holder that are still empty.
+    pub(super) fn release_open_pages(&self, holder_id: HolderId, pages: &mut HolderPages) {
         let snapshot = self.snapshot.load();
         for number in std::mem::take(&mut pages.open) {
             let Some(page) = snapshot.page(number) else { continue };
             let _guard = page.lock();
-            // Another source may own the page by now.
-            if page.live() == 0 && page.clock() == ClockState::Pinned && page.is_owned_by(source_id) {
+            // Another holder may own the page by now.
+            if page.live() == 0 && page.clock() == ClockState::Pinned && page.is_owned_by(holder_id) {
                 page.set_clock(ClockState::Cold);
                 self.reclaim_page(number, page);
             }

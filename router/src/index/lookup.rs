@@ -29,11 +29,11 @@ pub(super) struct Lookup<'a> {
 impl<'a> Lookup<'a> {
     pub(super) fn new(snapshot: &'a IndexSnapshot, hashes: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         let Overlap { overlaps, partition } = out;
-        overlaps.reset(partition.begin(snapshot.sources.workers.len()));
+        overlaps.reset(partition.begin(snapshot.holders.workers.len()));
         Self { snapshot, hashes, overlaps, partition, at: 0 }
     }
 
-    /// Follows the prompt until no source holds the next block.
+    /// Follows the prompt until the next block has no holder.
     pub(super) fn run(mut self) {
         self.follow_chain();
         self.partition.end(self.overlaps);
@@ -49,7 +49,7 @@ impl<'a> Lookup<'a> {
             // The successor is read before this page is counted, so that its cache lines arrive meanwhile.
             successor = next.and_then(|position| self.read(position));
             let window = Window { at: position.offset(), len: read.len, times };
-            if !self.partition.count(&read, window, &self.snapshot.sources.readers, self.overlaps) {
+            if !self.partition.count(&read, window, &self.snapshot.holders.readers, self.overlaps) {
                 return;
             }
         }

@@ -1,10 +1,10 @@
 //! Loom models of the lock-free files: every interleaving of threads.
 
-use super::source;
+use super::holder;
+use holder_digests::HolderDigests;
 use loom::sync::Arc;
 use loom::thread;
 use seqlock::SeqLock;
-use source_digests::SourceDigests;
 use spin_lock::SpinLock;
 use sync::{AtomicU64, Ordering};
 use table::Table;
@@ -37,8 +37,8 @@ mod seqlock;
 mod spin_lock;
 
 #[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and not all of it in a test")]
-#[path = "source_digests.rs"]
-mod source_digests;
+#[path = "holder_digests.rs"]
+mod holder_digests;
 
 /// A bound of two preemptions finds nearly all errors; exploring every interleaving takes hours.
 fn explore(model: impl Fn() + Sync + Send + 'static) {
@@ -127,7 +127,7 @@ fn a_block_is_written_before_its_entry() {
 #[test]
 fn a_lowered_digest_is_never_taken_for_complete() {
     explore(|| {
-        let digests = Arc::new(SourceDigests::new());
+        let digests = Arc::new(HolderDigests::new());
         digests.add(0, 3, 7);
         let complete = digests.at(0);
         let evicting = digests.clone();

@@ -1,7 +1,7 @@
 //! How much of a prompt each worker can reuse.
 
+use super::holder::HolderId;
 use super::partition::Partition;
-use super::source::SourceId;
 use super::worker_overlap::{WorkerOverlap, WorkerOverlaps};
 
 /// The overlap of one prompt with every worker. Its memory can be reused for the next lookup.
@@ -14,8 +14,8 @@ pub struct Overlap {
 
 impl Overlap {
     /// Overlap of a worker.
-    pub fn at(&self, source_id: SourceId) -> WorkerOverlap {
-        self.overlaps.at(source_id.index())
+    pub fn at(&self, holder_id: HolderId) -> WorkerOverlap {
+        self.overlaps.at(holder_id.index())
     }
 
     /// The distinct overlaps.
@@ -25,14 +25,14 @@ impl Overlap {
 
     /// Index of a worker's overlap in [`distinct`](Self::distinct).
     #[inline]
-    pub(crate) fn distinct_index(&self, source_id: SourceId) -> usize {
-        self.overlaps.index_of.get(source_id.index()).map_or(0, |index| *index as usize)
+    pub(crate) fn distinct_index(&self, holder_id: HolderId) -> usize {
+        self.overlaps.index_of.get(holder_id.index()).map_or(0, |index| *index as usize)
     }
 
     /// Extends the overlap of a worker to this many leading blocks, if it has fewer. The additional blocks count as G1.
-    pub(crate) fn extend(&mut self, source_id: SourceId, blocks: u32) {
+    pub(crate) fn extend(&mut self, holder_id: HolderId, blocks: u32) {
         let WorkerOverlaps { distinct, index_of, .. } = &mut self.overlaps;
-        let Some(index) = index_of.get_mut(source_id.index()) else { return };
+        let Some(index) = index_of.get_mut(holder_id.index()) else { return };
         let mut held = distinct[*index as usize];
         let run = held.total();
         if run < blocks {

@@ -10,12 +10,12 @@
 //! [`SeqLock`] and do not wait; writers hold its [`SpinLock`].
 
 use super::bits::ones;
+use super::holder::{HolderId, HolderLevel};
 use super::holder_set::{HolderSet, InternCache};
 use super::holders::Holders;
 use super::position::Position;
 use super::run::Run;
 use super::seqlock::SeqLock;
-use super::source::{SourceId, SourceLevel};
 use super::spin_lock::{SpinGuard, SpinLock};
 use super::sync::{AtomicU8, AtomicU32, AtomicU64, Ordering, prefetch};
 use arc_swap::{ArcSwapOption, Guard};
@@ -36,8 +36,8 @@ pub(super) struct Page<'a> {
 #[repr(align(64))]
 pub(super) struct Head {
     seqlock: SeqLock,
-    /// The only holder and its mask; or [`SourceLevel::MANY`] and the address of the holder set, which identifies it.
-    source_level: AtomicU32,
+    /// The only holder and its mask; or [`HolderLevel::MANY`] and the address of the holder set, which identifies it.
+    holder_level: AtomicU32,
     mask: AtomicU64,
     holder_set: ArcSwapOption<HolderSet>,
     /// Positions whose block has a holder.
@@ -56,7 +56,7 @@ pub(super) struct Head {
     clock: AtomicU8,
     /// Serializes writers.
     lock: SpinLock,
-    /// The source that appends to this page.
+    /// The holder that appends to this page.
     owner: AtomicU32,
 }
 
@@ -85,7 +85,7 @@ pub(super) struct PageRead {
     /// Number of leading blocks of the prompt that match from the given offset on.
     pub(super) len: u32,
     /// The only holder and its mask, as in the head.
-    pub(super) source_level: SourceLevel,
+    pub(super) holder_level: HolderLevel,
     pub(super) mask: u64,
     /// The holder set if there are many. While this guard lives, its address is not reused.
     pub(super) holder_set: Option<Guard<Option<Arc<HolderSet>>>>,
@@ -97,7 +97,7 @@ impl Head {
     pub(super) fn new() -> Self {
         Self {
             seqlock: SeqLock::new(),
-            source_level: AtomicU32::new(SourceLevel::NONE.raw()),
+            holder_level: AtomicU32::new(HolderLevel::NONE.raw()),
             mask: AtomicU64::new(0),
             holder_set: ArcSwapOption::empty(),
             live: AtomicU64::new(0),
@@ -175,10 +175,10 @@ impl<'a> Page<'a> {
     pub(super) fn read(&self, at: u32, prompt: &[SequenceHash]) -> Option<PageRead> {
         self.head.seqlock.read(|| {
             let len = self.matching_run(at, prompt);
-            let source_level = SourceLevel::from_raw(self.head.source_level.load(Ordering::Relaxed));
-            let holder_set = (source_level == SourceLevel::MANY).then(|| self.head.holder_set.load());
+            let holder_level = HolderLevel::from_raw(self.head.holder_level.load(Ordering::Relaxed));
+            let holder_set = (holder_level == HolderLevel::MANY).then(|| self.head.holder_set.load());
             let next = (at + len).checked_sub(1).and_then(|last| self.successor(last));
-            PageRead { len, source_level, mask: self.head.mask.load(Ordering::Relaxed), holder_set, next }
+            PageRead { len, holder_level, mask: self.head.mask.load(Ordering::Relaxed), holder_set, next }
         })
     }
 
@@ -190,7 +190,7 @@ impl<'a> Page<'a> {
         let is = |word: &AtomicU64, value: u64| word.load(Ordering::Relaxed) == value;
         let alike = head.seqlock.try_read(|| {
             let held =
-                head.source_level.load(Ordering::Relaxed) == read.source_level.raw() && is(&head.mask, read.mask);
+                head.holder_level.load(Ordering::Relaxed) == read.holder_level.raw() && is(&head.mask, read.mask);
             let linked = head.links.load(Ordering::Relaxed) | 1 == u64::MAX;
             (held && linked && is(&head.live, u64::MAX) && is(&head.last_hash, end))
                 .then(|| Position(head.last_successor.load(Ordering::Relaxed)))
@@ -291,12 +291,12 @@ impl<'a> Page<'a> {
 
 /// Updates. The caller holds the page's lock.
 impl Page<'_> {
-    pub(super) fn is_owned_by(&self, owner: SourceId) -> bool {
+    pub(super) fn is_owned_by(&self, owner: HolderId) -> bool {
         self.head.owner.load(Ordering::Relaxed) == owner.raw()
     }
 
-    /// Assigns a free page to a source.
-    pub(super) fn assign_to(&self, owner: SourceId) {
+    /// Assigns a free page to a holder.
+    pub(super) fn assign_to(&self, owner: HolderId) {
         self.head.owner.store(owner.raw(), Ordering::Relaxed);
         self.head.used.store(0, Ordering::Relaxed);
         self.set_successor(0, Position::NONE);
@@ -323,16 +323,16 @@ impl Page<'_> {
     }
 
     pub(super) fn holders(&self) -> Holders {
-        match SourceLevel::from_raw(self.head.source_level.load(Ordering::Relaxed)) {
-            SourceLevel::NONE => Holders::Empty,
-            SourceLevel::MANY => self.head.holder_set.load_full().map_or(Holders::Empty, Holders::Many),
-            source_level => Holders::One(source_level, self.head.mask.load(Ordering::Relaxed)),
+        match HolderLevel::from_raw(self.head.holder_level.load(Ordering::Relaxed)) {
+            HolderLevel::NONE => Holders::Empty,
+            HolderLevel::MANY => self.head.holder_set.load_full().map_or(Holders::Empty, Holders::Many),
+            holder_level => Holders::One(holder_level, self.head.mask.load(Ordering::Relaxed)),
         }
     }
 
     /// Whether this is the only holder and holds exactly these blocks.
-    pub(super) fn is_held_only_by(&self, source_level: SourceLevel, blocks: u64) -> bool {
-        self.head.source_level.load(Ordering::Relaxed) == source_level.raw()
+    pub(super) fn is_held_only_by(&self, holder_level: HolderLevel, blocks: u64) -> bool {
+        self.head.holder_level.load(Ordering::Relaxed) == holder_level.raw()
             && self.head.mask.load(Ordering::Relaxed) == blocks
     }
 
@@ -340,7 +340,7 @@ impl Page<'_> {
     /// its bit in `links` is set. Returns the first offset.
     pub(super) fn append(
         &self,
-        source_level: SourceLevel,
+        holder_level: HolderLevel,
         Run { hashes, after, .. }: Run<'_>,
         links: u64,
         cache: &mut InternCache,
@@ -348,7 +348,7 @@ impl Page<'_> {
         let first = self.used();
         let bits = ones(hashes.len() as u32) << first;
         let mut holders = self.holders();
-        holders.add(source_level, bits, cache);
+        holders.add(holder_level, bits, cache);
         let live = self.live() | bits;
         let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.hash(first - 1));
         let links = (links & !1 | u64::from(follows)) << first & bits;
@@ -378,15 +378,15 @@ impl Page<'_> {
     }
 
     fn store_holders(&self, holders: Holders) {
-        let (source_level, mask, holder_set) = match holders {
-            Holders::Empty => (SourceLevel::NONE, 0, None),
-            Holders::One(source_level, mask) => (source_level, mask, None),
-            Holders::Many(holder_set) => (SourceLevel::MANY, Arc::as_ptr(&holder_set).addr() as u64, Some(holder_set)),
+        let (holder_level, mask, holder_set) = match holders {
+            Holders::Empty => (HolderLevel::NONE, 0, None),
+            Holders::One(holder_level, mask) => (holder_level, mask, None),
+            Holders::Many(holder_set) => (HolderLevel::MANY, Arc::as_ptr(&holder_set).addr() as u64, Some(holder_set)),
         };
-        if holder_set.is_some() || self.head.source_level.load(Ordering::Relaxed) == SourceLevel::MANY.raw() {
+        if holder_set.is_some() || self.head.holder_level.load(Ordering::Relaxed) == HolderLevel::MANY.raw() {
             self.head.holder_set.store(holder_set);
         }
-        self.head.source_level.store(source_level.raw(), Ordering::Relaxed);
+        self.head.holder_level.store(holder_level.raw(), Ordering::Relaxed);
         self.head.mask.store(mask, Ordering::Relaxed);
     }
 }

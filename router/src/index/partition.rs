@@ -10,9 +10,9 @@
 //! number of classes, of workers listed in the page, and of individuals.
 
 use super::bits::{Bits, each, ones};
+use super::holder::{HolderLevel, LEVELS};
 use super::holder_set::BitmapGroup;
 use super::page::PageRead;
-use super::source::{LEVELS, SourceLevel};
 use super::worker_overlap::{WorkerOverlap, WorkerOverlaps};
 use std::slice::from_ref;
 
@@ -52,10 +52,10 @@ pub(super) struct Window {
 struct PageView<'a> {
     window: Window,
     /// Workers that are listed individually, and their masks.
-    source_levels: &'a [SourceLevel],
+    holder_levels: &'a [HolderLevel],
     masks: &'a [u64],
     groups: &'a [BitmapGroup],
-    stores: &'a [SourceLevel],
+    stores: &'a [HolderLevel],
     store_masks: &'a [u64],
     /// By store: the workers that can read it.
     readers: &'a [Bits],
@@ -186,7 +186,7 @@ impl Partition {
         let mut from = 0;
         self.individuals.retain(|worker| {
             let worker = *worker as usize;
-            from += count_before(&view.source_levels[from..], worker);
+            from += count_before(&view.holder_levels[from..], worker);
             let (run, gain) = match view.single_level(from, worker) {
                 Some((level, mask)) => view.window.leading_at(level, mask),
                 None => view.window.leading(&view.masks_of(from, worker)),
@@ -199,8 +199,8 @@ impl Partition {
     /// Counts the class members that are listed individually: the difference to the overlap of their class.
     fn count_own_blocks(&mut self, view: &PageView<'_>, overlaps: &mut WorkerOverlaps) {
         let mut at = 0;
-        while let Some(source_level) = view.source_levels.get(at) {
-            let worker = source_level.source_id().index();
+        while let Some(holder_level) = view.holder_levels.get(at) {
+            let worker = holder_level.holder_id().index();
             let class = if view.is_in_window(at) { self.class_of(worker) } else { None };
             let Some(class) = class else {
                 at += 1;
@@ -293,29 +293,29 @@ impl Window {
 
 impl<'a> PageView<'a> {
     fn new(read: &'a PageRead, window: Window, readers: &'a [Bits]) -> Self {
-        let (source_levels, masks, groups) = match read.holder_set.as_deref().and_then(|holder_set| holder_set.as_ref())
+        let (holder_levels, masks, groups) = match read.holder_set.as_deref().and_then(|holder_set| holder_set.as_ref())
         {
             Some(holder_set) => {
-                let (source_levels, masks) = holder_set.singles();
-                (source_levels, masks, holder_set.groups())
+                let (holder_levels, masks) = holder_set.singles();
+                (holder_levels, masks, holder_set.groups())
             }
-            None => (from_ref(&read.source_level), from_ref(&read.mask), &[][..]),
+            None => (from_ref(&read.holder_level), from_ref(&read.mask), &[][..]),
         };
         // Stores are sorted after workers.
-        let own = match source_levels.last() {
-            Some(last) if last.source_id().is_store() => {
-                source_levels.partition_point(|source_level| !source_level.source_id().is_store())
+        let own = match holder_levels.last() {
+            Some(last) if last.holder_id().is_store() => {
+                holder_levels.partition_point(|holder_level| !holder_level.holder_id().is_store())
             }
-            _ => source_levels.len(),
+            _ => holder_levels.len(),
         };
-        let ((source_levels, stores), (masks, store_masks)) = (source_levels.split_at(own), masks.split_at(own));
-        Self { window, source_levels, masks, groups, stores, store_masks, readers }
+        let ((holder_levels, stores), (masks, store_masks)) = (holder_levels.split_at(own), masks.split_at(own));
+        Self { window, holder_levels, masks, groups, stores, store_masks, readers }
     }
 
     /// Masks that apply to many workers, of groups and of stores: level, blocks, workers.
     fn shared(&self) -> impl Iterator<Item = (usize, u64, &'a [u64])> {
         let groups = self.groups.iter().map(|group| (group.level, group.mask, group.workers.words()));
-        let readers = |store: &SourceLevel| self.readers.get(store.source_id().index()).map_or(&[][..], Bits::words);
+        let readers = |store: &HolderLevel| self.readers.get(store.holder_id().index()).map_or(&[][..], Bits::words);
         let stores = self.stores.iter().zip(self.store_masks);
         let stores = stores.map(move |(store, mask)| (store.level(), *mask, readers(store)));
         let in_window = |(level, mask, workers)| (level, self.window.of(mask), workers);
@@ -324,11 +324,11 @@ impl<'a> PageView<'a> {
 
     /// Level and mask of a worker that is listed once, if there are no groups or stores: the common case.
     fn single_level(&self, from: usize, worker: usize) -> Option<(usize, u64)> {
-        let is = |source_level: &&SourceLevel| source_level.source_id().index() == worker;
-        let source_level = self.source_levels.get(from).filter(is)?;
+        let is = |holder_level: &&HolderLevel| holder_level.holder_id().index() == worker;
+        let holder_level = self.holder_levels.get(from).filter(is)?;
         let shared = !self.groups.is_empty() || !self.stores.is_empty();
-        let holder_set = self.source_levels.get(from + 1).is_some_and(|next| is(&next));
-        (!shared && !holder_set).then(|| (source_level.level(), self.window.of(self.masks[from])))
+        let holder_set = self.holder_levels.get(from + 1).is_some_and(|next| is(&next));
+        (!shared && !holder_set).then(|| (holder_level.level(), self.window.of(self.masks[from])))
     }
 
     /// Masks of a worker by level: its own, its groups' and its stores'.
@@ -351,9 +351,9 @@ impl<'a> PageView<'a> {
 
     /// Adds the listed masks of a worker, which start at index `from`. Returns their number.
     fn add_own(&self, from: usize, worker: usize, masks: &mut [u64; LEVELS.len()]) -> usize {
-        let own = self.source_levels[from..].iter().zip(&self.masks[from..]);
-        let own = own.take_while(|(source_level, _)| source_level.source_id().index() == worker);
-        own.map(|(source_level, mask)| masks[source_level.level()] |= self.window.of(*mask)).count()
+        let own = self.holder_levels[from..].iter().zip(&self.masks[from..]);
+        let own = own.take_while(|(holder_level, _)| holder_level.holder_id().index() == worker);
+        own.map(|(holder_level, mask)| masks[holder_level.level()] |= self.window.of(*mask)).count()
     }
 }
 
@@ -367,13 +367,13 @@ fn intersect(set: &[u64], workers: &[u64]) -> (bool, bool) {
     (inside != 0, outside != 0 || beyond.iter().any(|set| *set != 0))
 }
 
-/// Number of source levels of workers before this one, by exponential search.
-fn count_before(source_levels: &[SourceLevel], worker: usize) -> usize {
-    let is = |source_level: &SourceLevel| source_level.source_id().index() < worker;
+/// Number of holders at a level, of workers, before this one, by exponential search.
+fn count_before(holder_levels: &[HolderLevel], worker: usize) -> usize {
+    let is = |holder_level: &HolderLevel| holder_level.holder_id().index() < worker;
     let mut bound = 1;
-    while source_levels.get(bound - 1).is_some_and(is) {
+    while holder_levels.get(bound - 1).is_some_and(is) {
         bound *= 2;
     }
     let known = bound / 2;
-    known + source_levels[known..source_levels.len().min(bound)].partition_point(is)
+    known + holder_levels[known..holder_levels.len().min(bound)].partition_point(is)
 }

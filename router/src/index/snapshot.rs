@@ -1,37 +1,37 @@
 //! The immutable state that a lookup reads (RCU: readers load a pointer to it, writers replace it).
 //!
 //! Large parts are shared between successive snapshots. A snapshot is replaced when a table is resized, a chunk of
-//! pages is allocated or freed, or a source joins or leaves. A reader of an old snapshot may miss newer blocks. It
+//! pages is allocated or freed, or a holder joins or leaves. A reader of an old snapshot may miss newer blocks. It
 //! never returns a removed block, because it compares the hash at each position that it reads.
 
 use super::bits::Bits;
+use super::holder::{Holder, HolderId};
+use super::holder_state::HolderState;
 use super::key::{Key, SHARDS};
 use super::page::{ClockState, Hashes, Head, LINE_HASHES, Page};
 use super::position::Position;
-use super::source::SourceId;
-use super::source_state::SourceState;
 use super::sync::prefetch;
 use super::table::Table;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use worker::plane::{Source, StoreId};
+use worker::plane::StoreId;
 
 /// A snapshot of the index.
 #[derive(Clone)]
 pub(super) struct IndexSnapshot {
     pub(super) tables: [Arc<Table>; SHARDS],
     pub(super) directory: PageDirectory,
-    pub(super) sources: Arc<Sources>,
+    pub(super) holders: Arc<HolderDirectory>,
 }
 
-/// All sources of blocks, and which workers can read which stores.
+/// All holders of blocks, and who can read which stores.
 #[derive(Clone, Default)]
-pub(super) struct Sources {
-    states: BTreeMap<Source, Arc<SourceState>>,
-    /// Workers and stores, by the index of their [`SourceId`].
-    pub(super) workers: Vec<Option<Arc<SourceState>>>,
-    pub(super) stores: Vec<Option<Arc<SourceState>>>,
-    /// By the index of a store: the workers that can onboard from it.
+pub(super) struct HolderDirectory {
+    states: BTreeMap<Holder, Arc<HolderState>>,
+    /// By the index of their [`HolderId`]: workers and estimates, and stores.
+    pub(super) workers: Vec<Option<Arc<HolderState>>>,
+    pub(super) stores: Vec<Option<Arc<HolderState>>>,
+    /// By the index of a store: the workers and estimates that can onboard from it.
     pub(super) readers: Vec<Bits>,
 }
 
@@ -111,16 +111,16 @@ impl IndexSnapshot {
     }
 
     /// Position of a block and its page, checking a guessed position first. A guess is not used in a page where another
-    /// source is inserting: the table may still reject that entry in favour of a concurrent one.
+    /// holder is inserting: the table may still reject that entry in favour of a concurrent one.
     pub(super) fn find_with_guess(
         &self,
         guess: Option<Position>,
         hash: u64,
-        source_id: SourceId,
+        holder_id: HolderId,
     ) -> Option<(Position, Page<'_>)> {
         let here = |position: Position| Some((position, self.page(position.page())?));
         let guessed = guess.and_then(here).filter(|(position, page)| {
-            page.has(position.offset(), hash) && (page.clock() != ClockState::Pinned || page.is_owned_by(source_id))
+            page.has(position.offset(), hash) && (page.clock() != ClockState::Pinned || page.is_owned_by(holder_id))
         });
         guessed.or_else(|| here(self.find(hash)?))
     }
@@ -142,54 +142,54 @@ impl IndexSnapshot {
     }
 }
 
-impl Sources {
-    pub(super) fn get(&self, source: Source) -> Option<&Arc<SourceState>> {
-        self.states.get(&source)
+impl HolderDirectory {
+    pub(super) fn get(&self, holder: Holder) -> Option<&Arc<HolderState>> {
+        self.states.get(&holder)
     }
 
-    pub(super) fn by_id(&self, source_id: SourceId) -> Option<&Arc<SourceState>> {
-        let source_ids = if source_id.is_store() { &self.stores } else { &self.workers };
-        source_ids.get(source_id.index())?.as_ref()
+    pub(super) fn by_id(&self, holder_id: HolderId) -> Option<&Arc<HolderState>> {
+        let holder_ids = if holder_id.is_store() { &self.stores } else { &self.workers };
+        holder_ids.get(holder_id.index())?.as_ref()
     }
 
-    /// Registers a source, unless it is registered.
-    pub(super) fn register(&mut self, source: Source) -> SourceId {
-        if let Some(state) = self.states.get(&source) {
+    /// Registers a holder, unless it is registered.
+    pub(super) fn register(&mut self, holder: Holder) -> HolderId {
+        if let Some(state) = self.states.get(&holder) {
             return state.id;
         }
-        let store = matches!(source, Source::Store(_));
-        let source_ids = if store { &mut self.stores } else { &mut self.workers };
-        let number = source_ids.iter().position(Option::is_none).unwrap_or_else(|| {
-            source_ids.push(None);
-            source_ids.len() - 1
+        let store = matches!(holder, Holder::Store(_));
+        let holder_ids = if store { &mut self.stores } else { &mut self.workers };
+        let number = holder_ids.iter().position(Option::is_none).unwrap_or_else(|| {
+            holder_ids.push(None);
+            holder_ids.len() - 1
         });
-        let source_id = if store { SourceId::store(number) } else { SourceId::worker(number) };
-        let state = Arc::new(SourceState::new(source_id));
-        source_ids[number] = Some(state.clone());
-        self.states.insert(source, state);
+        let holder_id = if store { HolderId::store(number) } else { HolderId::worker(number) };
+        let state = Arc::new(HolderState::new(holder_id));
+        holder_ids[number] = Some(state.clone());
+        self.states.insert(holder, state);
         self.readers.resize(self.stores.len(), Bits::default());
-        source_id
+        holder_id
     }
 
-    /// Removes a source from the map. Its id is in use until [`release`](Self::release).
-    pub(super) fn unregister(&mut self, source: Source) -> Option<Arc<SourceState>> {
-        self.states.remove(&source)
+    /// Removes a holder from the map. Its id is in use until [`release`](Self::release).
+    pub(super) fn unregister(&mut self, holder: Holder) -> Option<Arc<HolderState>> {
+        self.states.remove(&holder)
     }
 
-    pub(super) fn release(&mut self, source_id: SourceId) {
-        if source_id.is_store() {
-            self.stores[source_id.index()] = None;
-            self.readers[source_id.index()] = Bits::default();
+    pub(super) fn release(&mut self, holder_id: HolderId) {
+        if holder_id.is_store() {
+            self.stores[holder_id.index()] = None;
+            self.readers[holder_id.index()] = Bits::default();
         } else {
-            self.workers[source_id.index()] = None;
-            self.readers.iter_mut().for_each(|workers| workers.unset(source_id.index() as u32));
+            self.workers[holder_id.index()] = None;
+            self.readers.iter_mut().for_each(|workers| workers.unset(holder_id.index() as u32));
         }
     }
 
     /// Stores that no worker can read.
     pub(super) fn unreferenced_stores(&self) -> Vec<StoreId> {
-        let unreferenced = |(source, state): (&Source, &Arc<SourceState>)| match source {
-            Source::Store(store) if self.readers[state.id.index()].is_empty() => Some(*store),
+        let unreferenced = |(holder, state): (&Holder, &Arc<HolderState>)| match holder {
+            Holder::Store(store) if self.readers[state.id.index()].is_empty() => Some(*store),
             _ => None,
         };
         self.states.iter().filter_map(unreferenced).collect()

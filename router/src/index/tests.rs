@@ -28,17 +28,17 @@ fn removed(level: Level, blocks: &[SequenceHash]) -> BlockEvent {
 #[derive(Default)]
 struct Model {
     reach: BTreeMap<WorkerId, Vec<StoreId>>,
-    held: BTreeMap<Source, BTreeSet<(Level, SequenceHash)>>,
+    held: BTreeMap<Holder, BTreeSet<(Level, SequenceHash)>>,
 }
 
 impl Model {
     fn at(&self, worker: WorkerId, hashes: &[SequenceHash]) -> WorkerOverlap {
-        let mut sources = vec![Source::Worker(worker)];
-        sources.extend(self.reach[&worker].iter().map(|store| Source::Store(*store)));
+        let mut holders = vec![Holder::Worker(worker)];
+        holders.extend(self.reach[&worker].iter().map(|store| Holder::Store(*store)));
         let mut held = [0; LEVELS.len()];
         for hash in hashes {
             let holds = |level: Level| {
-                sources.iter().any(|source| self.held.get(source).is_some_and(|held| held.contains(&(level, *hash))))
+                holders.iter().any(|holder| self.held.get(holder).is_some_and(|held| held.contains(&(level, *hash))))
             };
             match LEVELS.iter().position(|level| holds(*level)) {
                 Some(level) => held[level] += 1,
@@ -57,19 +57,19 @@ impl Model {
 enum Step {
     Join(u64, Vec<u64>),
     Leave(u64),
-    Stored(Source, Level, u32, usize, usize),
-    Removed(Source, Level, u32, usize, usize),
-    Cleared(Source, Level),
-    Replace(Source, Vec<(Level, u32, usize)>),
+    Stored(Holder, Level, u32, usize, usize),
+    Removed(Holder, Level, u32, usize, usize),
+    Cleared(Holder, Level),
+    Replace(Holder, Vec<(Level, u32, usize)>),
     /// All workers store the beginning of a chain, which creates groups of holders.
     Flood(Level, u32, usize),
     Drain(Level, u32, usize),
 }
 
-fn source() -> impl Strategy<Value = Source> {
+fn holder() -> impl Strategy<Value = Holder> {
     prop_oneof![
-        3 => (0..WORKERS).prop_map(|id| Source::Worker(WorkerId(id))),
-        1 => (0..STORES).prop_map(|id| Source::Store(StoreId(id))),
+        3 => (0..WORKERS).prop_map(|id| Holder::Worker(WorkerId(id))),
+        1 => (0..STORES).prop_map(|id| Holder::Store(StoreId(id))),
     ]
 }
 
@@ -78,14 +78,14 @@ fn level() -> impl Strategy<Value = Level> {
 }
 
 fn step() -> impl Strategy<Value = Step> {
-    let run = || (source(), level(), 0..4u32, 0..BLOCKS, 1..BLOCKS);
+    let run = || (holder(), level(), 0..4u32, 0..BLOCKS, 1..BLOCKS);
     prop_oneof![
         4 => (0..WORKERS, proptest::collection::vec(0..STORES, 0..3)).prop_map(|(id, stores)| Step::Join(id, stores)),
         1 => (0..WORKERS).prop_map(Step::Leave),
         6 => run().prop_map(|(s, l, chain, at, n)| Step::Stored(s, l, chain, at, n)),
         3 => run().prop_map(|(s, l, chain, at, n)| Step::Removed(s, l, chain, at, n)),
-        1 => (source(), level()).prop_map(|(s, l)| Step::Cleared(s, l)),
-        1 => (source(), proptest::collection::vec((level(), 0..4u32, 0..BLOCKS), 0..20))
+        1 => (holder(), level()).prop_map(|(s, l)| Step::Cleared(s, l)),
+        1 => (holder(), proptest::collection::vec((level(), 0..4u32, 0..BLOCKS), 0..20))
             .prop_map(|(s, b)| Step::Replace(s, b)),
         1 => (level(), 0..4u32, 1..BLOCKS).prop_map(|(l, chain, n)| Step::Flood(l, chain, n)),
         1 => (level(), 0..4u32, 1..BLOCKS).prop_map(|(l, chain, n)| Step::Drain(l, chain, n)),
@@ -96,17 +96,17 @@ fn run_of(number: u32, at: usize, n: usize) -> Vec<SequenceHash> {
     chain(number)[at..(at + n).min(BLOCKS)].to_vec()
 }
 
-fn apply(index: &Index, model: &mut Model, source: Source, event: BlockEvent) {
-    index.apply(source, &event);
-    // The index ignores unknown sources.
-    let known = match source {
-        Source::Worker(id) => model.reach.contains_key(&id),
-        Source::Store(_) | Source::Router(_) => model.held.contains_key(&source),
+fn apply(index: &Index, model: &mut Model, holder: Holder, event: BlockEvent) {
+    index.apply(holder, &event);
+    // The index ignores unknown holders.
+    let known = match holder {
+        Holder::Worker(id) => model.reach.contains_key(&id),
+        Holder::Estimate(_) | Holder::Store(_) => model.held.contains_key(&holder),
     };
     if !known {
         return;
     }
-    let held = model.held.entry(source).or_default();
+    let held = model.held.entry(holder).or_default();
     match event {
         BlockEvent::Stored { level, blocks, .. } => held.extend(blocks.into_iter().map(|block| (level, block))),
         BlockEvent::Removed { level, blocks } => blocks.into_iter().for_each(|block| {
@@ -116,33 +116,33 @@ fn apply(index: &Index, model: &mut Model, source: Source, event: BlockEvent) {
     }
 }
 
-fn perform(index: &Index, model: &mut Model, source_ids: &mut BTreeMap<WorkerId, SourceId>, step: Step) {
+fn perform(index: &Index, model: &mut Model, holder_ids: &mut BTreeMap<WorkerId, HolderId>, step: Step) {
     match step {
         Step::Join(id, stores) => {
             let stores: Vec<StoreId> = stores.into_iter().map(StoreId).collect();
-            source_ids.insert(WorkerId(id), index.join(WorkerId(id), &stores));
+            holder_ids.insert(WorkerId(id), index.join(WorkerId(id), &stores));
             for store in &stores {
-                model.held.entry(Source::Store(*store)).or_default();
+                model.held.entry(Holder::Store(*store)).or_default();
             }
             model.reach.insert(WorkerId(id), stores);
         }
         Step::Leave(id) => {
             let unreferenced = index.leave(WorkerId(id));
-            source_ids.remove(&WorkerId(id));
+            holder_ids.remove(&WorkerId(id));
             model.reach.remove(&WorkerId(id));
-            model.held.remove(&Source::Worker(WorkerId(id)));
+            model.held.remove(&Holder::Worker(WorkerId(id)));
             for store in unreferenced {
                 assert!(!model.reach.values().any(|stores| stores.contains(&store)), "{store} is still reached");
-                index.forget(Source::Store(store));
-                model.held.remove(&Source::Store(store));
+                index.forget(Holder::Store(store));
+                model.held.remove(&Holder::Store(store));
             }
         }
-        Step::Stored(source, level, chain, at, n) => apply(index, model, source, stored(level, &run_of(chain, at, n))),
-        Step::Removed(source, level, chain, at, n) => {
-            apply(index, model, source, removed(level, &run_of(chain, at, n)));
+        Step::Stored(holder, level, chain, at, n) => apply(index, model, holder, stored(level, &run_of(chain, at, n))),
+        Step::Removed(holder, level, chain, at, n) => {
+            apply(index, model, holder, removed(level, &run_of(chain, at, n)));
         }
-        Step::Cleared(source, level) => apply(index, model, source, BlockEvent::Cleared { level }),
-        Step::Replace(source, blocks) => {
+        Step::Cleared(holder, level) => apply(index, model, holder, BlockEvent::Cleared { level }),
+        Step::Replace(holder, blocks) => {
             let mut blocks = blocks;
             blocks.sort_unstable();
             blocks.dedup();
@@ -152,24 +152,24 @@ fn perform(index: &Index, model: &mut Model, source_ids: &mut BTreeMap<WorkerId,
                 let parent = at.checked_sub(1).map(|before| hashes[before]);
                 kvbm::Run { level, parent, blocks: hashes[at..at + run.len()].to_vec() }
             });
-            index.replace(source, &runs.collect::<Vec<_>>());
+            index.replace(holder, &runs.collect::<Vec<_>>());
             let blocks: Vec<_> = blocks.into_iter().map(|(level, number, at)| (level, chain(number)[at])).collect();
-            if let Some(held) = model.held.get_mut(&source) {
+            if let Some(held) = model.held.get_mut(&holder) {
                 *held = blocks.into_iter().collect();
-            } else if let Source::Worker(id) = source
+            } else if let Holder::Worker(id) = holder
                 && model.reach.contains_key(&id)
             {
-                model.held.insert(source, blocks.into_iter().collect());
+                model.held.insert(holder, blocks.into_iter().collect());
             }
         }
         Step::Flood(level, chain, n) => {
             for id in model.reach.keys().copied().collect::<Vec<_>>() {
-                apply(index, model, Source::Worker(id), stored(level, &run_of(chain, 0, n)));
+                apply(index, model, Holder::Worker(id), stored(level, &run_of(chain, 0, n)));
             }
         }
         Step::Drain(level, chain, n) => {
             for id in model.reach.keys().copied().collect::<Vec<_>>() {
-                apply(index, model, Source::Worker(id), removed(level, &run_of(chain, 0, n)));
+                apply(index, model, Holder::Worker(id), removed(level, &run_of(chain, 0, n)));
             }
         }
     }
@@ -183,29 +183,29 @@ proptest! {
         all_join in any::<bool>(),
         steps in proptest::collection::vec(step(), 1..150),
     ) {
-        let (index, mut model, mut source_ids) = (Index::new(), Model::default(), BTreeMap::new());
+        let (index, mut model, mut holder_ids) = (Index::new(), Model::default(), BTreeMap::new());
         if all_join {
-            (0..WORKERS).for_each(|id| perform(&index, &mut model, &mut source_ids, Step::Join(id, vec![id % STORES])));
+            (0..WORKERS).for_each(|id| perform(&index, &mut model, &mut holder_ids, Step::Join(id, vec![id % STORES])));
         }
         for step in steps {
-            perform(&index, &mut model, &mut source_ids, step);
+            perform(&index, &mut model, &mut holder_ids, step);
             prop_assert_eq!(index.entries(), model.entries());
-            for (source, held) in &model.held {
+            for (holder, held) in &model.held {
                 for level in LEVELS {
                     let digest = held.iter().filter(|(at, _)| *at == level).map(|(_, hash)| *hash).collect();
-                    prop_assert_eq!(index.digest(*source, level), Some(digest), "{} at {}", source, level);
+                    prop_assert_eq!(index.digest(*holder, level), Some(digest), "{:?} at {}", holder, level);
                 }
             }
         }
         for number in 0..4 {
             let overlap = index.overlap(&chain(number));
-            for (worker, source_id) in &source_ids {
+            for (worker, holder_id) in &holder_ids {
                 let expected = model.at(*worker, &chain(number));
-                prop_assert_eq!(overlap.at(*source_id), expected, "{} chain {}", worker, number);
+                prop_assert_eq!(overlap.at(*holder_id), expected, "{} chain {}", worker, number);
             }
         }
         for id in 0..WORKERS {
-            perform(&index, &mut model, &mut source_ids, Step::Leave(id));
+            perform(&index, &mut model, &mut holder_ids, Step::Leave(id));
         }
         prop_assert_eq!(index.entries(), 0);
     }
@@ -224,28 +224,28 @@ proptest! {
         let (index, mut model) = (Index::new(), Model::default());
         let (hashes, _) = runs(7, 300, 300);
         let reach = |id: u64| if other && id < 3 { vec![StoreId(6), StoreId(7)] } else { vec![StoreId(6)] };
-        let mut source_ids: BTreeMap<WorkerId, SourceId> =
+        let mut holder_ids: BTreeMap<WorkerId, HolderId> =
             (0..6).map(|id| (WorkerId(id), index.join(WorkerId(id), &reach(id)))).collect();
         model.reach = (0..6).map(|id| (WorkerId(id), reach(id).clone())).collect();
         for id in [6, 7] {
-            model.held.insert(Source::Store(StoreId(id)), BTreeSet::new());
+            model.held.insert(Holder::Store(StoreId(id)), BTreeSet::new());
         }
         for (id, level, comes, at, n) in steps {
-            let source = if id < 6 { Source::Worker(WorkerId(id)) } else { Source::Store(StoreId(id)) };
+            let holder = if id < 6 { Holder::Worker(WorkerId(id)) } else { Holder::Store(StoreId(id)) };
             let run = &hashes[at..(at + n).min(hashes.len())];
             // A worker holds a small part of a prompt, a store often most of it.
             let run = if id < 6 { &run[..run.len().min(40)] } else { run };
             if id < 7 || other {
-                apply(&index, &mut model, source, if comes { stored(level, run) } else { removed(level, run) });
+                apply(&index, &mut model, holder, if comes { stored(level, run) } else { removed(level, run) });
             }
         }
         index.leave(WorkerId(left));
-        source_ids.remove(&WorkerId(left));
-        model.held.remove(&Source::Worker(WorkerId(left)));
+        holder_ids.remove(&WorkerId(left));
+        model.held.remove(&Holder::Worker(WorkerId(left)));
         for len in [1, 64, 200, 300] {
             let overlap = index.overlap(&hashes[..len]);
-            for (worker, source_id) in &source_ids {
-                prop_assert_eq!(overlap.at(*source_id), model.at(*worker, &hashes[..len]), "{} of {}", worker, len);
+            for (worker, holder_id) in &holder_ids {
+                prop_assert_eq!(overlap.at(*holder_id), model.at(*worker, &hashes[..len]), "{} of {}", worker, len);
             }
         }
     }
@@ -255,12 +255,12 @@ proptest! {
 fn an_evicted_block_ends_the_run_unless_a_slower_level_has_it() {
     let (index, hashes) = (Index::new(), chain(1));
     let (a, store) = (WorkerId(1), StoreId(9));
-    let source_id = index.join(a, &[store]);
-    index.apply(Source::Worker(a), &stored(Level::G1, &hashes));
-    index.apply(Source::Worker(a), &removed(Level::G1, &hashes[3..4]));
-    assert_eq!(index.overlap(&hashes).at(source_id), WorkerOverlap::of([3, 0, 0, 0, 0]));
-    index.apply(Source::Store(store), &stored(Level::G3, &hashes[..5]));
-    assert_eq!(index.overlap(&hashes).at(source_id), WorkerOverlap::of([BLOCKS as u32 - 1, 0, 1, 0, 0]));
+    let holder_id = index.join(a, &[store]);
+    index.apply(Holder::Worker(a), &stored(Level::G1, &hashes));
+    index.apply(Holder::Worker(a), &removed(Level::G1, &hashes[3..4]));
+    assert_eq!(index.overlap(&hashes).at(holder_id), WorkerOverlap::of([3, 0, 0, 0, 0]));
+    index.apply(Holder::Store(store), &stored(Level::G3, &hashes[..5]));
+    assert_eq!(index.overlap(&hashes).at(holder_id), WorkerOverlap::of([BLOCKS as u32 - 1, 0, 1, 0, 0]));
 }
 
 #[test]
@@ -270,7 +270,7 @@ fn a_store_outlives_its_writer_and_serves_its_readers() {
     let [writer, reader, stranger] = [WorkerId(1), WorkerId(2), WorkerId(3)];
     index.join(writer, &[store]);
     let (reads, cannot) = (index.join(reader, &[store]), index.join(stranger, &[]));
-    index.apply(Source::Store(store), &stored(Level::G4, &hashes));
+    index.apply(Holder::Store(store), &stored(Level::G4, &hashes));
     assert!(index.leave(writer).is_empty(), "the reader still reaches the store");
     let overlap = index.overlap(&hashes);
     assert_eq!(overlap.at(reads), WorkerOverlap::of([0, 0, 0, 0, BLOCKS as u32]));
@@ -281,21 +281,21 @@ fn a_store_outlives_its_writer_and_serves_its_readers() {
 #[test]
 fn a_hole_is_exact_until_the_block_is_stored_again() {
     let index = Index::new();
-    let (id, source_id) = (WorkerId(1), index.join(WorkerId(1), &[]));
+    let (id, holder_id) = (WorkerId(1), index.join(WorkerId(1), &[]));
     let other = (WorkerId(2), index.join(WorkerId(2), &[]));
     let (hashes, events) = runs(1, 300, 300);
-    index.apply(Source::Worker(id), &events[0]);
-    index.apply(Source::Worker(other.0), &events[0]);
+    index.apply(Holder::Worker(id), &events[0]);
+    index.apply(Holder::Worker(other.0), &events[0]);
     for at in [200, 64, 10, 0] {
-        index.apply(Source::Worker(id), &removed(Level::G1, &hashes[at..=at]));
+        index.apply(Holder::Worker(id), &removed(Level::G1, &hashes[at..=at]));
         let overlap = index.overlap(&hashes);
-        assert_eq!((overlap.at(source_id).total(), overlap.at(other.1).total()), (at as u32, 300));
+        assert_eq!((overlap.at(holder_id).total(), overlap.at(other.1).total()), (at as u32, 300));
     }
-    index.apply(Source::Worker(other.0), &removed(Level::G1, &hashes));
+    index.apply(Holder::Worker(other.0), &removed(Level::G1, &hashes));
     for (at, run) in [(10, 0), (0, 64), (64, 200), (200, 300)] {
         let stored = BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes[at..=at].to_vec() };
-        index.apply(Source::Worker(id), &stored);
-        assert_eq!(index.overlap(&hashes).at(source_id).total(), run, "after {at}");
+        index.apply(Holder::Worker(id), &stored);
+        assert_eq!(index.overlap(&hashes).at(holder_id).total(), run, "after {at}");
     }
 }
 
@@ -318,7 +318,7 @@ fn memory_stays_bounded_while_caches_turn_over() {
         // Blocks are removed in random order, which leaves nearly every page with a few.
         held.sort_unstable_by_key(|hash| crate::hash::splitmix64(hash.short() ^ u64::from(round)));
         let removed_blocks: Vec<SequenceHash> = held.drain(..held.len().saturating_sub(3000)).collect();
-        index.apply(Source::Worker(id), &removed(Level::G1, &removed_blocks));
+        index.apply(Holder::Worker(id), &removed(Level::G1, &removed_blocks));
         if round > 200 {
             most = most.max(index.bytes());
         }
@@ -338,25 +338,25 @@ fn memory_stays_bounded_while_caches_turn_over() {
 fn an_index_over_its_limit_evicts_cold_pages_only() {
     const LIMIT: usize = 4 << 20;
     let index = Index::with_memory_limit(LIMIT);
-    let (id, source_id) = (WorkerId(1), index.join(WorkerId(1), &[]));
+    let (id, holder_id) = (WorkerId(1), index.join(WorkerId(1), &[]));
     let (hot, events) = runs(0, 512, 512);
-    index.apply(Source::Worker(id), &events[0]);
+    index.apply(Holder::Worker(id), &events[0]);
     for number in 1..=1000 {
         let (hashes, events) = runs(number, 512, 512);
-        index.apply(Source::Worker(id), &events[0]);
-        assert!(index.overlap(&hashes).at(source_id).total() <= 512);
-        assert_eq!(index.overlap(&hot).at(source_id).total(), 512, "a page in use stays");
+        index.apply(Holder::Worker(id), &events[0]);
+        assert!(index.overlap(&hashes).at(holder_id).total() <= 512);
+        assert_eq!(index.overlap(&hot).at(holder_id).total(), 512, "a page in use stays");
     }
     assert!(index.bytes() < LIMIT + LIMIT / 4, "{} bytes", index.bytes());
     assert!(index.evicted_pages() > 1000);
-    let digest = index.digest(Source::Worker(id), Level::G1).unwrap();
-    assert_eq!((index.is_complete(Source::Worker(id)), digest.blocks), (false, index.entries() as u64));
+    let digest = index.digest(Holder::Worker(id), Level::G1).unwrap();
+    assert_eq!((index.is_complete(Holder::Worker(id)), digest.blocks), (false, index.entries() as u64));
     // A snapshot restores what fits.
     let (hashes, _) = runs(1, 512, 512);
-    assert_eq!(index.overlap(&hashes).at(source_id).total(), 0, "its pages were the coldest");
-    index.replace(Source::Worker(id), &[kvbm::Run { level: Level::G1, parent: None, blocks: hashes.clone() }]);
-    assert_eq!(index.overlap(&hashes).at(source_id).total(), 512);
-    assert!(index.is_complete(Source::Worker(id)));
+    assert_eq!(index.overlap(&hashes).at(holder_id).total(), 0, "its pages were the coldest");
+    index.replace(Holder::Worker(id), &[kvbm::Run { level: Level::G1, parent: None, blocks: hashes.clone() }]);
+    assert_eq!(index.overlap(&hashes).at(holder_id).total(), 512);
+    assert!(index.is_complete(Holder::Worker(id)));
     // A smaller limit takes effect at once.
     index.set_memory_limit(LIMIT / 4);
     assert!(index.bytes() < LIMIT / 2, "{} bytes", index.bytes());
@@ -370,7 +370,7 @@ fn eviction_ends_when_nothing_is_left_to_evict() {
     let index = Index::with_memory_limit(0);
     index.join(WorkerId(1), &[]);
     let (_, events) = runs(0, 64, 64);
-    index.apply(Source::Worker(WorkerId(1)), &events[0]);
+    index.apply(Holder::Worker(WorkerId(1)), &events[0]);
     assert_eq!((index.evicted_pages(), index.entries()), (1, 0));
     let clock_hand = || *index.clock_hand.lock();
     assert_eq!(clock_hand(), 1, "it stops after the only page in use");
@@ -390,27 +390,27 @@ fn the_memory_limit_holds_under_churn() {
     let mut most = [0; 2];
     for number in 0..16_000 {
         let (_, events) = runs(number, 256, 256);
-        index.apply(Source::Worker(workers[number as usize % workers.len()]), &events[0]);
+        index.apply(Holder::Worker(workers[number as usize % workers.len()]), &events[0]);
         let part = &mut most[usize::from(number >= 8000)];
         *part = index.bytes().max(*part);
     }
     assert!(index.evicted_pages() > 16_000, "everything has changed many times");
     assert!(most[1] <= LIMIT, "{most:?} bytes");
     // Removing a worker takes time proportional to what it holds, not to what it ever held.
-    let state = index.source_state(Source::Worker(workers[0])).unwrap();
+    let state = index.holder_state(Holder::Worker(workers[0])).unwrap();
     let named = state.lock().by_level[0].len();
     let held = state.digests.at(0).blocks as usize;
     assert!(held > 0 && named <= held / 64 * 2 + 32, "{named} pages for {held} blocks");
     for id in &workers {
         index.leave(*id);
     }
-    assert_eq!((index.entries(), index.bytes.source_pages.load(Ordering::Relaxed)), (0, 0));
+    assert_eq!((index.entries(), index.bytes.holder_pages.load(Ordering::Relaxed)), (0, 0));
 }
 
 #[test]
 fn a_snapshot_places_each_chain_in_pages_of_its_own() {
     let (log, index, id) = (kvbm::EventLog::new(kvbm::Epoch(1)), Index::new(), WorkerId(1));
-    let source_id = index.join(id, &[]);
+    let holder_id = index.join(id, &[]);
     let chains: Vec<_> = (0..20).map(|number| runs(number, 512, 16)).collect();
     // The chains grow in turns.
     for nth in 0..32 {
@@ -418,9 +418,9 @@ fn a_snapshot_places_each_chain_in_pages_of_its_own() {
             log.announce(events[nth].clone());
         }
     }
-    index.replace(Source::Worker(id), &log.snapshot().runs);
+    index.replace(Holder::Worker(id), &log.snapshot().runs);
     for (hashes, _) in &chains {
-        assert_eq!(index.overlap(hashes).at(source_id).total(), 512);
+        assert_eq!(index.overlap(hashes).at(holder_id).total(), 512);
         let snapshot = index.snapshot.load();
         let positions: Vec<_> = hashes.iter().map(|hash| snapshot.find(hash.short()).unwrap()).collect();
         let page_ends: Vec<_> = positions.windows(2).filter(|pair| pair[0].page() != pair[1].page()).collect();
@@ -435,7 +435,7 @@ fn a_snapshot_places_each_chain_in_pages_of_its_own() {
 #[test]
 fn concurrent_readers_and_writers_agree_with_the_model() {
     let index = Index::new();
-    let source_ids: Vec<SourceId> = (0..4).map(|id| index.join(WorkerId(id), &[])).collect();
+    let holder_ids: Vec<HolderId> = (0..4).map(|id| index.join(WorkerId(id), &[])).collect();
     let chains: Vec<_> = (0..6).map(|number| runs(number, 200, 50)).collect();
     let stable = index.join(WorkerId(9), &[]);
     for (_, events) in &chains {
@@ -451,11 +451,11 @@ fn concurrent_readers_and_writers_agree_with_the_model() {
                     let (hashes, events) = &chains[dice as usize % chains.len()];
                     let part = (dice >> 8) as usize % 4;
                     if dice >> 20 & 1 == 0 {
-                        index.apply(Source::Worker(WorkerId(id)), &events[part]);
+                        index.apply(Holder::Worker(WorkerId(id)), &events[part]);
                         held.extend(&hashes[part * 50..][..50]);
                     } else {
                         let removed_blocks = &hashes[part * 50 + (dice >> 30) as usize % 40..][..10];
-                        index.apply(Source::Worker(WorkerId(id)), &removed(Level::G1, removed_blocks));
+                        index.apply(Holder::Worker(WorkerId(id)), &removed(Level::G1, removed_blocks));
                         held.retain(|hash| !removed_blocks.contains(hash));
                     }
                 }
@@ -467,16 +467,16 @@ fn concurrent_readers_and_writers_agree_with_the_model() {
             for (hashes, _) in &chains {
                 // A lookup gives up on a page whose writer is descheduled.
                 let whole = (0..1000).any(|_| index.overlap(hashes).at(stable).total() == 200);
-                assert!(whole, "a source without changes is read completely");
+                assert!(whole, "a holder without changes is read completely");
             }
         }
         writers.into_iter().map(|writer| writer.join().unwrap()).collect()
     });
     for (hashes, _) in &chains {
         let overlap = index.overlap(hashes);
-        for (source_id, held) in source_ids.iter().zip(&held) {
+        for (holder_id, held) in holder_ids.iter().zip(&held) {
             assert_eq!(
-                overlap.at(*source_id).total() as usize,
+                overlap.at(*holder_id).total() as usize,
                 hashes.iter().take_while(|hash| held.contains(*hash)).count()
             );
         }
@@ -492,18 +492,18 @@ fn an_entry_takes_less_than_forty_bytes_and_frees_them() {
     let hashes = ChainKey::root(&Domain::shared(), "m", None).hashes(&tokens, 1);
     for (id, own) in (0..).zip(hashes.chunks(2000)) {
         index.join(WorkerId(id), &[StoreId(1)]);
-        index.apply(Source::Worker(WorkerId(id)), &stored(Level::G1, own));
+        index.apply(Holder::Worker(WorkerId(id)), &stored(Level::G1, own));
         // Half of the blocks are offloaded, and all workers hold the same beginning.
-        index.apply(Source::Worker(WorkerId(id)), &stored(Level::G2, &own[..1000]));
-        index.apply(Source::Worker(WorkerId(id)), &stored(Level::G1, &hashes[..200]));
-        index.apply(Source::Store(StoreId(1)), &stored(Level::G3, &own[..500]));
+        index.apply(Holder::Worker(WorkerId(id)), &stored(Level::G2, &own[..1000]));
+        index.apply(Holder::Worker(WorkerId(id)), &stored(Level::G1, &hashes[..200]));
+        index.apply(Holder::Store(StoreId(1)), &stored(Level::G3, &own[..500]));
     }
     let each = index.bytes() as f64 / index.entries() as f64;
     assert!(each < 40.0, "{each:.1} bytes per entry");
     for id in 0..50 {
         index.leave(WorkerId(id));
     }
-    index.forget(Source::Store(StoreId(1)));
+    index.forget(Holder::Store(StoreId(1)));
     assert_eq!(index.entries(), 0);
     assert!(index.bytes() < empty + 160_000, "{} bytes are left in an empty index", index.bytes());
 }

@@ -1,4 +1,4 @@
-//! Application of events to pages and tables. The caller holds the lock on the source's pages.
+//! Application of events to pages and tables. The caller holds the lock on the holder's pages.
 //!
 //! **Invariant.** If a table has an entry for a hash, the page has the hash at the entry's position. A hash is
 //! therefore written to its page before the entry is inserted, and the entry is removed before the position is used
@@ -6,13 +6,13 @@
 
 use super::Index;
 use super::bits::{each, ones};
+use super::holder::HolderLevel;
+use super::holder_state::{HolderPages, HolderState, shrink};
 use super::holders::Holders;
 use super::page::{ClockState, PAGE_BLOCKS, Page};
 use super::position::Position;
 use super::run::Run;
 use super::sharded_table::{BATCH, WriteBatch};
-use super::source::SourceLevel;
-use super::source_state::{SourcePages, SourceState, shrink};
 use super::span::Span;
 use kvbm::SetDigest;
 use std::sync::atomic::Ordering;
@@ -23,12 +23,12 @@ const PREFETCH: usize = 128;
 const SPARSE: u32 = PAGE_BLOCKS / 4;
 
 impl Index {
-    /// Adds a source level as a holder of these blocks.
+    /// Adds these blocks to a holder at a level.
     pub(super) fn store_blocks(
         &self,
-        state: &SourceState,
-        pages: &mut SourcePages,
-        source_level: SourceLevel,
+        state: &HolderState,
+        pages: &mut HolderPages,
+        holder_level: HolderLevel,
         run: Run<'_>,
     ) {
         let mut rest = run;
@@ -41,14 +41,14 @@ impl Index {
             }
             let mut refused = Vec::new();
             while !part.hashes.is_empty() {
-                let known = self.add_to_known(state, pages, source_level, part.hashes);
+                let known = self.add_to_known(state, pages, holder_level, part.hashes);
                 part = part.split(known).1;
                 let (fresh, later) = part.split(self.fresh(part));
-                refused.extend(self.insert(state, pages, source_level, fresh));
+                refused.extend(self.insert(state, pages, holder_level, fresh));
                 part = later;
             }
             if !refused.is_empty() {
-                self.store_blocks(state, pages, source_level, Run::loose(&refused));
+                self.store_blocks(state, pages, holder_level, Run::loose(&refused));
             }
         }
     }
@@ -61,12 +61,12 @@ impl Index {
         if run.chained { run.hashes.len() } else { fresh() }
     }
 
-    /// Removes a source level as a holder of these blocks.
+    /// Removes these blocks from a holder at a level.
     pub(super) fn remove_blocks(
         &self,
-        state: &SourceState,
-        pages: &mut SourcePages,
-        source_level: SourceLevel,
+        state: &HolderState,
+        pages: &mut HolderPages,
+        holder_level: HolderLevel,
         hashes: &[u64],
     ) {
         for hashes in hashes.chunks(BATCH) {
@@ -95,33 +95,33 @@ impl Index {
                 if let Some(predicted) = span.predicted.and_then(|predicted| snapshot.page(predicted.page())) {
                     predicted.prefetch();
                 }
-                // While another source inserts into this page, its table entries may still be refused, so only this one
+                // While another holder inserts into this page, its table entries may still be refused, so only this one
                 // hash counts.
                 let whole = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
                 let span = if whole { span } else { Span::single(position.offset()) };
-                self.take(state, pages, source_level, (position.page(), page), span.bits, &mut removed);
+                self.take(state, pages, holder_level, (position.page(), page), span.bits, &mut removed);
                 (at, predicted) = (at + span.len, span.predicted);
             }
             pages.next_removal = predicted;
             self.reclaim(&removed);
             for number in removed.sparse {
-                self.repack(state, pages, source_level, number);
+                self.repack(state, pages, holder_level, number);
             }
         }
-        shrink(&mut pages.by_level[source_level.level()]);
+        shrink(&mut pages.by_level[holder_level.level()]);
         self.release_if_empty(state, pages);
     }
 
-    /// Removes all blocks of a source level.
-    pub(super) fn clear_level(&self, state: &SourceState, pages: &mut SourcePages, source_level: SourceLevel) {
-        let numbers: Vec<u32> = std::mem::take(&mut pages.by_level[source_level.level()]).into_iter().collect();
+    /// Removes all blocks of a holder at a level.
+    pub(super) fn clear_level(&self, state: &HolderState, pages: &mut HolderPages, holder_level: HolderLevel) {
+        let numbers: Vec<u32> = std::mem::take(&mut pages.by_level[holder_level.level()]).into_iter().collect();
         for batch in numbers.chunks(BATCH / PAGE_BLOCKS as usize) {
             let snapshot = self.snapshot.load();
             let mut removed = Removed::new();
             for number in batch {
                 if let Some(page) = snapshot.page(*number) {
                     let _guard = page.lock();
-                    self.take(state, pages, source_level, (*number, page), u64::MAX, &mut removed);
+                    self.take(state, pages, holder_level, (*number, page), u64::MAX, &mut removed);
                 }
             }
             self.reclaim(&removed);
@@ -129,14 +129,14 @@ impl Index {
         self.release_if_empty(state, pages);
     }
 
-    /// Hashes of all blocks of a source level.
-    pub(super) fn hashes(&self, pages: &SourcePages, source_level: SourceLevel) -> Vec<u64> {
+    /// Hashes of all blocks of a holder at a level.
+    pub(super) fn hashes(&self, pages: &HolderPages, holder_level: HolderLevel) -> Vec<u64> {
         let snapshot = self.snapshot.load();
         let mut hashes = Vec::new();
-        for number in &pages.by_level[source_level.level()] {
+        for number in &pages.by_level[holder_level.level()] {
             let Some(page) = snapshot.page(*number) else { continue };
             let _guard = page.lock();
-            let mask = page.holders().mask(source_level);
+            let mask = page.holders().mask(holder_level);
             hashes.extend(each(mask).map(|at| page.hash(at)));
         }
         hashes
@@ -145,9 +145,9 @@ impl Index {
     /// Adds a holder to known blocks, up to the first unknown one. Returns their number.
     fn add_to_known(
         &self,
-        state: &SourceState,
-        pages: &mut SourcePages,
-        source_level: SourceLevel,
+        state: &HolderState,
+        pages: &mut HolderPages,
+        holder_level: HolderLevel,
         hashes: &[u64],
     ) -> usize {
         let (mut known, mut next) = (0, None);
@@ -156,7 +156,7 @@ impl Index {
             let Some((position, page)) = snapshot.find_with_guess(next, hashes[known], state.id) else { break };
             let number = position.page();
             let _guard = page.lock();
-            // While another source inserts into this page, a hash counts only if the table has an entry for it.
+            // While another holder inserts into this page, a hash counts only if the table has an entry for it.
             let entered = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
             let is = |at: u32, hash: u64| {
                 page.has(at, hash) && (entered || self.snapshot.load().find(hash) == Some(Position::new(number, at)))
@@ -165,11 +165,11 @@ impl Index {
                 (position.offset()..PAGE_BLOCKS).zip(&hashes[known..]).take_while(|(at, hash)| is(*at, **hash)).count();
             let mut holders = page.holders();
             let before = holders.bytes();
-            let added = holders.add(source_level, ones(here as u32) << position.offset(), &mut pages.last_added);
+            let added = holders.add(holder_level, ones(here as u32) << position.offset(), &mut pages.last_added);
             if added != 0 {
                 self.account_holder_sets(before, holders.bytes());
                 page.set_holders(holders);
-                note_added(state, pages, source_level, number, page, added);
+                note_added(state, pages, holder_level, number, page, added);
             }
             page.mark_hot();
             known += here;
@@ -188,25 +188,25 @@ impl Index {
     /// Removes blocks of one page from a holder. The caller holds the page's lock.
     pub(super) fn take(
         &self,
-        state: &SourceState,
-        pages: &mut SourcePages,
-        source_level: SourceLevel,
+        state: &HolderState,
+        pages: &mut HolderPages,
+        holder_level: HolderLevel,
         (number, page): (u32, Page<'_>),
         bits: u64,
         removed: &mut Removed,
     ) {
         let mut holders = page.holders();
         let before = holders.bytes();
-        let taken = holders.take(source_level, bits, &mut pages.last_removed);
+        let taken = holders.take(holder_level, bits, &mut pages.last_removed);
         if taken == 0 {
             return;
         }
-        let (single, mine) = (matches!(holders, Holders::One(..)), holders.mask(source_level));
+        let (single, mine) = (matches!(holders, Holders::One(..)), holders.mask(holder_level));
         self.account_holder_sets(before, holders.bytes());
         let dead = page.set_holders(holders);
-        state.digests.remove(source_level.level(), u64::from(taken.count_ones()), digest_sum(page, taken));
+        state.digests.remove(holder_level.level(), u64::from(taken.count_ones()), digest_sum(page, taken));
         if mine == 0 {
-            pages.by_level[source_level.level()].remove(&number);
+            pages.by_level[holder_level.level()].remove(&number);
         }
         removed.push(number, page, dead);
         let live = page.live().count_ones();
@@ -246,13 +246,13 @@ impl Index {
         }
     }
 
-    /// Moves the last few blocks of a page to the page that the source appends to. All of them must belong to one
+    /// Moves the last few blocks of a page to the page that the holder appends to. All of them must belong to one
     /// holder.
-    fn repack(&self, state: &SourceState, pages: &mut SourcePages, source_level: SourceLevel, from: u32) {
+    fn repack(&self, state: &HolderState, pages: &mut HolderPages, holder_level: HolderLevel, from: u32) {
         let sparse = |page: Page<'_>| {
             let live = page.live();
             let few = live != 0 && live.count_ones() <= SPARSE && page.used() == PAGE_BLOCKS;
-            few && page.clock() != ClockState::Pinned && page.is_held_only_by(source_level, live)
+            few && page.clock() != ClockState::Pinned && page.is_held_only_by(holder_level, live)
         };
         if !self.snapshot.load().page(from).is_some_and(sparse) {
             return;
@@ -281,15 +281,15 @@ impl Index {
         let hashes: Vec<u64> = positions.iter().map(|at| old.hash(*at)).collect();
         let before = new.holders().bytes();
         let links = (0..).zip(&positions).fold(0, |links, (to, at)| links | u64::from(old.is_linked(*at)) << to);
-        let first = new.append(source_level, Run::loose(&hashes), links, &mut pages.last_added);
+        let first = new.append(holder_level, Run::loose(&hashes), links, &mut pages.last_added);
         self.account_holder_sets(before, new.holders().bytes());
         for (to_at, at) in (first..).zip(&positions) {
             self.sharded_table.relocate(old.hash(*at), Position::new(from, *at), Position::new(to, to_at));
         }
         old.set_holders(Holders::Empty);
         new.set_clock(old.clock());
-        pages.by_level[source_level.level()].remove(&from);
-        pages.by_level[source_level.level()].insert(to);
+        pages.by_level[holder_level.level()].remove(&from);
+        pages.by_level[holder_level.level()].insert(to);
         self.reclaim_page(from, old);
     }
 
@@ -323,15 +323,15 @@ impl Removed {
 
 /// Adds blocks of a page to the counters and page set of a holder.
 pub(super) fn note_added(
-    state: &SourceState,
-    pages: &mut SourcePages,
-    source_level: SourceLevel,
+    state: &HolderState,
+    pages: &mut HolderPages,
+    holder_level: HolderLevel,
     number: u32,
     page: Page<'_>,
     added: u64,
 ) {
-    pages.by_level[source_level.level()].insert(number);
-    state.digests.add(source_level.level(), u64::from(added.count_ones()), digest_sum(page, added));
+    pages.by_level[holder_level.level()].insert(number);
+    state.digests.add(holder_level.level(), u64::from(added.count_ones()), digest_sum(page, added));
 }
 
 /// Sum of the digest terms of the blocks at some positions.

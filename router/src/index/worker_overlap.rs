@@ -1,7 +1,7 @@
 //! How much of a prompt each worker can reuse: the result of a lookup.
 
 use super::bits::each;
-use super::source::LEVELS;
+use super::holder::LEVELS;
 use kvbm::Level;
 use std::ops::{AddAssign, Sub};
 
@@ -60,7 +60,7 @@ impl Sub for WorkerOverlap {
 pub(super) struct WorkerOverlaps {
     /// Distinct overlaps. The first is empty.
     pub(super) distinct: Vec<WorkerOverlap>,
-    /// Entry of each worker, by the index of its source id; padded to a multiple of 64.
+    /// Entry of each worker, by the index of its holder id; padded to a multiple of 64.
     pub(super) index_of: Vec<u32>,
     /// Bitmap of the workers whose entry no other worker shares.
     exclusive: Vec<u64>,

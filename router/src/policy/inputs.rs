@@ -156,13 +156,13 @@ impl Overlaps {
 
     /// Index of a slot's cached prefix in [`Self::distinct_overlaps`].
     #[inline]
-    pub(crate) fn overlap_index(&self, scheme: u32, slot: crate::index::SourceId) -> usize {
+    pub(crate) fn overlap_index(&self, scheme: u32, slot: crate::index::HolderId) -> usize {
         self.0.get(scheme as usize).map_or(0, |scheme| scheme.overlap.distinct_index(slot))
     }
 
     /// Cached prefix of the prompt at a slot.
     #[inline]
-    pub(crate) fn held(&self, scheme: u32, slot: crate::index::SourceId) -> WorkerOverlap {
+    pub(crate) fn held(&self, scheme: u32, slot: crate::index::HolderId) -> WorkerOverlap {
         self.0.get(scheme as usize).map_or_else(WorkerOverlap::default, |scheme| scheme.overlap.at(slot))
     }
 }

@@ -5,13 +5,14 @@ use super::router::StubEngine;
 use crate::dispatch::place;
 use crate::fleet::Worker;
 use crate::hash::splitmix64;
+use crate::index::Holder;
 use crate::settings::Settings;
 use crate::state::Core;
 use kvbm::{BlockEvent, ChainKey, Epoch, Level};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::Request;
-use worker::plane::{Instance, Load, OnboardSpeed, Role, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Instance, Load, OnboardSpeed, Role, RouterId, StoreId, WorkerId};
 
 /// A router and one request. Methods run parts of the live decision path, from block hashes to the reservation.
 pub struct DecisionBenchmark {
@@ -35,9 +36,9 @@ impl DecisionBenchmark {
         let tokens: Vec<u32> = (0..tokens as u32).collect();
         let request = Request::greedy("measured", MODEL, &tokens, 256);
         let hashes = ChainKey::root(&request.domain, MODEL, None).hashes(&request.tokens, BLOCK);
-        let stored = |source, level, blocks: usize| {
+        let stored = |holder, level, blocks: usize| {
             let blocks = hashes[..blocks.min(hashes.len())].to_vec();
-            core.index.apply(source, &BlockEvent::Stored { level, parent: None, blocks });
+            core.index.apply(holder, &BlockEvent::Stored { level, parent: None, blocks });
         };
         let ids = (0..worker_count).map(WorkerId);
         let slots = core.index.join_all(ids.clone(), &[STORE]);
@@ -49,17 +50,17 @@ impl DecisionBenchmark {
         let workers: Vec<_> = ids.zip(slots).map(worker).collect();
         core.fleet.join_all(workers.iter().cloned());
         for id in 0..worker_count {
-            let source = Source::Worker(WorkerId(id));
-            stored(source, Level::G1, 4);
+            let holder = Holder::Worker(WorkerId(id));
+            stored(holder, Level::G1, 4);
             if id == 0 {
-                stored(source, Level::G1, hashes.len() * 7 / 8);
+                stored(holder, Level::G1, hashes.len() * 7 / 8);
             } else if id % 8 == 0 {
                 let parts = hashes.len() * 3 / 4;
-                stored(source, Level::G1, (splitmix64(id) as usize) % parts);
-                stored(source, Level::G2, (splitmix64(id + 1) as usize) % parts);
+                stored(holder, Level::G1, (splitmix64(id) as usize) % parts);
+                stored(holder, Level::G2, (splitmix64(id + 1) as usize) % parts);
             }
         }
-        stored(Source::Store(STORE), Level::G3, hashes.len() * 3 / 4);
+        stored(Holder::Store(STORE), Level::G3, hashes.len() * 3 / 4);
         let benchmark = Self { core, request, workers };
         benchmark.report();
         benchmark

@@ -12,7 +12,7 @@ use crate::control::replicas::PeerRouters;
 use crate::control::{Outcome, SourceCursor};
 use crate::fleet::{Fleet, Worker};
 use crate::hash::splitmix64;
-use crate::index::{Index, SourceId};
+use crate::index::{Holder, HolderId, Index};
 use crate::load::Demand;
 use crate::policy::planner::RoleChange;
 use crate::policy::{
@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
-use worker::plane::{Instance, ReservationUpdate, Role, RouterId, Source, StoreId, WorkerId};
+use worker::plane::{Instance, ReservationUpdate, Role, RouterId, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
 pub(super) struct SimulatedRouter {
@@ -87,7 +87,7 @@ pub(super) enum Action {
 
 /// A source of events, and the position up to which they are applied.
 struct Feed {
-    source: Source,
+    holder: Holder,
     cursor: SourceCursor,
 }
 
@@ -150,18 +150,18 @@ impl SimulatedRouter {
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
         let ids = (0..worker_count as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
-        let worker = |((id, slot), role): ((WorkerId, SourceId), &Role)| {
+        let worker = |((id, slot), role): ((WorkerId, HolderId), &Role)| {
             let (model, stores) = (card.clone(), vec![STORE]);
             let instance = Instance { id, epoch: EPOCH, role: *role, model, stores };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();
         fleet.join_all(workers.iter().cloned());
-        let sources = (0..worker_count as u64).map(|id| Source::Worker(WorkerId(id))).chain([Source::Store(STORE)]);
-        let feed = |source| {
+        let holders = (0..worker_count as u64).map(|id| Holder::Worker(WorkerId(id))).chain([Holder::Store(STORE)]);
+        let feed = |holder| {
             let mut cursor = SourceCursor::new(Some(EPOCH));
             cursor.snapshot_applied(EPOCH, 0);
-            Feed { source, cursor }
+            Feed { holder, cursor }
         };
         Self {
             seed,
@@ -171,7 +171,7 @@ impl SimulatedRouter {
             fleet,
             workers,
             scratch: Scratch::default(),
-            feeds: sources.map(feed).collect(),
+            feeds: holders.map(feed).collect(),
             start: Instant::now(),
             peer_routers: PeerRouters::default(),
             placements: (0..requests).map(|_| None).collect(),
@@ -448,7 +448,7 @@ impl SimulatedRouter {
             }
             Message::Blocks(number, event) => {
                 if let Outcome::Apply(event) = feed.cursor.event(EPOCH, number, event) {
-                    self.index.apply(feed.source, &event);
+                    self.index.apply(feed.holder, &event);
                 }
             }
         }
@@ -466,11 +466,11 @@ impl SimulatedRouter {
         let run = |(level, block)| Run { level, parent: None, blocks: vec![trace::block_hash(block)] };
         let runs: Vec<Run> = blocks.map(run).collect();
         if feed.cursor.accept_snapshot(EPOCH, number) {
-            self.index.replace(feed.source, &runs);
+            self.index.replace(feed.holder, &runs);
             feed.cursor.snapshot_applied(EPOCH, number);
         }
         while let Some(event) = feed.cursor.next() {
-            self.index.apply(feed.source, &event);
+            self.index.apply(feed.holder, &event);
         }
         feed.cursor.next_request(0).is_some()
     }

@@ -2,6 +2,7 @@
 
 use super::harness::{BLOCK, FakeEngine, Harness, MODEL, names, prompt, settle, stored};
 use super::{cached_blocks, defaults};
+use crate::index::Holder;
 use kvbm::{BlockEvent, ChainKey, Epoch, EventLog, Level, SequenceHash};
 use serde_json::Value;
 use std::sync::Arc;
@@ -206,7 +207,7 @@ async fn burst_and_announce(harness: &Harness, worker: &FakeEngine, family: u32)
 async fn the_digest_reveals_divergence_without_a_gap() {
     let harness = defaults();
     let worker = harness.worker(1, Role::Both).await;
-    let (source, index) = (Source::Worker(WorkerId(1)), &harness.router.core.index);
+    let (holder, index) = (Holder::Worker(WorkerId(1)), &harness.router.core.index);
     let blocks = names(&prompt(1, 1600));
     for (level, blocks) in [(Level::G1, &blocks[..40]), (Level::G2, &blocks[..60]), (Level::G1, &blocks[..40])] {
         harness.announce(&worker, stored(level, blocks), true);
@@ -224,7 +225,7 @@ async fn the_digest_reveals_divergence_without_a_gap() {
         settle().await;
         assert_eq!(harness.metric("blockyard_router_index_divergences_total"), nth, "no divergence yet");
         for event in &drift {
-            index.apply(source, event);
+            index.apply(holder, event);
         }
         harness.report(&worker, Load::default());
         settle().await;

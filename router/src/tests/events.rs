@@ -2,6 +2,7 @@
 
 use super::harness::{BLOCK, Harness, MODEL, names, prompt, settle, stored};
 use super::{cached_blocks, defaults};
+use crate::index::Holder;
 use crate::settings::Settings;
 use kvbm::{BlockEvent, Epoch, EventLog, Level};
 use std::sync::{Arc, mpsc};
@@ -54,7 +55,7 @@ async fn a_truncated_log_takes_a_snapshot_while_the_index_serves() {
 async fn a_resync_answered_by_a_new_epoch_is_handled() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
     let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
-    let indexed = || harness.router.core.index.digest(store, Level::G4).unwrap().blocks;
+    let indexed = || harness.router.core.index.digest(Holder::Store(StoreId(5)), Level::G4).unwrap().blocks;
     let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     let publish = |log: &EventLog, blocks: &[_], arrives: bool| {
         let event = stored(Level::G4, blocks);
@@ -89,7 +90,7 @@ async fn a_resync_answered_by_a_new_epoch_is_handled() {
 async fn an_answer_to_a_former_subscriber_is_ignored() {
     let harness = Harness::over(Settings::default(), Link { lag: Duration::from_secs(2), ..Link::default() });
     let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
-    let indexed = || harness.router.core.index.digest(store, Level::G4).map(|digest| digest.blocks);
+    let indexed = || harness.router.core.index.digest(Holder::Store(StoreId(5)), Level::G4).map(|digest| digest.blocks);
     let offer = |epoch, blocks: &[_]| {
         let log = Arc::new(EventLog::new(Epoch(epoch)));
         log.announce(stored(Level::G4, blocks));
@@ -112,7 +113,7 @@ async fn an_answer_to_a_former_subscriber_is_ignored() {
 async fn another_publisher_of_a_store_takes_over() {
     let harness = defaults();
     let (blocks, store) = (names(&prompt(1, 1600)), Source::Store(StoreId(5)));
-    let held = || harness.router.core.index.digest(store, Level::G4).unwrap().blocks;
+    let held = || harness.router.core.index.digest(Holder::Store(StoreId(5)), Level::G4).unwrap().blocks;
     let logs = [3, 4].map(|epoch| Arc::new(EventLog::new(Epoch(epoch))));
     let announce = |log: &EventLog, blocks: &[_]| {
         let event = stored(Level::G4, blocks);
@@ -181,7 +182,7 @@ async fn forged_events_cost_few_resyncs_and_no_accuracy() {
     let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     let (request, source) = (prompt(1, 1600), |id| Source::Worker(WorkerId(id)));
     let blocks = names(&request);
-    let held = |id| harness.router.core.index.digest(source(id), Level::G1).unwrap().blocks;
+    let held = |id| harness.router.core.index.digest(Holder::Worker(WorkerId(id)), Level::G1).unwrap().blocks;
     let resyncs = || {
         ["replayed", "empty", "log_truncated", "snapshot_applied", "snapshot_stale", "failed"]
             .map(|outcome| harness.resyncs(outcome))
@@ -253,7 +254,7 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
         let harness = defaults();
         let other = harness.worker(2, Role::Both).await;
         let store = Source::Store(StoreId(5));
-        let held = |source, level| harness.router.core.index.digest(source, level).unwrap().blocks;
+        let held = |holder, level| harness.router.core.index.digest(holder, level).unwrap().blocks;
         let (log, blocks) = (Arc::new(EventLog::new(Epoch(1))), names(&prompt(1, 10_000 * BLOCK)));
         log.announce(stored(Level::G4, &blocks[..9_000]));
         let _offer = harness.bus.offer(store, log.clone());
@@ -262,20 +263,20 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
         let taking = busy();
         for (round, busy) in (1..).zip([making, taking]) {
             harness.announce(&other, stored(Level::G1, &names(&prompt(1 + round, 4 * BLOCK))), true);
-            until(|| held(Source::Worker(WorkerId(2)), Level::G1) == 4 * u64::from(round)).await;
+            until(|| held(Holder::Worker(WorkerId(2)), Level::G1) == 4 * u64::from(round)).await;
             let event = stored(Level::G4, &blocks[8_500 + 500 * round as usize..][..500]);
             log.announce(event.clone());
             let number = *log.latest().borrow();
             harness.bus.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
             settle().await;
             assert_eq!(
-                (held(store, Level::G4), harness.resyncs("snapshot_applied")),
+                (held(Holder::Store(StoreId(5)), Level::G4), harness.resyncs("snapshot_applied")),
                 (0, 2),
                 "the snapshot waits for the blocking thread"
             );
             drop(busy);
         }
-        until(|| held(store, Level::G4) == 10_000).await;
+        until(|| held(Holder::Store(StoreId(5)), Level::G4) == 10_000).await;
     });
 }
 

@@ -2,13 +2,13 @@
 
 use crate::seam::{self, Block, Size};
 use kvbm::{BlockEvent, Level, SequenceHash};
-use router::index::{Index, Overlap, SourceId};
-use worker::plane::{Source, WorkerId};
+use router::index::{Holder, HolderId, Index, Overlap};
+use worker::plane::WorkerId;
 
 /// The index, and the id of each worker in it.
 pub(crate) struct Blockyard {
     index: Index,
-    workers: Vec<SourceId>,
+    workers: Vec<HolderId>,
 }
 
 /// Block hashes have 128 bits.
@@ -30,13 +30,13 @@ impl seam::Index for Blockyard {
     fn stored(&self, worker: u32, parent: Option<u64>, blocks: &[Block]) {
         let blocks = blocks.iter().map(|block| hash(block.sequence)).collect();
         let event = BlockEvent::Stored { level: Level::G1, parent: parent.map(hash), blocks };
-        self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
+        self.index.apply(Holder::Worker(WorkerId(u64::from(worker))), &event);
     }
 
     fn removed(&self, worker: u32, sequences: &[u64]) {
         let blocks = sequences.iter().copied().map(hash).collect();
         let event = BlockEvent::Removed { level: Level::G1, blocks };
-        self.index.apply(Source::Worker(WorkerId(u64::from(worker))), &event);
+        self.index.apply(Holder::Worker(WorkerId(u64::from(worker))), &event);
     }
 
     fn query(prompt: &[Block]) -> Self::Query {

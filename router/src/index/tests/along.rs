@@ -17,7 +17,7 @@ pub(super) fn runs(number: u32, blocks: u32, run: usize) -> (Vec<SequenceHash>, 
 
 pub(super) fn announce(index: &Index, worker: WorkerId, events: &[BlockEvent]) {
     for event in events {
-        index.apply(Source::Worker(worker), event);
+        index.apply(Holder::Worker(worker), event);
     }
 }
 
@@ -51,16 +51,16 @@ fn a_reused_page_is_not_mistaken_for_its_former_chain() {
     let (other, others) = runs(2, 640, 640);
     announce(&index, a.0, &events);
     for at in [64, 100, 320] {
-        index.apply(Source::Worker(a.0), &removed(Level::G1, &long[at..]));
+        index.apply(Holder::Worker(a.0), &removed(Level::G1, &long[at..]));
         announce(&index, b.0, &others);
         assert_eq!(index.overlap(&long).at(a.1).total(), at as u32);
         let stored = BlockEvent::Stored { level: Level::G1, parent: Some(long[at - 1]), blocks: long[at..].to_vec() };
-        index.apply(Source::Worker(a.0), &stored);
-        for (chain, (_, source_id), other_id) in [(&long, a, b.1), (&other, b, a.1)] {
+        index.apply(Holder::Worker(a.0), &stored);
+        for (chain, (_, holder_id), other_id) in [(&long, a, b.1), (&other, b, a.1)] {
             let overlap = index.overlap(chain);
-            assert_eq!((overlap.at(source_id).total(), overlap.at(other_id).total()), (640, 0));
+            assert_eq!((overlap.at(holder_id).total(), overlap.at(other_id).total()), (640, 0));
         }
-        index.apply(Source::Worker(b.0), &removed(Level::G1, &other));
+        index.apply(Holder::Worker(b.0), &removed(Level::G1, &other));
     }
 }
 
@@ -69,7 +69,7 @@ fn equal_pages_are_counted_exactly() {
     let index = Index::new();
     let store = StoreId(1);
     let ids = [1, 2, 3, 4, 5].map(WorkerId);
-    let source_ids = ids.map(|id| index.join(id, if id.0 == 5 { std::slice::from_ref(&store) } else { &[] }));
+    let holder_ids = ids.map(|id| index.join(id, if id.0 == 5 { std::slice::from_ref(&store) } else { &[] }));
     let (chain, events) = runs(1, 640, 640);
     let part = |range: std::ops::Range<usize>, level| {
         let parent = range.start.checked_sub(1).map(|before| chain[before]);
@@ -84,14 +84,14 @@ fn equal_pages_are_counted_exactly() {
     let lens = || (1..=640).step_by(9).chain([64, 128, 576, 577, 640]);
     for len in lens() {
         let overlap = index.overlap(&chain[..len]);
-        let runs = [0, 1, 2, 3].map(|worker: usize| overlap.at(source_ids[worker]).total() as usize);
+        let runs = [0, 1, 2, 3].map(|worker: usize| overlap.at(holder_ids[worker]).total() as usize);
         assert_eq!(runs, [len, len, len, len.min(200)]);
     }
     announce(&index, ids[4], &[part(0..64, Level::G1)]);
-    index.apply(Source::Store(store), &part(0..576, Level::G4));
+    index.apply(Holder::Store(store), &part(0..576, Level::G4));
     for len in lens() {
         let overlap = index.overlap(&chain[..len]);
-        let has = |worker: usize| overlap.at(source_ids[worker]).by_level().collect::<Vec<_>>();
+        let has = |worker: usize| overlap.at(holder_ids[worker]).by_level().collect::<Vec<_>>();
         let expect = |parts: &[(Level, usize, usize)]| {
             let within = parts.iter().map(|(level, from, to)| (*level, len.min(*to).saturating_sub(*from) as u32));
             within.filter(|(_, blocks)| *blocks > 0).collect::<Vec<_>>()
@@ -105,13 +105,13 @@ fn equal_pages_are_counted_exactly() {
 }
 
 #[test]
-fn a_source_without_blocks_keeps_no_reserved_pages() {
+fn a_holder_without_blocks_keeps_no_reserved_pages() {
     let index = Index::new();
     index.join(WorkerId(1), &[]);
     let (hashes, events) = runs(1, 20_000, 100);
     announce(&index, WorkerId(1), &events);
     assert!(index.arena.used() > hashes.len().div_ceil(64), "some pages are reserved");
-    index.apply(Source::Worker(WorkerId(1)), &removed(Level::G1, &hashes));
+    index.apply(Holder::Worker(WorkerId(1)), &removed(Level::G1, &hashes));
     assert_eq!(index.arena.used(), 0);
 }
 

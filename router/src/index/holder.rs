@@ -1,24 +1,35 @@
-//! Holders of blocks as small numbers.
+//! Who holds blocks, and the small numbers under which the index knows them.
 
 use kvbm::Level;
+use worker::plane::{StoreId, WorkerId};
+
+/// A holder of blocks. Its blocks come from the events of a worker or a store, or from an estimate of this router.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Holder {
+    /// The memory of a worker, G1 and G2, according to its events.
+    Worker(WorkerId),
+    /// The cache of a worker, as estimated from the prompts that were sent to it.
+    Estimate(WorkerId),
+    /// A store that several workers may read.
+    Store(StoreId),
+}
 
 /// The indexed levels. A peer's memory is not a level of its own: it is indexed as the G1 of that peer.
 pub(crate) const LEVELS: [Level; 5] = [Level::G1, Level::G2, Level::G3, Level::G3_5, Level::G4];
 
-/// Dense number of a worker or a store. It is reused after the source was removed.
+/// Dense number of a holder. It is reused after the holder was removed.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct SourceId(u32);
+pub struct HolderId(u32);
 
-/// A source at a level: what can hold a block. Stores sort after all workers, and the levels of one source are
-/// adjacent.
+/// A holder at a level. Stores sort after all workers and estimates, and the levels of one holder are adjacent.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct SourceLevel(u32);
+pub(super) struct HolderLevel(u32);
 
 /// Bits of the level.
 const LEVEL_BITS: u32 = 3;
 const STORE: u32 = 1 << (31 - LEVEL_BITS);
 
-impl SourceId {
+impl HolderId {
     pub(super) fn worker(index: usize) -> Self {
         Self(index as u32)
     }
@@ -31,7 +42,7 @@ impl SourceId {
         self.0 & STORE != 0
     }
 
-    /// Index among the workers, or among the stores.
+    /// Index among the workers and estimates, or among the stores.
     pub(super) fn index(self) -> usize {
         (self.0 & !STORE) as usize
     }
@@ -41,21 +52,21 @@ impl SourceId {
     }
 }
 
-impl SourceLevel {
+impl HolderLevel {
     /// No holder.
     pub(super) const NONE: Self = Self(u32::MAX);
     /// More than one holder.
     pub(super) const MANY: Self = Self(u32::MAX - 1);
 
     /// `None` for a level that is not indexed.
-    pub(super) fn new(source_id: SourceId, level: Level) -> Option<Self> {
+    pub(super) fn new(holder_id: HolderId, level: Level) -> Option<Self> {
         let level = LEVELS.iter().position(|at| *at == level)?;
-        Some(Self::at(source_id, level))
+        Some(Self::at(holder_id, level))
     }
 
     /// At the level with this index in [`LEVELS`].
-    pub(super) fn at(source_id: SourceId, level: usize) -> Self {
-        Self(source_id.0 << LEVEL_BITS | level as u32)
+    pub(super) fn at(holder_id: HolderId, level: usize) -> Self {
+        Self(holder_id.0 << LEVEL_BITS | level as u32)
     }
 
     pub(super) fn from_raw(raw: u32) -> Self {
@@ -66,8 +77,8 @@ impl SourceLevel {
         self.0
     }
 
-    pub(super) fn source_id(self) -> SourceId {
-        SourceId(self.0 >> LEVEL_BITS)
+    pub(super) fn holder_id(self) -> HolderId {
+        HolderId(self.0 >> LEVEL_BITS)
     }
 
     /// Index of the level in [`LEVELS`].

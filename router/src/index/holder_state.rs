@@ -1,28 +1,28 @@
-//! State of a source: its id, digests, and the pages that contain its blocks.
+//! State of a holder: its id, digests, and the pages that contain its blocks.
 
+use super::holder::{HolderId, LEVELS};
+use super::holder_digests::HolderDigests;
 use super::holder_set::InternCache;
 use super::position::Position;
-use super::source::{LEVELS, SourceId};
-use super::source_digests::SourceDigests;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A source of blocks.
-pub(super) struct SourceState {
-    pub(super) id: SourceId,
-    pages: Mutex<SourcePages>,
-    pub(super) digests: SourceDigests,
+/// A holder of blocks.
+pub(super) struct HolderState {
+    pub(super) id: HolderId,
+    pages: Mutex<HolderPages>,
+    pub(super) digests: HolderDigests,
     /// Number of evicted pages that may still be in its page sets.
     evicted_pages: AtomicUsize,
 }
 
-/// The pages that contain blocks of a source. Its lock also serializes the updates of the source.
+/// The pages that contain blocks of a holder. Its lock also serializes the updates of the holder.
 #[derive(Default)]
-pub(super) struct SourcePages {
-    /// By level: pages with blocks of this source, and some that were evicted since.
+pub(super) struct HolderPages {
+    /// By level: pages with blocks of this holder, and some that were evicted since.
     pub(super) by_level: [PageSet; LEVELS.len()],
     /// Bytes of `by_level` as last accounted.
     pub(super) bytes: usize,
@@ -30,10 +30,10 @@ pub(super) struct SourcePages {
     pub(super) open: Range<u32>,
     /// Predicted position of the next block to remove: engines evict a chain block by block.
     pub(super) next_removal: Option<Position>,
-    /// The holder sets that this source was last added to and removed from.
+    /// The holder sets that this holder was last added to and removed from.
     pub(super) last_added: InternCache,
     pub(super) last_removed: InternCache,
-    /// Set when the source was removed while another thread waited for this lock.
+    /// Set when the holder was removed while another thread waited for this lock.
     pub(super) unregistered: bool,
 }
 
@@ -44,23 +44,23 @@ pub(super) type PageSet = HashSet<u32, BuildHasherDefault<PageHasher>>;
 const PRUNE_MIN: usize = 16;
 const PRUNE_RATIO: usize = 4;
 
-impl SourceState {
-    pub(super) fn new(id: SourceId) -> Self {
-        Self { id, pages: Mutex::default(), digests: SourceDigests::new(), evicted_pages: AtomicUsize::new(0) }
+impl HolderState {
+    pub(super) fn new(id: HolderId) -> Self {
+        Self { id, pages: Mutex::default(), digests: HolderDigests::new(), evicted_pages: AtomicUsize::new(0) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, SourcePages> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HolderPages> {
         self.pages.lock()
     }
 
-    /// Notes that a page with blocks of this source was evicted.
+    /// Notes that a page with blocks of this holder was evicted.
     pub(super) fn note_evicted_page(&self) {
         self.evicted_pages.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Whether evicted pages should be pruned from the page sets now. If so, the counter is reset and the caller
     /// prunes.
-    pub(super) fn should_prune(&self, pages: &SourcePages) -> bool {
+    pub(super) fn should_prune(&self, pages: &HolderPages) -> bool {
         let named: usize = pages.by_level.iter().map(HashSet::len).sum();
         let many = self.evicted_pages.load(Ordering::Relaxed) > PRUNE_MIN + named / PRUNE_RATIO;
         if many {
@@ -70,7 +70,7 @@ impl SourceState {
     }
 }
 
-impl SourcePages {
+impl HolderPages {
     /// Change of `bytes` since the last call, as a wrapping difference.
     pub(super) fn growth(&mut self) -> usize {
         // A hash set has a power of two of buckets, at most 7/8 full, with one control byte each.

@@ -1,19 +1,19 @@
-//! Digests of the blocks of one source, and whether the index has all blocks that the source has announced. Lock-free.
+//! Digests of the blocks of one holder, and whether the index has all blocks that the holder has announced. Lock-free.
 //!
-//! A digest is compared with the source's own digest, and a difference costs a snapshot. The digest of a source of
+//! A digest is compared with the holder's own digest, and a difference costs a snapshot. The digest of a holder of
 //! which the index evicted blocks must therefore not be compared.
 //!
 //! **Ordering.** An eviction sets the flag before it lowers a digest, with a release fence between them. Readers load
 //! the digests with acquire and the flag afterwards. A reader that saw a lowered digest therefore sees the flag.
 
-use super::source::LEVELS;
+use super::holder::LEVELS;
 use super::sync::{AtomicBool, AtomicU64, Ordering, fence};
 use kvbm::SetDigest;
 
-/// The digests of one source. Levels are given by their index in [`LEVELS`].
-pub(super) struct SourceDigests {
+/// The digests of one holder. Levels are given by their index in [`LEVELS`].
+pub(super) struct HolderDigests {
     levels: [LevelDigest; LEVELS.len()],
-    /// Whether blocks of the source were evicted.
+    /// Whether blocks of the holder were evicted.
     incomplete: AtomicBool,
 }
 
@@ -23,7 +23,7 @@ struct LevelDigest {
     sum: AtomicU64,
 }
 
-impl SourceDigests {
+impl HolderDigests {
     pub(super) fn new() -> Self {
         let level = |_| LevelDigest { blocks: AtomicU64::new(0), sum: AtomicU64::new(0) };
         Self { levels: std::array::from_fn(level), incomplete: AtomicBool::new(false) }
@@ -35,20 +35,20 @@ impl SourceDigests {
         self.levels[level].sum.fetch_add(sum, Ordering::Relaxed);
     }
 
-    /// Removes blocks that the source has removed.
+    /// Removes blocks that the holder has removed.
     pub(super) fn remove(&self, level: usize, blocks: u64, sum: u64) {
         self.levels[level].blocks.fetch_sub(blocks, Ordering::Relaxed);
         self.levels[level].sum.fetch_sub(sum, Ordering::Relaxed);
     }
 
-    /// Removes blocks that the source still has.
+    /// Removes blocks that the holder still has.
     pub(super) fn evict(&self, level: usize, blocks: u64, sum: u64) {
         self.incomplete.store(true, Ordering::Relaxed);
         fence(Ordering::Release);
         self.remove(level, blocks, sum);
     }
 
-    /// The source announces all of its blocks again, or has none.
+    /// The holder announces all of its blocks again, or has none.
     pub(super) fn set_complete(&self) {
         self.incomplete.store(false, Ordering::Relaxed);
     }
