@@ -7,8 +7,9 @@
 //!   credit never exceeds the cost of what waits in the class. A tenth of the queue's space is guaranteed to each
 //!   lower class, too (`shed.rs`): else its requests could not wait for their turn.
 //! - **Tenants** of a class share by weight, by start-time fair queueing (Goyal, Vin and Cheng 1996): next is the
-//!   tenant with the least service per weight, and a tenant that becomes active starts at the virtual time. Cached
-//!   tokens cost nothing, and requests that did not queue are not counted.
+//!   tenant with the least service per weight. A tenant that becomes active starts at the virtual time, or where its
+//!   own service ended if that is later; both are kept while any request runs or waits. Cached tokens cost nothing,
+//!   and requests that did not queue are not counted.
 //! - **Deadlines**: of one tenant's requests the one with the earliest `start_by` goes first, unless its worker's
 //!   queue would make it miss the deadline; requests without a deadline follow in order of arrival.
 //! - A request does not wait behind one for another worker, nor behind one of a tenant that has reached its limit.
@@ -76,7 +77,7 @@ pub(crate) struct FairQueue {
     /// When queued requests expire, and their numbers.
     expiries: BTreeSet<(Instant, u64)>,
     running: HashMap<u64, Running>,
-    /// Requests that are being placed again. While there are any, virtual time and credits are kept.
+    /// Requests that are being placed again. While there are any, credits are kept.
     rerouting: HashSet<u64>,
     /// By priority, the lowest first.
     classes: [Class; 3],
@@ -110,7 +111,7 @@ struct Class {
 struct Tenant {
     waiting: u64,
     running: u64,
-    /// Service per weight, in cost tokens, since the queue was last empty.
+    /// Service per weight, in cost tokens, on the scale of the virtual time.
     served: f64,
     /// By priority: when there will be space beyond that promised by the `Retry-After` of its rejected requests.
     retry_slots: [Option<Instant>; 3],
@@ -184,13 +185,16 @@ impl FairQueue {
         self.backlogs.departed(&self.waiting[&number], now);
         let request = self.remove(number)?;
         self.run(number, &request);
+        self.close_accounts();
         Some(number)
     }
 
     /// Removes one request whose time in the queue is over.
     pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<(u64, QueuedRequest)> {
         let (_, number) = *self.expiries.first().filter(|(end, _)| *end <= now)?;
-        Some((number, self.remove(number)?))
+        let request = self.remove(number)?;
+        self.close_accounts();
+        Some((number, request))
     }
 
     /// When the next queued request expires.
@@ -203,15 +207,18 @@ impl FairQueue {
         let waited = self.remove(number);
         if let Some(Running { tenant: name, model, tokens, cost_tokens }) = self.running.remove(&number) {
             self.backlogs.ended(&model, cost_tokens);
+            let (is_drained, virtual_time) = (self.is_drained(), self.virtual_time);
             if let Some(tenant) = self.tenants.get_mut(&name) {
                 tenant.running -= tokens;
-                if tenant.running == 0 && self.waiting.is_empty() && self.rerouting.is_empty() {
+                if tenant.running == 0 && is_drained && tenant.served <= virtual_time {
                     self.tenants.remove(&name);
                 }
             }
         }
-        if self.rerouting.remove(&number) {
+        if self.rerouting.remove(&number) || waited.is_some() {
             self.close_accounts();
+        } else {
+            self.end_busy_period();
         }
         waited
     }
@@ -265,7 +272,9 @@ impl FairQueue {
     /// Removes requests that will wait for too long at the measured drain rate.
     pub(crate) fn pop_predicted_timeouts(&mut self, now: Instant) -> Vec<(u64, QueuedRequest)> {
         let found = self.backlogs.predicted_timeouts(now);
-        found.into_iter().filter_map(|number| Some((number, self.remove(number)?))).collect()
+        let removed = found.into_iter().filter_map(|number| Some((number, self.remove(number)?))).collect();
+        self.close_accounts();
+        removed
     }
 
     /// Measured drain rates in tokens per second, by model.
@@ -393,6 +402,7 @@ impl FairQueue {
         self.waiting.insert(number, request);
     }
 
+    /// Removes a queued request. The caller then closes the accounts, unless another request takes its place.
     fn remove(&mut self, number: u64) -> Option<QueuedRequest> {
         let request = self.waiting.remove(&number)?;
         self.expiries.remove(&(request.expires_at(), number));
@@ -424,20 +434,30 @@ impl FairQueue {
         if let Some(tenant) = self.tenants.get_mut(&request.tenant) {
             tenant.waiting -= request.tokens;
         }
-        self.close_accounts();
         Some(request)
     }
 
-    /// Resets virtual time and credits when the queue is empty.
+    /// When the queue is empty, resets credits and removes idle tenants that the virtual time has passed.
     fn close_accounts(&mut self) {
-        if self.waiting.is_empty() && self.rerouting.is_empty() {
-            self.virtual_time = 0.0;
+        if self.is_drained() {
             self.classes.iter_mut().for_each(|class| class.credit = 0.0);
-            self.tenants.retain(|_, tenant| {
-                tenant.served = 0.0;
-                tenant.running > 0
-            });
+            let virtual_time = self.virtual_time;
+            self.tenants.retain(|_, tenant| tenant.running > 0 || tenant.served > virtual_time);
+            self.end_busy_period();
         }
+    }
+
+    /// When nothing waits and nothing runs, capacity was left over: no tenant owes anything to another.
+    fn end_busy_period(&mut self) {
+        if self.is_drained() && self.running.is_empty() {
+            self.virtual_time = 0.0;
+            self.tenants.clear();
+        }
+    }
+
+    /// Whether no request waits or is being placed again.
+    fn is_drained(&self) -> bool {
+        self.waiting.is_empty() && self.rerouting.is_empty()
     }
 }
 

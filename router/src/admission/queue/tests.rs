@@ -215,6 +215,45 @@ fn tenants_share_by_weight_without_credit_for_idle_time() {
 }
 
 #[test]
+fn service_is_remembered_when_the_queue_drains() {
+    let limits = limits(u64::MAX);
+    let mut queue = FairQueue::default();
+    // "a" has one request running and at most one in the queue, which is therefore empty again and again.
+    let mut running = wait(&mut queue, &limits, request("a", 1000));
+    assert_eq!(order(&mut queue, &limits), [running]);
+    for _ in 0..10 {
+        let next = wait(&mut queue, &limits, request("a", 1000));
+        queue.leave(running);
+        assert_eq!(order(&mut queue, &limits), [next]);
+        running = next;
+    }
+    let (again, first) = (wait(&mut queue, &limits, request("a", 1000)), wait(&mut queue, &limits, request("b", 10)));
+    queue.leave(running);
+    assert_eq!(order(&mut queue, &limits), [first, again]);
+    for number in [first, again] {
+        queue.leave(number);
+    }
+    assert!(queue.tenants.is_empty(), "an idle fleet owes nothing");
+}
+
+#[test]
+fn idle_tenants_are_removed_while_others_run() {
+    let limits = limits(u64::MAX);
+    let mut queue = FairQueue::default();
+    let mut running = wait(&mut queue, &limits, request("first", 10));
+    assert_eq!(order(&mut queue, &limits), [running]);
+    let mut most = 0;
+    for nth in 0..5_000 {
+        let next = wait(&mut queue, &limits, request(&nth.to_string(), 100 + nth % 7));
+        assert_eq!(order(&mut queue, &limits), [next]);
+        queue.leave(running);
+        running = next;
+        most = most.max(queue.tenants.len());
+    }
+    assert!(most <= 2 * IDLE_TENANTS_MAX + 2, "{most} names");
+}
+
+#[test]
 fn idle_tenants_are_removed_while_others_queue() {
     let mut queue = FairQueue::default();
     let limits = limits(u64::MAX);
