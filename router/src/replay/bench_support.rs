@@ -60,7 +60,7 @@ impl DecisionBenchmark {
                 stored(holder, Level::G2, (splitmix64(id + 1) as usize) % parts);
             }
         }
-        stored(Holder::Store(STORE), Level::G3, hashes.len() * 3 / 4);
+        stored(Holder::Store(STORE), Level::G4, hashes.len() * 3 / 4);
         let benchmark = Self { core, request, workers };
         benchmark.report();
         benchmark
@@ -71,7 +71,7 @@ impl DecisionBenchmark {
         let now = Instant::now();
         for worker in &self.workers {
             let random = if worker.id().0 == 0 { 0 } else { splitmix64(worker.id().0) };
-            let onboard = [Level::G2, Level::G3].map(|level| OnboardSpeed {
+            let onboard = [Level::G2, Level::G4].map(|level| OnboardSpeed {
                 level,
                 latency_seconds: 0.001,
                 bytes_per_second: 5e9,

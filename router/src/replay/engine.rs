@@ -396,7 +396,7 @@ impl Engine {
             Some(OnboardSpeed { level, latency_seconds, bytes_per_second, queued_blocks })
         };
         let [host, shared] = [profile.host, profile.shared].map(|store| store.map(|store| store.link()));
-        let links = [(Level::G2, host), (Level::G3, shared), (Level::Peer, peer)];
+        let links = [(Level::G2, host), (Level::G4, shared), (Level::Peer, peer)];
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens,
@@ -471,7 +471,7 @@ impl Engine {
                 insert(host, Level::G2, *block);
             }
             if let Some(shared) = shared {
-                insert(shared, Level::G3, *block);
+                insert(shared, Level::G4, *block);
             }
         }
     }

@@ -60,7 +60,7 @@ impl EventPlane {
             } else {
                 BlockEvent::Removed { level, blocks }
             };
-            let source = if level == Level::G3 { self.sequence_numbers.len() - 1 } else { worker };
+            let source = if level == Level::G4 { self.sequence_numbers.len() - 1 } else { worker };
             self.sequence_numbers[source] += 1;
             self.rng_state = splitmix64(self.rng_state);
             if now >= self.lossless_from_ns || unit_interval(self.rng_state) >= self.event_loss {

@@ -284,7 +284,7 @@ impl<'a> Simulation<'a> {
                     routing.apply_snapshot(
                         from as usize,
                         sequence_number,
-                        blocks.into_iter().map(|block| (Level::G3, block)),
+                        blocks.into_iter().map(|block| (Level::G4, block)),
                     )
                 };
                 if again {
