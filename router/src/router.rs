@@ -19,6 +19,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
@@ -45,14 +46,27 @@ impl Router {
     ) -> Result<Arc<Self>, Error> {
         let core = Arc::new(Core::new(id, settings, registry)?);
         let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
-        let feed = Feed::new(core.clone(), events.clone()).run(discovery);
+        let Core { index, fleet, admission, metrics, inflight, outbox, .. } = &*core;
+        let (index, fleet, admission) = (|| index.clone(), || fleet.clone(), || admission.clone());
+        let feed = Feed::new(index(), fleet(), admission(), metrics.clone(), events.clone()).run(discovery);
         tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
-        let replication = replicas::run(core.clone(), events.clone(), id);
+        // Until a router with a lower id is seen.
+        let is_leader = Arc::new(AtomicBool::new(true));
+        let replication = replicas::run(
+            events.clone(),
+            id,
+            fleet(),
+            inflight.clone(),
+            outbox.clone(),
+            metrics.replicas.clone(),
+            is_leader.clone(),
+        );
         tasks.spawn(supervise("replication", core.clone(), cancel.clone(), replication));
-        let planning = rebalance::run(core.clone(), events, id);
+        let planning = rebalance::run(core.clone(), events, id, is_leader);
         tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));
         tasks.spawn(supervise("admission", core.clone(), cancel.clone(), admit::run(core.clone())));
-        tasks.spawn(supervise("prober", core.clone(), cancel.clone(), prober::run(core.clone())));
+        let probing = prober::run(fleet(), admission(), metrics.health_checks.clone());
+        tasks.spawn(supervise("prober", core.clone(), cancel.clone(), probing));
         tasks.close();
         Ok(Arc::new(Self { core, tasks, cancel: cancel.drop_guard() }))
     }

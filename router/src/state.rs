@@ -1,7 +1,6 @@
 //! State that the background tasks of `control` and the request path of `dispatch` share, and the settings in effect.
 //!
-//! It uses neither of these rooms, and they do not use each other. A function that needs one part of it takes that
-//! part.
+//! It uses neither of these rooms, and they do not use each other. What needs a few parts of it takes these parts.
 
 use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, ReplicaOutbox};
@@ -14,7 +13,6 @@ use crate::policy::Scratch;
 use crate::settings::{ResolvedSettings, Settings};
 use crate::trace::Recorder;
 use parking_lot::{Mutex, RwLock};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use worker::plane::RouterId;
 
@@ -24,14 +22,12 @@ pub(crate) struct Core {
     pub(crate) rng_seed: u64,
     /// Settings in effect. A decision keeps those that it began with.
     resolved: RwLock<Arc<ResolvedSettings>>,
-    pub(crate) fleet: Fleet,
-    pub(crate) index: Index,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) index: Arc<Index>,
     pub(crate) inflight: Arc<InflightPrefixes>,
     pub(crate) metrics: Metrics,
     /// Changes of reservations for other routers.
     pub(crate) outbox: Arc<ReplicaOutbox>,
-    /// Whether this router is the one that plans roles, of all routers that serve the same workers.
-    pub(crate) is_leader: AtomicBool,
     pub(crate) traffic: Traffic,
     pub(crate) admission: Arc<Admission>,
     pub(crate) recorder: Recorder,
@@ -59,14 +55,13 @@ impl Core {
         recorder.write_to(resolved.settings.trace_file.as_deref(), &metrics).map_err(Error::Settings)?;
         Ok(Self {
             rng_seed: splitmix64(id.0),
-            fleet: Fleet::default(),
-            index: Index::with_memory_limit(resolved.settings.index_memory.as_usize()),
+            fleet: Arc::default(),
+            index: Arc::new(Index::with_memory_limit(resolved.settings.index_memory.as_usize())),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
             admission: Admission::new(&metrics),
             metrics,
             outbox: ReplicaOutbox::new(),
-            is_leader: AtomicBool::new(true),
             traffic: Traffic::default(),
             recorder,
             scratch: Mutex::default(),

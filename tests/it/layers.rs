@@ -72,7 +72,7 @@ const ROOMS: [(&str, Rooms); 5] = [
                 ],
             ),
             ("router", &["control", "dispatch", "state", "settings", "fleet", "index"]),
-            ("control", &["state", "policy", "booking", "fleet", "load", "index"]),
+            ("control", &["state", "admission", "metrics", "policy", "booking", "fleet", "load", "index"]),
             (
                 "dispatch",
                 &["state", "trace", "admission", "metrics", "policy", "booking", "fleet", "load", "index", "hash"],

@@ -7,9 +7,10 @@
 
 pub(super) mod cursor;
 
-use crate::fleet::{CacheView, EstimateReason, Worker, reachable_stores};
+use crate::admission::Admission;
+use crate::fleet::{CacheView, EstimateReason, Fleet, Worker, reachable_stores};
 use crate::index::{Holder, Index, LEVELS};
-use crate::state::Core;
+use crate::metrics::Metrics;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
 use futures::StreamExt;
 use futures::future::BoxFuture;
@@ -27,7 +28,11 @@ use worker::plane::{
 
 /// State of the task.
 pub(crate) struct Feed {
-    core: Arc<Core>,
+    index: Arc<Index>,
+    fleet: Arc<Fleet>,
+    /// Notified when a worker may have more capacity.
+    admission: Arc<Admission>,
+    metrics: Metrics,
     events: Arc<dyn Events>,
     followed: BTreeMap<Source, Followed>,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
@@ -88,9 +93,18 @@ impl Answer {
 }
 
 impl Feed {
-    pub(crate) fn new(core: Arc<Core>, events: Arc<dyn Events>) -> Self {
+    pub(crate) fn new(
+        index: Arc<Index>,
+        fleet: Arc<Fleet>,
+        admission: Arc<Admission>,
+        metrics: Metrics,
+        events: Arc<dyn Events>,
+    ) -> Self {
         Self {
-            core,
+            index,
+            fleet,
+            admission,
+            metrics,
             events,
             followed: BTreeMap::new(),
             resyncs: FuturesUnordered::new(),
@@ -131,16 +145,16 @@ impl Feed {
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
         let (source, holder) = (Source::Worker(instance.id), Holder::Worker(instance.id));
         tracing::info!(worker = %instance.id, role = %instance.role, model = %instance.model.id, "worker joined");
-        let slot = self.core.index.join(instance.id, &instance.stores);
+        let slot = self.index.join(instance.id, &instance.stores);
         // A rejoin of the same epoch keeps its load: its requests are still running. A known cursor does not show that
         // the worker has joined before: events may arrive before its join, and before the end of its former epoch.
-        let previous = self.core.fleet.snapshot().get(instance.id).cloned();
+        let previous = self.fleet.snapshot().get(instance.id).cloned();
         let previous = previous.filter(|previous| previous.instance.epoch == instance.epoch);
         if previous.is_none() {
-            self.core.index.forget(Holder::Estimate(instance.id));
+            self.index.forget(Holder::Estimate(instance.id));
         }
         if self.followed.get(&source).and_then(|followed| followed.cursor.epoch()) != Some(instance.epoch) {
-            self.core.index.clear(holder);
+            self.index.clear(holder);
             self.followed.insert(source, Followed { holder, cursor: SourceCursor::new(Some(instance.epoch)) });
             self.advance_source(source, 0);
         }
@@ -151,28 +165,28 @@ impl Feed {
             }
         }
         if let Some(previous) = previous.as_ref().filter(|previous| previous.cache_view != CacheView::Events) {
-            self.core.index.join_estimate(instance.id, reachable_stores(previous.cache_view, &instance.stores));
+            self.index.join_estimate(instance.id, reachable_stores(previous.cache_view, &instance.stores));
         }
-        self.core.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref())));
-        self.core.admission.notify();
+        self.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref())));
+        self.admission.notify();
         self.gauges();
     }
 
     fn left(&mut self, id: WorkerId, epoch: Epoch) {
         // The end of a former epoch must not remove a worker that has rejoined.
-        if self.core.fleet.snapshot().get(id).is_none_or(|worker| worker.instance.epoch != epoch) {
+        if self.fleet.snapshot().get(id).is_none_or(|worker| worker.instance.epoch != epoch) {
             return;
         }
         tracing::info!(worker = %id, "worker left");
-        self.core.fleet.leave(id);
-        self.core.admission.notify();
+        self.fleet.leave(id);
+        self.admission.notify();
         self.followed.remove(&Source::Worker(id));
-        for store in self.core.index.leave(id) {
+        for store in self.index.leave(id) {
             // No worker can onboard from the store now; the next one to join brings a snapshot of it.
-            self.core.index.forget(Holder::Store(store));
+            self.index.forget(Holder::Store(store));
             self.followed.remove(&Source::Store(store));
         }
-        self.core.metrics.remove_worker(id);
+        self.metrics.remove_worker(id);
         self.gauges();
     }
 
@@ -190,11 +204,11 @@ impl Feed {
         // The source has not joined yet: the snapshot after its join will contain the event.
         let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         let outcome = cursor.event(epoch, number, event);
-        self.core.metrics.events.with_label_values(&[outcome.name()]).inc();
+        self.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
-            Outcome::Apply(event) => self.core.index.apply(*holder, &event),
+            Outcome::Apply(event) => self.index.apply(*holder, &event),
             Outcome::Gap => tracing::debug!(%source, sequence = number, "gap in KV events"),
-            Outcome::NewEpoch => self.core.index.clear(*holder),
+            Outcome::NewEpoch => self.index.clear(*holder),
             Outcome::Buffered | Outcome::Duplicate | Outcome::Stale => return,
         }
         self.advance_source(source, 0);
@@ -206,11 +220,9 @@ impl Feed {
         let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         // Stores send digests but no load reports.
         cursor.behind(epoch, number, Instant::now());
-        if cursor.is_at(epoch, number)
-            && index_digest(&self.core.index, *holder).is_some_and(|indexed| indexed != digest)
-        {
+        if cursor.is_at(epoch, number) && index_digest(&self.index, *holder).is_some_and(|indexed| indexed != digest) {
             tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
-            self.core.metrics.divergences.inc();
+            self.metrics.divergences.inc();
             cursor.invalidate();
         }
         self.advance_source(source, 0);
@@ -218,25 +230,25 @@ impl Feed {
 
     fn load(&mut self, source: Source, epoch: Epoch, load: Load) {
         let Source::Worker(id) = source else { return };
-        let workers = self.core.fleet.snapshot();
+        let workers = self.fleet.snapshot();
         let Some(worker) = workers.get(id).filter(|worker| worker.instance.epoch == epoch) else { return };
         let now = Instant::now();
         let followed = self.followed.get_mut(&source);
         if followed.is_some_and(|followed| followed.cursor.behind(epoch, load.number, now)) {
             tracing::debug!(%source, sequence = load.number, "last KV events are missing");
-            self.core.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
+            self.metrics.events.with_label_values(&[Outcome::Gap.name()]).inc();
             self.advance_source(source, 0);
         }
         worker.reported(&load);
         worker.load.report(load, now);
-        self.core.admission.notify();
+        self.admission.notify();
     }
 
     /// Applies the buffered events that are ready, and sends the next resync request.
     fn advance_source(&mut self, source: Source, attempt: u32) {
         let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         while let Some(event) = cursor.next() {
-            self.core.index.apply(*holder, &event);
+            self.index.apply(*holder, &event);
         }
         let Some(request) = cursor.next_request(self.request_seq + 1) else { return };
         self.request_seq += 1;
@@ -307,16 +319,16 @@ impl Feed {
                 ("failed", attempt + 1)
             }
         };
-        self.core.metrics.resyncs.with_label_values(&[outcome]).inc();
+        self.metrics.resyncs.with_label_values(&[outcome]).inc();
         // The next attempt, unless nothing is missing: a stale snapshot is followed by another.
         self.advance_source(source, attempt);
     }
 
     /// Replaces the blocks of a holder in the index by a snapshot, then reports back.
     fn apply_snapshot(&self, holder: Holder, runs: Vec<Run>, result: ResyncResult) {
-        let core = self.core.clone();
+        let index = self.index.clone();
         self.resyncs.push(Box::pin(async move {
-            let apply_snapshot = move || core.index.replace(holder, &runs);
+            let apply_snapshot = move || index.replace(holder, &runs);
             if result.apply_permit.is_some() {
                 tokio::task::spawn_blocking(apply_snapshot)
                     .await
@@ -330,12 +342,12 @@ impl Feed {
 
     /// Updates the cache view of each worker.
     fn evaluate(&mut self) {
-        for worker in self.core.fleet.snapshot().workers() {
+        for worker in self.fleet.snapshot().workers() {
             let (id, source) = (worker.id(), Source::Worker(worker.id()));
             if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_news()) {
                 worker.estimated_cache.announced();
             }
-            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.core.index, id) {
+            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id) {
                 self.set_cache_view(worker, cache_view);
             }
         }
@@ -343,7 +355,7 @@ impl Feed {
 
     fn set_cache_view(&mut self, worker: &Worker, cache_view: CacheView) {
         let (id, source) = (worker.id(), Source::Worker(worker.id()));
-        let Core { index, fleet, .. } = &*self.core;
+        let Self { index, fleet, .. } = self;
         if cache_view == CacheView::Events {
             tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
             fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
@@ -369,7 +381,7 @@ impl Feed {
     }
 
     fn gauges(&self) {
-        let Core { index, fleet, metrics, .. } = &*self.core;
+        let Self { index, fleet, metrics, .. } = self;
         metrics.index_entries.set(index.entries() as i64);
         metrics.index_bytes.set(index.bytes() as i64);
         metrics.index_evicted_pages.inc_by(index.evicted_pages().saturating_sub(metrics.index_evicted_pages.get()));

@@ -3,10 +3,11 @@
 //!
 //! A probe is a request of one token: it shows that the engine computes, not only that the process runs.
 
-use crate::fleet::{HealthSignal, Worker};
-use crate::state::Core;
+use crate::admission::Admission;
+use crate::fleet::{Fleet, HealthSignal, Worker};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
+use prometheus::IntCounterVec;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -22,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_CONCURRENT: usize = 16;
 
 /// Probes the workers that are due, for as long as the router lives.
-pub(crate) async fn run(core: Arc<Core>) {
+pub(crate) async fn run(fleet: Arc<Fleet>, admission: Arc<Admission>, health_checks: IntCounterVec) {
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     let mut running = FuturesUnordered::new();
@@ -32,18 +33,18 @@ pub(crate) async fn run(core: Arc<Core>) {
             Some(()) = running.next() => {}
             _ = ticks.tick() => {
                 let now = Instant::now();
-                let workers = core.fleet.snapshot();
+                let workers = fleet.snapshot();
                 let due = workers.workers().filter(|worker| worker.wants_probe(IDLE_TIME, now));
                 for worker in due.take(MAX_CONCURRENT.saturating_sub(running.len())) {
                     worker.probe(now);
-                    running.push(probe(core.clone(), worker.clone()));
+                    running.push(probe(worker.clone(), &admission, &health_checks));
                 }
             }
         }
     }
 }
 
-async fn probe(core: Arc<Core>, worker: Arc<Worker>) {
+async fn probe(worker: Arc<Worker>, admission: &Admission, health_checks: &IntCounterVec) {
     let answer = async {
         let mut stream = worker.engine.generate(request(&worker)).await?;
         stream.next().await.unwrap_or_else(|| Err(Error::Failed("the stream ended without an output".to_owned())))
@@ -62,9 +63,9 @@ async fn probe(core: Arc<Core>, worker: Arc<Worker>) {
     if failed {
         tracing::warn!(worker = %worker.id(), ?signal, "health check of the worker failed");
     }
-    core.metrics.health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
+    health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     worker.probed(signal);
-    core.admission.notify();
+    admission.notify();
 }
 
 fn request(worker: &Worker) -> Request {

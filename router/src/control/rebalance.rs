@@ -11,7 +11,7 @@ use crate::state::Core;
 use kvbm::Epoch;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::plane::{Event, EventBody, Events, Role, RouterId, Source};
@@ -82,8 +82,9 @@ impl LinearFit {
     }
 }
 
-/// Plans for all models, for as long as the router lives.
-pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+/// Plans for all models, for as long as the router lives. Of the routers over the same workers, only the leader
+/// requests role changes.
+pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId, is_leader: Arc<AtomicBool>) {
     let mut controllers = BTreeMap::<Arc<str>, Controller>::new();
     let (start, mut previous) = (Instant::now(), Instant::now());
     let mut ticks = tokio::time::interval_at(start + INTERVAL, INTERVAL);
@@ -108,7 +109,7 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) 
             for (role, workers) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
                 core.metrics.desired_workers.with_label_values(&[&*model, &role.to_string()]).set(workers as i64);
             }
-            if settings.mode != Mode::Apply || !core.is_leader.load(Ordering::Relaxed) {
+            if settings.mode != Mode::Apply || !is_leader.load(Ordering::Relaxed) {
                 continue;
             }
             if let Some(change) = controller.role_change(&need, &workers, start, now) {

@@ -8,15 +8,15 @@
 //! sequence numbers and are not resent. A router without a message for some seconds has ended, and its bookings with
 //! it; a booking whose end was lost expires after a while. Without peers only heartbeats are sent.
 
-use crate::booking::{InflightPrefix, InflightPrefixes};
+use crate::booking::{InflightPrefix, InflightPrefixes, ReplicaOutbox};
 use crate::fleet::Fleet;
 use crate::load::{Demand, WorkerLoad};
-use crate::state::Core;
 use futures::StreamExt;
 use kvbm::Epoch;
+use prometheus::IntGauge;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::plane::{Event, EventBody, Events, ReservationUpdate, RouterId, Source, Topic};
@@ -135,8 +135,17 @@ impl PeerBooking {
     }
 }
 
-/// Sends this router's bookings to the others and applies theirs, until the event plane ends.
-pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) {
+/// Sends this router's bookings to the others and applies theirs, until the event plane ends. Sets the number of
+/// `replicas`, and whether this router `is_leader`: the one of them that plans roles.
+pub(crate) async fn run(
+    events: Arc<dyn Events>,
+    id: RouterId,
+    fleet: Arc<Fleet>,
+    inflight: Arc<InflightPrefixes>,
+    outbox: Arc<ReplicaOutbox>,
+    replicas: IntGauge,
+    is_leader: Arc<AtomicBool>,
+) {
     let mut bookings = events.subscribe(Topic::Reservations);
     let mut beat = tokio::time::interval(HEARTBEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -151,17 +160,17 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId) 
                 let Some(Event { source, body, .. }) = event else { return };
                 let (Source::Router(from), EventBody::Reservations(changes)) = (source, body) else { continue };
                 if from != id {
-                    peers.apply(from, changes, &core.fleet, &core.inflight, Instant::now());
-                    core.outbox.set_has_peers(true);
+                    peers.apply(from, changes, &fleet, &inflight, Instant::now());
+                    outbox.set_has_peers(true);
                 }
             }
-            () = core.outbox.changed() => publish(core.outbox.take()),
+            () = outbox.changed() => publish(outbox.take()),
             _ = beat.tick() => {
                 peers.expire(Instant::now());
-                core.outbox.set_has_peers(peers.count() > 0);
-                core.metrics.replicas.set(peers.count() as i64 + 1);
-                core.is_leader.store(peers.first().is_none_or(|first| id < first), Ordering::Relaxed);
-                publish(core.outbox.take());
+                outbox.set_has_peers(peers.count() > 0);
+                replicas.set(peers.count() as i64 + 1);
+                is_leader.store(peers.first().is_none_or(|first| id < first), Ordering::Relaxed);
+                publish(outbox.take());
             }
         }
     }
