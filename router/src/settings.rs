@@ -23,9 +23,10 @@ pub struct Settings {
     /// Weight of the delay that a prompt causes to sequences that decode, relative to its own time to first token. 0
     /// ignores the delay. Default 1: both count the same. A larger weight keeps the time between tokens shorter.
     pub decode_interference_weight: f64,
-    /// Preference for workers that hold the prefix of a prompt: the number of prompts that are assumed to queue behind
-    /// each prompt, beyond those that do. With a larger value a request queues longer for a cached prefix instead of
-    /// computing it again on another worker. Default 0: only real queues count.
+    /// Preference for workers that hold the prefix of a prompt: a number of prompts, from 0 to 1,000,000, also
+    /// fractional. That many prompts are assumed to queue behind each prompt, beyond those that do. With a larger value
+    /// a request queues longer for a cached prefix instead of computing it again on another worker. Default 0: only
+    /// real queues count.
     pub prefix_affinity: f64,
     /// Seed of random choices (`random`, `power-of-two`, and ties). Default 0. Each router replica mixes its own id in,
     /// so that replicas choose differently.
