@@ -1,8 +1,9 @@
 //! Lookups of many workers, compared with a model that counts each worker separately.
 
 use super::*;
-use kvbm::{ChainKey, Domain};
+use kvbm::{BlockEvent, ChainKey, Domain, SequenceHash};
 use proptest::prelude::*;
+use worker::plane::{StoreId, WorkerId};
 
 const WORKERS: usize = 200;
 const STORES: usize = 2;

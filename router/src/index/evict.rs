@@ -1,4 +1,4 @@
-//! Eviction of pages to stay within the memory limit.
+//! Memory in use, and eviction of pages to stay within the limit.
 //!
 //! Clock eviction (second chance): a hand visits all pages in turn; it skips a hot page once and marks it cold, and
 //! evicts a cold one. Evicted blocks count as not held until their holder announces them again or sends a snapshot, so
@@ -11,12 +11,45 @@ use super::page::{ClockState, Page};
 use super::sharded_table::ENTRY_BYTES;
 use super::snapshot::PAGE_BYTES;
 use super::update::{Removed, digest_sum};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Pages that are evicted between two updates of the tables.
 const BATCH: usize = 8;
 
+/// Bytes of shared structures. They have a cache line of their own because lookups read the fields beside them.
+/// Counters that change with every event are kept per holder and per shard instead.
+#[derive(Default)]
+#[repr(align(128))]
+pub(super) struct Bytes {
+    pub(super) tables: AtomicUsize,
+    pub(super) holder_sets: AtomicUsize,
+    pub(super) holder_pages: AtomicUsize,
+}
+
+impl Bytes {
+    /// Bytes in use except those of pages and tables.
+    fn other(&self) -> usize {
+        self.holder_sets.load(Ordering::Relaxed) + self.holder_pages.load(Ordering::Relaxed)
+    }
+}
+
 impl Index {
+    /// Changes the memory limit and evicts pages if the index exceeds it.
+    pub fn set_memory_limit(&self, bytes: usize) {
+        self.memory_limit.store(bytes, Ordering::Relaxed);
+        self.evict_to_limit();
+    }
+
+    /// Number of pages evicted so far to stay within the memory limit.
+    pub fn evicted_pages(&self) -> u64 {
+        self.evicted_pages.load(Ordering::Relaxed)
+    }
+
+    /// Allocated bytes, including unused space in tables and chunks.
+    pub fn bytes(&self) -> usize {
+        self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.other()
+    }
+
     /// Evicts pages until the index is within its limit or is empty. Returns the number of evicted pages.
     pub(super) fn evict_to_limit(&self) -> usize {
         if self.is_within_limit() {
@@ -97,7 +130,7 @@ impl Index {
     pub(super) fn account_pages(&self, state: &HolderState, pages: &mut HolderPages) {
         if state.should_prune(pages) {
             let snapshot = self.snapshot.load();
-            for holder_level in super::holder_levels(state.id) {
+            for holder_level in state.id.levels() {
                 let holds = |number: &u32| {
                     snapshot.page(*number).is_some_and(|page| {
                         let _guard = page.lock();

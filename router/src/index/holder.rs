@@ -50,6 +50,11 @@ impl HolderId {
     pub(super) fn raw(self) -> u32 {
         self.0
     }
+
+    /// This holder at each level.
+    pub(super) fn levels(self) -> impl Iterator<Item = HolderLevel> {
+        (0..LEVELS.len()).map(move |level| HolderLevel::at(self, level))
+    }
 }
 
 impl HolderLevel {

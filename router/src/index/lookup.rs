@@ -1,5 +1,6 @@
 //! A lookup: follows a prompt from page to page. [`Partition`] counts the holders of each page.
 
+use super::Index;
 use super::overlap::Overlap;
 use super::page::{PAGE_BLOCKS, PageRead};
 use super::partition::{Partition, Window};
@@ -24,6 +25,20 @@ pub(super) struct Lookup<'a> {
     partition: &'a mut Partition,
     /// Number of blocks done.
     at: usize,
+}
+
+impl Index {
+    /// How much of a prompt each worker can reuse.
+    pub fn overlap(&self, hashes: &[SequenceHash]) -> Overlap {
+        let mut overlap = Overlap::default();
+        self.overlap_into(hashes, &mut overlap);
+        overlap
+    }
+
+    /// Like [`overlap`](Self::overlap), but reuses the memory of an earlier result.
+    pub fn overlap_into(&self, hashes: &[SequenceHash], overlap: &mut Overlap) {
+        Lookup::new(&self.snapshot.load(), hashes, overlap).run();
+    }
 }
 
 impl<'a> Lookup<'a> {

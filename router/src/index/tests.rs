@@ -1,9 +1,11 @@
 use super::position::Position;
 use super::*;
 use along::{announce, runs};
-use kvbm::{ChainKey, Domain};
+use kvbm::{BlockEvent, ChainKey, Domain, Level, SequenceHash};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
+use worker::plane::{StoreId, WorkerId};
 
 mod along;
 

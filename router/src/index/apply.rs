@@ -1,0 +1,71 @@
+//! KV events and snapshots of a holder, as updates of its blocks.
+
+use super::Index;
+use super::holder::{Holder, HolderLevel, LEVELS};
+use super::run::Run;
+use kvbm::{BlockEvent, SequenceHash};
+use std::collections::HashSet;
+
+impl Index {
+    /// Removes all blocks of a holder.
+    pub fn clear(&self, holder: Holder) {
+        let Some(state) = self.holder_state(holder) else { return };
+        let mut pages = state.lock();
+        for holder_level in state.id.levels() {
+            self.clear_level(&state, &mut pages, holder_level);
+        }
+        self.account_pages(&state, &mut pages);
+        state.digests.set_complete();
+    }
+
+    /// Applies an event. Events of unknown holders are ignored.
+    pub fn apply(&self, holder: Holder, event: &BlockEvent) {
+        let Some(state) = self.holder_state(holder) else { return };
+        let mut pages = state.lock();
+        let (BlockEvent::Stored { level, .. } | BlockEvent::Removed { level, .. } | BlockEvent::Cleared { level }) =
+            event;
+        let Some(holder_level) = HolderLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
+        match event {
+            BlockEvent::Stored { parent, blocks, .. } => {
+                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                let after = parent.as_ref().map(SequenceHash::short);
+                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
+            }
+            BlockEvent::Removed { blocks, .. } => {
+                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
+                self.remove_blocks(&state, &mut pages, holder_level, &hashes);
+            }
+            BlockEvent::Cleared { .. } => self.clear_level(&state, &mut pages, holder_level),
+        }
+        self.account_pages(&state, &mut pages);
+        drop(pages);
+        self.evict_to_limit();
+    }
+
+    /// Sets the blocks of a holder from a snapshot. Only the difference is applied, so readers never see an empty
+    /// holder.
+    pub fn replace(&self, holder: Holder, runs: &[kvbm::Run]) {
+        let Some(state) = self.holder_state(holder) else { return };
+        let mut pages = state.lock();
+        if pages.unregistered {
+            return;
+        }
+        state.digests.set_complete();
+        for level in LEVELS {
+            let Some(holder_level) = HolderLevel::new(state.id, level) else { continue };
+            let wanted = || runs.iter().filter(|run| run.level == level);
+            let keep: HashSet<u64> = wanted().flat_map(|run| &run.blocks).map(SequenceHash::short).collect();
+            let held = self.hashes(&pages, holder_level);
+            let stale: Vec<u64> = held.into_iter().filter(|hash| !keep.contains(hash)).collect();
+            self.remove_blocks(&state, &mut pages, holder_level, &stale);
+            for run in wanted() {
+                let hashes: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
+                let after = run.parent.as_ref().map(SequenceHash::short);
+                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
+            }
+        }
+        self.account_pages(&state, &mut pages);
+        drop(pages);
+        self.evict_to_limit();
+    }
+}
