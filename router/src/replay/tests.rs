@@ -1,4 +1,9 @@
 use super::*;
+use crate::policy::Policy;
+use crate::replay::simulation::Simulation;
+use crate::settings::{Preset, Settings};
+use std::time::Duration;
+use worker::plane::Role;
 
 const FIXTURE: &str = include_str!("../../tests/fixtures/conversation.jsonl");
 const H100: &str = include_str!("../../../deploy/profiles/h100-8b.toml");

@@ -1,7 +1,8 @@
 use super::*;
 use crate::policy::Policy;
 use crate::replay::tests::{fixture, options, run_policy, with_stores};
-use crate::replay::{Link, PolicyUnderTest, Preset};
+use crate::replay::{Link, PolicyUnderTest};
+use crate::settings::Preset;
 use proptest::prelude::*;
 use std::time::Duration;
 
