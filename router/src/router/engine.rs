@@ -1,0 +1,35 @@
+//! The router as an `Engine`.
+
+use crate::dispatch;
+use crate::router::Router;
+use futures::future::BoxFuture;
+use std::sync::Arc;
+use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
+
+impl Engine for Router {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
+        if let Some(reason) = self.core.failure.get() {
+            return Box::pin(std::future::ready(Err(engine::Error::Unavailable(format!("router failed: {reason}")))));
+        }
+        Box::pin(dispatch::serve(&self.core, request))
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        self.core.fleet.snapshot().cards()
+    }
+
+    fn readiness(&self) -> Readiness {
+        if let Some(reason) = self.core.failure.get() {
+            return Readiness::NotReady(format!("router failed: {reason}"));
+        }
+        let roster = self.core.fleet.snapshot();
+        let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
+        if decoding.peek().is_none() {
+            Readiness::NotReady("no worker that decodes has joined".to_owned())
+        } else if decoding.all(|member| roster.is_cordoned(member.id())) {
+            Readiness::NotReady("every worker that decodes is cordoned".to_owned())
+        } else {
+            Readiness::Ready
+        }
+    }
+}
