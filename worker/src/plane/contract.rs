@@ -3,7 +3,7 @@
 use super::*;
 use crate::engine::{Error, OutputStream, Readiness, Request};
 use futures::StreamExt;
-use kvbm::SequenceHash;
+use kvbm::{BlockEvent, Level, SequenceHash};
 use std::time::Duration;
 
 /// Makes one test of each rule for discovery, on the plane that `$make` (an async block) returns.

@@ -1,9 +1,14 @@
+use super::worker::MAX_REPORT_INTERVAL;
 use super::*;
 use crate::plane::contract::{engine, instance, next, soon};
 use crate::plane::local::{LocalDiscovery, LocalEvents};
-use crate::plane::{Membership, RouterId, StoreId, WorkerId};
+use crate::plane::{Event, EventBody, Load, Membership, Role, RouterId, Source, StoreId, Topic, WorkerId};
 use futures::stream::BoxStream;
-use kvbm::{BlockEvent, Epoch, Level, SequenceHash};
+use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
 
 fn planes() -> Planes {
     Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) }

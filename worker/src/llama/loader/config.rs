@@ -1,21 +1,12 @@
 //! The shape of a Llama-family model: parsed and checked once, so that the forward pass need not check.
 
+mod family;
 mod parse;
+mod rope;
 
+pub(crate) use family::Family;
 pub(crate) use parse::token_ids;
-
-/// The architecture of a model. Architectures differ in biases, in norms of queries and keys, and in windows.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Family {
-    /// Llama 2 and 3.
-    Llama,
-    /// Llama with a sliding window.
-    Mistral,
-    /// Llama with biases on queries, keys and values.
-    Qwen2,
-    /// Llama with an RMS norm over each head's query and key, before rotation.
-    Qwen3,
-}
+pub(crate) use rope::{Llama3Scaling, Rope};
 
 /// The shape of a model. `heads` is a multiple of `kv_heads`, `head_dim` is even, nothing is zero.
 #[derive(Clone, PartialEq, Debug)]
@@ -51,29 +42,4 @@ pub(crate) struct Config {
     pub(crate) eos: Vec<u32>,
     /// The token that starts a sequence, when the model has one.
     pub(crate) bos: Option<u32>,
-}
-
-/// Rotary position embedding in the half-split form: dimension `i` rotates with `i + head_dim / 2`. Its `Debug`
-/// output is part of the fingerprint of blocks.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Rope {
-    /// Base of the wavelengths.
-    pub(crate) theta: f64,
-    /// Scaling of frequencies for a longer context.
-    pub(crate) scaling: Option<Llama3Scaling>,
-}
-
-/// Llama 3's scaling of frequencies: wavelengths over `original_context / low_freq_factor` are multiplied by
-/// `factor`, those under `original_context / high_freq_factor` are unchanged, those between are interpolated linearly
-/// in frequency.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Llama3Scaling {
-    /// The factor of long wavelengths.
-    pub(crate) factor: f64,
-    /// Lower bound of the scaled wavelengths, as a fraction of the original context.
-    pub(crate) low_freq_factor: f64,
-    /// Upper bound of the unchanged wavelengths, as a fraction of the original context.
-    pub(crate) high_freq_factor: f64,
-    /// The context of the pretraining, in tokens.
-    pub(crate) original_context: usize,
 }

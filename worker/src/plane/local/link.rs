@@ -1,6 +1,6 @@
 //! Faults of an in-memory plane: delay, loss, reordering, duplication. Seeded, so that a run is reproducible.
 
-use super::Event;
+use crate::plane::Event;
 use kvbm::splitmix::SplitMix64;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -113,5 +113,12 @@ impl Subscription {
 
     fn pop(&mut self) -> Option<SentEvent> {
         self.delayed.pop_first().map(|(_, sent)| sent)
+    }
+}
+
+/// Returns at once without a lag: even a sleep of zero would yield to the timer.
+pub(super) async fn wait(since: Instant, lag: Duration) {
+    if !lag.is_zero() {
+        tokio::time::sleep_until(since + lag).await;
     }
 }

@@ -1,6 +1,9 @@
 use super::*;
 use crate::plane::contract::{self, instance, next};
-use crate::plane::{EventBody, Load, Topic};
+use crate::plane::{Discovery, Event, EventBody, Events, Load, Source, Topic, WorkerId};
+use futures::StreamExt;
+use std::time::Duration;
+use tokio::time::Instant;
 
 mod discovery {
     crate::plane::contract::discovery_contract!(async { crate::plane::local::LocalDiscovery::default() });

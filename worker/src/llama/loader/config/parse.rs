@@ -1,7 +1,7 @@
 //! Reads a Hugging Face `config.json`, as transformers 4 and 5 write it. An absent field has the default of
 //! transformers; a field that this engine cannot compute is rejected by name, never ignored.
 
-use super::{Config, Family, Llama3Scaling, Rope};
+use super::{Config, Family, Rope};
 use crate::llama::loader::error::FolderError;
 use crate::llama::loader::json::Fields;
 use serde::Deserialize;
@@ -11,7 +11,7 @@ use std::path::Path;
 /// Far above any existing model, and small enough that products of sizes do not overflow.
 const SIZE_MAX: usize = 1 << 24;
 const LAYERS_MAX: usize = 1 << 12;
-const CONTEXT_MAX: usize = 1 << 30;
+pub(super) const CONTEXT_MAX: usize = 1 << 30;
 
 impl Config {
     /// Reads the text of `config.json`, which is at `path`.
@@ -55,7 +55,7 @@ impl Config {
             vocabulary,
             context: fields.count("max_position_embeddings", CONTEXT_MAX)?,
             norm_eps,
-            rope: rope(&fields)?,
+            rope: Rope::parse(&fields)?,
             tied: fields.optional("tie_word_embeddings")?.unwrap_or(false),
             sliding_window: sliding_window(&fields, family, layers)?,
             eos: token_ids(&fields, "eos_token_id", vocabulary)?,
@@ -83,29 +83,6 @@ pub(crate) fn token_ids(fields: &Fields<'_>, name: &str, vocabulary: usize) -> R
     }
 }
 
-impl Family {
-    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
-
-    /// The name in `architectures` of config.json.
-    pub(crate) fn architecture(self) -> &'static str {
-        match self {
-            Family::Llama => "LlamaForCausalLM",
-            Family::Mistral => "MistralForCausalLM",
-            Family::Qwen2 => "Qwen2ForCausalLM",
-            Family::Qwen3 => "Qwen3ForCausalLM",
-        }
-    }
-
-    /// The number of key/value heads of a configuration without that field.
-    fn default_kv_heads(self, heads: usize) -> usize {
-        match self {
-            Family::Llama => heads,
-            Family::Mistral => 8,
-            Family::Qwen2 | Family::Qwen3 => 32,
-        }
-    }
-}
-
 fn family(fields: &Fields<'_>) -> Result<Family, FolderError> {
     let architectures: Vec<String> = fields.required("architectures")?;
     let named = |family: &Family| matches!(&architectures[..], [name] if name == family.architecture());
@@ -129,63 +106,6 @@ fn refuse_what_is_not_computed(fields: &Fields<'_>) -> Result<(), FolderError> {
         return Err(fields.wrong("quantization_config", "is set; supported are plain f32, f16 and bf16 weights"));
     }
     Ok(())
-}
-
-/// Reads either form: `rope_parameters` with all settings (transformers 5), or `rope_theta` beside `rope_scaling`
-/// (transformers 4).
-fn rope(fields: &Fields<'_>) -> Result<Rope, FolderError> {
-    let settings = match fields.object("rope_parameters", "rope_parameters.")? {
-        Some(settings) => Some(settings),
-        None => fields.object("rope_scaling", "rope_scaling.")?,
-    };
-    let theta = match settings.map(|settings| settings.optional::<f64>("rope_theta")).transpose()?.flatten() {
-        Some(theta) => theta,
-        None => fields.optional("rope_theta")?.unwrap_or(10_000.0),
-    };
-    if !(theta.is_finite() && theta >= 1.0) {
-        return Err(fields.wrong("rope_theta", format!("is {theta}; it must be at least 1")));
-    }
-    for place in [Some(*fields), settings].into_iter().flatten() {
-        if place.optional::<f64>("partial_rotary_factor")?.is_some_and(|part| part < 1.0) {
-            return Err(place.wrong("partial_rotary_factor", "is below 1; heads that rotate in part are not supported"));
-        }
-    }
-    for kind in ["full_attention", "sliding_attention"] {
-        if let Some(settings) = settings.filter(|settings| settings.contains(kind)) {
-            return Err(settings.wrong(kind, "is set; settings per kind of layer are not supported"));
-        }
-    }
-    let scaling = settings.map(|settings| scaling(&settings)).transpose()?.flatten();
-    Ok(Rope { theta, scaling })
-}
-
-fn scaling(settings: &Fields<'_>) -> Result<Option<Llama3Scaling>, FolderError> {
-    let name = if settings.raw("rope_type").is_none() && settings.raw("type").is_some() { "type" } else { "rope_type" };
-    let kind = settings.optional(name)?.unwrap_or_else(|| "default".to_owned());
-    match kind.as_str() {
-        "default" => Ok(None),
-        "llama3" => {
-            let factor = |name| {
-                let factor: f64 = settings.required(name)?;
-                if factor.is_finite() && factor > 0.0 {
-                    Ok(factor)
-                } else {
-                    Err(settings.wrong(name, format!("is {factor}; it must be above 0")))
-                }
-            };
-            let scaling = Llama3Scaling {
-                factor: factor("factor")?,
-                low_freq_factor: factor("low_freq_factor")?,
-                high_freq_factor: factor("high_freq_factor")?,
-                original_context: settings.count("original_max_position_embeddings", CONTEXT_MAX)?,
-            };
-            if scaling.high_freq_factor <= scaling.low_freq_factor {
-                return Err(settings.wrong("high_freq_factor", "must be above `low_freq_factor`"));
-            }
-            Ok(Some(scaling))
-        }
-        _ => Err(settings.wrong(name, format!("is `{kind}`; supported are default and llama3"))),
-    }
 }
 
 /// The window, if every layer has it. Layers with different windows are rejected.

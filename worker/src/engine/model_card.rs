@@ -1,0 +1,60 @@
+//! A model as its clients see it.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// A model as its clients see it: its id, its limits, its tokenizer and chat template.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModelCard {
+    /// The id that clients send.
+    pub id: String,
+    /// Identifies the weights in block hashes: two cards with the same identity share an index.
+    pub identity: String,
+    /// When the model was created or loaded, in seconds since 1970.
+    pub created: u64,
+    /// Maximum of prompt and output tokens together.
+    pub context: usize,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Size of the vocabulary.
+    pub vocabulary: usize,
+    /// Tokens that end a sequence.
+    pub eos: Vec<u32>,
+    /// The text of `tokenizer.json`.
+    pub tokenizer: Arc<str>,
+    /// The Jinja chat template, when the model has one.
+    pub chat_template: Option<String>,
+    /// Special tokens that templates name: `bos_token`, `eos_token` and the like, with their text.
+    pub special_tokens: Vec<(String, String)>,
+    /// The model's recommended sampling, for requests that do not set these fields: the fields of
+    /// `generation_config.json` that are in [`Sampling`](super::Sampling). `None`: no recommendation.
+    #[serde(default)]
+    pub sampling: SamplingDefaults,
+    /// The weights are random and the text is meaningless; reported to users.
+    pub random_weights: bool,
+}
+
+/// What the model's makers recommend where a request does not say how to sample: of `generation_config.json` what is in
+/// [`Sampling`](super::Sampling) too. `None`: they say nothing.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SamplingDefaults {
+    /// As in [`Sampling`](super::Sampling).
+    pub temperature: Option<f32>,
+    /// As in [`Sampling`](super::Sampling).
+    pub top_p: Option<f32>,
+    /// As in [`Sampling`](super::Sampling).
+    pub top_k: Option<u32>,
+    /// As in [`Sampling`](super::Sampling).
+    pub min_p: Option<f32>,
+    /// As in [`Sampling`](super::Sampling).
+    pub repetition_penalty: Option<f32>,
+}
+
+impl fmt::Debug for ModelCard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, identity, context, block_size, .. } = self;
+        write!(f, "ModelCard({id}, identity {identity}, context {context}, blocks of {block_size})")
+    }
+}

@@ -1,0 +1,93 @@
+//! What an engine returns: tokens, why they end, and how much of the prompt was cached.
+
+use super::Handoff;
+use bytes::Bytes;
+use kvbm::Level;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One item of a stream.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// Tokens that the engine generated.
+    Tokens(Tokens),
+    /// Bytes that the engine formatted for the client, with the token ids in them when known.
+    Frame(Bytes, Option<Vec<u32>>),
+    /// The prompt's blocks can be fetched, for as long as the stream is kept.
+    Handoff(Handoff),
+}
+
+/// The tokens of one or more steps.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Tokens {
+    /// In order, without an end-of-sequence or stop token that ended the request.
+    pub ids: Vec<u32>,
+    /// One per id when requested, else empty.
+    pub logprobs: Vec<Logprobs>,
+    /// Set on the last item.
+    pub finish: Option<FinishReason>,
+    /// Set with `finish` when a token ended the request and the engine reports it.
+    pub end: Option<EndToken>,
+    /// On the first item when requested: those of the prompt's tokens from the second on; else empty.
+    pub prompt_logprobs: Vec<Logprobs>,
+    /// Set on the first item: how much of the prompt was cached and computed.
+    pub prompt: Option<PromptReport>,
+    /// Set on the first item when requested: the router's decision, as one line of JSON.
+    pub explain: Option<Arc<str>>,
+}
+
+/// Log-probabilities (natural logarithm) at one position, from the distribution before temperature and filters.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Logprobs {
+    /// Log-probability of the chosen token.
+    pub chosen: f32,
+    /// The rank of the chosen token: 1 is the likeliest.
+    pub rank: u32,
+    /// The likeliest tokens, likeliest first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// The token that ended a request.
+#[derive(Clone, PartialEq, Debug)]
+pub struct EndToken {
+    /// The id of the end-of-sequence or stop token.
+    pub id: u32,
+    /// Its log-probabilities, when requested.
+    pub logprobs: Option<Logprobs>,
+}
+
+/// Why a stream ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// An end-of-sequence token.
+    Stop,
+    /// One of the request's own stop tokens.
+    StopToken(u32),
+    /// `max_tokens`, or the end of the context.
+    Length,
+}
+
+/// How much of a prompt was computed and where the rest came from.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct PromptReport {
+    /// Prompt tokens that were not computed for this request, by the tier that held their blocks.
+    pub cached: Vec<(Level, u32)>,
+    /// Prompt tokens that were computed for this request, on any worker.
+    pub computed: u32,
+    /// Prompt tokens whose blocks came from a prefill worker's memory, whether it computed or found them.
+    pub handed_over: u32,
+    /// Time from acceptance by the engine to the first step with this request.
+    pub queued: Duration,
+    /// The worker that answers, where a router chose it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<Arc<str>>,
+}
+
+impl PromptReport {
+    /// Prompt tokens that were not computed for this request, over all tiers.
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached.iter().map(|(_, tokens)| tokens).sum()
+    }
+}

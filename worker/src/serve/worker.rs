@@ -1,0 +1,154 @@
+//! A worker: an engine that is registered, whose load is reported, and whose role can change.
+
+use super::publisher::LogPublisher;
+use crate::engine::Engine;
+use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Role, Source, Topic};
+use futures::StreamExt;
+use futures::stream::BoxStream;
+use kvbm::EventLog;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+/// Both planes.
+#[derive(Clone)]
+pub struct Planes {
+    /// Which workers exist.
+    pub discovery: Arc<dyn Discovery>,
+    /// Events of workers, stores and routers.
+    pub events: Arc<dyn Events>,
+}
+
+/// A registered engine whose blocks and load are published. Dropping it deregisters it at once.
+#[must_use = "dropping a worker deregisters it"]
+pub struct Worker {
+    /// Kept while the worker drains: after deregistration it may be the only reference to the engine.
+    engine: Arc<dyn Engine>,
+    load: watch::Receiver<Load>,
+    deregister: CancellationToken,
+    task: JoinHandle<()>,
+    stop: DropGuard,
+}
+
+/// Load is sent at least this often, so that the loss of a report or of the last event is noticed within a second.
+pub(super) const MAX_REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Load is sent at most this often: every engine step changes it, and a fast engine makes hundreds of steps a second.
+const MIN_REPORT_INTERVAL: Duration = Duration::from_millis(20);
+
+impl Worker {
+    /// Registers `engine` as `instance` and reports on it: block events from `log`, load from `load`.
+    ///
+    /// When the sender of `load` is dropped, the engine counts as stopped and the worker deregisters.
+    pub async fn start(
+        planes: &Planes,
+        instance: Instance,
+        engine: Arc<dyn Engine>,
+        log: Arc<EventLog>,
+        load: watch::Receiver<Load>,
+    ) -> Result<Self, PlaneError> {
+        // The log is offered first: a watcher may ask for it as soon as it sees the worker.
+        let publisher = LogPublisher::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
+        let role_requests = planes.events.subscribe(Topic::RoleRequests);
+        let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
+        let (stop, deregister) = (CancellationToken::new(), CancellationToken::new());
+        let registration =
+            Registration { discovery: Arc::clone(&planes.discovery), instance, engine: Arc::clone(&engine), lease };
+        let reporter = Reporter {
+            publisher,
+            registration: Some(registration),
+            role_requests,
+            load: load.clone(),
+            deregister: deregister.clone(),
+        };
+        let task = tokio::spawn(reporter.run(stop.clone()));
+        Ok(Self { engine, load, deregister, task, stop: stop.drop_guard() })
+    }
+
+    /// Deregisters the worker, waits until its requests have finished, and reports until then. Drop the future to stop
+    /// at once.
+    pub async fn drain(mut self) {
+        self.deregister.cancel();
+        // An error means that the engine has stopped, so it is idle.
+        let _ = self.load.wait_for(|load| load.running == 0 && load.waiting == 0).await;
+        drop(self.stop);
+        // A reporter that panicked has logged it, and its lease is dropped.
+        let _ = self.task.await;
+        drop(self.engine);
+    }
+}
+
+/// The registration of a worker, for as long as it is kept.
+struct Registration {
+    discovery: Arc<dyn Discovery>,
+    instance: Instance,
+    engine: Arc<dyn Engine>,
+    lease: Lease,
+}
+
+impl Registration {
+    /// Registers again with another role: same epoch, so running requests go on.
+    async fn change_role(&mut self, to: Role) {
+        let instance = Instance { role: to, ..self.instance.clone() };
+        match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
+            Ok(lease) => {
+                tracing::info!(worker = %instance.id, from = %self.instance.role, %to, "worker changes its role");
+                self.lease = lease;
+                self.instance = instance;
+            }
+            // The router repeats the request while it holds.
+            Err(error) => tracing::warn!(worker = %instance.id, %to, %error, "worker cannot change its role"),
+        }
+    }
+}
+
+struct Reporter {
+    publisher: LogPublisher,
+    /// `None` once deregistered.
+    registration: Option<Registration>,
+    role_requests: BoxStream<'static, Event>,
+    load: watch::Receiver<Load>,
+    deregister: CancellationToken,
+}
+
+impl Reporter {
+    async fn run(mut self, stop: CancellationToken) {
+        let mut sent = Instant::now();
+        let mut due = sent;
+        loop {
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return,
+                () = self.deregister.cancelled(), if self.registration.is_some() => self.registration = None,
+                Some(request) = self.role_requests.next() => {
+                    if let EventBody::RoleRequest { worker, role } = request.body
+                        && let Some(registration) = &mut self.registration
+                        && worker == registration.instance.id
+                        && role != registration.instance.role
+                    {
+                        registration.change_role(role).await;
+                    }
+                }
+                () = self.publisher.changed() => {}
+                () = tokio::time::sleep_until(due) => {
+                    sent = Instant::now();
+                    due = sent + MAX_REPORT_INTERVAL;
+                    // The number of the last published event, not of the last announced one: a number ahead of its
+                    // event would look like a loss.
+                    let load = Load { number: self.publisher.published, ..self.load.borrow_and_update().clone() };
+                    self.publisher.publish(EventBody::Load(load));
+                }
+                changed = self.load.changed() => {
+                    if changed.is_err() {
+                        tracing::error!(source = %self.publisher.source, "the engine stopped; the worker deregisters");
+                        return;
+                    }
+                    due = due.min(sent + MIN_REPORT_INTERVAL);
+                }
+            }
+        }
+    }
+}
