@@ -6,8 +6,8 @@
 //! `PartialBlock`) decides which sequence may write a slot, as the contract of [`DeviceBlocks`] demands. This file
 //! has the `unsafe` code that relies on it.
 
-use super::linear;
-use super::rope::Rotation;
+mod fingerprint;
+
 use crate::llama::loader::Config;
 use kvbm::device::copy_observed;
 use kvbm::{BlockId, DeviceBlocks, Fingerprint};
@@ -82,7 +82,7 @@ impl KvCache {
         if let Err(error) = memory.advise(memmap2::Advice::HugePage) {
             tracing::debug!(%error, "huge pages are not available for KV blocks");
         }
-        Ok(Self { memory: memory.into(), shape, blocks, fingerprint: fingerprint(config, shape, identity) })
+        Ok(Self { memory: memory.into(), shape, blocks, fingerprint: fingerprint::of(config, shape, identity) })
     }
 
     /// Tokens per block.
@@ -168,34 +168,4 @@ impl DeviceBlocks for KvCache {
             observe,
         );
     }
-}
-
-/// The fingerprint of the bytes of a block: everything that decides them. The instruction set takes part as far as it
-/// changes results.
-fn fingerprint(config: &Config, shape: Shape, identity: &[u8; 32]) -> Fingerprint {
-    let Shape { layers, kv_heads, head_dim, block_size } = shape;
-    let numbers: Vec<u8> = [layers, kv_heads, head_dim, block_size, config.heads, config.hidden, config.intermediate]
-        .iter()
-        .chain(&[config.sliding_window.unwrap_or(0), TILE, SPLIT])
-        .flat_map(|&n| (n as u64).to_le_bytes())
-        .collect();
-    let norm = config.norm_eps.to_le_bytes();
-    let rope = format!("{:?}", config.rope);
-    let arithmetic = linear::arithmetic();
-    // Sines come from the system's library, and libraries differ in the last bit: the values that it gave are hashed.
-    let rotation = Rotation::new(&config.rope, head_dim);
-    let mut angles = vec![0.0; head_dim * 2];
-    angles.chunks_exact_mut(head_dim).zip([1, 4099]).for_each(|(angles, position)| rotation.at(position, angles));
-    let angles: Vec<u8> = angles.iter().flat_map(|x| x.to_le_bytes()).collect();
-    Fingerprint::of([
-        ("engine", b"llama 1".as_slice()),
-        ("weights", identity),
-        ("dtype", b"f32 little-endian"),
-        ("layout", b"layer, k|v, kv head, token, dim"),
-        ("shape", &numbers),
-        ("norm", &norm),
-        ("rope", rope.as_bytes()),
-        ("angles", &angles),
-        ("arithmetic", &arithmetic),
-    ])
 }
