@@ -81,6 +81,11 @@ impl AdmissionController {
         }
     }
 
+    /// Admits a request without queueing it: another choice of a prompt that was admitted before.
+    pub(super) fn admit_now(&mut self, request: &QueuedRequest) -> u64 {
+        self.queue.admit_now(request)
+    }
+
     /// Queues a rerouted request again. It keeps its number, and so its position.
     pub(crate) fn requeue(&mut self, limits: &Settings, number: u64, request: QueuedRequest) {
         self.queue.insert(limits, number, request);

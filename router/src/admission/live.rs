@@ -97,9 +97,16 @@ impl Admission {
         permit
     }
 
-    /// The permit of a group, for a later choice: it counts all choices. `None` when no choice holds it any more.
-    pub(crate) fn join(&self, group: GroupId) -> Option<Arc<Permit>> {
-        self.inner().groups.get(&group).and_then(Weak::upgrade)
+    /// Admits a later choice of a group at once: with the permit of the first choice, or with one of its own when the
+    /// first choice has ended.
+    pub(crate) fn join(self: &Arc<Self>, group: GroupId, request: &QueuedRequest) -> Arc<Permit> {
+        let mut inner = self.inner();
+        if let Some(permit) = inner.groups.get(&group).and_then(Weak::upgrade) {
+            return permit;
+        }
+        let number = inner.controller.admit_now(request);
+        drop(inner);
+        self.share(group, Permit { admission: self.clone(), number, class: request.priority, group: None })
     }
 
     /// Queues a request again that got [`Resolution::Reroute`], with its new placement.

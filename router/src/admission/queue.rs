@@ -131,9 +131,7 @@ impl FairQueue {
         }
         let fits = |queue_time| request.start_by.is_none_or(|start_by| now + queue_time <= start_by);
         if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &request.tenant, request.tokens) {
-            self.last_number += 1;
-            self.run(self.last_number, &request);
-            return Enqueued::Immediate(self.last_number);
+            return Enqueued::Immediate(self.admit_now(&request));
         }
         let of_tenant = self.tenants.get(&request.tenant).map_or(0, |tenant| tenant.waiting);
         let most = limits.tenant(&request.tenant).max_queued_tokens;
@@ -152,6 +150,13 @@ impl FairQueue {
         self.last_number += 1;
         self.insert(limits, self.last_number, request);
         Enqueued::Queued { number: self.last_number, shed }
+    }
+
+    /// Admits a request without queueing it.
+    pub(super) fn admit_now(&mut self, request: &QueuedRequest) -> u64 {
+        self.last_number += 1;
+        self.run(self.last_number, request);
+        self.last_number
     }
 
     /// Admits the next request whose route has capacity, and whose deadline can be met behind that route's queue time.

@@ -371,7 +371,7 @@ async fn choices_of_a_group_are_admitted_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn later_choices_queue_after_the_first_has_ended() {
+async fn later_choices_do_not_queue_after_the_first_has_ended() {
     let tenant = Tenant { max_inflight_tokens: Some(100), ..Tenant::default() };
     let yard = yard(Limits { tenants: [("a".to_owned(), tenant)].into(), ..Limits::default() });
     let worker = yard.worker(1, Role::Both).await;
@@ -380,12 +380,13 @@ async fn later_choices_queue_after_the_first_has_ended() {
     yard.answer(choice(0)).await.unwrap();
     yard.report(&worker, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     settle().await;
-    let choices = [ask(&yard, choice(1)).await, ask(&yard, choice(2)).await];
-    assert_eq!((worker.requests(), waiting(&yard)), (1, 200));
+    let choices = [yard.ask(choice(1)).await.unwrap(), yard.ask(choice(2)).await.unwrap()];
+    assert_eq!((worker.requests(), waiting(&yard)), (3, 0));
     yard.report(&worker, Load::default());
-    settle().await;
-    assert_eq!((worker.requests(), waiting(&yard)), (2, 100), "each has a permit of its own");
-    assert!(join_all(choices).await.into_iter().all(|answer| answer.unwrap().is_ok()));
+    let next = ask(&yard, request(2, 100, of("a"))).await;
+    assert_eq!(waiting(&yard), 100, "they count as running");
+    drop(choices);
+    next.await.unwrap().unwrap();
     assert!(yard.router.core.admission.inner().groups.is_empty());
 }
 

@@ -10,17 +10,17 @@ use tokio::time::Instant;
 use worker::engine::{Error, Request};
 
 /// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were
-/// admitted with its first and do not queue, unless all choices that were sent before have ended.
+/// admitted with its first and do not queue.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
     let arrived = Instant::now();
     let ticket = ticket(request, arrived + core.settings().settings.admission.max_queue_time.0);
-    let joined = request.group.filter(|group| group.index() > 0).and_then(|group| core.admission.join(group.id()));
-    if let Some(permit) = joined {
-        return Ok((place(core, request, &[])?, permit));
+    if let Some(group) = request.group.filter(|group| group.index() > 0) {
+        let placement = place(core, request, &[])?;
+        let permit = core.admission.join(group.id(), &queued_request(&ticket, &placement));
+        return Ok((placement, permit));
     }
     let (placement, permit) = admit_or_queue(core, request, &ticket, arrived).await?;
-    // The permit of a later choice counts that choice alone.
-    let permit = match request.group.filter(|group| group.index() == 0) {
+    let permit = match request.group {
         Some(group) => core.admission.share(group.id(), permit),
         None => Arc::new(permit),
     };
