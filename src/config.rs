@@ -12,6 +12,7 @@ mod file;
 mod load;
 mod print;
 mod suggest;
+mod upstream;
 mod values;
 
 pub use error::{Error, Errors};
@@ -35,6 +36,9 @@ pub struct Config {
     /// The model: a Hugging Face folder, or `tiny`, `small`, `bench`. Default `small`: it answers at once on any
     /// machine, without a download.
     pub model: Model,
+    /// Servers with OpenAI's API that this process is the gateway of. Default none: the native engine serves `model`.
+    /// With upstreams no model is loaded, and `model`, `workers`, `tiers` and `engine` have no effect.
+    pub upstreams: Vec<Upstream>,
     /// Address and port of the API. Default `127.0.0.1:8000`: other machines cannot reach a server that asks for no
     /// key.
     pub listen: Listen,
@@ -65,6 +69,15 @@ pub struct Config {
     pub admin: Admin,
     /// The log.
     pub log: Log,
+}
+
+/// A server with OpenAI's API: a URL, or a table.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Upstream {
+    /// The URL of the server, without `/v1`.
+    pub url: http::Uri,
+    /// A file that contains the API key for the server. Default none: it asks for no key.
+    pub api_key_file: Option<PathBuf>,
 }
 
 /// The admin API: it shows the state of a running process and reloads its configuration.
@@ -280,6 +293,7 @@ impl Config {
     pub fn with_cache(cache: &std::path::Path) -> Self {
         Self {
             model: Model::BuiltIn(Builtin::Small),
+            upstreams: Vec::new(),
             listen: Listen { host: "127.0.0.1".into(), port: 8000 },
             workers: Workers::default(),
             threads: Threads::Auto,

@@ -6,6 +6,8 @@
 //!                 │          ▼
 //!              planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G3.5 of a host ⇄ G4 of all nodes
 //! ```
+//! With upstreams the workers are servers of other processes, and there are no tiers.
+//!
 //! The HTTP server starts before the model is loaded: health checks are answered from the first second on, and
 //! completions get 503 with `Retry-After` until the node is ready.
 
@@ -16,11 +18,13 @@ mod cache_audit;
 pub(crate) mod gc;
 mod health;
 mod model;
+mod native;
 mod preflight;
 mod quotas;
 mod store_metrics;
 pub(crate) mod stores;
 pub(crate) mod transforms;
+mod upstreams;
 mod usage;
 mod workers;
 
@@ -30,33 +34,28 @@ pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
 
 use crate::config::{Config, Listen};
-use crate::process::machine::{self, Machine};
+use crate::process::machine;
 use crate::process::{metrics, panics};
 use anyhow::{Context, anyhow, bail};
-use banner::Banner;
+use banner::{Banner, Serves, UpstreamFacts};
 use frontend::{Server, Shutdown};
-use futures::future::join_all;
 use health::{Health, Watched};
-use kvbm::permissions;
+use native::Native;
 use prometheus::Registry;
 use router::Router;
-use sizes::{Needs, Sizes};
-use std::ffi::OsStr;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use stores::Stores;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout_at};
-use tokio_util::task::AbortOnDropHandle;
+use tokio::time::{Instant, sleep};
+use upstreams::Upstreams;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::serve::Planes;
-use workers::{RunningWorker, Shared};
 
 /// All components in one process. Dropping it stops them at once; [`Node::shutdown`] stops them in order.
 #[must_use = "dropping a node stops it"]
@@ -67,15 +66,14 @@ pub struct Node {
     server: Server,
     server_task: JoinHandle<io::Result<()>>,
     router: Arc<Router>,
-    workers: Vec<RunningWorker>,
-    stores: Stores,
+    /// The native engine, unless upstreams are configured.
+    native: Option<Native>,
+    upstreams: Option<Upstreams>,
     audit: Arc<CacheAudit>,
     shutdown_timeout: Duration,
     shutdown_delay: Duration,
     /// End of the shutdown timeout, once the shutdown was announced.
     deadline: Option<Instant>,
-    /// Drops the blocks of shredded domains.
-    _shred_watch: Option<AbortOnDropHandle<()>>,
 }
 
 /// Closes the HTTP server when dropped.
@@ -90,6 +88,9 @@ impl Drop for CloseOnDrop {
 /// Share of the shutdown timeout that running requests get. The remainder is for writing blocks.
 const REQUEST_SHARE: f64 = 0.8;
 
+/// Time that the start waits for the first upstream to answer.
+const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Limit of the time until the router has discovered the workers of the same process.
 const DISCOVERY_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -103,10 +104,6 @@ impl Node {
         tokio::task::spawn_blocking(move || preflight(&checked))
             .await
             .context("checking the configuration failed")??;
-        permissions::named_dir(&config.data_dir, is_ours)
-            .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))?;
-        let machine = Machine::detect();
-        let threads = config.threads.on(machine.threads);
         let registry = Registry::new();
         metrics::register(&registry)?;
         let planes =
@@ -132,56 +129,53 @@ impl Node {
             async move { server.serve(listener, app, shutdown).await }
         });
 
-        let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
-        frontend::check_model(runtime.card());
-        let needs = Needs::of(&runtime.shape());
-        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
-        let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
-        let domains = frontend::CacheDomains::open(&config.frontend)?;
-        let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
-        let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
-        let blocks = kvbm::Metrics::new(&registry)?;
-        let transforms = Transforms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &shares, &planes, &transforms, needs.block, &registry).await?;
-        stores.observe(&registry)?;
-        stores.watch(&health);
-        let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, &registry)?;
-        let shared = shared.with_quotas(shares);
-        let mut workers = Vec::new();
-        for (number, role) in config.workers.roles().enumerate() {
-            workers.push(shared.start(number as u64 + 1, role).await?);
-        }
-        until_discovered(&router).await?;
-        let managers: Vec<_> = workers.iter().map(RunningWorker::blocks).collect();
-        let shred_watch = transforms.follow_shreds(managers.iter().map(|(_, manager)| manager.clone()));
-        let audit = Arc::new(CacheAudit { router: Arc::clone(&router), workers: managers, stores: stores.digests() });
-        registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), stores.weak())?))?;
-        let banner = Banner {
-            model: Arc::clone(runtime.card()),
-            address,
-            roles: config.workers.roles().collect(),
-            threads,
-            sizes,
-            disks: disks.into_iter().map(|disk| disk.folder).collect(),
-            data_dir: config.data_dir.clone(),
-            g3_5: config.tiers.g3_5.clone(),
-            g4: config.tiers.g4.url.clone(),
-        };
-        Ok(Self {
-            banner,
+        let mut node = Self {
+            banner: Banner { address, serves: Serves::Upstreams(Vec::new()) },
             registry,
             close_on_drop,
             server,
             server_task,
-            router,
-            workers,
-            stores,
-            audit,
+            router: Arc::clone(&router),
+            native: None,
+            upstreams: None,
+            audit: Arc::new(CacheAudit { router, workers: Vec::new(), stores: Vec::new() }),
             shutdown_timeout: config.shutdown_timeout.0,
             shutdown_delay: config.frontend.shutdown_delay.0,
             deadline: None,
-            _shred_watch: shred_watch,
-        })
+        };
+        if config.upstreams.is_empty() {
+            node.start_native(config, planes, &health).await?;
+        } else {
+            node.start_upstreams(config, &planes).await?;
+        }
+        Ok(node)
+    }
+
+    async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
+        let native = Native::start(config, planes, health, &self.registry).await?;
+        until_discovered(&self.router).await?;
+        let (router, stores) = (Arc::clone(&self.router), native.stores.digests());
+        self.audit = Arc::new(CacheAudit { router, workers: native.managers(), stores });
+        let usage = CacheUsage::of(Arc::downgrade(&self.audit), native.stores.weak())?;
+        self.registry.register(Box::new(usage))?;
+        self.banner.serves = Serves::Native(Box::new(native.facts.clone()));
+        self.native = Some(native);
+        Ok(())
+    }
+
+    /// Starts the upstreams, and waits a moment for the first. With none the node starts all the same, and is not
+    /// ready.
+    async fn start_upstreams(&mut self, config: &Config, planes: &Planes) -> anyhow::Result<()> {
+        let upstreams = Upstreams::start(&config.upstreams, planes)?;
+        let known = upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
+        let facts = config.upstreams.iter().map(|upstream| {
+            let url = upstream.url.to_string();
+            let models = known.iter().find(|known| known.url == url).map(|known| known.models.clone());
+            UpstreamFacts { url, models: models.unwrap_or_default() }
+        });
+        self.banner.serves = Serves::Upstreams(facts.collect());
+        self.upstreams = Some(upstreams);
+        Ok(())
     }
 
     /// The banner that `serve` prints.
@@ -243,17 +237,18 @@ impl Node {
         if !self.server_task.is_finished() {
             let _ = self.server_task.await;
         }
-        let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
-        let finished = async {
-            join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;
-            join_all(managers.iter().map(kvbm::BlockManager::flush)).await;
+        let stores = match self.native {
+            Some(native) => Some(native.drain(deadline).await),
+            None => None,
         };
-        if timeout_at(deadline, finished).await.is_err() {
-            tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
+        if let Some(upstreams) = self.upstreams {
+            upstreams.stop().await;
         }
-        drop((managers, self.audit));
+        drop(self.audit);
         self.router.stop().await;
-        self.stores.close(deadline).await;
+        if let Some(stores) = stores {
+            stores.close(deadline).await;
+        }
     }
 }
 
@@ -268,11 +263,6 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
         );
     }
     fit.min(wanted)
-}
-
-/// Whether an entry of the data folder is one that the program creates.
-fn is_ours(name: &OsStr) -> bool {
-    [sizes::G3_FOLDER, transforms::KEY_STORE, "models"].iter().any(|ours| name == *ours)
 }
 
 /// Opens a port. The error says what to change.

@@ -1,13 +1,15 @@
 //! The endpoints of the HTTP API: OpenAI's, vLLM's `/tokenize` and `/detokenize`, and those for operators.
 //!
 //! `generate` is the path of every request that generates. `chat` and `completions` parse their own fields and encode
-//! their responses; `sse` streams them. `routes` composes endpoints and middleware.
+//! their responses; `sse` streams them. `relay` passes requests to engines that have the API themselves. `routes`
+//! composes endpoints and middleware.
 
 mod chat;
 mod completions;
 mod generate;
 mod operations;
 mod prompt_logprobs;
+mod relay;
 mod routes;
 mod sse;
 mod tokenize;

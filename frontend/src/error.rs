@@ -6,7 +6,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine;
+use worker::engine::{self, ErrorResponse};
 
 /// OpenAI's error code for a prompt that exceeds the context.
 pub(crate) const CONTEXT: &str = "context_length_exceeded";
@@ -123,6 +123,9 @@ pub(crate) enum Error {
     /// The engine or this program failed.
     #[error("The server failed on this request: {0}")]
     Failed(String),
+    /// The engine that the request was relayed to answered with an error. The client gets the response as it is.
+    #[error("The engine answered: {}", String::from_utf8_lossy(&.0.body))]
+    Relayed(Arc<ErrorResponse>),
 }
 
 /// Fields of the log line for an error. An error response has this among its extensions.
@@ -216,6 +219,7 @@ impl Error {
             Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Relayed(response) => response.status,
         }
     }
 
@@ -250,7 +254,8 @@ impl Error {
             | Self::ContentEncoding(_)
             | Self::InvalidHead
             | Self::BadPath
-            | Self::ClientClosed => None,
+            | Self::ClientClosed
+            | Self::Relayed(_) => None,
         };
         let r#type = match self.status() {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -274,13 +279,21 @@ impl From<engine::Error> for Error {
             engine::Error::Unread(time) => Self::StreamNotRead(time),
             engine::Error::Unavailable(why) => Self::Unavailable(why),
             engine::Error::Failed(why) => Self::Failed(why),
+            engine::Error::Relayed(response) => Self::Relayed(response),
         }
     }
 }
 
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
-        let mut response = (self.status(), axum::Json(self.body())).into_response();
+        let mut response = match &self {
+            Self::Relayed(relayed) => {
+                let mut response = Response::new(relayed.body.clone().into());
+                (*response.status_mut(), *response.headers_mut()) = (relayed.status, relayed.headers.clone());
+                response
+            }
+            error => (error.status(), axum::Json(error.body())).into_response(),
+        };
         let wait = match &self {
             Self::Overloaded(wait) => Some(*wait),
             // A load balancer has other servers, and a connection may become free soon.

@@ -6,4 +6,4 @@ mod work;
 
 pub(crate) use choices::{ChoiceLimits, ConnectionChoices, RunningChoices};
 pub(crate) use log_limit::LogLimit;
-pub(crate) use work::WorkQueues;
+pub(crate) use work::{WorkPermit, WorkQueues};

@@ -9,7 +9,7 @@ mod special;
 mod template;
 mod vocabulary;
 
-pub(crate) use cache::ModelCache;
+pub(crate) use cache::{ModelCache, find_card};
 pub use served::check_model;
 pub(crate) use served::{ModelOptions, ServedModel, prompt_too_long};
 pub(crate) use template::Conversation;

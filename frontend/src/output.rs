@@ -6,8 +6,10 @@ mod detokenize;
 mod generation;
 mod logprobs;
 mod meter;
+mod relay_meter;
 mod stop;
 
 pub(crate) use choice::{ChoiceDelta, FinishReason, StopReason};
 pub(crate) use generation::{Generation, GenerationRequest};
 pub(crate) use logprobs::{TokenLogprobs, decimal, finite};
+pub(crate) use relay_meter::RelayMeter;

@@ -152,11 +152,12 @@ async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<Eve
         block_size: 16,
         vocabulary: 10,
         eos: vec![],
-        tokenizer: "{}".into(),
+        tokenizer: None,
         chat_template: None,
         special_tokens: vec![],
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
+        is_relayed: false,
     });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
     let instance =

@@ -120,6 +120,11 @@ pub struct Serve {
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
+    /// URL of a server with OpenAI's API (vLLM, SGLang, …) to be the gateway of, instead of serving a model; may be
+    /// repeated
+    #[arg(long, value_name = "URL")]
+    upstream: Vec<String>,
+
     /// Folder of built-in models and the SSD tier [default: blockyard in the user's cache folder]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
@@ -170,6 +175,8 @@ impl Serve {
             ("--log", "log.filter", &self.log),
         ];
         let flags = flags.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        let upstreams = (!self.upstream.is_empty()).then(|| Flag::list("--upstream", "upstreams", &self.upstream));
+        let flags = flags.chain(upstreams);
         // Flags such as `--listen` come last, so that they override `--set`.
         Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(flags).collect())
     }

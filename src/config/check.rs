@@ -84,7 +84,8 @@ impl Config {
         let Self { router, frontend, tiers, listen, admin, .. } = self;
         let mut problems = Vec::new();
         let served = self.model.id();
-        for model in router.models.keys().filter(|model| **model != served) {
+        let is_unknown = |model: &&String| self.upstreams.is_empty() && **model != served;
+        for model in router.models.keys().filter(is_unknown) {
             let key = format!("router.models.{model}");
             problems.push(Problem::new(key, format!("no such model is served; the one that is is called `{served}`")));
         }

@@ -58,6 +58,11 @@ impl Flag {
     pub fn own(name: &str, key: &str, value: &str) -> Self {
         Self { name: name.into(), key: key.into(), value: value.into() }
     }
+
+    /// A flag that was repeated: all of its values.
+    pub fn list(name: &str, key: &str, values: &[String]) -> Self {
+        Self { name: name.into(), key: key.into(), value: values.to_vec().into() }
+    }
 }
 
 /// The argument of `--set`: `key=value`.

@@ -14,10 +14,35 @@ use worker::plane::Role;
 /// The facts about a node that the banner shows.
 #[derive(Clone, Debug)]
 pub struct Banner {
-    /// The served model.
-    pub model: Arc<ModelCard>,
     /// Address of the OpenAI-compatible API.
     pub address: SocketAddr,
+    /// What serves.
+    pub serves: Serves,
+}
+
+/// What serves the requests of a node.
+#[derive(Clone, Debug)]
+pub enum Serves {
+    /// The native engine.
+    Native(Box<NativeFacts>),
+    /// Servers of other processes.
+    Upstreams(Vec<UpstreamFacts>),
+}
+
+/// A server behind the gateway.
+#[derive(Clone, Debug)]
+pub struct UpstreamFacts {
+    /// Its URL.
+    pub url: String,
+    /// Its models; empty if it has not answered yet.
+    pub models: Vec<String>,
+}
+
+/// The native engine and its tiers.
+#[derive(Clone, Debug)]
+pub struct NativeFacts {
+    /// The served model.
+    pub model: Arc<ModelCard>,
     /// The role of each worker.
     pub roles: Vec<Role>,
     /// Number of compute threads of all workers together.
@@ -37,15 +62,50 @@ pub struct Banner {
 impl Banner {
     /// As one JSON object.
     pub fn as_json(&self) -> Value {
-        let Self { model, address, sizes, disks, data_dir, g3_5, g4, threads, .. } = self;
-        json!({
+        let mut object = json!({
             "version": env!("CARGO_PKG_VERSION"),
+            "address": self.address,
+            "url": self.url(),
+        });
+        let facts = match &self.serves {
+            Serves::Native(native) => native.as_json(),
+            Serves::Upstreams(upstreams) => {
+                let upstream = |one: &UpstreamFacts| json!({ "url": one.url, "models": one.models });
+                json!({ "upstreams": upstreams.iter().map(upstream).collect::<Vec<_>>() })
+            }
+        };
+        let facts = facts.as_object().cloned().unwrap_or_default();
+        object.as_object_mut().expect("it was made as an object").extend(facts);
+        object
+    }
+
+    /// The URL for clients on this machine. An unspecified address such as 0.0.0.0 is no address to connect to.
+    fn url(&self) -> String {
+        match self.address {
+            at if at.ip().is_unspecified() => format!("http://localhost:{}", at.port()),
+            at => format!("http://{at}"),
+        }
+    }
+
+    /// The model of the example request.
+    fn example(&self) -> &str {
+        match &self.serves {
+            Serves::Native(native) => &native.model.id,
+            Serves::Upstreams(upstreams) => {
+                upstreams.iter().find_map(|upstream| upstream.models.first()).map_or("MODEL", |model| model)
+            }
+        }
+    }
+}
+
+impl NativeFacts {
+    fn as_json(&self) -> Value {
+        let Self { model, sizes, disks, data_dir, g3_5, g4, threads, roles } = self;
+        json!({
             "model": model.id,
             "random_weights": model.random_weights,
             "max_model_len": model.context,
-            "address": address,
-            "url": self.url(),
-            "workers": self.roles,
+            "workers": roles,
             "threads": threads,
             "tiers": {
                 "g1": sizes.g1,
@@ -57,14 +117,6 @@ impl Banner {
             "g3_paths": disks,
             "data_dir": data_dir,
         })
-    }
-
-    /// The URL for clients on this machine. An unspecified address such as 0.0.0.0 is no address to connect to.
-    fn url(&self) -> String {
-        match self.address {
-            at if at.ip().is_unspecified() => format!("http://localhost:{}", at.port()),
-            at => format!("http://{at}"),
-        }
     }
 
     fn workers(&self) -> String {
@@ -94,21 +146,32 @@ impl Banner {
 
 impl fmt::Display for Banner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let id = &self.model.id;
         writeln!(f, "blockyard {}", env!("CARGO_PKG_VERSION"))?;
-        writeln!(f, "  model    {id}, context of {} tokens", self.model.context)?;
-        if self.model.random_weights {
-            writeln!(
-                f,
-                "           its weights are random and its text is meaningless; load a real model with --model DIR"
-            )?;
+        match &self.serves {
+            Serves::Native(native) => {
+                writeln!(f, "  model    {}, context of {} tokens", native.model.id, native.model.context)?;
+                if native.model.random_weights {
+                    writeln!(
+                        f,
+                        "           its weights are random and its text is meaningless; load a real model with \
+                         --model DIR"
+                    )?;
+                }
+                writeln!(f, "  address  {}", self.url())?;
+                writeln!(f, "  workers  {}", native.workers())?;
+                writeln!(f, "  tiers    {}", native.tiers())?;
+            }
+            Serves::Upstreams(upstreams) => {
+                writeln!(f, "  address  {}", self.url())?;
+                for UpstreamFacts { url, models } in upstreams {
+                    let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
+                    writeln!(f, "  upstream {url}: {models}")?;
+                }
+            }
         }
-        writeln!(f, "  address  {}", self.url())?;
-        writeln!(f, "  workers  {}", self.workers())?;
-        writeln!(f, "  tiers    {}", self.tiers())?;
         writeln!(f, "\ntry it:")?;
         // A name with a single quote must not end the quoted argument of the shell.
-        let body = json!({"model": id, "messages": [{"role": "user", "content": "hello"}], "stream": true});
+        let body = json!({"model": self.example(), "messages": [{"role": "user", "content": "hello"}], "stream": true});
         let body = body.to_string().replace('\'', r"'\''");
         writeln!(f, "  curl {}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", self.url())
     }
@@ -131,15 +194,15 @@ mod tests {
             block_size: 16,
             vocabulary: 10,
             eos: vec![],
-            tokenizer: "{}".into(),
+            tokenizer: None,
             chat_template: None,
             special_tokens: vec![],
             sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
+            is_relayed: false,
         };
-        Banner {
+        let native = NativeFacts {
             model: Arc::new(model),
-            address: address.parse().unwrap(),
             roles: vec![Role::Prefill, Role::Decode, Role::Decode],
             threads: 2,
             sizes: Sizes { g1: 1 << 30, g2: None, g3: Some(10 << 30) },
@@ -147,7 +210,8 @@ mod tests {
             data_dir: "/data".into(),
             g3_5: None,
             g4: None,
-        }
+        };
+        Banner { address: address.parse().unwrap(), serves: Serves::Native(Box::new(native)) }
     }
 
     #[test]
@@ -171,5 +235,20 @@ mod tests {
         assert_eq!(json["url"], "http://127.0.0.1:8000");
         assert_eq!(json["workers"], json!(["prefill", "decode", "decode"]));
         assert_eq!(json["tiers"]["g2"], Value::Null);
+    }
+
+    #[test]
+    fn upstreams_are_listed_with_what_they_serve() {
+        let facts = |url: &str, models: &[&str]| UpstreamFacts {
+            url: url.to_owned(),
+            models: models.iter().map(|model| (*model).to_owned()).collect(),
+        };
+        let upstreams = vec![facts("http://a:8000/", &[]), facts("http://b:8000/", &["org/m", "org/m-lora"])];
+        let banner = Banner { address: "127.0.0.1:80".parse().unwrap(), serves: Serves::Upstreams(upstreams) };
+        let text = banner.to_string();
+        for part in ["http://a:8000/: does not answer yet", "http://b:8000/: org/m, org/m-lora", r#""model":"org/m""#] {
+            assert!(text.contains(part), "`{part}` is not in:\n{text}");
+        }
+        assert_eq!(banner.as_json()["upstreams"][1]["models"], json!(["org/m", "org/m-lora"]));
     }
 }

@@ -43,6 +43,10 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));
     }
+    check(trace_file(config));
+    if !config.upstreams.is_empty() {
+        return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
+    }
     check(folder("data_dir", &config.data_dir));
     for disk in &config.tiers.g3_paths {
         check(folder("tiers.g3_paths", &disk.path));
@@ -53,7 +57,6 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     if let Some(StoreLocation::Folder(path)) = &config.tiers.g4.url {
         check(folder("shared", path));
     }
-    check(trace_file(config));
     check(shared_store(config));
     check(transforms::check(config).context("tiers.encryption"));
     match model::shape(&config.model, &machine) {

@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Crates of this workspace that each crate may depend on.
-const EDGES: [(&str, &[&str]); 6] = [
+const EDGES: [(&str, &[&str]); 7] = [
     ("units", &[]),
     ("kvbm", &[]),
     ("worker", &["kvbm"]),
+    ("upstream", &["worker"]),
     ("router", &["worker", "kvbm", "units"]),
     ("frontend", &["worker", "units"]),
-    ("blockyard", &["frontend", "router", "worker", "kvbm", "units"]),
+    ("blockyard", &["frontend", "router", "upstream", "worker", "kvbm", "units"]),
 ];
 
 /// Rooms of a crate: each a file beside a folder of its name, or a file alone.
@@ -22,7 +23,7 @@ type Rooms = &'static [(&'static str, &'static [&'static str])];
 
 /// Rooms of each crate, from top to bottom, each with the rooms that it may import. All of these are below it, so there
 /// is no circle.
-const ROOMS: [(&str, Rooms); 5] = [
+const ROOMS: [(&str, Rooms); 6] = [
     (
         "blockyard",
         &[
@@ -110,6 +111,10 @@ const ROOMS: [(&str, Rooms); 5] = [
         ],
     ),
     (
+        "upstream",
+        &[("engine", &["load", "relay"]), ("models", &["relay"]), ("load", &[]), ("relay", &[]), ("kv_events", &[])],
+    ),
+    (
         "worker",
         &[
             ("llama", &["handoff", "metrics", "plane", "engine"]),
@@ -152,7 +157,7 @@ const FILE_LINES_MAX: usize = 600;
 const COLUMNS_MAX: usize = 120;
 
 /// Folders of the production sources.
-const SOURCES: [&str; 6] = ["src", "frontend/src", "router/src", "worker/src", "kvbm/src", "units/src"];
+const SOURCES: [&str; 7] = ["src", "frontend/src", "router/src", "upstream/src", "worker/src", "kvbm/src", "units/src"];
 
 #[test]
 fn crates_depend_downwards_only() {
@@ -166,7 +171,8 @@ fn crates_depend_downwards_only() {
         let may = allowed.get(name).unwrap_or_else(|| panic!("crate {name} is not in EDGES"));
         for dependency in package["dependencies"].as_array().expect("a package lists its dependencies") {
             let on = dependency["name"].as_str().expect("a dependency has a name");
-            let ours = allowed.contains_key(on);
+            // A crate may name itself for its tests, with other features.
+            let ours = allowed.contains_key(on) && on != name;
             assert!(!ours || may.contains(on), "crate {name} depends on {on}: that edge points up or sideways");
         }
     }

@@ -17,3 +17,4 @@ mod shred;
 mod stop_soak;
 mod tenants;
 mod trace_replay;
+mod upstreams;

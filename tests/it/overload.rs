@@ -42,11 +42,12 @@ fn card() -> ModelCard {
         block_size: 16,
         vocabulary: tiny_tokenizer::VOCABULARY,
         eos: vec![tiny_tokenizer::EOS],
-        tokenizer: tiny_tokenizer::tokenizer().into(),
+        tokenizer: Some(tiny_tokenizer::tokenizer().into()),
         chat_template: None,
         special_tokens: vec![],
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
+        is_relayed: false,
     }
 }
 

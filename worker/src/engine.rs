@@ -6,6 +6,7 @@ pub(crate) mod contract;
 mod error;
 mod model_card;
 mod output;
+mod relay;
 mod request;
 
 pub use error::Error;
@@ -13,6 +14,7 @@ pub use error::Error;
 pub use kvbm::{Domain, Priority, Retention};
 pub use model_card::{ModelCard, SamplingDefaults};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
+pub use relay::{ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
 pub use request::{GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work};
 
 use futures::StreamExt;
@@ -29,6 +31,9 @@ use std::time::Duration;
 /// - The stream MUST end with exactly one [`Tokens`] whose `finish` is set, or with an error, or (for
 ///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks
 ///   alive, until it is dropped.
+/// - For [`Work::Relay`] the stream MUST be one [`Output::Head`], then [`Output::Body`], then one [`Output::End`], or
+///   an error at any point. `Head` MUST NOT come before the response has output: a chunk that only names a role is
+///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`].
 /// - A stream that is not read MUST NOT delay other requests: the engine stops generating for it, gives its slot in
 ///   the batch and its memory to other requests, and MAY end it with [`Error::Unread`] after half a minute.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one
@@ -37,9 +42,10 @@ use std::time::Duration;
 /// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
 ///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the
-///   engine does not count as faulty. [`Error::Unavailable`] and [`Error::Failed`] are faults. An engine that
-///   forwards a server's errors MUST map 429 and 503 to `Overloaded`, with the time of `Retry-After` or else one
-///   second; `Unavailable` is a server that cannot be reached.
+///   engine does not count as faulty. [`Error::Unavailable`] and [`Error::Failed`] are faults. An
+///   [`Error::Relayed`] says its kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one
+///   second; other statuses below 500 are caused by the request. `Unavailable` is a server that cannot be
+///   reached.
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;
@@ -49,6 +55,22 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Whether requests can be served now.
     fn readiness(&self) -> Readiness;
+
+    /// Checks that requests are computed, with the least work that shows it: a request for one token.
+    fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
+        Box::pin(async {
+            let Some(card) = self.models().into_iter().next() else {
+                return Err(Error::Unavailable("the engine serves no model".to_owned()));
+            };
+            // One token never fills a block, so no cache keeps anything of it.
+            let prompt = [card.eos.first().copied().unwrap_or(0)];
+            let mut stream = self.generate(Request::greedy("probe", &card.id, &prompt, 1)).await?;
+            match stream.next().await {
+                Some(output) => output.map(drop),
+                None => Err(Error::Failed("the stream ended without an output".to_owned())),
+            }
+        })
+    }
 
     /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is
     /// wrong.

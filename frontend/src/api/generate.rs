@@ -1,11 +1,12 @@
 //! The path of every request that generates: read the body, parse it, start the generation, then respond in full or as
 //! a stream.
 
+use super::relay::{self, Incoming};
 use super::sse::{self, ChunkWriter};
 use crate::error::{CONTEXT, Error};
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::ConnectionChoices;
-use crate::model::{ServedModel, prompt_too_long};
+use crate::model::{ServedModel, find_card, prompt_too_long};
 use crate::output::{ChoiceDelta, FinishReason, Generation, GenerationRequest, StopReason, TokenLogprobs};
 use crate::params::{Delivery, Fields, GenerationParams, scheduling};
 use crate::state::AppState;
@@ -93,9 +94,15 @@ pub(crate) async fn handle<E: Endpoint>(
     let body = body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
     let body::BufferedBody { bytes, memory } = body;
     let permit = state.work.acquire(bytes.len(), memory).await;
-    let mut fields = permit.run(move || Fields::parse(&bytes)).await?;
+    let unparsed = bytes.clone();
+    let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
-    let model = state.models.get(&*state.engine, &id).await?;
+    let card = find_card(&*state.engine, &id)?;
+    if card.is_relayed {
+        let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
+        return relay::respond(&state, incoming, card).await;
+    }
+    let model = state.models.get(&*state.engine, &card).await?;
 
     let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let envelope = Envelope { id: format!("{}{}", E::ID, context.id), created, model: id };
@@ -170,11 +177,11 @@ async fn streamed_response<E: Endpoint>(
     Ok(explained(sse::response(generation, ready, endpoint, context, shutdown), explanation))
 }
 
-fn wants_explanation(headers: &HeaderMap) -> bool {
+pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {
     headers.get(EXPLAIN).is_some_and(|value| matches!(value.as_bytes(), b"1" | b"true"))
 }
 
-fn explained(mut response: Response, explanation: Option<Arc<str>>) -> Response {
+pub(super) fn explained(mut response: Response, explanation: Option<Arc<str>>) -> Response {
     if let Some(explanation) = explanation {
         response.headers_mut().insert(EXPLAIN, header(&explanation));
     }

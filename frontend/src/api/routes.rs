@@ -2,7 +2,7 @@
 
 use super::chat::Chat;
 use super::completions::Completion;
-use super::{generate, operations, tokenize};
+use super::{generate, operations, relay, tokenize};
 use crate::error::Error;
 use crate::http::BodyMemory;
 use crate::http::access::{self, AccessRules};
@@ -76,7 +76,7 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .route("/ready", get(operations::ready))
         .route("/live", get(operations::live))
         .route("/metrics", get(operations::metrics))
-        .fallback(operations::no_route)
+        .fallback(relay::fallback)
         .method_not_allowed_fallback(operations::no_method)
         .layer(from_fn(access::admit))
         .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))

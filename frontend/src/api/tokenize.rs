@@ -2,13 +2,15 @@
 
 use super::chat::{self, Chat};
 use super::generate::Endpoint;
+use super::relay::{self, Incoming};
 use crate::error::Error;
 use crate::http::body;
-use crate::model::ServedModel;
+use crate::model::{ServedModel, find_card};
 use crate::params::{Fields, integer};
 use crate::state::AppState;
 use axum::Json;
 use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
@@ -30,7 +32,7 @@ pub(crate) struct Detokenized {
 }
 
 /// `POST /tokenize`.
-pub(crate) async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Json<Tokenized>, Error> {
+pub(crate) async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, Error> {
     with_model(&state, request, |mut fields, model, cancelled| {
         let with_names = fields.boolean("return_token_strs")?.unwrap_or(false);
         let tokens = match fields.text("prompt")? {
@@ -49,10 +51,7 @@ pub(crate) async fn tokenize(State(state): State<Arc<AppState>>, request: Reques
 }
 
 /// `POST /detokenize`.
-pub(crate) async fn detokenize(
-    State(state): State<Arc<AppState>>,
-    request: Request,
-) -> Result<Json<Detokenized>, Error> {
+pub(crate) async fn detokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, Error> {
     with_model(&state, request, |mut fields, model, _| {
         let ids = fields.array("tokens")?.ok_or_else(|| fields.missing("tokens"))?;
         let last = i64::try_from(model.card.vocabulary).unwrap_or(i64::MAX) - 1;
@@ -64,25 +63,32 @@ pub(crate) async fn detokenize(
 }
 
 /// Reads a request's fields and runs `work` with the model that it names. `model` may be absent if one model is served.
-async fn with_model<T: Send + 'static>(
-    state: &AppState,
+/// A relayed model's engine answers itself.
+async fn with_model<T: Serialize + Send + 'static>(
+    state: &Arc<AppState>,
     request: Request,
     work: impl FnOnce(Fields, &ServedModel, &CancellationToken) -> Result<T, Error> + Send + 'static,
-) -> Result<Json<T>, Error> {
+) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
     let body::BufferedBody { bytes, memory } =
         body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
-    let mut fields = permit.run(move || Fields::parse(&bytes)).await?;
+    let unparsed = bytes.clone();
+    let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
     let served = state.engine.models();
     let id = match (fields.text("model")?, &served[..]) {
         (Some(id), _) => id,
         (None, [only]) => only.id.clone(),
         (None, _) => return Err(fields.missing("model")),
     };
-    let model = state.models.get(&*state.engine, &id).await?;
+    let card = find_card(&*state.engine, &id)?;
+    if card.is_relayed {
+        let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
+        return relay::respond(state, incoming, card).await;
+    }
+    let model = state.models.get(&*state.engine, &card).await?;
     // When the client disconnects, this future is dropped, which cancels the work.
     let cancelled = CancellationToken::new();
     let _cancel_on_drop = cancelled.clone().drop_guard();
-    permit.run(move || work(fields, &model, &cancelled)).await.map(Json)
+    permit.run(move || work(fields, &model, &cancelled)).await.map(|answer| Json(answer).into_response())
 }

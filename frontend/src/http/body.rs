@@ -70,6 +70,11 @@ pub(crate) async fn read(
 ) -> Result<BufferedBody, Error> {
     check_content_type(headers)?;
     check_content_encoding(headers)?;
+    read_any(body, settings, memory).await
+}
+
+/// Reads a body of any type within the limits of `settings`, charged to `memory`.
+pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemory) -> Result<BufferedBody, Error> {
     let mut share = MemoryShare { memory, held: None };
     let most = settings.max_body.as_usize();
     let mut stream = body.into_data_stream();

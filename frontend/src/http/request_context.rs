@@ -100,6 +100,11 @@ impl RequestContext {
         self.log_fields().prompt_tokens = Some(prompt_tokens);
         self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
         self.metrics.prompt_length.with_label_values(&[model]).observe(prompt_tokens as f64);
+        self.record_model(model);
+    }
+
+    /// Records the model of a request.
+    pub(crate) fn record_model(&self, model: &Arc<str>) {
         // Set once: a request has one model.
         let _ = self.model.set(model.clone());
     }

@@ -66,6 +66,12 @@ impl WorkQueues {
 }
 
 impl WorkPermit {
+    /// Ends the work, and returns the body's share of the memory for bodies. `None` while a part of the work runs,
+    /// which then holds it.
+    pub(crate) fn into_memory(self) -> Option<OwnedSemaphorePermit> {
+        Arc::into_inner(self.held).and_then(|(memory, _queue)| memory)
+    }
+
     /// Runs a part of the work, on a blocking thread unless the body is small. The work runs to its end even if the
     /// caller is dropped, and holds the permit until then.
     pub(crate) async fn run<T: Send + 'static>(

@@ -20,24 +20,29 @@ struct Entry {
     model: Arc<OnceCell<Arc<ServedModel>>>,
 }
 
+/// The card of the model with this id, as served now.
+pub(crate) fn find_card(engine: &dyn Engine, id: &str) -> Result<Arc<ModelCard>, Error> {
+    let cards = engine.models();
+    if let Some(card) = cards.iter().find(|card| card.id == id) {
+        return Ok(Arc::clone(card));
+    }
+    // While models load, or without workers, it is not known whether the model exists.
+    if let (true, Readiness::NotReady(why)) = (cards.is_empty(), engine.readiness()) {
+        return Err(Error::Unavailable(why));
+    }
+    let known = cards.iter().map(|card| card.id.clone()).collect();
+    Err(Error::UnknownModel { model: id.into(), known })
+}
+
 impl ModelCache {
     /// An empty cache.
     pub(crate) fn new(options: ModelOptions) -> Self {
         Self { options, models: Mutex::default() }
     }
 
-    /// The model with this id, as served now. The first request loads it while concurrent ones wait (single flight).
-    pub(crate) async fn get(&self, engine: &dyn Engine, id: &str) -> Result<Arc<ServedModel>, Error> {
-        let cards = engine.models();
-        let Some(card) = cards.iter().find(|card| card.id == id) else {
-            // While models load, or without workers, it is not known whether the model exists.
-            if let (true, Readiness::NotReady(why)) = (cards.is_empty(), engine.readiness()) {
-                return Err(Error::Unavailable(why));
-            }
-            let known = cards.iter().map(|card| card.id.clone()).collect();
-            return Err(Error::UnknownModel { model: id.into(), known });
-        };
-        let entry = self.entry(card, &cards);
+    /// The model of a card. The first request loads it while concurrent ones wait (single flight).
+    pub(crate) async fn get(&self, engine: &dyn Engine, card: &Arc<ModelCard>) -> Result<Arc<ServedModel>, Error> {
+        let entry = self.entry(engine, card);
         let options = self.options;
         // Loading takes about a second.
         let load = || async {
@@ -47,7 +52,7 @@ impl ModelCache {
         entry.model.get_or_try_init(load).await.cloned()
     }
 
-    fn entry(&self, card: &Arc<ModelCard>, served: &[Arc<ModelCard>]) -> Entry {
+    fn entry(&self, engine: &dyn Engine, card: &Arc<ModelCard>) -> Entry {
         let mut models = self.models.lock();
         if let Some(entry) = models.get(&card.id)
             && (Arc::ptr_eq(&entry.card, card) || entry.card == *card)
@@ -55,6 +60,7 @@ impl ModelCache {
             return entry.clone();
         }
         // The card is new or has changed: drop models that are no longer served.
+        let served = engine.models();
         models.retain(|id, _| served.iter().any(|card| card.id == *id));
         let entry = Entry { card: card.clone(), model: Arc::default() };
         models.insert(card.id.clone(), entry.clone());

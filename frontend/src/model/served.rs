@@ -34,7 +34,8 @@ impl ServedModel {
     /// Loads a model from its card. A chat template that does not compile affects chat requests only.
     pub(crate) fn new(card: Arc<ModelCard>, options: ModelOptions) -> Result<Self, Error> {
         let broken = |error: tokenizers::Error| Error::Failed(format!("{}: tokenizer.json: {error}", card.id));
-        let mut tokenizer = Tokenizer::from_bytes(card.tokenizer.as_bytes()).map_err(broken)?;
+        let text = card.tokenizer.as_deref().ok_or_else(|| Error::Failed(format!("{} has no tokenizer", card.id)))?;
+        let mut tokenizer = Tokenizer::from_bytes(text).map_err(broken)?;
         // Prompts that are too long are rejected with their length, not truncated.
         tokenizer.with_truncation(None).map_err(broken)?.with_padding(None);
         let template = match &card.chat_template {

@@ -198,9 +198,7 @@ pub(crate) fn deltas(
                 let state = delta.finish.is_none().then_some((stream, assembler));
                 (Ok(delta), state)
             }
-            Some(Ok(Output::Frame(..) | Output::Handoff(_))) => {
-                (Err(Error::Failed("the engine sent an unexpected kind of output".into())), None)
-            }
+            Some(Ok(_)) => (Err(Error::Failed("the engine sent an unexpected kind of output".into())), None),
             Some(Err(error)) => (Err(error.into()), None),
             None => {
                 (Err(engine::Error::Failed("the engine's stream ended without a finish reason".into()).into()), None)

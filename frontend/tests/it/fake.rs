@@ -22,6 +22,8 @@ use crate::tiny_tokenizer;
 #[derive(Clone)]
 pub(crate) enum Step {
     Say(Tokens),
+    /// An item of a relayed response.
+    Relay(Output),
     Fail(Error),
     /// Waits for a permit.
     Wait(Arc<Semaphore>),
@@ -89,6 +91,7 @@ impl Engine for FakeEngine {
                 async move {
                     match step {
                         Step::Say(tokens) => Some(Ok(Output::Tokens(tokens))),
+                        Step::Relay(output) => Some(Ok(output)),
                         Step::Fail(error) => Some(Err(error)),
                         Step::Wait(permits) => {
                             permits.acquire().await.unwrap().forget();
@@ -141,11 +144,12 @@ pub(crate) fn card() -> ModelCard {
         block_size: 16,
         vocabulary: tiny_tokenizer::VOCABULARY,
         eos: vec![tiny_tokenizer::EOS],
-        tokenizer: tiny_tokenizer::tokenizer().into(),
+        tokenizer: Some(tiny_tokenizer::tokenizer().into()),
         chat_template: Some(template.into()),
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
+        is_relayed: false,
     }
 }
 

@@ -12,6 +12,7 @@ mod limits;
 mod logs;
 mod operations;
 mod refusals;
+mod relay;
 mod scheduling;
 mod serving;
 mod streams;

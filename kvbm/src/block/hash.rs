@@ -93,6 +93,13 @@ impl Domain {
         Self::of_key(blake3::derive_key("blockyard 2026-11 shared cache domain", b""))
     }
 
+    /// A salt that keeps the blocks of this domain apart in an engine that knows salts only (vLLM's `cache_salt`).
+    /// `None` for the shared domain.
+    pub fn engine_salt(&self) -> Option<String> {
+        let salt = blake3::derive_key("blockyard 2026-11 salt for other engines", &self.root);
+        (self.root != Self::shared().root).then(|| blake3::Hash::from_bytes(salt).to_hex()[..32].to_owned())
+    }
+
     /// The public id, which block headers contain. It selects the domain's data key and quota.
     pub fn id(&self) -> DomainId {
         if self.key == Self::shared().key {

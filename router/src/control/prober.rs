@@ -11,7 +11,6 @@ use prometheus::IntCounterVec;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
-use worker::engine::{Error, Request};
 
 /// Interval at which due probes are started: the shortest open time of a breaker.
 const INTERVAL: Duration = Duration::from_millis(250);
@@ -45,16 +44,12 @@ pub(crate) async fn run(fleet: Arc<Fleet>, admission: Arc<Admission>, health_che
 }
 
 async fn probe(worker: Arc<Worker>, admission: &Admission, health_checks: &IntCounterVec) {
-    let answer = async {
-        let mut stream = worker.engine.generate(request(&worker)).await?;
-        stream.next().await.unwrap_or_else(|| Err(Error::Failed("the stream ended without an output".to_owned())))
-    };
     let signal = tokio::select! {
         biased;
         // A worker that has left needs no result.
         () = worker.lease_ended.cancelled() => return,
-        answer = tokio::time::timeout(TIMEOUT, answer) => match answer {
-            Ok(Ok(_)) => HealthSignal::Healthy,
+        answer = tokio::time::timeout(TIMEOUT, worker.engine.probe()) => match answer {
+            Ok(Ok(())) => HealthSignal::Healthy,
             Ok(Err(error)) => HealthSignal::of(&error),
             Err(_) => HealthSignal::Hung,
         },
@@ -66,10 +61,4 @@ async fn probe(worker: Arc<Worker>, admission: &Admission, health_checks: &IntCo
     health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     worker.probed(signal);
     admission.notify();
-}
-
-fn request(worker: &Worker) -> Request {
-    let card = &worker.instance.model;
-    // One token never fills a block, so no cache keeps anything of it.
-    Request::greedy("probe", &card.id, &[card.eos.first().copied().unwrap_or(0)], 1)
 }

@@ -28,8 +28,9 @@ pub(crate) struct Placement {
     pub(crate) totals: Arc<Totals>,
     /// Reserved on `decode`, for all choices of the group.
     pub(crate) amount: Demand,
-    /// Estimated seconds to the first token, and the part of them that is not queueing.
-    pub(crate) first_token: f64,
+    /// Estimated seconds to the first output: the first token, or all of a relayed response that is not a stream.
+    pub(crate) first_output: f64,
+    /// The part of the time to the first token that is not queueing, in seconds.
     pub(crate) min_service_seconds: f64,
     /// The prefill worker, if another than `decode` computes the prompt.
     pub(crate) prefill: Option<RemotePrefill>,
@@ -71,7 +72,8 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let roster = core.fleet.snapshot();
     let pool = roster.pool(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
     let (prompt, context) = (request.tokens.len(), pool.context());
-    if prompt >= context {
+    // The length of a relayed prompt is an estimate; its engine knows it.
+    if prompt >= context && !matches!(request.work, Work::Relay(_)) {
         return Err(Error::PromptTooLong { prompt, context });
     }
     if pool.entries().is_empty() {
@@ -143,6 +145,10 @@ fn book(
         let random = splitmix64(core.fleet.choices());
         Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
     });
+    let generation = match &request.work {
+        Work::Relay(http) if !http.is_stream => row.snapshot.estimate.mean_duration,
+        _ => 0.0,
+    };
     core.fleet.choose(member);
     core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
     Placement {
@@ -151,7 +157,7 @@ fn book(
         totals,
         amount: siblings.clone().fold(amount, |all, _| all.plus(sibling)),
         sibling_bookings: siblings.map(sibling_booking).collect(),
-        first_token: row.cost().first_token(),
+        first_output: row.cost().first_token() + generation,
         min_service_seconds: decision.min_service_seconds(row),
         prefill: prefill_row.zip(prefill_prediction).map(|(prefill, prediction)| {
             let prefill_worker = prefill.worker();

@@ -11,7 +11,7 @@ use futures::{StreamExt, future, stream};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
-use worker::engine::{Error, Handoff, Output, OutputStream, Request, Tokens, Work};
+use worker::engine::{Error, Handoff, Output, OutputStream, Request, Work};
 use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
@@ -79,14 +79,20 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
     Err(last.unwrap_or_else(|| Error::Unavailable("no worker served the request".to_owned())))
 }
 
-/// Which of two errors to return: back-pressure tells the client what to do, so a later fault does not replace it.
+/// Which of two errors to return: back-pressure tells the client what to do, so a later fault does not replace it. Of
+/// two of that kind, the one with the shorter wait.
 fn preferred_error(last: Option<Error>, error: Error) -> Error {
-    match (last, error) {
-        (Some(Error::Overloaded { retry_after: a }), Error::Overloaded { retry_after: b }) => {
-            Error::Overloaded { retry_after: a.min(b) }
-        }
-        (Some(busy @ Error::Overloaded { .. }), _) => busy,
-        (_, error) => error,
+    match (last.as_ref().and_then(back_pressure), back_pressure(&error), last) {
+        (Some(before), now, Some(last)) if now.is_none_or(|now| before <= now) => last,
+        _ => error,
+    }
+}
+
+/// The time to wait, if the error is back-pressure.
+fn back_pressure(error: &Error) -> Option<Duration> {
+    match HealthSignal::of(error) {
+        HealthSignal::Busy(wait) => Some(wait),
+        _ => None,
     }
 }
 
@@ -97,9 +103,9 @@ async fn attempt(
     placement: &Placement,
     tried: &[WorkerId],
 ) -> Result<FirstOutput, Error> {
-    let Placement { decode, booking, sibling_bookings, prefill, uncached, first_token, .. } = placement;
+    let Placement { decode, booking, sibling_bookings, prefill, uncached, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
-    let or_stalled = stalled(&core.fleet, decode, &request.model, tried, *first_token);
+    let or_stalled = stalled(&core.fleet, decode, &request.model, tried, *first_output);
     let mut request = request.clone();
     let Some(remote) = prefill else {
         return start(decode, booking, request, or_stalled).await;
@@ -154,7 +160,7 @@ async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> 
             remote.prediction.computed(&core.index, &remote.member, None);
             Ok((handoff, rest))
         }
-        Output::Tokens(_) | Output::Frame(..) => Err(Error::Failed("a prefill returned output tokens".to_owned())),
+        _ => Err(Error::Failed("a prefill returned other output than a hand-over".to_owned())),
     }
 }
 
@@ -217,14 +223,16 @@ fn stream(
     trace: Option<RequestTrace>,
 ) -> OutputStream {
     let Placement { decode, booking, sibling_bookings, totals, explanation, prediction, prefill, line, .. } = placement;
-    // The requests for which these were reserved come now, and reserve for themselves.
-    drop((prefill, sibling_bookings));
+    drop(prefill);
+    // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
+    let sibling_bookings = matches!(first, Output::Head(_)).then_some(sibling_bookings);
     booking.started();
+    sibling_bookings.iter().flatten().for_each(Booking::started);
     core.admission.notify();
     decode.succeeded();
     let report = match &first {
         Output::Tokens(tokens) => tokens.prompt.as_ref(),
-        Output::Frame(..) | Output::Handoff(_) => None,
+        _ => None,
     };
     let mut trace = trace.zip(line).map(|(mut trace, line)| {
         trace.started(line, report);
@@ -235,46 +243,54 @@ fn stream(
     if let Some(found) = found {
         prediction.compare(&core.metrics, &decode, found);
     }
-    let mut before = None;
+    let worker: Arc<str> = decode.id().to_string().into();
     match &mut first {
         Output::Tokens(tokens) => {
             tokens.explain = explanation;
             if let Some(report) = &mut tokens.prompt {
-                report.worker = Some(decode.id().to_string().into());
+                report.worker = Some(worker);
             }
         }
-        // Raw frames have no field for the explanation: an item without tokens carries it ahead of them.
-        Output::Frame(..) | Output::Handoff(_) => {
-            before = explanation.map(|explain| Tokens { explain: Some(explain), ..Tokens::default() });
-        }
+        Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
+        Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
     }
-    let ends = |item: &Result<Output, Error>| match item {
-        Ok(Output::Tokens(tokens)) => tokens.finish.is_some(),
-        Ok(Output::Frame(..) | Output::Handoff(_)) => false,
-        Err(_) => true,
-    };
-    let mut held = Some((booking, permit));
-    let items = stream::iter(before.map(|tokens| Ok(Output::Tokens(tokens))));
-    let items = items.chain(stream::once(future::ready(Ok(first)))).chain(rest);
-    items
+    let metrics = core.metrics.clone();
+    let mut held = Some((booking, sibling_bookings, permit));
+    stream::once(future::ready(Ok(first)))
+        .chain(rest)
         .inspect(move |item| {
-            match item {
-                Ok(output) => {
-                    decode.touch();
-                    let tokens = match output {
-                        Output::Tokens(tokens) => tokens.ids.len(),
-                        Output::Frame(_, ids) => ids.as_ref().map_or(0, Vec::len),
-                        Output::Handoff(_) => 0,
-                    };
-                    totals.output(tokens);
-                    if let Some(trace) = &mut trace {
-                        trace.output(tokens);
-                    }
+            let mut is_last = item.is_err();
+            let tokens = match item {
+                Ok(Output::Tokens(tokens)) => {
+                    is_last = tokens.finish.is_some();
+                    tokens.ids.len()
                 }
-                Err(error) => decode.note(HealthSignal::of(error)),
+                // The end of a relayed response reports what the first output of another does.
+                Ok(Output::End(report)) => {
+                    is_last = true;
+                    if let Some(found) = report.cached_tokens {
+                        prediction.compare(&metrics, &decode, found.into());
+                    }
+                    if report.failed {
+                        decode.note(HealthSignal::Fault);
+                    }
+                    report.completion_tokens.unwrap_or_default() as usize
+                }
+                Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_)) => 0,
+                Err(error) => {
+                    decode.note(HealthSignal::of(error));
+                    0
+                }
+            };
+            if item.is_ok() {
+                decode.touch();
+                totals.output(tokens);
+                if let Some(trace) = &mut trace {
+                    trace.output(tokens);
+                }
             }
             // Released at the last item, although a client may hold the stream for longer.
-            if ends(item) {
+            if is_last {
                 drop((held.take(), trace.take()));
             }
         })

@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::Error;
+use worker::engine::{Error, ErrorKind};
 
 /// Health of a worker.
 #[derive(Clone, Copy, Default, Debug)]
@@ -81,6 +81,11 @@ impl HealthSignal {
             | Error::Unread(_) => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::Failed(_) => Self::Fault,
+            Error::Relayed(response) => match response.kind {
+                ErrorKind::Request => Self::Neutral,
+                ErrorKind::Busy(wait) => Self::Busy(wait),
+                ErrorKind::Fault => Self::Fault,
+            },
         }
     }
 }

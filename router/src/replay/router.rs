@@ -111,11 +111,12 @@ impl StubEngine {
             block_size,
             vocabulary: 0,
             eos: Vec::new(),
-            tokenizer: "".into(),
+            tokenizer: None,
             chat_template: None,
             special_tokens: Vec::new(),
             sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
+            is_relayed: false,
         })
     }
 }

@@ -301,11 +301,12 @@ pub(crate) fn card(id: &str) -> ModelCard {
         block_size: BLOCK,
         vocabulary: 1000,
         eos: vec![0],
-        tokenizer: "".into(),
+        tokenizer: None,
         chat_template: None,
         special_tokens: vec![],
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
+        is_relayed: false,
     }
 }
 

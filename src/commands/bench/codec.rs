@@ -4,7 +4,7 @@ use super::Report;
 use super::expect::Running;
 use super::tiers::median;
 use crate::config::{Config, Model};
-use anyhow::{anyhow, ensure};
+use anyhow::{Context, anyhow, ensure};
 use bytes::Bytes;
 use kvbm::codec::synthetic::{self, Shape};
 use kvbm::codec::{Coder, best_codec, bound};
@@ -36,7 +36,8 @@ pub(super) async fn measure(config: &Config, with_model: bool) -> anyhow::Result
         let running = Running::of(config, source).await?;
         let card = running.runtime.card();
         let name = if card.random_weights { format!("{name} with random weights") } else { name };
-        let encoded = Tokenizer::from_bytes(&*card.tokenizer).and_then(|tokenizer| tokenizer.encode(TEXT, true));
+        let text = card.tokenizer.as_deref().context("the model has no tokenizer")?;
+        let encoded = Tokenizer::from_bytes(text).and_then(|tokenizer| tokenizer.encode(TEXT, true));
         let tokens = encoded.map_err(|error| anyhow!("the model's tokenizer: {error}"))?;
         let ids = tokens.get_ids();
         let payloads: Vec<Vec<u8>> =

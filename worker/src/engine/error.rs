@@ -1,5 +1,7 @@
 //! Why a request was rejected or failed.
 
+use super::ErrorResponse;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A request was rejected or failed. The frontend maps it to an HTTP status.
@@ -43,4 +45,7 @@ pub enum Error {
     /// The engine failed.
     #[error("engine failed: {0}")]
     Failed(String),
+    /// The server that the request was relayed to answered with an error status. The client gets the response as it is.
+    #[error("the engine answered with status {}", .0.status)]
+    Relayed(Arc<ErrorResponse>),
 }

@@ -21,8 +21,8 @@ pub struct ModelCard {
     pub vocabulary: usize,
     /// Tokens that end a sequence.
     pub eos: Vec<u32>,
-    /// The text of `tokenizer.json`.
-    pub tokenizer: Arc<str>,
+    /// The text of `tokenizer.json`; `None` when only the engine can tokenize.
+    pub tokenizer: Option<Arc<str>>,
     /// The Jinja chat template, when the model has one.
     pub chat_template: Option<String>,
     /// Special tokens that templates name: `bos_token`, `eos_token` and the like, with their text.
@@ -33,6 +33,9 @@ pub struct ModelCard {
     pub sampling: SamplingDefaults,
     /// The weights are random and the text is meaningless; reported to users.
     pub random_weights: bool,
+    /// Requests for the model are [relayed](super::Work::Relay): the engine is a server of the client's API.
+    #[serde(default)]
+    pub is_relayed: bool,
 }
 
 /// What the model's makers recommend where a request does not say how to sample: of `generation_config.json` what is in

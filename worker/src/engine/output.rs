@@ -1,6 +1,6 @@
 //! What an engine returns: tokens, why they end, and how much of the prompt was cached.
 
-use super::Handoff;
+use super::{Handoff, RelayReport, ResponseHead};
 use bytes::Bytes;
 use kvbm::Level;
 use serde::{Deserialize, Serialize};
@@ -12,10 +12,14 @@ use std::time::Duration;
 pub enum Output {
     /// Tokens that the engine generated.
     Tokens(Tokens),
-    /// Bytes that the engine formatted for the client, with the token ids in them when known.
-    Frame(Bytes, Option<Vec<u32>>),
     /// The prompt's blocks can be fetched, for as long as the stream is kept.
     Handoff(Handoff),
+    /// Status and headers of a relayed response.
+    Head(Box<ResponseHead>),
+    /// A part of the body of a relayed response, for the client as it is.
+    Body(Bytes),
+    /// The end of a relayed response.
+    End(RelayReport),
 }
 
 /// The tokens of one or more steps.

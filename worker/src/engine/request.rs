@@ -1,5 +1,6 @@
 //! What an engine is asked for: the prompt, how tokens are chosen and when they end, and which part of the work.
 
+use super::HttpRequest;
 use bytes::Bytes;
 use kvbm::{Domain, Priority, Retention};
 use std::sync::Arc;
@@ -124,6 +125,9 @@ pub enum Work {
     Prefill,
     /// Decode, from blocks that another engine computed.
     Resume(Handoff),
+    /// Answer the client's HTTP request. The other fields of the [`Request`] then serve routing: `tokens` may be an
+    /// estimate, and of `sampling` and `stop` only what the router needs is set.
+    Relay(Arc<HttpRequest>),
 }
 
 /// Where prefilled blocks are found; opaque to all but engines of one kind.

@@ -3,7 +3,7 @@
 use super::runtime::{Memory, Runtime};
 use super::scheduler::{EngineStats, OutputSender, PrefixLoader, Resources, Scheduler, Sequence};
 use super::settings::Settings;
-use crate::engine::{Engine, Error, ModelCard, Output, OutputStream, Readiness, Request};
+use crate::engine::{Engine, Error, ModelCard, Output, OutputStream, Readiness, Request, Work};
 use crate::handoff::Peers;
 use crate::metrics::EngineMetrics;
 use crate::plane::{Load, WorkerId};
@@ -72,6 +72,10 @@ impl LlamaEngine {
         let card = &self.runtime.card;
         if *request.model != *card.id {
             return Err(Error::UnknownModel(request.model.to_string()));
+        }
+        if let Work::Relay(http) = &request.work {
+            let problem = format!("the native engine has no endpoint {}", http.target.path());
+            return Err(Error::Invalid { field: "model", problem });
         }
         if request.tokens.is_empty() {
             return Err(Error::Invalid { field: "prompt", problem: "has no tokens".into() });

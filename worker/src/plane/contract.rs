@@ -175,11 +175,12 @@ pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
         block_size: 16,
         vocabulary: 10,
         eos: vec![],
-        tokenizer: "{}".into(),
+        tokenizer: None,
         chat_template: None,
         special_tokens: vec![],
         sampling: crate::engine::SamplingDefaults::default(),
         random_weights: true,
+        is_relayed: false,
     });
     Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![] }
 }

@@ -62,6 +62,11 @@ impl Raw {
         Ok(Self(text.slice_ref(text.trim_ascii())))
     }
 
+    /// The text.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
     pub(crate) fn is_null(&self) -> bool {
         self.0.starts_with(b"n")
     }

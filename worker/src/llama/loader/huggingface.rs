@@ -57,11 +57,12 @@ impl LoadedModel {
             block_size: BLOCK_SIZE,
             vocabulary: config.vocabulary,
             eos: config.eos.clone(),
-            tokenizer: text.tokenizer,
+            tokenizer: Some(text.tokenizer),
             chat_template: text.chat_template,
             special_tokens: text.special_tokens,
             sampling,
             random_weights: Fields::of(&config_path, &config_json)?.optional("random_weights")?.unwrap_or(false),
+            is_relayed: false,
         };
         Ok(Self { card, config, weights })
     }

@@ -99,7 +99,8 @@ impl Sequence {
     pub(super) fn goal(&self) -> usize {
         match self.request.work {
             Work::Prefill => self.reusable() * self.chain.block_size,
-            Work::Generate | Work::Resume(_) => self.tokens.len(),
+            // Relayed requests are rejected when they come in.
+            Work::Generate | Work::Resume(_) | Work::Relay(_) => self.tokens.len(),
         }
     }
 

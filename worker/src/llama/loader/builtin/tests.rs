@@ -100,7 +100,7 @@ fn text_is_encoded_in_few_tokens() {
 #[test]
 fn greedy_text_varies_and_tokenizes_to_the_same_tokens() {
     let (_data, LoadedModel { card, config, weights }) = made(Builtin::Tiny);
-    let tokenizer = Tokenizer::from_str(&card.tokenizer).unwrap();
+    let tokenizer = Tokenizer::from_str(card.tokenizer.as_deref().unwrap()).unwrap();
     let model = Model::new(config, weights, 1);
     // What transformers 5.19 answers, from the same folder: template, tokenizer and model in one.
     let hello = " orig integers directly keyword across directly internal indicates writ bit together above";

@@ -1,0 +1,95 @@
+//! What routing reads of a relayed request.
+//!
+//! The tokens of the prompt are estimated from its JSON text, because only the engine can tokenize it. Prompts whose
+//! text begins alike have estimates that begin alike, which is what the router needs to find a cached prefix. The
+//! estimate is of no use against the KV events of an engine, whose tokens are real.
+
+use super::{CHOICES_MAX, Fields, Routing, scheduling};
+use std::sync::Arc;
+use worker::engine::RequestAttributes;
+
+/// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
+const BYTES_PER_TOKEN: usize = 4;
+
+/// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
+const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
+/// Fields with the prompt, of all endpoints.
+const PROMPT: [&str; 7] = ["messages", "prompt", "input", "query", "text_1", "text", "text_2"];
+/// Fields with the limit of output tokens.
+const MAX_TOKENS: [&str; 3] = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
+
+impl Routing {
+    /// Reads the fields of a body. What has an unexpected type counts as absent.
+    pub(super) fn read(mut fields: Fields) -> Self {
+        let fields = &mut fields;
+        let tokens = estimated_tokens(fields);
+        let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
+        Self {
+            tokens,
+            is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
+            choices: count(fields, "n").unwrap_or(1).clamp(1, CHOICES_MAX) as u32,
+            max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
+            deadline: scheduling::take_deadline(fields).ok().flatten(),
+            attributes: RequestAttributes {
+                session: scheduling::take_session(fields).ok().flatten(),
+                priority: scheduling::take_priority(fields).unwrap_or_default(),
+                ..RequestAttributes::default()
+            },
+            salts: fields.text("cache_salt").ok().flatten().into_iter().collect(),
+        }
+    }
+}
+
+/// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
+fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
+    let text: Vec<_> = BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name)).collect();
+    let mut bytes = text.iter().flat_map(|raw| raw.bytes().iter().copied());
+    let length = text.iter().map(|raw| raw.bytes().len()).sum::<usize>().div_ceil(BYTES_PER_TOKEN);
+    let token = |_| {
+        let token: [u8; BYTES_PER_TOKEN] = std::array::from_fn(|_| bytes.next().unwrap_or_default());
+        u32::from_le_bytes(token)
+    };
+    (0..length).map(token).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use worker::engine::Priority;
+
+    fn read(body: &str) -> Routing {
+        Routing::read(Fields::parse(&body.to_owned().into()).unwrap())
+    }
+
+    #[test]
+    fn conversations_that_begin_alike_have_estimates_that_do() {
+        let first = read(r#"{"messages":[{"role":"user","content":"What is a block of the KV cache?"}]}"#).tokens;
+        let second = read(
+            r#"{"stream":true,"messages":[{"role":"user","content":"What is a block of the KV cache?"},
+            {"role":"assistant","content":"Sixteen tokens."}],"tools":[]}"#,
+        );
+        assert!(second.is_stream);
+        let tools = read(r#"{"tools":[{"x":1}],"messages":[{"role":"user","content":"What is a block"}]}"#).tokens;
+        assert_eq!(first.len(), 16, "62 bytes of JSON");
+        assert_ne!(first[..2], tools[..2], "tools come before the messages");
+        let without_tools = read(
+            r#"{"messages":[{"role":"user","content":"What is a block of the KV cache?"},
+            {"role":"assistant","content":"Sixteen tokens."}]}"#,
+        );
+        assert_eq!(first[..15], without_tools.tokens[..15], "all but the end of the array");
+    }
+
+    #[test]
+    fn fields_of_unexpected_types_are_left_to_the_engine() {
+        let odd = read(
+            r#"{"prompt":7,"stream":"yes","n":"many","max_tokens":[1],"priority":{},"user":5,"cache_salt":1,
+            "deadline_ms":"soon"}"#,
+        );
+        assert_eq!((odd.is_stream, odd.choices, odd.max_tokens, odd.deadline), (false, 1, None, None));
+        assert_eq!((odd.attributes.session, odd.attributes.priority), (None, Priority::Normal));
+        assert!(odd.salts.is_empty());
+        let good = read(r#"{"input":"x","n":4,"max_output_tokens":9,"priority":-1,"user":"ada","cache_salt":"s"}"#);
+        assert_eq!((good.choices, good.max_tokens, good.salts), (4, Some(9), vec!["s".to_owned()]));
+        assert_eq!((good.attributes.session, good.attributes.priority), (Some("ada".into()), Priority::High));
+    }
+}

@@ -1,0 +1,87 @@
+//! Measures a relayed response: metrics and fields of the log line.
+
+use crate::http::RequestContext;
+use std::sync::Arc;
+use tokio::time::Instant;
+use worker::engine::RelayReport;
+
+/// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
+/// or as failed after [`mark_failed`](Self::mark_failed).
+///
+/// The text of a stream is not read, so a part of its body counts as one token of the times between tokens.
+pub(crate) struct RelayMeter {
+    context: Arc<RequestContext>,
+    model: Arc<str>,
+    is_stream: bool,
+    /// Arrival of the latest part of the body.
+    latest: Option<Instant>,
+    ended: bool,
+    failed: bool,
+}
+
+impl RelayMeter {
+    /// A meter for a request to a model. The prompt's length is known at the end.
+    pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, is_stream: bool) -> Self {
+        context.record_model(&model);
+        Self { context, model, is_stream, latest: None, ended: false, failed: false }
+    }
+
+    /// Records the head of the response, which comes with its first output.
+    pub(crate) fn head(&mut self, worker: Option<Arc<str>>) {
+        let RequestContext { metrics, arrived, .. } = &*self.context;
+        let mut log_fields = self.context.log_fields();
+        log_fields.worker = worker;
+        if self.is_stream {
+            let took = arrived.elapsed().as_secs_f64();
+            log_fields.ttft_s = Some(took);
+            metrics.first_token.with_label_values(&[&*self.model]).observe(took);
+        }
+    }
+
+    /// Records a part of the body.
+    pub(crate) fn body(&mut self) {
+        if !self.is_stream {
+            return;
+        }
+        let now = Instant::now();
+        if let Some(before) = self.latest.replace(now) {
+            let gap = (now - before).as_secs_f64();
+            self.context.metrics.inter_token.with_label_values(&[&*self.model]).observe(gap);
+        }
+    }
+
+    /// Records the end of the response.
+    pub(crate) fn finish(&mut self, report: RelayReport) {
+        self.ended = true;
+        let metrics = &self.context.metrics;
+        if let Some(tokens) = report.prompt_tokens {
+            self.context.record_prompt(&self.model, tokens as usize);
+        }
+        if let Some(tokens) = report.cached_tokens {
+            metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
+        }
+        if let Some(tokens) = report.completion_tokens {
+            metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
+            metrics.output_length.with_label_values(&[&*self.model]).observe(f64::from(tokens));
+        }
+        let reason = if report.failed { "error" } else { "relayed" };
+        metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+        let mut log_fields = self.context.log_fields();
+        log_fields.cached_tokens = report.cached_tokens;
+        log_fields.completion_tokens = report.completion_tokens.unwrap_or_default();
+    }
+
+    /// Marks the response as failed.
+    pub(crate) fn mark_failed(&mut self) {
+        self.failed = true;
+    }
+}
+
+impl Drop for RelayMeter {
+    fn drop(&mut self) {
+        if !self.ended {
+            let reason = if self.failed { "error" } else { "cancelled" };
+            self.context.metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Requests for a model whose engine has the API itself.
+
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, say, send};
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
+use bytes::Bytes;
+use futures::StreamExt;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::Duration;
+use tower::ServiceExt;
+use worker::engine::{
+    Domain, Error, ErrorKind, ErrorResponse, ModelCard, Output, RelayReport, Request, ResponseHead, Work,
+};
+
+/// An engine that relays, with a script of its responses.
+fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
+    let engine = FakeEngine::with_steps(steps);
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, chat_template: None, is_relayed: true, ..card() });
+    engine
+}
+
+fn head() -> Step {
+    let headers: HeaderMap = [("content-type", "text/x-engine"), ("x-engine", "yes")]
+        .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
+        .into_iter()
+        .collect();
+    let explain = Some(r#"{"worker":"w7"}"#.into());
+    Step::Relay(Output::Head(Box::new(ResponseHead {
+        status: StatusCode::CREATED,
+        headers,
+        worker: Some("w7".into()),
+        explain,
+    })))
+}
+
+fn part(text: &'static str) -> Step {
+    Step::Relay(Output::Body(Bytes::from_static(text.as_bytes())))
+}
+
+fn end() -> Step {
+    Step::Relay(Output::End(RelayReport {
+        prompt_tokens: Some(9),
+        cached_tokens: Some(8),
+        completion_tokens: Some(3),
+        failed: false,
+    }))
+}
+
+async fn post(router: &Router, path: &str, body: &str) -> TestResponse {
+    let request = HttpRequest::post(path).header("content-type", "application/json").header("x-custom", "kept");
+    send(router, request.body(Body::from(body.to_owned())).unwrap()).await
+}
+
+fn relayed(request: &Request) -> Arc<worker::engine::HttpRequest> {
+    match &request.work {
+        Work::Relay(http) => Arc::clone(http),
+        other => panic!("expected a relayed request, not {other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn request_and_response_pass_as_bytes() {
+    let engine = relaying(vec![head(), part("{\"a\" : "), part("1}"), end()]);
+    let router = engine.router();
+    // No field of these is valid for the native engine.
+    let body = r#"{ "model" : "org/tiny","messages":[{"role":"tool","content":[{"type":"image_url"}]}],
+        "tool_choice":{"x":1},"response_format":{"type":"json_schema"},"top_logprobs":30,"n":4,"temperature":"hot",
+        "best_of":7,"unheard_of":[{}]}"#;
+    let answer = post(&router, "/v1/chat/completions?beam=2", body).await;
+    assert_eq!((answer.status, &answer.body[..]), (StatusCode::CREATED, &b"{\"a\" : 1}"[..]));
+    assert_eq!((answer.header("content-type"), answer.header("x-engine")), ("text/x-engine", "yes"));
+    let request = engine.only();
+    let http = relayed(&request);
+    assert_eq!((http.method.as_str(), http.target.as_str()), ("POST", "/v1/chat/completions?beam=2"));
+    assert_eq!((&http.body[..], http.headers["x-custom"].as_bytes()), (body.as_bytes(), &b"kept"[..]));
+    assert_eq!((http.is_stream, request.choices()), (false, 4), "one request, with room for four choices");
+    assert!(http.private_fields.contains(&"deadline_ms"));
+    assert!(!request.tokens.is_empty());
+    assert_eq!(engine.open(), 0);
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    let finished = metrics.lines().find(|line| line.contains("choices_finished_total{")).unwrap();
+    assert!(finished.contains("relayed") && finished.ends_with(" 1"), "{finished}");
+}
+
+#[tokio::test]
+async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
+    let engine = FakeEngine::new(|_| {
+        Err(Error::Relayed(Arc::new(ErrorResponse {
+            status: StatusCode::TOO_MANY_REQUESTS,
+            headers: [("retry-after".parse().unwrap(), "17".parse().unwrap())].into_iter().collect(),
+            body: Bytes::from_static(b"{\"object\":\"error\"}"),
+            kind: ErrorKind::Busy(Duration::from_secs(17)),
+        })))
+    });
+    *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
+    let answer = post(&engine.router(), "/v1/completions", r#"{"model":"org/tiny","prompt":"x"}"#).await;
+    assert_eq!((answer.status.as_u16(), answer.header("retry-after")), (429, "17"));
+    assert_eq!(answer.body, b"{\"object\":\"error\"}");
+}
+
+#[tokio::test]
+async fn a_response_that_breaks_off_does_not_look_complete() {
+    let steps = vec![head(), part("data: {}\n\n"), Step::Fail(Error::Failed("the connection was reset".into()))];
+    let router = relaying(steps).router();
+    let streamed = post(&router, "/v1/completions", r#"{"model":"org/tiny","prompt":"x","stream":true}"#).await;
+    let text = String::from_utf8(streamed.body).unwrap();
+    let event = text.strip_prefix("data: {}\n\ndata: ").expect("the engine's bytes, then an event");
+    let event: Value = serde_json::from_str(event.trim_end()).unwrap();
+    assert!(event["error"]["message"].as_str().unwrap().contains("the connection was reset"));
+    let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));
+    let response = router.oneshot(request.unwrap()).await.unwrap();
+    let chunks: Vec<_> = response.into_body().into_data_stream().collect().await;
+    assert!(chunks.last().unwrap().is_err(), "the connection is cut");
+}
+
+#[tokio::test]
+async fn a_client_that_disconnects_cancels_the_engine() {
+    let engine = relaying(vec![head(), part("x"), Step::Hang]);
+    let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));
+    let response = engine.router().oneshot(request.unwrap()).await.unwrap();
+    assert_eq!(engine.open(), 1);
+    drop(response);
+    assert_eq!(engine.open(), 0);
+}
+
+#[tokio::test]
+async fn endpoints_of_the_engine_alone_are_relayed() {
+    let engine = relaying(vec![head(), part("ok"), end()]);
+    let router = engine.router();
+    for (path, body) in [
+        ("/v1/responses", r#"{"model":"org/tiny","input":"x"}"#),
+        ("/v1/embeddings", r#"{"model":"org/tiny","input":["x","y"]}"#),
+        ("/v1/audio/transcriptions", "no JSON"),
+        ("/tokenize", r#"{"prompt":"x"}"#),
+        ("/v1/something/new", ""),
+    ] {
+        let answer = post(&router, path, body).await;
+        assert_eq!((answer.status, &answer.body[..]), (StatusCode::CREATED, &b"ok"[..]), "{path}");
+        let request = engine.seen.lock().pop().unwrap();
+        assert_eq!((relayed(&request).target.path(), &relayed(&request).body[..]), (path, body.as_bytes()));
+    }
+    let listed = send(&router, HttpRequest::get("/v1/files").body(Body::empty()).unwrap()).await;
+    assert_eq!(listed.status, StatusCode::CREATED);
+    assert_eq!(relayed(&engine.only()).method, "GET");
+}
+
+#[tokio::test]
+async fn endpoints_that_change_the_engine_are_not_relayed() {
+    let engine = relaying(vec![head(), end()]);
+    for path in [
+        "/reset_prefix_cache",
+        "/sleep",
+        "/v1/load_lora_adapter",
+        "/v1/load%5Flora_adapter",
+        "/v1/../sleep",
+        "/v1/./x",
+        "/v1/%2e%2e/sleep",
+        "/flush_cache",
+        "/metrics/x",
+        "/v1x",
+    ] {
+        assert_eq!(post(&engine.router(), path, "{}").await.status, 404, "{path}");
+    }
+    assert!(engine.seen.lock().is_empty());
+    let native = FakeEngine::with_steps(vec![say("x")]);
+    assert_eq!(post(&native.router(), "/v1/responses", r#"{"model":"org/tiny"}"#).await.status, 404);
+}
+
+#[tokio::test]
+async fn tenants_and_salts_have_cache_domains_of_their_own() {
+    let settings = frontend::Settings {
+        tenant_header: Some("x-tenant".to_owned().try_into().unwrap()),
+        ..frontend::Settings::default()
+    };
+    let engine = relaying(vec![head(), end()]);
+    let router = engine.router_with(settings);
+    let ask = async |tenant: Option<&str>, salt: Value| {
+        let mut request = chat(json!({ "cache_salt": salt }));
+        if let Some(tenant) = tenant {
+            request.headers_mut().insert("x-tenant", tenant.parse().unwrap());
+        }
+        send(&router, request).await;
+        engine.seen.lock().pop().unwrap().domain
+    };
+    let shared = ask(None, json!(null)).await;
+    assert!(shared == Domain::shared());
+    let ann = ask(Some("ann"), json!(null)).await;
+    let salted = ask(Some("ann"), json!("s")).await;
+    let bob = ask(Some("bob"), json!("s")).await;
+    let domains = [shared, ann, salted, bob];
+    for (at, one) in domains.iter().enumerate() {
+        assert!(domains[at + 1..].iter().all(|other| other != one));
+    }
+}

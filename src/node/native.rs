@@ -1,0 +1,99 @@
+//! The native engine and its tiers: the model, the stores, and the workers.
+
+use super::banner::NativeFacts;
+use super::health::Health;
+use super::sizes::{self, Needs, Sizes};
+use super::stores::Stores;
+use super::transforms::Transforms;
+use super::workers::{RunningWorker, Shared};
+use super::{model, quotas};
+use crate::config::Config;
+use crate::process::machine::{self, Machine};
+use anyhow::Context;
+use futures::future::join_all;
+use kvbm::{BlockManager, permissions};
+use prometheus::Registry;
+use std::ffi::OsStr;
+use std::sync::Arc;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
+use worker::plane::WorkerId;
+use worker::serve::Planes;
+
+/// The native engine and its tiers, running.
+pub(super) struct Native {
+    pub(super) stores: Stores,
+    pub(super) facts: NativeFacts,
+    workers: Vec<RunningWorker>,
+    /// Drops the blocks of shredded domains.
+    _shred_watch: Option<AbortOnDropHandle<()>>,
+}
+
+impl Native {
+    /// Loads the model, opens the tiers, and starts the workers.
+    pub(super) async fn start(
+        config: &Config,
+        planes: Planes,
+        health: &Health,
+        registry: &Registry,
+    ) -> anyhow::Result<Self> {
+        permissions::named_dir(&config.data_dir, is_ours)
+            .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))?;
+        let machine = Machine::detect();
+        let threads = config.threads.on(machine.threads);
+        let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
+        frontend::check_model(runtime.card());
+        let needs = Needs::of(&runtime.shape());
+        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
+        let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        let domains = frontend::CacheDomains::open(&config.frontend)?;
+        let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
+        let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
+        let blocks = kvbm::Metrics::new(registry)?;
+        let transforms = Transforms::open(config, &blocks).await?;
+        let stores = Stores::open(config, &disks, &shares, &planes, &transforms, needs.block, registry).await?;
+        stores.observe(registry)?;
+        stores.watch(health);
+        let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, registry)?;
+        let shared = shared.with_quotas(shares);
+        let mut workers = Vec::new();
+        for (number, role) in config.workers.roles().enumerate() {
+            workers.push(shared.start(number as u64 + 1, role).await?);
+        }
+        let shred_watch = transforms.follow_shreds(workers.iter().map(|worker| worker.blocks().1));
+        let facts = NativeFacts {
+            model: Arc::clone(runtime.card()),
+            roles: config.workers.roles().collect(),
+            threads,
+            sizes,
+            disks: disks.into_iter().map(|disk| disk.folder).collect(),
+            data_dir: config.data_dir.clone(),
+            g3_5: config.tiers.g3_5.clone(),
+            g4: config.tiers.g4.url.clone(),
+        };
+        Ok(Self { stores, facts, workers, _shred_watch: shred_watch })
+    }
+
+    /// The block manager of each worker.
+    pub(super) fn managers(&self) -> Vec<(WorkerId, BlockManager)> {
+        self.workers.iter().map(RunningWorker::blocks).collect()
+    }
+
+    /// Waits for running requests, and writes blocks. Returns the stores, which the router's index still follows.
+    pub(super) async fn drain(self, deadline: Instant) -> Stores {
+        let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
+        let finished = async {
+            join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;
+            join_all(managers.iter().map(BlockManager::flush)).await;
+        };
+        if timeout_at(deadline, finished).await.is_err() {
+            tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
+        }
+        self.stores
+    }
+}
+
+/// Whether an entry of the data folder is one that the program creates.
+fn is_ours(name: &OsStr) -> bool {
+    [sizes::G3_FOLDER, super::transforms::KEY_STORE, "models"].iter().any(|ours| name == *ours)
+}

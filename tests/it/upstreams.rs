@@ -1,0 +1,200 @@
+//! The program as a gateway of servers with OpenAI's API, here scripted ones.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::process::client;
+use blockyard::config::{Config, Listen, Upstream};
+use blockyard::node::Node;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use upstream::relay::chunk::Usage;
+use upstream::relay::fake::{FakeEngine, Recorded, Script};
+
+/// Time for what happens within seconds on an idle machine.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+fn models() -> Script {
+    Script::json(200, &json!({ "object": "list", "data": [{ "id": "org/m", "max_model_len": 4096 }] }))
+}
+
+/// A server that lists its model and then follows the scripts.
+async fn server(scripts: impl IntoIterator<Item = Script>) -> FakeEngine {
+    FakeEngine::start(std::iter::once(models()).chain(scripts)).await.unwrap()
+}
+
+struct Gateway {
+    node: Node,
+    url: String,
+    http: reqwest::Client,
+}
+
+impl Gateway {
+    async fn start(servers: &[&FakeEngine]) -> Self {
+        let mut config = Config::with_cache(Path::new("/nonexistent"));
+        config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+        config.upstreams = servers.iter().map(|server| Upstream { url: server.uri(), api_key_file: None }).collect();
+        let node = Node::start(&config).await.unwrap();
+        let url = format!("http://{}", node.address());
+        let gateway = Self { node, url, http: client() };
+        let all_registered = async {
+            while gateway.metric("blockyard_router_workers").await < servers.len() {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        tokio::time::timeout(PATIENCE, all_registered).await.expect("all servers are registered");
+        gateway
+    }
+
+    async fn post(&self, path: &str, body: &str) -> reqwest::Response {
+        let request = self.http.post(format!("{}{path}", self.url)).header(CONTENT_TYPE, "application/json");
+        request.header("x-blockyard-explain", "1").body(body.to_owned()).send().await.unwrap()
+    }
+
+    /// The sum of a metric over its labels.
+    async fn metric(&self, name: &str) -> usize {
+        let text = self.http.get(format!("{}/metrics", self.url)).send().await.unwrap().text().await.unwrap();
+        let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
+        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<usize>().unwrap()).sum()
+    }
+}
+
+/// What a server got beside the requests of the gateway itself.
+fn completions(server: &FakeEngine) -> Vec<Recorded> {
+    server.requests().into_iter().filter(|request| request.method == "POST").collect()
+}
+
+fn chat(content: &str, stream: bool) -> String {
+    json!({ "model": "org/m", "messages": [{ "role": "user", "content": content }], "stream": stream }).to_string()
+}
+
+#[tokio::test]
+async fn a_stream_is_what_the_server_sends() {
+    let usage = Usage { prompt_tokens: Some(20), completion_tokens: Some(2), cached_tokens: Some(16) };
+    let script = Script::chat(&["Hello", " world"], Some(usage));
+    let server = server([script.clone(), script.clone()]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let asked = r#"{"model":"org/m","messages":[],"stream":true, "stream_options":{"include_usage":true},"x":[1]}"#;
+    let answer = gateway.post("/v1/chat/completions", asked).await;
+    assert_eq!(answer.status(), 200);
+    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    assert!(decision.is_object());
+    assert_eq!(answer.bytes().await.unwrap(), script.body());
+    assert_eq!(completions(&server)[0].body, asked, "nothing had to be changed");
+
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await.text().await.unwrap();
+    assert!(!answer.contains("usage") && answer.ends_with("data: [DONE]\n\n"), "{answer}");
+    let sent: Value = serde_json::from_slice(&completions(&server)[1].body).unwrap();
+    assert_eq!(sent["stream_options"]["include_usage"], true, "the gateway asks for itself");
+    assert_eq!(gateway.metric("blockyard_frontend_cached_tokens_total").await, 32);
+}
+
+#[tokio::test]
+async fn a_response_with_a_length_is_counted_as_whole() {
+    let body =
+        json!({ "choices": [], "usage": { "prompt_tokens": 9, "prompt_tokens_details": { "cached_tokens": 8 } } });
+    let length: &'static str = body.to_string().len().to_string().leak();
+    let server = server([Script::json(200, &body).header(CONTENT_LENGTH, length)]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+    assert_eq!(answer.headers()[CONTENT_LENGTH], length);
+    assert_eq!(answer.json::<Value>().await.unwrap(), body);
+    assert_eq!(gateway.metric("blockyard_frontend_cached_tokens_total").await, 8);
+}
+
+#[tokio::test]
+async fn an_error_of_the_server_passes_as_it_is() {
+    let error = json!({ "object": "error", "message": "top_logprobs must be at most 20" });
+    let server = server([Script::json(400, &error), Script::json(429, &error).header(RETRY_AFTER, "7")]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let refused = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+    assert_eq!((refused.status().as_u16(), refused.json::<Value>().await.unwrap()), (400, error));
+    let busy = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+    assert_eq!((busy.status().as_u16(), &busy.headers()[RETRY_AFTER]), (429, &"7".parse().unwrap()));
+}
+
+#[tokio::test]
+async fn a_request_without_output_goes_to_another_server() {
+    let role = Script::chat(&["never"], None).broken_after(1);
+    let broken = server([Script::close(), role, Script::json(500, &json!({}))]).await;
+    let good = server([]).await;
+    let gateway = Gateway::start(&[&broken, &good]).await;
+    // Until each of the three faults has been met; the circuit breaker opens after the third.
+    let met = async {
+        let mut asked = 0;
+        while completions(&broken).len() < 3 {
+            let answer = gateway.post("/v1/chat/completions", &chat(&format!("{asked} hello"), true)).await;
+            assert_eq!(answer.status(), 200);
+            assert!(answer.text().await.unwrap().ends_with("data: [DONE]\n\n"));
+            asked += 1;
+        }
+    };
+    tokio::time::timeout(PATIENCE, met).await.expect("both servers get requests");
+}
+
+#[tokio::test]
+async fn requests_without_a_prompt_pass() {
+    let files = json!({ "object": "list", "data": [] });
+    let server = server([Script::json(200, &files), Script::json(200, &json!("ok"))]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let listed = gateway.http.get(format!("{}/v1/files?limit=2", gateway.url)).send().await.unwrap();
+    assert_eq!(listed.json::<Value>().await.unwrap(), files);
+    let requests = server.requests();
+    let asked = requests.iter().find(|request| request.uri.path() == "/v1/files").unwrap();
+    assert_eq!((asked.method.as_str(), asked.uri.query()), ("GET", Some("limit=2")));
+    let audio = gateway.http.post(format!("{}/v1/audio/transcriptions", gateway.url)).body(vec![0, 159, 146, 150]);
+    let answer = audio.header(CONTENT_TYPE, "multipart/form-data; boundary=x").send().await.unwrap();
+    assert_eq!(answer.status(), 200);
+    assert_eq!(completions(&server)[0].body[..], [0, 159, 146, 150]);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_the_request_at_the_server() {
+    let server = server([Script::chat(&["Hello", " world"], None).hanging_after(2)]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let mut answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
+    assert!(answer.chunk().await.unwrap().is_some());
+    drop(answer);
+    tokio::time::timeout(PATIENCE, server.cancelled(1)).await.expect("the server notices");
+}
+
+#[tokio::test]
+async fn prompts_that_begin_alike_go_to_the_same_server() {
+    let (one, other) = (server([]).await, server([]).await);
+    let gateway = Gateway::start(&[&one, &other]).await;
+    let text = "A block holds the keys and values of sixteen tokens. ".repeat(40);
+    let deadline = Instant::now() + PATIENCE;
+    // Servers without KV events are recognised as such after some seconds.
+    while gateway.metric("blockyard_router_worker_index_source").await == 0 || !estimated(&gateway).await {
+        assert!(Instant::now() < deadline, "the caches of both are estimated");
+        for turn in 0..2 {
+            gateway.post("/v1/chat/completions", &chat(&format!("{turn}{text}"), false)).await;
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+    let before = (completions(&one).len(), completions(&other).len());
+    for turn in 0..6 {
+        gateway.post("/v1/chat/completions", &chat(&format!("{text}{turn}"), false)).await;
+    }
+    let after = (completions(&one).len() - before.0, completions(&other).len() - before.1);
+    assert!(after == (6, 0) || after == (0, 6), "{after:?}");
+}
+
+/// Whether the caches of both servers are estimated.
+async fn estimated(gateway: &Gateway) -> bool {
+    let text = gateway.http.get(format!("{}/metrics", gateway.url)).send().await.unwrap().text().await.unwrap();
+    let lines = text.lines().filter(|line| line.starts_with("blockyard_router_worker_index_source{"));
+    lines.filter(|line| line.contains("estimated") && line.ends_with(" 1")).count() == 2
+}
+
+#[tokio::test]
+async fn a_server_that_starts_late_is_found() {
+    let server = FakeEngine::start([Script::json(503, &json!({})), models()]).await.unwrap();
+    let gateway = Gateway::start(&[&server]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    let text = gateway.node.banner().to_string();
+    assert!(text.contains("org/m"), "{text}");
+    gateway.node.shutdown().await;
+}

@@ -1,0 +1,176 @@
+//! One server as an [`Engine`].
+
+use crate::load::{Counted, LoadCounter};
+use crate::relay::client::Client;
+use crate::relay::error::{Answer, Kind, RelayError};
+use crate::relay::headers;
+use crate::relay::splice::{Splice, SpliceError};
+use crate::relay::stream::{Item, UsageInStream};
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use std::sync::Arc;
+use tokio::sync::watch;
+use worker::engine::{
+    Engine, Error, ErrorKind, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
+    Request, ResponseHead, Work,
+};
+use worker::plane::Load;
+
+/// Endpoints whose streams end with the usage when the request asks for it in `stream_options`.
+const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions"];
+
+/// What is known of a server beside its model.
+#[derive(Clone, Debug, Default)]
+pub struct UpstreamSettings {
+    /// The API key that the server wants.
+    pub api_key: Option<HeaderValue>,
+    /// The server's name of the model, where it differs from the card's id.
+    pub model: Option<String>,
+}
+
+/// One model of one server.
+pub struct UpstreamEngine {
+    client: Client,
+    settings: UpstreamSettings,
+    card: Arc<ModelCard>,
+    load: LoadCounter,
+}
+
+impl UpstreamEngine {
+    /// The model of `card` on the server behind `client`.
+    pub fn new(client: Client, settings: UpstreamSettings, card: Arc<ModelCard>) -> Self {
+        Self { client, settings, card, load: LoadCounter::new() }
+    }
+
+    /// The load of the engine, now and after each change.
+    pub fn load(&self) -> watch::Receiver<Load> {
+        self.load.watch()
+    }
+
+    async fn relay(&self, request: Request) -> Result<OutputStream, Error> {
+        let Work::Relay(http) = &request.work else {
+            let problem = format!("the engine of {} takes HTTP requests only", self.card.id);
+            return Err(Error::Invalid { field: "model", problem });
+        };
+        let counted = self.load.start(request.tokens.len() as u64, request.choices());
+        let (body, usage) =
+            self.body(http, &request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
+        let headers = headers::request(&http.headers, self.settings.api_key.as_ref());
+        let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
+        let items = relay.map_err(error_of)?;
+        Ok(items.map(move |item| item.map(|item| output(item, &counted)).map_err(error_of)).boxed())
+    }
+
+    /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
+    /// passes unchanged, and so does one that needs no change.
+    fn body(&self, http: &HttpRequest, request: &Request) -> Result<(Bytes, UsageInStream), SpliceError> {
+        let mut usage = UsageInStream::Keep;
+        if http.body.trim_ascii_start().first() != Some(&b'{') {
+            return Ok((http.body.clone(), usage));
+        }
+        let mut splice = Splice::scan(http.body.clone())?;
+        http.private_fields.iter().for_each(|field| splice.remove(field));
+        if let Some(model) = &self.settings.model {
+            splice.set("model", json(model));
+        }
+        if let Some(salt) = request.domain.engine_salt() {
+            splice.set("cache_salt", json(&salt));
+        }
+        if http.is_stream && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice) {
+            splice.set_in("stream_options", "include_usage", "true")?;
+            usage = UsageInStream::Strip;
+        }
+        Ok((splice.finish(), usage))
+    }
+
+    /// The status of the server's own health check. Servers without one are asked for their models.
+    async fn health(&self) -> Result<(), Error> {
+        for path in ["/health", "/v1/models"] {
+            let headers = headers::request(&HeaderMap::new(), self.settings.api_key.as_ref());
+            let path = PathAndQuery::from_static(path);
+            let response = self.client.send(Method::GET, &path, headers, Bytes::new()).await.map_err(error_of)?;
+            match response.status() {
+                status if status.is_success() => return Ok(()),
+                StatusCode::NOT_FOUND => {}
+                status => return Err(Error::Failed(format!("{path} answered {status}"))),
+            }
+        }
+        Err(Error::Failed("the server has neither /health nor /v1/models".to_owned()))
+    }
+}
+
+impl Engine for UpstreamEngine {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        self.relay(request).boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![Arc::clone(&self.card)]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+
+    fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
+        self.health().boxed()
+    }
+}
+
+/// Whether the client asked for the usage at the end of its stream.
+fn wants_usage(splice: &Splice) -> bool {
+    let options: Option<serde_json::Value> =
+        splice.get("stream_options").and_then(|options| serde_json::from_slice(&options).ok());
+    options.is_some_and(|options| options["include_usage"] == true)
+}
+
+fn json(text: &str) -> String {
+    serde_json::to_string(text).expect("a string is JSON")
+}
+
+fn output(item: Item, counted: &Counted) -> Output {
+    match item {
+        Item::Head(head) => {
+            counted.first_output();
+            Output::Head(Box::new(ResponseHead {
+                status: head.status,
+                headers: head.headers,
+                worker: None,
+                explain: None,
+            }))
+        }
+        Item::Frame(bytes) => Output::Body(bytes),
+        Item::End(report) => {
+            let usage = report.usage.unwrap_or_default();
+            let tokens = |tokens: Option<u64>| tokens.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
+            Output::End(RelayReport {
+                prompt_tokens: tokens(usage.prompt_tokens),
+                cached_tokens: tokens(usage.cached_tokens),
+                completion_tokens: tokens(usage.completion_tokens),
+                failed: report.failed,
+            })
+        }
+    }
+}
+
+fn error_of(error: RelayError) -> Error {
+    match error {
+        RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
+        RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
+        RelayError::Answered(answer) => {
+            let Answer { status, headers, body, kind } = *answer;
+            let headers = headers::response(&headers, headers::Body::Changed);
+            // A redirect would send the client past this gateway.
+            let status = if status.is_redirection() { StatusCode::BAD_GATEWAY } else { status };
+            let kind = match kind {
+                Kind::Busy { retry_after } => ErrorKind::Busy(retry_after),
+                Kind::Request => ErrorKind::Request,
+                Kind::Fault => ErrorKind::Fault,
+            };
+            Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! Where the events of an engine come from.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// The address of a socket, as engines write it: `tcp://host:port`.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Endpoint(String);
+
+/// An address that cannot be connected to.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("endpoint {0:?}: expected tcp://host:port")]
+pub struct EndpointError(String);
+
+impl Endpoint {
+    /// Host and port.
+    pub(super) fn address(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = EndpointError;
+
+    fn from_str(text: &str) -> Result<Self, EndpointError> {
+        let error = || EndpointError(text.into());
+        let address = text.strip_prefix("tcp://").ok_or_else(error)?;
+        match address.rsplit_once(':') {
+            // `*` is the address of a publisher that binds, and names no host.
+            Some((host, port)) if !host.is_empty() && host != "*" && port.parse::<u16>().is_ok_and(|port| port > 0) => {
+                Ok(Self(address.into()))
+            }
+            _ => Err(error()),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tcp://{}", self.0)
+    }
+}
+
+/// The publisher of one engine, or of one data-parallel rank of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Source {
+    /// The publisher's PUB socket.
+    pub live: Endpoint,
+    /// The publisher's replay socket; without it a lost batch makes the view stale.
+    pub replay: Option<Endpoint>,
+    /// Prefix of the topics to receive; empty for all.
+    pub topic: String,
+}

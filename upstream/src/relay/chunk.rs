@@ -1,0 +1,165 @@
+//! What a relay must know of a chunk of a streamed answer: whether it carries output, ends the answer, or has the
+//! usage.
+//!
+//! The members in question are read and all others skipped, so that the text of an answer cannot be taken for one of
+//! them. [`Relevance::of`] says without reading whether a chunk must be read at all.
+//!
+//! Known are the streams of chat completions, completions, Responses and Anthropic's messages. A chunk of another kind
+//! counts as output: it is forwarded at once.
+
+mod wire;
+
+use memchr::memmem;
+use wire::{Choices, Wire, WireUsage};
+
+/// What a chunk means for the relay.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Chunk {
+    /// What it carries.
+    pub kind: Kind,
+    /// Whether an answer may end with this chunk.
+    pub finished: bool,
+    /// The usage of the request so far.
+    pub usage: Option<Usage>,
+}
+
+/// What a chunk carries.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// No output yet: the role of the message, an announcement, a ping.
+    Preamble,
+    /// Output, a finish reason, or something unknown.
+    Output,
+    /// Only the usage: `"choices":[]` and a `usage` object.
+    Usage,
+    /// `[DONE]`.
+    Done,
+    /// An error instead of output.
+    Error,
+}
+
+/// Whether a chunk must be read once output has begun.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Relevance {
+    /// One more piece of output.
+    Output,
+    /// Output, and at its end the [`NULL_USAGE`] that some engines add to each chunk.
+    NullUsage,
+    /// Anything else.
+    Read,
+}
+
+/// How engines write an absent usage: the last member of a chunk. In valid JSON these bytes at the end are nothing
+/// else: the brace closes the chunk, and a quote after a comma starts a name unless it ends a string, which no name can
+/// follow.
+pub const NULL_USAGE: &[u8] = br#","usage":null}"#;
+
+/// The tokens that an engine counted. `None` where it does not say.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Usage {
+    /// Tokens of the prompt, those from the cache included.
+    pub prompt_tokens: Option<u64>,
+    /// Tokens of the answer.
+    pub completion_tokens: Option<u64>,
+    /// Tokens of the prompt that were in the cache.
+    pub cached_tokens: Option<u64>,
+}
+
+impl Relevance {
+    /// Looks at the payload for a few byte strings only.
+    ///
+    /// `"usage"` with its quotes is a name or a string of just this word; in any other string its quotes are escaped.
+    pub fn of(data: &[u8]) -> Self {
+        if memmem::find(data, br#""choices":["#).is_none() {
+            Self::Read
+        } else if data.ends_with(NULL_USAGE) {
+            Self::NullUsage
+        } else if memmem::find(data, br#""usage""#).is_none() {
+            Self::Output
+        } else {
+            Self::Read
+        }
+    }
+}
+
+impl Chunk {
+    /// Reads the payload of an event.
+    pub fn read(data: &[u8]) -> Self {
+        if data.trim_ascii() == b"[DONE]" {
+            return Self { kind: Kind::Done, finished: true, usage: None };
+        }
+        // What is no JSON object is forwarded. It may be the first half of one.
+        let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
+            return Self { kind: Kind::Output, finished: false, usage: None };
+        };
+        let usage = wire.usage().and_then(|usage| Usage::read(usage.get().as_bytes()));
+        let (kind, finished) = if wire.is_error() {
+            (Kind::Error, true)
+        } else if let Some(choices) = wire.choices {
+            of_choices(serde_json::from_str(choices.get()).unwrap_or(Choices::UNKNOWN), usage.is_some())
+        } else {
+            wire.event_type().map_or((Kind::Output, true), of_event_type)
+        };
+        Self { kind, finished, usage }
+    }
+}
+
+fn of_choices(choices: Choices, has_usage: bool) -> (Kind, bool) {
+    match choices {
+        Choices { output: true, finished, .. } => (Kind::Output, finished),
+        Choices { count: 0, .. } if has_usage => (Kind::Usage, true),
+        Choices { .. } => (Kind::Preamble, false),
+    }
+}
+
+/// Of the `type` of an event of Responses and messages.
+fn of_event_type(name: &str) -> (Kind, bool) {
+    match name {
+        "message_start"
+        | "ping"
+        | "content_block_start"
+        | "response.created"
+        | "response.queued"
+        | "response.in_progress"
+        | "response.output_item.added"
+        | "response.content_part.added"
+        | "response.reasoning_part.added"
+        | "response.reasoning_summary_part.added" => (Kind::Preamble, false),
+        "content_block_delta" | "content_block_stop" => (Kind::Output, false),
+        "response.completed" | "response.incomplete" => (Kind::Output, true),
+        name => (Kind::Output, !name.starts_with("response.")),
+    }
+}
+
+impl Usage {
+    /// Reads a `usage` object of any of the APIs.
+    pub fn read(json: &[u8]) -> Option<Self> {
+        serde_json::from_slice::<WireUsage>(json).ok().map(Self::from)
+    }
+
+    /// Adds what a later chunk says. Messages have the tokens of the prompt in the first and those of the answer in the
+    /// last chunk.
+    pub fn update(&mut self, later: Self) {
+        self.prompt_tokens = later.prompt_tokens.or(self.prompt_tokens);
+        self.completion_tokens = later.completion_tokens.or(self.completion_tokens);
+        self.cached_tokens = later.cached_tokens.or(self.cached_tokens);
+    }
+}
+
+impl From<WireUsage> for Usage {
+    fn from(wire: WireUsage) -> Self {
+        let WireUsage { prompt_tokens, completion_tokens, input_tokens, output_tokens, .. } = wire;
+        let details = wire.prompt_tokens_details.or(wire.input_tokens_details);
+        // Messages count the tokens from the cache apart, all other APIs within the prompt.
+        let apart = [wire.cache_read_input_tokens.0, wire.cache_creation_input_tokens.0];
+        let input = input_tokens.0.map(|input| apart.into_iter().flatten().fold(input, u64::saturating_add));
+        Self {
+            prompt_tokens: prompt_tokens.0.or(input),
+            completion_tokens: completion_tokens.0.or(output_tokens.0),
+            cached_tokens: details.and_then(|details| details.cached_tokens.0).or(wire.cache_read_input_tokens.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,235 @@
+//! The members of chunks that are read, as they stand in JSON.
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+use std::fmt;
+
+/// The top level of a chunk.
+#[derive(Deserialize)]
+pub(super) struct Wire<'a> {
+    #[serde(borrow, default)]
+    pub(super) choices: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    usage: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    error: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    object: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    r#type: Option<&'a RawValue>,
+    /// `message_start` has its usage in here.
+    #[serde(borrow, default)]
+    message: Option<&'a RawValue>,
+    /// `response.completed` has its usage in here.
+    #[serde(borrow, default)]
+    response: Option<&'a RawValue>,
+}
+
+impl<'a> Wire<'a> {
+    pub(super) fn event_type(&self) -> Option<&'a str> {
+        self.r#type?.get().strip_prefix('"')?.strip_suffix('"')
+    }
+
+    pub(super) fn is_error(&self) -> bool {
+        let object = self.object.is_some_and(|object| object.get() == r#""error""#);
+        object || self.error.is_some() || matches!(self.event_type(), Some("error" | "response.failed"))
+    }
+
+    pub(super) fn usage(&self) -> Option<&'a RawValue> {
+        #[derive(Deserialize)]
+        struct Inner<'a> {
+            #[serde(borrow, default)]
+            usage: Option<&'a RawValue>,
+        }
+        let inner = || serde_json::from_str::<Inner<'_>>(self.message.or(self.response)?.get()).ok()?.usage;
+        self.usage.or_else(inner)
+    }
+}
+
+/// The `usage` object of all APIs.
+#[derive(Deserialize)]
+#[serde(default)]
+#[derive(Default)]
+pub(super) struct WireUsage {
+    pub(super) prompt_tokens: Count,
+    pub(super) completion_tokens: Count,
+    pub(super) prompt_tokens_details: Option<Details>,
+    pub(super) input_tokens: Count,
+    pub(super) output_tokens: Count,
+    pub(super) input_tokens_details: Option<Details>,
+    pub(super) cache_read_input_tokens: Count,
+    pub(super) cache_creation_input_tokens: Count,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(default)]
+pub(super) struct Details {
+    pub(super) cached_tokens: Count,
+}
+
+/// A number of tokens; `None` for null and for anything that is no such number.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Count(pub(super) Option<u64>);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        serde_json::Value::deserialize(deserializer).map(|value| Self(value.as_u64()))
+    }
+}
+
+/// What the choices of a chunk have in common.
+#[derive(Clone, Copy)]
+pub(super) struct Choices {
+    pub(super) count: usize,
+    pub(super) output: bool,
+    /// One of them has a finish reason.
+    pub(super) finished: bool,
+}
+
+impl Choices {
+    /// Choices of another shape.
+    pub(super) const UNKNOWN: Self = Self { count: 1, output: true, finished: true };
+}
+
+impl<'de> Deserialize<'de> for Choices {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ChoicesVisitor)
+    }
+}
+
+struct ChoicesVisitor;
+
+impl<'de> Visitor<'de> for ChoicesVisitor {
+    type Value = Choices;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("choices")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut choices: A) -> Result<Choices, A::Error> {
+        let mut all = Choices { count: 0, output: false, finished: false };
+        while let Some(choice) = choices.next_element::<Choice>()? {
+            let output = choice.text.0 || choice.delta.is_some_and(|delta| delta.0);
+            all.count += 1;
+            all.output |= output || choice.finish_reason.0;
+            all.finished |= choice.finish_reason.0;
+        }
+        Ok(all)
+    }
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    delta: Option<Delta>,
+    #[serde(default)]
+    text: Filled,
+    #[serde(default)]
+    finish_reason: Filled,
+}
+
+/// Whether a delta has any output. Engines add members of their own (`reasoning_content`, `reasoning`, `audio`), so
+/// each counts, except for the role.
+struct Delta(bool);
+
+impl<'de> Deserialize<'de> for Delta {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(DeltaVisitor)
+    }
+}
+
+struct DeltaVisitor;
+
+impl<'de> Visitor<'de> for DeltaVisitor {
+    type Value = Delta;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a delta")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Delta, A::Error> {
+        let mut output = false;
+        while let Some(name) = members.next_key::<IsRole>()? {
+            let filled = members.next_value::<Filled>()?;
+            output |= filled.0 && !name.0;
+        }
+        Ok(Delta(output))
+    }
+}
+
+/// Whether a name is `role`. Reading it as text would copy a name with escapes.
+struct IsRole(bool);
+
+impl<'de> Deserialize<'de> for IsRole {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Name;
+        impl Visitor<'_> for Name {
+            type Value = IsRole;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a name")
+            }
+
+            fn visit_str<E: Error>(self, name: &str) -> Result<IsRole, E> {
+                Ok(IsRole(name == "role"))
+            }
+        }
+        deserializer.deserialize_str(Name)
+    }
+}
+
+/// Whether a value is anything but null, `false`, an empty string, array or object.
+#[derive(Default)]
+struct Filled(bool);
+
+impl<'de> Deserialize<'de> for Filled {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(FilledVisitor)
+    }
+}
+
+struct FilledVisitor;
+
+impl<'de> Visitor<'de> for FilledVisitor {
+    type Value = Filled;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a value")
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Filled, E> {
+        Ok(Filled(false))
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<Filled, E> {
+        Ok(Filled(value))
+    }
+
+    fn visit_u64<E: Error>(self, _: u64) -> Result<Filled, E> {
+        Ok(Filled(true))
+    }
+
+    fn visit_i64<E: Error>(self, _: i64) -> Result<Filled, E> {
+        Ok(Filled(true))
+    }
+
+    fn visit_f64<E: Error>(self, _: f64) -> Result<Filled, E> {
+        Ok(Filled(true))
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<Filled, E> {
+        Ok(Filled(!value.is_empty()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<Filled, A::Error> {
+        let filled = values.next_element::<IgnoredAny>()?.is_some();
+        while values.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Filled(filled))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Filled, A::Error> {
+        let filled = members.next_entry::<IgnoredAny, IgnoredAny>()?.is_some();
+        while members.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Filled(filled))
+    }
+}

@@ -1,0 +1,281 @@
+use super::*;
+use crate::relay::chunk::Usage;
+use crate::relay::error::Kind;
+use crate::relay::fake::{Connections, FakeEngine, Script};
+use crate::relay::headers;
+use crate::relay::stream::Item;
+use futures::StreamExt;
+use http::StatusCode;
+use http_body_util::BodyExt;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{RootCertStore, ServerConfig};
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use tokio::net::TcpListener;
+use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
+
+const PATH: PathAndQuery = PathAndQuery::from_static("/v1/chat/completions");
+/// For what must happen soon, on any machine.
+const SOON: Duration = Duration::from_secs(20);
+
+fn client(address: &Uri, protocol: Protocol) -> Client {
+    Client::new(address, &Settings { protocol, ..Settings::default() }).unwrap()
+}
+
+async fn relay(client: &Client) -> Result<Relay<Incoming>, RelayError> {
+    let body = Bytes::from_static(br#"{"stream":true}"#);
+    client.relay(Method::POST, &PATH, HeaderMap::new(), body, UsageInStream::Strip).await
+}
+
+/// The bytes of a whole answer.
+async fn text(client: &Client) -> String {
+    let mut bytes = Vec::new();
+    let mut relay = relay(client).await.unwrap();
+    while let Some(item) = relay.next().await {
+        if let Item::Frame(frame) = item.unwrap() {
+            bytes.extend_from_slice(&frame);
+        }
+    }
+    String::from_utf8(bytes).unwrap()
+}
+
+#[tokio::test]
+async fn a_request_arrives_as_it_was_sent() {
+    let engine = FakeEngine::start([]).await.unwrap();
+    let address = format!("{}base/", engine.uri()).parse().unwrap();
+    let client = client(&address, Protocol::Negotiated);
+    let mut from_client = HeaderMap::new();
+    from_client.insert("traceparent", "00-1-2-01".parse().unwrap());
+    from_client.insert("authorization", "Bearer of-the-client".parse().unwrap());
+    let passed = headers::request(&from_client, headers::bearer("of-the-engine").as_ref());
+    let body = Bytes::from_static(b"{ \"model\": \"m\" }");
+    let path = PathAndQuery::from_static("/v1/completions?a=1");
+    client.send(Method::POST, &path, passed, body.clone()).await.unwrap();
+    let [request] = &engine.requests()[..] else { panic!() };
+    assert_eq!((&request.method, request.uri.to_string()), (&Method::POST, "/base/v1/completions?a=1".into()));
+    assert_eq!((&request.body, request.version), (&body, Version::HTTP_11));
+    assert_eq!(request.headers["authorization"], "Bearer of-the-engine");
+    assert_eq!(request.headers["traceparent"], "00-1-2-01");
+    assert_eq!(request.headers["content-length"], "16");
+    assert_eq!(request.headers["host"], *engine.uri().authority().unwrap().as_str());
+}
+
+#[tokio::test]
+async fn a_connection_is_used_again() {
+    let usage = Usage { prompt_tokens: Some(7), ..Usage::default() };
+    let scripts = [Script::chat(&["a"], Some(usage)), Script::completion(&["b"], Some(usage)), Script::default()];
+    let engine = FakeEngine::start(scripts.map(|script| script.paced(Duration::from_millis(2)))).await.unwrap();
+    for protocol in [Protocol::Negotiated, Protocol::Http2] {
+        let client = client(&engine.uri(), protocol);
+        for _ in 0..3 {
+            assert!(text(&client).await.ends_with("data: [DONE]\n\n"));
+        }
+    }
+    let used: Vec<_> = engine.requests().iter().map(|request| (request.connection, request.version)).collect();
+    assert_eq!(used, [[(0, Version::HTTP_11); 3], [(1, Version::HTTP_2); 3]].concat());
+}
+
+#[tokio::test]
+async fn a_request_on_a_closed_connection_is_sent_again() {
+    let engine = FakeEngine::start([Script::default(), Script::close(), Script::default()]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Negotiated);
+    assert_eq!(text(&client).await, text(&client).await);
+    let used: Vec<_> = engine.requests().iter().map(|request| request.connection).collect();
+    assert_eq!(used, [0, 0, 1]);
+}
+
+#[tokio::test]
+async fn a_request_is_sent_again_only_once() {
+    let engine = FakeEngine::start([Script::default(), Script::close(), Script::close()]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Negotiated);
+    text(&client).await;
+    assert!(matches!(relay(&client).await, Err(RelayError::Unreachable(_))));
+    assert_eq!(engine.requests().len(), 3);
+}
+
+#[tokio::test]
+async fn a_reset_stream_is_not_sent_again() {
+    let engine = FakeEngine::start([Script::default(), Script::close()]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Http2);
+    text(&client).await;
+    assert!(matches!(relay(&client).await, Err(RelayError::Unreachable(_))));
+    assert_eq!(engine.requests().len(), 2);
+}
+
+#[tokio::test]
+async fn a_reset_connection_is_replaced() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        while let Ok((socket, _)) = listener.accept().await {
+            let mut socket = BufReader::new(socket);
+            // The body ends with the only brace.
+            while socket.read_u8().await.unwrap() != b'}' {}
+            socket.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await.unwrap();
+            // The next request has begun. What is left unread of it makes the close a reset.
+            let _ = socket.read_u8().await;
+        }
+    });
+    let client = client(&address, Protocol::Negotiated);
+    for length in [1, 100_000, 1_000_000] {
+        let body = Bytes::from("x".repeat(length) + "}");
+        let response = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body)).await.unwrap();
+        assert_eq!(response.unwrap().collect().await.unwrap().to_bytes(), "{}");
+    }
+}
+
+#[tokio::test]
+async fn a_new_connection_that_closes_is_an_error() {
+    let engine = FakeEngine::start([Script::close()]).await.unwrap();
+    assert!(matches!(relay(&client(&engine.uri(), Protocol::Negotiated)).await, Err(RelayError::Unreachable(_))));
+    assert_eq!(engine.requests().len(), 1);
+}
+
+#[tokio::test]
+async fn idle_connections_are_closed_in_time() {
+    let engine = FakeEngine::start([]).await.unwrap();
+    let settings = Settings { idle_timeout: Duration::from_millis(50), ..Settings::default() };
+    let client = Client::new(&engine.uri(), &settings).unwrap();
+    text(&client).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    text(&client).await;
+    assert_eq!(engine.requests()[1].connection, 1);
+    assert!(Settings::default().idle_timeout < Duration::from_secs(5), "uvicorn's time");
+}
+
+#[tokio::test]
+async fn dropping_an_answer_reaches_the_engine() {
+    for protocol in [Protocol::Negotiated, Protocol::Http2] {
+        // The role and one chunk are sent, and the answer does not end.
+        let scripts = [Script::default().hanging_after(2), Script::default().after(Duration::from_hours(1))];
+        let engine = FakeEngine::start(scripts).await.unwrap();
+        let client = client(&engine.uri(), protocol);
+        let mut answer = relay(&client).await.unwrap();
+        assert!(matches!(answer.next().await, Some(Ok(Item::Head(_)))));
+        drop(answer);
+        timeout(SOON, engine.cancelled(1)).await.expect("cancelled while it streams");
+        assert!(timeout(Duration::from_millis(100), relay(&client)).await.is_err());
+        timeout(SOON, engine.cancelled(2)).await.expect("cancelled before its headers");
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_dies_breaks_the_answer_off() {
+    for protocol in [Protocol::Negotiated, Protocol::Http2] {
+        let scripts = [Script::default().broken_after(1), Script::default().broken_after(2)];
+        let engine = FakeEngine::start(scripts).await.unwrap();
+        let client = client(&engine.uri(), protocol);
+        for heads in [0, 1] {
+            let items: Vec<_> = relay(&client).await.unwrap().collect().await;
+            assert_eq!(items.iter().filter(|item| matches!(item, Ok(Item::Head(_)))).count(), heads);
+            assert!(matches!(items.last(), Some(Err(RelayError::BrokenOff(_)))), "{items:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_error_is_returned_with_its_kind() {
+    let error = serde_json::json!({"error": {"message": "m", "code": 400}});
+    let busy = Script::json(503, &error).header(http::header::RETRY_AFTER, "7");
+    let engine = FakeEngine::start([Script::json(400, &error), busy, Script::json(500, &error)]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Negotiated);
+    for expected in [Kind::Request, Kind::Busy { retry_after: Duration::from_secs(7) }, Kind::Fault] {
+        let Err(RelayError::Answered(answer)) = relay(&client).await else { panic!("{expected:?}") };
+        assert_eq!((answer.kind, &answer.body[..]), (expected, error.to_string().as_bytes()));
+    }
+}
+
+#[tokio::test]
+async fn no_engine_is_unreachable() {
+    let address = {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        format!("http://{}", listener.local_addr().unwrap()).parse().unwrap()
+    };
+    let error = relay(&client(&address, Protocol::Negotiated)).await.unwrap_err();
+    assert!(matches!(&error, RelayError::Unreachable(text) if text.contains("refused")), "{error}");
+}
+
+#[tokio::test]
+async fn connecting_has_a_time_limit() {
+    // The listener accepts TCP in the kernel, but TLS never begins.
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("https://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let connect_timeout = Duration::from_millis(50);
+    let settings = Settings { connect_timeout, roots: Some(RootCertStore::empty()), ..Settings::default() };
+    let client = Client::new(&address, &settings).unwrap();
+    let error = timeout(SOON, relay(&client)).await.unwrap().unwrap_err();
+    assert!(matches!(&error, RelayError::Unreachable(text) if text.contains("50ms")), "{error}");
+}
+
+#[tokio::test]
+async fn an_answer_that_is_not_http_is_broken() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        // What comes before the request would not be an answer to it.
+        socket.read_exact(&mut [0; 4]).await.unwrap();
+        socket.write_all(b"SSH-2.0-OpenSSH_9.6\r\n\r\n").await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    let error = timeout(SOON, relay(&client(&address, Protocol::Negotiated))).await.unwrap().unwrap_err();
+    assert!(matches!(error, RelayError::BrokenOff(_)), "{error}");
+}
+
+#[test]
+fn addresses_are_checked() {
+    for address in ["/v1", "host:80", "ftp://host/", "unix://host"] {
+        let client = Client::new(&address.parse().unwrap(), &Settings::default());
+        assert!(matches!(client, Err(ClientError::Address(_))), "{address}");
+    }
+}
+
+#[tokio::test]
+async fn tls_negotiates_the_version_of_http() {
+    let certificate = CertificateDer::from_pem_slice(include_bytes!("tests/localhost.pem")).unwrap();
+    let key = PrivateKeyDer::from_pem_slice(include_bytes!("tests/localhost.key")).unwrap();
+    let mut roots = RootCertStore::empty();
+    roots.add(certificate.clone()).unwrap();
+    for (alpn, version) in [("h2", Version::HTTP_2), ("http/1.1", Version::HTTP_11)] {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let tls = tls.with_no_client_auth().with_single_cert(vec![certificate.clone()], key.clone_key());
+        let mut tls = tls.unwrap();
+        tls.alpn_protocols = vec![alpn.into()];
+        let acceptor = TlsAcceptor::from(Arc::new(tls));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = format!("https://localhost:{}", listener.local_addr().unwrap().port()).parse().unwrap();
+        let connections = Connections::new([]);
+        let served = connections.clone();
+        tokio::spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                if let Ok(socket) = acceptor.accept(socket).await {
+                    tokio::spawn(served.clone().serve(socket));
+                }
+            }
+        });
+        let settings = Settings { roots: Some(roots.clone()), ..Settings::default() };
+        text(&Client::new(&address, &settings).unwrap()).await;
+        assert_eq!(connections.requests()[0].version, version);
+
+        let unknown = Settings { roots: Some(RootCertStore::empty()), ..Settings::default() };
+        let error = relay(&Client::new(&address, &unknown).unwrap()).await.unwrap_err();
+        assert!(matches!(&error, RelayError::Unreachable(text) if text.contains("certificate")), "{error}");
+    }
+    // A machine may have no certificates of authorities. Whatever else is wrong shows here.
+    let system = Client::new(&"https://localhost".parse().unwrap(), &Settings::default());
+    assert!(matches!(system, Ok(_) | Err(ClientError::Roots(_))), "{system:?}");
+}
+
+#[tokio::test]
+async fn a_path_that_is_too_long_is_refused() {
+    let address = format!("http://localhost/{}", "x".repeat(60_000)).parse().unwrap();
+    let path = PathAndQuery::try_from(format!("/{}", "y".repeat(60_000))).unwrap();
+    let error = client(&address, Protocol::Negotiated).send(Method::GET, &path, HeaderMap::new(), Bytes::new()).await;
+    let Err(RelayError::Answered(answer)) = error else { panic!("{error:?}") };
+    assert_eq!((answer.status, answer.kind), (StatusCode::URI_TOO_LONG, Kind::Request));
+}

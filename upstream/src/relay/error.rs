@@ -1,0 +1,141 @@
+//! What an engine answers instead of output, and what goes wrong on the way to it.
+//!
+//! **A busy engine is not a faulty one, and a wrong request is neither.** 429 and 503 are back-pressure, other 4xx are
+//! the client's, and only what is left counts against the engine.
+
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, Response, StatusCode, header};
+use http_body::Body;
+use http_body_util::BodyExt;
+use serde::Deserialize;
+use std::time::{Duration, SystemTime};
+use tokio::time::timeout;
+
+/// Most bytes of an error's body that are kept. Validation errors quote the request, but 1 MiB tells enough.
+const MAX_BODY: usize = 1 << 20;
+/// Time for the body of an error. It comes with its headers; an engine that stops in between must not keep the request.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Used where a busy engine does not say when to come back. Queues of engines move within seconds.
+const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
+/// Limits what an engine asks for, so that one wrong clock does not take it out of service for a day.
+const MAX_RETRY_AFTER: Duration = Duration::from_mins(10);
+
+/// Why there is no answer, or no whole one.
+#[derive(Debug, thiserror::Error)]
+pub enum RelayError {
+    /// No connection, or it closed before the answer began. The engine has not answered anything.
+    #[error("engine unreachable: {0}")]
+    Unreachable(String),
+    /// The engine answered with an error.
+    #[error("engine answered {}", .0.status)]
+    Answered(Box<Answer>),
+    /// The answer broke off.
+    #[error("engine broke off its answer: {0}")]
+    BrokenOff(String),
+    /// The stream ended properly, but neither with `[DONE]` nor with a finish reason.
+    #[error("engine ended its stream without a finish reason")]
+    Unfinished,
+}
+
+/// An answer that is an error.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The status, 500 for an error without one in a stream.
+    pub status: StatusCode,
+    /// All headers of the answer; see [`headers::response`](super::headers::response) for which to pass on.
+    pub headers: HeaderMap,
+    /// The body, up to 1 MiB of it.
+    pub body: Bytes,
+    /// What it says of the engine.
+    pub kind: Kind,
+}
+
+/// What an error says of the engine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Back-pressure: 429 or 503.
+    Busy {
+        /// When to come back.
+        retry_after: Duration,
+    },
+    /// The request is wrong: any other 4xx.
+    Request,
+    /// The engine is at fault. This includes redirects, because the API has none.
+    Fault,
+}
+
+impl Kind {
+    /// The kind of an answer with these headers.
+    pub fn of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> Self {
+        match status {
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                Self::Busy { retry_after: retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER) }
+            }
+            status if status.is_client_error() => Self::Request,
+            _ => Self::Fault,
+        }
+    }
+}
+
+impl Answer {
+    /// Reads an answer that is no success. A body that does not come, or not whole, is cut short.
+    pub async fn read<B: Body<Data = Bytes> + Unpin>(response: Response<B>) -> Self {
+        let (parts, mut body) = response.into_parts();
+        let kind = Kind::of(parts.status, &parts.headers, SystemTime::now());
+        let mut read = BytesMut::new();
+        let all = async {
+            while let Some(Ok(frame)) = body.frame().await {
+                let data = frame.into_data().unwrap_or_default();
+                let room = MAX_BODY - read.len();
+                read.extend_from_slice(&data[..data.len().min(room)]);
+                if data.len() > room {
+                    break;
+                }
+            }
+        };
+        // What was read until then is in `read`.
+        let _ = timeout(BODY_TIMEOUT, all).await;
+        Self { status: parts.status, headers: parts.headers, body: read.freeze(), kind }
+    }
+
+    /// The answer to a request whose path is too long for the engine's address before it.
+    pub(super) fn uri_too_long() -> Self {
+        let (headers, body) = (HeaderMap::new(), Bytes::new());
+        Self { status: StatusCode::URI_TOO_LONG, headers, body, kind: Kind::Request }
+    }
+
+    /// An error that came as an event of a stream, where the status is in the JSON if anywhere.
+    pub fn of_event(data: Bytes) -> Self {
+        #[derive(Deserialize)]
+        struct Error {
+            error: Option<serde_json::Value>,
+            code: Option<serde_json::Value>,
+        }
+        let code = || -> Option<u16> {
+            let Error { error, code } = serde_json::from_slice(&data).ok()?;
+            let code = error.as_ref().and_then(|error| error.get("code")).or(code.as_ref())?;
+            // A number, or a number as text.
+            code.as_u64().or_else(|| code.as_str()?.parse().ok())?.try_into().ok()
+        };
+        let error = |status: &StatusCode| status.is_client_error() || status.is_server_error();
+        let status = code().and_then(|code| StatusCode::from_u16(code).ok()).filter(error);
+        let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let headers = HeaderMap::new();
+        let kind = Kind::of(status, &headers, SystemTime::UNIX_EPOCH);
+        Self { status, headers, body: data, kind }
+    }
+}
+
+/// The time from `now` that a `Retry-After` header names, as seconds or as a date.
+fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
+    let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
+    let after = match value.parse() {
+        Ok(seconds) => Duration::from_secs(seconds),
+        // A date in the past means at once.
+        Err(_) => httpdate::parse_http_date(value).ok()?.duration_since(now).unwrap_or_default(),
+    };
+    Some(after.min(MAX_RETRY_AFTER))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! A scripted engine for tests: an HTTP server on the loopback interface that answers as vLLM does, or fails as told.
+//!
+//! Each request takes the next [`Script`]. The engine records requests, and counts those that were cancelled: whose
+//! connection or stream ended before the answer did.
+
+mod script;
+
+pub use script::Script;
+
+use bytes::Bytes;
+use futures::stream::{self, Stream};
+use http::{HeaderMap, Method, Request, Response, Uri, Version};
+use http_body::Frame;
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto;
+use script::Step;
+use std::collections::VecDeque;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::AbortHandle;
+
+/// The engine. Dropping it closes its port; open connections go on.
+#[derive(Debug)]
+pub struct FakeEngine {
+    address: SocketAddr,
+    connections: Connections,
+    accepting: AbortHandle,
+}
+
+/// Serves connections of one engine.
+#[derive(Clone, Debug)]
+pub struct Connections(Arc<Shared>);
+
+/// A request as it arrived.
+#[derive(Clone, Debug)]
+pub struct Recorded {
+    /// Its method.
+    pub method: Method,
+    /// Its path and query; with HTTP/2 its whole address.
+    pub uri: Uri,
+    /// Its version of HTTP.
+    pub version: Version,
+    /// Its headers.
+    pub headers: HeaderMap,
+    /// Its whole body.
+    pub body: Bytes,
+    /// Number of the connection that it came on, from 0.
+    pub connection: usize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    scripts: Mutex<VecDeque<Script>>,
+    requests: Mutex<Vec<Recorded>>,
+    connections: AtomicUsize,
+    cancelled: watch::Sender<usize>,
+}
+
+/// Counts a request as cancelled if it is dropped before the answer is complete.
+struct Running {
+    shared: Arc<Shared>,
+    complete: bool,
+}
+
+impl FakeEngine {
+    /// Starts an engine for these requests. It answers later ones with [`Script::default`].
+    pub async fn start(scripts: impl IntoIterator<Item = Script>) -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        let address = listener.local_addr()?;
+        let connections = Connections::new(scripts);
+        let accepted = connections.clone();
+        let accept = async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                tokio::spawn(accepted.clone().serve(socket));
+            }
+        };
+        Ok(Self { address, connections, accepting: tokio::spawn(accept).abort_handle() })
+    }
+
+    /// Its address: `http://127.0.0.1:PORT`.
+    pub fn uri(&self) -> Uri {
+        let uri = Uri::builder().scheme("http").authority(self.address.to_string()).path_and_query("/");
+        uri.build().expect("a socket address is an authority")
+    }
+
+    /// The requests so far.
+    pub fn requests(&self) -> Vec<Recorded> {
+        self.connections.requests()
+    }
+
+    /// Waits until this many requests were cancelled.
+    pub async fn cancelled(&self, count: usize) {
+        let mut cancelled = self.connections.0.cancelled.subscribe();
+        // The sender lives as long as `self`.
+        let _ = cancelled.wait_for(|cancelled| *cancelled >= count).await;
+    }
+}
+
+impl Drop for FakeEngine {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+impl Connections {
+    /// Serves requests with these scripts.
+    pub fn new(scripts: impl IntoIterator<Item = Script>) -> Self {
+        Self(Arc::new(Shared {
+            scripts: Mutex::new(scripts.into_iter().collect()),
+            requests: Mutex::default(),
+            connections: AtomicUsize::new(0),
+            cancelled: watch::Sender::new(0),
+        }))
+    }
+
+    /// The requests so far.
+    pub fn requests(&self) -> Vec<Recorded> {
+        lock(&self.0.requests).clone()
+    }
+
+    /// Serves a connection, HTTP/1.1 or 2, until it ends.
+    pub async fn serve(self, io: impl AsyncRead + AsyncWrite + Unpin + Send + 'static) {
+        let connection = self.0.connections.fetch_add(1, Ordering::Relaxed);
+        let service = service_fn(|request| answer(self.0.clone(), connection, request));
+        // A connection ends with an error where the script or the client breaks it off.
+        let _ = auto::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(io), service).await;
+    }
+}
+
+type AnswerBody = StreamBody<std::pin::Pin<Box<dyn Stream<Item = io::Result<Frame<Bytes>>> + Send>>>;
+
+/// Answers one request. An error closes the connection without an answer.
+async fn answer(
+    shared: Arc<Shared>,
+    connection: usize,
+    request: Request<Incoming>,
+) -> io::Result<Response<AnswerBody>> {
+    let (parts, body) = request.into_parts();
+    let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
+    let http::request::Parts { method, uri, version, headers, .. } = parts;
+    let script = lock(&shared.scripts).pop_front().unwrap_or_default();
+    lock(&shared.requests).push(Recorded { method, uri, version, headers, body, connection });
+    let mut running = Running { shared, complete: false };
+    tokio::time::sleep(script.delay).await;
+    if script.close {
+        running.complete = true;
+        return Err(io::ErrorKind::ConnectionReset.into());
+    }
+    let mut response = Response::new(());
+    *response.status_mut() = script.status;
+    *response.headers_mut() = script.headers;
+    let body = stream::unfold((script.steps.into_iter(), running), async |(mut steps, mut running)| {
+        loop {
+            let frame = match steps.next() {
+                Some(Step::Wait(time)) => {
+                    tokio::time::sleep(time).await;
+                    continue;
+                }
+                Some(Step::Hang) => std::future::pending().await,
+                Some(Step::Send(bytes)) => Ok(Frame::data(bytes)),
+                Some(Step::Break) => {
+                    running.complete = true;
+                    Err(io::ErrorKind::ConnectionReset.into())
+                }
+                None => {
+                    running.complete = true;
+                    return None;
+                }
+            };
+            return Some((frame, (steps, running)));
+        }
+    });
+    Ok(response.map(|()| StreamBody::new(Box::pin(body) as _)))
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.complete {
+            self.shared.cancelled.send_modify(|cancelled| *cancelled += 1);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic elsewhere in a test must not hide behind one here.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,86 @@
+//! Which headers cross the gateway.
+//!
+//! Everything passes that has no reason not to: trace context, `user-agent`, headers that only an engine knows. Reasons
+//! are that a header belongs to one connection (RFC 9110, section 7.6.1), that the client of the next connection sets
+//! it itself, or that it is between the client and the gateway.
+
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+
+/// Headers of one connection, besides those that `Connection` names.
+const HOP_BY_HOP: [HeaderName; 9] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+];
+
+/// Request headers that end at the gateway.
+const OF_THE_GATEWAY: [HeaderName; 7] = [
+    // The connection to the engine has its own.
+    header::HOST,
+    header::CONTENT_LENGTH,
+    header::EXPECT,
+    // A compressed stream could not be read. Engines compress nothing by default.
+    header::ACCEPT_ENCODING,
+    // Keys of the gateway's clients, as OpenAI, Anthropic and Azure call them. An engine must not learn them.
+    header::AUTHORIZATION,
+    HeaderName::from_static("x-api-key"),
+    HeaderName::from_static("api-key"),
+];
+
+/// Prefix of the headers between the client and the gateway.
+const PRIVATE: &str = "x-blockyard-";
+
+/// Whether a relayed body is that of the engine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Body {
+    /// Byte for byte.
+    Unchanged,
+    /// Its length may differ.
+    Changed,
+}
+
+/// The value of `Authorization` for an engine's API key. `None` if the key has characters that no header may have.
+pub fn bearer(key: &str) -> Option<HeaderValue> {
+    let mut value = HeaderValue::try_from(format!("Bearer {key}")).ok()?;
+    value.set_sensitive(true);
+    Some(value)
+}
+
+/// The headers of a request to an engine.
+pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> HeaderMap {
+    let ends_here = |name: &HeaderName| OF_THE_GATEWAY.contains(name) || name.as_str().starts_with(PRIVATE);
+    let mut headers = passed(client, ends_here);
+    if let Some(value) = authorization {
+        headers.insert(header::AUTHORIZATION, value.clone());
+    }
+    headers
+}
+
+/// The headers of an answer to the client.
+pub fn response(engine: &HeaderMap, body: Body) -> HeaderMap {
+    passed(engine, |name| body == Body::Changed && name == header::CONTENT_LENGTH)
+}
+
+fn passed(headers: &HeaderMap, ends_here: impl Fn(&HeaderName) -> bool) -> HeaderMap {
+    let connection = headers.get_all(header::CONNECTION);
+    let named = |name: &HeaderName| {
+        let mut lists = connection.iter().filter_map(|list| list.to_str().ok());
+        lists.any(|list| list.split(',').any(|token| token.trim().eq_ignore_ascii_case(name.as_str())))
+    };
+    let mut passed = HeaderMap::with_capacity(headers.len() + 1);
+    for (name, value) in headers {
+        if !HOP_BY_HOP.contains(name) && !ends_here(name) && !named(name) {
+            passed.append(name, value.clone());
+        }
+    }
+    passed
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,294 @@
+//! Turns the answer of an engine into what the client gets, and reads its usage on the way.
+//!
+//! ```text
+//!            output, [DONE], too much held        end of the body
+//!   Holding ─────────────────────────────▶ Passing ───────────────▶ Ended
+//!      │ error, or the end without output     │ broken off              ▲
+//!      └──────────────────────────────────────┴─────────────────────────┘
+//! ```
+//!
+//! **Nothing reaches the client before the first output.** Until then a failure is an error item and nothing else, so
+//! the request can go to another engine. Afterwards chunks of output pass unread.
+//!
+//! Dropping a [`Relay`] drops the body, which cancels the request at the engine.
+//!
+//! Not here: time limits. The items carry none, so the caller can time them as it likes.
+
+mod events;
+mod plain;
+
+use super::error::RelayError;
+use super::headers;
+use bytes::Bytes;
+use events::Events;
+use futures::Stream;
+use http::{HeaderMap, Response, StatusCode, header};
+use http_body::Body;
+use plain::Plain;
+use std::collections::VecDeque;
+use std::error::Error;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+pub use super::chunk::Usage;
+
+/// The answer of an engine as a stream of [`Item`]s. An error item is the last one.
+#[derive(Debug)]
+pub struct Relay<B> {
+    /// Dropped at the end or at an error, which frees or closes its connection.
+    body: Option<B>,
+    content: Content,
+    head: Option<Head>,
+    /// Frames from before the first output, and the last one of a body.
+    held: Held,
+    phase: Phase,
+}
+
+/// A part of an answer, in this order: one head, frames, one end.
+#[derive(Debug)]
+pub enum Item {
+    /// Comes together with the first output.
+    Head(Head),
+    /// Bytes for the client: an event of a stream, or part of another body.
+    Frame(Bytes),
+    /// The answer is whole.
+    End(Report),
+}
+
+/// The start of an answer, for the client.
+#[derive(Clone, Debug)]
+pub struct Head {
+    /// The status of the engine's answer.
+    pub status: StatusCode,
+    /// The headers of the engine's answer that pass.
+    pub headers: HeaderMap,
+}
+
+/// What was learned of a whole answer.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Report {
+    /// The usage, if the engine said it.
+    pub usage: Option<Usage>,
+    /// The engine sent an error after output had begun. The client has got it as a part of the stream.
+    pub failed: bool,
+}
+
+/// What is done with the usage that a stream has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum UsageInStream {
+    /// It passes: the client asked for it.
+    Keep,
+    /// It is removed: the gateway asked for it.
+    Strip,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    Holding,
+    Passing,
+    Ended,
+}
+
+#[derive(Default, Debug)]
+struct Held {
+    frames: VecDeque<Bytes>,
+    /// Of all frames that were ever held.
+    bytes: usize,
+}
+
+#[derive(Debug)]
+enum Content {
+    Events(Box<Events>),
+    Plain(Plain),
+}
+
+/// Most bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin with two
+/// copies of the request's instructions; where those are longer, the head goes out before the first output.
+const MAX_HELD: usize = 256 << 10;
+
+impl<B> Relay<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    /// Relays an answer whose status is a success; for others see [`Answer::read`](super::error::Answer::read).
+    pub fn new(response: Response<B>, usage: UsageInStream) -> Self {
+        let (parts, body) = response.into_parts();
+        let is_stream = is_readable_stream(&parts.headers);
+        let changed = is_stream && usage == UsageInStream::Strip;
+        let changed = if changed { headers::Body::Changed } else { headers::Body::Unchanged };
+        let head = Head { status: parts.status, headers: headers::response(&parts.headers, changed) };
+        let content =
+            if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };
+        Self { body: Some(body), content, head: Some(head), held: Held::default(), phase: Phase::Holding }
+    }
+
+    /// Takes what the content has of frames. Returns one that may pass at once.
+    fn next_frame(&mut self) -> Result<Option<Bytes>, RelayError> {
+        let Content::Events(events) = &mut self.content else { return Ok(None) };
+        while let Some(event) = events.next() {
+            let step = events.step(event, self.phase == Phase::Holding)?;
+            if self.phase == Phase::Passing {
+                if step.frame.is_some() {
+                    return Ok(step.frame);
+                }
+                continue;
+            }
+            if let Some(frame) = step.frame {
+                self.held.push(frame);
+            }
+            if step.release || self.held.bytes > MAX_HELD {
+                self.phase = Phase::Passing;
+                break;
+            }
+        }
+        Ok(None)
+    }
+
+    /// The next item, without a read of the body. `None` if it needs one.
+    fn buffered(&mut self) -> Result<Option<Item>, RelayError> {
+        // At most twice: the first round may end the phase of holding.
+        loop {
+            if self.phase == Phase::Passing {
+                if let Some(head) = self.head.take() {
+                    return Ok(Some(Item::Head(head)));
+                }
+                if let Some(frame) = self.held.frames.pop_front() {
+                    return Ok(Some(Item::Frame(frame)));
+                }
+            }
+            if let Some(frame) = self.next_frame()? {
+                return Ok(Some(Item::Frame(frame)));
+            }
+            if self.phase == Phase::Holding || self.head.is_none() {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn received(&mut self, data: Bytes) {
+        match &mut self.content {
+            Content::Events(events) => events.push(data),
+            Content::Plain(plain) => {
+                plain.keep(&data);
+                self.phase = Phase::Passing;
+                self.held.push(data);
+            }
+        }
+    }
+
+    /// The body has ended. Its last frames and the head may still be held.
+    fn ended(&mut self) -> Result<(), RelayError> {
+        self.body = None;
+        let holding = self.phase == Phase::Holding;
+        self.phase = Phase::Passing;
+        let Content::Events(events) = &mut self.content else { return Ok(()) };
+        if let Some(event) = events.finish() {
+            let step = events.step(event, holding)?;
+            step.frame.into_iter().for_each(|frame| self.held.push(frame));
+        }
+        events.take_last().into_iter().for_each(|frame| self.held.push(frame));
+        // A client that has got output gets the last frames too, before the error.
+        if holding && !events.is_finished() { Err(RelayError::Unfinished) } else { Ok(()) }
+    }
+
+    fn report(&mut self) -> Result<Item, RelayError> {
+        self.phase = Phase::Ended;
+        match &mut self.content {
+            Content::Events(events) if !events.is_finished() => Err(RelayError::Unfinished),
+            Content::Events(events) => Ok(Item::End(events.report())),
+            Content::Plain(plain) => Ok(Item::End(Report { usage: plain.usage(), failed: false })),
+        }
+    }
+
+    fn fail(&mut self, error: RelayError) -> Poll<Option<Result<Item, RelayError>>> {
+        self.phase = Phase::Ended;
+        self.body = None;
+        self.held.frames.clear();
+        Poll::Ready(Some(Err(error)))
+    }
+}
+
+impl<B> Stream for Relay<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<Box<dyn Error + Send + Sync>>,
+{
+    type Item = Result<Item, RelayError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        loop {
+            if this.phase == Phase::Ended {
+                return Poll::Ready(None);
+            }
+            match this.buffered() {
+                Ok(Some(item)) => return Poll::Ready(Some(Ok(item))),
+                Ok(None) => {}
+                Err(error) => return this.fail(error),
+            }
+            let Some(body) = &mut this.body else {
+                return Poll::Ready(Some(this.report()));
+            };
+            match ready!(Pin::new(&mut *body).poll_frame(context)) {
+                Some(Ok(frame)) => {
+                    // Trailers end here; no engine sends any.
+                    let is_last = body.is_end_stream();
+                    if let Ok(data) = frame.into_data() {
+                        this.received(data);
+                    }
+                    // Who knows the length of a body does not ask for more after its last byte.
+                    if is_last && let Err(error) = this.ended() {
+                        return this.fail(error);
+                    }
+                }
+                // The answer is whole after `[DONE]`, however its connection ends.
+                Some(Err(error)) if !this.content.is_done() => {
+                    return this.fail(RelayError::BrokenOff(chain(&*error.into())));
+                }
+                None | Some(Err(_)) => {
+                    if let Err(error) = this.ended() {
+                        return this.fail(error);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Held {
+    fn push(&mut self, frame: Bytes) {
+        self.bytes += frame.len();
+        self.frames.push_back(frame);
+    }
+}
+
+impl Content {
+    /// `[DONE]` was read.
+    fn is_done(&self) -> bool {
+        matches!(self, Self::Events(events) if events.is_done())
+    }
+}
+
+/// Whether a body consists of events. A compressed one cannot be read, and passes like any other body.
+fn is_readable_stream(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let media_type = text(header::CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();
+    let plain = text(header::CONTENT_ENCODING).is_none_or(|encoding| encoding.eq_ignore_ascii_case("identity"));
+    media_type.trim().eq_ignore_ascii_case("text/event-stream") && plain
+}
+
+/// An error with its causes.
+pub(super) fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests;

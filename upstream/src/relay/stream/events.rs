@@ -1,0 +1,208 @@
+//! The events of a stream: which are read, and what is removed from them.
+
+use super::{Report, Usage, UsageInStream};
+use crate::relay::chunk::{Chunk, Kind, NULL_USAGE, Relevance};
+use crate::relay::error::{Answer, RelayError};
+use crate::relay::splice::Splice;
+use crate::relay::sse::{Event, Splitter};
+use bytes::Bytes;
+use memchr::memmem;
+use std::ops::Range;
+
+/// Longer events pass unread. Chunks have 300 bytes, or some 100 KB with the log probabilities of a prompt; the last
+/// event of the Responses API repeats the whole answer.
+const MAX_EVENT: usize = 1 << 20;
+
+#[derive(Debug)]
+pub(super) struct Events {
+    splitter: Splitter,
+    strip: bool,
+    /// The payload of the latest event that was not read. Only at the end of the body it matters what it says.
+    unread: Vec<u8>,
+    /// Whether the answer may end after the latest event.
+    finished: Finished,
+    done: bool,
+    usage: Option<Usage>,
+    failed: bool,
+    /// The event with the finish reason, until the next one comes. Where the usage is removed, what else its chunk says
+    /// belongs to this one: vLLM writes `system_fingerprint` into the last chunk.
+    last: Option<Bytes>,
+}
+
+/// Part of a chunk that ends a choice.
+const FINISH: &[u8] = br#""finish_reason":""#;
+/// What vLLM says in the last chunk only.
+const FINGERPRINT: &str = "system_fingerprint";
+
+/// What an event means for the client.
+#[derive(Debug)]
+pub(super) struct Step {
+    /// The bytes to forward.
+    pub(super) frame: Option<Bytes>,
+    /// It has output, or the stream is over: no further event must be waited for.
+    pub(super) release: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Finished {
+    Yes,
+    No,
+    /// [`Events::unread`] says it.
+    Unread,
+}
+
+impl Events {
+    pub(super) fn new(usage: UsageInStream) -> Self {
+        Self {
+            splitter: Splitter::new(MAX_EVENT),
+            strip: usage == UsageInStream::Strip,
+            unread: Vec::new(),
+            finished: Finished::No,
+            done: false,
+            usage: None,
+            failed: false,
+            last: None,
+        }
+    }
+
+    pub(super) fn push(&mut self, chunk: Bytes) {
+        self.splitter.push(chunk);
+    }
+
+    pub(super) fn next(&mut self) -> Option<Event> {
+        self.splitter.next()
+    }
+
+    pub(super) fn finish(&mut self) -> Option<Event> {
+        self.splitter.finish()
+    }
+
+    /// Decides on an event. `holding`: there was no output yet. Then an error in the stream is an error of the request.
+    pub(super) fn step(&mut self, event: Event, holding: bool) -> Result<Step, RelayError> {
+        if !self.strip {
+            return self.step_alone(event, holding);
+        }
+        let ends_a_choice =
+            event.data_range().filter(|data| memmem::find(&event.raw[data.clone()], FINISH).is_some()).is_some();
+        let mut step = self.step_alone(event, holding)?;
+        let frame = step.frame.take();
+        let (last, frame) =
+            if ends_a_choice { (std::mem::replace(&mut self.last, frame), None) } else { (self.last.take(), frame) };
+        step.frame = match (last, frame) {
+            (Some(last), Some(frame)) => Some(joined(&last, b"", &frame)),
+            (last, frame) => last.or(frame),
+        };
+        Ok(step)
+    }
+
+    /// The event with the finish reason, if it has not been taken yet.
+    pub(super) fn take_last(&mut self) -> Option<Bytes> {
+        self.last.take()
+    }
+
+    /// Adds to the event before it what a chunk that is removed says besides the usage.
+    fn add_to_last(&mut self, removed: &[u8]) -> Option<()> {
+        let value = Splice::scan(Bytes::copy_from_slice(removed)).ok()?.get(FINGERPRINT)?;
+        let last = Event { raw: self.last.take()?, whole: true };
+        let range = last.data_range();
+        self.last = Some(last.raw.clone());
+        let range = range?;
+        let mut splice = Splice::scan(last.raw.slice(range.clone())).ok()?;
+        if splice.range(FINGERPRINT).is_none() {
+            splice.set(FINGERPRINT, value);
+            self.last = Some(joined(&last.raw[..range.start], &splice.finish(), &last.raw[range.end..]));
+        }
+        Some(())
+    }
+
+    fn step_alone(&mut self, event: Event, holding: bool) -> Result<Step, RelayError> {
+        let range = event.data_range();
+        if let Some(range) = range.clone().filter(|_| !holding) {
+            let data = &event.raw[range.clone()];
+            let relevance = Relevance::of(data);
+            if relevance != Relevance::Read {
+                self.unread.clear();
+                self.unread.extend_from_slice(data);
+                self.finished = Finished::Unread;
+                let strip = self.strip && relevance == Relevance::NullUsage;
+                let frame = if strip { without_null_usage(&event.raw, range) } else { event.raw };
+                return Ok(Step { frame: Some(frame), release: true });
+            }
+        }
+        // llama.cpp sends an error as a field of its own.
+        let error = || event.field("error").map(|data| (data, true));
+        let Some((data, is_error)) = event.data().map(|data| (data, false)).or_else(error) else {
+            // A comment, or a part of an event that is too long. The latter is certainly not only a role.
+            return Ok(Step { release: !event.whole, frame: Some(event.raw) });
+        };
+        let mut chunk = Chunk::read(&data);
+        if is_error {
+            chunk.kind = Kind::Error;
+        }
+        if holding && chunk.kind == Kind::Error {
+            let data = Bytes::copy_from_slice(&data);
+            return Err(RelayError::Answered(Box::new(Answer::of_event(data))));
+        }
+        self.learn(chunk);
+        if self.strip && chunk.kind == Kind::Usage {
+            // Without it nothing has to be added.
+            let _ = self.add_to_last(&data);
+            return Ok(Step { frame: None, release: false });
+        }
+        // No engine writes a chunk on several lines; such a chunk would keep its usage.
+        let stripped = range.filter(|_| self.strip).and_then(|range| without_usage(&event.raw, range));
+        let release = !matches!(chunk.kind, Kind::Preamble | Kind::Usage);
+        Ok(Step { frame: Some(stripped.unwrap_or_else(|| event.raw.clone())), release })
+    }
+
+    fn learn(&mut self, chunk: Chunk) {
+        self.finished = if chunk.finished { Finished::Yes } else { Finished::No };
+        self.done |= chunk.kind == Kind::Done;
+        self.failed |= chunk.kind == Kind::Error;
+        if let Some(usage) = chunk.usage {
+            self.usage.get_or_insert_default().update(usage);
+        }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        self.done
+    }
+
+    /// Whether the answer is whole if the body ends now.
+    pub(super) fn is_finished(&self) -> bool {
+        let finished = match self.finished {
+            Finished::Yes => true,
+            Finished::No => false,
+            Finished::Unread => Chunk::read(&self.unread).finished,
+        };
+        self.done || self.failed || finished
+    }
+
+    pub(super) fn report(&self) -> Report {
+        Report { usage: self.usage, failed: self.failed }
+    }
+}
+
+/// The event without the [`NULL_USAGE`] at the end of its payload.
+fn without_null_usage(raw: &[u8], data: Range<usize>) -> Bytes {
+    // The brace stays.
+    let brace = data.end - 1;
+    joined(&raw[..data.end - NULL_USAGE.len()], b"", &raw[brace..])
+}
+
+/// The event without the member `usage` of its payload. `None` if it has none.
+fn without_usage(raw: &Bytes, data: Range<usize>) -> Option<Bytes> {
+    memmem::find(&raw[data.clone()], br#""usage""#)?;
+    let mut splice = Splice::scan(raw.slice(data.clone())).ok()?;
+    splice.range("usage")?;
+    splice.remove("usage");
+    Some(joined(&raw[..data.start], &splice.finish(), &raw[data.end..]))
+}
+
+fn joined(before: &[u8], between: &[u8], after: &[u8]) -> Bytes {
+    let mut out = Vec::with_capacity(before.len() + between.len() + after.len());
+    out.extend_from_slice(before);
+    out.extend_from_slice(between);
+    out.extend_from_slice(after);
+    out.into()
+}

@@ -1,0 +1,290 @@
+use super::*;
+use crate::relay::error::Kind;
+use crate::relay::fake::Script;
+use futures::channel::mpsc;
+use futures::{FutureExt, StreamExt, stream};
+use http_body::Frame;
+use http_body_util::StreamBody;
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::io;
+
+const USAGE: Usage = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(4) };
+
+type Chunks = Vec<io::Result<Bytes>>;
+
+fn response<S>(
+    content_type: &str,
+    chunks: S,
+) -> Response<StreamBody<impl Stream<Item = io::Result<Frame<Bytes>>> + Unpin>>
+where
+    S: Stream<Item = io::Result<Bytes>> + Unpin,
+{
+    let body = StreamBody::new(chunks.map(|chunk| chunk.map(Frame::data)));
+    Response::builder().header(header::CONTENT_TYPE, content_type).body(body).unwrap()
+}
+
+/// What came of an answer: whether there was a head, all bytes, and the end or the error.
+#[derive(Debug)]
+struct Outcome {
+    head: Option<Head>,
+    bytes: Vec<u8>,
+    end: Result<Report, RelayError>,
+}
+
+fn relayed(content_type: &str, usage: UsageInStream, chunks: Chunks) -> Outcome {
+    let mut relay = Relay::new(response(content_type, stream::iter(chunks)), usage);
+    let (mut head, mut bytes) = (None, Vec::new());
+    loop {
+        let end = match relay.next().now_or_never().unwrap().unwrap() {
+            Ok(Item::Head(first)) => {
+                assert!(head.is_none() && bytes.is_empty(), "one head before all frames");
+                head = Some(first);
+                continue;
+            }
+            Ok(Item::Frame(frame)) => {
+                assert!(head.is_some() && !frame.is_empty());
+                bytes.extend_from_slice(&frame);
+                continue;
+            }
+            Ok(Item::End(report)) => Ok(report),
+            Err(error) => Err(error),
+        };
+        assert!(relay.next().now_or_never().unwrap().is_none(), "nothing follows the end");
+        return Outcome { head, bytes, end };
+    }
+}
+
+fn streamed(usage: UsageInStream, body: impl Into<Bytes>) -> Outcome {
+    relayed("text/event-stream", usage, vec![Ok(body.into())])
+}
+
+fn event(payload: &str) -> String {
+    format!("data: {payload}\n\n")
+}
+
+fn broken() -> io::Result<Bytes> {
+    Err(io::ErrorKind::ConnectionReset.into())
+}
+
+#[test]
+fn the_head_waits_for_the_first_output() {
+    let (sender, chunks) = mpsc::unbounded();
+    let mut relay = Relay::new(response("text/event-stream; charset=utf-8", chunks), UsageInStream::Keep);
+    let mut next = || relay.next().now_or_never().map(|item| item.unwrap().unwrap());
+    let role = event(r#"{"choices":[{"delta":{"role":"assistant","content":""}}]}"#);
+    let text = event(r#"{"choices":[{"delta":{"content":"a"}}]}"#);
+    for held in [": ping\n\n", &role] {
+        sender.unbounded_send(Ok(Bytes::from(held.to_owned()))).unwrap();
+        assert!(next().is_none());
+    }
+    sender.unbounded_send(Ok(Bytes::from(text.clone()))).unwrap();
+    assert!(matches!(next(), Some(Item::Head(Head { status: StatusCode::OK, .. }))));
+    for expected in [": ping\n\n", &role, &text] {
+        assert!(matches!(next(), Some(Item::Frame(frame)) if frame == expected));
+    }
+    assert!(next().is_none());
+}
+
+#[test]
+fn a_whole_stream_passes_unchanged() {
+    for script in
+        [Script::chat(&["a", "b"], Some(USAGE)), Script::completion(&["a", "b"], Some(USAGE)).with_null_usage()]
+    {
+        let outcome = streamed(UsageInStream::Keep, script.body());
+        assert_eq!(outcome.bytes, script.body());
+        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+    }
+}
+
+#[test]
+fn stripping_leaves_what_the_client_would_have_got() {
+    let plain = Script::chat(&["a", "usage", "b"], None).body();
+    let with_usage = Script::chat(&["a", "usage", "b"], Some(USAGE));
+    for body in [with_usage.body(), with_usage.clone().with_null_usage().body()] {
+        let outcome = streamed(UsageInStream::Strip, body);
+        assert_eq!(String::from_utf8_lossy(&outcome.bytes), String::from_utf8_lossy(&plain));
+        assert_eq!(outcome.end.unwrap().usage, Some(USAGE));
+    }
+}
+
+#[test]
+fn usage_is_stripped_wherever_it_stands() {
+    let stripped = event(r#"{"choices":[{"text":"a"}] }"#);
+    let with_member = [
+        r#"{"usage": null, "choices":[{"text":"a"}] }"#,
+        r#"{"choices":[{"text":"a"}] , "usage":{"prompt_tokens":1}}"#,
+        r#"{"choices":[{"text":"a"}] ,"usage":null}"#,
+    ];
+    for payload in with_member {
+        let body = [event(payload), event(payload), event("[DONE]")].concat();
+        let outcome = streamed(UsageInStream::Strip, body);
+        let text = String::from_utf8(outcome.bytes).unwrap().replace(r"{ ", "{");
+        assert_eq!(text, [stripped.clone(), stripped.clone(), event("[DONE]")].concat(), "{payload}");
+    }
+    let crlf = "data: {\"choices\":[{\"text\":\"a\"}],\"usage\":null}\r\n\r\ndata: [DONE]\r\n\r\n";
+    let outcome = streamed(UsageInStream::Strip, crlf);
+    assert_eq!(outcome.bytes, crlf.replace(r#","usage":null"#, "").as_bytes());
+}
+
+#[test]
+fn what_else_the_usage_chunk_says_is_kept() {
+    let fingerprint = r#""system_fingerprint":"f""#;
+    let text = event(r#"{"choices":[{"text":"a","finish_reason":null}]}"#);
+    let ends = |index| format!(r#"{{"choices":[{{"index":{index},"text":"b","finish_reason":"stop"}}]}}"#);
+    let usage = event(&format!(r#"{{"choices":[],"usage":{{"prompt_tokens":1}},{fingerprint}}}"#));
+    let (first, last, done) = (event(&ends(0)), event(&ends(1)), event("[DONE]"));
+    let body = [text.clone(), first.clone(), last.clone(), usage.clone(), done.clone()].concat();
+    let outcome = streamed(UsageInStream::Strip, body);
+    let with_fingerprint = last.replace("}]}", &format!("}}],{fingerprint}}}"));
+    assert_eq!(String::from_utf8_lossy(&outcome.bytes), [text.clone(), first, with_fingerprint, done.clone()].concat());
+    // The first output may be the last, and the body may end after it.
+    let outcome = streamed(UsageInStream::Strip, [last.clone(), usage].concat());
+    assert!(outcome.bytes.ends_with(b",\"system_fingerprint\":\"f\"}\n\n"));
+    assert_eq!(streamed(UsageInStream::Strip, last.clone()).bytes, last.as_bytes());
+    let already = event(&format!(r#"{{"choices":[{{"text":"b","finish_reason":"stop"}}],{fingerprint}}}"#));
+    let usage = event(r#"{"choices":[],"usage":{},"system_fingerprint":"g"}"#);
+    let outcome = streamed(UsageInStream::Strip, [already.clone(), usage, done.clone()].concat());
+    assert_eq!(outcome.bytes, (already + &done).as_bytes());
+}
+
+#[test]
+fn an_error_before_the_output_is_no_answer() {
+    let role = event(r#"{"choices":[{"delta":{"role":"assistant"}}]}"#);
+    let error = r#"{"error":{"message":"m","code":400}}"#;
+    for body in [event(error), role + &event(error), format!("error: {error}\n\n")] {
+        let outcome = streamed(UsageInStream::Keep, body);
+        assert!(outcome.head.is_none());
+        let Err(RelayError::Answered(answer)) = outcome.end else { panic!("{:?}", outcome.end) };
+        assert_eq!((answer.kind, &answer.body[..]), (Kind::Request, error.as_bytes()));
+    }
+}
+
+#[test]
+fn an_error_after_output_passes_and_is_reported() {
+    let body = event(r#"{"choices":[{"text":"a"}]}"#) + &event(r#"{"error":{"message":"m"}}"#) + &event("[DONE]");
+    let outcome = streamed(UsageInStream::Keep, body.clone());
+    assert_eq!(outcome.bytes, body.as_bytes());
+    assert!(outcome.end.unwrap().failed);
+}
+
+#[test]
+fn an_engine_that_dies_gives_an_error() {
+    let body = Script::chat(&["a", "b"], None).body();
+    let first = body.slice(..300);
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, vec![Ok(first), broken()]);
+    assert!(outcome.head.is_none() && matches!(outcome.end, Err(RelayError::BrokenOff(_))));
+    let most = body.slice(..body.len() - 100);
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, vec![Ok(most), broken()]);
+    assert!(outcome.head.is_some() && matches!(outcome.end, Err(RelayError::BrokenOff(_))));
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, vec![Ok(body), broken()]);
+    assert!(outcome.end.is_ok(), "all is there after [DONE]");
+    let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok("{".into()), broken()]);
+    assert!(matches!(outcome.end, Err(RelayError::BrokenOff(_))));
+}
+
+#[test]
+fn a_stream_needs_a_finish_reason_or_done() {
+    let text = event(r#"{"choices":[{"text":"a","finish_reason":null}]}"#);
+    let last = event(r#"{"choices":[{"text":"b","finish_reason":"stop"}]}"#);
+    let usage = event(r#"{"choices":[],"usage":{"prompt_tokens":7}}"#);
+    let stop = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
+    for end in [&last, &(last.clone() + &usage), &event("[DONE]"), "data: [DONE]\n", stop] {
+        let body = text.clone() + &text + end;
+        let outcome = streamed(UsageInStream::Keep, body.clone());
+        assert!(outcome.end.is_ok(), "{end}");
+        assert_eq!(outcome.bytes, body.as_bytes());
+    }
+    for end in ["", &text, "data: {\"cho", ": ping\n\n"] {
+        let body = text.clone() + &text + end;
+        let outcome = streamed(UsageInStream::Keep, body.clone());
+        assert!(outcome.head.is_some());
+        assert_eq!(outcome.bytes, body.as_bytes());
+        assert!(matches!(outcome.end, Err(RelayError::Unfinished)), "{end}");
+    }
+    let outcome = streamed(UsageInStream::Keep, ": ping\n\n");
+    assert!(outcome.head.is_none() && matches!(outcome.end, Err(RelayError::Unfinished)));
+}
+
+#[test]
+fn an_answer_without_output_has_a_head_too() {
+    let body = Script::chat(&[], Some(USAGE)).body();
+    let outcome = streamed(UsageInStream::Keep, body.clone());
+    assert_eq!((outcome.head.is_some(), &outcome.bytes[..]), (true, &body[..]));
+    assert_eq!(outcome.end.unwrap().usage, Some(USAGE));
+}
+
+#[test]
+fn what_is_held_is_bounded() {
+    let ping = Bytes::from(format!(": {}\n\n", "x".repeat(1000)));
+    let (sender, chunks) = mpsc::unbounded();
+    let mut relay = Relay::new(response("text/event-stream", chunks), UsageInStream::Keep);
+    let pings = MAX_HELD / ping.len() + 1;
+    (0..pings).for_each(|_| sender.unbounded_send(Ok(ping.clone())).unwrap());
+    assert!(matches!(relay.next().now_or_never(), Some(Some(Ok(Item::Head(_))))));
+}
+
+#[test]
+fn a_body_that_is_no_stream_passes_unchanged() {
+    let usage = r#"{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}"#;
+    let body = format!(r#"{{"choices":[{{"text":"\"usage\":{{}}"}}],"usage":{usage}}}"#);
+    for parts in [1, 10, body.len()] {
+        let chunks = body.as_bytes().chunks(body.len() / parts).map(|chunk| Ok(Bytes::copy_from_slice(chunk)));
+        let outcome = relayed("application/json", UsageInStream::Strip, chunks.collect());
+        assert_eq!(outcome.bytes, body.as_bytes());
+        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+    }
+    let outcome = relayed("application/json", UsageInStream::Strip, Vec::new());
+    assert_eq!((outcome.head.is_some(), outcome.end.unwrap().usage), (true, None));
+}
+
+#[test]
+fn a_long_body_passes_without_being_kept() {
+    let part = Bytes::from(vec![b' '; 1 << 20]);
+    let chunks = (0..8).map(|_| Ok(part.clone())).chain([Ok(r#"{"usage":{"prompt_tokens":1}}"#.into())]);
+    let outcome = relayed("application/json", UsageInStream::Keep, chunks.collect());
+    assert_eq!((outcome.bytes.len() > 8 << 20, outcome.end.unwrap().usage), (true, None));
+}
+
+#[test]
+fn a_compressed_stream_passes_unread() {
+    let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
+    response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
+    let items: Vec<_> =
+        Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect().now_or_never().unwrap();
+    assert!(matches!(&items[..], [Item::Head(_), Item::Frame(_), Item::End(_)]));
+}
+
+#[test]
+fn the_length_of_a_stripped_stream_is_not_sent() {
+    for (usage, length) in [(UsageInStream::Keep, true), (UsageInStream::Strip, false)] {
+        let mut response = response("text/event-stream", stream::iter([Ok(Script::default().body())]));
+        response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
+        let Some(Some(Ok(Item::Head(head)))) = Relay::new(response, usage).next().now_or_never() else { panic!() };
+        assert_eq!(head.headers.contains_key(header::CONTENT_LENGTH), length);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn any_split_gives_the_same_answer(
+        texts in vec("[a-z\"\\\\é{}]{0,6}", 0..6),
+        cuts in vec(any::<prop::sample::Index>(), 0..30),
+        null_usage in any::<bool>(),
+        strip in any::<bool>(),
+    ) {
+        let texts: Vec<_> = texts.iter().map(String::as_str).collect();
+        let script = Script::chat(&texts, Some(USAGE));
+        let body = if null_usage { script.with_null_usage() } else { script }.body();
+        let mut cuts: Vec<_> = cuts.iter().map(|cut| cut.index(body.len())).chain([0, body.len()]).collect();
+        cuts.sort_unstable();
+        let chunks = cuts.windows(2).map(|cut| Ok(body.slice(cut[0]..cut[1]))).collect();
+        let usage = if strip { UsageInStream::Strip } else { UsageInStream::Keep };
+        let outcome = relayed("text/event-stream", usage, chunks);
+        let expected = if strip { Script::chat(&texts, None).body() } else { body };
+        prop_assert_eq!(&outcome.bytes[..], &expected[..]);
+        prop_assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+    }
+}

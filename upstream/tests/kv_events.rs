@@ -1,0 +1,93 @@
+//! Captured messages of vLLM through decoding and the view.
+
+use bytes::Bytes;
+use std::collections::BTreeSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use upstream::kv_events::{Chain, Change, Ignored, Medium, Message, Root, View};
+
+const INT_HASHES: &str = include_str!("fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+const BYTE_HASHES: &str = include_str!("fixtures/kv_events/vllm-0.32.0-byte-hashes.hex");
+
+struct TestChain;
+
+fn hash_of(value: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Chain for TestChain {
+    type Key = u64;
+    type Hash = u64;
+
+    fn root(&self, root: Root<'_>) -> u64 {
+        hash_of((root.lora, root.salt))
+    }
+
+    fn child(&self, parent: &u64, tokens: &[u32]) -> u64 {
+        hash_of((parent, tokens))
+    }
+
+    fn hash(&self, key: &u64) -> u64 {
+        *key
+    }
+}
+
+fn messages(file: &str) -> impl Iterator<Item = Message> + '_ {
+    let hex = |digits: &str| -> Bytes {
+        let digit = |at: usize| u8::from_str_radix(&digits[at..at + 2], 16).expect("hex");
+        (0..digits.len()).step_by(2).map(digit).collect()
+    };
+    let frames = move |line: &str| line.split(' ').map(hex).collect::<Vec<_>>();
+    file.lines().map(move |line| Message::live(&frames(line)).expect("a message"))
+}
+
+/// Our blocks in device memory after each message.
+fn cached_after_each_message(file: &str) -> Vec<BTreeSet<u64>> {
+    let (mut view, mut cached, mut changes) = (View::new(TestChain, 32, 1000), BTreeSet::new(), Vec::new());
+    let after = messages(file).map(|message| {
+        for event in &message.decode().expect("a batch").events {
+            view.apply(event, &mut changes);
+        }
+        for change in changes.drain(..) {
+            match change {
+                Change::Stored { medium, blocks, .. } => {
+                    assert_eq!(medium, Medium::G1);
+                    cached.extend(blocks);
+                }
+                Change::Removed { blocks, .. } => blocks.iter().for_each(|block| assert!(cached.remove(block))),
+                Change::Cleared { .. } => cached.clear(),
+            }
+        }
+        cached.clone()
+    });
+    let after = after.collect();
+    assert_eq!(view.ignored(), Ignored::default());
+    assert_eq!((view.len(), view.engine_block_size()), (cached.len(), Some(32)));
+    after
+}
+
+#[test]
+fn captured_messages_make_the_engines_cache() {
+    let after = cached_after_each_message(INT_HASHES);
+    let sizes: Vec<_> = after.iter().map(BTreeSet::len).collect();
+    // The prompt of 100 tokens, its continuation, the same with a salt, one with decoding, three long ones, a reset.
+    assert_eq!(sizes, [3, 6, 9, 10, 11, 23, 35, 38, 3]);
+    assert_eq!(after[8], after[0], "the same prompt again after the reset");
+    // The prompt that the requests of the first two messages share.
+    let tokens: Vec<u32> = (100..196).collect();
+    let mut key = TestChain.root(Root::default());
+    let own: Vec<u64> = tokens
+        .chunks(32)
+        .map(|block| {
+            key = TestChain.child(&key, block);
+            key
+        })
+        .collect();
+    assert_eq!(after[0], own.into_iter().collect());
+}
+
+#[test]
+fn our_hashes_do_not_depend_on_the_engines() {
+    assert_eq!(cached_after_each_message(BYTE_HASHES), cached_after_each_message(INT_HASHES));
+}

@@ -1,0 +1,78 @@
+//! Relaying: an engine that is a server with the client's API answers the client's HTTP request itself.
+//!
+//! The request and its response pass as bytes, so fields that this program does not know reach the server, and the
+//! client gets the server's own answer. Not here: which headers pass, and how the bytes are sent. That is the engine's.
+
+use bytes::Bytes;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method, StatusCode};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A client's HTTP request.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HttpRequest {
+    /// The method.
+    pub method: Method,
+    /// Path and query, as the client sent them.
+    pub target: PathAndQuery,
+    /// All headers of the client.
+    pub headers: HeaderMap,
+    /// The whole body.
+    pub body: Bytes,
+    /// The response is a stream of server-sent events. Otherwise its first output is also its last.
+    pub is_stream: bool,
+    /// Top-level fields of the body that are meant for this program. The engine removes them: a strict server rejects
+    /// fields that it does not know.
+    pub private_fields: &'static [&'static str],
+}
+
+/// Status and headers of a relayed response.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ResponseHead {
+    /// The status, below 400.
+    pub status: StatusCode,
+    /// The headers for the client.
+    pub headers: HeaderMap,
+    /// The worker that answers, where a router chose it.
+    pub worker: Option<Arc<str>>,
+    /// The router's decision as one line of JSON, when requested.
+    pub explain: Option<Arc<str>>,
+}
+
+/// A relayed response with an error status.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ErrorResponse {
+    /// The status, from 400 on.
+    pub status: StatusCode,
+    /// The headers for the client.
+    pub headers: HeaderMap,
+    /// The body.
+    pub body: Bytes,
+    /// What the response says about the server that sent it.
+    pub kind: ErrorKind,
+}
+
+/// What an error response says about the server that sent it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ErrorKind {
+    /// The request is wrong; another server would answer the same.
+    Request,
+    /// Back-pressure, of status 429 or 503: the server takes no requests for this time.
+    Busy(Duration),
+    /// The server failed, and another one may not.
+    Fault,
+}
+
+/// What a relayed response reports of itself. `None`: it reports no such number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RelayReport {
+    /// Tokens of the prompt.
+    pub prompt_tokens: Option<u32>,
+    /// Tokens of the prompt that the engine found in its cache.
+    pub cached_tokens: Option<u32>,
+    /// Tokens that the engine generated, over all choices.
+    pub completion_tokens: Option<u32>,
+    /// The server failed after the first output. The body contains its error.
+    pub failed: bool,
+}
