@@ -25,6 +25,7 @@ use kvbm::crypt::KeySource;
 use kvbm::object::{Credentials, Endpoint, StoreLocation};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::llama::Builtin;
@@ -78,6 +79,28 @@ pub struct Upstream {
     pub url: http::Uri,
     /// A file that contains the API key for the server. Default none: it asks for no key.
     pub api_key_file: Option<PathBuf>,
+    /// Whether the server's KV events are followed. Default `off`: they help prompts of token ids only.
+    pub kv_events: KvEvents,
+    /// Tokens per KV block. Default: what the server says, else 16.
+    pub block_size: Option<NonZero<u32>>,
+}
+
+/// Whether the KV events of a server are followed, and where it publishes them.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum KvEvents {
+    /// They are not: the cache is estimated from the prompts that are sent to the server. Estimated tokens of text
+    /// match no block of the engine, so with events requests of text would find nothing cached.
+    #[default]
+    Off,
+    /// Where the server says.
+    Auto,
+    /// At these sockets.
+    At {
+        /// Sends the events.
+        live: ::upstream::kv_events::Endpoint,
+        /// Sends lost events again. Default none: then lost events make the cache of the server unknown.
+        replay: Option<::upstream::kv_events::Endpoint>,
+    },
 }
 
 /// The admin API: it shows the state of a running process and reloads its configuration.

@@ -158,6 +158,7 @@ async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<Eve
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
         is_relayed: false,
+        has_exact_blocks: true,
     });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
     let instance =

@@ -231,6 +231,35 @@ fn printed_configuration_loads_to_the_same_values() {
 }
 
 #[test]
+fn upstreams_are_urls_or_tables_and_printed_as_tables() {
+    let load_file = |text: &str| {
+        let file = file(text);
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] })
+    };
+    let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
+    assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
+    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nkv_events = 'tcp://*:5557'\n\
+        kv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\n";
+    let (config, origins) = load_file(table).unwrap();
+    let endpoint = |text: &str| text.parse().unwrap();
+    let kv_events =
+        KvEvents::At { live: endpoint("tcp://10.0.0.1:5557"), replay: Some(endpoint("tcp://10.0.0.9:5558")) };
+    let expected = Upstream { kv_events, block_size: NonZero::new(32), ..of_url[0].clone() };
+    assert_eq!(config.upstreams, [expected]);
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
+    let auto = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = 'auto'\n").unwrap().0;
+    assert_eq!(auto.upstreams[0].kv_events, KvEvents::Auto);
+    for (wrong, named) in [
+        ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
+        ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
+        ("block_size = 0", "block_size"),
+    ] {
+        let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
+        assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
 fn a_preset_sets_unset_keys_and_is_their_origin() {
     let file = file("[router]\npreset = 'cache'\nprefix_affinity = 5.0\n");
     let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };

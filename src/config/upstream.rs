@@ -1,13 +1,20 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::Upstream;
+use super::{KvEvents, Upstream};
+use ::upstream::kv_events::Endpoint;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::{fmt, fs, io};
 
 impl Upstream {
+    /// A server without further settings.
+    pub fn new(url: http::Uri) -> Self {
+        Self { url, api_key_file: None, kv_events: KvEvents::Off, block_size: None }
+    }
+
     /// The API key for the server.
     pub fn api_key(&self) -> io::Result<Option<String>> {
         self.api_key_file.as_ref().map(|path| Ok(fs::read_to_string(path)?.trim().to_owned())).transpose()
@@ -30,8 +37,37 @@ impl Upstream {
 #[serde(deny_unknown_fields)]
 struct Table {
     url: String,
-    #[serde(default)]
     api_key_file: Option<PathBuf>,
+    kv_events: Option<String>,
+    kv_events_replay: Option<String>,
+    block_size: Option<NonZero<u32>>,
+}
+
+impl TryFrom<Table> for Upstream {
+    type Error = String;
+
+    fn try_from(table: Table) -> Result<Self, String> {
+        let Table { url, api_key_file, kv_events, kv_events_replay, block_size } = table;
+        let url = Self::of_url(&url)?;
+        let host = url.host().unwrap_or_default();
+        let endpoint = |key: &str, text: &str| {
+            let endpoint = Endpoint::on_host(text, host);
+            endpoint.map_err(|error| format!("{key}: {error}"))
+        };
+        let replay = kv_events_replay.map(|text| endpoint("kv_events_replay", &text)).transpose()?;
+        let kv_events = match (kv_events.as_deref(), replay) {
+            (None | Some("off"), None) => KvEvents::Off,
+            (Some("auto"), None) => KvEvents::Auto,
+            (None | Some("off" | "auto"), Some(_)) => {
+                return Err("kv_events_replay needs the other socket in kv_events".to_owned());
+            }
+            (Some(live), replay) => {
+                let live = endpoint("kv_events", live).map_err(|error| format!("{error}, `auto` or `off`"))?;
+                KvEvents::At { live, replay }
+            }
+        };
+        Ok(Self { url, api_key_file, kv_events, block_size })
+    }
 }
 
 impl<'de> Deserialize<'de> for Upstream {
@@ -46,12 +82,11 @@ impl<'de> Deserialize<'de> for Upstream {
             }
 
             fn visit_str<E: de::Error>(self, url: &str) -> Result<Upstream, E> {
-                Ok(Upstream { url: Upstream::of_url(url).map_err(E::custom)?, api_key_file: None })
+                Upstream::of_url(url).map(Upstream::new).map_err(E::custom)
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Upstream, A::Error> {
-                let Table { url, api_key_file } = Table::deserialize(MapAccessDeserializer::new(map))?;
-                Ok(Upstream { url: Upstream::of_url(&url).map_err(de::Error::custom)?, api_key_file })
+                Table::deserialize(MapAccessDeserializer::new(map))?.try_into().map_err(de::Error::custom)
             }
         }
 
@@ -61,10 +96,23 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 2)?;
+        let mut table = serializer.serialize_struct("Upstream", 5)?;
         table.serialize_field("url", &self.url.to_string())?;
         if let Some(path) = &self.api_key_file {
             table.serialize_field("api_key_file", path)?;
+        }
+        match &self.kv_events {
+            KvEvents::Off => {}
+            KvEvents::Auto => table.serialize_field("kv_events", "auto")?,
+            KvEvents::At { live, replay } => {
+                table.serialize_field("kv_events", &live.to_string())?;
+                if let Some(replay) = replay {
+                    table.serialize_field("kv_events_replay", &replay.to_string())?;
+                }
+            }
+        }
+        if let Some(size) = &self.block_size {
+            table.serialize_field("block_size", size)?;
         }
         table.end()
     }

@@ -200,6 +200,7 @@ mod tests {
             sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
             is_relayed: false,
+            has_exact_blocks: true,
         };
         let native = NativeFacts {
             model: Arc::new(model),

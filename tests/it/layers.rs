@@ -12,7 +12,7 @@ const EDGES: [(&str, &[&str]); 7] = [
     ("units", &[]),
     ("kvbm", &[]),
     ("worker", &["kvbm"]),
-    ("upstream", &["worker"]),
+    ("upstream", &["worker", "kvbm"]),
     ("router", &["worker", "kvbm", "units"]),
     ("frontend", &["worker", "units"]),
     ("blockyard", &["frontend", "router", "upstream", "worker", "kvbm", "units"]),
@@ -112,7 +112,16 @@ const ROOMS: [(&str, Rooms); 6] = [
     ),
     (
         "upstream",
-        &[("engine", &["load", "relay"]), ("models", &["relay"]), ("load", &[]), ("relay", &[]), ("kv_events", &[])],
+        &[
+            ("engine", &["load", "salts", "relay"]),
+            ("cache_events", &["salts", "kv_events"]),
+            ("kv_sources", &["relay", "kv_events"]),
+            ("models", &["relay"]),
+            ("load", &[]),
+            ("salts", &[]),
+            ("relay", &[]),
+            ("kv_events", &[]),
+        ],
     ),
     (
         "worker",

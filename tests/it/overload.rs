@@ -48,6 +48,7 @@ fn card() -> ModelCard {
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
         is_relayed: false,
+        has_exact_blocks: true,
     }
 }
 

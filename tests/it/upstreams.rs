@@ -3,13 +3,14 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::client;
-use blockyard::config::{Config, Listen, Upstream};
+use blockyard::config::{Config, KvEvents, Listen, Upstream};
 use blockyard::node::Node;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
+use upstream::kv_events::fake::FakePublisher;
 use upstream::relay::chunk::Usage;
 use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
@@ -33,14 +34,19 @@ struct Gateway {
 
 impl Gateway {
     async fn start(servers: &[&FakeEngine]) -> Self {
+        Self::of(servers.iter().map(|server| Upstream::new(server.uri())).collect()).await
+    }
+
+    async fn of(upstreams: Vec<Upstream>) -> Self {
+        let servers = upstreams.len();
         let mut config = Config::with_cache(Path::new("/nonexistent"));
         config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
-        config.upstreams = servers.iter().map(|server| Upstream { url: server.uri(), api_key_file: None }).collect();
+        config.upstreams = upstreams;
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}", node.address());
         let gateway = Self { node, url, http: client() };
         let all_registered = async {
-            while gateway.metric("blockyard_router_workers").await < servers.len() {
+            while gateway.metric("blockyard_router_workers").await < servers {
                 sleep(Duration::from_millis(10)).await;
             }
         };
@@ -197,4 +203,55 @@ async fn a_server_that_starts_late_is_found() {
     let text = gateway.node.banner().to_string();
     assert!(text.contains("org/m"), "{text}");
     gateway.node.shutdown().await;
+}
+
+/// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with
+/// a salt, and others.
+const MESSAGES: &str = include_str!("../../upstream/tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+
+fn publish(publisher: &FakePublisher, message: &str) {
+    let digit = |hex: &str, at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+    let frame = |hex: &str| (0..hex.len()).step_by(2).map(|at| digit(hex, at)).collect::<Vec<u8>>();
+    let frames: Vec<Vec<u8>> = message.split(' ').map(frame).collect();
+    publisher.publish([&frames[0], &frames[1], &frames[2]]);
+}
+
+/// Prompt tokens of a completion that are predicted to be cached.
+async fn predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> u64 {
+    let body = json!({ "model": "org/m", "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
+    let answer = gateway.post("/v1/completions", &body).await;
+    assert_eq!(answer.status(), 200);
+    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    decision["cached_tokens"].as_u64().unwrap()
+}
+
+async fn until_predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32> + Clone, cached: u64) {
+    let all = async {
+        while predicted(gateway, prompt.clone()).await != cached {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, all).await.expect("the events arrive");
+}
+
+#[tokio::test]
+async fn published_blocks_are_predicted_as_cached() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let endpoint = format!("tcp://*:{}", publisher.port());
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "topic": "kv" }])));
+    let metrics = "vllm:cache_config_info{block_size=\"32\"} 1.0\n";
+    server.set_page("/metrics", Script::events([metrics]));
+    let gateway = Gateway::of(vec![Upstream { kv_events: KvEvents::Auto, ..Upstream::new(server.uri()) }]).await;
+    let mut messages = MESSAGES.lines();
+    assert_eq!(predicted(&gateway, 100..200).await, 0);
+    publish(&publisher, messages.next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    assert_eq!(predicted(&gateway, 101..201).await, 0);
+    let longer = (100..200).chain(300..400);
+    publish(&publisher, messages.next().unwrap());
+    until_predicted(&gateway, longer.clone(), 192).await;
+    // The last message clears the cache and stores the first three blocks again.
+    messages.for_each(|message| publish(&publisher, message));
+    until_predicted(&gateway, longer, 96).await;
 }

@@ -6,6 +6,7 @@ use crate::relay::error::{Answer, Kind, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, UsageInStream};
+use crate::salts::Salts;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
@@ -23,12 +24,14 @@ use worker::plane::Load;
 const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions"];
 
 /// What is known of a server beside its model.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct UpstreamSettings {
     /// The API key that the server wants.
     pub api_key: Option<HeaderValue>,
     /// The server's name of the model, where it differs from the card's id.
     pub model: Option<String>,
+    /// Gets the salts that are sent.
+    pub salts: Arc<Salts>,
 }
 
 /// One model of one server.
@@ -76,7 +79,7 @@ impl UpstreamEngine {
         if let Some(model) = &self.settings.model {
             splice.set("model", json(model));
         }
-        if let Some(salt) = request.domain.engine_salt() {
+        if let Some(salt) = self.settings.salts.of(&request.domain) {
             splice.set("cache_salt", json(&salt));
         }
         if http.is_stream && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice) {

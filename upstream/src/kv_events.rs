@@ -11,7 +11,7 @@
 //! A [`View`] supports one block size. An engine with another size is reported by [`View::engine_block_size`], so that
 //! start-up can adopt the engine's size; until then its blocks are ignored and counted.
 //!
-//! Not here: the event log and its epochs. A [`Change`] has the shape of `kvbm::BlockEvent`.
+//! Not here: the event log (`cache_events`). A [`Change`] has the shape of `kvbm::BlockEvent`.
 
 mod blocks;
 mod follow;
@@ -21,4 +21,6 @@ mod zmq;
 pub use blocks::{Chain, Change, Ignored, Root, View};
 pub use follow::{Action, Follower};
 pub use wire::{Batch, EngineHash, Event, ExtraKey, GroupKind, Medium, Message, Removed, Replayed, Stored, WireError};
+#[cfg(any(test, feature = "fake"))]
+pub use zmq::fake;
 pub use zmq::{Endpoint, EndpointError, Sink, Source, run};

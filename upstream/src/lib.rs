@@ -4,6 +4,9 @@
 //!   Engine::generate(Work::Relay) ─▶ engine ─▶ relay: body and headers, connection, response
 //!                                       │
 //!   models: what the server serves ─────┴─▶ load: what was sent to it and has not ended
+//!
+//!   server ── ZMQ ──▶ kv_events ──▶ cache_events ──▶ kvbm::EventLog of each model
+//!                kv_sources: where      └── salts: cache domains of the requests that engine has sent
 //! ```
 //!
 //! The client's request and the server's response pass as bytes. Not here: which server gets a request (the router),
@@ -11,11 +14,17 @@
 
 #![forbid(unsafe_code)]
 
+mod cache_events;
 mod engine;
 pub mod kv_events;
+mod kv_sources;
 mod load;
 mod models;
 pub mod relay;
+mod salts;
 
+pub use cache_events::{CacheEvents, ModelLog};
 pub use engine::{UpstreamEngine, UpstreamSettings};
-pub use models::{DiscoverError, discover};
+pub use kv_sources::KvSources;
+pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};
+pub use salts::Salts;

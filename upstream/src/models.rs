@@ -7,7 +7,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use serde::Deserialize;
-use std::sync::Arc;
+use std::num::NonZero;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::timeout;
 use worker::engine::{ModelCard, SamplingDefaults};
@@ -16,8 +16,8 @@ use worker::engine::{ModelCard, SamplingDefaults};
 const MAX_BYTES: usize = 4 << 20;
 /// Time for the whole answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Tokens per block of the router's estimate of the server's cache: vLLM's default.
-const BLOCK_SIZE: usize = 16;
+/// Tokens per block where neither the server nor the configuration says: vLLM's default.
+pub const DEFAULT_BLOCK_SIZE: NonZero<u32> = NonZero::new(16).expect("not zero");
 /// Context of a server that does not say its own: no prompt is too long for the router, since the server checks it.
 const UNKNOWN_CONTEXT: usize = 1 << 30;
 
@@ -51,14 +51,25 @@ struct Listed {
     id: String,
     created: Option<u64>,
     max_model_len: Option<usize>,
+    /// The model that an adapter is of.
+    parent: Option<String>,
+}
+
+/// A model that a server lists.
+#[derive(Debug)]
+pub struct ListedModel {
+    /// Its card, with [`DEFAULT_BLOCK_SIZE`].
+    pub card: ModelCard,
+    /// Whether it is an adapter of another one.
+    pub is_adapter: bool,
 }
 
 /// The models that a server lists.
-pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<Arc<ModelCard>>, DiscoverError> {
+pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<ListedModel>, DiscoverError> {
     timeout(TIMEOUT, list(client, api_key)).await.map_err(|_| DiscoverError::Timeout)?
 }
 
-async fn list(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<Arc<ModelCard>>, DiscoverError> {
+async fn list(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<ListedModel>, DiscoverError> {
     let headers = headers::request(&HeaderMap::new(), api_key);
     let path = PathAndQuery::from_static("/v1/models");
     let response = client.send(Method::GET, &path, headers, bytes::Bytes::new()).await?;
@@ -71,18 +82,18 @@ async fn list(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<Arc<
     if list.data.is_empty() {
         return Err(DiscoverError::Empty);
     }
-    Ok(list.data.into_iter().map(|listed| Arc::new(card(listed))).collect())
+    Ok(list.data.into_iter().map(listed_model).collect())
 }
 
-fn card(Listed { id, created, max_model_len }: Listed) -> ModelCard {
+fn listed_model(Listed { id, created, max_model_len, parent }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    ModelCard {
+    let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
         identity: format!("upstream {id}"),
         id,
         created: created.unwrap_or_else(now),
         context: max_model_len.unwrap_or(UNKNOWN_CONTEXT),
-        block_size: BLOCK_SIZE,
+        block_size: DEFAULT_BLOCK_SIZE.get() as usize,
         vocabulary: 0,
         eos: Vec::new(),
         tokenizer: None,
@@ -91,5 +102,7 @@ fn card(Listed { id, created, max_model_len }: Listed) -> ModelCard {
         sampling: SamplingDefaults::default(),
         random_weights: false,
         is_relayed: true,
-    }
+        has_exact_blocks: false,
+    };
+    ListedModel { card, is_adapter: parent.is_some() }
 }

@@ -150,6 +150,7 @@ pub(crate) fn card() -> ModelCard {
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
         is_relayed: false,
+        has_exact_blocks: true,
     }
 }
 

@@ -226,6 +226,12 @@ impl ChainKey {
         } else {
             self.0 = words_from_le_bytes_32(keyed_hash(&le_bytes_from_words_32(&self.0), tokens).as_bytes());
         }
+        self.hash()
+    }
+
+    /// The hash of the block that ends here.
+    #[inline]
+    pub fn hash(&self) -> SequenceHash {
         let mut hash = [0; 16];
         hash.copy_from_slice(&le_bytes_from_words_32(&self.0)[..16]);
         SequenceHash(hash)

@@ -117,6 +117,7 @@ impl StubEngine {
             sampling: worker::engine::SamplingDefaults::default(),
             random_weights: true,
             is_relayed: false,
+            has_exact_blocks: true,
         })
     }
 }

@@ -307,6 +307,7 @@ pub(crate) fn card(id: &str) -> ModelCard {
         sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
         is_relayed: false,
+        has_exact_blocks: true,
     }
 }
 

@@ -8,8 +8,8 @@
 //!   same prompt do, is removed after two removals.
 //! - **Nothing is guessed.** A block whose parent is not known is ignored, and so are its children. [`Ignored`] counts
 //!   what is ignored, by reason.
-//! - **Memory is bounded**: [`View::BYTES_PER_BLOCK`] (73 with `kvbm`'s types) in a table that is between 7/16 and 7/8
-//!   full, so 84 to 167 bytes per block, for at most the number of blocks that the caller allows. While the table
+//! - **Memory is bounded**: [`View::BYTES_PER_BLOCK`] (81 in `cache_events`) in a table that is between 7/16 and 7/8
+//!   full, so 93 to 185 bytes per block, for at most the number of blocks that the caller allows. While the table
 //!   grows, the old one takes half as much again.
 //!
 //! Two engine hashes may stand for one of our hashes: SGLang's pairs of tokens for EAGLE include the token after the
@@ -25,15 +25,15 @@ use entry::{Entry, Holder, Holders};
 use std::collections::HashMap;
 use std::collections::hash_map;
 
-/// Computes our chained block hashes. For `kvbm`: the key is a `ChainKey`, the hash a `SequenceHash`.
+/// Computes our chained block hashes.
 pub trait Chain {
     /// Chain value after a block, from which the hashes of its children are computed.
     type Key: Copy;
     /// Our hash of a block.
     type Hash: Copy + PartialEq;
 
-    /// The chain value before the first block.
-    fn root(&self, root: Root<'_>) -> Self::Key;
+    /// The chain value before the first block; `None` for an adapter or a salt that is not known.
+    fn root(&self, root: Root<'_>) -> Option<Self::Key>;
     /// The chain value after a full block of `tokens`.
     fn child(&self, parent: &Self::Key, tokens: &[u32]) -> Self::Key;
     /// The hash of the block that ends at this chain value.
@@ -80,6 +80,8 @@ pub enum Change<H> {
 pub struct Ignored {
     /// The parent is not known: it was ignored itself, or stored before the view began.
     pub unknown_parent: u64,
+    /// An adapter or a salt that the chain does not know.
+    pub unknown_root: u64,
     /// Removed, or announced without tokens, but not known.
     pub unknown_block: u64,
     /// The block size is not that of the view: a mismatched configuration, or an offloading tier with larger blocks.
@@ -110,7 +112,6 @@ pub struct View<C: Chain> {
     group: Option<u32>,
     holders: Holders,
     blocks: HashMap<EngineHash, Entry<C::Key, C::Hash>>,
-    stale: bool,
     ignored: Ignored,
 }
 
@@ -128,7 +129,6 @@ impl<C: Chain> View<C> {
             group: None,
             holders: Holders::default(),
             blocks: HashMap::new(),
-            stale: false,
             ignored: Ignored::default(),
         }
     }
@@ -153,16 +153,6 @@ impl<C: Chain> View<C> {
         self.ignored
     }
 
-    /// Events were lost, so the view is unreliable from now on.
-    pub fn lost(&mut self) {
-        self.stale = true;
-    }
-
-    /// Whether events were lost since the engine last had no blocks.
-    pub fn is_stale(&self) -> bool {
-        self.stale
-    }
-
     /// Applies an event and appends the changes that it makes.
     pub fn apply(&mut self, event: &Event, changes: &mut Vec<Change<C::Hash>>) {
         match event {
@@ -172,16 +162,15 @@ impl<C: Chain> View<C> {
         }
     }
 
-    /// Forgets all blocks, because the engine cleared its cache.
+    /// Forgets all blocks: the engine cleared its cache, or which blocks it has is not known any more.
     pub fn clear(&mut self, changes: &mut Vec<Change<C::Hash>>) {
-        (self.blocks, self.stale) = (HashMap::new(), false);
+        self.blocks = HashMap::new();
         changes.extend(self.holders.clear().map(|medium| Change::Cleared { medium }));
     }
 
-    /// Forgets all about the engine, because it restarted. The caller begins a new epoch, so there are no changes.
-    pub fn restart(&mut self) {
-        (self.blocks, self.stale) = (HashMap::new(), false);
-        self.holders = Holders::default();
+    /// Forgets all blocks and all about the engine, because it restarted.
+    pub fn restart(&mut self, changes: &mut Vec<Change<C::Hash>>) {
+        self.clear(changes);
         (self.engine_block_size, self.group) = (None, None);
     }
 
@@ -234,7 +223,13 @@ impl<C: Chain> View<C> {
         let all = stored.blocks.len();
         let keys = ExtraKeys::read(stored);
         let (mut key, mut parent) = match stored.parent {
-            None => (self.chain.root(Root { lora: stored.lora_name.as_deref(), salt: keys.salt }), None),
+            None => {
+                let Some(root) = self.chain.root(Root { lora: stored.lora_name.as_deref(), salt: keys.salt }) else {
+                    self.ignored.unknown_root += all as u64;
+                    return;
+                };
+                (root, None)
+            }
             Some(hash) => {
                 let Some(known) = self.blocks.get(&hash) else {
                     self.ignored.unknown_parent += all as u64;

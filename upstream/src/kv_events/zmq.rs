@@ -18,6 +18,8 @@
 
 mod codec;
 mod connection;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 mod source;
 
 pub use source::{Endpoint, EndpointError, Source};
@@ -39,7 +41,7 @@ pub trait Sink: Send {
     fn disconnected(&mut self) {}
     /// The engine is a new process, and has no blocks of before.
     fn new_epoch(&mut self);
-    /// Batches are lost: the view is unreliable until the engine clears its cache, or a new epoch (`View::lost`).
+    /// Batches are lost: which blocks the engine has is not known any more.
     fn stale(&mut self);
     /// The next batch.
     fn batch(&mut self, batch: Batch);

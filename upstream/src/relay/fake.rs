@@ -1,7 +1,8 @@
 //! A scripted engine for tests: an HTTP server on the loopback interface that answers as vLLM does, or fails as told.
 //!
-//! Each request takes the next [`Script`]. The engine records requests, and counts those that were cancelled: whose
-//! connection or stream ended before the answer did.
+//! Each request takes the next [`Script`], except those for a page, which engines serve beside their API.
+//! The engine records requests, and counts those that were cancelled: whose connection or stream ended before the
+//! answer did.
 
 mod script;
 
@@ -17,7 +18,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use script::Step;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -59,10 +60,15 @@ pub struct Recorded {
 #[derive(Debug)]
 struct Shared {
     scripts: Mutex<VecDeque<Script>>,
+    /// The answers at these paths.
+    pages: Mutex<HashMap<&'static str, Script>>,
     requests: Mutex<Vec<Recorded>>,
     connections: AtomicUsize,
     cancelled: watch::Sender<usize>,
 }
+
+/// Pages of every engine, which answer 404 unless another answer is set.
+const PAGES: [&str; 2] = ["/kv_event_sources", "/metrics"];
 
 /// Counts a request as cancelled if it is dropped before the answer is complete.
 struct Running {
@@ -91,6 +97,11 @@ impl FakeEngine {
         uri.build().expect("a socket address is an authority")
     }
 
+    /// Answers all requests for this path alike.
+    pub fn set_page(&self, path: &'static str, answer: Script) {
+        lock(&self.connections.0.pages).insert(path, answer);
+    }
+
     /// The requests so far.
     pub fn requests(&self) -> Vec<Recorded> {
         self.connections.requests()
@@ -115,6 +126,7 @@ impl Connections {
     pub fn new(scripts: impl IntoIterator<Item = Script>) -> Self {
         Self(Arc::new(Shared {
             scripts: Mutex::new(scripts.into_iter().collect()),
+            pages: Mutex::new(PAGES.map(|path| (path, Script::json(404, &serde_json::Value::Null))).into()),
             requests: Mutex::default(),
             connections: AtomicUsize::new(0),
             cancelled: watch::Sender::new(0),
@@ -146,7 +158,8 @@ async fn answer(
     let (parts, body) = request.into_parts();
     let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
     let http::request::Parts { method, uri, version, headers, .. } = parts;
-    let script = lock(&shared.scripts).pop_front().unwrap_or_default();
+    let page = lock(&shared.pages).get(uri.path()).cloned();
+    let script = page.or_else(|| lock(&shared.scripts).pop_front()).unwrap_or_default();
     lock(&shared.requests).push(Recorded { method, uri, version, headers, body, connection });
     let mut running = Running { shared, complete: false };
     tokio::time::sleep(script.delay).await;

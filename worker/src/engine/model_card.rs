@@ -36,6 +36,10 @@ pub struct ModelCard {
     /// Requests for the model are [relayed](super::Work::Relay): the engine is a server of the client's API.
     #[serde(default)]
     pub is_relayed: bool,
+    /// The blocks that its workers announce are hashed from the engine's own tokens, so they match no tokens that were
+    /// estimated from the text of a prompt.
+    #[serde(default)]
+    pub has_exact_blocks: bool,
 }
 
 /// What the model's makers recommend where a request does not say how to sample: of `generation_config.json` what is in

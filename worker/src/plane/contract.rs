@@ -181,6 +181,7 @@ pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
         sampling: crate::engine::SamplingDefaults::default(),
         random_weights: true,
         is_relayed: false,
+        has_exact_blocks: true,
     });
     Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![] }
 }

@@ -16,8 +16,8 @@ impl Chain for TestChain {
     type Key = u64;
     type Hash = u64;
 
-    fn root(&self, root: Root<'_>) -> u64 {
-        hash_of((root.lora, root.salt))
+    fn root(&self, root: Root<'_>) -> Option<u64> {
+        (root.salt != Some("unknown")).then(|| hash_of((root.lora, root.salt)))
     }
 
     fn child(&self, parent: &u64, tokens: &[u32]) -> u64 {
@@ -35,7 +35,7 @@ fn view() -> View<TestChain> {
 
 /// Our hashes of the blocks of two tokens after a root.
 fn own(root: Root<'_>, tokens: &[u32]) -> Vec<u64> {
-    let mut key = TestChain.root(root);
+    let mut key = TestChain.root(root).unwrap();
     let child = |tokens: &[u32]| {
         key = TestChain.child(&key, tokens);
         TestChain.hash(&key)
@@ -238,16 +238,22 @@ fn a_cleared_engine_has_no_blocks_at_any_medium() {
 }
 
 #[test]
-fn a_view_is_stale_until_it_is_empty() {
+fn a_restarted_engine_may_have_another_block_size() {
     let mut view = view();
-    view.lost();
     store(&mut view, stored(&[10], None, &[1, 2]));
-    assert!(view.is_stale());
-    view.apply(&Event::Cleared, &mut Vec::new());
-    assert!(!view.is_stale());
-    view.lost();
-    view.restart();
-    assert!(!view.is_stale());
+    let mut changes = Vec::new();
+    view.restart(&mut changes);
+    assert_eq!(changes, [Change::Cleared { medium: Medium::G1 }]);
+    assert_eq!((view.len(), view.engine_block_size()), (0, None));
+}
+
+#[test]
+fn a_chain_with_an_unknown_salt_is_ignored() {
+    let mut view = view();
+    let salted = Stored { cache_salt: Some("unknown".into()), ..stored(&[10], None, &[1, 2]) };
+    assert_eq!(store(&mut view, salted), []);
+    assert_eq!(store(&mut view, stored(&[11], Some(10), &[3, 4])), []);
+    assert_eq!((view.ignored().unknown_root, view.ignored().unknown_parent), (1, 1));
 }
 
 /// A step of the model: a small tree, in which block `n` has the parent `n / 2`.

@@ -19,6 +19,20 @@ impl Endpoint {
     }
 }
 
+impl Endpoint {
+    /// Reads the address of a socket on `host` (with brackets if it is an IPv6 address). A publisher that binds to all
+    /// addresses names no host: `tcp://*:5557`.
+    pub fn on_host(text: &str, host: &str) -> Result<Self, EndpointError> {
+        let port = ["*", "0.0.0.0", "[::]"]
+            .iter()
+            .find_map(|all| text.strip_prefix("tcp://")?.strip_prefix(all)?.strip_prefix(':'));
+        match port {
+            Some(port) => format!("tcp://{host}:{port}").parse(),
+            None => text.parse(),
+        }
+    }
+}
+
 impl FromStr for Endpoint {
     type Err = EndpointError;
 

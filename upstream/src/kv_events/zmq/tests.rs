@@ -275,4 +275,14 @@ fn endpoints_name_a_host_and_a_port() {
     for text in refused {
         assert!(parse(text).is_err(), "{text}");
     }
+    for (text, own) in [
+        ("tcp://*:5557", "tcp://10.0.0.1:5557"),
+        ("tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557"),
+        ("tcp://[::]:5557", "tcp://10.0.0.1:5557"),
+        ("tcp://10.0.0.2:5557", "tcp://10.0.0.2:5557"),
+    ] {
+        let endpoint = Endpoint::on_host(text, "10.0.0.1").map(|endpoint| endpoint.to_string());
+        assert_eq!(endpoint.as_deref(), Ok(own));
+    }
+    assert!(Endpoint::on_host("ipc:///tmp/socket", "10.0.0.1").is_err());
 }

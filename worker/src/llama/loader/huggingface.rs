@@ -63,6 +63,7 @@ impl LoadedModel {
             sampling,
             random_weights: Fields::of(&config_path, &config_json)?.optional("random_weights")?.unwrap_or(false),
             is_relayed: false,
+            has_exact_blocks: true,
         };
         Ok(Self { card, config, weights })
     }

@@ -1,0 +1,262 @@
+//! The KV events of one server in the event logs of its models, so that the router's index follows the server's cache.
+//!
+//! ```text
+//!   rank 0 ── kv_events::run ──▶ Rank, View ──┐                ┌──▶ EventLog of the model
+//!   rank 1 ── kv_events::run ──▶ Rank, View ──┴──▶ CacheEvents ┴──▶ EventLog of an adapter
+//! ```
+//!
+//! - **The ranks of a server are one worker**, because the server decides which rank gets a request. A block counts as
+//!   cached while any rank has it, so a prediction is too high when the request goes to another rank.
+//! - **A restart of the engine removes all of its blocks from the same log.** The epoch of the log stays: it is that of
+//!   the worker's registration, and a new registration would lose what the router knows of running requests and of the
+//!   worker's health, although nothing but the cache has changed.
+//! - **Lost events remove all blocks too.** A block that is not known costs a hit, but blocks that are gone attract
+//!   requests. Blocks that the engine keeps stay unknown until it stores them again; meanwhile the router notices that
+//!   the hits differ from the events, and estimates the cache.
+//! - **Blocks of unknown adapters and salts are ignored**, and counted with all others that are.
+
+use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, run};
+use crate::salts::Salts;
+use kvbm::{BlockEvent, ChainKey, Domain, EventLog, Level, SequenceHash};
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+/// A model of the server, or an adapter of it.
+pub struct ModelLog {
+    /// The identity on its card, from which the router computes block hashes.
+    pub identity: String,
+    /// Name of the adapter; `None` for the model itself.
+    pub adapter: Option<String>,
+    /// Gets the events.
+    pub log: Arc<EventLog>,
+}
+
+/// The cache of one server.
+pub struct CacheEvents {
+    /// URL of the server, for logs.
+    server: String,
+    models: Vec<ModelLog>,
+    salts: Arc<Salts>,
+    block_size: u32,
+    /// The ranks that have a block, one bit for each.
+    held: Mutex<HashMap<(Level, ModelHash), u64>>,
+}
+
+/// The hash of a block, and which of the server's models it is of.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct ModelHash {
+    model: u32,
+    hash: SequenceHash,
+}
+
+/// Maximum number of ranks of one server that are followed. A node has eight or sixteen devices.
+const MAX_RANKS: usize = u64::BITS as usize;
+/// Maximum number of blocks of one rank: 16 million tokens with blocks of 16. They take up to 350 MiB in a view, the
+/// union of the ranks and the event log.
+const MAX_BLOCKS: usize = 1 << 20;
+/// Ignored blocks are logged at most this often.
+const REPORT_INTERVAL: Duration = Duration::from_mins(1);
+
+impl CacheEvents {
+    /// The cache of a server whose models have cards with this block size.
+    pub fn new(server: String, models: Vec<ModelLog>, salts: Arc<Salts>, block_size: u32) -> Self {
+        Self { server, models, salts, block_size, held: Mutex::default() }
+    }
+
+    /// Follows the publishers of the server's ranks until it is dropped.
+    pub async fn follow(self, sources: Vec<Source>) -> Infallible {
+        let cache = Arc::new(self);
+        let mut ranks = JoinSet::new();
+        if sources.len() > MAX_RANKS {
+            tracing::warn!(upstream = %cache.server, ranks = sources.len(), "only {MAX_RANKS} ranks are followed");
+        }
+        for (rank, source) in sources.into_iter().take(MAX_RANKS).enumerate() {
+            tracing::info!(upstream = %cache.server, rank, publisher = %source.live, "following kv events");
+            ranks.spawn(run(source, Rank::new(Arc::clone(&cache), rank)));
+        }
+        match ranks.join_next().await {
+            Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
+            Some(Ok(never)) => match never {},
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Announces changes of one rank.
+    fn announce(&self, rank: usize, changes: &mut Vec<Change<ModelHash>>) {
+        let bit = 1 << rank;
+        // Held to the end, so that the logs get the changes of all ranks in the order in which they were made.
+        let held = &mut *self.held.lock();
+        for change in changes.drain(..) {
+            match change {
+                Change::Stored { medium, parent, blocks } => {
+                    let Some(level) = level(medium) else { continue };
+                    for block in &blocks {
+                        *held.entry((level, *block)).or_default() |= bit;
+                    }
+                    let Some(ModelHash { model, .. }) = blocks.first().copied() else { continue };
+                    let parent = parent.map(|parent| parent.hash);
+                    let blocks = blocks.iter().map(|block| block.hash).collect();
+                    self.models[model as usize].log.announce(BlockEvent::Stored { level, parent, blocks });
+                }
+                Change::Removed { medium, mut blocks } => {
+                    let Some(level) = level(medium) else { continue };
+                    blocks.retain(|block| {
+                        let Some(ranks) = held.get_mut(&(level, *block)) else { return false };
+                        *ranks &= !bit;
+                        *ranks == 0 && held.remove(&(level, *block)).is_some()
+                    });
+                    self.removed(level, blocks);
+                }
+                Change::Cleared { medium } => {
+                    let Some(level) = level(medium) else { continue };
+                    let mut blocks = Vec::new();
+                    held.retain(|(at, block), ranks| {
+                        if *at == level && *ranks == bit {
+                            blocks.push(*block);
+                            return false;
+                        }
+                        if *at == level {
+                            *ranks &= !bit;
+                        }
+                        true
+                    });
+                    self.removed(level, blocks);
+                }
+            }
+        }
+    }
+
+    /// Announces that no rank has these blocks any more.
+    fn removed(&self, level: Level, mut blocks: Vec<ModelHash>) {
+        blocks.sort_by_key(|block| block.model);
+        for blocks in blocks.chunk_by(|one, other| one.model == other.model) {
+            let log = &self.models[blocks[0].model as usize].log;
+            log.announce(BlockEvent::Removed { level, blocks: blocks.iter().map(|block| block.hash).collect() });
+        }
+    }
+}
+
+/// Storage that engines share is G4, as the store that workers of this program share.
+fn level(medium: Medium) -> Option<Level> {
+    match medium {
+        Medium::G1 => Some(Level::G1),
+        Medium::G2 => Some(Level::G2),
+        Medium::G3 => Some(Level::G3),
+        Medium::Shared => Some(Level::G4),
+        Medium::Unknown => None,
+    }
+}
+
+/// Block hashes as the router computes them for a request.
+struct RequestChain(Arc<CacheEvents>);
+
+impl Chain for RequestChain {
+    type Key = (u32, ChainKey);
+    type Hash = ModelHash;
+
+    fn root(&self, root: Root<'_>) -> Option<Self::Key> {
+        let model = self.0.models.iter().position(|model| model.adapter.as_deref() == root.lora)?;
+        let domain = root.salt.map_or_else(|| Some(Domain::shared()), |salt| self.0.salts.domain(salt))?;
+        Some((model as u32, ChainKey::root(&domain, &self.0.models[model].identity, None)))
+    }
+
+    fn child(&self, (model, parent): &Self::Key, tokens: &[u32]) -> Self::Key {
+        let mut key = *parent;
+        key.push(tokens);
+        (*model, key)
+    }
+
+    fn hash(&self, (model, key): &Self::Key) -> ModelHash {
+        ModelHash { model: *model, hash: key.hash() }
+    }
+}
+
+/// The view of one data-parallel rank.
+struct Rank {
+    cache: Arc<CacheEvents>,
+    number: usize,
+    view: View<RequestChain>,
+    /// Empty between calls.
+    changes: Vec<Change<ModelHash>>,
+    /// The ignored blocks that were logged, and when the next may be.
+    reported: (Ignored, Option<Instant>),
+    /// Whether another block size of the engine was logged.
+    warned: bool,
+    /// Whether the first attempt to connect has ended.
+    tried: bool,
+}
+
+impl Rank {
+    fn new(cache: Arc<CacheEvents>, number: usize) -> Self {
+        let view = View::new(RequestChain(Arc::clone(&cache)), cache.block_size, MAX_BLOCKS);
+        Self {
+            cache,
+            number,
+            view,
+            changes: Vec::new(),
+            reported: (Ignored::default(), None),
+            warned: false,
+            tried: false,
+        }
+    }
+
+    fn report(&mut self) {
+        let (configured, upstream) = (self.cache.block_size, &self.cache.server);
+        if let Some(size) = self.view.engine_block_size().filter(|size| *size != configured && !self.warned) {
+            tracing::warn!(
+                %upstream, rank = self.number,
+                "the engine has blocks of {size} tokens, but {configured} were expected, so its kv events are ignored; \
+                 set block_size = {size} in [[upstreams]]"
+            );
+            self.warned = true;
+        }
+        let (ignored, now) = (self.view.ignored(), Instant::now());
+        if ignored != self.reported.0 && self.reported.1.is_none_or(|due| now >= due) {
+            tracing::info!(%upstream, rank = self.number, ?ignored, "blocks of kv events ignored so far, by reason");
+            self.reported = (ignored, Some(now + REPORT_INTERVAL));
+        }
+    }
+}
+
+impl Sink for Rank {
+    fn connected(&mut self) {
+        self.tried = true;
+    }
+
+    fn disconnected(&mut self) {
+        if !std::mem::replace(&mut self.tried, true) {
+            tracing::warn!(
+                upstream = %self.cache.server, rank = self.number,
+                "no connection to the publisher of kv events; trying again, and estimating the cache until then"
+            );
+        }
+    }
+
+    fn new_epoch(&mut self) {
+        tracing::info!(upstream = %self.cache.server, rank = self.number, "the engine restarted; its cache is empty");
+        self.view.restart(&mut self.changes);
+        self.warned = false;
+        self.cache.announce(self.number, &mut self.changes);
+    }
+
+    fn stale(&mut self) {
+        tracing::warn!(upstream = %self.cache.server, rank = self.number, "kv events were lost; the cache is unknown");
+        self.view.clear(&mut self.changes);
+        self.cache.announce(self.number, &mut self.changes);
+    }
+
+    fn batch(&mut self, batch: Batch) {
+        batch.events.iter().for_each(|event| self.view.apply(event, &mut self.changes));
+        self.cache.announce(self.number, &mut self.changes);
+        self.report();
+    }
+}
+
+#[cfg(test)]
+mod tests;

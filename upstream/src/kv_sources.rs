@@ -1,0 +1,149 @@
+//! Where a server publishes its KV events, and its block size, as it says itself.
+//!
+//! vLLM answers `GET /kv_event_sources` with one object per data-parallel rank, in an array or in a field `sources`:
+//!
+//! ```json
+//! [{"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": null, "topic": ""}]
+//! ```
+//!
+//! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
+
+use crate::kv_events::{Endpoint, EndpointError, Source};
+use crate::relay::client::Client;
+use crate::relay::headers;
+use bytes::Bytes;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderValue, Method};
+use http_body_util::{BodyExt, Limited};
+use serde_json::Value;
+use std::num::NonZero;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Maximum size of an answer. The metrics of a server with many adapters have 1 MiB.
+const MAX_BYTES: usize = 8 << 20;
+/// Time for each answer. The server has just answered another request.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What a server says of its KV events.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct KvSources {
+    /// Its publishers by data-parallel rank. None: it publishes no events, or does not say.
+    pub sources: Vec<Source>,
+    /// Tokens per block.
+    pub block_size: Option<NonZero<u32>>,
+}
+
+impl KvSources {
+    /// Asks a server on `host`, which stands for publishers that bind to all addresses.
+    pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str) -> Self {
+        let mut answer = match get(client, api_key, "/kv_event_sources").await {
+            Some(body) => Self::read(&body, host),
+            None => Self::default(),
+        };
+        if answer.block_size.is_none() {
+            let metrics = get(client, api_key, "/metrics").await.unwrap_or_default();
+            answer.block_size = block_size_in_metrics(&String::from_utf8_lossy(&metrics));
+        }
+        answer
+    }
+
+    /// Reads the list of publishers. What is not understood counts as absent.
+    fn read(body: &[u8], host: &str) -> Self {
+        let body: Value = serde_json::from_slice(body).unwrap_or_default();
+        let listed = body.as_array().or_else(|| body["sources"].as_array()).map_or(&[][..], Vec::as_slice);
+        let mut sources = Vec::new();
+        for listed in listed {
+            match source(listed, host) {
+                Ok(Some(source)) => sources.push((listed["data_parallel_rank"].as_u64(), source)),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(%error, "a publisher of kv events cannot be followed"),
+            }
+        }
+        sources.sort_by_key(|(rank, _)| *rank);
+        let block_size = listed.iter().chain([&body]).find_map(|listed| listed.get("block_size")?.as_u64());
+        Self {
+            sources: sources.into_iter().map(|(_, source)| source).collect(),
+            block_size: block_size.and_then(|size| NonZero::new(u32::try_from(size).ok()?)),
+        }
+    }
+}
+
+fn source(listed: &Value, host: &str) -> Result<Option<Source>, EndpointError> {
+    let endpoint = |name: &str| {
+        let text = listed[name].as_str().filter(|text| !text.is_empty());
+        text.map(|text| Endpoint::on_host(text, host)).transpose()
+    };
+    let Some(live) = endpoint("endpoint")? else { return Ok(None) };
+    let topic = listed["topic"].as_str().unwrap_or_default().to_owned();
+    Ok(Some(Source { live, replay: endpoint("replay_endpoint")?, topic }))
+}
+
+/// The block size of vLLM's cache, which is a label: `vllm:cache_config_info{block_size="16",…} 1.0`.
+fn block_size_in_metrics(metrics: &str) -> Option<NonZero<u32>> {
+    let labels = metrics.lines().find_map(|line| line.strip_prefix("vllm:cache_config_info{"))?;
+    let size = labels.split(',').find_map(|label| label.trim_start().strip_prefix("block_size=\""))?;
+    size.split_once('"')?.0.parse().ok()
+}
+
+/// The body at `path`, or `None` if there is none in time.
+async fn get(client: &Client, api_key: Option<&HeaderValue>, path: &'static str) -> Option<Bytes> {
+    let answer = async {
+        let headers = headers::request(&HeaderMap::new(), api_key);
+        let response = client.send(Method::GET, &PathAndQuery::from_static(path), headers, Bytes::new()).await.ok()?;
+        let body = response.status().is_success().then(|| Limited::new(response.into_body(), MAX_BYTES))?;
+        Some(body.collect().await.ok()?.to_bytes())
+    };
+    timeout(TIMEOUT, answer).await.ok().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(body: &Value) -> KvSources {
+        KvSources::read(body.to_string().as_bytes(), "10.0.0.1")
+    }
+
+    #[test]
+    fn each_rank_has_its_publisher() {
+        let listed = serde_json::json!([
+            { "data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": "tcp://*:5560", "topic": "kv" },
+            { "data_parallel_rank": 0, "endpoint": "tcp://10.0.0.2:5557", "replay_endpoint": null, "topic": null },
+            { "data_parallel_rank": 2, "endpoint": "inproc://cache" },
+            { "data_parallel_rank": 3, "endpoint": null, "block_size": 32 },
+        ]);
+        let of = |live: &str, replay: Option<&str>, topic: &str| Source {
+            live: live.parse().unwrap(),
+            replay: replay.map(|replay| replay.parse().unwrap()),
+            topic: topic.into(),
+        };
+        let expected = KvSources {
+            sources: vec![
+                of("tcp://10.0.0.2:5557", None, ""),
+                of("tcp://10.0.0.1:5558", Some("tcp://10.0.0.1:5560"), "kv"),
+            ],
+            block_size: NonZero::new(32),
+        };
+        assert_eq!(read(&listed), expected);
+        assert_eq!(read(&serde_json::json!({ "sources": listed })), expected);
+    }
+
+    #[test]
+    fn what_is_not_understood_counts_as_absent() {
+        for odd in ["[]", "{}", "[7]", "null", "\"x\"", r#"{"sources":{}}"#, r#"[{"block_size":0}]"#] {
+            assert_eq!(read(&odd.parse().unwrap()), KvSources::default(), "{odd}");
+        }
+        assert_eq!(KvSources::read(b"<html>", "h"), KvSources::default());
+    }
+
+    #[test]
+    fn the_block_size_is_a_label_of_a_metric() {
+        let metrics = "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n\
+            vllm:cache_config_info{block_size=\"32\",cache_dtype=\"auto\",engine=\"0\"} 1.0\n";
+        assert_eq!(block_size_in_metrics(metrics), NonZero::new(32));
+        for other in ["", "vllm:cache_config_info{block_size=\"None\"} 1.0", "vllm:cache_config_info{x=\"1\"} 1.0"] {
+            assert_eq!(block_size_in_metrics(other), None);
+        }
+    }
+}
