@@ -68,6 +68,11 @@ impl Fields {
         Some(raw).filter(|raw| !raw.is_null())
     }
 
+    /// A field of the body as JSON text, which is not taken.
+    pub(crate) fn peek(&self, name: &str) -> Option<&Raw> {
+        self.unparsed.iter().rfind(|(field, _)| field == name).map(|(_, raw)| raw)
+    }
+
     /// Takes a field's value. `null` is the same as absent, as in OpenAI's API.
     pub(crate) fn value(&mut self, name: &str) -> Result<Option<Value>, Error> {
         match self.raw(name) {

@@ -2,7 +2,8 @@
 //!
 //! The tokens of the prompt are estimated from its JSON text, because only the engine can tokenize it. Prompts whose
 //! text begins alike have estimates that begin alike, which is what the router needs to find a cached prefix. The
-//! estimate is of no use against the KV events of an engine, whose tokens are real.
+//! estimate is of no use against the KV events of an engine, whose tokens are real (`ModelCard::has_exact_blocks`). A
+//! prompt of token ids is no estimate: it is what the engine computes.
 
 use super::{CHOICES_MAX, Fields, Routing, scheduling};
 use std::sync::Arc;
@@ -22,7 +23,7 @@ impl Routing {
     /// Reads the fields of a body. What has an unexpected type counts as absent.
     pub(super) fn read(mut fields: Fields) -> Self {
         let fields = &mut fields;
-        let tokens = estimated_tokens(fields);
+        let tokens = token_ids(fields).unwrap_or_else(|| estimated_tokens(fields));
         let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
         Self {
             tokens,
@@ -38,6 +39,13 @@ impl Routing {
             salts: fields.text("cache_salt").ok().flatten().into_iter().collect(),
         }
     }
+}
+
+/// The prompt of a completion, if it is one array of token ids, also as the only one of several.
+fn token_ids(fields: &mut Fields) -> Option<Arc<[u32]>> {
+    let prompt = fields.peek("prompt").filter(|prompt| prompt.is_array())?.bytes();
+    let ids: Option<Vec<u32>> = serde_json::from_slice(prompt).ok();
+    ids.or_else(|| serde_json::from_slice(prompt).ok().map(|[ids]: [Vec<u32>; 1]| ids)).map(Arc::from)
 }
 
 /// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
@@ -77,6 +85,18 @@ mod tests {
             {"role":"assistant","content":"Sixteen tokens."}]}"#,
         );
         assert_eq!(first[..15], without_tools.tokens[..15], "all but the end of the array");
+    }
+
+    #[test]
+    fn a_prompt_of_token_ids_is_taken_as_it_is() {
+        for prompt in ["[5, 70000,4294967295]", "[[5,70000,4294967295]]"] {
+            let body = format!(r#"{{"prompt":{prompt},"tools":[{{}}]}}"#);
+            assert_eq!(read(&body).tokens[..], [5, 70_000, u32::MAX]);
+        }
+        for prompt in ["[[1,2],[3]]", "[1,-2]", "[4294967296]", "[\"a\"]", "\"[1,2]\""] {
+            let tokens = read(&format!(r#"{{"prompt":{prompt}}}"#)).tokens;
+            assert_eq!(tokens.len(), prompt.len().div_ceil(4), "{prompt} is estimated");
+        }
     }
 
     #[test]
