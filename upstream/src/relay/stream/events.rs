@@ -82,8 +82,7 @@ impl Events {
         if !self.strip {
             return self.step_alone(event, holding);
         }
-        let ends_a_choice =
-            event.data_range().filter(|data| memmem::find(&event.raw[data.clone()], FINISH).is_some()).is_some();
+        let ends_a_choice = event.data_range().is_some_and(|data| memmem::find(&event.raw[data], FINISH).is_some());
         let mut step = self.step_alone(event, holding)?;
         let frame = step.frame.take();
         let (last, frame) =
