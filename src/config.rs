@@ -88,11 +88,10 @@ pub struct Upstream {
 /// Whether the KV events of a server are followed, and where it publishes them.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum KvEvents {
-    /// They are not: the cache is estimated from the prompts that are sent to the server. Estimated tokens of text
-    /// match no block of the engine, so with events requests of text would find nothing cached.
-    #[default]
+    /// They are not: the cache is estimated from the prompts that are sent to the server.
     Off,
-    /// Where the server says.
+    /// Where the server says, if it publishes any.
+    #[default]
     Auto,
     /// At these sockets.
     At {

@@ -12,7 +12,7 @@ use std::{fmt, fs, io};
 impl Upstream {
     /// A server without further settings.
     pub fn new(url: http::Uri) -> Self {
-        Self { url, api_key_file: None, kv_events: KvEvents::Off, block_size: None }
+        Self { url, api_key_file: None, kv_events: KvEvents::default(), block_size: None }
     }
 
     /// The API key for the server.
@@ -56,8 +56,8 @@ impl TryFrom<Table> for Upstream {
         };
         let replay = kv_events_replay.map(|text| endpoint("kv_events_replay", &text)).transpose()?;
         let kv_events = match (kv_events.as_deref(), replay) {
-            (None | Some("off"), None) => KvEvents::Off,
-            (Some("auto"), None) => KvEvents::Auto,
+            (None | Some("auto"), None) => KvEvents::Auto,
+            (Some("off"), None) => KvEvents::Off,
             (None | Some("off" | "auto"), Some(_)) => {
                 return Err("kv_events_replay needs the other socket in kv_events".to_owned());
             }
@@ -102,8 +102,8 @@ impl Serialize for Upstream {
             table.serialize_field("api_key_file", path)?;
         }
         match &self.kv_events {
-            KvEvents::Off => {}
-            KvEvents::Auto => table.serialize_field("kv_events", "auto")?,
+            KvEvents::Auto => {}
+            KvEvents::Off => table.serialize_field("kv_events", "off")?,
             KvEvents::At { live, replay } => {
                 table.serialize_field("kv_events", &live.to_string())?;
                 if let Some(replay) = replay {

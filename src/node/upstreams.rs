@@ -36,7 +36,7 @@ const MAX_MODELS: usize = 1 << 16;
 
 /// How vLLM publishes its KV events.
 const START_VLLM: &str = "start vLLM with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\
-    \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}' and ";
+    \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'";
 
 /// The servers behind this gateway. Dropping it deregisters them.
 pub(super) struct Upstreams {
@@ -161,11 +161,11 @@ impl Server {
             KvEvents::At { live, replay } => vec![Source { live, replay, topic: String::new() }],
         };
         if sources.is_empty() {
-            let start = if is_named { "" } else { START_VLLM };
+            let remedy = if is_named { "set kv_events = \"auto\" in [[upstreams]]" } else { START_VLLM };
             tracing::info!(
                 upstream = %self.url,
                 "routing is approximate: the server's cache is estimated from the prompts sent to it, without its KV \
-                 events; for prompts of token ids {start}set kv_events = \"auto\" in [[upstreams]]"
+                 events; {remedy}"
             );
         }
         KvSources { sources, block_size: self.block_size.or(listed.block_size) }

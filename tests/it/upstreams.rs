@@ -254,4 +254,16 @@ async fn published_blocks_are_predicted_as_cached() {
     // The last message clears the cache and stores the first three blocks again.
     messages.for_each(|message| publish(&publisher, message));
     until_predicted(&gateway, longer, 96).await;
+
+    // Text has the tokens that the server says.
+    server.set_page("/tokenize", Script::json(200, &json!({ "count": 100, "tokens": Vec::from_iter(100..200) })));
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
+    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    assert_eq!(decision["cached_tokens"], 96);
+    let asked = server.requests().into_iter().rfind(|request| request.uri.path() == "/tokenize").unwrap();
+    let asked: Value = serde_json::from_slice(&asked.body).unwrap();
+    assert_eq!(asked["messages"], json!([{ "role": "user", "content": "hello" }]));
+    // A server that does not say them answers all the same.
+    server.set_page("/tokenize", Script::json(404, &json!({})));
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
 }

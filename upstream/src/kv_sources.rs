@@ -1,10 +1,11 @@
 //! Where a server publishes its KV events, and its block size, as it says itself.
 //!
-//! vLLM answers `GET /kv_event_sources` with one object per data-parallel rank, in an array or in a field `sources`:
+//! vLLM 0.32 answers `GET /kv_event_sources` with its configuration by data-parallel rank:
 //!
 //! ```json
-//! [{"data_parallel_rank": 0, "endpoint": "tcp://*:5557", "replay_endpoint": null, "topic": ""}]
+//! {"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": null, "topic": ""}}
 //! ```
+//! A list of such objects, each with `data_parallel_rank`, is understood too, also in a field `sources`.
 //!
 //! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
 
@@ -51,17 +52,22 @@ impl KvSources {
     /// Reads the list of publishers. What is not understood counts as absent.
     fn read(body: &[u8], host: &str) -> Self {
         let body: Value = serde_json::from_slice(body).unwrap_or_default();
-        let listed = body.as_array().or_else(|| body["sources"].as_array()).map_or(&[][..], Vec::as_slice);
+        let by_rank = body.as_object().into_iter().flatten();
+        let by_rank = by_rank.filter_map(|(rank, listed)| Some((Some(rank.parse::<u64>().ok()?), listed)));
+        let list = body.as_array().or_else(|| body["sources"].as_array()).into_iter().flatten();
+        let list = list.map(|listed| (listed["data_parallel_rank"].as_u64(), listed));
+        let listed: Vec<(Option<u64>, &Value)> = by_rank.chain(list).collect();
         let mut sources = Vec::new();
-        for listed in listed {
+        for (rank, listed) in &listed {
             match source(listed, host) {
-                Ok(Some(source)) => sources.push((listed["data_parallel_rank"].as_u64(), source)),
+                Ok(Some(source)) => sources.push((*rank, source)),
                 Ok(None) => {}
                 Err(error) => tracing::warn!(%error, "a publisher of kv events cannot be followed"),
             }
         }
         sources.sort_by_key(|(rank, _)| *rank);
-        let block_size = listed.iter().chain([&body]).find_map(|listed| listed.get("block_size")?.as_u64());
+        let listed = listed.into_iter().map(|(_, listed)| listed);
+        let block_size = listed.chain([&body]).find_map(|listed| listed.get("block_size")?.as_u64());
         Self {
             sources: sources.into_iter().map(|(_, source)| source).collect(),
             block_size: block_size.and_then(|size| NonZero::new(u32::try_from(size).ok()?)),
@@ -74,6 +80,9 @@ fn source(listed: &Value, host: &str) -> Result<Option<Source>, EndpointError> {
         let text = listed[name].as_str().filter(|text| !text.is_empty());
         text.map(|text| Endpoint::on_host(text, host)).transpose()
     };
+    if listed["enable_kv_cache_events"] == false {
+        return Ok(None);
+    }
     let Some(live) = endpoint("endpoint")? else { return Ok(None) };
     let topic = listed["topic"].as_str().unwrap_or_default().to_owned();
     Ok(Some(Source { live, replay: endpoint("replay_endpoint")?, topic }))
@@ -127,6 +136,21 @@ mod tests {
         };
         assert_eq!(read(&listed), expected);
         assert_eq!(read(&serde_json::json!({ "sources": listed })), expected);
+    }
+
+    #[test]
+    fn vllm_answers_by_rank() {
+        // Recorded from vLLM 0.32.0.
+        let answer = r#"{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5501",
+            "replay_endpoint":"tcp://*:5601","buffer_steps":10000,"hwm":100000,"max_queue_size":100000,"topic":"kv"}}"#;
+        let source = Source {
+            live: "tcp://10.0.0.1:5501".parse().unwrap(),
+            replay: Some("tcp://10.0.0.1:5601".parse().unwrap()),
+            topic: "kv".into(),
+        };
+        assert_eq!(read(&answer.parse().unwrap()).sources, [source]);
+        let off = answer.replace("true", "false");
+        assert_eq!(read(&off.parse().unwrap()), KvSources::default());
     }
 
     #[test]

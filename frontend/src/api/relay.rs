@@ -4,6 +4,7 @@
 //! and salt. Nothing else is checked, and a field of an unexpected type counts as absent here: what it means is the
 //! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
 
+mod engine_tokens;
 mod estimate;
 
 use super::generate::{explained, wants_explanation};
@@ -76,8 +77,9 @@ impl Incoming {
 /// What routing reads of a request.
 #[derive(Default)]
 pub(super) struct Routing {
-    /// The tokens of the prompt, estimated.
+    /// The tokens of the prompt, estimated unless the request has their ids.
     tokens: Arc<[u32]>,
+    has_token_ids: bool,
     is_stream: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
@@ -143,7 +145,7 @@ pub(super) async fn respond(
     routing.attributes.tenant = Arc::clone(&tenant);
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);
-    let request = Request {
+    let mut request = Request {
         id: Arc::clone(&context.id),
         model: Arc::clone(&model),
         tokens: routing.tokens,
@@ -164,6 +166,12 @@ pub(super) async fn respond(
     };
     let mut meter = RelayMeter::new(context.clone(), model, routing.is_stream);
     let start = async {
+        if card.has_exact_blocks
+            && !routing.has_token_ids
+            && let Some(tokens) = engine_tokens::ask(state, &request).await
+        {
+            request.tokens = tokens;
+        }
         let mut outputs = state.engine.generate(request).await?;
         match outputs.next().await {
             Some(Ok(Output::Head(head))) => Ok((*head, outputs)),

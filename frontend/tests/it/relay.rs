@@ -17,7 +17,13 @@ use worker::engine::{
 /// An engine that relays, with a script of its responses.
 fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
     let engine = FakeEngine::with_steps(steps);
-    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, chat_template: None, is_relayed: true, ..card() });
+    *engine.card.lock() = Arc::new(ModelCard {
+        tokenizer: None,
+        chat_template: None,
+        is_relayed: true,
+        has_exact_blocks: false,
+        ..card()
+    });
     engine
 }
 

@@ -23,10 +23,13 @@ impl Routing {
     /// Reads the fields of a body. What has an unexpected type counts as absent.
     pub(super) fn read(mut fields: Fields) -> Self {
         let fields = &mut fields;
-        let tokens = token_ids(fields).unwrap_or_else(|| estimated_tokens(fields));
+        let token_ids = token_ids(fields);
+        let has_token_ids = token_ids.is_some();
+        let tokens = token_ids.unwrap_or_else(|| estimated_tokens(fields));
         let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
         Self {
             tokens,
+            has_token_ids,
             is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
             choices: count(fields, "n").unwrap_or(1).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
