@@ -256,7 +256,8 @@ async fn published_blocks_are_predicted_as_cached() {
     until_predicted(&gateway, longer, 96).await;
 
     // Text has the tokens that the server says.
-    server.set_page("/tokenize", Script::json(200, &json!({ "count": 100, "tokens": Vec::from_iter(100..200) })));
+    server
+        .set_page("/tokenize", Script::json(200, &json!({ "count": 100, "tokens": (100..200).collect::<Vec<u32>>() })));
     let answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
     let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
     assert_eq!(decision["cached_tokens"], 96);
