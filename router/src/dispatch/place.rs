@@ -126,7 +126,7 @@ fn book(
         Demand { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Demand::default() };
     let whole = row.demand();
     let amount = Demand {
-        sequences: u64::from(request.work != Work::Prefill),
+        sequences: u64::from(!matches!(request.work, Work::Prefill)),
         blocks: whole.blocks - sibling.blocks * siblings.len() as u64,
         ..whole
     };

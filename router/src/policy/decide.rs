@@ -87,7 +87,7 @@ impl<'a> PlacementRequest<'a> {
     pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
         let Request { tokens, stop, work, attributes, .. } = request;
         let within = attributes.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
-        let may_split = *work == Work::Generate && request.sampling.prompt_logprobs.is_none();
+        let may_split = matches!(work, Work::Generate) && request.sampling.prompt_logprobs.is_none();
         Self { tokens: tokens.len(), max_tokens: stop.max_tokens, choices: request.choices(), work, may_split, within }
     }
 
@@ -130,7 +130,8 @@ pub(crate) fn decide<'a>(
 
     // A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
     // only when no other is left. In both cases an ejected worker is better than none.
-    let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != (*request.work == Work::Prefill);
+    let prefills = matches!(request.work, Work::Prefill);
+    let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != prefills;
     context.weigh(
         |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
         prefill.as_ref(),

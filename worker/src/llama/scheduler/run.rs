@@ -266,7 +266,7 @@ impl Scheduler {
             }
         }
         for sequence in running {
-            if sequence.request.work == Work::Prefill && sequence.pending() == 0 {
+            if matches!(sequence.request.work, Work::Prefill) && sequence.pending() == 0 {
                 self.hand_off(sequence);
             } else {
                 self.running.push(sequence);
@@ -393,7 +393,8 @@ impl Scheduler {
     fn step_input(&mut self, rows: Rows) -> StepInput {
         let sequence = &mut self.running[rows.index];
         let end = sequence.computed + rows.count;
-        let last = end == sequence.tokens.len() && sequence.request.work != Work::Prefill && sequence.limit > 0;
+        let last =
+            end == sequence.tokens.len() && !matches!(sequence.request.work, Work::Prefill) && sequence.limit > 0;
         StepInput {
             tokens: sequence.tokens[sequence.computed..end].to_vec(),
             start: sequence.computed,
@@ -419,7 +420,8 @@ impl Scheduler {
         sequence.add_scores(output.scored);
         sequence.publish(&self.manager);
         sequence.drop_unneeded_onboarding();
-        let only_prompt = sequence.limit == 0 && sequence.pending() == 0 && sequence.request.work != Work::Prefill;
+        let only_prompt =
+            sequence.limit == 0 && sequence.pending() == 0 && !matches!(sequence.request.work, Work::Prefill);
         if output.next.is_none() && !only_prompt {
             return None;
         }

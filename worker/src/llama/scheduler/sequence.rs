@@ -113,7 +113,7 @@ impl Sequence {
 
     /// The prompt tokens whose logits still have to give the log-probability of the token after them.
     fn unscored(&self) -> Range<usize> {
-        let requested = self.request.sampling.prompt_logprobs.is_some() && self.request.work != Work::Prefill;
+        let requested = self.request.sampling.prompt_logprobs.is_some() && !matches!(self.request.work, Work::Prefill);
         if requested { self.scored..self.prompt - 1 } else { 0..0 }
     }
 
