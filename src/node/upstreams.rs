@@ -3,7 +3,7 @@
 //! A server that does not answer yet is asked again until it does, so the order of starting does not matter. One that
 //! stops answering stays registered: the router's circuit breaker and health checks keep requests away from it.
 //!
-//! The KV events of a server are followed where that is configured, so that the router knows its cache. Its first
+//! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
 //! model and the adapters of that get the events. Further models are further names of the first, under which the router
 //! estimates the cache.
 
@@ -174,7 +174,7 @@ impl Server {
     async fn register(&self, at: usize, card: ModelCard, log: Arc<EventLog>) -> anyhow::Result<Worker> {
         let card = Arc::new(card);
         let api_key = self.api_key.clone();
-        let settings = UpstreamSettings { api_key, model: None, salts: Arc::clone(&self.salts) };
+        let settings = UpstreamSettings { api_key, salts: Arc::clone(&self.salts) };
         let engine = Arc::new(UpstreamEngine::new(self.client.clone(), settings, Arc::clone(&card)));
         let load = engine.load();
         let id = WorkerId((self.number * MAX_MODELS + at) as u64 + 1);

@@ -15,7 +15,7 @@ use upstream::relay::chunk::Usage;
 use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
 /// Time for what happens within seconds on an idle machine.
-const PATIENCE: Duration = Duration::from_mins(1);
+const TIMEOUT: Duration = Duration::from_mins(1);
 
 fn models() -> Script {
     Script::json(200, &json!({ "object": "list", "data": [{ "id": "org/m", "max_model_len": 4096 }] }))
@@ -50,7 +50,7 @@ impl Gateway {
                 sleep(Duration::from_millis(10)).await;
             }
         };
-        tokio::time::timeout(PATIENCE, all_registered).await.expect("all servers are registered");
+        tokio::time::timeout(TIMEOUT, all_registered).await.expect("all servers are registered");
         gateway
     }
 
@@ -137,7 +137,7 @@ async fn a_request_without_output_goes_to_another_server() {
             asked += 1;
         }
     };
-    tokio::time::timeout(PATIENCE, met).await.expect("both servers get requests");
+    tokio::time::timeout(TIMEOUT, met).await.expect("both servers get requests");
 }
 
 #[tokio::test]
@@ -163,7 +163,7 @@ async fn a_client_that_leaves_cancels_the_request_at_the_server() {
     let mut answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
     assert!(answer.chunk().await.unwrap().is_some());
     drop(answer);
-    tokio::time::timeout(PATIENCE, server.cancelled(1)).await.expect("the server notices");
+    tokio::time::timeout(TIMEOUT, server.cancelled(1)).await.expect("the server notices");
 }
 
 #[tokio::test]
@@ -171,7 +171,7 @@ async fn prompts_that_begin_alike_go_to_the_same_server() {
     let (one, other) = (server([]).await, server([]).await);
     let gateway = Gateway::start(&[&one, &other]).await;
     let text = "A block holds the keys and values of sixteen tokens. ".repeat(40);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     // Servers without KV events are recognised as such after some seconds.
     while gateway.metric("blockyard_router_worker_index_source").await == 0 || !estimated(&gateway).await {
         assert!(Instant::now() < deadline, "the caches of both are estimated");
@@ -231,7 +231,7 @@ async fn until_predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32
             sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, all).await.expect("the events arrive");
+    tokio::time::timeout(TIMEOUT, all).await.expect("the events arrive");
 }
 
 #[tokio::test]

@@ -28,8 +28,6 @@ const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions
 pub struct UpstreamSettings {
     /// The API key that the server wants.
     pub api_key: Option<HeaderValue>,
-    /// The server's name of the model, where it differs from the card's id.
-    pub model: Option<String>,
     /// Gets the salts that are sent.
     pub salts: Arc<Salts>,
 }
@@ -76,9 +74,6 @@ impl UpstreamEngine {
         }
         let mut splice = Splice::scan(http.body.clone())?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
-        if let Some(model) = &self.settings.model {
-            splice.set("model", json(model));
-        }
         if let Some(salt) = self.settings.salts.of(&request.domain) {
             splice.set("cache_salt", json(&salt));
         }

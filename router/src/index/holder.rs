@@ -1,4 +1,4 @@
-//! Who holds blocks, and the small numbers under which the index knows them.
+//! The holders of blocks, and the small numbers under which the index knows them.
 
 use kvbm::Level;
 use worker::plane::{StoreId, WorkerId};

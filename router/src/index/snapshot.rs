@@ -24,7 +24,7 @@ pub(super) struct IndexSnapshot {
     pub(super) holders: Arc<HolderDirectory>,
 }
 
-/// All holders of blocks, and who can read which stores.
+/// All holders of blocks, and which workers can read which stores.
 #[derive(Clone, Default)]
 pub(super) struct HolderDirectory {
     states: BTreeMap<Holder, Arc<HolderState>>,

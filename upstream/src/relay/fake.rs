@@ -1,4 +1,5 @@
-//! A scripted engine for tests: an HTTP server on the loopback interface that answers as vLLM does, or fails as told.
+//! A scripted engine for tests: an HTTP server on the loopback interface that answers as vLLM does, or fails as its
+//! script says.
 //!
 //! Each request takes the next [`Script`], except those for a page, which engines serve beside their API.
 //! The engine records requests, and counts those that were cancelled: whose connection or stream ended before the

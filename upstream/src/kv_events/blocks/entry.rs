@@ -1,4 +1,4 @@
-//! A known block, and who holds it: reference counts per pair of a medium and an owner.
+//! A known block, and where it is held: reference counts per pair of a medium and an owner.
 
 use crate::kv_events::wire::Medium;
 

@@ -7,9 +7,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 
-/// What a sink was told.
+/// A call of a sink.
 #[derive(PartialEq, Debug)]
-enum Told {
+enum Call {
     Connected,
     Disconnected,
     NewEpoch,
@@ -18,30 +18,30 @@ enum Told {
     Batch(u32),
 }
 
-struct Recorder(mpsc::UnboundedSender<Told>);
+struct Recorder(mpsc::UnboundedSender<Call>);
 
 impl Recorder {
-    fn tell(&self, told: Told) {
+    fn tell(&self, call: Call) {
         // The test may have ended.
-        let _ = self.0.send(told);
+        let _ = self.0.send(call);
     }
 }
 
 impl Sink for Recorder {
     fn connected(&mut self) {
-        self.tell(Told::Connected);
+        self.tell(Call::Connected);
     }
     fn disconnected(&mut self) {
-        self.tell(Told::Disconnected);
+        self.tell(Call::Disconnected);
     }
     fn new_epoch(&mut self) {
-        self.tell(Told::NewEpoch);
+        self.tell(Call::NewEpoch);
     }
     fn stale(&mut self) {
-        self.tell(Told::Stale);
+        self.tell(Call::Stale);
     }
     fn batch(&mut self, batch: Batch) {
-        self.tell(Told::Batch(batch.timestamp as u32));
+        self.tell(Call::Batch(batch.timestamp as u32));
     }
 }
 
@@ -112,14 +112,14 @@ fn payload(process: u8, number: u64) -> Vec<u8> {
     vec![0x92, 0xcd, process, number as u8, 0x90]
 }
 
-fn told(process: u8, number: u64) -> Told {
-    Told::Batch(u32::from(process) << 8 | number as u32)
+fn call(process: u8, number: u64) -> Call {
+    Call::Batch(u32::from(process) << 8 | number as u32)
 }
 
 struct Fixture {
     live: TcpListener,
     replay: TcpListener,
-    told: mpsc::UnboundedReceiver<Told>,
+    call: mpsc::UnboundedReceiver<Call>,
     task: tokio::task::JoinHandle<Infallible>,
 }
 
@@ -136,16 +136,16 @@ impl Fixture {
         let endpoint = |listener: &TcpListener| format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
         let source =
             Source { live: endpoint(&live), replay: with_replay.then(|| endpoint(&replay)), topic: "kv".into() };
-        let (sender, told) = mpsc::unbounded_channel();
+        let (sender, call) = mpsc::unbounded_channel();
         let task = tokio::spawn(run(source, Recorder(sender)));
-        Self { live, replay, told, task }
+        Self { live, replay, call, task }
     }
 
     /// Accepts the live connection and its subscription.
     async fn subscriber(&mut self) -> Peer {
         let mut peer = Peer::accept(&self.live, "PUB").await;
         assert_eq!(peer.message().await, [b"\x01kv".to_vec()]);
-        self.expect([Told::Connected]).await;
+        self.expect([Call::Connected]).await;
         peer
     }
 
@@ -160,9 +160,9 @@ impl Fixture {
         peer.send(&codec::message(&[b"", b"", &[0xff; 8], b""])).await;
     }
 
-    async fn expect(&mut self, expected: impl IntoIterator<Item = Told>) {
+    async fn expect(&mut self, expected: impl IntoIterator<Item = Call>) {
         for expected in expected {
-            assert_eq!(in_time(self.told.recv()).await, Some(expected));
+            assert_eq!(in_time(self.call.recv()).await, Some(expected));
         }
     }
 }
@@ -172,13 +172,13 @@ async fn a_late_subscriber_replays_then_follows() {
     let mut fixture = Fixture::new(true).await;
     let mut live = fixture.subscriber().await;
     fixture.answer(0, 1, 0..3).await;
-    fixture.expect((0..3).map(|number| told(1, number))).await;
+    fixture.expect((0..3).map(|number| call(1, number))).await;
     live.publish(1, 3).await;
     live.publish(1, 4).await;
-    fixture.expect([told(1, 3), told(1, 4)]).await;
+    fixture.expect([call(1, 3), call(1, 4)]).await;
     live.publish(1, 6).await;
     fixture.answer(5, 1, 5..7).await;
-    fixture.expect([told(1, 5), told(1, 6)]).await;
+    fixture.expect([call(1, 5), call(1, 6)]).await;
 }
 
 #[tokio::test]
@@ -186,17 +186,17 @@ async fn a_restarted_publisher_begins_a_new_epoch() {
     let mut fixture = Fixture::new(true).await;
     let live = fixture.subscriber().await;
     fixture.answer(0, 1, 0..3).await;
-    fixture.expect((0..3).map(|number| told(1, number))).await;
+    fixture.expect((0..3).map(|number| call(1, number))).await;
     drop(live);
-    fixture.expect([Told::Disconnected]).await;
+    fixture.expect([Call::Disconnected]).await;
     let mut live = fixture.subscriber().await;
     // The new process has published more than the old one.
     fixture.answer(2, 2, 2..5).await;
     fixture.answer(0, 2, 0..5).await;
-    fixture.expect([Told::NewEpoch]).await;
-    fixture.expect((0..5).map(|number| told(2, number))).await;
+    fixture.expect([Call::NewEpoch]).await;
+    fixture.expect((0..5).map(|number| call(2, number))).await;
     live.publish(2, 5).await;
-    fixture.expect([told(2, 5)]).await;
+    fixture.expect([call(2, 5)]).await;
 }
 
 #[tokio::test]
@@ -204,10 +204,10 @@ async fn a_gap_is_stale_when_the_replay_socket_is_gone() {
     let mut fixture = Fixture::new(true).await;
     let mut live = fixture.subscriber().await;
     fixture.answer(0, 1, 0..1).await;
-    fixture.expect([told(1, 0)]).await;
+    fixture.expect([call(1, 0)]).await;
     live.publish(1, 2).await;
     drop(Peer::raw(&fixture.replay).await);
-    fixture.expect([Told::Stale, told(1, 2)]).await;
+    fixture.expect([Call::Stale, call(1, 2)]).await;
 }
 
 #[tokio::test]
@@ -222,12 +222,12 @@ async fn hostile_peers_are_dropped_and_connected_again() {
         let mut peer = Peer::raw(&fixture.live).await;
         peer.send(hostile).await;
         assert!(peer.is_closed().await);
-        let connected = shakes.then_some(Told::Connected);
-        fixture.expect(connected.into_iter().chain([Told::Disconnected])).await;
+        let connected = shakes.then_some(Call::Connected);
+        fixture.expect(connected.into_iter().chain([Call::Disconnected])).await;
     }
     let mut live = fixture.subscriber().await;
     live.publish(1, 0).await;
-    fixture.expect([told(1, 0)]).await;
+    fixture.expect([call(1, 0)]).await;
 }
 
 #[tokio::test]
@@ -236,7 +236,7 @@ async fn an_undecodable_batch_is_stale_and_not_the_end() {
     let mut live = fixture.subscriber().await;
     live.send(&codec::message(&[b"kv", &0_u64.to_be_bytes(), b"\xc1"])).await;
     live.publish(1, 1).await;
-    fixture.expect([Told::Stale, told(1, 1)]).await;
+    fixture.expect([Call::Stale, call(1, 1)]).await;
 }
 
 #[tokio::test]
