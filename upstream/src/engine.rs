@@ -2,7 +2,7 @@
 
 use crate::load::{Counted, LoadCounter};
 use crate::relay::client::Client;
-use crate::relay::error::{Answer, Kind, RelayError};
+use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, UsageInStream};
@@ -15,7 +15,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use std::sync::Arc;
 use tokio::sync::watch;
 use worker::engine::{
-    Engine, Error, ErrorKind, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
+    Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
     Request, ResponseHead, Work,
 };
 use worker::plane::Load;
@@ -163,11 +163,6 @@ fn error_of(error: RelayError) -> Error {
             let headers = headers::response(&headers, headers::Body::Changed);
             // A redirect would send the client past this gateway.
             let status = if status.is_redirection() { StatusCode::BAD_GATEWAY } else { status };
-            let kind = match kind {
-                Kind::Busy { retry_after } => ErrorKind::Busy(retry_after),
-                Kind::Request => ErrorKind::Request,
-                Kind::Fault => ErrorKind::Fault,
-            };
             Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))
         }
     }

@@ -10,6 +10,7 @@ use http_body_util::BodyExt;
 use serde::Deserialize;
 use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
+use worker::engine::ErrorKind;
 
 /// Most bytes of an error's body that are kept. Validation errors quote the request, but 1 MiB tells enough.
 const MAX_BODY: usize = 1 << 20;
@@ -47,33 +48,17 @@ pub struct Answer {
     /// The body, up to 1 MiB of it.
     pub body: Bytes,
     /// What it says of the engine.
-    pub kind: Kind,
+    pub kind: ErrorKind,
 }
 
-/// What an error says of the engine.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
-    /// Back-pressure: 429 or 503.
-    Busy {
-        /// When to come back.
-        retry_after: Duration,
-    },
-    /// The request is wrong: any other 4xx.
-    Request,
-    /// The engine is at fault. This includes redirects, because the API has none.
-    Fault,
-}
-
-impl Kind {
-    /// The kind of an answer with these headers.
-    pub fn of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> Self {
-        match status {
-            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-                Self::Busy { retry_after: retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER) }
-            }
-            status if status.is_client_error() => Self::Request,
-            _ => Self::Fault,
+/// What an answer with these headers says of the engine. A redirect is a fault, because the API has none.
+fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKind {
+    match status {
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+            ErrorKind::Busy(retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER))
         }
+        status if status.is_client_error() => ErrorKind::Request,
+        _ => ErrorKind::Fault,
     }
 }
 
@@ -81,7 +66,7 @@ impl Answer {
     /// Reads an answer that is no success. A body that does not come, or not whole, is cut short.
     pub async fn read<B: Body<Data = Bytes> + Unpin>(response: Response<B>) -> Self {
         let (parts, mut body) = response.into_parts();
-        let kind = Kind::of(parts.status, &parts.headers, SystemTime::now());
+        let kind = kind_of(parts.status, &parts.headers, SystemTime::now());
         let mut read = BytesMut::new();
         let all = async {
             while let Some(Ok(frame)) = body.frame().await {
@@ -101,7 +86,7 @@ impl Answer {
     /// The answer to a request whose path is too long for the engine's address before it.
     pub(super) fn uri_too_long() -> Self {
         let (headers, body) = (HeaderMap::new(), Bytes::new());
-        Self { status: StatusCode::URI_TOO_LONG, headers, body, kind: Kind::Request }
+        Self { status: StatusCode::URI_TOO_LONG, headers, body, kind: ErrorKind::Request }
     }
 
     /// An error that came as an event of a stream, where the status is in the JSON if anywhere.
@@ -121,7 +106,7 @@ impl Answer {
         let status = code().and_then(|code| StatusCode::from_u16(code).ok()).filter(error);
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let headers = HeaderMap::new();
-        let kind = Kind::of(status, &headers, SystemTime::UNIX_EPOCH);
+        let kind = kind_of(status, &headers, SystemTime::UNIX_EPOCH);
         Self { status, headers, body: data, kind }
     }
 }

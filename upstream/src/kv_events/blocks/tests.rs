@@ -1,3 +1,5 @@
+mod captured;
+
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashSet;

@@ -1,6 +1,5 @@
 use super::*;
 use crate::relay::chunk::Usage;
-use crate::relay::error::Kind;
 use crate::relay::fake::{Connections, FakeEngine, Script};
 use crate::relay::headers;
 use crate::relay::stream::Item;
@@ -15,6 +14,7 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
+use worker::engine::ErrorKind;
 
 const PATH: PathAndQuery = PathAndQuery::from_static("/v1/chat/completions");
 /// For what must happen soon, on any machine.
@@ -182,7 +182,7 @@ async fn an_error_is_returned_with_its_kind() {
     let busy = Script::json(503, &error).header(http::header::RETRY_AFTER, "7");
     let engine = FakeEngine::start([Script::json(400, &error), busy, Script::json(500, &error)]).await.unwrap();
     let client = client(&engine.uri(), Protocol::Negotiated);
-    for expected in [Kind::Request, Kind::Busy { retry_after: Duration::from_secs(7) }, Kind::Fault] {
+    for expected in [ErrorKind::Request, ErrorKind::Busy(Duration::from_secs(7)), ErrorKind::Fault] {
         let Err(RelayError::Answered(answer)) = relay(&client).await else { panic!("{expected:?}") };
         assert_eq!((answer.kind, &answer.body[..]), (expected, error.to_string().as_bytes()));
     }
@@ -277,5 +277,5 @@ async fn a_path_that_is_too_long_is_refused() {
     let path = PathAndQuery::try_from(format!("/{}", "y".repeat(60_000))).unwrap();
     let error = client(&address, Protocol::Negotiated).send(Method::GET, &path, HeaderMap::new(), Bytes::new()).await;
     let Err(RelayError::Answered(answer)) = error else { panic!("{error:?}") };
-    assert_eq!((answer.status, answer.kind), (StatusCode::URI_TOO_LONG, Kind::Request));
+    assert_eq!((answer.status, answer.kind), (StatusCode::URI_TOO_LONG, ErrorKind::Request));
 }

@@ -4,26 +4,26 @@ use http_body::Frame;
 use http_body_util::{Full, StreamBody};
 use std::convert::Infallible;
 
-fn kind(status: u16, retry_after: Option<&str>) -> Kind {
+fn kind(status: u16, retry_after: Option<&str>) -> ErrorKind {
     let mut headers = HeaderMap::new();
     if let Some(value) = retry_after {
         headers.insert(header::RETRY_AFTER, value.parse().unwrap());
     }
     let now = httpdate::parse_http_date("Sun, 06 Nov 1994 08:49:37 GMT").unwrap();
-    Kind::of(StatusCode::from_u16(status).unwrap(), &headers, now)
+    kind_of(StatusCode::from_u16(status).unwrap(), &headers, now)
 }
 
-fn busy(seconds: u64) -> Kind {
-    Kind::Busy { retry_after: Duration::from_secs(seconds) }
+fn busy(seconds: u64) -> ErrorKind {
+    ErrorKind::Busy(Duration::from_secs(seconds))
 }
 
 #[test]
 fn only_faults_count_against_the_engine() {
     for status in [400, 401, 404, 408, 413, 422, 499] {
-        assert_eq!(kind(status, Some("7")), Kind::Request);
+        assert_eq!(kind(status, Some("7")), ErrorKind::Request);
     }
     for status in [500, 501, 502, 504, 302] {
-        assert_eq!(kind(status, Some("7")), Kind::Fault);
+        assert_eq!(kind(status, Some("7")), ErrorKind::Fault);
     }
     assert_eq!((kind(429, None), kind(503, None)), (busy(1), busy(1)));
 }
@@ -47,7 +47,7 @@ async fn the_body_of_an_error_is_bounded() {
     assert_eq!(Answer::read(response(MAX_BODY + 1)).await.body.len(), MAX_BODY);
     let endless = stream::repeat_with(|| Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 1000]))));
     let answer = Answer::read(Response::builder().status(500).body(StreamBody::new(endless)).unwrap()).await;
-    assert_eq!((answer.body.len(), answer.kind), (MAX_BODY, Kind::Fault));
+    assert_eq!((answer.body.len(), answer.kind), (MAX_BODY, ErrorKind::Fault));
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,5 +1,4 @@
 use super::*;
-use crate::relay::error::Kind;
 use crate::relay::fake::Script;
 use futures::channel::mpsc;
 use futures::{FutureExt, StreamExt, stream};
@@ -8,6 +7,7 @@ use http_body_util::StreamBody;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::io;
+use worker::engine::ErrorKind;
 
 const USAGE: Usage = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(4) };
 
@@ -156,7 +156,7 @@ fn an_error_before_the_output_is_no_answer() {
         let outcome = streamed(UsageInStream::Keep, body);
         assert!(outcome.head.is_none());
         let Err(RelayError::Answered(answer)) = outcome.end else { panic!("{:?}", outcome.end) };
-        assert_eq!((answer.kind, &answer.body[..]), (Kind::Request, error.as_bytes()));
+        assert_eq!((answer.kind, &answer.body[..]), (ErrorKind::Request, error.as_bytes()));
     }
 }
 

@@ -1,37 +1,12 @@
 //! Captured messages of vLLM through decoding and the view.
 
+use super::*;
+use crate::kv_events::Message;
 use bytes::Bytes;
 use std::collections::BTreeSet;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use upstream::kv_events::{Chain, Change, Ignored, Medium, Message, Root, View};
 
-const INT_HASHES: &str = include_str!("fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
-const BYTE_HASHES: &str = include_str!("fixtures/kv_events/vllm-0.32.0-byte-hashes.hex");
-
-struct TestChain;
-
-fn hash_of(value: impl Hash) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    value.hash(&mut hasher);
-    hasher.finish()
-}
-
-impl Chain for TestChain {
-    type Key = u64;
-    type Hash = u64;
-
-    fn root(&self, root: Root<'_>) -> Option<u64> {
-        Some(hash_of((root.lora, root.salt)))
-    }
-
-    fn child(&self, parent: &u64, tokens: &[u32]) -> u64 {
-        hash_of((parent, tokens))
-    }
-
-    fn hash(&self, key: &u64) -> u64 {
-        *key
-    }
-}
+const INT_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+const BYTE_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-byte-hashes.hex");
 
 fn messages(file: &str) -> impl Iterator<Item = Message> + '_ {
     let hex = |digits: &str| -> Bytes {
@@ -77,14 +52,12 @@ fn captured_messages_make_the_engines_cache() {
     // The prompt that the requests of the first two messages share.
     let tokens: Vec<u32> = (100..196).collect();
     let mut key = TestChain.root(Root::default()).expect("every root is known");
-    let own: Vec<u64> = tokens
-        .chunks(32)
-        .map(|block| {
-            key = TestChain.child(&key, block);
-            key
-        })
-        .collect();
-    assert_eq!(after[0], own.into_iter().collect());
+    let child = |block: &[u32]| {
+        key = TestChain.child(&key, block);
+        TestChain.hash(&key)
+    };
+    let own: BTreeSet<u64> = tokens.chunks(32).map(child).collect();
+    assert_eq!(after[0], own);
 }
 
 #[test]
