@@ -6,6 +6,7 @@
 //! Only the loader reads the environment. Each value is parsed by its type. An unknown key or an impossible value is an
 //! error that names the key, the value, its origin, and what would be right.
 
+mod alias;
 mod check;
 mod error;
 mod file;
@@ -40,6 +41,8 @@ pub struct Config {
     /// Servers with OpenAI's API that this process is the gateway of. Default none: the native engine serves `model`.
     /// With upstreams no model is loaded, and `model`, `workers`, `tiers` and `engine` have no effect.
     pub upstreams: Vec<Upstream>,
+    /// Further names of models: each stands for one model of the upstreams, or for several by weight. Default none.
+    pub aliases: BTreeMap<String, Alias>,
     /// Address and port of the API. Default `127.0.0.1:8000`: other machines cannot reach a server that asks for no
     /// key.
     pub listen: Listen,
@@ -77,12 +80,65 @@ pub struct Config {
 pub struct Upstream {
     /// The URL of the server, without `/v1`.
     pub url: http::Uri,
+    /// Whether a host name stands for one server or for several. Default `all`.
+    pub resolve: Resolve,
     /// A file that contains the API key for the server. Default none: it asks for no key.
     pub api_key_file: Option<PathBuf>,
-    /// Whether the server's KV events are followed. Default `off`: they help prompts of token ids only.
+    /// Whether the server's KV events are followed. Default `auto`.
     pub kv_events: KvEvents,
+    /// Whether the server keeps tenants apart. Default `auto`.
+    pub cache_salt: CacheSalt,
     /// Tokens per KV block. Default: what the server says, else 16.
     pub block_size: Option<NonZero<u32>>,
+}
+
+/// Whether a server gets a `cache_salt`, so that requests of different tenants share no blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CacheSalt {
+    /// If its API description has the field. A server without it is not used where requests have tenants.
+    #[default]
+    Auto,
+    /// It knows the field, although its API description does not say so.
+    On,
+    /// It gets none: tenants share its cache.
+    Off,
+}
+
+/// What a further name of a model stands for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Alias {
+    /// The models, at least one with a weight above zero.
+    pub deployments: Vec<Deployment>,
+}
+
+/// A model that gets a share of the requests for an alias.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Deployment {
+    /// The model, as a server lists it.
+    pub model: String,
+    /// Its share, relative to the other weights. Default 1. 0: it gets no requests.
+    #[serde(default = "Deployment::default_weight")]
+    pub weight: u32,
+}
+
+impl Deployment {
+    const fn default_weight() -> u32 {
+        1
+    }
+}
+
+/// Which servers a host name stands for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Resolve {
+    /// Each address is a server. The default: only so are the caches of the servers behind a name told apart. A name
+    /// with one address is one server either way.
+    #[default]
+    All,
+    /// All addresses lead to the same server, or to a load balancer.
+    One,
 }
 
 /// Whether the KV events of a server are followed, and where it publishes them.
@@ -316,6 +372,7 @@ impl Config {
         Self {
             model: Model::BuiltIn(Builtin::Small),
             upstreams: Vec::new(),
+            aliases: BTreeMap::new(),
             listen: Listen { host: "127.0.0.1".into(), port: 8000 },
             workers: Workers::default(),
             threads: Threads::Auto,

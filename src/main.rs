@@ -69,7 +69,8 @@ async fn run_node(
         () = signals.end() => return Ok(()),
         node = Node::start(&loaded.0) => node?,
     };
-    let reload = Reload::new(sources, loaded, Arc::clone(node.router()), set_log_filter, node.registry())?;
+    let targets = (Arc::clone(node.router()), node.upstreams().cloned());
+    let reload = Reload::new(sources, loaded, targets, set_log_filter, node.registry())?;
     // Aborted when this function returns.
     let mut background = JoinSet::new();
     let mut banner = node.banner().as_json();

@@ -13,6 +13,7 @@
 
 pub mod sizes;
 
+pub(crate) mod aliases;
 pub mod banner;
 mod cache_audit;
 pub(crate) mod gc;
@@ -32,10 +33,12 @@ pub use cache_audit::{CacheAudit, TierAudit};
 pub use preflight::{Refused, preflight};
 pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
+pub use upstreams::{CheckedUpstream, Upstreams};
 
 use crate::config::{Config, Listen};
 use crate::process::machine;
 use crate::process::{metrics, panics};
+use aliases::{Aliased, Aliases};
 use anyhow::{Context, anyhow, bail};
 use banner::{Banner, Serves, UpstreamFacts};
 use frontend::{Server, Shutdown};
@@ -50,7 +53,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
-use upstreams::Upstreams;
+use upstream::resolve::system_lookup;
+use upstreams::Known;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::plane::RouterId;
@@ -68,7 +72,7 @@ pub struct Node {
     router: Arc<Router>,
     /// The native engine, unless upstreams are configured.
     native: Option<Native>,
-    upstreams: Option<Upstreams>,
+    upstreams: Option<Arc<Upstreams>>,
     audit: Arc<CacheAudit>,
     shutdown_timeout: Duration,
     shutdown_delay: Duration,
@@ -116,8 +120,11 @@ impl Node {
             &registry,
         )?;
         panics::register(&registry)?;
+        let upstream_metrics = upstream::Metrics::new(&registry)?;
         let health = Arc::new(Health::default());
-        let engine = Watched { router: Arc::clone(&router), health: Arc::clone(&health) };
+        let aliases = Arc::new(Aliases::default());
+        let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health) });
+        let engine = Aliased::new(engine, Arc::clone(&aliases));
         let mut settings = config.frontend.clone();
         settings.max_connections = max_connections(settings.max_connections, machine::open_files());
         let server = Server::new(&settings, &registry)?;
@@ -146,7 +153,8 @@ impl Node {
         if config.upstreams.is_empty() {
             node.start_native(config, planes, &health).await?;
         } else {
-            node.start_upstreams(config, &planes).await?;
+            let upstreams = Upstreams::new(planes, system_lookup(), aliases, upstream_metrics);
+            node.start_upstreams(config, upstreams).await?;
         }
         Ok(node)
     }
@@ -165,16 +173,17 @@ impl Node {
 
     /// Starts the upstreams, and waits a moment for the first. With none the node starts all the same, and is not
     /// ready.
-    async fn start_upstreams(&mut self, config: &Config, planes: &Planes) -> anyhow::Result<()> {
-        let upstreams = Upstreams::start(&config.upstreams, planes)?;
-        let known = upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
+    async fn start_upstreams(&mut self, config: &Config, upstreams: Upstreams) -> anyhow::Result<()> {
+        upstreams.apply(Upstreams::check(&config.upstreams, config.frontend.tenant_header.is_some())?);
+        upstreams.set_aliases(config.aliases.clone());
+        upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
         let facts = config.upstreams.iter().map(|upstream| {
             let url = upstream.url.to_string();
-            let models = known.iter().find(|known| known.url == url).map(|known| known.models.clone());
-            UpstreamFacts { url, models: models.unwrap_or_default() }
+            let Known { servers, models } = upstreams.known(&url);
+            UpstreamFacts { url, servers, models }
         });
         self.banner.serves = Serves::Upstreams(facts.collect());
-        self.upstreams = Some(upstreams);
+        self.upstreams = Some(Arc::new(upstreams));
         Ok(())
     }
 
@@ -186,6 +195,11 @@ impl Node {
     /// The router of the node.
     pub fn router(&self) -> &Arc<Router> {
         &self.router
+    }
+
+    /// The servers behind the node, if it is a gateway.
+    pub fn upstreams(&self) -> Option<&Arc<Upstreams>> {
+        self.upstreams.as_ref()
     }
 
     /// The audit of stored against indexed blocks.

@@ -1,10 +1,11 @@
 //! Reloads the configuration while requests are served: when its file changes, on SIGHUP, or through the admin API.
 //!
-//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. `[router]` and
-//! `log.filter` take effect at once. Other changed keys are reported, and take effect after a restart. Running streams
-//! are not affected.
+//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. `[router]`,
+//! `log.filter`, and the servers and aliases of a gateway take effect at once. Other changed keys are reported, and
+//! take effect after a restart. Running streams are not affected.
 
 use crate::config::{Config, Origins, Sources, as_json, changes};
+use crate::node::{CheckedUpstream, Upstreams};
 use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use router::Router;
@@ -17,6 +18,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 pub struct Reload {
     sources: Sources,
     router: Arc<Router>,
+    /// The servers behind this process, if it is a gateway.
+    upstreams: Option<Arc<Upstreams>>,
     set_log_filter: SetLogFilter,
     outcomes: IntCounterVec,
     state: Mutex<State>,
@@ -81,7 +84,7 @@ impl Reload {
     pub fn new(
         sources: Sources,
         (config, origins): (Config, Origins),
-        router: Arc<Router>,
+        (router, upstreams): (Arc<Router>, Option<Arc<Upstreams>>),
         set_log_filter: SetLogFilter,
         registry: &Registry,
     ) -> Result<Arc<Self>, prometheus::Error> {
@@ -89,7 +92,7 @@ impl Reload {
         let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let state = Mutex::new(State { running: config, origins, last: None });
-        Ok(Arc::new(Self { sources, router, set_log_filter, outcomes, state }))
+        Ok(Arc::new(Self { sources, router, upstreams, set_log_filter, outcomes, state }))
     }
 
     /// Reloads the configuration now.
@@ -142,8 +145,14 @@ impl Reload {
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
         let (read, origins) = Config::load_to_serve(&self.sources).map_err(|error| error.to_string())?;
         (self.set_log_filter)(&read.log.filter, Apply::Check)?;
+        let has_tenants = state.running.frontend.tenant_header.is_some();
+        let servers = self.checked_upstreams(&read, has_tenants)?;
         let differs = changes(&state.running, &read);
-        let live = |key: &String| key.starts_with("router.") || key == "log.filter";
+        let live = |key: &String| {
+            key.starts_with("router.")
+                || key == "log.filter"
+                || ((key == "upstreams" || key.starts_with("aliases.")) && servers.is_some())
+        };
         let (applied, rest): (_, Vec<String>) = differs.into_iter().partition(live);
         self.router.update_settings(read.router.clone()).map_err(|error| error.to_string())?;
         if let Err(error) = (self.set_log_filter)(&read.log.filter, Apply::Apply) {
@@ -154,11 +163,26 @@ impl Reload {
                 |back| format!("{error}; restoring the previous configuration failed: {back}"),
             ));
         }
+        if let Some((upstreams, servers)) = self.upstreams.as_ref().zip(servers) {
+            upstreams.apply(servers);
+            upstreams.set_aliases(read.aliases.clone());
+            (state.running.upstreams, state.running.aliases) = (read.upstreams, read.aliases);
+        }
         state.running.router = read.router;
         state.running.log.filter = read.log.filter;
         // Keys that need a restart keep the origin of the running value.
         state.origins = origins.but(&state.origins, &rest);
         Ok((applied, rest))
+    }
+
+    /// The servers of a configuration, if they can take effect: a process does not become a gateway while it runs, nor
+    /// cease to be one.
+    fn checked_upstreams(&self, read: &Config, has_tenants: bool) -> Result<Option<Vec<CheckedUpstream>>, String> {
+        if self.upstreams.is_none() || read.upstreams.is_empty() {
+            return Ok(None);
+        }
+        // With its causes in one line.
+        Upstreams::check(&read.upstreams, has_tenants).map(Some).map_err(|error| format!("{error:#}"))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

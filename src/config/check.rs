@@ -75,6 +75,12 @@ impl Config {
             let key = format!("tiers.quotas.{nth}.weight");
             problems.extend(Problem::unless_within(&key, quota.weight, QUOTA_WEIGHT));
         }
+        for (nth, upstream) in self.upstreams.iter().enumerate() {
+            if let Some(first) = self.upstreams[..nth].iter().position(|other| other.url == upstream.url) {
+                let problem = format!("{} is upstreams.{first} already", upstream.url);
+                problems.push(Problem::new(format!("upstreams.{nth}.url"), problem));
+            }
+        }
         problems.extend(self.router.check());
         problems
     }
@@ -83,6 +89,12 @@ impl Config {
     pub(super) fn problems_of_serving(&self) -> Vec<Problem> {
         let Self { router, frontend, tiers, listen, admin, .. } = self;
         let mut problems = Vec::new();
+        if self.upstreams.is_empty()
+            && let Some(name) = self.aliases.keys().next()
+        {
+            let problem = "aliases are of models of upstreams; expected servers in `upstreams`";
+            problems.push(Problem::new(format!("aliases.{name}"), problem));
+        }
         let served = self.model.id();
         let is_unknown = |model: &&String| self.upstreams.is_empty() && **model != served;
         for model in router.models.keys().filter(is_unknown) {

@@ -238,13 +238,19 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     };
     let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
     assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
-    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nkv_events = 'tcp://*:5557'\n\
-        kv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\n";
+    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\n\
+        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
     let kv_events =
         KvEvents::At { live: endpoint("tcp://10.0.0.1:5557"), replay: Some(endpoint("tcp://10.0.0.9:5558")) };
-    let expected = Upstream { kv_events, block_size: NonZero::new(32), ..of_url[0].clone() };
+    let expected = Upstream {
+        resolve: Resolve::One,
+        cache_salt: CacheSalt::On,
+        kv_events,
+        block_size: NonZero::new(32),
+        ..of_url[0].clone()
+    };
     assert_eq!(config.upstreams, [expected]);
     assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
     let auto = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = 'auto'\n").unwrap().0;
@@ -253,9 +259,32 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
         ("block_size = 0", "block_size"),
+        ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),
     ] {
         let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
         assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
+fn an_alias_is_a_name_or_a_list_of_deployments() {
+    let load_file = |text: &str| {
+        let file = file(&format!("upstreams = ['http://a']\n[aliases]\n{text}\n"));
+        let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+        let loaded = load(&sources)?;
+        Ok::<_, String>((loaded.0.aliases.clone(), as_toml(&loaded.0, &loaded.1)))
+    };
+    let deployment = |model: &str, weight| Deployment { model: model.into(), weight };
+    let (aliases, printed) =
+        load_file("'gpt-4.1' = 'org/m'\nchat = [{ model = 'a', weight = 9 }, { model = 'b' }]").unwrap();
+    assert_eq!(aliases["gpt-4.1"].deployments, [deployment("org/m", 1)]);
+    assert_eq!(aliases["chat"].deployments, [deployment("a", 9), deployment("b", 1)]);
+    let again = file(&printed);
+    let again = Sources { file: Some(again.path().into()), environment: environment(&[]), flags: vec![] };
+    assert_eq!(load(&again).unwrap().0.aliases, aliases);
+    for wrong in ["chat = []", "chat = [{ model = 'a', weight = 0 }]", "chat = ''", "chat = [{ name = 'a' }]"] {
+        let error = load_file(wrong).unwrap_err();
+        assert!(error.contains("aliases.chat"), "{wrong}: {error}");
     }
 }
 

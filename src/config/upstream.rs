@@ -1,6 +1,6 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::{KvEvents, Upstream};
+use super::{CacheSalt, KvEvents, Resolve, Upstream};
 use ::upstream::kv_events::Endpoint;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
@@ -12,7 +12,14 @@ use std::{fmt, fs, io};
 impl Upstream {
     /// A server without further settings.
     pub fn new(url: http::Uri) -> Self {
-        Self { url, api_key_file: None, kv_events: KvEvents::default(), block_size: None }
+        Self {
+            url,
+            resolve: Resolve::default(),
+            api_key_file: None,
+            kv_events: KvEvents::default(),
+            cache_salt: CacheSalt::default(),
+            block_size: None,
+        }
     }
 
     /// The API key for the server.
@@ -37,9 +44,13 @@ impl Upstream {
 #[serde(deny_unknown_fields)]
 struct Table {
     url: String,
+    #[serde(default)]
+    resolve: Resolve,
     api_key_file: Option<PathBuf>,
     kv_events: Option<String>,
     kv_events_replay: Option<String>,
+    #[serde(default)]
+    cache_salt: CacheSalt,
     block_size: Option<NonZero<u32>>,
 }
 
@@ -47,7 +58,7 @@ impl TryFrom<Table> for Upstream {
     type Error = String;
 
     fn try_from(table: Table) -> Result<Self, String> {
-        let Table { url, api_key_file, kv_events, kv_events_replay, block_size } = table;
+        let Table { url, resolve, api_key_file, kv_events, kv_events_replay, cache_salt, block_size } = table;
         let url = Self::of_url(&url)?;
         let host = url.host().unwrap_or_default();
         let endpoint = |key: &str, text: &str| {
@@ -66,7 +77,7 @@ impl TryFrom<Table> for Upstream {
                 KvEvents::At { live, replay }
             }
         };
-        Ok(Self { url, api_key_file, kv_events, block_size })
+        Ok(Self { url, resolve, api_key_file, kv_events, cache_salt, block_size })
     }
 }
 
@@ -96,8 +107,11 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 5)?;
+        let mut table = serializer.serialize_struct("Upstream", 7)?;
         table.serialize_field("url", &self.url.to_string())?;
+        if self.resolve != Resolve::default() {
+            table.serialize_field("resolve", &self.resolve)?;
+        }
         if let Some(path) = &self.api_key_file {
             table.serialize_field("api_key_file", path)?;
         }
@@ -110,6 +124,9 @@ impl Serialize for Upstream {
                     table.serialize_field("kv_events_replay", &replay.to_string())?;
                 }
             }
+        }
+        if self.cache_salt != CacheSalt::default() {
+            table.serialize_field("cache_salt", &self.cache_salt)?;
         }
         if let Some(size) = &self.block_size {
             table.serialize_field("block_size", size)?;

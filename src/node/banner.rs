@@ -34,7 +34,9 @@ pub enum Serves {
 pub struct UpstreamFacts {
     /// Its URL.
     pub url: String,
-    /// Its models; empty if it has not answered yet.
+    /// Number of servers that have answered: of a name with several addresses one for each.
+    pub servers: usize,
+    /// Their models; empty if none has answered yet.
     pub models: Vec<String>,
 }
 
@@ -70,7 +72,8 @@ impl Banner {
         let facts = match &self.serves {
             Serves::Native(native) => native.as_json(),
             Serves::Upstreams(upstreams) => {
-                let upstream = |one: &UpstreamFacts| json!({ "url": one.url, "models": one.models });
+                let upstream =
+                    |one: &UpstreamFacts| json!({ "url": one.url, "servers": one.servers, "models": one.models });
                 json!({ "upstreams": upstreams.iter().map(upstream).collect::<Vec<_>>() })
             }
         };
@@ -163,9 +166,10 @@ impl fmt::Display for Banner {
             }
             Serves::Upstreams(upstreams) => {
                 writeln!(f, "  address  {}", self.url())?;
-                for UpstreamFacts { url, models } in upstreams {
+                for UpstreamFacts { url, servers, models } in upstreams {
                     let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
-                    writeln!(f, "  upstream {url}: {models}")?;
+                    let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
+                    writeln!(f, "  upstream {url}: {models}{servers}")?;
                 }
             }
         }
@@ -240,14 +244,19 @@ mod tests {
 
     #[test]
     fn upstreams_are_listed_with_what_they_serve() {
-        let facts = |url: &str, models: &[&str]| UpstreamFacts {
+        let facts = |url: &str, servers, models: &[&str]| UpstreamFacts {
             url: url.to_owned(),
+            servers,
             models: models.iter().map(|model| (*model).to_owned()).collect(),
         };
-        let upstreams = vec![facts("http://a:8000/", &[]), facts("http://b:8000/", &["org/m", "org/m-lora"])];
+        let upstreams = vec![facts("http://a:8000/", 0, &[]), facts("http://b:8000/", 2, &["org/m", "org/m-lora"])];
         let banner = Banner { address: "127.0.0.1:80".parse().unwrap(), serves: Serves::Upstreams(upstreams) };
         let text = banner.to_string();
-        for part in ["http://a:8000/: does not answer yet", "http://b:8000/: org/m, org/m-lora", r#""model":"org/m""#] {
+        for part in [
+            "http://a:8000/: does not answer yet",
+            "http://b:8000/: org/m, org/m-lora (2 servers)",
+            r#""model":"org/m""#,
+        ] {
             assert!(text.contains(part), "`{part}` is not in:\n{text}");
         }
         assert_eq!(banner.as_json()["upstreams"][1]["models"], json!(["org/m", "org/m-lora"]));

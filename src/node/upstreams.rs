@@ -1,184 +1,262 @@
-//! Servers behind this gateway: asks each for its models, and registers these as workers.
+//! Servers behind this gateway: which there are, as the configuration and the addresses of names say.
 //!
-//! A server that does not answer yet is asked again until it does, so the order of starting does not matter. One that
-//! stops answering stays registered: the router's circuit breaker and health checks keep requests away from it.
+//! ```text
+//!   [[upstreams]] ── apply ──▶ Upstreams ── one task per table ──▶ its name, resolved again and again
+//!                                                                       └── one task per address ──▶ Server
+//! ```
 //!
-//! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
-//! model and the adapters of that get the events. Further models are further names of the first, under which the router
-//! estimates the cache.
+//! **A server that is no longer listed is deregistered, and its running requests finish.** This holds for a table that
+//! was removed or changed, and for an address that a name no longer has.
 
-use super::workers::epoch_now;
-use crate::config::{KvEvents, Upstream};
+mod server;
+
+use super::aliases::Aliases;
+use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
 use http::HeaderValue;
-use kvbm::EventLog;
-use std::num::NonZero;
+use parking_lot::Mutex;
+use server::Server;
+use std::collections::{BTreeMap, HashMap};
+use std::future::Future;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout_at};
-use upstream::kv_events::Source;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::TaskTracker;
 use upstream::relay::client::{Client, Settings};
 use upstream::relay::headers::bearer;
-use upstream::{
-    CacheEvents, DEFAULT_BLOCK_SIZE, KvSources, ListedModel, ModelLog, Salts, UpstreamEngine, UpstreamSettings,
-    discover,
-};
-use worker::engine::{Engine, ModelCard};
-use worker::plane::{Instance, Role, WorkerId};
-use worker::serve::{Planes, Worker};
+use upstream::resolve::{Lookup, NamedServers};
+use upstream::{Metrics, Salts};
+use worker::serve::Planes;
 
-/// Time between attempts to reach a server. Servers load their models for a minute.
-const RETRY_INTERVAL: Duration = Duration::from_secs(2);
-/// Workers of one server: its model and its adapters. Their ids are those of the server times this.
-const MAX_MODELS: usize = 1 << 16;
+/// Time for one resolution. The operating system asks each name server for 5 s.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How vLLM publishes its KV events.
-const START_VLLM: &str = "start vLLM with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\
-    \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'";
-
-/// The servers behind this gateway. Dropping it deregisters them.
-pub(super) struct Upstreams {
-    tasks: JoinSet<()>,
-    known: watch::Receiver<Vec<Known>>,
+/// The servers behind this gateway. Dropping it deregisters them at once.
+pub struct Upstreams {
+    shared: Arc<Shared>,
+    aliases: Arc<Aliases>,
+    /// By URL.
+    running: Mutex<BTreeMap<String, Running>>,
+    _abort: DropGuard,
 }
 
-/// A server that has answered.
-#[derive(Clone)]
+/// What all servers share.
+struct Shared {
+    planes: Planes,
+    salts: Arc<Salts>,
+    lookup: Lookup,
+    metrics: Metrics,
+    intervals: Intervals,
+    known: watch::Sender<BTreeMap<ServerKey, Vec<String>>>,
+    tasks: TaskTracker,
+    abort: CancellationToken,
+}
+
+/// Times between questions.
+#[derive(Clone, Copy, Debug)]
+struct Intervals {
+    /// Between two resolutions of a name. The records of Kubernetes live for 5 s by default; a new server needs longer
+    /// to load its model, and one that is gone is passed over as soon as it refuses a connection.
+    resolve: Duration,
+    /// Between attempts to reach a server. Servers load their models for a minute.
+    retry: Duration,
+    /// Between questions to a server that has answered. A server needs longer to restart with another model, and the
+    /// questions are three small requests that its engine does not see.
+    recheck: Duration,
+}
+
+/// A server: the URL in the configuration, and the first of its addresses if it is one of several servers of a name.
+type ServerKey = (String, Option<IpAddr>);
+
+/// A table of the configuration that is in effect.
+struct Running {
+    upstream: CheckedUpstream,
+    _stop: DropGuard,
+}
+
+/// A table of the configuration that can be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CheckedUpstream {
+    upstream: Upstream,
+    api_key: Option<HeaderValue>,
+    /// Requests have tenants, whose blocks must be kept apart.
+    has_tenants: bool,
+}
+
+/// The servers of a URL that have answered.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(super) struct Known {
-    pub(super) url: String,
+    pub(super) servers: usize,
     pub(super) models: Vec<String>,
 }
 
 impl Upstreams {
-    /// Starts asking all servers. Fails if the configuration of one cannot be used.
-    pub(super) fn start(configured: &[Upstream], planes: &Planes) -> anyhow::Result<Self> {
-        let (sender, known) = watch::channel(Vec::new());
-        let sender = Arc::new(sender);
-        let salts = Arc::new(Salts::default());
-        let mut tasks = JoinSet::new();
-        for (number, upstream) in configured.iter().enumerate() {
-            let client = Client::new(&upstream.url, &Settings::default())
-                .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.url))?;
-            let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
-            let api_key = api_key.map(|key| bearer(&key).context("the key has characters that no header may have"));
-            let server = Server {
-                number,
-                url: upstream.url.to_string(),
-                host: upstream.url.host().unwrap_or_default().to_owned(),
-                client,
-                api_key: api_key.transpose()?,
-                kv_events: upstream.kv_events.clone(),
-                block_size: upstream.block_size,
-                salts: Arc::clone(&salts),
-                planes: planes.clone(),
-            };
-            tasks.spawn(server.run(Arc::clone(&sender)));
-        }
-        Ok(Self { tasks, known })
+    /// No servers yet. Names are resolved by `lookup`.
+    pub(crate) fn new(planes: Planes, lookup: Lookup, aliases: Arc<Aliases>, metrics: Metrics) -> Self {
+        Self { aliases, ..Self::with(planes, lookup, metrics, Intervals::default()) }
     }
 
-    /// Waits until a server has answered, at most until `deadline`. Returns those that have.
-    pub(super) async fn until_known(&self, deadline: Instant) -> Vec<Known> {
-        let mut known = self.known.clone();
-        // The senders live as long as the tasks, which end only when this is dropped.
+    fn with(planes: Planes, lookup: Lookup, metrics: Metrics, intervals: Intervals) -> Self {
+        let abort = CancellationToken::new();
+        let (known, salts, tasks) = (watch::Sender::default(), Arc::default(), TaskTracker::new());
+        let shared = Shared { planes, salts, lookup, metrics, intervals, known, tasks, abort: abort.clone() };
+        Self {
+            shared: Arc::new(shared),
+            aliases: Arc::default(),
+            running: Mutex::default(),
+            _abort: abort.drop_guard(),
+        }
+    }
+
+    /// Checks each table, without an effect. `has_tenants`: requests have tenants.
+    pub fn check(configured: &[Upstream], has_tenants: bool) -> anyhow::Result<Vec<CheckedUpstream>> {
+        let check = |(number, upstream): (usize, &Upstream)| {
+            Client::new(&upstream.url, &Settings::default())
+                .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.url))?;
+            let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
+            let header = |key: String| {
+                bearer(&key).with_context(|| {
+                    format!("upstreams.{number}.api_key_file: the key has characters that no header may have")
+                })
+            };
+            Ok(CheckedUpstream { upstream: upstream.clone(), api_key: api_key.map(header).transpose()?, has_tenants })
+        };
+        configured.iter().enumerate().map(check).collect()
+    }
+
+    /// Makes these the servers. Those that stay as they are, are not touched.
+    pub fn apply(&self, upstreams: Vec<CheckedUpstream>) {
+        let mut running = self.running.lock();
+        let is_listed = |was: &Running| upstreams.contains(&was.upstream);
+        running.retain(|url, was| {
+            let stays = is_listed(was);
+            if !stays {
+                tracing::info!(upstream = url, "upstream deregistered; its running requests finish");
+            }
+            stays
+        });
+        for upstream in upstreams {
+            running.entry(upstream.upstream.url.to_string()).or_insert_with(|| {
+                let stop = CancellationToken::new();
+                self.shared.spawn(follow(Arc::clone(&self.shared), upstream.clone(), stop.clone()));
+                Running { upstream, _stop: stop.drop_guard() }
+            });
+        }
+    }
+
+    /// Makes these the aliases of models.
+    pub fn set_aliases(&self, aliases: BTreeMap<String, Alias>) {
+        self.aliases.set(aliases);
+    }
+
+    /// Waits until a server has answered, at most until `deadline`.
+    pub(super) async fn until_known(&self, deadline: Instant) {
+        let mut known = self.shared.known.subscribe();
+        // The sender lives as long as `self`.
         let _ = timeout_at(deadline, known.wait_for(|known| !known.is_empty())).await;
-        known.borrow().clone()
+    }
+
+    /// What is known of the servers of a URL.
+    pub(super) fn known(&self, url: &str) -> Known {
+        let mut all = Known::default();
+        for (_, models) in self.shared.known.borrow().iter().filter(|((of, _), _)| of == url) {
+            all.servers += 1;
+            all.models.extend(models.iter().filter(|model| !all.models.contains(model)).cloned().collect::<Vec<_>>());
+        }
+        all
     }
 
     /// Deregisters all servers. Streams that were started go on.
-    pub(super) async fn stop(mut self) {
-        self.tasks.shutdown().await;
+    pub(super) async fn stop(&self) {
+        self.shared.abort.cancel();
+        self.shared.tasks.close();
+        self.shared.tasks.wait().await;
     }
 }
 
-/// One server.
-struct Server {
-    number: usize,
-    url: String,
-    host: String,
-    client: Client,
-    api_key: Option<HeaderValue>,
-    /// As configured.
-    kv_events: KvEvents,
-    /// As configured.
-    block_size: Option<NonZero<u32>>,
-    /// Of all servers.
-    salts: Arc<Salts>,
-    planes: Planes,
+impl Default for Intervals {
+    fn default() -> Self {
+        let [resolve, retry, recheck] = [5, 2, 10].map(Duration::from_secs);
+        Self { resolve, retry, recheck }
+    }
 }
 
-impl Server {
-    /// Registers the server's models once it answers, for as long as the task lives.
-    async fn run(self, known: Arc<watch::Sender<Vec<Known>>>) {
-        let mut last_error = String::new();
-        let listed = loop {
-            match discover(&self.client, self.api_key.as_ref()).await {
-                Ok(listed) => break listed,
-                Err(error) => {
-                    // Once per reason: a server that loads its model is asked dozens of times.
-                    let error = error.to_string();
-                    if error != last_error {
-                        tracing::warn!(upstream = %self.url, %error, "upstream does not answer; asking again");
-                        last_error = error;
-                    }
-                    sleep(RETRY_INTERVAL).await;
+impl Shared {
+    /// Runs a task until the end of the program.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let abort = self.abort.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                biased;
+                () = abort.cancelled() => {}
+                () = task => {}
+            }
+        });
+    }
+}
+
+impl CheckedUpstream {
+    /// The name that stands for several servers, if the URL has one.
+    fn name(&self) -> Option<&str> {
+        let host = self.upstream.url.host()?;
+        let is_address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>().is_ok();
+        (self.upstream.resolve == Resolve::All && !is_address).then_some(host)
+    }
+}
+
+/// Follows the servers of one table until `stop`.
+async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: CancellationToken) {
+    let Some(name) = upstream.name().map(str::to_owned) else {
+        return Server::new(shared, upstream, Vec::new()).run(stop).await;
+    };
+    let mut servers = NamedServers::default();
+    let mut running: HashMap<IpAddr, CancellationToken> = HashMap::new();
+    let mut last_error = String::new();
+    loop {
+        let answer = tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            answer = timeout(RESOLVE_TIMEOUT, (shared.lookup)(name.clone())) => answer,
+        };
+        let error = match answer {
+            Ok(Ok(addresses)) => {
+                let changes = servers.update(&addresses);
+                for addresses in changes.added {
+                    let one = stop.child_token();
+                    running.insert(addresses[0], one.clone());
+                    tracing::info!(upstream = %upstream.upstream.url, ?addresses, "the name has another server");
+                    shared.spawn(Server::new(Arc::clone(&shared), upstream.clone(), addresses).run(one));
                 }
+                for address in changes.removed {
+                    tracing::info!(
+                        upstream = %upstream.upstream.url, %address,
+                        "the name no longer has this server; its running requests finish"
+                    );
+                    running.remove(&address).inspect(CancellationToken::cancel);
+                }
+                if addresses.is_empty() { "no addresses".to_owned() } else { String::new() }
             }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {} s", RESOLVE_TIMEOUT.as_secs()),
         };
-        let kv = self.kv_sources().await;
-        let models: Vec<String> = listed.iter().map(|model| model.card.id.clone()).collect();
-        let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
-        let (mut workers, mut logs) = (Vec::new(), Vec::new());
-        for (at, ListedModel { mut card, is_adapter }) in listed.into_iter().take(MAX_MODELS).enumerate() {
-            card.block_size = block_size as usize;
-            let gets_events = is_adapter || logs.iter().all(|log: &ModelLog| log.adapter.is_some());
-            card.has_exact_blocks = gets_events && !kv.sources.is_empty();
-            let log = Arc::new(EventLog::new(epoch_now()));
-            if card.has_exact_blocks {
-                let adapter = is_adapter.then(|| card.id.clone());
-                logs.push(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
-            }
-            match self.register(at, card, log).await {
-                Ok(worker) => workers.push(worker),
-                Err(error) => tracing::error!(upstream = %self.url, %error, "a model cannot be registered"),
-            }
-        }
-        tracing::info!(upstream = %self.url, ?models, "upstream registered");
-        known.send_modify(|known| known.push(Known { url: self.url.clone(), models }));
-        CacheEvents::new(self.url.clone(), logs, Arc::clone(&self.salts), block_size).follow(kv.sources).await;
-    }
-
-    /// Where the server publishes its KV events, and its block size. What is configured is stronger than what the
-    /// server says, because a server may not know how it is reached.
-    async fn kv_sources(&self) -> KvSources {
-        let listed = KvSources::ask(&self.client, self.api_key.as_ref(), &self.host).await;
-        let is_named = !listed.sources.is_empty();
-        let sources = match self.kv_events.clone() {
-            KvEvents::Off => Vec::new(),
-            KvEvents::Auto => listed.sources,
-            KvEvents::At { live, replay } => vec![Source { live, replay, topic: String::new() }],
-        };
-        if sources.is_empty() {
-            let remedy = if is_named { "set kv_events = \"auto\" in [[upstreams]]" } else { START_VLLM };
-            tracing::info!(
-                upstream = %self.url,
-                "routing is approximate: the server's cache is estimated from the prompts sent to it, without its KV \
-                 events; {remedy}"
+        // Once per reason.
+        if !error.is_empty() && error != last_error {
+            tracing::warn!(
+                upstream = %upstream.upstream.url, servers = servers.len(), error,
+                "the name cannot be resolved; keeping the servers that are known"
             );
         }
-        KvSources { sources, block_size: self.block_size.or(listed.block_size) }
-    }
-
-    async fn register(&self, at: usize, card: ModelCard, log: Arc<EventLog>) -> anyhow::Result<Worker> {
-        let card = Arc::new(card);
-        let api_key = self.api_key.clone();
-        let settings = UpstreamSettings { api_key, salts: Arc::clone(&self.salts) };
-        let engine = Arc::new(UpstreamEngine::new(self.client.clone(), settings, Arc::clone(&card)));
-        let load = engine.load();
-        let id = WorkerId((self.number * MAX_MODELS + at) as u64 + 1);
-        let instance = Instance { id, epoch: log.epoch(), role: Role::Both, model: card, stores: Vec::new() };
-        Ok(Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load).await?)
+        last_error = error;
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => return,
+            () = sleep(shared.intervals.resolve) => {}
+        }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -3,6 +3,7 @@ use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use worker::plane::RouterId;
 use worker::plane::local::{LocalDiscovery, LocalEvents};
+use worker::serve::Planes;
 
 /// A reload from a temporary file.
 struct Harness {
@@ -14,6 +15,10 @@ struct Harness {
 
 impl Harness {
     fn new(text: &str) -> Self {
+        Self::with(text, None)
+    }
+
+    fn with(text: &str, upstreams: Option<Arc<Upstreams>>) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         let environment = vec![("HOME".into(), "/home/ada".into())];
@@ -34,7 +39,7 @@ impl Harness {
             count.fetch_add(usize::from(apply == Apply::Apply), Ordering::Relaxed);
             Ok(())
         });
-        let reload = Reload::new(sources, loaded, router, set_log_filter, &registry).unwrap();
+        let reload = Reload::new(sources, loaded, (router, upstreams), set_log_filter, &registry).unwrap();
         Self { file, reload, filters_set, registry }
     }
 
@@ -136,4 +141,23 @@ async fn a_changed_file_is_loaded_once_it_is_stable() {
     tokio::time::sleep(POLL_INTERVAL * 3).await;
     assert_eq!(harness.count("applied") + harness.count("unchanged"), 1, "once");
     watch.abort();
+}
+
+#[tokio::test]
+async fn servers_apply_and_an_invalid_list_changes_nothing() {
+    let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
+    let metrics = upstream::Metrics::new(&Registry::new()).unwrap();
+    let upstreams = Arc::new(Upstreams::new(planes, upstream::resolve::system_lookup(), Arc::default(), metrics));
+    let harness = Harness::with("upstreams = ['http://127.0.0.1:1']\n", Some(upstreams));
+    harness.write("upstreams = ['http://127.0.0.1:1', 'http://127.0.0.1:2']\naliases.chat = 'org/m'\n");
+    assert_eq!(harness.reload.now("file").applied, ["aliases.chat", "upstreams"]);
+    assert_eq!(harness.runs("upstreams").as_array().unwrap().len(), 2);
+    harness.write("[[upstreams]]\nurl = 'http://127.0.0.1:3'\napi_key_file = '/nonexistent/key'\n");
+    let report = harness.reload.now("file");
+    assert_eq!(report.outcome, Outcome::Rejected);
+    assert!(report.error.unwrap().contains("upstreams.0.api_key_file"));
+    harness.write("");
+    let report = harness.reload.now("file");
+    assert_eq!(report.needs_restart, ["aliases.chat", "upstreams"], "the native engine does not start now");
+    assert_eq!(harness.runs("upstreams").as_array().unwrap().len(), 2);
 }

@@ -29,7 +29,7 @@ const ROOMS: [(&str, Rooms); 6] = [
         &[
             ("commands", &["node", "config", "process"]),
             ("admin", &["reload", "node", "config"]),
-            ("reload", &["config"]),
+            ("reload", &["node", "config"]),
             ("node", &["config", "process"]),
             ("config", &[]),
             ("process", &[]),
@@ -113,10 +113,16 @@ const ROOMS: [(&str, Rooms); 6] = [
     (
         "upstream",
         &[
-            ("engine", &["load", "salts", "relay"]),
-            ("cache_events", &["salts", "kv_events"]),
-            ("kv_sources", &["relay", "kv_events"]),
+            ("engine", &["load_reports", "load", "salts", "relay"]),
+            ("load_reports", &["load", "page", "relay"]),
+            ("cache_events", &["metrics", "salts", "kv_events"]),
+            ("kv_sources", &["page", "relay", "kv_events"]),
+            ("salt_support", &["page", "relay"]),
+            ("page", &["relay"]),
             ("models", &["relay"]),
+            ("resolve", &[]),
+            ("conversation", &[]),
+            ("metrics", &["kv_events"]),
             ("load", &[]),
             ("salts", &[]),
             ("relay", &[]),

@@ -67,7 +67,8 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let environment = vec![("HOME".into(), "/home/ada".into())];
     let loaded = Config::load(&Sources { environment, ..Sources::default() }).unwrap();
     let set_log = Box::new(|_: &str, _| Ok(()));
-    let _reload = Reload::new(Sources::default(), loaded, Arc::clone(node.router()), set_log, node.registry()).unwrap();
+    let targets = (Arc::clone(node.router()), None);
+    let _reload = Reload::new(Sources::default(), loaded, targets, set_log, node.registry()).unwrap();
     let url = format!("http://{}", node.address());
     let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
     for _ in 0..2 {

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::client;
-use blockyard::config::{Config, KvEvents, Listen, Upstream};
+use blockyard::config::{Alias, Config, Deployment, KvEvents, Listen, Upstream};
 use blockyard::node::Node;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use serde_json::{Value, json};
@@ -18,12 +18,18 @@ use upstream::relay::fake::{FakeEngine, Recorded, Script};
 const TIMEOUT: Duration = Duration::from_mins(1);
 
 fn models() -> Script {
-    Script::json(200, &json!({ "object": "list", "data": [{ "id": "org/m", "max_model_len": 4096 }] }))
+    lists("org/m")
 }
 
-/// A server that lists its model and then follows the scripts.
+fn lists(model: &str) -> Script {
+    Script::json(200, &json!({ "object": "list", "data": [{ "id": model, "max_model_len": 4096 }] }))
+}
+
+/// A server that lists its model, and follows the scripts for other requests.
 async fn server(scripts: impl IntoIterator<Item = Script>) -> FakeEngine {
-    FakeEngine::start(std::iter::once(models()).chain(scripts)).await.unwrap()
+    let server = FakeEngine::start(scripts).await.unwrap();
+    server.set_page("/v1/models", models());
+    server
 }
 
 struct Gateway {
@@ -38,10 +44,12 @@ impl Gateway {
     }
 
     async fn of(upstreams: Vec<Upstream>) -> Self {
-        let servers = upstreams.len();
-        let mut config = Config::with_cache(Path::new("/nonexistent"));
+        Self::with(Config { upstreams, ..Config::with_cache(Path::new("/nonexistent")) }).await
+    }
+
+    async fn with(mut config: Config) -> Self {
+        let servers = config.upstreams.len();
         config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
-        config.upstreams = upstreams;
         let node = Node::start(&config).await.unwrap();
         let url = format!("http://{}", node.address());
         let gateway = Self { node, url, http: client() };
@@ -196,6 +204,17 @@ async fn estimated(gateway: &Gateway) -> bool {
 }
 
 #[tokio::test]
+async fn a_name_with_one_address_is_one_server() {
+    let server = server([]).await;
+    let url = format!("http://localhost:{}", server.address().port()).parse().unwrap();
+    let gateway = Gateway::of(vec![Upstream::new(url)]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(gateway.metric("blockyard_router_workers").await, 1);
+    let banner = gateway.node.banner().as_json();
+    assert_eq!(banner["upstreams"][0]["servers"], 1, "localhost may have two addresses of one server");
+}
+
+#[tokio::test]
 async fn a_server_that_starts_late_is_found() {
     let server = FakeEngine::start([Script::json(503, &json!({})), models()]).await.unwrap();
     let gateway = Gateway::start(&[&server]).await;
@@ -203,6 +222,56 @@ async fn a_server_that_starts_late_is_found() {
     let text = gateway.node.banner().to_string();
     assert!(text.contains("org/m"), "{text}");
     gateway.node.shutdown().await;
+}
+
+/// A gateway of these servers with an alias `chat`.
+async fn with_alias(servers: &[&FakeEngine], deployments: &[(&str, u32)]) -> Gateway {
+    let deployment = |(model, weight): &(&str, u32)| Deployment { model: (*model).to_owned(), weight: *weight };
+    let alias = Alias { deployments: deployments.iter().map(deployment).collect() };
+    Gateway::with(Config {
+        upstreams: servers.iter().map(|server| Upstream::new(server.uri())).collect(),
+        aliases: [("chat".to_owned(), alias)].into(),
+        ..Config::with_cache(Path::new("/nonexistent"))
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_alias_is_sent_under_the_models_own_name() {
+    let answer = json!({ "model": "org/m", "choices": [] });
+    let server = server([Script::json(200, &answer)]).await;
+    let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
+    let body = r#"{"messages":[],  "model" : "chat","top_p":0.10}"#;
+    let response = gateway.post("/v1/chat/completions", body).await;
+    assert_eq!(response.json::<Value>().await.unwrap(), answer, "the model that answered is named");
+    assert_eq!(completions(&server)[0].body, r#"{"messages":[],  "model" : "org/m","top_p":0.10}"#);
+    let listed = gateway.http.get(format!("{}/v1/models", gateway.url)).send().await.unwrap();
+    let listed: Value = listed.json().await.unwrap();
+    let ids: Vec<&str> = listed["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["chat", "org/m"]);
+}
+
+#[tokio::test]
+async fn conversations_stay_with_their_deployment() {
+    let (one, other) = (server([]).await, server([]).await);
+    other.set_page("/v1/models", lists("org/n"));
+    let gateway = with_alias(&[&one, &other], &[("org/m", 1), ("org/n", 1), ("org/absent", 8)]).await;
+    let mut counts = Vec::new();
+    for conversation in 0..20 {
+        let mut messages = vec![
+            json!({ "role": "system", "content": "Answer briefly." }),
+            json!({ "role": "user", "content": format!("question {conversation}") }),
+        ];
+        for turn in 0..3 {
+            let body = json!({ "model": "chat", "messages": messages }).to_string();
+            assert_eq!(gateway.post("/v1/chat/completions", &body).await.status(), 200);
+            messages.push(json!({ "role": "assistant", "content": "yes" }));
+            messages.push(json!({ "role": "user", "content": format!("and {turn}?") }));
+        }
+        counts.push([completions(&one).len(), completions(&other).len()]);
+    }
+    assert!(counts.iter().all(|[one, other]| one % 3 == 0 && other % 3 == 0), "{counts:?}");
+    assert!(counts.last().unwrap().iter().all(|count| *count > 0), "both get conversations: {counts:?}");
 }
 
 /// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with

@@ -16,14 +16,16 @@
 //! - **Blocks of unknown adapters and salts are ignored**, and counted with all others that are.
 
 use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, run};
+use crate::metrics::Metrics;
 use crate::salts::Salts;
 use kvbm::{BlockEvent, ChainKey, Domain, EventLog, Level, SequenceHash};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -41,9 +43,13 @@ pub struct ModelLog {
 pub struct CacheEvents {
     /// URL of the server, for logs.
     server: String,
-    models: Vec<ModelLog>,
+    /// Kept to the end: the changes of ranks name models by their position.
+    models: RwLock<Vec<ModelLog>>,
     salts: Arc<Salts>,
     block_size: u32,
+    /// Notified when the engine has restarted.
+    restarted: Arc<Notify>,
+    metrics: Metrics,
     /// The ranks that have a block, one bit for each.
     held: Mutex<HashMap<(Level, ModelHash), u64>>,
 }
@@ -64,14 +70,24 @@ const MAX_BLOCKS: usize = 1 << 20;
 const REPORT_INTERVAL: Duration = Duration::from_mins(1);
 
 impl CacheEvents {
-    /// The cache of a server whose models have cards with this block size.
-    pub fn new(server: String, models: Vec<ModelLog>, salts: Arc<Salts>, block_size: u32) -> Self {
-        Self { server, models, salts, block_size, held: Mutex::default() }
+    /// The cache of a server whose models have cards with this block size. It has no model yet.
+    pub fn new(server: String, salts: Arc<Salts>, block_size: u32, restarted: Arc<Notify>, metrics: Metrics) -> Self {
+        Self { server, models: RwLock::default(), salts, block_size, restarted, metrics, held: Mutex::default() }
+    }
+
+    /// Adds a model, or replaces the log of an adapter that was loaded again. Blocks that it had before stay in the
+    /// former log.
+    pub fn set_model(&self, model: ModelLog) {
+        let models = &mut *self.models.write();
+        match models.iter_mut().find(|known| known.adapter == model.adapter) {
+            Some(known) => *known = model,
+            None => models.push(model),
+        }
     }
 
     /// Follows the publishers of the server's ranks until it is dropped.
-    pub async fn follow(self, sources: Vec<Source>) -> Infallible {
-        let cache = Arc::new(self);
+    pub async fn follow(self: Arc<Self>, sources: Vec<Source>) -> Infallible {
+        let cache = self;
         let mut ranks = JoinSet::new();
         if sources.len() > MAX_RANKS {
             tracing::warn!(upstream = %cache.server, ranks = sources.len(), "only {MAX_RANKS} ranks are followed");
@@ -102,7 +118,7 @@ impl CacheEvents {
                     let Some(ModelHash { model, .. }) = blocks.first().copied() else { continue };
                     let parent = parent.map(|parent| parent.hash);
                     let blocks = blocks.iter().map(|block| block.hash).collect();
-                    self.models[model as usize].log.announce(BlockEvent::Stored { level, parent, blocks });
+                    self.models.read()[model as usize].log.announce(BlockEvent::Stored { level, parent, blocks });
                 }
                 Change::Removed { medium, mut blocks } => {
                     let Some(level) = level(medium) else { continue };
@@ -136,7 +152,8 @@ impl CacheEvents {
     fn removed(&self, level: Level, mut blocks: Vec<ModelHash>) {
         blocks.sort_by_key(|block| block.model);
         for blocks in blocks.chunk_by(|one, other| one.model == other.model) {
-            let log = &self.models[blocks[0].model as usize].log;
+            let models = self.models.read();
+            let log = &models[blocks[0].model as usize].log;
             log.announce(BlockEvent::Removed { level, blocks: blocks.iter().map(|block| block.hash).collect() });
         }
     }
@@ -161,9 +178,10 @@ impl Chain for RequestChain {
     type Hash = ModelHash;
 
     fn root(&self, root: Root<'_>) -> Option<Self::Key> {
-        let model = self.0.models.iter().position(|model| model.adapter.as_deref() == root.lora)?;
+        let models = self.0.models.read();
+        let model = models.iter().position(|model| model.adapter.as_deref() == root.lora)?;
         let domain = root.salt.map_or_else(|| Some(Domain::shared()), |salt| self.0.salts.domain(salt))?;
-        Some((model as u32, ChainKey::root(&domain, &self.0.models[model].identity, None)))
+        Some((model as u32, ChainKey::root(&domain, &models[model].identity, None)))
     }
 
     fn child(&self, (model, parent): &Self::Key, tokens: &[u32]) -> Self::Key {
@@ -184,8 +202,10 @@ struct Rank {
     view: View<RequestChain>,
     /// Empty between calls.
     changes: Vec<Change<ModelHash>>,
-    /// The ignored blocks that were logged, and when the next may be.
-    reported: (Ignored, Option<Instant>),
+    /// The ignored blocks that were counted.
+    counted: Ignored,
+    /// When the next may be logged.
+    log_due: Option<Instant>,
     /// Whether another block size of the engine was logged.
     warned: bool,
     /// Whether the first attempt to connect has ended.
@@ -200,7 +220,8 @@ impl Rank {
             number,
             view,
             changes: Vec::new(),
-            reported: (Ignored::default(), None),
+            counted: Ignored::default(),
+            log_due: None,
             warned: false,
             tried: false,
         }
@@ -216,10 +237,16 @@ impl Rank {
             );
             self.warned = true;
         }
-        let (ignored, now) = (self.view.ignored(), Instant::now());
-        if ignored != self.reported.0 && self.reported.1.is_none_or(|due| now >= due) {
+        let ignored = self.view.ignored();
+        if ignored == self.counted {
+            return;
+        }
+        self.cache.metrics.ignored(&ignored, &self.counted);
+        self.counted = ignored;
+        let now = Instant::now();
+        if self.log_due.is_none_or(|due| now >= due) {
             tracing::info!(%upstream, rank = self.number, ?ignored, "blocks of kv events ignored so far, by reason");
-            self.reported = (ignored, Some(now + REPORT_INTERVAL));
+            self.log_due = Some(now + REPORT_INTERVAL);
         }
     }
 }
@@ -242,6 +269,7 @@ impl Sink for Rank {
         tracing::info!(upstream = %self.cache.server, rank = self.number, "the engine restarted; its cache is empty");
         self.view.restart(&mut self.changes);
         self.warned = false;
+        self.cache.restarted.notify_one();
         self.cache.announce(self.number, &mut self.changes);
     }
 

@@ -1,6 +1,7 @@
 //! One server as an [`Engine`].
 
 use crate::load::{Counted, LoadCounter};
+use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
@@ -15,8 +16,8 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use std::sync::Arc;
 use tokio::sync::watch;
 use worker::engine::{
-    Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
-    Request, ResponseHead, Work,
+    Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport, Request,
+    ResponseHead, Work,
 };
 use worker::plane::Load;
 
@@ -30,6 +31,8 @@ pub struct UpstreamSettings {
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
     pub salts: Arc<Salts>,
+    /// Whether the server knows the field `cache_salt`. Else a client's own passes as it is.
+    pub takes_salts: bool,
 }
 
 /// One model of one server.
@@ -44,6 +47,11 @@ impl UpstreamEngine {
     /// The model of `card` on the server behind `client`.
     pub fn new(client: Client, settings: UpstreamSettings, card: Arc<ModelCard>) -> Self {
         Self { client, settings, card, load: LoadCounter::new() }
+    }
+
+    /// Adds what the server reports to the load of the engine.
+    pub fn add_reports(&self, reports: &Arc<LoadReports>) -> ReportedLoad {
+        reports.add(self.load.clone())
     }
 
     /// The load of the engine, now and after each change.
@@ -62,7 +70,8 @@ impl UpstreamEngine {
         let headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let items = relay.map_err(error_of)?;
-        Ok(items.map(move |item| item.map(|item| output(item, &counted)).map_err(error_of)).boxed())
+        let is_stream = http.is_stream;
+        Ok(items.map(move |item| item.map(|item| output(item, &counted, is_stream)).map_err(error_of)).boxed())
     }
 
     /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
@@ -74,7 +83,13 @@ impl UpstreamEngine {
         }
         let mut splice = Splice::scan(http.body.clone())?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
-        if let Some(salt) = self.settings.salts.of(&request.domain) {
+        // The client may know the model by another name.
+        if splice.get("model").is_some_and(|name| !is_text(&name, &self.card.id)) {
+            splice.set("model", json(&self.card.id));
+        }
+        if self.settings.takes_salts
+            && let Some(salt) = self.settings.salts.of(&request.domain)
+        {
             splice.set("cache_salt", json(&salt));
         }
         if http.is_stream && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice) {
@@ -125,11 +140,18 @@ fn wants_usage(splice: &Splice) -> bool {
     options.is_some_and(|options| options["include_usage"] == true)
 }
 
+/// Whether a JSON value is this text.
+fn is_text(value: &[u8], text: &str) -> bool {
+    let plain = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\""));
+    // Text without escapes is compared as it is.
+    plain == Some(text.as_bytes()) || serde_json::from_slice::<String>(value).is_ok_and(|value| value == text)
+}
+
 fn json(text: &str) -> String {
     serde_json::to_string(text).expect("a string is JSON")
 }
 
-fn output(item: Item, counted: &Counted) -> Output {
+fn output(item: Item, counted: &Counted, is_stream: bool) -> Output {
     match item {
         Item::Head(head) => {
             counted.first_output();
@@ -144,12 +166,16 @@ fn output(item: Item, counted: &Counted) -> Output {
         Item::End(report) => {
             let usage = report.usage.unwrap_or_default();
             let tokens = |tokens: Option<u64>| tokens.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
-            Output::End(RelayReport {
+            let report = RelayReport {
                 prompt_tokens: tokens(usage.prompt_tokens),
                 cached_tokens: tokens(usage.cached_tokens),
                 completion_tokens: tokens(usage.completion_tokens),
                 failed: report.failed,
-            })
+            };
+            if is_stream && !report.failed {
+                counted.streamed(&report);
+            }
+            Output::End(report)
         }
     }
 }

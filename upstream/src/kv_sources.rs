@@ -10,21 +10,11 @@
 //! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
 
 use crate::kv_events::{Endpoint, EndpointError, Source};
+use crate::page::{Page, get};
 use crate::relay::client::Client;
-use crate::relay::headers;
-use bytes::Bytes;
-use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method};
-use http_body_util::{BodyExt, Limited};
+use http::HeaderValue;
 use serde_json::Value;
 use std::num::NonZero;
-use std::time::Duration;
-use tokio::time::timeout;
-
-/// Maximum size of an answer. The metrics of a server with many adapters have 1 MiB.
-const MAX_BYTES: usize = 8 << 20;
-/// Time for each answer. The server has just answered another request.
-const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What a server says of its KV events.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -36,17 +26,18 @@ pub struct KvSources {
 }
 
 impl KvSources {
-    /// Asks a server on `host`, which stands for publishers that bind to all addresses.
-    pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str) -> Self {
-        let mut answer = match get(client, api_key, "/kv_event_sources").await {
-            Some(body) => Self::read(&body, host),
-            None => Self::default(),
+    /// Asks a server on `host`, which stands for publishers that bind to all addresses. `None`: it does not answer.
+    pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str) -> Option<Self> {
+        let mut answer = match get(client, api_key, "/kv_event_sources").await? {
+            Page::Body(body) => Self::read(&body, host),
+            Page::Absent => Self::default(),
         };
-        if answer.block_size.is_none() {
-            let metrics = get(client, api_key, "/metrics").await.unwrap_or_default();
+        if answer.block_size.is_none()
+            && let Page::Body(metrics) = get(client, api_key, "/metrics").await?
+        {
             answer.block_size = block_size_in_metrics(&String::from_utf8_lossy(&metrics));
         }
-        answer
+        Some(answer)
     }
 
     /// Reads the list of publishers. What is not understood counts as absent.
@@ -93,17 +84,6 @@ fn block_size_in_metrics(metrics: &str) -> Option<NonZero<u32>> {
     let labels = metrics.lines().find_map(|line| line.strip_prefix("vllm:cache_config_info{"))?;
     let size = labels.split(',').find_map(|label| label.trim_start().strip_prefix("block_size=\""))?;
     size.split_once('"')?.0.parse().ok()
-}
-
-/// The body at `path`, or `None` if there is none in time.
-async fn get(client: &Client, api_key: Option<&HeaderValue>, path: &'static str) -> Option<Bytes> {
-    let answer = async {
-        let headers = headers::request(&HeaderMap::new(), api_key);
-        let response = client.send(Method::GET, &PathAndQuery::from_static(path), headers, Bytes::new()).await.ok()?;
-        let body = response.status().is_success().then(|| Limited::new(response.into_body(), MAX_BYTES))?;
-        Some(body.collect().await.ok()?.to_bytes())
-    };
-    timeout(TIMEOUT, answer).await.ok().flatten()
 }
 
 #[cfg(test)]

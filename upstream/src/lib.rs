@@ -4,6 +4,7 @@
 //!   Engine::generate(Work::Relay) ─▶ engine ─▶ relay: body and headers, connection, response
 //!                                       │
 //!   models: what the server serves ─────┴─▶ load: what was sent to it and has not ended
+//!   resolve: which servers a name stands for
 //!
 //!   server ── ZMQ ──▶ kv_events ──▶ cache_events ──▶ kvbm::EventLog of each model
 //!                kv_sources: where      └── salts: cache domains of the requests that engine has sent
@@ -15,16 +16,25 @@
 #![forbid(unsafe_code)]
 
 mod cache_events;
+pub mod conversation;
 mod engine;
 pub mod kv_events;
 mod kv_sources;
 mod load;
+mod load_reports;
+mod metrics;
 mod models;
+mod page;
 pub mod relay;
+pub mod resolve;
+mod salt_support;
 mod salts;
 
 pub use cache_events::{CacheEvents, ModelLog};
 pub use engine::{UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
+pub use load_reports::{LoadReports, ReportedLoad};
+pub use metrics::Metrics;
 pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};
+pub use salt_support::takes_salts;
 pub use salts::Salts;

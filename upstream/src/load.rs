@@ -1,90 +1,193 @@
-//! The load of one engine, as its requests through this process make it.
+//! The load of one engine: its requests through this process, those of others as the server reports them, and speeds.
 //!
-//! An engine's own figures are older and contain requests of other gateways. Not here: those.
+//! The own requests are counted as they start and end. A server's report is older, but contains the requests of other
+//! gateways: what it reports beyond the own requests is theirs, and is added until the next report.
+//!
+//! Not here: asking the server (`load_reports`).
 
+mod speeds;
+
+use parking_lot::Mutex;
+use speeds::Speeds;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::watch;
+use tokio::time::Instant;
+use worker::engine::RelayReport;
 use worker::plane::Load;
 
 /// Counts the requests that were sent to an engine and have not ended.
 #[derive(Clone)]
-pub(crate) struct LoadCounter {
+pub(crate) struct LoadCounter(Arc<Shared>);
+
+struct Shared {
+    state: Mutex<State>,
     load: watch::Sender<Load>,
+}
+
+#[derive(Default)]
+struct State {
+    own: Counts,
+    others: Counts,
+    cache: CacheUsage,
+    speeds: Speeds,
+}
+
+/// Requests of an engine.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+struct Counts {
+    waiting: u32,
+    waiting_tokens: u64,
+    running: u32,
+}
+
+/// How many blocks of a server's cache are in use by requests.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct CacheUsage {
+    pub(crate) active_blocks: u64,
+    /// 0: unknown.
+    pub(crate) total_blocks: u64,
+}
+
+/// The load that a server reports of itself, with the requests of all gateways.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Reported {
+    /// Requests in the batch.
+    pub(crate) running: u32,
+    /// Requests that are not in the batch yet.
+    pub(crate) waiting: u32,
+    pub(crate) cache: CacheUsage,
 }
 
 /// One request, until it is dropped.
 #[must_use = "the request is counted until this is dropped"]
 pub(crate) struct Counted {
-    load: watch::Sender<Load>,
+    shared: Arc<Shared>,
     tokens: u64,
     choices: u32,
-    /// Whether it has output, so that its choices run. Else it waits, with its prompt.
-    runs: AtomicBool,
+    started: Instant,
+    /// No other request waited before it, so that its first output shows how fast its prompt was computed.
+    was_first: bool,
+    /// When it got its first output, so that its choices run. Else it waits, with its prompt.
+    first_output: Mutex<Option<Instant>>,
 }
 
 impl LoadCounter {
     pub(crate) fn new() -> Self {
-        Self { load: watch::Sender::default() }
+        Self(Arc::new(Shared { state: Mutex::default(), load: watch::Sender::default() }))
     }
 
     /// The load, now and after each change.
     pub(crate) fn watch(&self) -> watch::Receiver<Load> {
-        self.load.subscribe()
+        self.0.load.subscribe()
     }
 
     /// Counts a request with a prompt of `tokens` tokens as waiting.
     pub(crate) fn start(&self, tokens: u64, choices: u32) -> Arc<Counted> {
-        self.load.send_modify(|load| {
-            load.waiting += 1;
-            load.waiting_tokens += tokens;
+        let was_first = self.0.change(|state| {
+            let was_first = state.own.waiting + state.others.waiting == 0;
+            state.own.waiting += 1;
+            state.own.waiting_tokens += tokens;
+            was_first
         });
-        Arc::new(Counted { load: self.load.clone(), tokens, choices, runs: AtomicBool::new(false) })
+        let (shared, started) = (Arc::clone(&self.0), Instant::now());
+        Arc::new(Counted { shared, tokens, choices, started, was_first, first_output: Mutex::default() })
+    }
+
+    /// The own requests.
+    pub(crate) fn own(&self) -> u32 {
+        let own = self.0.state.lock().own;
+        own.waiting + own.running
+    }
+
+    /// Records what the server reports; `None`: it no longer does. `own_before`: the own requests when the server was
+    /// asked. It may have counted requests that have ended since, or not those that have begun.
+    pub(crate) fn reported(&self, reported: Option<Reported>, own_before: u32) {
+        self.0.change(|state| {
+            let Reported { running, waiting, cache } = reported.unwrap_or_default();
+            let own = (state.own.waiting + state.own.running).max(own_before);
+            let others = running.saturating_add(waiting).saturating_sub(own);
+            let waiting = waiting.saturating_sub(state.own.waiting).min(others);
+            // The server does not say how many tokens they have.
+            state.others = Counts { waiting, waiting_tokens: 0, running: others - waiting };
+            state.cache = cache;
+        });
+    }
+
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Shared {
+    /// Changes the state and publishes the load.
+    fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.state.lock();
+        let result = change(&mut state);
+        // Under the lock, so that the latest load is published last.
+        self.load.send_replace(state.load());
+        result
+    }
+}
+
+impl State {
+    fn load(&self) -> Load {
+        let Self { own, others, cache, speeds } = self;
+        Load {
+            waiting: own.waiting + others.waiting,
+            waiting_tokens: own.waiting_tokens + others.waiting_tokens,
+            running: own.running + others.running,
+            active_blocks: cache.active_blocks,
+            total_blocks: cache.total_blocks,
+            prefill_tokens_per_second: speeds.prefill_tokens_per_second(),
+            decode_step_seconds: speeds.decode_step_seconds(),
+            ..Load::default()
+        }
     }
 }
 
 impl Counted {
     /// Records the first output.
     pub(crate) fn first_output(&self) {
-        if !self.runs.swap(true, Ordering::Relaxed) {
-            self.load.send_modify(|load| {
-                load.waiting -= 1;
-                load.waiting_tokens -= self.tokens;
-                load.running += self.choices;
+        let mut first_output = self.first_output.lock();
+        if first_output.is_none() {
+            *first_output = Some(Instant::now());
+            self.shared.change(|state| {
+                state.own.waiting -= 1;
+                state.own.waiting_tokens -= self.tokens;
+                state.own.running += self.choices;
             });
         }
+    }
+
+    /// Learns the speeds of the engine from a whole stream. The first output of another response is its last, and says
+    /// nothing of either.
+    pub(crate) fn streamed(&self, report: &RelayReport) {
+        let Some(first_output) = *self.first_output.lock() else { return };
+        let (prefill, decode) = (first_output - self.started, first_output.elapsed());
+        self.shared.change(|state| {
+            if let (Some(prompt), Some(cached), true) = (report.prompt_tokens, report.cached_tokens, self.was_first) {
+                state.speeds.prefilled(prompt.saturating_sub(cached), prefill.as_secs_f64());
+            }
+            if let Some(tokens) = report.completion_tokens {
+                state.speeds.decoded(tokens / self.choices.max(1), decode.as_secs_f64());
+            }
+        });
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        let runs = *self.runs.get_mut();
-        self.load.send_modify(|load| {
+        let runs = self.first_output.get_mut().is_some();
+        self.shared.change(|state| {
             if runs {
-                load.running -= self.choices;
+                state.own.running -= self.choices;
             } else {
-                load.waiting -= 1;
-                load.waiting_tokens -= self.tokens;
+                state.own.waiting -= 1;
+                state.own.waiting_tokens -= self.tokens;
             }
         });
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_request_waits_until_its_first_output_and_then_runs() {
-        let counter = LoadCounter::new();
-        let load = counter.watch();
-        let one = counter.start(100, 4);
-        let other = counter.start(50, 1);
-        assert_eq!((load.borrow().waiting, load.borrow().waiting_tokens, load.borrow().running), (2, 150, 0));
-        one.first_output();
-        one.first_output();
-        assert_eq!((load.borrow().waiting, load.borrow().waiting_tokens, load.borrow().running), (1, 50, 4));
-        drop((one, other));
-        assert_eq!(*load.borrow(), Load::default());
-    }
-}
+mod tests;

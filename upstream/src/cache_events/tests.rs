@@ -1,12 +1,14 @@
 use super::*;
 use crate::kv_events::{EngineHash, Event, Removed, Stored};
 use kvbm::Epoch;
+use prometheus::Registry;
 
 const MODEL: &str = "upstream org/m";
 const ADAPTER: &str = "upstream sql";
 
 /// A server with a model and an adapter, and blocks of two tokens.
 struct Server {
+    registry: Registry,
     cache: Arc<CacheEvents>,
     ranks: Vec<Rank>,
     /// Number of the events that were read, of the model and the adapter.
@@ -20,10 +22,13 @@ impl Server {
             adapter: adapter.map(str::to_owned),
             log: Arc::new(EventLog::new(Epoch(1))),
         };
-        let models = vec![model(MODEL, None), model(ADAPTER, Some("sql"))];
-        let cache = Arc::new(CacheEvents::new("http://a".into(), models, Arc::default(), 2));
+        let registry = Registry::new();
+        let metrics = Metrics::new(&registry).unwrap();
+        let cache = Arc::new(CacheEvents::new("http://a".into(), Arc::default(), 2, Arc::default(), metrics));
+        cache.set_model(model(MODEL, None));
+        cache.set_model(model(ADAPTER, Some("sql")));
         let ranks = (0..ranks).map(|rank| Rank::new(Arc::clone(&cache), rank)).collect();
-        Self { cache, ranks, read: [0; 2] }
+        Self { registry, cache, ranks, read: [0; 2] }
     }
 
     fn tell(&mut self, rank: usize, event: Event) {
@@ -33,7 +38,7 @@ impl Server {
     /// New events of the model and of the adapter.
     fn news(&mut self) -> [Vec<BlockEvent>; 2] {
         [0, 1].map(|model| {
-            let news = self.cache.models[model].log.after(self.read[model], 100).unwrap();
+            let news = self.cache.models.read()[model].log.after(self.read[model], 100).unwrap();
             self.read[model] += news.len() as u64;
             news.into_iter().map(|numbered| numbered.event).collect()
         })
@@ -91,6 +96,8 @@ fn an_adapter_has_its_own_log() {
     let own = blocks(&Domain::shared(), ADAPTER, &[1, 2]);
     assert_eq!(server.news(), [vec![], vec![at(Level::G1, None, &own)]]);
     assert_eq!(server.ranks[0].view.ignored().unknown_root, 1);
+    let metrics = prometheus::TextEncoder::new().encode_to_string(&server.registry.gather()).unwrap();
+    assert!(metrics.contains("blockyard_upstream_kv_blocks_ignored_total{reason=\"unknown_root\"} 1\n"), "{metrics}");
     server.tell(0, removed(Medium::G1, 10));
     assert_eq!(server.news(), [vec![], vec![gone(Level::G1, &own)]]);
 }

@@ -102,6 +102,25 @@ pub struct Ignored {
     pub over_capacity: u64,
 }
 
+impl Ignored {
+    /// Each number with the name of its reason.
+    pub fn by_reason(&self) -> [(&'static str, u64); 11] {
+        [
+            ("unknown_parent", self.unknown_parent),
+            ("unknown_root", self.unknown_root),
+            ("unknown_block", self.unknown_block),
+            ("other_block_size", self.other_block_size),
+            ("misaligned", self.misaligned),
+            ("other_group", self.other_group),
+            ("content", self.content),
+            ("unnamed_adapter", self.unnamed_adapter),
+            ("unknown_medium", self.unknown_medium),
+            ("conflict", self.conflict),
+            ("over_capacity", self.over_capacity),
+        ]
+    }
+}
+
 /// The blocks of one engine.
 pub struct View<C: Chain> {
     chain: C,

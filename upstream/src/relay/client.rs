@@ -19,6 +19,7 @@ use hyper_util::client::legacy;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use std::error::Error;
 use std::io;
+use std::net::IpAddr;
 use std::time::Duration;
 
 /// Sends requests to one engine. A clone shares the connections.
@@ -46,6 +47,9 @@ pub struct Settings {
     pub idle_timeout: Duration,
     /// Most unused connections that are kept. 256 by default, which is vLLM's default of running sequences.
     pub max_idle: usize,
+    /// The addresses to connect to instead of those of the host name, which stays the name for TLS and in the `Host`
+    /// header. By default none: the name is resolved at each connection.
+    pub addresses: Vec<IpAddr>,
     /// The authorities that may sign the engine's certificate. By default those of the operating system, or of the file
     /// that `SSL_CERT_FILE` names.
     pub roots: Option<rustls::RootCertStore>,
@@ -86,6 +90,7 @@ impl Default for Settings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             max_idle: 256,
+            addresses: Vec::new(),
             roots: None,
         }
     }

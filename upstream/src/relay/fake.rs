@@ -69,7 +69,7 @@ struct Shared {
 }
 
 /// Pages of every engine, which answer 404 unless another answer is set.
-const PAGES: [&str; 2] = ["/kv_event_sources", "/metrics"];
+const PAGES: [&str; 3] = ["/kv_event_sources", "/metrics", "/openapi.json"];
 
 /// Counts a request as cancelled if it is dropped before the answer is complete.
 struct Running {
@@ -80,7 +80,12 @@ struct Running {
 impl FakeEngine {
     /// Starts an engine for these requests. It answers later ones with [`Script::default`].
     pub async fn start(scripts: impl IntoIterator<Item = Script>) -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), scripts).await
+    }
+
+    /// The same at an address of its own, to stand for one of several servers of a name.
+    pub async fn start_at(address: SocketAddr, scripts: impl IntoIterator<Item = Script>) -> io::Result<Self> {
+        let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
         let connections = Connections::new(scripts);
         let accepted = connections.clone();
@@ -96,6 +101,11 @@ impl FakeEngine {
     pub fn uri(&self) -> Uri {
         let uri = Uri::builder().scheme("http").authority(self.address.to_string()).path_and_query("/");
         uri.build().expect("a socket address is an authority")
+    }
+
+    /// Its address.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Answers all requests for this path alike.

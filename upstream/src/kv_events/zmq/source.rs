@@ -33,6 +33,17 @@ impl Endpoint {
     }
 }
 
+impl Endpoint {
+    /// The same socket at `address`, if it is on `host`.
+    #[must_use]
+    pub fn moved(&self, host: &str, address: &str) -> Self {
+        match self.0.rsplit_once(':') {
+            Some((of, port)) if of == host => Self(format!("{address}:{port}")),
+            _ => self.clone(),
+        }
+    }
+}
+
 impl FromStr for Endpoint {
     type Err = EndpointError;
 

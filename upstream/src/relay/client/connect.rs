@@ -6,11 +6,13 @@ use http::Uri;
 use http::uri::Scheme;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use std::error::Error;
 use std::io::{self, IoSlice};
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,8 +27,17 @@ const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
 /// Connects within a time limit.
 #[derive(Clone, Debug)]
 pub(super) struct Connector {
-    inner: HttpsConnector<HttpConnector>,
+    inner: HttpsConnector<HttpConnector<Resolver>>,
     timeout: Duration,
+}
+
+/// Finds the addresses of the engine's host.
+#[derive(Clone, Debug)]
+enum Resolver {
+    /// As all programs of this machine do, at each connection.
+    System(GaiResolver),
+    /// They are known.
+    Fixed(Arc<[IpAddr]>),
 }
 
 /// Whether a connection has answered a request. It comes with each answer and each error of the connection.
@@ -52,7 +63,7 @@ impl Answered {
 
 impl Connector {
     pub(super) fn new(scheme: &Scheme, settings: &Settings) -> Result<Self, ClientError> {
-        let mut tcp = HttpConnector::new();
+        let mut tcp = HttpConnector::new_with_resolver(Resolver::new(&settings.addresses));
         tcp.set_nodelay(true);
         tcp.set_keepalive(Some(TCP_KEEPALIVE));
         tcp.enforce_http(false);
@@ -71,6 +82,39 @@ impl Connector {
             Protocol::Http2 => builder.enable_http2().wrap_connector(tcp),
         };
         Ok(Self { inner, timeout: settings.connect_timeout })
+    }
+}
+
+impl Resolver {
+    fn new(addresses: &[IpAddr]) -> Self {
+        if addresses.is_empty() { Self::System(GaiResolver::new()) } else { Self::Fixed(addresses.into()) }
+    }
+}
+
+impl Service<Name> for Resolver {
+    type Response = std::vec::IntoIter<SocketAddr>;
+    type Error = io::Error;
+    type Future = BoxFuture<'static, io::Result<Self::Response>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self {
+            Self::System(resolver) => resolver.poll_ready(context),
+            Self::Fixed(_) => Poll::Ready(Ok(())),
+        }
+    }
+
+    fn call(&mut self, name: Name) -> Self::Future {
+        match self {
+            Self::System(resolver) => {
+                let found = resolver.call(name);
+                async move { Ok(found.await?.collect::<Vec<_>>().into_iter()) }.boxed()
+            }
+            // The connector sets the port.
+            Self::Fixed(addresses) => {
+                let addresses: Vec<_> = addresses.iter().map(|address| SocketAddr::new(*address, 0)).collect();
+                async move { Ok(addresses.into_iter()) }.boxed()
+            }
+        }
     }
 }
 

@@ -1,0 +1,188 @@
+//! Names of models that stand for others: the engine in front of the router that replaces them.
+//!
+//! A name with several deployments is split between them by weight. **A conversation stays with its deployment**,
+//! because that has its KV cache: the deployment is chosen by the session, else by the beginning of the conversation,
+//! with weighted rendezvous hashing (Schindelhauer and Schomaker, 2005). So a change of one weight moves no more
+//! conversations than it must. A deployment without a server is left out.
+//!
+//! Not here: the name in the body of a request, which the engine of the server replaces.
+
+use crate::config::{Alias, Deployment};
+use futures::future::BoxFuture;
+use parking_lot::{Mutex, RwLock};
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+use upstream::conversation;
+use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
+
+/// The aliases that are in effect.
+#[derive(Default)]
+pub(crate) struct Aliases(RwLock<BTreeMap<String, Alias>>);
+
+/// The engine behind the aliases.
+pub(super) struct Aliased {
+    inner: Arc<dyn Engine>,
+    aliases: Arc<Aliases>,
+    /// By alias.
+    cards: Mutex<HashMap<String, AliasCard>>,
+}
+
+/// The card of an alias.
+struct AliasCard {
+    /// The cards that it was made from.
+    of: Vec<Arc<ModelCard>>,
+    card: Arc<ModelCard>,
+}
+
+impl Aliases {
+    /// Replaces all aliases.
+    pub(crate) fn set(&self, aliases: BTreeMap<String, Alias>) {
+        *self.0.write() = aliases;
+    }
+}
+
+impl Aliased {
+    pub(super) fn new(inner: Arc<dyn Engine>, aliases: Arc<Aliases>) -> Self {
+        Self { inner, aliases, cards: Mutex::default() }
+    }
+
+    /// The model for a request of an alias; `None` if its model is no alias, or none of the deployments is there.
+    fn model_for(&self, request: &Request) -> Option<Arc<str>> {
+        let aliases = self.aliases.0.read();
+        let alias = aliases.get(&*request.model)?;
+        let served = self.inner.models();
+        let available = alias.deployments.iter().filter(|one| served.iter().any(|card| card.id == one.model));
+        let available: Vec<&Deployment> = available.filter(|deployment| deployment.weight > 0).collect();
+        let chosen = match available[..] {
+            [only] => only,
+            _ => choose(&available, key(request))?,
+        };
+        Some(chosen.model.as_str().into())
+    }
+
+    /// The card of an alias, from those of its deployments that are there.
+    fn card(&self, name: &str, alias: &Alias, served: &[Arc<ModelCard>]) -> Option<Arc<ModelCard>> {
+        let deployments = alias.deployments.iter().filter(|deployment| deployment.weight > 0);
+        let deployed: Vec<Arc<ModelCard>> =
+            deployments.filter_map(|one| served.iter().find(|card| card.id == one.model).cloned()).collect();
+        let first = deployed.first()?;
+        let mut cards = self.cards.lock();
+        if let Some(AliasCard { of, card }) = cards.get(name)
+            && of.len() == deployed.len()
+            && of.iter().zip(&deployed).all(|(one, other)| Arc::ptr_eq(one, other))
+        {
+            return Some(Arc::clone(card));
+        }
+        let same_tokenizer = deployed.iter().all(|card| card.tokenizer == first.tokenizer);
+        let card = Arc::new(ModelCard {
+            id: name.to_owned(),
+            context: deployed.iter().map(|card| card.context).max().unwrap_or(first.context),
+            // Tokens of another model would find none of its blocks.
+            tokenizer: first.tokenizer.clone().filter(|_| same_tokenizer),
+            has_exact_blocks: deployed.iter().any(|card| card.has_exact_blocks),
+            ..ModelCard::clone(first)
+        });
+        cards.insert(name.to_owned(), AliasCard { of: deployed, card: Arc::clone(&card) });
+        Some(card)
+    }
+}
+
+impl Engine for Aliased {
+    fn generate(&self, mut request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        if let Some(model) = self.model_for(&request) {
+            request.model = model;
+        }
+        self.inner.generate(request)
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        let served = self.inner.models();
+        let aliases = self.aliases.0.read();
+        if aliases.is_empty() {
+            return served;
+        }
+        self.cards.lock().retain(|name, _| aliases.contains_key(name));
+        let named = aliases.iter().filter_map(|(name, alias)| self.card(name, alias, &served));
+        let mut all: BTreeMap<String, Arc<ModelCard>> = named.map(|card| (card.id.clone(), card)).collect();
+        for card in served {
+            // An alias with the name of a model takes its place.
+            all.entry(card.id.clone()).or_insert(card);
+        }
+        all.into_values().collect()
+    }
+
+    fn readiness(&self) -> Readiness {
+        self.inner.readiness()
+    }
+
+    fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
+        self.inner.probe()
+    }
+
+    fn degraded(&self) -> Vec<String> {
+        self.inner.degraded()
+    }
+}
+
+/// What the requests of a conversation have in common, and those of others have not.
+fn key(request: &Request) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    request.attributes.tenant.hash(&mut hasher);
+    let beginning = match (&request.attributes.session, &request.work) {
+        (None, Work::Relay(http)) => conversation::beginning(&http.body),
+        _ => None,
+    };
+    match (&request.attributes.session, beginning) {
+        (Some(session), _) => session.hash(&mut hasher),
+        (None, Some(beginning)) => beginning.hash(&mut hasher),
+        (None, None) => request.id.hash(&mut hasher),
+    }
+    hasher.finish()
+}
+
+/// The deployment of a key: each gets the share of all keys that its weight is of all weights.
+fn choose<'a>(deployments: &[&'a Deployment], key: u64) -> Option<&'a Deployment> {
+    let score = |deployment: &Deployment| {
+        let mut hasher = DefaultHasher::new();
+        (key, &deployment.model).hash(&mut hasher);
+        // Uniform in (0, 1).
+        let uniform = ((hasher.finish() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+        -uniform.ln() / f64::from(deployment.weight)
+    };
+    deployments.iter().copied().min_by(|one, other| score(one).total_cmp(&score(other)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn deployment(model: &str, weight: u32) -> Deployment {
+        Deployment { model: model.into(), weight }
+    }
+
+    /// Chosen models by key.
+    fn chosen(weights: [u32; 3]) -> Vec<String> {
+        let all: Vec<Deployment> =
+            ["a", "b", "c"].iter().zip(weights).map(|(model, weight)| deployment(model, weight)).collect();
+        let usable: Vec<&Deployment> = all.iter().filter(|one| one.weight > 0).collect();
+        (0..10_000).map(|key| choose(&usable, key).unwrap().model.clone()).collect()
+    }
+
+    #[test]
+    fn keys_are_split_by_weight() {
+        let chosen = chosen([6, 3, 1]);
+        for (model, share) in [("a", 6000_i32), ("b", 3000), ("c", 1000)] {
+            let count = chosen.iter().filter(|one| *one == model).count() as i32;
+            assert!((count - share).abs() < 200, "{model}: {count}");
+        }
+    }
+
+    #[test]
+    fn a_changed_weight_moves_no_other_keys() {
+        let (before, after) = (chosen([6, 3, 1]), chosen([6, 3, 0]));
+        let moved = before.iter().zip(&after).filter(|(before, after)| before != after);
+        assert!(moved.clone().count() > 0);
+        assert!(moved.clone().all(|(before, _)| before == "c"), "only keys of the drained deployment move");
+    }
+}

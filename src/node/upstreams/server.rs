@@ -1,0 +1,327 @@
+//! One server: asks it for its models and publishers of KV events, and registers its models as workers.
+//!
+//! A server that does not answer yet is asked again until it does, so the order of starting does not matter. One that
+//! stops answering stays registered: the router's circuit breaker and health checks keep requests away from it.
+//!
+//! **It is asked again at an interval, and when its engine has restarted**, because a server may come back with other
+//! models. Models that it no longer lists are deregistered, and their running requests finish. A change of its
+//! publishers, its block size or its first model registers all of them anew.
+//!
+//! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
+//! model and the adapters of that get the events. Further models are further names of the first, under which the router
+//! estimates the cache.
+
+use super::{CheckedUpstream, ServerKey, Shared};
+use crate::config::{CacheSalt, KvEvents};
+use crate::node::workers::epoch_now;
+use kvbm::EventLog;
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::panic::resume_unwind;
+use std::sync::Arc;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use upstream::kv_events::Source;
+use upstream::relay::client::{Client, Settings};
+use upstream::{
+    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, ReportedLoad,
+    UpstreamEngine, UpstreamSettings, discover, takes_salts,
+};
+use worker::engine::{Engine, ModelCard};
+use worker::plane::{Instance, Role, WorkerId};
+use worker::serve::Worker;
+
+/// Maximum number of models of one server: its model and its adapters. The list of a server has at most 4 MiB anyway.
+const MAX_MODELS: usize = 1 << 12;
+
+/// How vLLM publishes its KV events.
+const START_VLLM: &str = "start vLLM with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\
+    \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'";
+
+/// Why a server without salts gets no requests of tenants.
+const NO_SALTS: &str = "requests have tenants (frontend.tenant_header), but the server's /openapi.json has no field \
+    cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" if the server has the field \
+    all the same, \"off\" if tenants may share the cache";
+
+/// One server.
+pub(super) struct Server {
+    shared: Arc<Shared>,
+    upstream: CheckedUpstream,
+    addresses: Vec<IpAddr>,
+    key: ServerKey,
+    /// The host, or the address, as endpoints name it.
+    host: String,
+    /// Notified when the engine has restarted.
+    restarted: Arc<Notify>,
+}
+
+/// What a server says of itself.
+struct Answer {
+    models: Vec<ListedModel>,
+    /// `None`: it did not answer this question.
+    kv: Option<KvSources>,
+}
+
+/// A server that has answered.
+struct Registered {
+    kv: KvSources,
+    takes_salts: bool,
+    models: BTreeMap<String, RegisteredModel>,
+    events: Arc<CacheEvents>,
+    reports: Arc<LoadReports>,
+    following: JoinSet<Infallible>,
+}
+
+struct RegisteredModel {
+    facts: ModelFacts,
+    worker: Worker,
+    reported: ReportedLoad,
+}
+
+/// What makes a model another one if it changes.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct ModelFacts {
+    is_adapter: bool,
+    context: usize,
+    /// The events of the server are those of this model and its adapters.
+    gets_events: bool,
+}
+
+impl Server {
+    /// The server of a URL at these addresses; none: at those that the host has at each connection.
+    pub(super) fn new(shared: Arc<Shared>, upstream: CheckedUpstream, addresses: Vec<IpAddr>) -> Self {
+        let url = &upstream.upstream.url;
+        let first = addresses.first().copied();
+        let host = match first {
+            Some(IpAddr::V6(address)) => format!("[{address}]"),
+            Some(IpAddr::V4(address)) => address.to_string(),
+            None => url.host().unwrap_or_default().to_owned(),
+        };
+        let key = (url.to_string(), first);
+        Self { shared, upstream, addresses, key, host, restarted: Arc::default() }
+    }
+
+    /// Keeps the server's models registered until `stop`. Then their running requests finish.
+    pub(super) async fn run(self, stop: CancellationToken) {
+        let settings = Settings { addresses: self.addresses.clone(), ..Settings::default() };
+        let client = match Client::new(&self.upstream.upstream.url, &settings) {
+            Ok(client) => client,
+            Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
+        };
+        let mut registered = None;
+        let mut last_error = String::new();
+        loop {
+            let answer = tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                answer = self.ask(&client) => answer,
+            };
+            let outcome = match answer {
+                Ok(answer) => self.update(&client, &mut registered, answer).await.map_err(str::to_owned),
+                Err(error) => Err(error.to_string()),
+            };
+            let error = outcome.err().unwrap_or_default();
+            // Once per reason: a server that loads its model is asked dozens of times.
+            if !error.is_empty() && error != last_error {
+                tracing::warn!(upstream = %self.name(), error, "upstream cannot be used now; asking again");
+            }
+            last_error = error;
+            let intervals = &self.shared.intervals;
+            let pause = if registered.is_some() { intervals.recheck } else { intervals.retry };
+            let following = async {
+                match &mut registered {
+                    Some(Registered { following, .. }) => following.join_next().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(Err(error)) = following => if error.is_panic() { resume_unwind(error.into_panic()) },
+                () = self.restarted.notified() => {}
+                () = sleep(pause) => {}
+            }
+        }
+        self.shared.known.send_modify(|known| drop(known.remove(&self.key)));
+        if let Some(registered) = registered {
+            registered.models.into_values().for_each(|model| self.drain(model));
+        }
+    }
+
+    async fn ask(&self, client: &Client) -> Result<Answer, DiscoverError> {
+        let api_key = self.upstream.api_key.as_ref();
+        let mut models = discover(client, api_key).await?;
+        models.truncate(MAX_MODELS);
+        Ok(Answer { models, kv: self.kv_sources(client).await })
+    }
+
+    /// Where the server publishes its KV events, and its block size. What is configured is stronger than what the
+    /// server says, because a server may not know how it is reached.
+    async fn kv_sources(&self, client: &Client) -> Option<KvSources> {
+        let upstream = &self.upstream.upstream;
+        let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host).await?;
+        let named = upstream.url.host().unwrap_or_default();
+        let sources = match &upstream.kv_events {
+            KvEvents::Off => Vec::new(),
+            KvEvents::Auto => listed.sources,
+            KvEvents::At { live, replay } => vec![Source {
+                live: live.moved(named, &self.host),
+                replay: replay.as_ref().map(|replay| replay.moved(named, &self.host)),
+                topic: String::new(),
+            }],
+        };
+        Some(KvSources { sources, block_size: upstream.block_size.or(listed.block_size) })
+    }
+
+    /// Registers what is new, and deregisters what is gone.
+    async fn update(
+        &self,
+        client: &Client,
+        registered: &mut Option<Registered>,
+        answer: Answer,
+    ) -> Result<(), &'static str> {
+        let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
+        let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
+        let mut first = true;
+        let with_facts = answer.models.into_iter().map(|ListedModel { card, is_adapter }| {
+            let gets_events = publishes && (is_adapter || std::mem::take(&mut first));
+            let facts = ModelFacts { is_adapter, context: card.context, gets_events };
+            (card, facts)
+        });
+        let listed: Vec<(ModelCard, ModelFacts)> = with_facts.collect();
+        // Events after a change of the first model would be hashed as blocks of the former one.
+        let base = |facts: &ModelFacts| facts.gets_events && !facts.is_adapter;
+        let is_same = |was: &Registered| {
+            answer.kv.as_ref().is_none_or(|kv| *kv == was.kv)
+                && listed
+                    .iter()
+                    .filter(|(_, facts)| base(facts))
+                    .all(|(card, facts)| was.models.get(&card.id).is_some_and(|model| model.facts == *facts))
+        };
+        if registered.as_ref().is_none_or(|was| !is_same(was)) {
+            let takes_salts = self.takes_salts(client).await?;
+            if let Some(former) = registered.take() {
+                tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
+                former.models.into_values().for_each(|model| self.drain(model));
+            }
+            *registered = Some(self.start(client, answer.kv.unwrap_or_default(), takes_salts));
+        }
+        let Some(current) = registered else { return Ok(()) };
+        let is_listed = |id: &String, model: &RegisteredModel| {
+            listed.iter().any(|(card, facts)| card.id == *id && *facts == model.facts)
+        };
+        let gone: Vec<String> =
+            current.models.iter().filter(|(id, model)| !is_listed(id, model)).map(|(id, _)| id.clone()).collect();
+        for id in gone {
+            tracing::info!(upstream = %self.name(), model = id, "the server no longer has this model");
+            current.models.remove(&id).into_iter().for_each(|model| self.drain(model));
+        }
+        for (card, facts) in listed {
+            if !current.models.contains_key(&card.id) {
+                self.register(client, current, card, facts).await;
+            }
+        }
+        let models: Vec<String> = current.models.keys().cloned().collect();
+        self.shared.known.send_if_modified(|known| {
+            let changed = known.get(&self.key) != Some(&models);
+            if changed {
+                tracing::info!(upstream = %self.name(), ?models, "upstream registered");
+                known.insert(self.key.clone(), models);
+            }
+            changed
+        });
+        Ok(())
+    }
+
+    /// Whether requests for the server get salts, or why it cannot be used.
+    async fn takes_salts(&self, client: &Client) -> Result<bool, &'static str> {
+        match self.upstream.upstream.cache_salt {
+            CacheSalt::On => Ok(true),
+            CacheSalt::Off => Ok(false),
+            CacheSalt::Auto => match takes_salts(client, self.upstream.api_key.as_ref()).await {
+                None => Err("/openapi.json did not answer"),
+                Some(false) if self.upstream.has_tenants => Err(NO_SALTS),
+                Some(takes_salts) => Ok(takes_salts),
+            },
+        }
+    }
+
+    /// Follows the KV events and the load reports of a server that has no models yet.
+    fn start(&self, client: &Client, kv: KvSources, takes_salts: bool) -> Registered {
+        if kv.sources.is_empty() {
+            let remedy = match self.upstream.upstream.kv_events {
+                KvEvents::Off => "set kv_events = \"auto\" in [[upstreams]]",
+                _ => START_VLLM,
+            };
+            tracing::info!(
+                upstream = %self.name(),
+                "routing is approximate: the server's cache is estimated from the prompts sent to it, without its KV \
+                 events; {remedy}"
+            );
+        }
+        let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
+        let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.restarted));
+        let events = Arc::new(CacheEvents::new(self.name(), salts, block_size, restarted, self.shared.metrics.clone()));
+        let reports = Arc::new(LoadReports::default());
+        let mut following = JoinSet::new();
+        following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
+        if !kv.sources.is_empty() {
+            following.spawn(Arc::clone(&events).follow(kv.sources.clone()));
+        }
+        Registered { kv, takes_salts, models: BTreeMap::new(), events, reports, following }
+    }
+
+    async fn register(&self, client: &Client, to: &mut Registered, mut card: ModelCard, facts: ModelFacts) {
+        card.block_size = to.kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get() as usize;
+        card.has_exact_blocks = facts.gets_events;
+        let log = Arc::new(EventLog::new(epoch_now()));
+        if card.has_exact_blocks {
+            let adapter = facts.is_adapter.then(|| card.id.clone());
+            to.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
+        }
+        let (id, card) = (card.id.clone(), Arc::new(card));
+        let settings = UpstreamSettings {
+            api_key: self.upstream.api_key.clone(),
+            salts: Arc::clone(&self.shared.salts),
+            takes_salts: to.takes_salts,
+        };
+        let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(&card)));
+        let (load, reported) = (engine.load(), engine.add_reports(&to.reports));
+        let worker = worker_id(&self.key, &id);
+        let instance = Instance { id: worker, epoch: log.epoch(), role: Role::Both, model: card, stores: Vec::new() };
+        match Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await {
+            Ok(worker) => drop(to.models.insert(id, RegisteredModel { facts, worker, reported })),
+            Err(error) => tracing::error!(upstream = %self.name(), %error, "a model cannot be registered"),
+        }
+    }
+
+    /// Deregisters a model. Its running requests finish.
+    fn drain(&self, RegisteredModel { worker, reported, .. }: RegisteredModel) {
+        // Only the own requests are waited for.
+        drop(reported);
+        self.shared.spawn(worker.drain());
+    }
+
+    /// The server in logs.
+    fn name(&self) -> String {
+        match &self.key {
+            (url, Some(address)) => format!("{url} at {address}"),
+            (url, None) => url.clone(),
+        }
+    }
+}
+
+/// The id of a model of a server: the same after each start and in each gateway of the same server. 48 bits, which make
+/// two equal ids among a thousand workers as likely as one in 500 million. The hash is FNV-1a.
+fn worker_id((url, address): &ServerKey, model: &str) -> WorkerId {
+    let address = address.map(|address| address.to_string()).unwrap_or_default();
+    // No part contains a line break.
+    let text = format!("{url}\n{address}\n{model}");
+    let hash = text
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+    WorkerId((hash >> 48) ^ (hash & 0xffff_ffff_ffff))
+}

@@ -1,0 +1,230 @@
+use super::*;
+use futures::StreamExt;
+use http::Method;
+use http::uri::PathAndQuery;
+use serde_json::json;
+use std::net::SocketAddr;
+use upstream::relay::fake::{FakeEngine, Script};
+use worker::engine::{Engine, HttpRequest, Output, Request, Work};
+use worker::plane::local::{LocalDiscovery, LocalEvents};
+use worker::plane::{Discovery, Instance, Membership, WorkerId};
+
+/// Time for what happens within milliseconds on an idle machine.
+const TIMEOUT: Duration = Duration::from_mins(1);
+const QUICK: Intervals = Intervals {
+    resolve: Duration::from_millis(20),
+    retry: Duration::from_millis(20),
+    recheck: Duration::from_millis(20),
+};
+
+/// Upstreams, the answer of the resolver, and what discovery reports.
+struct Harness {
+    upstreams: Upstreams,
+    answer: Arc<Mutex<Result<Vec<IpAddr>, &'static str>>>,
+    changes: futures::stream::BoxStream<'static, Membership>,
+}
+
+impl Harness {
+    fn new() -> Self {
+        let answer: Arc<Mutex<Result<Vec<IpAddr>, &'static str>>> = Arc::new(Mutex::new(Err("no such name")));
+        let current = Arc::clone(&answer);
+        let lookup: Lookup = Arc::new(move |_| {
+            let answer = current.lock().clone().map_err(std::io::Error::other);
+            Box::pin(std::future::ready(answer))
+        });
+        let discovery = Arc::new(LocalDiscovery::default());
+        let changes = discovery.watch();
+        let planes = Planes { discovery, events: Arc::new(LocalEvents::default()) };
+        let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
+        Self { upstreams: Upstreams::with(planes, lookup, metrics, QUICK), answer, changes }
+    }
+
+    fn apply(&self, urls: &[&str]) {
+        self.apply_for(urls, false);
+    }
+
+    fn apply_for(&self, urls: &[&str], has_tenants: bool) {
+        let configured: Vec<Upstream> = urls.iter().map(|url| Upstream::new(url.parse().unwrap())).collect();
+        self.upstreams.apply(Upstreams::check(&configured, has_tenants).unwrap());
+    }
+
+    async fn next(&mut self) -> Membership {
+        timeout(TIMEOUT, self.changes.next()).await.expect("a change in time").unwrap()
+    }
+
+    async fn joined(&mut self) -> (Arc<Instance>, Arc<dyn Engine>) {
+        match self.next().await {
+            Membership::Joined(instance, engine) => (instance, engine),
+            Membership::Left(id, _) => panic!("{id} left"),
+        }
+    }
+
+    /// What takes the place of `former`. The end of that may come later, or not at all if the new one has its id.
+    async fn replaced(&mut self, former: &Instance) -> Arc<Instance> {
+        let (mut joined, mut left) = (None, false);
+        loop {
+            match self.next().await {
+                Membership::Joined(instance, _) => {
+                    left |= instance.id == former.id;
+                    joined = Some(instance);
+                }
+                Membership::Left(id, epoch) => {
+                    assert_eq!((id, epoch), (former.id, former.epoch));
+                    left = true;
+                }
+            }
+            if left && let Some(joined) = joined.take() {
+                return joined;
+            }
+        }
+    }
+
+    async fn left(&mut self) -> WorkerId {
+        match self.next().await {
+            Membership::Left(id, _) => id,
+            Membership::Joined(instance, _) => panic!("{} joined", instance.model.id),
+        }
+    }
+}
+
+fn models(ids: &[&str]) -> Script {
+    let listed = ids.iter().map(|id| json!({ "id": id, "parent": id.contains("lora").then_some("org/m") }));
+    Script::json(200, &json!({ "data": listed.collect::<Vec<_>>() }))
+}
+
+async fn server(address: SocketAddr) -> FakeEngine {
+    let server = FakeEngine::start_at(address, []).await.unwrap();
+    server.set_page("/v1/models", models(&["org/m"]));
+    server
+}
+
+async fn any_server() -> FakeEngine {
+    server(([127, 0, 0, 1], 0).into()).await
+}
+
+fn request() -> Request {
+    let http = HttpRequest {
+        method: Method::POST,
+        target: PathAndQuery::from_static("/v1/completions"),
+        headers: http::HeaderMap::new(),
+        body: r#"{"model":"org/m","prompt":"hello","stream":true}"#.into(),
+        is_stream: true,
+        private_fields: &[],
+    };
+    Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
+}
+
+#[tokio::test]
+async fn each_address_of_a_name_is_a_server_while_it_is_listed() {
+    let one = any_server().await;
+    let port = one.address().port();
+    let other = server(([127, 0, 0, 2], port).into()).await;
+    let [first, second] = [one.address().ip(), other.address().ip()];
+    let mut harness = Harness::new();
+    harness.apply(&[&format!("http://engines.test:{port}")]);
+    *harness.answer.lock() = Ok(vec![first]);
+    let (one_instance, _engine) = harness.joined().await;
+    *harness.answer.lock() = Ok(vec![first, second]);
+    let (other_instance, engine) = harness.joined().await;
+    assert_ne!(one_instance.id, other_instance.id);
+    let host = format!("engines.test:{port}");
+    assert!(other.requests().iter().all(|request| request.headers["host"] == *host), "the name stays");
+
+    // A name that cannot be resolved keeps its servers, and a server that is gone finishes its requests.
+    *harness.answer.lock() = Err("no such name");
+    let stream = Script::completion(&["a", "b"], None).paced(Duration::from_millis(200));
+    other.set_page("/v1/completions", stream);
+    let mut outputs = engine.generate(request()).await.unwrap();
+    assert!(matches!(outputs.next().await, Some(Ok(Output::Head(_)))));
+    sleep(QUICK.resolve * 5).await;
+    *harness.answer.lock() = Ok(vec![first]);
+    assert_eq!(harness.left().await, other_instance.id);
+    let rest: Vec<_> = timeout(TIMEOUT, outputs.collect()).await.unwrap();
+    assert!(matches!(rest.last(), Some(Ok(Output::End(report))) if !report.failed), "{rest:?}");
+
+    *harness.answer.lock() = Ok(vec![first, second]);
+    let (again, _engine) = harness.joined().await;
+    assert_eq!(again.id, other_instance.id);
+    assert!(again.epoch > other_instance.epoch);
+    assert_eq!(harness.upstreams.known(&format!("http://{host}/")).servers, 2);
+    harness.upstreams.stop().await;
+}
+
+#[tokio::test]
+async fn a_new_list_changes_only_what_differs() {
+    let (one, other) = (any_server().await, any_server().await);
+    let [a, b] = [&one, &other].map(|server| server.uri().to_string());
+    let mut harness = Harness::new();
+    harness.apply(&[&a]);
+    let (first, _) = harness.joined().await;
+    harness.apply(&[&b, &a]);
+    let (second, _) = harness.joined().await;
+    harness.apply(&[&b]);
+    assert_eq!(harness.left().await, first.id);
+    harness.apply(&[&b, &a]);
+    let (again, _) = harness.joined().await;
+    assert_eq!((again.id, again.epoch > first.epoch), (first.id, true), "the other was not touched");
+    assert_ne!(second.id, first.id);
+}
+
+#[tokio::test]
+async fn a_table_that_cannot_be_used_is_named() {
+    let good = Upstream::new("http://127.0.0.1:1".parse().unwrap());
+    let wrong = Upstream { api_key_file: Some("/nonexistent/key".into()), ..good.clone() };
+    let error = Upstreams::check(&[good, wrong], false).unwrap_err();
+    assert!(format!("{error:#}").starts_with("upstreams.1.api_key_file: "), "{error:#}");
+}
+
+#[tokio::test]
+async fn a_server_with_other_models_is_noticed() {
+    let server = any_server().await;
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (base, _) = harness.joined().await;
+    server.set_page("/v1/models", models(&["org/m", "lora"]));
+    let (adapter, _) = harness.joined().await;
+    assert_eq!((base.model.id.as_str(), adapter.model.id.as_str()), ("org/m", "lora"));
+    server.set_page("/v1/models", Script::json(503, &json!({})));
+    sleep(QUICK.recheck * 5).await;
+    server.set_page("/v1/models", models(&["org/m"]));
+    assert_eq!(harness.left().await, adapter.id, "the model stays, also while the server does not answer");
+    server.set_page("/v1/models", models(&["org/other"]));
+    assert_eq!(harness.replaced(&base).await.model.id, "org/other");
+    assert_eq!(harness.upstreams.known(&server.uri().to_string()).models, ["org/other"]);
+}
+
+#[tokio::test]
+async fn publishers_and_block_sizes_that_change_register_anew() {
+    let server = any_server().await;
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (first, _) = harness.joined().await;
+    assert_eq!((first.model.block_size, first.model.has_exact_blocks), (16, false));
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": "tcp://*:1", "block_size": 32 }])));
+    let again = harness.replaced(&first).await;
+    assert_eq!((again.id, again.model.block_size, again.model.has_exact_blocks), (first.id, 32, true));
+    assert!(again.epoch > first.epoch);
+}
+
+#[tokio::test]
+async fn tenants_are_served_by_a_server_that_takes_salts_only() {
+    let server = any_server().await;
+    let mut harness = Harness::new();
+    harness.apply_for(&[&server.uri().to_string()], true);
+    let asked = || server.requests().iter().filter(|request| request.uri.path() == "/openapi.json").count();
+    let refused = async {
+        while asked() < 3 {
+            sleep(QUICK.retry).await;
+        }
+    };
+    timeout(TIMEOUT, refused).await.expect("the server is asked again");
+    assert_eq!(harness.upstreams.known(&server.uri().to_string()), Known::default());
+    server.set_page("/openapi.json", Script::json(200, &json!({ "components": { "cache_salt": {} } })));
+    let (_, engine) = harness.joined().await;
+    let tenant = Request { domain: worker::engine::Domain::derived(b"secret", "ann"), ..request() };
+    let outputs = engine.generate(tenant).await.unwrap();
+    assert!(outputs.count().await > 1);
+    let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
+    let sent: serde_json::Value = serde_json::from_slice(&sent.body).unwrap();
+    assert!(sent["cache_salt"].is_string(), "{sent}");
+}

@@ -1,0 +1,83 @@
+use super::*;
+use std::time::Duration;
+
+fn counts(load: &watch::Receiver<Load>) -> (u32, u64, u32) {
+    let load = load.borrow();
+    (load.waiting, load.waiting_tokens, load.running)
+}
+
+#[test]
+fn a_request_waits_until_its_first_output_and_then_runs() {
+    let counter = LoadCounter::new();
+    let load = counter.watch();
+    let one = counter.start(100, 4);
+    let other = counter.start(50, 1);
+    assert_eq!(counts(&load), (2, 150, 0));
+    one.first_output();
+    one.first_output();
+    assert_eq!(counts(&load), (1, 50, 4));
+    drop((one, other));
+    assert_eq!(*load.borrow(), Load::default());
+}
+
+#[test]
+fn what_a_server_reports_beyond_the_own_requests_is_of_others() {
+    let counter = LoadCounter::new();
+    let load = counter.watch();
+    let report = |running, waiting| Some(Reported { running, waiting, ..Reported::default() });
+    let one = counter.start(100, 1);
+    one.first_output();
+    let other = counter.start(50, 1);
+    counter.reported(report(5, 3), counter.own());
+    assert_eq!(counts(&load), (3, 50, 5), "the own ones are one of each");
+    counter.reported(report(2, 0), counter.own());
+    assert_eq!(counts(&load), (1, 50, 1), "the server may compute a prompt that waits here");
+    counter.reported(report(0, 0), counter.own());
+    assert_eq!(counts(&load), (1, 50, 1), "never below the own");
+    let before = counter.own();
+    drop(other);
+    counter.reported(report(2, 0), before);
+    assert_eq!(counts(&load), (0, 0, 1), "a request that has ended since is not of others");
+    counter.reported(report(9, 9), counter.own());
+    counter.reported(None, 0);
+    assert_eq!(counts(&load), (0, 0, 1), "without a report the own count");
+}
+
+#[test]
+fn the_cache_is_as_reported() {
+    let (counter, cache) = (LoadCounter::new(), CacheUsage { active_blocks: 30, total_blocks: 100 });
+    counter.reported(Some(Reported { cache, ..Reported::default() }), 0);
+    let load = counter.watch();
+    assert_eq!((load.borrow().active_blocks, load.borrow().total_blocks), (30, 100));
+}
+
+/// A stream of `output` tokens, 10 ms each, after a prompt of `uncached` tokens, 1 ms each.
+async fn stream(counter: &LoadCounter, uncached: u32, output: u32) {
+    let counted = counter.start(u64::from(uncached), 1);
+    tokio::time::advance(Duration::from_millis(u64::from(uncached))).await;
+    counted.first_output();
+    tokio::time::advance(Duration::from_millis(10) * (output - 1)).await;
+    counted.streamed(&RelayReport {
+        prompt_tokens: Some(uncached + 64),
+        cached_tokens: Some(64),
+        completion_tokens: Some(output),
+        failed: false,
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn speeds_are_learned_from_streams() {
+    let counter = LoadCounter::new();
+    let load = counter.watch();
+    stream(&counter, 500, 100).await;
+    let near = |value: Option<f64>, expected: f64| value.is_some_and(|value| (value / expected - 1.0).abs() < 0.01);
+    assert!(near(load.borrow().prefill_tokens_per_second, 1000.0), "{:?}", load.borrow());
+    assert!(near(load.borrow().decode_step_seconds, 0.01), "{:?}", load.borrow());
+    // A prompt that waited for another one does not count.
+    let _waits = counter.start(100, 1);
+    let behind = counter.start(100, 1);
+    tokio::time::advance(Duration::from_mins(1)).await;
+    behind.first_output();
+    behind.streamed(&RelayReport { prompt_tokens: Some(100), cached_tokens: Some(0), ..RelayReport::default() });
+    assert!(near(load.borrow().prefill_tokens_per_second, 1000.0));
+}
