@@ -4,4 +4,5 @@ pub mod bench;
 pub mod cache;
 pub mod calibrate;
 pub mod cli;
+pub mod key;
 pub mod replay;

@@ -3,7 +3,7 @@
 use anyhow::Context;
 use blockyard::admin;
 use blockyard::commands::cli::{Cli, Command, Serve};
-use blockyard::commands::{bench, cache, calibrate, replay};
+use blockyard::commands::{bench, cache, calibrate, key, replay};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::{Node, preflight};
 use blockyard::process::{machine, panics, with_causes};
@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         Command::Calibrate(calibrate) => calibrate::run(&calibrate),
         Command::Bench(bench) => bench::run(&bench),
         Command::Cache(cache) => cache::run(&cache),
+        Command::Key(key) => key::run(&key),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

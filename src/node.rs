@@ -104,6 +104,9 @@ impl Node {
         // The port first: it fails most often, and nothing has been loaded yet.
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr()?;
+        if !address.ip().is_loopback() && !config.frontend.needs_key() {
+            tracing::warn!(%address, "{}", banner::OPEN_TO_ALL);
+        }
         let checked = config.clone();
         tokio::task::spawn_blocking(move || preflight(&checked))
             .await
@@ -137,7 +140,7 @@ impl Node {
         });
 
         let mut node = Self {
-            banner: Banner { address, serves: Serves::Upstreams(Vec::new()) },
+            banner: Banner { address, needs_key: config.frontend.needs_key(), serves: Serves::Upstreams(Vec::new()) },
             registry,
             close_on_drop,
             server,
@@ -174,7 +177,7 @@ impl Node {
     /// Starts the upstreams, and waits a moment for the first. With none the node starts all the same, and is not
     /// ready.
     async fn start_upstreams(&mut self, config: &Config, upstreams: Upstreams) -> anyhow::Result<()> {
-        upstreams.apply(Upstreams::check(&config.upstreams, config.frontend.tenant_header.is_some())?);
+        upstreams.apply(Upstreams::check(&config.upstreams, config.frontend.has_tenants())?);
         upstreams.set_aliases(config.aliases.clone());
         upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
         let facts = config.upstreams.iter().map(|upstream| {

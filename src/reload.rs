@@ -145,7 +145,7 @@ impl Reload {
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
         let (read, origins) = Config::load_to_serve(&self.sources).map_err(|error| error.to_string())?;
         (self.set_log_filter)(&read.log.filter, Apply::Check)?;
-        let has_tenants = state.running.frontend.tenant_header.is_some();
+        let has_tenants = state.running.frontend.has_tenants();
         let servers = self.checked_upstreams(&read, has_tenants)?;
         let differs = changes(&state.running, &read);
         let live = |key: &String| {

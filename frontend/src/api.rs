@@ -2,8 +2,9 @@
 //!
 //! `generate` is the path of every request that generates. `chat` and `completions` parse their own fields and encode
 //! their responses; `sse` streams them. `relay` passes requests to engines that have the API themselves. `routes`
-//! composes endpoints and middleware.
+//! composes endpoints and middleware. `caller` is what the API key of a request allows.
 
+mod caller;
 mod chat;
 mod completions;
 mod generate;

@@ -1,6 +1,6 @@
 //! Errors of requests, and the only place that maps them to HTTP statuses and OpenAI's error object.
 
-use axum::http::header::RETRY_AFTER;
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
@@ -65,6 +65,31 @@ pub(crate) enum Error {
     /// A request of the admin API lacks the header that keeps web pages out.
     #[error("Requests of the admin API need the header 'x-blockyard-admin: 1'.")]
     NoAdminHeader,
+    /// The request has no API key.
+    #[error("You didn't provide an API key. Send it in the header 'Authorization: Bearer KEY'.")]
+    NoKey,
+    /// The request has different API keys in several headers.
+    #[error("The request has several different API keys. Send one, in the header 'Authorization: Bearer KEY'.")]
+    SeveralKeys,
+    /// The API key is not known.
+    #[error("Incorrect API key provided.")]
+    WrongKey,
+    /// The API key may not use the model.
+    #[error("This API key may not use the model `{0}`.")]
+    ModelNotAllowed(String),
+    /// The API key may use some models only, and the request names none that could be checked.
+    #[error("This API key may use some models only, so requests must name the model in a JSON body.")]
+    ModelNotNamed,
+    /// A limit of the API key is reached.
+    #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]
+    RateLimited {
+        /// What is limited.
+        what: &'static str,
+        /// The limit.
+        per_minute: u32,
+        /// Time until the request would be admitted.
+        wait: Duration,
+    },
     /// The connection limit is reached, and the connection is reserved for health checks.
     #[error("The server has too many connections. Try again in 1 s.")]
     TooManyConnections,
@@ -207,7 +232,12 @@ impl Error {
             Self::Malformed(_) | Self::Invalid { .. } | Self::InvalidHead | Self::BadPath => StatusCode::BAD_REQUEST,
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
-            Self::HostNotAllowed(_) | Self::OriginNotAllowed(_) | Self::NoAdminHeader => StatusCode::FORBIDDEN,
+            Self::NoKey | Self::SeveralKeys | Self::WrongKey => StatusCode::UNAUTHORIZED,
+            Self::HostNotAllowed(_)
+            | Self::OriginNotAllowed(_)
+            | Self::NoAdminHeader
+            | Self::ModelNotAllowed(_)
+            | Self::ModelNotNamed => StatusCode::FORBIDDEN,
             Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::StreamNotRead(_) | Self::ClientClosed => {
                 StatusCode::REQUEST_TIMEOUT
             }
@@ -215,7 +245,7 @@ impl Error {
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::ContentType(_) | Self::ContentEncoding(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::Overloaded(_) => StatusCode::TOO_MANY_REQUESTS,
+            Self::Overloaded(_) | Self::RateLimited { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
@@ -227,7 +257,7 @@ impl Error {
     pub(crate) fn body(&self) -> Body<'_> {
         let param = match self {
             Self::Invalid { param, .. } => Some(param.as_str()),
-            Self::UnknownModel { .. } => Some("model"),
+            Self::UnknownModel { .. } | Self::ModelNotAllowed(_) | Self::ModelNotNamed => Some("model"),
             _ => None,
         };
         let code = match self {
@@ -236,7 +266,9 @@ impl Error {
             Self::NoRoute { .. } => Some("unknown_url"),
             Self::MethodNotAllowed { .. } => Some("method_not_supported"),
             Self::TooLarge(_) => Some("request_too_large"),
-            Self::Overloaded(_) => Some("rate_limit_exceeded"),
+            Self::Overloaded(_) | Self::RateLimited { .. } => Some("rate_limit_exceeded"),
+            Self::NoKey | Self::SeveralKeys | Self::WrongKey => Some("invalid_api_key"),
+            Self::ModelNotAllowed(_) | Self::ModelNotNamed => Some("model_not_allowed"),
             Self::DeadlineExceeded => Some("deadline_exceeded"),
             Self::StreamNotRead(_) => Some("stream_not_read"),
             Self::Unavailable(_) => Some("service_unavailable"),
@@ -295,13 +327,16 @@ impl IntoResponse for Error {
             error => (error.status(), axum::Json(error.body())).into_response(),
         };
         let wait = match &self {
-            Self::Overloaded(wait) => Some(*wait),
+            Self::Overloaded(wait) | Self::RateLimited { wait, .. } => Some(*wait),
             // A load balancer has other servers, and a connection may become free soon.
             Self::TooManyConnections | Self::ShuttingDown => Some(Duration::from_secs(1)),
             _ => None,
         };
         if let Some(wait) = wait {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(wait)));
+        }
+        if matches!(self, Self::NoKey | Self::SeveralKeys | Self::WrongKey) {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response.extensions_mut().insert(LoggedError::from(&self));
         response

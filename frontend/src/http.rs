@@ -1,8 +1,9 @@
-//! HTTP below the endpoints: connections, access checks, request bodies, request ids and log lines.
+//! HTTP below the endpoints: connections, access checks, authentication, request bodies, request ids and log lines.
 //!
 //! Not here: the routes (`api`), and the mapping of errors to statuses (`error`).
 
 pub(crate) mod access;
+pub(crate) mod authenticate;
 pub(crate) mod body;
 pub(crate) mod request_context;
 mod request_id;

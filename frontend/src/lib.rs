@@ -6,6 +6,7 @@
 //!    ├─ params   request fields to parameters
 //!    ├─ model    chat template, text to tokens
 //!    ├─ http     connections, access checks, bodies, request ids and log lines
+//!    ├─ keys     API keys and their limits
 //!    └─ limits   concurrent choices, concurrent CPU work, log lines
 //!
 //!   POST /v1/chat/completions ─ template ─┐
@@ -35,6 +36,7 @@
 mod api;
 mod error;
 mod http;
+mod keys;
 mod limits;
 mod metrics;
 mod model;
@@ -45,9 +47,11 @@ mod state;
 #[cfg(test)]
 #[path = "../tests/it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
+mod watch;
 
 pub use api::{OpenError, guard_admin, router};
 pub use http::{Server, Shutdown};
+pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::check_model;
 pub use params::{CacheDomains, SecretError};
 pub use settings::{Origin, Settings, TenantHeader};

@@ -68,6 +68,8 @@ pub(crate) struct Metrics {
     pub(crate) prompt_length: HistogramVec,
     /// Tokens generated for one choice.
     pub(crate) output_length: HistogramVec,
+    /// Reloads of the API keys, by outcome.
+    pub(crate) key_reloads: IntCounterVec,
 }
 
 impl Metrics {
@@ -110,12 +112,17 @@ impl Metrics {
                 &TOKENS,
             )?,
             output_length: histogram("choice_generated_tokens", "Tokens generated for one choice.", &TOKENS)?,
+            key_reloads: counters(
+                "key_reloads_total",
+                "Changes of the file of API keys, by outcome: applied or rejected.",
+                &["outcome"],
+            )?,
         };
         registry.register(Box::new(metrics.clone()))?;
         Ok(metrics)
     }
 
-    fn all(&self) -> [&dyn Collector; 12] {
+    fn all(&self) -> [&dyn Collector; 13] {
         [
             &self.requests,
             &self.in_flight,
@@ -129,6 +136,7 @@ impl Metrics {
             &self.finished,
             &self.prompt_length,
             &self.output_length,
+            &self.key_reloads,
         ]
     }
 }

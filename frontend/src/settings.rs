@@ -1,5 +1,6 @@
 //! Settings of the HTTP API, as the configuration file names them, and the types of their values.
 
+use crate::keys::KeyHash;
 use axum::http::HeaderName;
 use axum::http::uri::Authority;
 use serde::de::{Deserializer, Error as _};
@@ -24,6 +25,15 @@ pub struct Settings {
     /// Maximum number of choices that run at the same time for one tenant. It does not limit requests without a tenant.
     /// Default 1024: the queue of one engine. Further requests get 429.
     pub max_choices_per_tenant: usize,
+    /// The file of API keys, as `blockyard key` writes it. Default none: requests need no key. Changes of the file take
+    /// effect within a second.
+    pub api_keys_file: Option<PathBuf>,
+    /// The hash of a key without limits. It is no key of the configuration and is never printed.
+    #[serde(skip)]
+    pub api_key: Option<KeyHash>,
+    /// Whether `/metrics` needs a key too. Default false: scrapers often have none, and metrics have no text of
+    /// requests.
+    pub metrics_need_key: bool,
     /// The header in which a trusted proxy names the tenant of a request. Default none: all requests are of one tenant.
     /// A client that can set the header itself can claim any tenant, so set it only behind a proxy that replaces the
     /// header.
@@ -76,6 +86,9 @@ impl Default for Settings {
             max_inflight_bodies: ByteSize(256 << 20),
             max_choices_per_connection: 256,
             max_choices_per_tenant: 1024,
+            api_keys_file: None,
+            api_key: None,
+            metrics_need_key: false,
             tenant_header: None,
             tenant_secret_file: None,
             max_connections: 4096,
@@ -91,6 +104,18 @@ impl Default for Settings {
             parse_special_tokens: false,
             use_generation_config: true,
         }
+    }
+}
+
+impl Settings {
+    /// Whether requests need an API key.
+    pub fn needs_key(&self) -> bool {
+        self.api_keys_file.is_some() || self.api_key.is_some()
+    }
+
+    /// Whether requests may have tenants.
+    pub fn has_tenants(&self) -> bool {
+        self.tenant_header.is_some() || self.api_keys_file.is_some()
     }
 }
 

@@ -1,6 +1,7 @@
 //! The state that all endpoints share.
 
 use crate::http::BodyMemory;
+use crate::keys::ApiKeys;
 use crate::limits::{ChoiceLimits, WorkQueues};
 use crate::metrics::Metrics;
 use crate::model::ModelCache;
@@ -21,5 +22,7 @@ pub(crate) struct AppState {
     pub(crate) body_memory: BodyMemory,
     pub(crate) choices: ChoiceLimits,
     pub(crate) domains: CacheDomains,
+    /// `None`: requests need no key.
+    pub(crate) keys: Option<Arc<ApiKeys>>,
     pub(crate) settings: Settings,
 }

@@ -3,6 +3,7 @@
 use crate::commands::bench::Bench;
 use crate::commands::cache::Cache;
 use crate::commands::calibrate::Calibrate;
+use crate::commands::key::Key;
 use crate::commands::replay::Replay;
 use crate::config::{Flag, Sources};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -22,7 +23,7 @@ pub struct Cli {
 const FOREIGN: [(&str, &str); 26] = [
     ("--host", "--listen ADDR:PORT takes address and port together"),
     ("--port", "--listen ADDR:PORT takes address and port together, or --listen PORT for this machine only"),
-    ("--api-key", "there are no API keys: put a proxy that authenticates in front, and keep --listen on this machine"),
+    ("--api-key", "BLOCKYARD_API_KEY=KEY in the environment, or --set frontend.api_keys_file=PATH for several keys"),
     ("--served-model-name", "a model is served under the name of its folder: rename the folder, or link to it"),
     ("--max-model-len", "the context is what the model's config.json says; memory for it is --set tiers.g1=SIZE"),
     ("--context-length", "the context is what the model's config.json says; memory for it is --set tiers.g1=SIZE"),
@@ -101,6 +102,9 @@ pub enum Command {
 
     /// Measure the tiers of this machine.
     Bench(Bench),
+
+    /// Add, list and remove API keys of clients.
+    Key(Key),
 
     /// Inspect and maintain stored blocks, also while other processes serve from them.
     Cache(Cache),
@@ -202,7 +206,7 @@ mod tests {
     fn flags_of_other_servers_get_a_hint() {
         for (line, hints) in [
             ("serve --host 0.0.0.0 --port 80", &["--listen ADDR:PORT", "instead of --host", "instead of --port"][..]),
-            ("serve --api-key=secret", &["no API keys"]),
+            ("serve --api-key=secret", &["BLOCKYARD_API_KEY", "frontend.api_keys_file"]),
             ("serve --model tiny --served-model-name gpt", &["name of its folder"]),
             ("serve --max-model-len 4096", &["config.json", "tiers.g1"]),
             ("serve meta-llama/Llama-3.2-1B", &["--model meta-llama/Llama-3.2-1B"]),

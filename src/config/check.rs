@@ -101,11 +101,12 @@ impl Config {
             let key = format!("router.models.{model}");
             problems.push(Problem::new(key, format!("no such model is served; the one that is is called `{served}`")));
         }
-        if frontend.tenant_header.is_none() {
+        if !frontend.has_tenants() {
             let is_specific = |tenant: &&String| tenant.as_str() != "*";
             for tenant in router.admission.tenants.keys().filter(is_specific) {
                 let key = format!("router.admission.tenants.{tenant}");
-                let problem = "requests have no tenants unless frontend.tenant_header names the header that says which";
+                let problem =
+                    "requests have no tenants unless frontend.tenant_header or frontend.api_keys_file says which";
                 problems.push(Problem::new(key, problem));
             }
         }

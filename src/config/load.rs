@@ -5,6 +5,7 @@ use super::{Config, Encryption, Error, Errors, Origins, Secret, suggest};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Num, Value};
 use figment::{Figment, Metadata, Profile, Provider};
+use frontend::ApiKey;
 use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
 use router::{Preset, Problem};
@@ -13,6 +14,9 @@ use std::str::FromStr;
 
 /// Prefix of environment variables of the configuration. Two underscores in a name stand for a dot.
 const PREFIX: &str = "BLOCKYARD_";
+
+/// The variable with an API key of clients. It is no key of the configuration, and is never printed.
+const API_KEY: &str = "BLOCKYARD_API_KEY";
 
 /// The sources of values, weakest first.
 #[derive(Clone, Debug, Default)]
@@ -37,7 +41,11 @@ impl Sources {
     /// The environment of this process, a file and flags. Only this function reads the environment.
     pub fn of_process(file: Option<PathBuf>, flags: Vec<Flag>) -> Self {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
-            Some((name.into_string().ok()?, value.into_string().ok()?))
+            let name = name.into_string().ok()?;
+            // A key that is no text must be refused, not ignored: the server would ask for none.
+            let value =
+                if name == API_KEY { value.to_string_lossy().into_owned() } else { value.into_string().ok()? };
+            Some((name, value))
         };
         Self { file, environment: std::env::vars_os().filter_map(text).collect(), flags }
     }
@@ -99,7 +107,8 @@ impl Config {
         };
         let mut layers: Vec<Layer> = file.iter().map(Layer::file).collect();
         for (name, value) in &sources.environment {
-            if let Some(key) = name.strip_prefix(PREFIX).filter(|key| !is_kubernetes_variable(key)) {
+            let is_other = name == API_KEY || name.strip_prefix(PREFIX).is_some_and(is_kubernetes_variable);
+            if let Some(key) = name.strip_prefix(PREFIX).filter(|_| !is_other) {
                 let key = key.to_lowercase().replace("__", ".");
                 layers.push(Layer::one(&format!("environment {name}"), &key, parse_value(value)));
             }
@@ -109,6 +118,12 @@ impl Config {
         let (mut config, merged) = extract(&defaults, layers, file, &mut errors)?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
             errors.push(Error::NoCache);
+        }
+        if let Some((_, key)) = sources.environment.iter().find(|(name, _)| name == API_KEY) {
+            match ApiKey::chosen(key) {
+                Ok(key) => config.frontend.api_key = Some(key.hash()),
+                Err(problem) => errors.push(Error::Check(format!("environment {API_KEY}: {problem}; or unset it"))),
+            }
         }
         let variables = sources.environment.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         config.credentials = Credentials::from_environment(variables);

@@ -5,7 +5,7 @@ use super::defaults;
 /// Keys of other servers (their last word), and the replacement here: a key in backquotes, or a sentence.
 const SYNONYMS: [(&[&str], &str); 19] = [
     (&["port", "host", "bind", "address", "addr", "bind_address", "server"], "`listen`"),
-    (&["api_key", "api_keys", "auth", "token"], "there are no API keys: put a proxy that authenticates in front"),
+    (&["api_key", "api_keys", "auth", "token"], "`frontend.api_keys_file`"),
     (&["model_path", "model_dir", "model_name", "models_dir", "checkpoint", "weights"], "`model`"),
     (&["served_model_name"], "a model is served under the name of its folder"),
     (&["max_model_len", "context_length", "max_context"], "the context is what the model's config.json says"),
@@ -115,7 +115,7 @@ mod tests {
                 Some("did you mean `router.admission.tenants.blue.max_inflight_tokens`?"),
             ),
             ("tiers.ssd", &["g1", "g2", "g3"], Some("did you mean `tiers.g3`?")),
-            ("frontend.api_key", &["max_body"], Some("there are no API keys: put a proxy that authenticates in front")),
+            ("api_key", &top, Some("did you mean `frontend.api_keys_file`?")),
             ("colour", &top, None),
         ];
         for (key, siblings, wanted) in cases {

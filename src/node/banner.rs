@@ -16,9 +16,16 @@ use worker::plane::Role;
 pub struct Banner {
     /// Address of the OpenAI-compatible API.
     pub address: SocketAddr,
+    /// Whether requests need an API key.
+    pub needs_key: bool,
     /// What serves.
     pub serves: Serves,
 }
+
+/// The warning for an API that other machines can use without a key.
+pub(super) const OPEN_TO_ALL: &str = "every machine that reaches this address can use the API, because it asks for no \
+    key; create one with `blockyard key add --file keys.toml NAME` and set frontend.api_keys_file, or set \
+    BLOCKYARD_API_KEY, or listen on this machine only: --listen 127.0.0.1:8000";
 
 /// What serves the requests of a node.
 #[derive(Clone, Debug)]
@@ -68,6 +75,7 @@ impl Banner {
             "version": env!("CARGO_PKG_VERSION"),
             "address": self.address,
             "url": self.url(),
+            "needs_key": self.needs_key,
         });
         let facts = match &self.serves {
             Serves::Native(native) => native.as_json(),
@@ -88,6 +96,14 @@ impl Banner {
             at if at.ip().is_unspecified() => format!("http://localhost:{}", at.port()),
             at => format!("http://{at}"),
         }
+    }
+
+    fn write_address(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "  address  {}", self.url())?;
+        if !self.needs_key && !self.address.ip().is_loopback() {
+            writeln!(f, "           WARNING: {OPEN_TO_ALL}")?;
+        }
+        Ok(())
     }
 
     /// The model of the example request.
@@ -160,12 +176,12 @@ impl fmt::Display for Banner {
                          --model DIR"
                     )?;
                 }
-                writeln!(f, "  address  {}", self.url())?;
+                self.write_address(f)?;
                 writeln!(f, "  workers  {}", native.workers())?;
                 writeln!(f, "  tiers    {}", native.tiers())?;
             }
             Serves::Upstreams(upstreams) => {
-                writeln!(f, "  address  {}", self.url())?;
+                self.write_address(f)?;
                 for UpstreamFacts { url, servers, models } in upstreams {
                     let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
                     let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
@@ -177,7 +193,8 @@ impl fmt::Display for Banner {
         // A name with a single quote must not end the quoted argument of the shell.
         let body = json!({"model": self.example(), "messages": [{"role": "user", "content": "hello"}], "stream": true});
         let body = body.to_string().replace('\'', r"'\''");
-        writeln!(f, "  curl {}/v1/chat/completions -H 'content-type: application/json' -d '{body}'", self.url())
+        let key = if self.needs_key { " -H \"authorization: Bearer $KEY\"" } else { "" };
+        writeln!(f, "  curl {}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'", self.url())
     }
 }
 
@@ -216,7 +233,7 @@ mod tests {
             g3_5: None,
             g4: None,
         };
-        Banner { address: address.parse().unwrap(), serves: Serves::Native(Box::new(native)) }
+        Banner { address: address.parse().unwrap(), needs_key: false, serves: Serves::Native(Box::new(native)) }
     }
 
     #[test]
@@ -235,6 +252,17 @@ mod tests {
     }
 
     #[test]
+    fn an_address_open_to_other_machines_is_warned_about() {
+        let text = |address, needs_key| Banner { needs_key, ..banner(address) }.to_string();
+        for address in ["0.0.0.0:80", "[::]:80", "192.168.1.2:80"] {
+            assert!(text(address, false).contains("WARNING: every machine"), "{address}");
+            assert!(!text(address, true).contains("WARNING"), "{address}");
+        }
+        assert!(!text("127.0.0.1:80", false).contains("WARNING"));
+        assert!(text("127.0.0.1:80", true).contains(r#"-H "authorization: Bearer $KEY""#));
+    }
+
+    #[test]
     fn the_json_has_the_same_facts() {
         let json = banner("127.0.0.1:8000").as_json();
         assert_eq!(json["url"], "http://127.0.0.1:8000");
@@ -250,7 +278,8 @@ mod tests {
             models: models.iter().map(|model| (*model).to_owned()).collect(),
         };
         let upstreams = vec![facts("http://a:8000/", 0, &[]), facts("http://b:8000/", 2, &["org/m", "org/m-lora"])];
-        let banner = Banner { address: "127.0.0.1:80".parse().unwrap(), serves: Serves::Upstreams(upstreams) };
+        let address = "127.0.0.1:80".parse().unwrap();
+        let banner = Banner { address, needs_key: false, serves: Serves::Upstreams(upstreams) };
         let text = banner.to_string();
         for part in [
             "http://a:8000/: does not answer yet",

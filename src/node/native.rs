@@ -47,7 +47,7 @@ impl Native {
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         let domains = frontend::CacheDomains::open(&config.frontend)?;
-        let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
+        let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
         let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(registry)?;
         let transforms = Transforms::open(config, &blocks).await?;

@@ -10,6 +10,7 @@ use crate::config::{Config, Listen};
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
 use anyhow::{Context, anyhow, bail};
+use frontend::KeyFile;
 use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
@@ -44,6 +45,9 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
         check(address("admin.listen", admin));
     }
     check(trace_file(config));
+    if let Some(keys) = &config.frontend.api_keys_file {
+        check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
+    }
     if !config.upstreams.is_empty() {
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }
@@ -107,7 +111,7 @@ fn sizes(config: &Config, shape: Shape, machine: &Machine) -> anyhow::Result<()>
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
     let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
     let domains = frontend::CacheDomains::open(&config.frontend)?;
-    let domain = config.frontend.tenant_header.is_some().then_some(|tenant: &str| domains.of(tenant));
+    let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
     let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
     super::stores::check_disks(&disks, &shares)
 }

@@ -10,7 +10,10 @@ use std::collections::{BTreeMap, HashSet};
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
 pub(super) enum Error {
     /// No header carries the tenant.
-    #[error("tiers.quotas: requests have no tenant; set the header that carries it: --set frontend.tenant_header=…")]
+    #[error(
+        "tiers.quotas: requests have no tenant; set the header that carries it (--set frontend.tenant_header=…) or \
+             keys with tenants (--set frontend.api_keys_file=…)"
+    )]
     NoTenants,
     /// Two quotas for one tenant.
     #[error("tiers.quotas: tenant `{0}` appears twice")]
@@ -125,7 +128,7 @@ pub(super) fn stored(config: &Config, level: Level) -> anyhow::Result<BTreeMap<D
     let domains = frontend::CacheDomains::open(&config.frontend)?;
     let quotas = config.tiers.quotas.iter().map(|quota| (domains.of(&quota.tenant).id(), quota.at(level)));
     let quotas: BTreeMap<_, _> = quotas.filter(|(_, quota)| *quota != Quota::default()).collect();
-    if !quotas.is_empty() && config.frontend.tenant_header.is_none() {
+    if !quotas.is_empty() && !config.frontend.has_tenants() {
         return Err(Error::NoTenants.into());
     }
     Ok(quotas)

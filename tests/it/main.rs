@@ -7,6 +7,7 @@ mod crash_recovery;
 mod fault_soak;
 mod file_modes;
 mod index_audit;
+mod keys;
 mod layers;
 mod metrics;
 mod overload;

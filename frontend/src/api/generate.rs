@@ -1,12 +1,13 @@
 //! The path of every request that generates: read the body, parse it, start the generation, then respond in full or as
 //! a stream.
 
+use super::caller;
 use super::relay::{self, Incoming};
 use super::sse::{self, ChunkWriter};
 use crate::error::{CONTEXT, Error};
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::ConnectionChoices;
-use crate::model::{ServedModel, find_card, prompt_too_long};
+use crate::model::{ServedModel, prompt_too_long};
 use crate::output::{ChoiceDelta, FinishReason, Generation, GenerationRequest, StopReason, TokenLogprobs};
 use crate::params::{Delivery, Fields, GenerationParams, scheduling};
 use crate::state::AppState;
@@ -84,12 +85,10 @@ pub(crate) async fn handle<E: Endpoint>(
     request: Request,
 ) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
-    let context =
-        parts.extensions.get::<Arc<RequestContext>>().expect("the outermost layer inserts a request context").clone();
+    let context = RequestContext::of(&parts.extensions);
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
 
-    let tenant = scheduling::tenant(&parts.headers, state.settings.tenant_header.as_ref())?;
-    context.set_tenant(&tenant);
+    let tenant = caller::tenant(&state, &context, &parts.headers)?;
     let deadline = scheduling::header_deadline(&parts.headers)?;
     let body = body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
     let body::BufferedBody { bytes, memory } = body;
@@ -97,7 +96,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let unparsed = bytes.clone();
     let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
-    let card = find_card(&*state.engine, &id)?;
+    let card = caller::model(&state, &context, &id)?;
     if card.is_relayed {
         let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
         return relay::respond(&state, incoming, card).await;
@@ -123,6 +122,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let domain = params.cache_salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt));
     let count = prompts.len() * params.n as usize;
     let running = state.choices.start(count, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
+    context.take_prompt(prompts.iter().map(|tokens| tokens.len()).sum())?;
     let request = GenerationRequest { model, prompts, params, tenant, domain, deadline, explain, running };
     let respond = async {
         let generation = Generation::start(&state.engine, request, context.clone()).await?;

@@ -2,8 +2,9 @@
 
 mod exposition;
 
+use super::caller;
 use crate::error::Error;
-use crate::http::Shutdown;
+use crate::http::{RequestContext, Shutdown};
 use crate::state::AppState;
 use axum::Json;
 use axum::extract::rejection::PathRejection;
@@ -28,8 +29,10 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, shutdown: Option<E
     if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
         return Error::ShuttingDown.into_response();
     }
+    let stale = state.keys.as_ref().is_some_and(|keys| keys.is_stale());
+    let stale = stale.then(|| "frontend.api_keys_file cannot be read; the log has the reason".to_owned());
     match state.engine.readiness() {
-        Readiness::Ready => match state.engine.degraded() {
+        Readiness::Ready => match state.engine.degraded().into_iter().chain(stale).collect::<Vec<_>>() {
             none if none.is_empty() => Json(json!({ "status": "ok" })).into_response(),
             degraded => Json(json!({ "status": "ok", "degraded": degraded })).into_response(),
         },
@@ -66,22 +69,22 @@ pub(crate) struct ModelObject {
 }
 
 /// `GET /v1/models`.
-pub(crate) async fn models(State(state): State<Arc<AppState>>) -> Response {
-    let data: Vec<ModelObject> = state.engine.models().iter().map(|card| model_object(card)).collect();
+pub(crate) async fn models(
+    State(state): State<Arc<AppState>>,
+    Extension(context): Extension<Arc<RequestContext>>,
+) -> Response {
+    let data: Vec<ModelObject> = caller::models(&state, &context).iter().map(|card| model_object(card)).collect();
     Json(json!({ "object": "list", "data": data })).into_response()
 }
 
 /// `GET /v1/models/{id}`; an id may hold slashes.
 pub(crate) async fn model(
     State(state): State<Arc<AppState>>,
+    Extension(context): Extension<Arc<RequestContext>>,
     id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<ModelObject>, Error> {
     let Path(id) = id.map_err(|_| Error::BadPath)?;
-    let cards = state.engine.models();
-    match cards.iter().find(|card| card.id == id) {
-        Some(card) => Ok(Json(model_object(card))),
-        None => Err(Error::UnknownModel { model: id, known: cards.iter().map(|card| card.id.clone()).collect() }),
-    }
+    caller::model(&state, &context, &id).map(|card| Json(model_object(&card)))
 }
 
 /// The error of an unknown route.

@@ -7,11 +7,11 @@
 mod engine_tokens;
 mod estimate;
 
+use super::caller;
 use super::generate::{explained, wants_explanation};
 use crate::error::Error;
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::{ConnectionChoices, RunningChoices, WorkPermit};
-use crate::model::find_card;
 use crate::output::RelayMeter;
 use crate::params::{CHOICES_MAX, Fields, scheduling};
 use crate::state::AppState;
@@ -44,6 +44,9 @@ const WITHOUT_VERSION: [&str; 10] = [
     "/generate",
     "/encode",
 ];
+
+/// Endpoints that compute no tokens, and so count none against the limit of a key.
+const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
@@ -95,6 +98,7 @@ pub(super) struct Routing {
 /// route.
 pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRequest) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
+    let context = RequestContext::of(&parts.extensions);
     let relayed: Vec<_> = state.engine.models().into_iter().filter(|card| card.is_relayed).collect();
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(Error::NoRoute { method: parts.method.to_string(), path: parts.uri.path().into() });
@@ -105,7 +109,9 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     let mut fields = permit.run(move || Ok(Fields::parse(&unparsed).ok())).await?;
     let model = fields.as_mut().and_then(|fields| fields.text("model").ok().flatten());
     let card = match model {
-        Some(id) => find_card(&*state.engine, &id)?,
+        Some(id) => caller::model(&state, &context, &id)?,
+        // The engine may read a model where it is not read here: in a form, or in the path.
+        None if context.key().is_some_and(|key| key.has_models()) => return Err(Error::ModelNotNamed),
         // Requests that name no model say nothing that depends on one.
         None => Arc::clone(&relayed[0]),
     };
@@ -131,17 +137,18 @@ pub(super) async fn respond(
     card: Arc<ModelCard>,
 ) -> Result<Response, Error> {
     let Incoming { parts, body, memory, mut routing } = incoming;
-    let extension = parts.extensions.get::<Arc<RequestContext>>();
-    let context = Arc::clone(extension.expect("the outermost layer inserts a request context"));
+    let context = RequestContext::of(&parts.extensions);
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
-    let tenant = scheduling::tenant(&parts.headers, state.settings.tenant_header.as_ref())?;
+    let tenant = caller::tenant(state, &context, &parts.headers)?;
     let deadline = scheduling::header_deadline(&parts.headers)?;
-    context.set_tenant(&tenant);
     routing.attributes.session = scheduling::header_session(&parts.headers).or(routing.attributes.session);
     routing.attributes.deadline =
         deadline.into_iter().chain(routing.deadline).min().map(|within| context.arrived + within);
     let running =
         state.choices.start(routing.choices as usize, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
+    if !TOKENIZE.contains(&parts.uri.path()) {
+        context.take_prompt(routing.tokens.len())?;
+    }
     routing.attributes.tenant = Arc::clone(&tenant);
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);

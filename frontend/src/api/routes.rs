@@ -6,8 +6,10 @@ use super::{generate, operations, relay, tokenize};
 use crate::error::Error;
 use crate::http::BodyMemory;
 use crate::http::access::{self, AccessRules};
+use crate::http::authenticate::{Authentication, authenticate};
 use crate::http::request_context::{self, Observer};
 use crate::http::upload::{self, UploadLimits};
+use crate::keys::{ApiKeys, KeyFileError};
 use crate::limits::{ChoiceLimits, WorkQueues};
 use crate::metrics::Metrics;
 use crate::model::{ModelCache, ModelOptions};
@@ -36,12 +38,16 @@ pub enum OpenError {
     /// The secret file of cache domains cannot be used.
     #[error(transparent)]
     Secret(#[from] SecretError),
+    /// The file of API keys cannot be used.
+    #[error("frontend.api_keys_file: {0}")]
+    Keys(#[from] KeyFileError),
 }
 
 /// The routes of the HTTP API before `engine`.
 ///
 /// Registers the frontend's metrics in `registry` and serves all of the registry at `/metrics`; fails if they are
-/// registered already. Reads the secret file that the settings name.
+/// registered already. Reads the files that the settings name. With a file of API keys it must be called within a
+/// runtime, whose task follows changes of the file.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let metrics = Metrics::new(&registry)?;
     let domains = CacheDomains::open(&settings)?;
@@ -52,6 +58,9 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         parse_special_tokens: settings.parse_special_tokens,
         ignore_generation_config: !settings.use_generation_config,
     });
+    let keys = ApiKeys::open(settings.api_keys_file.clone(), settings.api_key, metrics.key_reloads.clone())?;
+    let metrics_need_key = settings.metrics_need_key;
+    let authentication = keys.clone().map(|keys| Authentication { keys, metrics_need_key });
     let state = Arc::new(AppState {
         engine,
         registry,
@@ -61,9 +70,10 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         body_memory: BodyMemory::new(&settings),
         choices: ChoiceLimits::new(&settings),
         domains,
+        keys,
         settings,
     });
-    Ok(Router::new()
+    let mut router = Router::new()
         .route("/v1/chat/completions", post(generate::handle::<Chat>))
         .route("/v1/completions", post(generate::handle::<Completion>))
         .route("/v1/models", get(operations::models))
@@ -77,7 +87,11 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         .route("/live", get(operations::live))
         .route("/metrics", get(operations::metrics))
         .fallback(relay::fallback)
-        .method_not_allowed_fallback(operations::no_method)
+        .method_not_allowed_fallback(operations::no_method);
+    if let Some(authentication) = authentication {
+        router = router.layer(from_fn_with_state(authentication, authenticate));
+    }
+    Ok(router
         .layer(from_fn(access::admit))
         .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))
         .layer(from_fn_with_state(uploads, upload::discard_rest))

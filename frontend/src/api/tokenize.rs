@@ -1,11 +1,12 @@
 //! `POST /tokenize` and `POST /detokenize`, as in vLLM: text or a conversation to tokens, and tokens to text.
 
+use super::caller;
 use super::chat::{self, Chat};
 use super::generate::Endpoint;
 use super::relay::{self, Incoming};
 use crate::error::Error;
-use crate::http::body;
-use crate::model::{ServedModel, find_card};
+use crate::http::{RequestContext, body};
+use crate::model::ServedModel;
 use crate::params::{Fields, integer};
 use crate::state::AppState;
 use axum::Json;
@@ -70,18 +71,19 @@ async fn with_model<T: Serialize + Send + 'static>(
     work: impl FnOnce(Fields, &ServedModel, &CancellationToken) -> Result<T, Error> + Send + 'static,
 ) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
+    let context = RequestContext::of(&parts.extensions);
     let body::BufferedBody { bytes, memory } =
         body::read(&parts.headers, body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
     let unparsed = bytes.clone();
     let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
-    let served = state.engine.models();
+    let served = caller::models(state, &context);
     let id = match (fields.text("model")?, &served[..]) {
         (Some(id), _) => id,
         (None, [only]) => only.id.clone(),
         (None, _) => return Err(fields.missing("model")),
     };
-    let card = find_card(&*state.engine, &id)?;
+    let card = caller::model(state, &context, &id)?;
     if card.is_relayed {
         let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
         return relay::respond(state, incoming, card).await;

@@ -6,16 +6,17 @@
 
 use super::request_id;
 use crate::error::{Error, LoggedError};
+use crate::keys::Key;
 use crate::limits::LogLimit;
 use crate::metrics::Metrics;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use parking_lot::{Mutex, MutexGuard};
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -43,6 +44,10 @@ pub(crate) struct RequestContext {
     is_counted: bool,
     pub(crate) metrics: Metrics,
     model: OnceLock<Arc<str>>,
+    /// The API key of the request.
+    key: OnceLock<Arc<Key>>,
+    /// Prompt tokens that were taken from the key's limit.
+    taken: AtomicU64,
     /// The response's status; 0 before there is one.
     status: AtomicU16,
     /// The response is a stream that has not ended.
@@ -95,6 +100,12 @@ pub(crate) struct LogFields {
 }
 
 impl RequestContext {
+    /// The context of a request.
+    pub(crate) fn of(extensions: &Extensions) -> Arc<Self> {
+        let context = extensions.get::<Arc<Self>>();
+        Arc::clone(context.expect("the outermost layer inserts a request context"))
+    }
+
     /// Records the model and the number of prompt tokens of a parsed request.
     pub(crate) fn record_prompt(&self, model: &Arc<str>, prompt_tokens: usize) {
         self.log_fields().prompt_tokens = Some(prompt_tokens);
@@ -107,6 +118,36 @@ impl RequestContext {
     pub(crate) fn record_model(&self, model: &Arc<str>) {
         // Set once: a request has one model.
         let _ = self.model.set(model.clone());
+    }
+
+    /// Records the API key of the request.
+    pub(crate) fn set_key(&self, key: Arc<Key>) {
+        // Set once: a request is authenticated once.
+        let _ = self.key.set(key);
+    }
+
+    /// The API key of the request; `None` if requests need none.
+    pub(crate) fn key(&self) -> Option<&Arc<Key>> {
+        self.key.get()
+    }
+
+    /// Takes the tokens of the prompt from the key's limit. [`settle`](Self::settle) corrects an estimate.
+    pub(crate) fn take_prompt(&self, tokens: usize) -> Result<(), Error> {
+        if let Some(key) = self.key() {
+            key.take_prompt(tokens as u64)?;
+            self.taken.store(tokens as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Charges the key with what the request has used. A request that failed before its first token used nothing.
+    fn settle(&self, status: u16) {
+        let Some(key) = self.key() else { return };
+        let taken = self.taken.load(Ordering::Relaxed);
+        let fields = self.log_fields();
+        let has_failed = status >= 400 && status != CLIENT_CLOSED && fields.completion_tokens == 0;
+        let prompt = fields.prompt_tokens.map_or(taken, |tokens| tokens as u64);
+        key.settle(taken, if has_failed { 0 } else { prompt + u64::from(fields.completion_tokens) });
     }
 
     /// Records the start of a stream. The status is final only when the stream has finished.
@@ -151,6 +192,7 @@ impl RequestContext {
                     endpoint = self.endpoint,
                     status,
                     model = model.map(|model| &**model),
+                    key = self.key().map(|key| &*key.name),
                     tenant = fields.tenant.as_deref(),
                     worker = fields.worker.as_deref(),
                     prompt_tokens = fields.prompt_tokens,
@@ -199,6 +241,7 @@ impl Drop for RequestContext {
         if self.is_counted {
             self.metrics.in_flight.dec();
         }
+        self.settle(status);
         self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
         if let Some(model) = self.model.get() {
             self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
@@ -225,6 +268,8 @@ pub(crate) async fn observe(State(observer): State<Observer>, mut request: Reque
         is_counted,
         metrics: observer.metrics.clone(),
         model: OnceLock::new(),
+        key: OnceLock::new(),
+        taken: AtomicU64::new(0),
         status: AtomicU16::new(0),
         streaming: AtomicBool::new(false),
         log_fields: Mutex::default(),

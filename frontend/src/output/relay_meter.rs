@@ -15,6 +15,8 @@ pub(crate) struct RelayMeter {
     is_stream: bool,
     /// Arrival of the latest part of the body.
     latest: Option<Instant>,
+    /// Parts of the body of a stream.
+    parts: u32,
     ended: bool,
     failed: bool,
 }
@@ -23,7 +25,7 @@ impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end.
     pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, is_stream: bool) -> Self {
         context.record_model(&model);
-        Self { context, model, is_stream, latest: None, ended: false, failed: false }
+        Self { context, model, is_stream, latest: None, parts: 0, ended: false, failed: false }
     }
 
     /// Records the head of the response, which comes with its first output.
@@ -43,6 +45,7 @@ impl RelayMeter {
         if !self.is_stream {
             return;
         }
+        self.parts = self.parts.saturating_add(1);
         let now = Instant::now();
         if let Some(before) = self.latest.replace(now) {
             let gap = (now - before).as_secs_f64();
@@ -82,6 +85,8 @@ impl Drop for RelayMeter {
         if !self.ended {
             let reason = if self.failed { "error" } else { "cancelled" };
             self.context.metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+            // The engine reports the tokens at the end only, which did not arrive.
+            self.context.log_fields().completion_tokens = self.parts;
         }
     }
 }

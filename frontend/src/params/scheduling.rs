@@ -5,6 +5,7 @@
 
 use super::fields::{Fields, integer, mistyped};
 use crate::error::Error;
+use crate::keys::{MAX_NAME_BYTES, is_name};
 use crate::settings::TenantHeader;
 use axum::http::{HeaderMap, HeaderName};
 use serde_json::Value;
@@ -19,23 +20,18 @@ const SESSION: HeaderName = HeaderName::from_static("x-session-id");
 const DEADLINE: HeaderName = HeaderName::from_static("x-blockyard-deadline-ms");
 /// Range of deadlines in milliseconds, up to a day.
 const DEADLINE_MS: RangeInclusive<i64> = 1..=86_400_000;
-/// Maximum length of a tenant name.
-const MAX_TENANT_BYTES: usize = 64;
 
 /// The request's tenant; empty if there is none.
 pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
     let Some(TenantHeader(name)) = tenant_header else { return Ok("".into()) };
     let mut values = headers.get_all(name).iter();
     let Some(value) = values.next() else { return Ok("".into()) };
-    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
     match value.to_str() {
         // A second value does not come from the proxy.
-        Ok(tenant) if values.next().is_none() && tenant.len() <= MAX_TENANT_BYTES && tenant.bytes().all(is_valid) => {
-            Ok(tenant.into())
-        }
+        Ok(tenant) if values.next().is_none() && is_name(tenant) => Ok(tenant.into()),
         _ => {
             let message = format!(
-                "Invalid header '{name}': expected one name of at most {MAX_TENANT_BYTES} letters, digits or \
+                "Invalid header '{name}': expected one name of at most {MAX_NAME_BYTES} letters, digits or \
                  '-_.:/+=@'."
             );
             Err(Error::invalid(name.as_str(), "invalid_value", message))

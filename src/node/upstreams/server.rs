@@ -42,9 +42,9 @@ const START_VLLM: &str = "start vLLM with --kv-events-config '{\"enable_kv_cache
     \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'";
 
 /// Why a server without salts gets no requests of tenants.
-const NO_SALTS: &str = "requests have tenants (frontend.tenant_header), but the server's /openapi.json has no field \
-    cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" if the server has the field \
-    all the same, \"off\" if tenants may share the cache";
+const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but the server's \
+    /openapi.json has no field cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" \
+    if the server has the field all the same, \"off\" if tenants may share the cache";
 
 /// One server.
 pub(super) struct Server {

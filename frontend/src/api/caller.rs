@@ -1,0 +1,42 @@
+//! What the caller of a request may use: its models and its tenant, as its API key says.
+
+use crate::error::Error;
+use crate::http::RequestContext;
+use crate::model::find_card;
+use crate::params::scheduling;
+use crate::state::AppState;
+use axum::http::HeaderMap;
+use std::sync::Arc;
+use worker::engine::ModelCard;
+
+/// The served models that the caller may use.
+pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<ModelCard>> {
+    let mut cards = state.engine.models();
+    cards.retain(|card| context.key().is_none_or(|key| key.allows(&card.id)));
+    cards
+}
+
+/// The card of a model. For one that the caller may not use the error is the same whether it is served or not.
+pub(super) fn model(state: &AppState, context: &RequestContext, id: &str) -> Result<Arc<ModelCard>, Error> {
+    let Some(key) = context.key() else { return find_card(&*state.engine, id) };
+    if !key.allows(id) {
+        return Err(Error::ModelNotAllowed(id.into()));
+    }
+    find_card(&*state.engine, id).map_err(|error| match error {
+        Error::UnknownModel { model, mut known } => {
+            known.retain(|id| key.allows(id));
+            Error::UnknownModel { model, known }
+        }
+        other => other,
+    })
+}
+
+/// The tenant: that of the key, else the one that a trusted proxy names; empty if there is none.
+pub(super) fn tenant(state: &AppState, context: &RequestContext, headers: &HeaderMap) -> Result<Arc<str>, Error> {
+    let tenant = match context.key().and_then(|key| key.tenant.clone()) {
+        Some(tenant) => tenant,
+        None => scheduling::tenant(headers, state.settings.tenant_header.as_ref())?,
+    };
+    context.set_tenant(&tenant);
+    Ok(tenant)
+}

@@ -1,0 +1,27 @@
+//! API keys: the file of their hashes, what each key may do, and its limits.
+//!
+//! ```text
+//!   KeyFile ── names, hashes, limits ─▶ ApiKeys: hash ─▶ Key ── admits requests, charges tokens
+//! ```
+//! Not here: which header has the key, and which endpoints need one (`http::authenticate`).
+
+mod bucket;
+mod file;
+mod hash;
+mod key;
+mod live;
+
+pub use file::{KeyEntry, KeyFile, KeyFileError};
+pub(crate) use hash::MAX_KEY_BYTES;
+pub use hash::{ApiKey, KeyHash};
+pub(crate) use key::Key;
+pub(crate) use live::ApiKeys;
+
+/// Maximum length of a tenant's name, and of a key's.
+pub(crate) const MAX_NAME_BYTES: usize = 64;
+
+/// Whether a text is a valid name of a tenant, or of a key: it appears in headers, logs and labels.
+pub(crate) fn is_name(text: &str) -> bool {
+    let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:/+=@".contains(&byte);
+    text.len() <= MAX_NAME_BYTES && text.bytes().all(is_valid)
+}

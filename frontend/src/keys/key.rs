@@ -1,0 +1,76 @@
+//! What one key may do, and what it has used of its limits.
+
+use super::bucket::TokenBucket;
+use super::file::KeyEntry;
+use crate::error::Error;
+use std::num::NonZero;
+use std::sync::Arc;
+
+/// A key in use.
+pub(crate) struct Key {
+    /// The name in the key file, for the log.
+    pub(crate) name: Arc<str>,
+    /// The tenant of its requests.
+    pub(crate) tenant: Option<Arc<str>>,
+    /// The models that it may use; `None`: all.
+    models: Option<Vec<String>>,
+    requests: Option<TokenBucket>,
+    tokens: Option<TokenBucket>,
+}
+
+impl Key {
+    /// A key without limits.
+    pub(super) fn unlimited(name: &str) -> Self {
+        Self { name: name.into(), tenant: None, models: None, requests: None, tokens: None }
+    }
+
+    /// The key of an entry. `previous` is the same key before the file changed: a limit that is the same keeps what was
+    /// used of it.
+    pub(super) fn new(entry: &KeyEntry, previous: Option<&Self>) -> Self {
+        let bucket = |limit: Option<NonZero<u32>>, previous: Option<&TokenBucket>| {
+            let limit = limit?.get();
+            let previous = previous.filter(|bucket| bucket.per_minute() == limit);
+            Some(previous.map_or_else(|| TokenBucket::new(limit), TokenBucket::clone))
+        };
+        Self {
+            name: entry.name.as_str().into(),
+            tenant: entry.tenant.as_deref().map(Arc::from),
+            models: entry.models.clone(),
+            requests: bucket(entry.requests_per_minute, previous.and_then(|key| key.requests.as_ref())),
+            tokens: bucket(entry.tokens_per_minute, previous.and_then(|key| key.tokens.as_ref())),
+        }
+    }
+
+    /// Whether the key may use only some models.
+    pub(crate) fn has_models(&self) -> bool {
+        self.models.is_some()
+    }
+
+    /// Whether the key may use a model.
+    pub(crate) fn allows(&self, model: &str) -> bool {
+        self.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))
+    }
+
+    /// Counts a request against the limit of requests.
+    pub(crate) fn take_request(&self) -> Result<(), Error> {
+        take(self.requests.as_ref(), 1, "requests")
+    }
+
+    /// Takes the tokens of a prompt from the limit of tokens.
+    pub(crate) fn take_prompt(&self, tokens: u64) -> Result<(), Error> {
+        take(self.tokens.as_ref(), tokens, "tokens")
+    }
+
+    /// Corrects what was taken for a request to what it has used.
+    pub(crate) fn settle(&self, taken: u64, used: u64) {
+        if let Some(bucket) = &self.tokens {
+            bucket.charge(used as f64 - taken as f64);
+        }
+    }
+}
+
+fn take(bucket: Option<&TokenBucket>, amount: u64, what: &'static str) -> Result<(), Error> {
+    let Some(bucket) = bucket else { return Ok(()) };
+    let limited = |wait| Error::RateLimited { what, per_minute: bucket.per_minute(), wait };
+    bucket.try_take(amount).map_err(limited)
+}

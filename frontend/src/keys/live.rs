@@ -1,0 +1,156 @@
+//! The keys of a running process, which follow the key file.
+
+use super::file::{KeyEntry, KeyFile, KeyFileError};
+use super::{Key, KeyHash};
+use crate::watch::WatchedFiles;
+use parking_lot::RwLock;
+use prometheus::IntCounterVec;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The name of the key from the environment.
+const FROM_ENVIRONMENT: &str = "BLOCKYARD_API_KEY";
+
+/// The keys in effect.
+pub(crate) struct ApiKeys {
+    path: Option<PathBuf>,
+    /// The key from the environment.
+    single: Option<(KeyHash, Arc<Key>)>,
+    of_file: RwLock<HashMap<KeyHash, Arc<Key>>>,
+    /// The file has changed and cannot be used, so its previous keys are in effect.
+    is_stale: AtomicBool,
+    reloads: IntCounterVec,
+}
+
+impl ApiKeys {
+    /// The keys of a file, whose changes they follow, and the key from the environment. `None` without both: requests
+    /// need no key. `reloads` counts the changes by outcome. With a file, this must be called within a runtime.
+    pub(crate) fn open(
+        path: Option<PathBuf>,
+        single: Option<KeyHash>,
+        reloads: IntCounterVec,
+    ) -> Result<Option<Arc<Self>>, KeyFileError> {
+        if path.is_none() && single.is_none() {
+            return Ok(None);
+        }
+        let single = single.map(|hash| (hash, Arc::new(Key::unlimited(FROM_ENVIRONMENT))));
+        let files = path.clone().map(|path| WatchedFiles::now(vec![path]));
+        let keys = Self { path, single, of_file: RwLock::default(), is_stale: AtomicBool::new(false), reloads };
+        keys.load()?;
+        let keys = Arc::new(keys);
+        if let Some(files) = files {
+            files.spawn(&keys, Self::reload);
+        }
+        Ok(Some(keys))
+    }
+
+    /// The key that a client presents.
+    ///
+    /// The table compares hashes, and a comparison may stop at the first byte that differs. Its time tells at most
+    /// where the hash of what the client sent differs from that of a key. That is of no use to guess a key, because
+    /// nobody can choose a text by its SHA-256.
+    pub(crate) fn find(&self, presented: &[u8]) -> Option<Arc<Key>> {
+        let hash = KeyHash::of(presented);
+        match &self.single {
+            Some((single, key)) if *single == hash => Some(Arc::clone(key)),
+            _ => self.of_file.read().get(&hash).cloned(),
+        }
+    }
+
+    /// Whether the file has changed and cannot be used.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.is_stale.load(Ordering::Relaxed)
+    }
+
+    fn reload(&self) {
+        let outcome = match self.load() {
+            Ok(keys) => {
+                tracing::info!(keys, "API keys reloaded");
+                "applied"
+            }
+            Err(error) => {
+                tracing::error!(%error, "API keys not reloaded; the previous keys stay in effect");
+                "rejected"
+            }
+        };
+        self.is_stale.store(outcome == "rejected", Ordering::Relaxed);
+        self.reloads.with_label_values(&[outcome]).inc();
+    }
+
+    /// Reads the file, and puts its keys into effect. Returns their number.
+    fn load(&self) -> Result<usize, KeyFileError> {
+        let Some(path) = &self.path else { return Ok(0) };
+        let file = KeyFile::read(path)?;
+        // One task at a time loads, so nothing changes between these two locks.
+        let previous = self.of_file.read().clone();
+        let key = |entry: &KeyEntry| {
+            let before = previous.get(&entry.hash).map(|key| &**key);
+            (entry.hash, Arc::new(Key::new(entry, before)))
+        };
+        let keys: HashMap<_, _> = file.keys.iter().map(key).collect();
+        let count = keys.len();
+        *self.of_file.write() = keys;
+        Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::keys::ApiKey;
+    use prometheus::Opts;
+    use std::fs;
+    use std::num::NonZero;
+
+    fn reloads() -> IntCounterVec {
+        IntCounterVec::new(Opts::new("reloads", "r"), &["outcome"]).unwrap()
+    }
+
+    fn entry(name: &str, key: &ApiKey, requests: u32) -> KeyEntry {
+        KeyEntry { requests_per_minute: NonZero::new(requests), ..KeyEntry::new(name, key.hash()) }
+    }
+
+    #[tokio::test]
+    async fn a_reload_keeps_what_was_used_of_a_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        let [one, two] = [(); 2].map(|()| ApiKey::generate().unwrap());
+        let write = |entries: Vec<KeyEntry>| {
+            KeyFile::change(&path, |file| {
+                file.keys = entries;
+                Ok(())
+            })
+            .unwrap();
+        };
+        write(vec![entry("one", &one, 2), entry("two", &two, 2)]);
+        let keys = ApiKeys::open(Some(path.clone()), None, reloads()).unwrap().unwrap();
+        let take = |key: &ApiKey| keys.find(key.reveal().as_bytes()).unwrap().take_request().is_ok();
+        assert!(take(&one) && take(&one) && !take(&one) && take(&two) && take(&two) && !take(&two));
+        write(vec![entry("renamed", &one, 2), entry("two", &two, 3)]);
+        keys.reload();
+        assert!(!take(&one), "the limit is the same");
+        assert!(take(&two), "another limit begins anew");
+        fs::write(&path, "keys = 1").unwrap();
+        keys.reload();
+        assert!(keys.is_stale() && keys.find(one.reveal().as_bytes()).is_some(), "the previous keys stay");
+        fs::remove_file(&path).unwrap();
+        write(vec![]);
+        keys.reload();
+        assert!(!keys.is_stale() && keys.find(one.reveal().as_bytes()).is_none());
+        let count = |outcome| keys.reloads.with_label_values(&[outcome]).get();
+        assert_eq!((count("applied"), count("rejected")), (2, 1));
+    }
+
+    #[tokio::test]
+    async fn only_the_very_key_of_the_environment_is_known() {
+        let key = ApiKey::chosen("sixteen-letters!").unwrap();
+        let keys = ApiKeys::open(None, Some(key.hash()), reloads()).unwrap().unwrap();
+        assert!(keys.find(b"sixteen-letters!").is_some());
+        for wrong in ["", "sixteen-letters", "sixteen-letters!!", "Sixteen-letters!"] {
+            assert!(keys.find(wrong.as_bytes()).is_none(), "{wrong}");
+        }
+        assert!(ApiKeys::open(None, None, reloads()).unwrap().is_none());
+    }
+}

@@ -1,0 +1,306 @@
+//! API keys: which requests need one, what it allows, its limits, and changes of the key file.
+
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, send};
+use axum::Router;
+use axum::body::Body;
+use axum::http::{HeaderMap, Method, Request, StatusCode};
+use bytes::Bytes;
+use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown};
+use serde_json::json;
+use std::fs;
+use std::net::SocketAddr;
+use std::num::NonZero;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, sleep};
+use worker::engine::{FinishReason, ModelCard, Output, RelayReport, ResponseHead, Work};
+
+/// Time for what takes less than a second on an idle machine.
+const TIMEOUT: Duration = Duration::from_mins(1);
+
+/// A key file in a folder of its own.
+struct Keys {
+    folder: tempfile::TempDir,
+}
+
+impl Keys {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("keys.toml")
+    }
+
+    /// Adds a key, which `limit` may limit.
+    fn add(&self, name: &str, limit: impl FnOnce(&mut KeyEntry)) -> String {
+        let key = ApiKey::generate().unwrap();
+        let mut entry = KeyEntry::new(name, key.hash());
+        limit(&mut entry);
+        KeyFile::change(&self.path(), |file| {
+            file.keys.push(entry);
+            Ok(())
+        })
+        .unwrap();
+        key.reveal().to_owned()
+    }
+
+    fn settings(&self) -> Settings {
+        Settings { api_keys_file: Some(self.path()), ..Settings::default() }
+    }
+}
+
+fn engine() -> Arc<FakeEngine> {
+    FakeEngine::with_steps(vec![first("ab"), last("c", FinishReason::Length)])
+}
+
+fn with_key(mut request: Request<Body>, key: &str) -> Request<Body> {
+    request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+    request
+}
+
+fn get(path: &str) -> Request<Body> {
+    Request::get(path).body(Body::empty()).unwrap()
+}
+
+fn code(response: &TestResponse) -> (u16, String) {
+    let code = response.json()["error"]["code"].as_str().unwrap_or_default().to_owned();
+    (response.status.as_u16(), code)
+}
+
+#[tokio::test]
+async fn every_endpoint_but_health_and_metrics_needs_a_key() {
+    let keys = Keys::new();
+    let key = keys.add("ci", |_| ());
+    let router = engine().router_with(keys.settings());
+    for path in ["/live", "/ready", "/health", "/ping", "/metrics"] {
+        assert_eq!(send(&router, get(path)).await.status, 200, "{path}");
+    }
+    let paths = ["/v1/models", "/v1/models/org/tiny", "/version", "/v1/nothing", "/", "/metrics/", "/%6detrics"];
+    for path in paths {
+        let refused = send(&router, get(path)).await;
+        assert_eq!(code(&refused), (401, "invalid_api_key".into()), "{path}");
+        assert_eq!(refused.header("www-authenticate"), "Bearer");
+        assert_eq!(refused.json()["error"]["type"], "invalid_request_error");
+    }
+    // The body is not read before the key is known.
+    let malformed = || Request::post("/v1/chat/completions").body(Body::from("{")).unwrap();
+    assert_eq!(send(&router, malformed()).await.status, 401);
+    assert_eq!(send(&router, with_key(malformed(), "by-wrong")).await.status, 401);
+    assert_eq!(send(&router, with_key(malformed(), &key)).await.status, 400);
+    assert_eq!(send(&router, with_key(chat(json!({})), &key)).await.status, 200);
+    let refused = send(&router, get(&format!("/v1/models?api_key={key}"))).await;
+    assert!(refused.status == 401 && !String::from_utf8_lossy(&refused.body).contains(&key));
+
+    let settings = Settings { metrics_need_key: true, ..keys.settings() };
+    let router = engine().router_with(settings);
+    assert_eq!(send(&router, get("/metrics")).await.status, 401);
+    assert_eq!(send(&router, with_key(get("/metrics"), &key)).await.status, 200);
+    assert_eq!(send(&router, get("/live")).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_preflight_needs_no_key_and_its_request_does() {
+    let keys = Keys::new();
+    keys.add("ci", |_| ());
+    let cors: Settings = toml::from_str("cors_origins = ['https://chat.example.com']").unwrap();
+    let settings = Settings { cors_origins: cors.cors_origins, ..keys.settings() };
+    let router = engine().router_with(settings);
+    let ask = |method: Method, preflight: bool| {
+        let builder = Request::builder().method(method).uri("/v1/chat/completions");
+        let builder = builder.header("origin", "https://chat.example.com");
+        let builder = if preflight { builder.header("access-control-request-method", "POST") } else { builder };
+        builder.body(Body::empty()).unwrap()
+    };
+    assert_eq!(send(&router, ask(Method::OPTIONS, true)).await.status, 204);
+    assert_eq!(send(&router, ask(Method::OPTIONS, false)).await.status, 401);
+    let refused = send(&router, ask(Method::POST, false)).await;
+    assert_eq!(refused.status, 401);
+    assert_eq!(refused.header("access-control-allow-origin"), "https://chat.example.com", "the page can read why");
+}
+
+#[tokio::test]
+async fn a_key_with_models_sees_and_uses_only_these() {
+    let keys = Keys::new();
+    let mine = keys.add("mine", |key| key.models = Some(vec!["org/tiny".into(), "org/absent".into()]));
+    let other = keys.add("other", |key| key.models = Some(vec!["org/other".into()]));
+    let router = engine().router_with(keys.settings());
+    let listed = async |key: &str| {
+        let list = send(&router, with_key(get("/v1/models"), key)).await.json();
+        list["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap().to_owned()).collect()
+    };
+    let listed: [Vec<String>; 2] = [listed(&mine).await, listed(&other).await];
+    assert_eq!(listed, [vec!["org/tiny".to_owned()], vec![]]);
+    assert_eq!(send(&router, with_key(get("/v1/models/org/tiny"), &mine)).await.status, 200);
+    for request in [
+        get("/v1/models/org/tiny"),
+        get("/v1/models/org/unknown"),
+        chat(json!({})),
+        completion(json!({ "model": "org/unknown" })),
+        crate::fake::post("/tokenize", &json!({ "model": "org/tiny", "prompt": "x" })),
+    ] {
+        let path = request.uri().to_string();
+        let refused = send(&router, with_key(request, &other)).await;
+        assert_eq!(code(&refused), (403, "model_not_allowed".into()), "{path}");
+    }
+    let absent = send(&router, with_key(completion(json!({ "model": "org/absent" })), &mine)).await;
+    assert_eq!(code(&absent), (404, "model_not_found".into()));
+    let absent = send(&router, with_key(chat(json!({ "model": "org/other" })), &other)).await;
+    assert!(absent.status == 404 && !absent.json().to_string().contains("org/tiny"), "no model of others is named");
+    assert_eq!(send(&router, with_key(chat(json!({})), &mine)).await.status, 200);
+}
+
+#[tokio::test]
+async fn the_tenant_of_the_key_wins_over_the_header() {
+    let keys = Keys::new();
+    let ann = keys.add("ann", |key| key.tenant = Some("ann".into()));
+    let proxy = keys.add("proxy", |_| ());
+    let engine = engine();
+    let tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
+    let router = engine.router_with(Settings { tenant_header, ..keys.settings() });
+    for (key, expected) in [(&ann, "ann"), (&proxy, "bob")] {
+        let mut request = with_key(chat(json!({})), key);
+        request.headers_mut().insert("x-tenant", "bob".parse().unwrap());
+        assert_eq!(send(&router, request).await.status, 200);
+        assert_eq!(&*engine.seen.lock().last().unwrap().attributes.tenant, expected);
+    }
+}
+
+#[tokio::test]
+async fn requests_beyond_a_limit_get_429_with_retry_after() {
+    let keys = Keys::new();
+    let few = keys.add("few", |key| key.requests_per_minute = NonZero::new(2));
+    let tokens = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+    let unlimited = keys.add("unlimited", |_| ());
+    let router = engine().router_with(keys.settings());
+    let ask = async |key: &str, prompt: &[u32]| {
+        let response = send(&router, with_key(completion(json!({ "prompt": prompt })), key)).await;
+        if response.status == StatusCode::TOO_MANY_REQUESTS {
+            assert_eq!(code(&response).1, "rate_limit_exceeded");
+            Err(response.header("retry-after").parse::<u64>().unwrap())
+        } else {
+            assert_eq!(response.status, 200);
+            Ok(())
+        }
+    };
+    assert_eq!([ask(&few, &[1]).await, ask(&few, &[1]).await], [Ok(()); 2]);
+    let wait = ask(&few, &[1]).await.unwrap_err();
+    assert!((1..=30).contains(&wait), "{wait} s for one request");
+    // Each has two tokens of the prompt and three of the output.
+    assert_eq!([ask(&tokens, &[1, 2]).await, ask(&tokens, &[1, 2]).await], [Ok(()); 2]);
+    let wait = ask(&tokens, &[1, 2]).await.unwrap_err();
+    assert!((1..=12).contains(&wait), "{wait} s for two tokens");
+    for _ in 0..20 {
+        assert_eq!(ask(&unlimited, &[1, 2]).await, Ok(()));
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_fails_costs_no_tokens() {
+    let keys = Keys::new();
+    let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+    let engine = FakeEngine::with_steps(vec![Step::Fail(worker::engine::Error::Failed("scripted".into()))]);
+    let router = engine.router_with(keys.settings());
+    for _ in 0..4 {
+        let request = with_key(completion(json!({ "prompt": [1, 2, 3, 4, 5, 6, 7, 8] })), &key);
+        assert_eq!(send(&router, request).await.status, 500);
+    }
+}
+
+#[tokio::test]
+async fn an_engine_gets_no_key_and_no_unnamed_model() {
+    let keys = Keys::new();
+    let all = keys.add("all", |_| ());
+    let some = keys.add("some", |key| key.models = Some(vec!["org/tiny".into()]));
+    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let report = RelayReport { completion_tokens: Some(3), ..RelayReport::default() };
+    let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
+    let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let router = engine.router_with(keys.settings());
+    let ask = async |key: &str, body: &'static str| {
+        let request = Request::post("/v1/audio/transcriptions").header("x-api-key", key).header("api-key", key);
+        send(&router, with_key(request.body(Body::from(body)).unwrap(), key)).await.status.as_u16()
+    };
+    let form = "--x\r\ncontent-disposition: form-data; name=\"model\"\r\n\r\norg/secret\r\n--x--";
+    assert_eq!([ask(&all, form).await, ask(&some, form).await], [200, 403]);
+    assert_eq!(ask(&some, r#"{"model":"org/tiny"}"#).await, 200);
+    assert_eq!(ask(&some, r#"{"model":"org/tiny","model":"org/secret"}"#).await, 403, "engines read the last one");
+    assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
+    let seen = engine.seen.lock();
+    assert_eq!(seen.len(), 2);
+    for request in &*seen {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
+    }
+}
+
+/// The response to a request over a connection of its own.
+async fn ask(address: SocketAddr, path: &str, key: &str) -> String {
+    let mut connection = TcpStream::connect(address).await.unwrap();
+    let request =
+        format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\nconnection: close\r\n\r\n");
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut response = String::new();
+    connection.read_to_string(&mut response).await.unwrap();
+    response
+}
+
+async fn status(address: SocketAddr, path: &str, key: &str) -> u16 {
+    ask(address, path, key).await[9..12].parse().unwrap()
+}
+
+#[tokio::test]
+async fn changes_of_the_file_take_effect_while_it_serves() {
+    let keys = Keys::new();
+    let (one, two) = (keys.add("one", |_| ()), keys.add("two", |_| ()));
+    let registry = prometheus::Registry::new();
+    let server = Server::new(&keys.settings(), &registry).unwrap();
+    let router: Router = frontend::router(engine(), registry, keys.settings()).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { server.serve(listener, router, Shutdown::default()).await });
+    let until = async |path: &'static str, key: &str, expected: u16| {
+        let deadline = Instant::now() + TIMEOUT;
+        while status(address, path, key).await != expected {
+            assert!(Instant::now() < deadline, "{path} gets {expected}");
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    assert_eq!([status(address, "/v1/models", &one).await, status(address, "/v1/models", &two).await], [200; 2]);
+    KeyFile::change(&keys.path(), |file| {
+        file.keys.retain(|key| key.name != "one");
+        Ok(())
+    })
+    .unwrap();
+    until("/v1/models", &one, 401).await;
+    assert_eq!(status(address, "/v1/models", &two).await, 200);
+    let good = fs::read(keys.path()).unwrap();
+    fs::write(keys.path(), "[[keys]]\nname = 'broken'").unwrap();
+    let deadline = Instant::now() + TIMEOUT;
+    while !ask(address, "/ready", "").await.contains("frontend.api_keys_file") {
+        assert!(Instant::now() < deadline, "/ready names the file");
+        sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(status(address, "/v1/models", &two).await, 200, "the previous keys stay in effect");
+    fs::write(keys.path(), good).unwrap();
+    let three = keys.add("three", |_| ());
+    until("/v1/models", &three, 200).await;
+    assert!(!ask(address, "/ready", "").await.contains("frontend.api_keys_file"));
+}
+
+#[tokio::test]
+async fn a_key_file_that_is_missing_or_wrong_is_refused() {
+    let keys = Keys::new();
+    let refused = || {
+        let error = frontend::router(engine(), prometheus::Registry::new(), keys.settings()).unwrap_err();
+        error.to_string()
+    };
+    let missing = refused();
+    assert!(missing.contains("frontend.api_keys_file") && missing.contains("blockyard key add --file"), "{missing}");
+    fs::write(keys.path(), "keys = 1").unwrap();
+    assert!(refused().contains("keys.toml"));
+}
