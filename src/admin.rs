@@ -36,7 +36,7 @@ pub async fn open(
         .merge(workers::routes(router));
     let app = guard_admin(app, settings);
     Ok((address, async move {
-        if let Err(error) = server.serve(listener, app, Shutdown::default()).await {
+        if let Err(error) = server.without_tls().serve(listener, app, Shutdown::default()).await {
             tracing::error!(%error, "admin API failed");
         }
     }))

@@ -140,7 +140,12 @@ impl Node {
         });
 
         let mut node = Self {
-            banner: Banner { address, needs_key: config.frontend.needs_key(), serves: Serves::Upstreams(Vec::new()) },
+            banner: Banner {
+                address,
+                has_tls: config.frontend.tls_cert_file.is_some(),
+                needs_key: config.frontend.needs_key(),
+                serves: Serves::Upstreams(Vec::new()),
+            },
             registry,
             close_on_drop,
             server,

@@ -44,6 +44,9 @@ pub(crate) enum Error {
     /// The request's line and headers are not HTTP.
     #[error("The request is not valid HTTP: its request line or its headers cannot be parsed.")]
     InvalidHead,
+    /// The request came without TLS to a port that needs it.
+    #[error("This port speaks HTTPS. Send the request to https:// instead of http://.")]
+    PlainHttp,
     /// The request's line and headers are larger than the limit in bytes.
     #[error("The request's headers are larger than {0} bytes together, or more than 100.")]
     HeadersTooLarge(usize),
@@ -229,7 +232,9 @@ impl Error {
     /// The HTTP status of the error. No other code maps errors to statuses.
     pub(crate) fn status(&self) -> StatusCode {
         match self {
-            Self::Malformed(_) | Self::Invalid { .. } | Self::InvalidHead | Self::BadPath => StatusCode::BAD_REQUEST,
+            Self::Malformed(_) | Self::Invalid { .. } | Self::InvalidHead | Self::PlainHttp | Self::BadPath => {
+                StatusCode::BAD_REQUEST
+            }
             Self::UnknownModel { .. } | Self::NoRoute { .. } => StatusCode::NOT_FOUND,
             Self::MethodNotAllowed { .. } => StatusCode::METHOD_NOT_ALLOWED,
             Self::NoKey | Self::SeveralKeys | Self::WrongKey => StatusCode::UNAUTHORIZED,
@@ -285,6 +290,7 @@ impl Error {
             | Self::ContentType(_)
             | Self::ContentEncoding(_)
             | Self::InvalidHead
+            | Self::PlainHttp
             | Self::BadPath
             | Self::ClientClosed
             | Self::Relayed(_) => None,

@@ -12,4 +12,4 @@ pub(crate) mod upload;
 
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
-pub use server::{Server, Shutdown};
+pub use server::{Server, ServerError, Shutdown, TlsError, check_tls};

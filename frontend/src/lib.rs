@@ -5,7 +5,7 @@
 //!    ├─ output   tokens to text: detokenization, stop strings, log-probabilities, metrics of choices
 //!    ├─ params   request fields to parameters
 //!    ├─ model    chat template, text to tokens
-//!    ├─ http     connections, access checks, bodies, request ids and log lines
+//!    ├─ http     connections, TLS, access checks, bodies, request ids and log lines
 //!    ├─ keys     API keys and their limits
 //!    └─ limits   concurrent choices, concurrent CPU work, log lines
 //!
@@ -50,7 +50,7 @@ mod tiny_tokenizer;
 mod watch;
 
 pub use api::{OpenError, guard_admin, router};
-pub use http::{Server, Shutdown};
+pub use http::{Server, ServerError, Shutdown, TlsError, check_tls};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::check_model;
 pub use params::{CacheDomains, SecretError};

@@ -157,6 +157,8 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) open: IntGauge,
     pub(crate) closed: IntCounterVec,
     pub(crate) accept_errors: IntCounterVec,
+    /// Reloads of the TLS certificate, by outcome.
+    pub(crate) certificate_reloads: IntCounterVec,
 }
 
 impl ConnectionMetrics {
@@ -165,10 +167,16 @@ impl ConnectionMetrics {
             open: IntGauge::new("blockyard_frontend_open_connections", "Connections that are open.")?,
             closed: counters("connections_closed_total", "Connections that ended, by what ended them.", &["reason"])?,
             accept_errors: counters("accept_errors_total", "Connections that could not be accepted.", &["error"])?,
+            certificate_reloads: counters(
+                "certificate_reloads_total",
+                "Changes of the files of the TLS certificate, by outcome: applied or rejected.",
+                &["outcome"],
+            )?,
         };
         registry.register(Box::new(metrics.open.clone()))?;
         registry.register(Box::new(metrics.closed.clone()))?;
         registry.register(Box::new(metrics.accept_errors.clone()))?;
+        registry.register(Box::new(metrics.certificate_reloads.clone()))?;
         Ok(metrics)
     }
 }

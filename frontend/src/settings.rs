@@ -34,6 +34,11 @@ pub struct Settings {
     /// Whether `/metrics` needs a key too. Default false: scrapers often have none, and metrics have no text of
     /// requests.
     pub metrics_need_key: bool,
+    /// The file of the server's certificate and those that signed it, as PEM. Default none: the API speaks HTTP without
+    /// TLS. Changes of the files take effect within a second, for new connections.
+    pub tls_cert_file: Option<PathBuf>,
+    /// The file of the certificate's key, as PEM, not encrypted.
+    pub tls_key_file: Option<PathBuf>,
     /// The header in which a trusted proxy names the tenant of a request. Default none: all requests are of one tenant.
     /// A client that can set the header itself can claim any tenant, so set it only behind a proxy that replaces the
     /// header.
@@ -89,6 +94,8 @@ impl Default for Settings {
             api_keys_file: None,
             api_key: None,
             metrics_need_key: false,
+            tls_cert_file: None,
+            tls_key_file: None,
             tenant_header: None,
             tenant_secret_file: None,
             max_connections: 4096,

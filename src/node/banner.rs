@@ -16,6 +16,8 @@ use worker::plane::Role;
 pub struct Banner {
     /// Address of the OpenAI-compatible API.
     pub address: SocketAddr,
+    /// Whether the API speaks HTTPS.
+    pub has_tls: bool,
     /// Whether requests need an API key.
     pub needs_key: bool,
     /// What serves.
@@ -92,9 +94,10 @@ impl Banner {
 
     /// The URL for clients on this machine. An unspecified address such as 0.0.0.0 is no address to connect to.
     fn url(&self) -> String {
+        let scheme = if self.has_tls { "https" } else { "http" };
         match self.address {
-            at if at.ip().is_unspecified() => format!("http://localhost:{}", at.port()),
-            at => format!("http://{at}"),
+            at if at.ip().is_unspecified() => format!("{scheme}://localhost:{}", at.port()),
+            at => format!("{scheme}://{at}"),
         }
     }
 
@@ -233,7 +236,12 @@ mod tests {
             g3_5: None,
             g4: None,
         };
-        Banner { address: address.parse().unwrap(), needs_key: false, serves: Serves::Native(Box::new(native)) }
+        Banner {
+            address: address.parse().unwrap(),
+            has_tls: false,
+            needs_key: false,
+            serves: Serves::Native(Box::new(native)),
+        }
     }
 
     #[test]
@@ -249,6 +257,8 @@ mod tests {
             assert!(text.contains(part), "`{part}` is not in:\n{text}");
         }
         assert!(banner("[::1]:80").to_string().contains("http://[::1]:80"));
+        let tls = Banner { has_tls: true, ..banner("0.0.0.0:80") }.to_string();
+        assert!(tls.contains("address  https://localhost:80") && tls.contains("curl https://localhost:80/"), "{tls}");
     }
 
     #[test]
@@ -279,7 +289,7 @@ mod tests {
         };
         let upstreams = vec![facts("http://a:8000/", 0, &[]), facts("http://b:8000/", 2, &["org/m", "org/m-lora"])];
         let address = "127.0.0.1:80".parse().unwrap();
-        let banner = Banner { address, needs_key: false, serves: Serves::Upstreams(upstreams) };
+        let banner = Banner { address, has_tls: false, needs_key: false, serves: Serves::Upstreams(upstreams) };
         let text = banner.to_string();
         for part in [
             "http://a:8000/: does not answer yet",

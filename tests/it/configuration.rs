@@ -51,8 +51,9 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let quota = "tiers.quotas=[{tenant=\"a\", g1_guaranteed=\"1TiB\"}]";
     let keys = format!("tiers.encryption={{keys={{file=\"{file}\"}}}}");
     let secret = format!("frontend.tenant_secret_file={file}");
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 13] = [
         (&["--set", "frontend.api_keys_file=no/such/file"], "blockyard key add --file"),
+        (&["--set", "frontend.tls_cert_file=no/such/file"], "set both, or none"),
         (&["--model", "no/such/folder"], "no/such/folder"),
         (&["--model", folder.path().to_str().expect("text")], "config.json"),
         (&["--set", "tiers.g1=900TiB"], "not enough memory"),

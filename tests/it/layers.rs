@@ -103,7 +103,7 @@ const ROOMS: [(&str, Rooms); 6] = [
             ("output", &["params", "model", "http", "limits", "error"]),
             ("params", &["settings", "keys", "error"]),
             ("model", &["error"]),
-            ("http", &["limits", "settings", "metrics", "keys", "error"]),
+            ("http", &["limits", "settings", "metrics", "keys", "watch", "error"]),
             ("limits", &["settings", "error"]),
             ("settings", &["keys"]),
             ("metrics", &[]),

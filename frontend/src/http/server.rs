@@ -1,7 +1,7 @@
 //! Accepts connections, serves HTTP on them within limits, and shuts down in stages.
 //!
 //! ```text
-//!   accept ─ admission ─ connection task: hyper over `Stream`, with a watchdog over `Activity`
+//!   accept ─ admission ─ connection task: TLS, hyper over `Stream`, with a watchdog over `Activity`
 //!
 //!   running ─ announce ─▶ refusing: /ready and new requests get 503, the listener is open
 //!           ─ close ────▶ draining: no listener, running requests finish; aborted at the drain deadline
@@ -12,9 +12,12 @@
 mod activity;
 mod connection;
 mod connections;
+mod socket;
 mod stream;
+mod tls;
 
 pub(crate) use connection::ConnectionInfo;
+pub use tls::{TlsError, check_tls};
 
 use crate::limits::LogLimit;
 use crate::metrics::ConnectionMetrics;
@@ -28,6 +31,7 @@ use std::future::Future;
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
+use tls::Tls;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -85,6 +89,19 @@ pub struct Server {
     metrics: ConnectionMetrics,
     /// Rate limit of log lines of requests that were rejected before they reached a router.
     rejected_lines: Arc<LogLimit>,
+    /// `None`: connections have no TLS.
+    tls: Option<Arc<Tls>>,
+}
+
+/// Why a server cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// The registry has the metrics of connections already.
+    #[error(transparent)]
+    Metrics(#[from] prometheus::Error),
+    /// The certificate or its key cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
 }
 
 /// Limits of connections.
@@ -96,9 +113,10 @@ struct Limits {
 }
 
 impl Server {
-    /// A server with the limits of `settings`. Registers the metrics of connections; fails if they are registered
-    /// already.
-    pub fn new(settings: &Settings, registry: &Registry) -> Result<Self, prometheus::Error> {
+    /// A server with the limits of `settings`, and with TLS if they name a certificate. Registers the metrics of
+    /// connections; fails if they are registered already. With a certificate it must be called within a runtime, whose
+    /// task follows changes of the files.
+    pub fn new(settings: &Settings, registry: &Registry) -> Result<Self, ServerError> {
         let limits = Limits {
             max_connections: settings.max_connections,
             max_headers: settings.max_headers.as_usize(),
@@ -109,7 +127,15 @@ impl Server {
             },
         };
         let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
-        Ok(Self { limits, metrics: ConnectionMetrics::new(registry)?, rejected_lines })
+        let metrics = ConnectionMetrics::new(registry)?;
+        let tls = Tls::open(settings, &metrics.certificate_reloads)?;
+        Ok(Self { limits, metrics, rejected_lines, tls })
+    }
+
+    /// The same server for a port without TLS.
+    #[must_use]
+    pub fn without_tls(self) -> Self {
+        Self { tls: None, ..self }
     }
 
     /// Serves until `shutdown` is closed, then accepts no more connections and lets requests finish. Requests that
@@ -191,11 +217,12 @@ impl Server {
         let limits = self.limits;
         let metrics = self.metrics.clone();
         let rejected_lines = Arc::clone(&self.rejected_lines);
+        let tls = self.tls.clone();
         let router = router.clone();
         let closed = shutdown.closed.clone();
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let serving = connection::run(socket, &slot, router, info, &limits, &closed, &rejected_lines);
+            let serving = connection::run(socket, tls, &slot, router, info, &limits, &closed, &rejected_lines);
             let reason = Box::pin(serving).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });

@@ -18,3 +18,4 @@ mod scheduling;
 mod serving;
 mod streams;
 mod tiny_tokenizer;
+mod tls;

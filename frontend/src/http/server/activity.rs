@@ -1,9 +1,9 @@
 //! The state of one connection, as its stream and its requests report it, and the time limit that applies to it.
 
+use super::socket::Socket;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
@@ -66,7 +66,7 @@ struct State {
     /// The client may still be sending: the close is a lingering one, which reads for a while first.
     linger: bool,
     /// The socket, after the HTTP layer has dropped its stream.
-    returned: Option<TcpStream>,
+    returned: Option<Socket>,
 }
 
 /// A connection without a request.
@@ -160,12 +160,12 @@ impl Activity {
     }
 
     /// Stores the socket when the HTTP layer drops its stream.
-    pub(super) fn return_stream(&self, stream: TcpStream) {
+    pub(super) fn return_stream(&self, stream: Socket) {
         self.state().returned = Some(stream);
     }
 
     /// Takes the socket, if the HTTP layer has dropped its stream.
-    pub(super) fn take_stream(&self) -> Option<TcpStream> {
+    pub(super) fn take_stream(&self) -> Option<Socket> {
         self.state().returned.take()
     }
 

@@ -3,7 +3,9 @@
 use super::Limits;
 use super::activity::{Activity, Expired, RequestGuard};
 use super::connections::Slot;
+use super::socket::Socket;
 use super::stream::{self, Stream};
+use super::tls::{NoTls, Tls};
 use crate::error::Error;
 use crate::limits::{ConnectionChoices, LogLimit};
 use axum::Router;
@@ -48,8 +50,10 @@ pub(crate) struct ConnectionInfo {
 }
 
 /// Serves a connection until it ends. Returns the `reason` label of its end.
+#[expect(clippy::too_many_arguments, reason = "each is a part of the server that the connection uses")]
 pub(super) async fn run(
     socket: TcpStream,
+    tls: Option<Arc<Tls>>,
     slot: &Slot,
     router: Router,
     info: ConnectionInfo,
@@ -58,6 +62,29 @@ pub(super) async fn run(
     rejected_lines: &Arc<LogLimit>,
 ) -> &'static str {
     let activity = &slot.activity;
+    let socket = match tls {
+        None => Socket::Plain(socket),
+        Some(tls) => {
+            let accepted = tokio::select! {
+                biased;
+                () = closed.cancelled() => return "client",
+                expired = activity.expired(&limits.timeouts) => return reason(Some(expired)),
+                accepted = tls.accept(socket) => accepted,
+            };
+            match accepted {
+                Ok(socket) => socket,
+                Err(NoTls::Http(socket)) => {
+                    // The client has not received anything yet, so the socket's buffer has room.
+                    let _ = socket.try_write(&stream::error_response(&Error::PlainHttp, rejected_lines));
+                    activity.linger();
+                    let socket = Socket::Plain(socket);
+                    Box::pin(close(socket, None, activity, limits, closed, rejected_lines)).await;
+                    return "tls_handshake";
+                }
+                Err(NoTls::Failed) => return "tls_handshake",
+            }
+        }
+    };
     let inner = TowerToHyperService::new(router);
     let choices = ConnectionChoices::default();
     let service = ConnectionService { inner, activity: Arc::clone(activity), info, choices };
@@ -93,6 +120,11 @@ pub(super) async fn run(
     if let Some(socket) = activity.take_stream() {
         Box::pin(close(socket, expired, activity, limits, closed, rejected_lines)).await;
     }
+    reason(expired)
+}
+
+/// The `reason` label of a connection that `expired`, or that its client ended.
+fn reason(expired: Option<Expired>) -> &'static str {
     match expired {
         None => "client",
         Some(Expired::Header { .. }) => "header_timeout",
@@ -104,7 +136,7 @@ pub(super) async fn run(
 
 /// Closes a socket. A client that is still sending receives the response first.
 async fn close(
-    mut socket: TcpStream,
+    mut socket: Socket,
     expired: Option<Expired>,
     activity: &Activity,
     limits: &Limits,
@@ -115,12 +147,17 @@ async fn close(
         Some(Expired::Header { begun: true }) => {
             let error = Error::HeaderTimeout(limits.timeouts.header);
             // These are the first bytes, or they follow a response that was read, so the socket's buffer has room.
-            let _ = socket.try_write(&stream::error_response(&error, rejected_lines));
+            let response = stream::error_response(&error, rejected_lines);
+            let write = async {
+                socket.write_all(&response).await?;
+                socket.flush().await
+            };
+            let _ = write.now_or_never();
             activity.linger();
         }
         Some(Expired::Write) => {
             // Discards the bytes that the client does not read, so that they do not stay in the kernel.
-            if let Err(error) = socket.set_zero_linger() {
+            if let Err(error) = socket.tcp().set_zero_linger() {
                 tracing::debug!(%error, "cannot reset a connection");
             }
         }

@@ -5,6 +5,7 @@
 //! error object can be added only here. Not here: HTTP/2, whose errors are frames.
 
 use super::activity::Activity;
+use super::socket::Socket;
 use crate::error::Error;
 use crate::http::request_id;
 use crate::limits::LogLimit;
@@ -15,7 +16,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
 
 /// Maximum bytes of hyper's own error responses: a status line and up to three short headers.
 const BARE_HEAD_BYTES: usize = 256;
@@ -23,7 +23,7 @@ const BARE_HEAD_BYTES: usize = 256;
 /// A client's connection. On drop it returns the socket to its [`Activity`], for a lingering close.
 pub(super) struct Stream {
     /// `None` only during drop.
-    socket: Option<TcpStream>,
+    socket: Option<Socket>,
     activity: Arc<Activity>,
     max_headers: usize,
     /// Unwritten bytes of the response that replaces one of hyper's own.
@@ -34,7 +34,7 @@ pub(super) struct Stream {
 
 impl Stream {
     pub(super) fn new(
-        socket: TcpStream,
+        socket: Socket,
         activity: Arc<Activity>,
         max_headers: usize,
         rejected_lines: Arc<LogLimit>,
@@ -42,7 +42,7 @@ impl Stream {
         Self { socket: Some(socket), activity, max_headers, replacement: Bytes::new(), rejected_lines }
     }
 
-    fn socket(&mut self) -> Pin<&mut TcpStream> {
+    fn socket(&mut self) -> Pin<&mut Socket> {
         Pin::new(self.socket.as_mut().expect("the socket is taken only on drop"))
     }
 
@@ -66,7 +66,7 @@ impl Stream {
 
     fn reporting(
         &mut self,
-        write: impl FnOnce(Pin<&mut TcpStream>) -> Poll<io::Result<usize>>,
+        write: impl FnOnce(Pin<&mut Socket>) -> Poll<io::Result<usize>>,
     ) -> Poll<io::Result<usize>> {
         let outcome = write(self.socket());
         match &outcome {
@@ -125,7 +125,14 @@ impl AsyncWrite for Stream {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_replacement(cx))?;
-        self.socket().poll_flush(cx)
+        let flushed = self.socket().poll_flush(cx);
+        if self.socket().is_buffered() {
+            match flushed {
+                Poll::Pending => self.activity.write_blocked(),
+                Poll::Ready(_) => self.activity.write_progressed(0),
+            }
+        }
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
