@@ -19,6 +19,7 @@ mod client;
 mod follower;
 mod format;
 pub mod gc;
+mod probe;
 mod reader;
 mod settings;
 #[cfg(test)]
@@ -31,5 +32,6 @@ pub use client::RequestCounts;
 pub use client::health::StoreHealth;
 pub use client::url::{Access, Cloud, Credentials, Endpoint, InvalidLocation, StoreLocation};
 pub use gc::{Collector, Compaction, GcOutcome, GcReport, GcScheduler, ObjectTotals, Verification};
+pub use probe::ProbeError;
 pub use settings::{OpenError, Settings};
 pub use tier::ObjectTier;

@@ -6,8 +6,9 @@
 //!   PREFIX/removals/COLLECTOR                        tombstone lists: marked objects, which are not read any more
 //!   PREFIX/uses/READER                               access logs: what one process read, and when; rewritten
 //!   PREFIX/collected                                 start of the last garbage collection, in seconds since 1970
+//!   PREFIX/doctor-CHECK                              written and deleted by a check of the store
 //! ```
-//! WRITER, COLLECTOR and READER are instance ids.
+//! WRITER, COLLECTOR, READER and CHECK are instance ids.
 
 use crate::block::{DomainId, Fingerprint};
 use object_store::path::Path;
@@ -115,6 +116,11 @@ impl Layout {
     /// A path at which there is no object. Reading it shows whether the store serves reads.
     pub(in crate::object) fn probe(&self, own: InstanceId) -> Path {
         self.manifests_of(own).join("absent")
+    }
+
+    /// The object that a check of the store writes and deletes.
+    pub(in crate::object) fn doctor(&self, own: InstanceId) -> Path {
+        self.prefix.clone().join(format!("doctor-{own}"))
     }
 
     /// The folder of the tombstone lists.
