@@ -5,6 +5,7 @@
 //!                                       │
 //!   models: what the server serves ─────┴─▶ load: what was sent to it and has not ended
 //!   resolve: which servers a name stands for
+//!     └── ask: requests of this program itself
 //!
 //!   server ── ZMQ ──▶ kv_events ──▶ cache_events ──▶ kvbm::EventLog of each model
 //!                kv_sources: where      └── salts: cache domains of the requests that engine has sent
@@ -15,6 +16,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod ask;
 mod cache_events;
 pub mod conversation;
 mod engine;
@@ -35,6 +37,6 @@ pub use engine::{UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;
-pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};
+pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
 pub use salt_support::takes_salts;
 pub use salts::Salts;

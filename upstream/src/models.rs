@@ -1,11 +1,9 @@
 //! Which models a server serves, as it says itself.
 
+use crate::ask;
 use crate::relay::client::Client;
 use crate::relay::error::RelayError;
-use crate::relay::headers;
-use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method, StatusCode};
-use http_body_util::{BodyExt, Limited};
+use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
 use std::num::NonZero;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -19,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// Tokens per block where neither the server nor the configuration says: vLLM's default.
 pub const DEFAULT_BLOCK_SIZE: NonZero<u32> = NonZero::new(16).expect("not zero");
 /// Context of a server that does not say its own: no prompt is too long for the router, since the server checks it.
-const UNKNOWN_CONTEXT: usize = 1 << 30;
+pub const UNKNOWN_CONTEXT: usize = 1 << 30;
 
 /// Why the models of a server are unknown.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +49,7 @@ struct Listed {
     id: String,
     created: Option<u64>,
     max_model_len: Option<usize>,
+    owned_by: Option<String>,
     /// The model that an adapter is of.
     parent: Option<String>,
 }
@@ -62,6 +61,8 @@ pub struct ListedModel {
     pub card: ModelCard,
     /// Whether it is an adapter of another one.
     pub is_adapter: bool,
+    /// Its owner, where vLLM and SGLang name themselves.
+    pub owned_by: Option<String>,
 }
 
 /// The models that a server lists.
@@ -70,22 +71,18 @@ pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<
 }
 
 async fn list(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<ListedModel>, DiscoverError> {
-    let headers = headers::request(&HeaderMap::new(), api_key);
-    let path = PathAndQuery::from_static("/v1/models");
-    let response = client.send(Method::GET, &path, headers, bytes::Bytes::new()).await?;
-    if !response.status().is_success() {
-        return Err(DiscoverError::Status(response.status()));
+    let answer = ask::get(client, api_key, "/v1/models", MAX_BYTES).await?;
+    if !answer.status.is_success() {
+        return Err(DiscoverError::Status(answer.status));
     }
-    let body = Limited::new(response.into_body(), MAX_BYTES).collect().await;
-    let body = body.map_err(|error| DiscoverError::Format(error.to_string()))?.to_bytes();
-    let list: List = serde_json::from_slice(&body).map_err(|error| DiscoverError::Format(error.to_string()))?;
+    let list: List = serde_json::from_slice(&answer.body).map_err(|error| DiscoverError::Format(error.to_string()))?;
     if list.data.is_empty() {
         return Err(DiscoverError::Empty);
     }
     Ok(list.data.into_iter().map(listed_model).collect())
 }
 
-fn listed_model(Listed { id, created, max_model_len, parent }: Listed) -> ListedModel {
+fn listed_model(Listed { id, created, max_model_len, owned_by, parent }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
@@ -104,5 +101,5 @@ fn listed_model(Listed { id, created, max_model_len, parent }: Listed) -> Listed
         is_relayed: true,
         has_exact_blocks: false,
     };
-    ListedModel { card, is_adapter: parent.is_some() }
+    ListedModel { card, is_adapter: parent.is_some(), owned_by }
 }

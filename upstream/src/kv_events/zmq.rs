@@ -20,8 +20,10 @@ mod codec;
 mod connection;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
+mod reach;
 mod source;
 
+pub use reach::{ReachError, reach, reach_replay};
 pub use source::{Endpoint, EndpointError, Source};
 
 use super::follow::{Action, Follower};

@@ -53,9 +53,17 @@ impl Drop for FakePublisher {
 async fn serve(mut socket: TcpStream, mut messages: watch::Receiver<Vec<Vec<u8>>>) -> io::Result<()> {
     socket.write_all(&[&codec::greeting()[..], &codec::ready("PUB")].concat()).await?;
     let mut decoder = Decoder::default();
-    while !matches!(decoder.next(), Ok(Some(Received::Message(_)))) {
-        if socket.read_buf(&mut decoder.buffer).await? == 0 {
-            return Ok(());
+    // READY and the subscription may arrive together.
+    loop {
+        match decoder.next() {
+            Ok(Some(Received::Message(_))) => break,
+            Ok(Some(_)) => {}
+            Ok(None) => {
+                if socket.read_buf(&mut decoder.buffer).await? == 0 {
+                    return Ok(());
+                }
+            }
+            Err(error) => return Err(io::Error::other(error)),
         }
     }
     for sent in 0.. {

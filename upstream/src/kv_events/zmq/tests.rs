@@ -286,3 +286,29 @@ fn endpoints_name_a_host_and_a_port() {
     }
     assert!(Endpoint::on_host("ipc:///tmp/socket", "10.0.0.1").is_err());
 }
+
+#[tokio::test]
+async fn a_replay_socket_answers_that_there_is_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let asked = tokio::spawn(async move { reach_replay(&endpoint).await });
+    let mut peer = Peer::accept(&listener, "ROUTER").await;
+    assert_eq!(peer.message().await, [Vec::new(), (u64::MAX - 1).to_be_bytes().to_vec()]);
+    peer.send(&codec::message(&[b"", b"kv", &u64::MAX.to_be_bytes(), b""])).await;
+    assert!(in_time(asked).await.unwrap().is_ok());
+}
+
+#[tokio::test]
+async fn what_does_not_speak_zmq_is_told_from_a_closed_port() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let live: Endpoint = format!("tcp://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let source = Source { live, replay: None, topic: String::new() };
+    let asked = tokio::spawn({
+        let source = source.clone();
+        async move { reach(&source).await }
+    });
+    Peer::raw(&listener).await.send(&[b"HTTP/1.1 400 Bad Request\r\n".as_slice(), &[0; 64]].concat()).await;
+    assert!(matches!(in_time(asked).await.unwrap(), Err(ReachError::Protocol(_) | ReachError::Connection(_))));
+    drop(listener);
+    assert!(matches!(in_time(reach(&source)).await, Err(ReachError::Connection(_))));
+}
