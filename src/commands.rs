@@ -4,5 +4,6 @@ pub mod bench;
 pub mod cache;
 pub mod calibrate;
 pub mod cli;
+pub mod doctor;
 pub mod key;
 pub mod replay;

@@ -3,7 +3,7 @@
 use anyhow::Context;
 use blockyard::admin;
 use blockyard::commands::cli::{Cli, Command, Serve};
-use blockyard::commands::{bench, cache, calibrate, key, replay};
+use blockyard::commands::{bench, cache, calibrate, doctor, key, replay};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::{Node, preflight};
 use blockyard::process::{machine, panics, with_causes};
@@ -18,6 +18,11 @@ use tracing_subscriber::EnvFilter;
 fn main() -> ExitCode {
     let outcome = match Cli::of_process().command {
         Command::Serve(serve) => run(&serve),
+        Command::Doctor(doctor) => match doctor::run(&doctor) {
+            Ok(doctor::Outcome::Sound) => Ok(()),
+            Ok(doctor::Outcome::Problems) => return ExitCode::FAILURE,
+            Err(error) => Err(error),
+        },
         Command::Replay(replay) => replay::run(&replay),
         Command::Calibrate(calibrate) => calibrate::run(&calibrate),
         Command::Bench(bench) => bench::run(&bench),

@@ -30,9 +30,11 @@ mod usage;
 mod workers;
 
 pub use cache_audit::{CacheAudit, TierAudit};
+pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight};
 pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
+pub(crate) use upstreams::START_VLLM;
 pub use upstreams::{CheckedUpstream, Upstreams};
 
 use crate::config::{Config, Listen};

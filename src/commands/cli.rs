@@ -3,6 +3,7 @@
 use crate::commands::bench::Bench;
 use crate::commands::cache::Cache;
 use crate::commands::calibrate::Calibrate;
+use crate::commands::doctor::Doctor;
 use crate::commands::key::Key;
 use crate::commands::replay::Replay;
 use crate::config::{Flag, Sources};
@@ -94,6 +95,13 @@ pub enum Command {
     /// text is meaningless. Ctrl-C stops it after running requests have finished. A second Ctrl-C stops it at once.
     Serve(Serve),
 
+    /// Check what `serve` with the same flags depends on: configuration, servers, KV events, tiers.
+    ///
+    /// Each check is ok, a warning or a problem; a problem comes with what to change. The exit status is 1 if there is
+    /// a problem. The checks of a server end with three short completions, which show whether its KV events arrive and
+    /// what it caches. All checks together take at most about 30 s.
+    Doctor(Box<Doctor>),
+
     /// Replay a trace through the router with simulated workers, and compare policies.
     Replay(Box<Replay>),
 
@@ -119,6 +127,21 @@ pub enum Command {
     Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and their origins."
 )]
 pub struct Serve {
+    #[command(flatten)]
+    configured: Configured,
+
+    /// Print the configuration with the origin of each value, and exit
+    #[arg(long)]
+    pub print_config: bool,
+
+    /// Print the banner, or the configuration, as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The flags that set keys of the configuration.
+#[derive(Args, Debug, Default)]
+pub struct Configured {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a built-in model: tiny, small or bench
     /// [default: small]
     #[arg(long, value_name = "DIR|NAME")]
@@ -157,17 +180,16 @@ pub struct Serve {
     /// Sets any key of the configuration; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
-
-    /// Print the configuration with the origin of each value, and exit
-    #[arg(long)]
-    pub print_config: bool,
-
-    /// Print the banner, or the configuration, as JSON
-    #[arg(long)]
-    pub json: bool,
 }
 
 impl Serve {
+    /// The sources of the configuration.
+    pub fn sources(&self) -> Sources {
+        self.configured.sources()
+    }
+}
+
+impl Configured {
     /// The sources of the configuration.
     pub fn sources(&self) -> Sources {
         let flags = [

@@ -1,7 +1,7 @@
 //! An upstream as text: a URL, or a table with a URL.
 
 use super::{CacheSalt, KvEvents, Resolve, Upstream};
-use ::upstream::kv_events::Endpoint;
+use ::upstream::kv_events::{Endpoint, Source};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -37,6 +37,21 @@ impl Upstream {
             return Err("without /v1 at the end: clients send it".to_owned());
         }
         Ok(uri)
+    }
+}
+
+impl KvEvents {
+    /// The publishers to follow, of a server of the host `named` that is at `address` and names `listed`.
+    pub fn sources(&self, listed: Vec<Source>, named: &str, address: &str) -> Vec<Source> {
+        match self {
+            Self::Off => Vec::new(),
+            Self::Auto => listed,
+            Self::At { live, replay } => vec![Source {
+                live: live.moved(named, address),
+                replay: replay.as_ref().map(|replay| replay.moved(named, address)),
+                topic: String::new(),
+            }],
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Not here: what depends on the moment, like a port that is taken, a data folder that another process serves from, or
 //! a store that denies access.
 
-use super::sizes::{self, Needs, Sizes};
+use super::sizes::{self, Disk, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{model, quotas, transforms};
 use crate::config::{Config, Listen};
@@ -15,11 +15,17 @@ use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
-use worker::llama::Shape;
 
 /// All reasons why a node cannot start; at least one.
 #[derive(Debug)]
 pub struct Refused(Vec<anyhow::Error>);
+
+impl Refused {
+    /// Each reason as text.
+    pub fn reasons(&self) -> impl Iterator<Item = String> {
+        self.0.iter().map(with_causes)
+    }
+}
 
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -37,7 +43,6 @@ impl std::error::Error for Refused {}
 
 /// Refuses a configuration that a node could not start with, with all reasons. Blocks while it reads files.
 pub fn preflight(config: &Config) -> Result<(), Refused> {
-    let machine = Machine::detect();
     let mut problems = Vec::new();
     let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err());
     check(address("listen", &config.listen));
@@ -64,10 +69,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     }
     check(shared_store(config));
     check(transforms::check(config).context("tiers.encryption"));
-    match model::shape(&config.model, &machine) {
-        Ok(shape) => check(sizes(config, shape, &machine)),
-        Err(error) => check(Err(error)),
-    }
+    check(native(config));
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
 }
 
@@ -107,10 +109,26 @@ fn shared_store(config: &Config) -> anyhow::Result<()> {
     client.map(drop).map_err(|error| anyhow!("shared = {location} cannot be used: {error}"))
 }
 
-/// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
-fn sizes(config: &Config, shape: Shape, machine: &Machine) -> anyhow::Result<()> {
+/// What the native engine of a configuration needs, and what the machine has.
+pub(crate) struct NativeSizes {
+    pub(crate) weights: u64,
+    pub(crate) sizes: Sizes,
+    pub(crate) disks: Vec<Disk>,
+    pub(crate) machine: Machine,
+}
+
+/// The sizes of the native engine. Reads the model's files, but not its weights.
+pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
+    let machine = Machine::detect();
+    let shape = model::shape(&config.model, &machine)?;
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
-    let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), machine, &disks)?;
+    let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), &machine, &disks)?;
+    Ok(NativeSizes { weights: shape.weights_bytes, sizes, disks, machine })
+}
+
+/// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
+fn native(config: &Config) -> anyhow::Result<()> {
+    let NativeSizes { sizes, disks, .. } = native_sizes(config)?;
     let domains = frontend::CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
     let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;

@@ -15,6 +15,7 @@ use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
 use http::HeaderValue;
 use parking_lot::Mutex;
+pub(crate) use server::START_VLLM;
 use server::Server;
 use std::collections::{BTreeMap, HashMap};
 use std::future::Future;

@@ -4,6 +4,7 @@ mod cache;
 mod configuration;
 mod connections;
 mod crash_recovery;
+mod doctor;
 mod fault_soak;
 mod file_modes;
 mod index_audit;

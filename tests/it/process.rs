@@ -135,6 +135,13 @@ pub(crate) fn program(arguments: &[&str]) -> Command {
     command
 }
 
+/// `blockyard doctor` with these arguments and without our environment.
+pub(crate) fn doctor(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.arg("doctor").args(arguments).env_clear().env("HOME", "/nonexistent");
+    command
+}
+
 /// The last 4,000 bytes of a log.
 fn last_of(log: &File) -> String {
     let length = log.metadata().unwrap().len();

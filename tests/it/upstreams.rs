@@ -276,9 +276,9 @@ async fn conversations_stay_with_their_deployment() {
 
 /// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with
 /// a salt, and others.
-const MESSAGES: &str = include_str!("../../upstream/tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+pub(crate) const MESSAGES: &str = include_str!("../../upstream/tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
 
-fn publish(publisher: &FakePublisher, message: &str) {
+pub(crate) fn publish(publisher: &FakePublisher, message: &str) {
     let digit = |hex: &str, at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
     let frame = |hex: &str| (0..hex.len()).step_by(2).map(|at| digit(hex, at)).collect::<Vec<u8>>();
     let frames: Vec<Vec<u8>> = message.split(' ').map(frame).collect();

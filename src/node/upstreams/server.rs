@@ -24,7 +24,6 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use upstream::kv_events::Source;
 use upstream::relay::client::{Client, Settings};
 use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, ReportedLoad,
@@ -38,8 +37,9 @@ use worker::serve::Worker;
 const MAX_MODELS: usize = 1 << 12;
 
 /// How vLLM publishes its KV events.
-const START_VLLM: &str = "start vLLM with --kv-events-config '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\
-    \"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5558\"}'";
+pub(crate) const START_VLLM: &str = "start vLLM with --kv-events-config \
+    '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\
+    \"replay_endpoint\":\"tcp://*:5558\"}'";
 
 /// Why a server without salts gets no requests of tenants.
 const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but the server's \
@@ -164,15 +164,7 @@ impl Server {
         let upstream = &self.upstream.upstream;
         let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host).await?;
         let named = upstream.url.host().unwrap_or_default();
-        let sources = match &upstream.kv_events {
-            KvEvents::Off => Vec::new(),
-            KvEvents::Auto => listed.sources,
-            KvEvents::At { live, replay } => vec![Source {
-                live: live.moved(named, &self.host),
-                replay: replay.as_ref().map(|replay| replay.moved(named, &self.host)),
-                topic: String::new(),
-            }],
-        };
+        let sources = upstream.kv_events.sources(listed.sources, named, &self.host);
         Some(KvSources { sources, block_size: upstream.block_size.or(listed.block_size) })
     }
 
@@ -186,7 +178,7 @@ impl Server {
         let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let mut first = true;
-        let with_facts = answer.models.into_iter().map(|ListedModel { card, is_adapter }| {
+        let with_facts = answer.models.into_iter().map(|ListedModel { card, is_adapter, .. }| {
             let gets_events = publishes && (is_adapter || std::mem::take(&mut first));
             let facts = ModelFacts { is_adapter, context: card.context, gets_events };
             (card, facts)

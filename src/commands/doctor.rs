@@ -1,0 +1,120 @@
+//! `blockyard doctor`: checks what `serve` with the same flags depends on, and says what to change.
+//!
+//! ```text
+//!   local: configuration, ports, memory, model, disks, stores ──┐
+//!   server: name, connection, key, version, models, clock ──────┼──▶ findings: Check ──▶ table, JSON, exit status
+//!     └─ kv: publishers ── probe: completions ──▶ judge ────────┘
+//! ```
+//! Servers are checked in parallel. A check that depends on a failed one is left out. `judge` is pure: it turns what
+//! `probe` has seen into checks. Not here: how servers are asked and their events read (crate `upstream`), which is
+//! the code that `serve` uses.
+
+mod findings;
+mod judge;
+mod kv;
+mod local;
+mod probe;
+mod server;
+
+pub use findings::{Check, Status};
+
+use crate::commands::cli::Configured;
+use crate::config::{Config, Sources};
+use clap::Args;
+use findings::Findings;
+use futures::future::join_all;
+use std::io::{self, IsTerminal, Write};
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// `blockyard doctor`.
+#[derive(Args, Debug, Default)]
+#[command(args_override_self = true)]
+pub struct Doctor {
+    #[command(flatten)]
+    configured: Configured,
+
+    /// Send no completions to the servers. Then it is not checked whether KV events arrive, nor what is cached
+    #[arg(long)]
+    no_probe: bool,
+
+    /// Print the checks as a JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+/// Whether completions are sent to the servers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Probing {
+    /// Three of about four blocks each, with one token of output.
+    Send,
+    /// None.
+    Skip,
+}
+
+/// What the checks have found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// No problem; there may be warnings.
+    Sound,
+    /// At least one problem.
+    Problems,
+}
+
+/// Time for all checks of one server, and so for all servers, after the resolution of its name. A user waits for the
+/// result.
+const SERVER_LIMIT: Duration = Duration::from_secs(25);
+/// Maximum number of servers of one name that are checked: those of a large service are alike.
+const MAX_SERVERS: usize = 64;
+
+/// Runs all checks and prints them.
+pub fn run(doctor: &Doctor) -> anyhow::Result<Outcome> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let probing = if doctor.no_probe { Probing::Skip } else { Probing::Send };
+    let checks = runtime.block_on(checks_of(&doctor.configured.sources(), probing));
+    // A name that is still being resolved must not delay the end.
+    runtime.shutdown_background();
+    let text = if doctor.json {
+        format!("{}\n", serde_json::to_string(&checks)?)
+    } else {
+        findings::table(&checks, io::stdout().is_terminal())
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(error.into()),
+        _ => {}
+    }
+    let has_problems = checks.iter().any(|check| check.status == Status::Problem);
+    Ok(if has_problems { Outcome::Problems } else { Outcome::Sound })
+}
+
+async fn checks_of(sources: &Sources, probing: Probing) -> Vec<Check> {
+    match Config::load_to_serve(sources) {
+        Ok((config, _)) => examine(&config, probing).await,
+        Err(errors) => local::unusable(&errors),
+    }
+}
+
+/// The checks of a configuration: those of this machine, then those of each server in the order of the configuration.
+pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
+    let tenants = config.frontend.has_tenants();
+    let upstreams = config.upstreams.iter().enumerate().map(async |(at, upstream)| {
+        let url = upstream.url.to_string();
+        let mut findings = Findings::of(url.clone());
+        let servers = server::resolve(upstream, &mut findings).await;
+        let several = servers.len() > 1;
+        let checks = servers.into_iter().take(MAX_SERVERS).map(async |addresses| {
+            let name = addresses.first().filter(|_| several).map(|address| format!("{url} at {address}"));
+            let mut findings = Findings::of(name.unwrap_or_else(|| url.clone()));
+            let examined = server::examine(upstream, addresses, at, probing, tenants, &mut findings);
+            if timeout(SERVER_LIMIT, examined).await.is_err() {
+                let detail = format!("the checks have not ended within {} s", SERVER_LIMIT.as_secs());
+                findings.problem("time", detail, "look at the load of the server, or skip the completions: --no-probe");
+            }
+            findings.into_checks()
+        });
+        let checks = join_all(checks).await;
+        findings.into_checks().into_iter().chain(checks.into_iter().flatten()).collect::<Vec<_>>()
+    });
+    let (local, servers) = tokio::join!(local::examine(config), join_all(upstreams));
+    local.into_iter().chain(servers.into_iter().flatten()).collect()
+}

@@ -1,0 +1,226 @@
+//! `blockyard doctor` in front of scripted servers: one that is sound, and those that lack one thing each.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::process::doctor;
+use super::upstreams::{MESSAGES, publish};
+use blockyard::commands::doctor::{Check, Probing, Status, examine};
+use blockyard::config::{Config, Listen, Upstream};
+use http::Uri;
+use serde_json::{Value, json};
+use std::net::TcpListener;
+use std::num::NonZero;
+use std::path::Path;
+use upstream::kv_events::fake::FakePublisher;
+use upstream::relay::fake::{FakeEngine, Script};
+
+/// A server that answers as vLLM 0.32 does, and its publisher, which has announced three blocks of 32 tokens.
+struct Vllm {
+    server: FakeEngine,
+    publisher: FakePublisher,
+}
+
+impl Vllm {
+    async fn start() -> Self {
+        let (server, publisher) = (FakeEngine::start([]).await.unwrap(), FakePublisher::start().await.unwrap());
+        let models = json!({ "object": "list", "data": [{ "id": "m", "owned_by": "vllm", "max_model_len": 4096 }] });
+        server.set_page("/v1/models", Script::json(200, &models));
+        server.set_page("/version", Script::json(200, &json!({ "version": "0.32.0" })));
+        server.set_page("/metrics", Script::events(["vllm:cache_config_info{block_size=\"32\"} 1.0\n"]));
+        server.set_page("/tokenize", Script::json(200, &json!({ "tokens": (100..200).collect::<Vec<u32>>() })));
+        let vllm = Self { server, publisher };
+        vllm.set_endpoint(vllm.publisher.port());
+        vllm.set_usage(&json!({ "prompt_tokens": 100, "prompt_tokens_details": { "cached_tokens": 96 } }));
+        publish(&vllm.publisher, MESSAGES.lines().next().unwrap());
+        vllm
+    }
+
+    fn set_endpoint(&self, port: u16) {
+        let source = json!({ "enable_kv_cache_events": true, "endpoint": format!("tcp://*:{port}"), "topic": "kv" });
+        self.server.set_page("/kv_event_sources", Script::json(200, &json!({ "0": source })));
+    }
+
+    fn set_usage(&self, usage: &Value) {
+        self.server.set_page("/v1/completions", Script::json(200, &json!({ "choices": [], "usage": usage })));
+    }
+
+    fn upstream(&self) -> Upstream {
+        Upstream::new(self.server.uri())
+    }
+}
+
+fn config(upstream: Upstream) -> Config {
+    let mut config = Config::with_cache(Path::new("/nonexistent"));
+    config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    config.upstreams = vec![upstream];
+    config
+}
+
+async fn checks(upstream: Upstream) -> Vec<Check> {
+    examine(&config(upstream), Probing::Send).await
+}
+
+/// Expects this check to fail with this status, and with these words in what to change.
+#[track_caller]
+fn expect(checks: &[Check], name: &str, status: Status, fix: &str) {
+    let found = checks.iter().find(|check| check.check == name && check.status == status);
+    let found = found.unwrap_or_else(|| panic!("{name} is not {status:?}: {checks:#?}"));
+    assert!(found.fix.as_ref().is_some_and(|text| text.contains(fix)), "{fix} is not in {found:?}");
+}
+
+/// A port that nothing listens on.
+fn closed_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+fn uri(text: &str) -> Uri {
+    text.parse().unwrap()
+}
+
+#[tokio::test]
+async fn a_sound_server_has_no_problem() {
+    let vllm = Vllm::start().await;
+    let checks = checks(vllm.upstream()).await;
+    let (sound, rest): (Vec<_>, Vec<_>) = checks.iter().partition(|check| check.status == Status::Ok);
+    // The fake publisher has no replay socket.
+    assert_eq!(rest.iter().map(|check| check.check).collect::<Vec<_>>(), ["kv_replay"], "{checks:#?}");
+    let detail = |name| &sound.iter().find(|check| check.check == name).unwrap().detail;
+    assert_eq!(detail("server"), "vLLM 0.32.0");
+    assert_eq!(detail("models"), "m (4096 tokens)");
+    assert_eq!(detail("kv_tokens"), "events have the tokens of /tokenize: 3 of 3 blocks");
+    assert_eq!(detail("cached_tokens"), "96 of 100 tokens of a repeated prompt, as predicted");
+    let sent = vllm.server.requests().into_iter().filter(|request| request.uri.path() == "/v1/completions");
+    let prompts: Vec<Value> = sent.map(|request| serde_json::from_slice(&request.body).unwrap()).collect();
+    assert_eq!((prompts.len(), &prompts[0]), (2, &prompts[1]), "the same prompt twice");
+}
+
+#[tokio::test]
+async fn without_probe_no_completion_is_sent() {
+    let vllm = Vllm::start().await;
+    let checks = examine(&config(vllm.upstream()), Probing::Skip).await;
+    assert!(checks.iter().all(|check| check.status != Status::Problem), "{checks:#?}");
+    assert!(vllm.server.requests().iter().all(|request| request.method == "GET"));
+}
+
+#[tokio::test]
+async fn a_server_that_cannot_be_reached_is_named() {
+    let down = checks(Upstream::new(uri(&format!("http://127.0.0.1:{}", closed_port())))).await;
+    expect(&down, "tcp", Status::Problem, "start the server");
+    let unknown = checks(Upstream::new(uri("http://no-such-host.invalid:8000"))).await;
+    expect(&unknown, "dns", Status::Problem, "getent hosts no-such-host.invalid");
+    assert!(unknown.iter().all(|check| check.check != "tcp"), "nothing that needs the address is checked");
+    let plain = Vllm::start().await;
+    let tls = checks(Upstream::new(uri(&plain.server.uri().to_string().replace("http:", "https:")))).await;
+    expect(&tls, "tls", Status::Problem, "write http://");
+}
+
+#[tokio::test]
+async fn a_wrong_key_and_a_missing_one_are_told_apart() {
+    let vllm = Vllm::start().await;
+    vllm.server.set_page("/v1/models", Script::json(401, &json!({ "error": "Unauthorized" })));
+    expect(&checks(vllm.upstream()).await, "api_key", Status::Problem, "set upstreams.0.api_key_file");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "wrong\n").unwrap();
+    let with_key = Upstream { api_key_file: Some(file.path().into()), ..vllm.upstream() };
+    expect(&checks(with_key.clone()).await, "api_key", Status::Problem, file.path().to_str().unwrap());
+    assert_eq!(vllm.server.requests().last().unwrap().headers["authorization"], "Bearer wrong");
+    vllm.server.set_page("/v1/models", Script::json(403, &json!({})));
+    expect(&checks(with_key).await, "api_key", Status::Problem, "proxy");
+    let missing = Upstream { api_key_file: Some("/no/such/key".into()), ..vllm.upstream() };
+    expect(&checks(missing).await, "api_key_file", Status::Problem, "upstreams.0.api_key_file");
+}
+
+#[tokio::test]
+async fn a_server_that_is_none_of_openai_is_named() {
+    let vllm = Vllm::start().await;
+    vllm.server.set_page("/v1/models", Script::events(["<html>It works</html>"]));
+    expect(&checks(vllm.upstream()).await, "models", Status::Problem, "without /v1");
+    vllm.server.set_page("/v1/models", Script::json(503, &json!({})));
+    expect(&checks(vllm.upstream()).await, "http", Status::Problem, "loaded its model");
+}
+
+#[tokio::test]
+async fn a_vllm_without_kv_events_gets_its_flag() {
+    let vllm = Vllm::start().await;
+    vllm.server.set_page("/kv_event_sources", Script::json(404, &json!({})));
+    expect(&checks(vllm.upstream()).await, "kv_events", Status::Problem, "--kv-events-config");
+}
+
+#[tokio::test]
+async fn a_socket_that_does_not_answer_is_named() {
+    let vllm = Vllm::start().await;
+    vllm.set_endpoint(closed_port());
+    expect(&checks(vllm.upstream()).await, "kv_socket", Status::Problem, "upstreams.0.kv_events");
+    vllm.set_endpoint(vllm.server.uri().port_u16().unwrap());
+    let not_zmq = checks(vllm.upstream()).await;
+    expect(&not_zmq, "kv_socket", Status::Problem, "the port of endpoint");
+    assert!(not_zmq.iter().any(|check| check.check == "cached_tokens"), "the server is checked all the same");
+}
+
+#[tokio::test]
+async fn another_block_size_is_a_problem() {
+    let vllm = Vllm::start().await;
+    let upstream = Upstream { block_size: NonZero::new(16), ..vllm.upstream() };
+    let checks = checks(upstream).await;
+    expect(&checks, "block_size", Status::Problem, "or set it to 32");
+    expect(&checks, "kv_block_size", Status::Problem, "upstreams.0.block_size = 32");
+}
+
+#[tokio::test]
+async fn missing_token_details_are_a_warning() {
+    let vllm = Vllm::start().await;
+    vllm.set_usage(&json!({ "prompt_tokens": 100 }));
+    let checks = checks(vllm.upstream()).await;
+    expect(&checks, "cached_tokens", Status::Warning, "--enable-prompt-tokens-details");
+}
+
+#[tokio::test]
+async fn a_server_that_ignores_salts_is_a_problem_of_tenants() {
+    let vllm = Vllm::start().await;
+    let mut config = config(vllm.upstream());
+    config.frontend.tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
+    let no_field = examine(&config, Probing::Send).await;
+    expect(&no_field, "cache_salt", Status::Problem, "upstreams.0.cache_salt");
+    vllm.server.set_page("/openapi.json", Script::json(200, &json!({ "properties": { "cache_salt": {} } })));
+    let checks = examine(&config, Probing::Send).await;
+    expect(&checks, "cache_salt", Status::Problem, "update the server");
+}
+
+#[tokio::test]
+async fn json_is_an_array_of_checks_and_the_status_is_1() {
+    let vllm = Vllm::start().await;
+    let run = async |more: &[&str]| {
+        let url = vllm.server.uri().to_string();
+        let mut command = doctor(&["--listen", "127.0.0.1:0", "--upstream", &url, "--json"]);
+        command.args(more);
+        let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+        let checks: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+        (output.status.code(), checks)
+    };
+    let (status, checks) = run(&[]).await;
+    assert_eq!(status, Some(0), "{checks:#?}");
+    let keys: Vec<&String> = checks[0].as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["check", "target", "status", "detail", "fix"]);
+    let (status, checks) = run(&["--set", "no.such=1"]).await;
+    assert_eq!((status, &checks[0]["status"]), (Some(1), &json!("problem")));
+    assert!(checks[0]["detail"].as_str().unwrap().contains("no.such"), "{checks:#?}");
+}
+
+#[tokio::test]
+async fn the_native_engine_has_its_memory_and_folders_checked() {
+    let data = tempfile::tempdir().unwrap();
+    let data_dir = data.path().to_str().unwrap();
+    let g4 = data.path().join("g4");
+    std::fs::create_dir(&g4).unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = taken.local_addr().unwrap().to_string();
+    let arguments = ["--model", "tiny", "--data-dir", data_dir, "--listen", &listen, "--g4", g4.to_str().unwrap()];
+    let output = doctor(&arguments).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    for line in ["problem  port", "ok       model", "ok       memory", "ok       disk", "ok       object_store"] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    assert!(text.contains("stop the program that has the port"), "{text}");
+    assert_eq!(data.path().read_dir().unwrap().count(), 1, "nothing is created");
+}
