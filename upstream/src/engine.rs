@@ -14,7 +14,7 @@ use futures::{FutureExt, StreamExt};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use std::sync::Arc;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use worker::engine::{
     Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport, Request,
     ResponseHead, Work,
@@ -33,6 +33,8 @@ pub struct UpstreamSettings {
     pub salts: Arc<Salts>,
     /// Whether the server knows the field `cache_salt`. Else a client's own passes as it is.
     pub takes_salts: bool,
+    /// Notified when the server cannot be reached or answers 404: it may have restarted with another model.
+    pub may_have_changed: Arc<Notify>,
 }
 
 /// One model of one server.
@@ -69,7 +71,17 @@ impl UpstreamEngine {
             self.body(http, &request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
         let headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
-        let items = relay.map_err(error_of)?;
+        let items = relay.map_err(|error| {
+            let changed = match &error {
+                RelayError::Unreachable(_) => true,
+                RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
+                RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+            };
+            if changed {
+                self.settings.may_have_changed.notify_one();
+            }
+            error_of(error)
+        })?;
         let is_stream = http.is_stream;
         Ok(items.map(move |item| item.map(|item| output(item, &counted, is_stream)).map_err(error_of)).boxed())
     }

@@ -3,15 +3,16 @@
 //! A server that does not answer yet is asked again until it does, so the order of starting does not matter. One that
 //! stops answering stays registered: the router's circuit breaker and health checks keep requests away from it.
 //!
-//! **It is asked again at an interval, and when its engine has restarted**, because a server may come back with other
-//! models. Models that it no longer lists are deregistered, and their running requests finish. A change of its
-//! publishers, its block size or its first model registers all of them anew.
+//! **It is asked again at an interval, and when it may have restarted**, because a server may come back with other
+//! models: after a request that it did not take or answered with 404, and when its publisher of KV events is a new one.
+//! Models that it no longer lists are deregistered, and their running requests finish. A change of its publishers, its
+//! block size or its first model registers all of them anew.
 //!
 //! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
 //! model and the adapters of that get the events. Further models are further names of the first, under which the router
 //! estimates the cache.
 
-use super::{CheckedUpstream, ServerKey, Shared};
+use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::{CacheSalt, KvEvents};
 use crate::node::workers::epoch_now;
 use kvbm::EventLog;
@@ -22,7 +23,7 @@ use std::panic::resume_unwind;
 use std::sync::Arc;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use upstream::relay::client::{Client, Settings};
 use upstream::{
@@ -54,8 +55,8 @@ pub(super) struct Server {
     key: ServerKey,
     /// The host, or the address, as endpoints name it.
     host: String,
-    /// Notified when the engine has restarted.
-    restarted: Arc<Notify>,
+    /// Notified when the server may have restarted.
+    may_have_changed: Arc<Notify>,
 }
 
 /// What a server says of itself.
@@ -101,7 +102,7 @@ impl Server {
             None => url.host().unwrap_or_default().to_owned(),
         };
         let key = (url.to_string(), first);
-        Self { shared, upstream, addresses, key, host, restarted: Arc::default() }
+        Self { shared, upstream, addresses, key, host, may_have_changed: Arc::default() }
     }
 
     /// Keeps the server's models registered until `stop`. Then their running requests finish.
@@ -129,8 +130,15 @@ impl Server {
                 tracing::warn!(upstream = %self.name(), error, "upstream cannot be used now; asking again");
             }
             last_error = error;
-            let intervals = &self.shared.intervals;
-            let pause = if registered.is_some() { intervals.recheck } else { intervals.retry };
+            let is_registered = registered.is_some();
+            let pause = async {
+                let Intervals { retry, recheck, .. } = self.shared.intervals;
+                sleep(retry).await;
+                if is_registered {
+                    // Ends at once if it was notified meanwhile. An error means that the time is over.
+                    let _ = timeout(recheck.saturating_sub(retry), self.may_have_changed.notified()).await;
+                }
+            };
             let following = async {
                 match &mut registered {
                     Some(Registered { following, .. }) => following.join_next().await,
@@ -141,8 +149,7 @@ impl Server {
                 biased;
                 () = stop.cancelled() => break,
                 Some(Err(error)) = following => if error.is_panic() { resume_unwind(error.into_panic()) },
-                () = self.restarted.notified() => {}
-                () = sleep(pause) => {}
+                () = pause => {}
             }
         }
         self.shared.known.send_modify(|known| drop(known.remove(&self.key)));
@@ -255,7 +262,7 @@ impl Server {
             );
         }
         let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
-        let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.restarted));
+        let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
         let events = Arc::new(CacheEvents::new(self.name(), salts, block_size, restarted, self.shared.metrics.clone()));
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
@@ -279,6 +286,7 @@ impl Server {
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
             takes_salts: to.takes_salts,
+            may_have_changed: Arc::clone(&self.may_have_changed),
         };
         let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(&card)));
         let (load, reported) = (engine.load(), engine.add_reports(&to.reports));

@@ -26,6 +26,10 @@ struct Harness {
 
 impl Harness {
     fn new() -> Self {
+        Self::with(QUICK)
+    }
+
+    fn with(intervals: Intervals) -> Self {
         let answer: Arc<Mutex<Result<Vec<IpAddr>, &'static str>>> = Arc::new(Mutex::new(Err("no such name")));
         let current = Arc::clone(&answer);
         let lookup: Lookup = Arc::new(move |_| {
@@ -36,7 +40,7 @@ impl Harness {
         let changes = discovery.watch();
         let planes = Planes { discovery, events: Arc::new(LocalEvents::default()) };
         let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-        Self { upstreams: Upstreams::with(planes, lookup, metrics, QUICK), answer, changes }
+        Self { upstreams: Upstreams::with(planes, lookup, metrics, intervals), answer, changes }
     }
 
     fn apply(&self, urls: &[&str]) {
@@ -191,6 +195,18 @@ async fn a_server_with_other_models_is_noticed() {
     server.set_page("/v1/models", models(&["org/other"]));
     assert_eq!(harness.replaced(&base).await.model.id, "org/other");
     assert_eq!(harness.upstreams.known(&server.uri().to_string()).models, ["org/other"]);
+}
+
+#[tokio::test]
+async fn a_model_that_a_server_does_not_know_is_asked_about() {
+    let server = any_server().await;
+    let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });
+    harness.apply(&[&server.uri().to_string()]);
+    let (former, engine) = harness.joined().await;
+    server.set_page("/v1/models", models(&["org/other"]));
+    server.set_page("/v1/completions", Script::json(404, &json!({ "error": { "message": "no such model" } })));
+    assert!(engine.generate(request()).await.is_err());
+    assert_eq!(harness.replaced(&former).await.model.id, "org/other");
 }
 
 #[tokio::test]
