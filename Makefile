@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 SERVERS := tests/servers
+VLLM   := .venv-vllm
 BENCH  := --manifest-path bench/Cargo.toml
 INDEX  := --manifest-path bench/index/Cargo.toml
 RUN    ?= serve
@@ -17,7 +18,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint fmt doc setup advisories
+.PHONY: help run test test-vllm lint fmt doc setup advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index
 
 help: ## List the targets
@@ -32,6 +33,10 @@ test: $(VENV)/.ready $(SERVERS)/node_modules/.ready ## All tests, in Rust and Py
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)
 	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
+
+test-vllm: $(VLLM)/.ready ## The gateway in front of two real vLLM servers on the CPU; installs vLLM (2.5 GB), five minutes
+	cargo test --locked --workspace --no-run
+	$(VLLM)/bin/python -m pytest -q tests/vllm
 
 lint: ## Formatting, clippy and rustdoc without warnings, licences and banned crates
 	cargo fmt --all --check
@@ -108,4 +113,8 @@ $(VENV)/.ready: tests/python/requirements.txt $(SERVERS)/requirements.txt
 	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; \
 	  exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(addprefix --requirement ,$^)
+	@touch $@
+
+$(VLLM)/.ready: $(wildcard tests/vllm/install.py tests/vllm/cuda_stubs.py tests/vllm/requirements.txt)
+	$(PYTHON) tests/vllm/install.py $(VLLM)
 	@touch $@

@@ -9,7 +9,7 @@ use super::workers::{RunningWorker, Shared};
 use super::{model, quotas};
 use crate::config::Config;
 use crate::process::machine::{self, Machine};
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use futures::future::join_all;
 use kvbm::{BlockManager, permissions};
 use prometheus::Registry;
@@ -42,7 +42,9 @@ impl Native {
         let machine = Machine::detect();
         let threads = config.threads.on(machine.threads);
         let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
-        frontend::check_model(runtime.card());
+        frontend::check_model(runtime.card())
+            .map_err(|problem| anyhow!(problem))
+            .context("the model cannot be served")?;
         let needs = Needs::of(&runtime.shape());
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;

@@ -106,6 +106,15 @@ async fn a_stream_is_what_the_server_sends() {
 }
 
 #[tokio::test]
+async fn a_stream_of_several_choices_is_not_asked_for_usage() {
+    let server = server([Script::chat(&["Hello"], None)]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let body = r#"{"model":"org/m","messages":[],"stream":true,"n":2}"#;
+    assert_eq!(gateway.post("/v1/chat/completions", body).await.status(), 200);
+    assert_eq!(completions(&server)[0].body, body);
+}
+
+#[tokio::test]
 async fn a_response_with_a_length_is_counted_as_whole() {
     let body =
         json!({ "choices": [], "usage": { "prompt_tokens": 9, "prompt_tokens_details": { "cached_tokens": 8 } } });

@@ -4,7 +4,7 @@ import subprocess
 
 import openai
 import pytest
-from conftest import Server, binary, environment
+from process import binary, environment, serve
 
 PROMPT = list(range(10, 10 + 640))
 MAX_RUNS = 30
@@ -21,8 +21,8 @@ def complete(server):
 def run_once(folder, *arguments):
     """Starts a server, completes the prompt, and stops the server with SIGTERM."""
     folder.mkdir(exist_ok=True)
-    server = Server(folder, *arguments)
-    server.wait_until_ready()
+    server = serve(folder, *arguments)
+    server.wait_until("/ready")
     try:
         answer = complete(server)
     finally:

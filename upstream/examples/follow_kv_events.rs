@@ -4,7 +4,7 @@
 //! cargo run --example follow_kv_events -- tcp://127.0.0.1:5557 tcp://127.0.0.1:5558 kv
 //! ```
 //!
-//! The replay endpoint may be `-`. `tests/python/kv_events.py` runs it against libzmq.
+//! The replay endpoint may be `-`. `tests/python/test_kv_events.py` runs it against libzmq.
 
 use std::time::Duration;
 use upstream::kv_events::{Batch, Event, Sink, Source, run};

@@ -104,7 +104,11 @@ impl UpstreamEngine {
         {
             splice.set("cache_salt", json(&salt));
         }
-        if http.is_stream && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice) {
+        // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
+        // several choices those that ended first would lack it, so their usage is not requested.
+        let is_one_choice = request.group.is_none();
+        if http.is_stream && is_one_choice && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice)
+        {
             splice.set_in("stream_options", "include_usage", "true")?;
             usage = UsageInStream::Strip;
         }

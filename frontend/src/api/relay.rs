@@ -22,10 +22,11 @@ use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
+use std::{io, mem};
 use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
 use worker::engine::{
     self, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
     Sampling, StopConditions, Work,
@@ -50,6 +51,11 @@ const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
+
+/// The end of a stream of chat or completions.
+const DONE: &[u8] = b"data: [DONE]\n\n";
+/// Time for the end of an engine's response after [`DONE`]. It is the next packet.
+const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request whose body was read.
 pub(super) struct Incoming {
@@ -195,7 +201,8 @@ pub(super) async fn respond(
     drop(memory);
     meter.head(head.worker);
     context.stream_started();
-    let relay = Relay { outputs, meter, context, shutdown, is_stream: routing.is_stream, _running: running };
+    let is_stream = routing.is_stream;
+    let relay = Relay { outputs, meter, context, shutdown, is_stream, is_done: false, _running: running };
     let mut response = Response::new(Body::from_stream(relay.into_body()));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))
@@ -208,14 +215,19 @@ struct Relay {
     context: Arc<RequestContext>,
     shutdown: Shutdown,
     is_stream: bool,
+    /// The stream's `[DONE]` was relayed: the response is whole for the client, who may leave.
+    is_done: bool,
     _running: RunningChoices,
 }
+
+/// The relay of a response whose end was not relayed yet.
+struct Unfinished(Option<Relay>);
 
 impl Relay {
     /// The body of the response. A stream that fails ends with an event that says why; any other body is cut off.
     fn into_body(self) -> impl futures::Stream<Item = io::Result<Bytes>> + Send + 'static {
-        stream::unfold(Some(self), |relay| async move {
-            let mut relay = relay?;
+        stream::unfold(Unfinished(Some(self)), |mut unfinished| async move {
+            let relay = unfinished.0.as_mut()?;
             let next = tokio::select! {
                 biased;
                 next = relay.outputs.next() => next,
@@ -224,26 +236,26 @@ impl Relay {
             match next {
                 Some(Ok(Output::Body(bytes))) => {
                     relay.meter.body();
+                    relay.is_done = relay.is_stream && bytes.ends_with(DONE);
                     // A body with a length is not polled after its last byte, so its end is taken with that.
-                    let next = if relay.is_stream { None } else { relay.outputs.next().now_or_never().flatten() };
+                    let may_be_last = !relay.is_stream || relay.is_done;
+                    let next = if may_be_last { relay.outputs.next().now_or_never().flatten() } else { None };
                     match next {
-                        Some(Ok(Output::End(report))) => {
-                            relay.finish(report);
-                            Some((Ok(bytes), None))
-                        }
+                        Some(Ok(Output::End(report))) => unfinished.finish(report),
                         Some(other) => {
-                            relay.outputs = stream::iter([other]).chain(relay.outputs).boxed();
-                            Some((Ok(bytes), Some(relay)))
+                            let outputs = mem::replace(&mut relay.outputs, stream::empty().boxed());
+                            relay.outputs = stream::iter([other]).chain(outputs).boxed();
                         }
-                        None => Some((Ok(bytes), Some(relay))),
+                        None => {}
                     }
+                    Some((Ok(bytes), unfinished))
                 }
                 Some(Ok(Output::End(report))) => {
-                    relay.finish(report);
+                    unfinished.finish(report);
                     None
                 }
-                Some(Err(error)) => Some((relay.fail(&error.into()), None)),
-                _ => Some((relay.fail(&Error::Failed("the engine's response has no end".into())), None)),
+                Some(Err(error)) => Some((unfinished.fail(&error.into())?, unfinished)),
+                _ => Some((unfinished.fail(&Error::Failed("the engine's response has no end".into()))?, unfinished)),
             }
         })
     }
@@ -261,5 +273,33 @@ impl Relay {
         }
         let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
         Ok(format!("data: {object}\n\n").into())
+    }
+}
+
+impl Unfinished {
+    fn finish(&mut self, report: RelayReport) {
+        if let Some(mut relay) = self.0.take() {
+            relay.finish(report);
+        }
+    }
+
+    fn fail(&mut self, error: &Error) -> Option<io::Result<Bytes>> {
+        Some(self.0.take()?.fail(error))
+    }
+}
+
+impl Drop for Unfinished {
+    /// Clients may leave after `[DONE]`. What the engine says after it is read all the same: the usage is counted, and
+    /// the connection to the engine can be used again. Without an end in time the request counts as cancelled.
+    fn drop(&mut self) {
+        if let Some(mut relay) = self.0.take().filter(|relay| relay.is_done) {
+            tokio::spawn(timeout(REST_TIMEOUT, async move {
+                while let Some(Ok(output)) = relay.outputs.next().await {
+                    if let Output::End(report) = output {
+                        return relay.finish(report);
+                    }
+                }
+            }));
+        }
     }
 }

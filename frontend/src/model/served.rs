@@ -126,15 +126,16 @@ pub(crate) fn prompt_too_long(param: &str, context: usize, tokens: &str) -> Erro
     Error::invalid(param, CONTEXT, message)
 }
 
-/// Logs a warning if requests for a model will fail, at the start instead of with the first request.
-pub fn check_model(card: &Arc<ModelCard>) {
-    let model = card.id.as_str();
-    match ServedModel::new(Arc::clone(card), ModelOptions::default()) {
-        Ok(served) => {
-            if let Some(problem) = served.template_problem() {
-                tracing::warn!(model, problem, "chat requests will be rejected; completion requests are served");
-            }
-        }
-        Err(error) => tracing::warn!(model, %error, "requests for this model will fail"),
+/// Checks at the start that requests for a model can be served. A chat template that cannot be used is only logged,
+/// because completions work without it.
+pub fn check_model(card: &Arc<ModelCard>) -> Result<(), String> {
+    let served = ServedModel::new(Arc::clone(card), ModelOptions::default()).map_err(|error| match error {
+        Error::Failed(problem) => problem,
+        other => other.to_string(),
+    })?;
+    if let Some(problem) = served.template_problem() {
+        let model = card.id.as_str();
+        tracing::warn!(model, problem, "chat requests will be rejected; completion requests are served");
     }
+    Ok(())
 }

@@ -99,7 +99,8 @@ impl TokenEncoding {
                 Some("Fuse" | "Strip") => {}
                 other => {
                     let name = other.unwrap_or("none");
-                    return Err(Error::Failed(format!("tokenizer.json: decoder {name} is not supported")));
+                    let problem = "is not supported; supported are ByteLevel and the decoders of SentencePiece";
+                    return Err(Error::Failed(format!("tokenizer.json: decoder {name} {problem}")));
                 }
             }
         }

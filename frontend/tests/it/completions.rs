@@ -74,3 +74,14 @@ async fn logprobs_have_openais_shape() {
     assert_eq!(logprobs.text_offset, [0, 1, 1, 2]);
     assert_eq!(logprobs.top_logprobs[0], json!({ "a": -0.5, "he": -9999.0 }));
 }
+
+#[test]
+fn a_model_whose_tokens_have_no_known_text_is_refused() {
+    let mut card = crate::fake::card();
+    assert_eq!(frontend::check_model(&card.clone().into()), Ok(()));
+    let mut tokenizer: serde_json::Value = serde_json::from_str(&tiny_tokenizer::tokenizer()).unwrap();
+    tokenizer["decoder"] = serde_json::Value::Null;
+    card.tokenizer = Some(tokenizer.to_string().into());
+    let problem = frontend::check_model(&card.into()).unwrap_err();
+    assert!(problem.starts_with("tokenizer.json: decoder none is not supported"), "{problem}");
+}

@@ -9,6 +9,7 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 use tower::ServiceExt;
 use worker::engine::{
     Domain, Error, ErrorKind, ErrorResponse, ModelCard, Output, RelayReport, Request, ResponseHead, Work,
@@ -130,6 +131,26 @@ async fn a_client_that_disconnects_cancels_the_engine() {
     assert_eq!(engine.open(), 1);
     drop(response);
     assert_eq!(engine.open(), 0);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_after_done_gets_its_usage_counted() {
+    let permits = Arc::new(Semaphore::new(0));
+    let engine = relaying(vec![head(), part("data: [DONE]\n\n"), Step::Wait(permits.clone()), end()]);
+    let router = engine.router();
+    let request = HttpRequest::post("/v1/completions");
+    let request = request.body(Body::from(r#"{"model":"org/tiny","prompt":"x","stream":true}"#));
+    let response = router.clone().oneshot(request.unwrap()).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    assert_eq!(body.next().await.unwrap().unwrap(), "data: [DONE]\n\n");
+    drop(body);
+    permits.add_permits(1);
+    while engine.open() > 0 {
+        tokio::task::yield_now().await;
+    }
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    assert!(metrics.contains("blockyard_frontend_cached_tokens_total{model=\"org/tiny\"} 8"), "{metrics}");
 }
 
 #[tokio::test]

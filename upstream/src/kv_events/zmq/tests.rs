@@ -1,4 +1,4 @@
-//! `run` against a fake publisher that speaks ZMTP by the code of these tests. `tests/python/kv_events.py` has the
+//! `run` against a fake publisher that speaks ZMTP by the code of these tests. `tests/python/test_kv_events.py` has the
 //! tests against libzmq.
 
 use super::codec::{self, Decoder, Received};

@@ -8,6 +8,7 @@ use crate::relay::sse::{Event, Splitter};
 use bytes::Bytes;
 use memchr::memmem;
 use std::ops::Range;
+use worker::engine::ErrorKind;
 
 /// Longer events pass unread. Chunks have 300 bytes, or some 100 KB with the log probabilities of a prompt; the last
 /// event of the Responses API repeats the whole answer.
@@ -139,8 +140,13 @@ impl Events {
             chunk.kind = Kind::Error;
         }
         if holding && chunk.kind == Kind::Error {
-            let data = Bytes::copy_from_slice(&data);
-            return Err(RelayError::Answered(Box::new(Answer::of_event(data))));
+            let answer = Answer::of_event(Bytes::copy_from_slice(&data));
+            if answer.kind != ErrorKind::Request {
+                return Err(RelayError::Answered(Box::new(answer)));
+            }
+            // Another engine would refuse the request too, so it passes as the engine wrote it.
+            self.finished = Finished::Yes;
+            return Ok(Step { frame: Some(event.raw), release: true });
         }
         self.learn(chunk);
         if self.strip && chunk.kind == Kind::Usage {

@@ -149,15 +149,24 @@ fn what_else_the_usage_chunk_says_is_kept() {
 }
 
 #[test]
-fn an_error_before_the_output_is_no_answer() {
+fn an_error_of_the_engine_before_output_is_no_answer() {
     let role = event(r#"{"choices":[{"delta":{"role":"assistant"}}]}"#);
-    let error = r#"{"error":{"message":"m","code":400}}"#;
+    let error = r#"{"error":{"message":"m","code":500}}"#;
     for body in [event(error), role + &event(error), format!("error: {error}\n\n")] {
         let outcome = streamed(UsageInStream::Keep, body);
         assert!(outcome.head.is_none());
         let Err(RelayError::Answered(answer)) = outcome.end else { panic!("{:?}", outcome.end) };
-        assert_eq!((answer.kind, &answer.body[..]), (ErrorKind::Request, error.as_bytes()));
+        assert_eq!((answer.kind, &answer.body[..]), (ErrorKind::Fault, error.as_bytes()));
     }
+}
+
+#[test]
+fn an_error_of_the_client_passes_as_it_is() {
+    let body = event(r#"{"error":{"message":"m","code":400}}"#) + &event("[DONE]");
+    let outcome = streamed(UsageInStream::Strip, body.clone());
+    assert_eq!(outcome.bytes, body.as_bytes());
+    assert!(outcome.head.is_some());
+    assert!(!outcome.end.unwrap().failed);
 }
 
 #[test]

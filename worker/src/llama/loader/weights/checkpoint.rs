@@ -141,7 +141,7 @@ impl Checkpoint {
         let hashes = chunks.collect::<io::Result<Vec<_>>>();
         let hashes = hashes.map_err(|source| FolderError::Read { path: shard.path.clone(), source })?;
         let mut hasher = blake3::Hasher::new();
-        hasher.update(format!("{name} {:?} {:?}\n", info.dtype, info.shape).as_bytes());
+        hasher.update(format!("{name} {} {:?}\n", hashed_name(info.dtype), info.shape).as_bytes());
         for hash in hashes {
             hasher.update(hash.as_bytes());
         }
@@ -223,6 +223,15 @@ enum HeaderError {
 impl From<io::Error> for HeaderError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
+    }
+}
+
+/// The type of a tensor as it is hashed into the identity of a model. A changed name makes all stored blocks misses.
+fn hashed_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "F32",
+        Dtype::F16 => "F16",
+        _ => "BF16",
     }
 }
 

@@ -1,6 +1,4 @@
-"""KV events against libzmq: the follower of the `upstream` crate and publishers made with pyzmq.
-
-Usage: python tests/python/kv_events.py PATH_OF_follow_kv_events [TEST...]   (needs pyzmq)
+"""KV events against libzmq: the example `follow_kv_events` of the crate `upstream`, and publishers made with pyzmq.
 
 A publisher speaks as vLLM's does: PUB with sequence numbers, and a ROUTER that replays its buffer.
 """
@@ -10,13 +8,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
 import zmq
+from process import binary
 
-FOLLOWER = sys.argv[1]
 TIMEOUT = 30
 
 
@@ -78,7 +75,8 @@ class Follower:
 
     def __init__(self, live, replay="-", delay=0):
         endpoint = f"tcp://127.0.0.1:{replay}" if replay != "-" else "-"
-        arguments = [FOLLOWER, f"tcp://127.0.0.1:{live}", endpoint, "kv", str(delay)]
+        follower = binary().parent / "examples" / "follow_kv_events"
+        arguments = [follower, f"tcp://127.0.0.1:{live}", endpoint, "kv", str(delay)]
         self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, bufsize=1)
         self.lines = []
         threading.Thread(target=self.read, daemon=True).start()
@@ -181,10 +179,8 @@ def test_a_stopped_follower_never_blocks_the_publisher():
     publisher.publish(1)
     follower.wait("batch 0")
     os.kill(follower.process.pid, signal.SIGSTOP)
-    start = time.monotonic()
     # 200 MB, more than the buffers of the kernel and of libzmq hold.
     publisher.publish(5000, size=40_000)
-    print(f"  published 5,000 batches in {time.monotonic() - start:.1f} s", end="")
     os.kill(follower.process.pid, signal.SIGCONT)
     time.sleep(1)
     publisher.publish(1)
@@ -193,7 +189,6 @@ def test_a_stopped_follower_never_blocks_the_publisher():
     assert blocks == sorted(set(blocks)), "each batch once, in order"
     assert blocks[-500:] == list(range(4502, 5002)), f"the buffered batches were replayed: {runs(blocks)}"
     assert "stale" in follower.lines, "the others are lost for good"
-    print(f", follower took {follower.rss():.0f} MiB", end="")
     assert follower.rss() < 150
     follower.close()
     publisher.kill()
@@ -244,7 +239,6 @@ def test_hostile_peers_take_no_memory():
             except OSError:
                 pass
             peer.close()
-    print(f"  follower took {follower.rss():.0f} MiB", end="")
     assert follower.rss() < 60
     publisher = Publisher(live, ports(1)[0])
     end = time.monotonic() + TIMEOUT
@@ -270,13 +264,3 @@ def test_idle_connections_stay_open():
     follower.wait("batch 0")
     follower.close()
     publisher.kill()
-
-
-if __name__ == "__main__":
-    # Further arguments choose tests.
-    for name, test in list(globals().items()):
-        if name.startswith("test_") and name in (sys.argv[2:] or [name]):
-            start = time.monotonic()
-            print(name, end="", flush=True)
-            test()
-            print(f"  ok, {time.monotonic() - start:.1f} s", flush=True)

@@ -1,0 +1,109 @@
+"""Two vLLM servers on the CPU that publish KV events, and `blockyard serve` in front of them.
+
+The servers serve the built-in model `tiny`, whose weights are random. They run from the virtual environment of these
+tests (`install.py`). The report of a failed test has the ends of all logs.
+"""
+
+import json
+import pathlib
+import sys
+
+import openai
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+from process import Server, environment, free_port, serve  # noqa: E402
+
+MODEL = "tiny"
+# A start takes 45 s on an idle machine with two cores, nearly all of it imports.
+MAX_START_SECONDS = 600
+
+
+class Engine:
+    """A vLLM server on fixed ports. It can be killed and started again."""
+
+    def __init__(self, name, folder, model):
+        self.name, self.folder, self.model = name, folder, model
+        self.port, self.events, self.replay = free_port(), free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.events}",
+            "replay_endpoint": f"tcp://*:{self.replay}",
+        }
+        command = [pathlib.Path(sys.executable).parent / "vllm", "serve", self.model, "--served-model-name", MODEL]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--kv-events-config", json.dumps(events)]
+        command += ["--disable-uvicorn-access-log", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
+        # 32 tokens are the smallest block of the CPU's attention. 200 blocks hold all prompts of these tests.
+        command += ["--block-size", "32", "--num-gpu-blocks-override", "200", "--enable-prompt-tokens-details"]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else both servers bind to the first core
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        self.server = Server(self.name, self.folder, command, self.port, environment() | settings)
+
+    def wait_until_healthy(self):
+        self.server.wait_until("/health", MAX_START_SECONDS)
+
+    def kill(self):
+        self.server.kill()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def model(folder):
+    """The folder of the model, which the first start of the program writes."""
+    writer = serve(folder)
+    writer.wait_until("/ready")
+    writer.stop()
+    [config] = (folder / "data" / "models").glob("*/config.json")
+    return config.parent
+
+
+@pytest.fixture(scope="session")
+def engines(folder, model):
+    engines = [Engine(f"vllm-{number}", folder, model) for number in range(2)]
+    try:
+        for engine in engines:
+            engine.wait_until_healthy()
+        yield engines
+    finally:
+        for engine in engines:
+            engine.kill()
+
+
+@pytest.fixture(scope="session")
+def gateway(folder, engines):
+    urls = [argument for engine in engines for argument in ("--upstream", engine.url)]
+    gateway = serve(folder, *urls, model=None)
+    try:
+        gateway.wait_until("/ready")
+        yield gateway
+    finally:
+        gateway.kill()
+
+
+@pytest.fixture(scope="session")
+def client(gateway):
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and "folder" in item.funcargs:
+        for log in sorted(item.funcargs["folder"].glob("*.log")):
+            report.sections.append((f"end of {log.name}", log.read_bytes()[-4_000:].decode(errors="replace")))
+    return report

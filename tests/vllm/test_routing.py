@@ -1,0 +1,136 @@
+"""Requests go to the server that has their prefix, and the predicted cached tokens are those that vLLM reports."""
+
+import json
+import random
+import threading
+import time
+
+import openai
+from conftest import MODEL
+
+WORDS = "block cache prefix token hash tier store load plan route engine worker page key value event step batch".split()
+MAX_WAIT_SECONDS = 60
+
+
+class Conversation:
+    """A chat that grows by one question and one answer per turn, and forgets its oldest turn when it is long."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.messages = [{"role": "system", "content": self.text(120)}]
+        self.workers = []
+
+    def text(self, words):
+        return " ".join(self.random.choice(WORDS) for _ in range(words))
+
+    def ask(self, client, stream):
+        """One turn: the decision of the gateway, and the usage that vLLM reports."""
+        self.messages.append({"role": "user", "content": self.text(12)})
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = client.chat.completions.with_raw_response.create(
+            model=MODEL,
+            messages=self.messages,
+            max_tokens=8,
+            temperature=0,
+            extra_headers={"x-blockyard-explain": "1"},
+            **options,
+        )
+        decision = json.loads(answer.headers["x-blockyard-explain"])
+        parsed = answer.parse()
+        if stream:
+            chunks = list(parsed)
+            usage = chunks[-1].usage
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        else:
+            usage, text = parsed.usage, parsed.choices[0].message.content
+        self.messages.append({"role": "assistant", "content": text})
+        if len(self.messages) > 7:
+            del self.messages[1:3]
+        self.workers.append(decision["chosen"])
+        return decision, usage
+
+
+def cached_tokens(usage):
+    return usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def settle(gateway):
+    """Waits until the events of finished requests have been applied: the index has stopped growing."""
+    size = None
+    while size != (size := gateway.metric("blockyard_router_index_entries")):
+        time.sleep(0.2)
+
+
+def test_predicted_cached_tokens_are_those_that_vllm_reports(gateway, client):
+    wait_for(lambda: gateway.metric("blockyard_router_workers") == 2, "both servers are registered")
+    order = random.Random(5)
+    conversations = [Conversation(seed) for seed in range(10)]
+    predicted, reported = [], []
+    for turn in range(100):
+        decision, usage = order.choice(conversations).ask(client, stream=turn % 2 == 0)
+        predicted.append(decision["cached_tokens"])
+        reported.append(cached_tokens(usage))
+        settle(gateway)
+    assert predicted == reported
+    assert sum(reported) > 5_000, "most of the prompts are repeated"
+    for conversation in conversations:
+        assert len(set(conversation.workers)) == 1, "a conversation stays on the server that has its prefix"
+    workers = {worker for conversation in conversations for worker in conversation.workers}
+    assert len(workers) == 2, "new prompts are spread over the servers"
+
+
+def test_requests_are_answered_while_a_server_is_killed_and_started_again(gateway, client, engines):
+    conversations = [Conversation(100 + seed) for seed in range(4)]
+    for conversation in conversations:
+        conversation.ask(client, stream=False)
+    settle(gateway)
+    stop, failures, answered = threading.Event(), [], []
+
+    def ask_forever(seed):
+        conversation = Conversation(200 + seed)
+        while not stop.is_set():
+            try:
+                conversation.ask(client, stream=False)
+                answered.append(seed)
+            except openai.OpenAIError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=ask_forever, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(answered) >= 8, "requests are answered before the server is killed")
+        engines[0].kill()
+        before = len(answered)
+        wait_for(lambda: len(answered) >= before + 40, "requests are answered by the other server")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert gateway.metric("blockyard_router_retries_total", 'reason="error"') > 0
+
+    engines[0].start()
+    engines[0].wait_until_healthy()
+    # The process that was killed had blocks of some conversations. The new one has none, and the index follows.
+    used = set()
+
+    def both_servers_are_used():
+        decision, usage = Conversation(random.randrange(10**9)).ask(client, stream=False)
+        assert decision["cached_tokens"] == cached_tokens(usage) == 0
+        used.add(decision["chosen"])
+        return len(used) == 2
+
+    wait_for(both_servers_are_used, "the server that was started again gets requests")
+    settle(gateway)
+    for turn in range(12):
+        decision, usage = conversations[turn % 4].ask(client, stream=turn % 2 == 0)
+        assert decision["cached_tokens"] == cached_tokens(usage), f"turn {turn}"
+        settle(gateway)

@@ -1,0 +1,156 @@
+"""An answer through the gateway is the answer of vLLM, byte for byte except ids and times."""
+
+import itertools
+import json
+import re
+
+import pytest
+from conftest import MODEL
+from process import serve
+
+CHAT = {"messages": [{"role": "user", "content": "The yard sorts wagons."}]}
+COMPLETION = {"prompt": "The yard sorts"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+SCHEMA = {"name": "answer", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+# Fields of vLLM's chat and completions, valid values and invalid ones.
+FIELDS = [
+    {},
+    {"n": 2, "temperature": 1.0, "seed": 3},
+    {"n": 0},
+    {"n": 99999},
+    {"best_of": 2},
+    {"use_beam_search": True, "n": 2},
+    {"max_tokens": 0},
+    {"max_tokens": 1},
+    {"max_tokens": 99999},
+    {"max_completion_tokens": 3},
+    {"min_tokens": 3},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 5},
+    {"temperature": "hot"},
+    {"top_p": 0.5},
+    {"top_p": 2},
+    {"top_k": 3},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.2},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": 0.5},
+    {"logit_bias": {"5": 3}},
+    {"allowed_token_ids": [5, 6]},
+    {"bad_words": ["a"]},
+    {"stop": ["a"]},
+    {"stop": ["a", "e"], "include_stop_str_in_output": True},
+    {"stop_token_ids": [7]},
+    {"ignore_eos": True},
+    {"skip_special_tokens": False},
+    {"spaces_between_special_tokens": False},
+    {"detokenize": False},
+    {"return_token_ids": True},
+    {"return_tokens_as_token_ids": True, "logprobs": True},
+    {"logprobs": True, "top_logprobs": 3},
+    {"logprobs": True, "top_logprobs": 30},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"echo": True},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    {"structured_outputs": {"regex": "[ab]+"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"regex": "("}},
+    {"tools": [TOOL]},
+    {"tools": [TOOL], "tool_choice": "auto"},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"parallel_tool_calls": False},
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": False}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": None},
+    {"truncate_prompt_tokens": 3},
+    {"priority": 3},
+    {"cache_salt": "salt"},
+    {"user": "user"},
+    {"metadata": {"a": "b"}},
+    {"request_id": "abc"},
+    {"kv_transfer_params": {}},
+    {"add_generation_prompt": False},
+    {"chat_template_kwargs": {"a": 1}},
+    {"suffix": "x"},
+    {"unknown_field": 1},
+]
+CHAT_FIELDS = [
+    {"messages": []},
+    {"messages": "text"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "parts"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    {"messages": [{"role": "king", "content": "hello"}]},
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello é 漢字 🚂"}]},
+]
+COMPLETION_FIELDS = [
+    {"prompt": ["a", "b"]},
+    {"prompt": [5, 6, 7]},
+    {"prompt": [[5, 6, 7], [8, 9]]},
+    {"prompt": ""},
+    {"prompt": 7},
+    {"prompt": [999_999]},
+]
+MESSAGE = {"max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": "x"}]}
+OTHER = [
+    ("/tokenize", {"prompt": "abc"}),
+    ("/tokenize", CHAT),
+    ("/detokenize", {"tokens": [5, 6]}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 4, "temperature": 0}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 4, "temperature": 0, "stream": True}),
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages", MESSAGE | {"stream": True}),
+    ("/v1/embeddings", {"input": "x"}),
+    ("/score", {"text_1": "a", "text_2": "b"}),
+    ("/rerank", {"query": "a", "documents": ["b"]}),
+    ("/v1/nonsense", {}),
+]
+# vLLM puts tokens that are ready at the same time into one chunk, so the chunks of two equal requests may differ.
+ATTEMPTS = 8
+
+
+def requests():
+    endpoints = [("/v1/chat/completions", CHAT, CHAT_FIELDS), ("/v1/completions", COMPLETION, COMPLETION_FIELDS)]
+    for path, prompt, own in endpoints:
+        for fields, stream in itertools.product(FIELDS + own, (False, True)):
+            yield path, {**prompt, "max_tokens": 6, "temperature": 0, **fields, "stream": stream}
+    yield from OTHER
+
+
+def without_ids_and_times(body):
+    body = re.sub(rb'"id":"(chatcmpl|cmpl|resp|embd|msg|score|rerank)[^"]*"', b'"id":"X"', body)
+    body = re.sub(rb"\b(chatcmpl|cmpl|resp|msg|rs)[-_][0-9a-f-]{16,}", b"X", body)
+    return re.sub(rb'"(created|created_at|completed_at)":[0-9.]+', rb'"\1":0', body)
+
+
+def exchange(server, path, body):
+    status, answer, headers = server.post_with_headers(path, json.dumps({"model": MODEL} | body).encode())
+    return status, headers["content-type"], without_ids_and_times(answer)
+
+
+@pytest.fixture(scope="module")
+def gateway_of_one(folder, engines):
+    gateway = serve(folder, "--upstream", engines[0].url, model=None)
+    gateway.wait_until("/ready")
+    yield gateway
+    gateway.kill()
+
+
+def test_answers_are_those_of_vllm(gateway_of_one, engines):
+    differing, count = [], 0
+    for path, body in requests():
+        count += 1
+        direct, relayed = [], []
+        for _ in range(ATTEMPTS):
+            direct.append(exchange(engines[0].server, path, body))
+            relayed.append(exchange(gateway_of_one, path, body))
+            if set(direct) & set(relayed):
+                break
+        else:
+            differing.append((path, body, direct[-1], relayed[-1]))
+    assert count > 200
+    assert not differing, f"{len(differing)} of {count} requests, the first: {differing[0]}"
