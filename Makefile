@@ -19,7 +19,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-vllm lint fmt doc setup advisories
-.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,11 @@ bench-routing: ## Prompt tokens computed under each routing policy, and the lowe
 	cargo build --locked --release
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin routing -- $(ARGS)
+
+bench-gateway: ## Gateways side by side, those that are installed, half an hour (ARGS="--only blockyard" for less)
+	cargo build --locked --release
+	cargo build --locked --release $(BENCH)
+	cargo run --locked --release --quiet $(BENCH) --bin gateway -- $(ARGS)
 
 setup: $(VENV)/.ready ## Install the Python client and cargo-deny for lint and test (three minutes)
 	cargo deny --version >/dev/null 2>&1 || cargo install --locked cargo-deny@$(CARGO_DENY)

@@ -6,6 +6,7 @@
 pub mod client;
 pub mod conversation;
 pub mod figure;
+pub mod gateway;
 pub mod metrics;
 pub mod options;
 pub mod prompt;

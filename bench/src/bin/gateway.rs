@@ -1,0 +1,492 @@
+//! Gateways side by side in front of the same engines: CPU time per request and per chunk, added time to the first
+//! token, memory. Blockyard's figures stand beside their goals, those of the others without.
+
+use anyhow::{Context, Result, bail, ensure};
+use bench::figure::{Figure, Goal};
+use bench::gateway::load::{Load, Measured, Until, answers, run};
+use bench::gateway::peers::{Gateway, Setting};
+use bench::gateway::process::Running;
+use bench::options::{root, target_directory};
+use bench::report::circumstances;
+use bench::suite;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tokio::time::sleep;
+
+/// Ports of the engines, their events and the gateways. Fixed, because the gateways need them in configurations.
+const ENGINES: u16 = 19_100;
+const EVENTS: u16 = 19_200;
+const GATEWAYS: u16 = 19_300;
+/// Ports of one gateway: its own and that of its metrics.
+const PORTS_EACH: u16 = 2;
+/// Number of engines.
+const ENGINE_COUNT: u16 = 4;
+/// Time for a gateway's start. `LiteLLM` takes half a minute.
+const START_TIMEOUT: Duration = Duration::from_mins(3);
+/// Between two tokens of a paced stream: 50 tokens per second.
+const PACE: Duration = Duration::from_millis(20);
+/// The same while memory is measured: streams are open, and little is computed.
+const SLOW_PACE: Duration = Duration::from_secs(1);
+
+const USAGE: &str = "\
+  --json             print JSON instead of a table
+  --only NAME        a gateway to measure (repeatable; all)
+  --blockyard PATH   program under test (the release build of this checkout)
+  --environment DIR  Python environment with the peers (bench/.venv-gateways)
+  --seconds N        duration of each measurement (5)
+  --repetitions N    repetitions of each measurement, of which the median counts (3)
+  --prompts N        distinct prompts before memory is measured (200000)
+  --streams N        open streams while memory is measured (1000); a gateway opens twice as many files";
+
+/// The command line.
+struct Options {
+    json: bool,
+    only: Vec<String>,
+    blockyard: Option<PathBuf>,
+    environment: PathBuf,
+    seconds: f64,
+    repetitions: usize,
+    prompts: u64,
+    streams: usize,
+}
+
+impl Options {
+    fn from_args() -> Result<Self> {
+        let mut options = Self {
+            json: false,
+            only: Vec::new(),
+            blockyard: None,
+            environment: root().join("bench/.venv-gateways"),
+            seconds: 5.0,
+            repetitions: 3,
+            prompts: 200_000,
+            streams: 1_000,
+        };
+        let mut arguments = std::env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
+            match argument.as_str() {
+                "--json" => options.json = true,
+                "--only" => options.only.push(value()?),
+                "--blockyard" => options.blockyard = Some(value()?.into()),
+                "--environment" => options.environment = value()?.into(),
+                "--seconds" => options.seconds = value()?.parse().context("--seconds")?,
+                "--repetitions" => options.repetitions = value()?.parse().context("--repetitions")?,
+                "--prompts" => options.prompts = value()?.parse().context("--prompts")?,
+                "--streams" => options.streams = value()?.parse().context("--streams")?,
+                "--help" | "-h" => {
+                    println!("Gateways side by side\n\n{USAGE}");
+                    std::process::exit(0);
+                }
+                _ => bail!("unknown option {argument}\n\n{USAGE}"),
+            }
+        }
+        ensure!(options.repetitions > 0 && options.seconds > 0.0, "--repetitions and --seconds: above 0");
+        Ok(options)
+    }
+}
+
+/// What is measured while all gateways run.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Scenario {
+    /// Short prompts, whole answers.
+    Plain,
+    /// The same, as streams without a pace.
+    Stream,
+    /// 256 streams of 50 tokens per second.
+    Paced,
+    /// One request at a time, one token.
+    Single,
+    /// Prompts of 16 KiB, of which 12 KiB are shared, one token.
+    Long,
+}
+
+impl Scenario {
+    const ALL: [Self; 5] = [Self::Plain, Self::Stream, Self::Paced, Self::Single, Self::Long];
+
+    fn load(self, addresses: Vec<SocketAddr>, time: Duration) -> Load {
+        let (clients, stream, tokens, prompt, shared) = match self {
+            Self::Plain => (32, false, 64, 128, 64),
+            Self::Stream => (32, true, 64, 128, 64),
+            Self::Paced => (256, true, 64, 128, 64),
+            Self::Single => (1, true, 1, 128, 64),
+            Self::Long => (32, true, 1, 16 << 10, 12 << 10),
+        };
+        let warmup = Duration::from_secs(if self == Self::Paced { 2 } else { 1 });
+        Load { addresses, clients, stream, tokens, prompt, shared, warmup, until: Until::Elapsed(time) }
+    }
+
+    fn pace(self) -> Duration {
+        if self == Self::Paced { PACE } else { Duration::ZERO }
+    }
+}
+
+/// A figure of one gateway, in the order of the table.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum What {
+    CpuRequest,
+    CpuChunk,
+    CpuChunkPaced,
+    CpuLong,
+    AddedFirst50,
+    AddedFirst99,
+    MemoryStreams,
+    MemoryPrompts,
+}
+
+impl What {
+    const ALL: [Self; 8] = [
+        Self::CpuRequest,
+        Self::CpuChunk,
+        Self::CpuChunkPaced,
+        Self::CpuLong,
+        Self::AddedFirst50,
+        Self::AddedFirst99,
+        Self::MemoryStreams,
+        Self::MemoryPrompts,
+    ];
+
+    fn name(self, options: &Options) -> String {
+        match self {
+            Self::CpuRequest => "CPU per request, 32 clients".to_owned(),
+            Self::CpuChunk => "CPU per chunk, 32 streams unpaced".to_owned(),
+            Self::CpuChunkPaced => "CPU per chunk, 256 streams at 50/s".to_owned(),
+            Self::CpuLong => "CPU per request, prompts of 16 KiB".to_owned(),
+            Self::AddedFirst50 => "added first token p50, one at a time".to_owned(),
+            Self::AddedFirst99 => "added first token p99, one at a time".to_owned(),
+            Self::MemoryStreams => format!("memory at {} open streams", options.streams),
+            Self::MemoryPrompts => format!("memory after {} distinct prompts", options.prompts),
+        }
+    }
+
+    const fn unit(self) -> &'static str {
+        match self {
+            Self::MemoryStreams | Self::MemoryPrompts => "MiB",
+            _ => "µs",
+        }
+    }
+
+    /// The goal of this program, where it is a number (issue 14).
+    fn goal(self, gateway: Gateway, options: &Options) -> Goal {
+        match (gateway, self) {
+            (Gateway::Blockyard, Self::AddedFirst50) => Goal::AtMost(100.0),
+            (Gateway::Blockyard, Self::AddedFirst99) => Goal::AtMost(200.0),
+            (Gateway::Blockyard, Self::MemoryPrompts) if options.prompts == 200_000 => Goal::AtMost(80.0),
+            _ => Goal::None,
+        }
+    }
+}
+
+/// The figures of one gateway, or why there are none.
+type Results = BTreeMap<What, Result<f64, &'static str>>;
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let options = Options::from_args()?;
+    let names = Gateway::ALL.map(Gateway::name);
+    let only = suite::selected(&names, &options.only)?;
+    let folder = tempfile::tempdir()?;
+    let blockyard = match &options.blockyard {
+        Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
+        None => target_directory()?.join("release/blockyard"),
+    };
+    let engines: Vec<SocketAddr> = (ENGINES..ENGINES + ENGINE_COUNT).map(local).collect();
+    let bench = Bench { options: &options, blockyard: &blockyard, folder: folder.path(), engines: &engines };
+    let _engines = bench.start_engines().await?;
+    let (mut installed, mut missing) = (Vec::new(), BTreeMap::new());
+    for gateway in Gateway::ALL.into_iter().filter(|gateway| only.contains(&gateway.name().to_owned())) {
+        match gateway.program(&bench.setting(gateway)) {
+            Some(program) => installed.push((gateway, program)),
+            None => drop(missing.insert(gateway.name(), gateway.install(&options.environment))),
+        }
+    }
+    let mut results = bench.matrix(&installed).await?;
+    for (gateway, program) in &installed {
+        let memory = bench.memory(*gateway, program).await?;
+        results.entry(gateway.name()).or_default().extend(memory);
+    }
+    for name in missing.keys() {
+        results.insert(name, What::ALL.map(|what| (what, Err("not installed"))).into());
+    }
+    let mut circumstances = circumstances();
+    circumstances["not_installed"] = json!(missing);
+    suite::print(&circumstances, &figures(&results, &options), options.json);
+    if !options.json {
+        for (name, install) in &missing {
+            println!("not installed: {name}; {install}");
+        }
+    }
+    Ok(())
+}
+
+fn local(port: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, port).into()
+}
+
+struct Bench<'a> {
+    options: &'a Options,
+    blockyard: &'a Path,
+    folder: &'a Path,
+    engines: &'a [SocketAddr],
+}
+
+impl Bench<'_> {
+    async fn start_engines(&self) -> Result<Running> {
+        let program = std::env::current_exe()?.with_file_name("engine");
+        ensure!(program.exists(), "{} is not there: make bench-gateway builds it", program.display());
+        let mut command = Command::new(program);
+        command.args([ENGINES, ENGINE_COUNT, EVENTS].map(|number| number.to_string()));
+        let mut engines = Running::start(command, "engine", self.folder)?;
+        for address in self.engines {
+            self.until_ready("engine", &mut engines, *address).await?;
+        }
+        Ok(engines)
+    }
+
+    fn setting(&self, gateway: Gateway) -> Setting<'_> {
+        let at = Gateway::ALL.iter().position(|other| *other == gateway).unwrap_or_default();
+        let listen = local(GATEWAYS + at as u16 * PORTS_EACH);
+        let environment = &self.options.environment;
+        Setting { blockyard: self.blockyard, environment, folder: self.folder, engines: self.engines, listen }
+    }
+
+    async fn start(&self, gateway: Gateway, program: &Path) -> Result<Running> {
+        let setting = self.setting(gateway);
+        eprintln!("starting {} …", gateway.name());
+        let command = gateway.command(program, &setting)?;
+        let mut running = Running::start(command, gateway.name(), self.folder)?;
+        self.until_ready(gateway.name(), &mut running, setting.listen).await?;
+        Ok(running)
+    }
+
+    async fn until_ready(&self, name: &str, running: &mut Running, address: SocketAddr) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            let error = match answers(address, Duration::from_secs(5)).await {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            };
+            if !running.is_running() || started.elapsed() > START_TIMEOUT {
+                let log = std::fs::read_to_string(self.folder.join(format!("{name}.log"))).unwrap_or_default();
+                bail!("{name} does not answer at {address}: {error:#}\n{log}");
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    async fn set_pace(&self, pace: Duration) -> Result<()> {
+        let url = format!("http://{}/interval?us={}", self.engines[0], pace.as_micros());
+        tokio::task::spawn_blocking(move || ureq::post(url).send_empty()).await??;
+        Ok(())
+    }
+
+    /// Every scenario with every gateway in turn, so that a change of the machine concerns all of them.
+    async fn matrix(&self, installed: &[(Gateway, PathBuf)]) -> Result<BTreeMap<&'static str, Results>> {
+        let mut running = Vec::new();
+        for (gateway, program) in installed {
+            running.push((*gateway, self.start(*gateway, program).await?));
+        }
+        let time = Duration::from_secs_f64(self.options.seconds);
+        let mut samples: BTreeMap<(&str, What), Vec<f64>> = BTreeMap::new();
+        let mut failed: BTreeMap<(&str, Scenario), String> = BTreeMap::new();
+        for repetition in 0..self.options.repetitions {
+            for scenario in Scenario::ALL {
+                self.set_pace(scenario.pace()).await?;
+                let direct = match scenario {
+                    Scenario::Single => Some(run(&scenario.load(self.engines.to_vec(), time), None).await),
+                    _ => None,
+                };
+                // Turned around in every other repetition, because the order may matter.
+                let order: Vec<_> =
+                    if repetition % 2 == 0 { running.iter().collect() } else { running.iter().rev().collect() };
+                for (gateway, process) in order {
+                    let name = gateway.name();
+                    let measured = run(&scenario.load(vec![self.setting(*gateway).listen], time), Some(process)).await;
+                    eprintln!(
+                        "{} {name}: {} requests, {} chunks, {} errors {}",
+                        scenario.name(),
+                        measured.requests,
+                        measured.chunks,
+                        measured.errors,
+                        measured.error.as_deref().unwrap_or_default()
+                    );
+                    if measured.errors > 0 || measured.requests == 0 {
+                        failed.insert((name, scenario), measured.error.unwrap_or_default());
+                        continue;
+                    }
+                    for (what, value) in scenario.values(&measured, direct.as_ref()) {
+                        samples.entry((name, what)).or_default().push(value);
+                    }
+                }
+            }
+        }
+        let mut results: BTreeMap<&'static str, Results> = BTreeMap::new();
+        for (gateway, _) in installed {
+            let name = gateway.name();
+            for scenario in Scenario::ALL {
+                for what in scenario.measures() {
+                    let value = match samples.get_mut(&(name, *what)) {
+                        Some(values) if !failed.contains_key(&(name, scenario)) => Ok(median(values)),
+                        _ => Err("requests failed"),
+                    };
+                    results.entry(name).or_default().insert(*what, value);
+                }
+            }
+        }
+        Ok(results)
+    }
+
+    /// Memory, in a new process.
+    async fn memory(&self, gateway: Gateway, program: &Path) -> Result<Results> {
+        let process = self.start(gateway, program).await?;
+        let addresses = vec![self.setting(gateway).listen];
+        let load = |clients, stream, tokens, until| {
+            let (addresses, warmup) = (addresses.clone(), Duration::from_secs(4));
+            Load { addresses, clients, stream, tokens, prompt: 128, shared: 64, warmup, until }
+        };
+        self.set_pace(SLOW_PACE).await?;
+        // Longer than the measurement, so that all are open at its end.
+        let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
+        let streams = run(&streams, Some(&process)).await;
+        self.set_pace(Duration::ZERO).await?;
+        let count = self.options.prompts;
+        let prompts = run(&load(32, false, 1, Until::Answered(count)), Some(&process)).await;
+        eprintln!("memory {}: {} streams failed, {} prompts", gateway.name(), streams.errors, prompts.requests);
+        let open =
+            if streams.errors == 0 && streams.chunks > 0 { Ok(streams.resident_mib) } else { Err("streams failed") };
+        let after = if prompts.requests >= count { Ok(prompts.resident_mib) } else { Err("not reached in 10 min") };
+        Ok([(What::MemoryStreams, open), (What::MemoryPrompts, after)].into())
+    }
+}
+
+impl Scenario {
+    fn measures(self) -> &'static [What] {
+        match self {
+            Self::Plain => &[What::CpuRequest],
+            Self::Stream => &[What::CpuChunk],
+            Self::Paced => &[What::CpuChunkPaced],
+            Self::Single => &[What::AddedFirst50, What::AddedFirst99],
+            Self::Long => &[What::CpuLong],
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Stream => "stream",
+            Self::Paced => "paced",
+            Self::Single => "single",
+            Self::Long => "long",
+        }
+    }
+
+    fn values(self, measured: &Measured, direct: Option<&Measured>) -> Vec<(What, f64)> {
+        let added = |quantile| Some(measured.first_us(quantile)? - direct?.first_us(quantile)?);
+        let value = |what| match what {
+            What::CpuRequest | What::CpuLong => Some(measured.cpu_per_request()),
+            What::CpuChunk | What::CpuChunkPaced => Some(measured.cpu_per_chunk()),
+            What::AddedFirst50 => added(0.5),
+            What::AddedFirst99 => added(0.99),
+            What::MemoryStreams | What::MemoryPrompts => None,
+        };
+        self.measures().iter().filter_map(|what| Some((*what, value(*what)?))).collect()
+    }
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[(values.len() - 1) / 2]
+}
+
+/// The figures of all gateways, and this program's as parts of the others'.
+fn figures(results: &BTreeMap<&'static str, Results>, options: &Options) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    for what in What::ALL {
+        for gateway in Gateway::ALL {
+            let Some(result) = results.get(gateway.name()).and_then(|results| results.get(&what)) else { continue };
+            let name = format!("{}: {}", what.name(options), gateway.name());
+            let goal = what.goal(gateway, options);
+            figures.push(match result {
+                Ok(value) => Figure::of(name, *value, what.unit(), goal),
+                Err(why) => Figure::missing(name, why, goal),
+            });
+        }
+        if matches!(what, What::CpuRequest | What::CpuChunk | What::CpuChunkPaced) {
+            figures.extend(ratios(what, results, options));
+        }
+    }
+    figures.extend(events(results));
+    figures
+}
+
+/// This program's CPU time as a part of that of nginx, and of the best gateway that knows engines.
+fn ratios(what: What, results: &BTreeMap<&'static str, Results>, options: &Options) -> [Figure; 2] {
+    let of = |gateway: Gateway| results.get(gateway.name())?.get(&what)?.ok();
+    let peers = [Gateway::VllmRouter, Gateway::Smg, Gateway::LiteLlm];
+    let best = peers.into_iter().filter_map(of).min_by(f64::total_cmp);
+    [("the best router", best, Goal::AtMost(0.5)), ("nginx", of(Gateway::Nginx), Goal::AtMost(2.0))].map(
+        |(other, reference, goal)| {
+            let name = format!("{}: blockyard / {other}", what.name(options));
+            match (of(Gateway::Blockyard), reference) {
+                (Some(own), Some(reference)) if reference > 0.0 => Figure::ratio(name, own / reference, goal),
+                _ => Figure::missing(name, "not measured", goal),
+            }
+        },
+    )
+}
+
+/// What routing by KV events adds to a request.
+fn events(results: &BTreeMap<&'static str, Results>) -> Option<Figure> {
+    let of = |gateway: Gateway| results.get(gateway.name())?.get(&What::CpuLong)?.ok();
+    let added = of(Gateway::BlockyardEvents)? - of(Gateway::Blockyard)?;
+    let name = "CPU per request, prompts of 16 KiB: added by KV events".to_owned();
+    Some(Figure::of(name, added, "µs", Goal::None))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> Options {
+        Options {
+            json: false,
+            only: Vec::new(),
+            blockyard: None,
+            environment: PathBuf::new(),
+            seconds: 1.0,
+            repetitions: 1,
+            prompts: 200_000,
+            streams: 1_000,
+        }
+    }
+
+    #[test]
+    fn ratios_need_both_and_take_the_best_router() {
+        let cpu = |value| Results::from([(What::CpuRequest, value)]);
+        let mut results = BTreeMap::from([
+            ("blockyard", cpu(Ok(30.0))),
+            ("vllm-router", cpu(Ok(75.0))),
+            ("smg", cpu(Ok(180.0))),
+            ("nginx", cpu(Err("not installed"))),
+        ]);
+        let [routers, nginx] = ratios(What::CpuRequest, &results, &options());
+        assert_eq!((routers.met(), nginx.met()), (Some(true), None));
+        assert_eq!(routers.row()[1], "0.40");
+        results.remove("vllm-router");
+        results.insert("nginx", cpu(Ok(10.0)));
+        let [routers, nginx] = ratios(What::CpuRequest, &results, &options());
+        assert_eq!((routers.row()[1].as_str(), nginx.met()), ("0.17", Some(false)));
+    }
+
+    #[test]
+    fn a_gateway_that_is_not_installed_has_no_number() {
+        let results = BTreeMap::from([("nginx", Results::from([(What::CpuRequest, Err("not installed"))]))]);
+        let rows: Vec<_> = figures(&results, &options()).iter().map(Figure::row).collect();
+        assert_eq!(rows[0][1], "not installed");
+        assert!(rows.iter().all(|row| row[1].starts_with("not ")), "{rows:?}");
+    }
+}

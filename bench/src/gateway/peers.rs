@@ -1,0 +1,162 @@
+//! The gateways that are compared, and how each is started and installed.
+
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::engine::MODEL;
+use anyhow::Result;
+
+/// A gateway.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gateway {
+    /// This program, routing by the text of prompts.
+    Blockyard,
+    /// This program, routing by KV events.
+    BlockyardEvents,
+    /// Round robin, without a look into bodies.
+    Nginx,
+    /// vLLM's router, round robin.
+    VllmRouter,
+    /// SGLang's router, cache-aware.
+    Smg,
+    /// The proxy.
+    LiteLlm,
+}
+
+/// What a gateway is started with.
+pub struct Setting<'a> {
+    /// The program under test.
+    pub blockyard: &'a Path,
+    /// A Python environment with the peers.
+    pub environment: &'a Path,
+    /// Configuration and logs.
+    pub folder: &'a Path,
+    /// The engines.
+    pub engines: &'a [SocketAddr],
+    /// Where it listens.
+    pub listen: SocketAddr,
+}
+
+impl Gateway {
+    /// All, this program first.
+    pub const ALL: [Self; 6] =
+        [Self::Blockyard, Self::BlockyardEvents, Self::Nginx, Self::VllmRouter, Self::Smg, Self::LiteLlm];
+
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Blockyard => "blockyard",
+            Self::BlockyardEvents => "blockyard-events",
+            Self::Nginx => "nginx",
+            Self::VllmRouter => "vllm-router",
+            Self::Smg => "smg",
+            Self::LiteLlm => "litellm",
+        }
+    }
+
+    /// Its program, if it is installed.
+    pub fn program(self, setting: &Setting<'_>) -> Option<PathBuf> {
+        let program = match self {
+            Self::Blockyard | Self::BlockyardEvents => setting.blockyard.to_owned(),
+            Self::Nginx => {
+                return ["/usr/sbin/nginx", "/usr/bin/nginx", "/usr/local/bin/nginx"]
+                    .iter()
+                    .map(PathBuf::from)
+                    .find(|path| path.exists());
+            }
+            Self::VllmRouter => setting.environment.join("bin/vllm-router"),
+            Self::Smg => setting.environment.join("bin/smg"),
+            Self::LiteLlm => setting.environment.join("bin/litellm"),
+        };
+        program.exists().then_some(program)
+    }
+
+    /// The command that installs it.
+    pub fn install(self, environment: &Path) -> String {
+        let pip = |package: &str| {
+            let at = environment.display();
+            format!("python3 -m venv {at} && {at}/bin/pip install {package}")
+        };
+        match self {
+            Self::Blockyard | Self::BlockyardEvents => "cargo build --locked --release".to_owned(),
+            Self::Nginx => "apt-get install nginx-light".to_owned(),
+            Self::VllmRouter => pip("vllm-router==0.1.17"),
+            Self::Smg => pip("smg==1.13.0"),
+            Self::LiteLlm => pip("'litellm[proxy]==1.106.2'"),
+        }
+    }
+
+    /// The command that starts it.
+    pub fn command(self, program: &Path, setting: &Setting<'_>) -> Result<Command> {
+        let Setting { folder, engines, listen, .. } = setting;
+        let urls: Vec<String> = engines.iter().map(|engine| format!("http://{engine}")).collect();
+        let write = |name: &str, text: &str| -> Result<PathBuf> {
+            let path = folder.join(name);
+            fs::write(&path, text)?;
+            Ok(path)
+        };
+        let (host, port) = (listen.ip().to_string(), listen.port().to_string());
+        let metrics = (listen.port() + 1).to_string();
+        let mut command = Command::new(program);
+        match self {
+            Self::Blockyard | Self::BlockyardEvents => {
+                let events = if self == Self::BlockyardEvents { "auto" } else { "off" };
+                let table = |url: &String| format!("[[upstreams]]\nurl = \"{url}\"\nkv_events = \"{events}\"\n");
+                let tables = urls.iter().map(table).collect::<Vec<_>>().concat();
+                let config = write(&format!("{}.toml", self.name()), &tables)?;
+                command.args(["serve", "--log", "warn", "--listen", &listen.to_string(), "--config"]).arg(config);
+            }
+            Self::Nginx => {
+                let config = write("nginx.conf", &nginx(folder, engines, *listen))?;
+                command.arg("-c").arg(config);
+            }
+            Self::VllmRouter => {
+                command.args(["--host", &host, "--port", &port, "--policy", "round_robin", "--log-level", "warning"]);
+                command.args(["--prometheus-host", &host, "--prometheus-port", &metrics, "--worker-urls"]).args(urls);
+            }
+            Self::Smg => {
+                command.args(["launch", "--host", &host, "--port", &port, "--policy", "cache_aware"]);
+                command.args(["--log-level", "warn", "--prometheus-host", &host, "--prometheus-port", &metrics]);
+                command.arg("--worker-urls").args(urls);
+            }
+            Self::LiteLlm => {
+                let models: String = urls.iter().map(|url| litellm_model(url)).collect();
+                let config = write("litellm.yaml", &format!("model_list:\n{models}"))?;
+                command.args(["--host", &host, "--port", &port, "--num_workers", "2", "--telemetry", "False"]);
+                command.arg("--config").arg(config);
+                command.envs([
+                    ("LITELLM_MASTER_KEY", "sk-bench"),
+                    ("LITELLM_LOG", "ERROR"),
+                    ("LITELLM_MODE", "PRODUCTION"),
+                    // Otherwise it downloads a list of prices.
+                    ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
+                ]);
+            }
+        }
+        Ok(command)
+    }
+}
+
+fn litellm_model(url: &str) -> String {
+    format!(
+        "- model_name: {MODEL}\n  litellm_params: {{ model: openai/{MODEL}, api_base: \"{url}/v1\", api_key: none }}\n"
+    )
+}
+
+/// A proxy without buffering that keeps its connections.
+fn nginx(folder: &Path, engines: &[SocketAddr], listen: SocketAddr) -> String {
+    let folder = folder.display();
+    let servers = engines.iter().map(|engine| format!("server {engine};")).collect::<Vec<_>>().concat();
+    let path = |kind: &str| format!("{kind}_temp_path {folder}/nginx-{kind};\n");
+    let paths = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"].map(path).concat();
+    format!(
+        "daemon off;\nworker_processes 2;\nerror_log stderr error;\npid {folder}/nginx.pid;\n\
+         events {{ worker_connections 32768; }}\n\
+         http {{\naccess_log off;\n{paths}client_body_buffer_size 256k;\nkeepalive_requests 1000000000;\n\
+         upstream engines {{ {servers} keepalive 512; keepalive_requests 1000000000; }}\n\
+         server {{\nlisten {listen} reuseport;\nlocation / {{\nproxy_pass http://engines;\nproxy_http_version 1.1;\n\
+         proxy_set_header Connection \"\";\nproxy_buffering off;\nproxy_read_timeout 600s;\n}}\n}}\n}}\n"
+    )
+}
