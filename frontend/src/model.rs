@@ -7,6 +7,7 @@ mod encode;
 mod served;
 mod special;
 mod template;
+mod token_cache;
 mod vocabulary;
 
 pub(crate) use cache::{ModelCache, find_card};

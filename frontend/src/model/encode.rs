@@ -7,28 +7,45 @@
 //!    the same bytes;
 //! 2. while counting ([`TextPieces`]): a long text is tokenized piece by piece until the tokens exceed the limit.
 //!
-//! **Invariant**: the tokens of the pieces are the tokens of the whole text. `split` explains why.
+//! The tokens of recent pieces are kept, so of the next turn of a conversation only the new text is tokenized: pieces
+//! begin at the same positions in texts that begin alike.
+//!
+//! **Invariant**: the tokens of the pieces are the tokens of the whole text. `segments` and `split` explain why.
 
 mod lower_bound;
+mod segments;
 mod split;
 
+use super::token_cache::TokenCache;
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use lower_bound::TokenLowerBound;
+use segments::AddedTokens;
 use split::{SplitKind, TextPieces};
+use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio_util::sync::CancellationToken;
+
+/// Memory for the tokens of recent pieces: of 30 MB of text, or a thousand conversations of 8,000 tokens.
+const CACHE_BYTES: usize = 64 << 20;
+/// Minimum size of a piece whose tokens are kept. A shorter one is tokenized in 20 µs.
+const MIN_CACHED: usize = 64;
 
 /// Tokenizes the texts of one model.
 pub(crate) struct Encoder {
     tokenizer: Tokenizer,
     /// Where a long text may be split; empty if this tokenizer's texts cannot be split.
     splits: Vec<SplitKind>,
-    /// Tokens that the tokenizer adds before and after those of a text, if requested.
-    added: (Vec<u32>, Vec<u32>),
+    /// Where a text of any length may be cut; `None` if it cannot be.
+    segments: Option<AddedTokens>,
+    /// Tokens that the tokenizer adds before and after those of a text, if requested. `None`: the tokens of the text
+    /// change too, so it is tokenized as a whole.
+    added: Option<Added>,
     bound: Option<TokenLowerBound>,
     /// Minimum size of a piece in bytes.
     piece: usize,
+    /// The tokens of recent pieces.
+    cache: TokenCache,
 }
 
 /// Why a text was not tokenized.
@@ -58,16 +75,11 @@ impl Encoder {
     pub(crate) fn new(tokenizer: Tokenizer, vocabulary: &Vocabulary) -> Result<Self, Error> {
         let failed = |error: tokenizers::Error| Error::Failed(format!("tokenizer.json: {error}"));
         let added = added(&tokenizer).map_err(failed)?;
-        // If it is not known which tokens are added around a text, the text cannot be split.
-        let splits = added.as_ref().map(|_| split::detect(&tokenizer, vocabulary)).transpose().map_err(failed)?;
+        let splits = split::detect(&tokenizer, vocabulary).map_err(failed)?;
+        let segments = AddedTokens::new(&tokenizer).map_err(failed)?;
         let bound = TokenLowerBound::new(&tokenizer, vocabulary);
-        Ok(Self {
-            splits: splits.unwrap_or_default(),
-            added: added.unwrap_or_default(),
-            bound,
-            tokenizer,
-            piece: split::PIECE_BYTES,
-        })
+        let cache = TokenCache::new(CACHE_BYTES);
+        Ok(Self { splits, segments, added, bound, tokenizer, piece: split::PIECE_BYTES, cache })
     }
 
     /// An encoder without the lower bound, for a tokenizer whose tokens cover other bytes than the vocabulary's.
@@ -94,21 +106,43 @@ impl Encoder {
         cancelled: &CancellationToken,
     ) -> Result<Vec<u32>, EncodeError> {
         self.check(text, limit)?;
-        if self.splits.is_empty() || text.len() <= self.piece {
-            return Ok(ids(&self.tokenizer, text, special)?);
-        }
-        let (mut tokens, after) = if special { self.added.clone() } else { Default::default() };
-        for piece in TextPieces::new(text, &self.splits, self.piece) {
-            tokens.extend(ids(&self.tokenizer, piece?, false)?);
-            if tokens.len() > limit {
-                return Err(EncodeError::TooLong(tokens.len()));
+        let Some((before, after)) = &self.added else { return Ok(ids(&self.tokenizer, text, special)?) };
+        let mut tokens = if special { before.clone() } else { Vec::new() };
+        let (segments, whole) = match &self.segments {
+            Some(added) => (Some(added.segments(text)), None),
+            None => (None, Some(text)),
+        };
+        for segment in segments.into_iter().flatten().chain(whole) {
+            for piece in TextPieces::new(segment, &self.splits, self.piece) {
+                self.encode_piece(piece?, &mut tokens)?;
+                if tokens.len() > limit {
+                    return Err(EncodeError::TooLong(tokens.len()));
+                }
+                if cancelled.is_cancelled() {
+                    return Err(EncodeError::Cancelled);
+                }
             }
-            if cancelled.is_cancelled() {
-                return Err(EncodeError::Cancelled);
-            }
         }
-        tokens.extend(after);
+        if special {
+            tokens.extend(after);
+        }
         Ok(tokens)
+    }
+
+    /// Adds the tokens of a piece.
+    fn encode_piece(&self, piece: &str, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
+        if piece.len() < MIN_CACHED {
+            tokens.extend(self.tokenizer.encode_fast(piece, false)?.get_ids());
+            return Ok(());
+        }
+        if let Some(known) = self.cache.get(piece.as_bytes()) {
+            tokens.extend_from_slice(&known);
+            return Ok(());
+        }
+        let new: Arc<[u32]> = self.tokenizer.encode_fast(piece, false)?.get_ids().into();
+        tokens.extend_from_slice(&new);
+        self.cache.insert(piece.as_bytes(), new);
+        Ok(())
     }
 }
 

@@ -248,6 +248,110 @@ proptest! {
     }
 }
 
+/// A tokenizer with further added tokens: some begin like others, take space, depend on their neighbours, or are
+/// searched in normalized text.
+fn with_added_tokens(tokenizer: &Tokenizer, normalizer: Option<Value>, flags: &[(&str, &[&str])]) -> Tokenizer {
+    let mut json: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
+    if let Some(normalizer) = normalizer {
+        json["normalizer"] = normalizer;
+    }
+    let added = json["added_tokens"].as_array_mut().unwrap();
+    for (text, set) in flags {
+        let mut token = added[0].clone();
+        token["id"] = added.iter().map(|token| token["id"].as_u64().unwrap()).max().map(|id| id + 1).into();
+        token["content"] = (*text).into();
+        set.iter().for_each(|flag| token[*flag] = true.into());
+        added.push(token);
+    }
+    Tokenizer::from_bytes(json.to_string()).unwrap()
+}
+
+/// The families, with more kinds of added tokens and normalizers, and whether their texts are cut before added tokens.
+fn segmented() -> &'static [(String, bool, Encoder)] {
+    static SEGMENTED: LazyLock<Vec<(String, bool, Encoder)>> = LazyLock::new(|| {
+        let overlapping: &[(&str, &[&str])] = &[("<|im", &[]), ("art|>", &[]), ("|><|", &[]), ("[X]", &["normalized"])];
+        let stripping: &[(&str, &[&str])] = &[
+            ("<|im", &["rstrip"]),
+            ("[L]", &["lstrip"]),
+            ("[R]", &["rstrip"]),
+            (" [S]", &[]),
+            ("[N]", &["normalized", "lstrip"]),
+        ];
+        let whole_words: &[(&str, &[&str])] = &[("word", &["single_word"])];
+        let normalizers = [
+            ("its own", None),
+            ("NFKC", Some(json!({ "type": "NFKC" }))),
+            ("Strip", Some(json!({ "type": "Strip", "strip_left": true, "strip_right": true }))),
+            ("Prepend", Some(json!({ "type": "Prepend", "prepend": "\u{2581}" }))),
+        ];
+        let mut found = Vec::new();
+        for (kind, normalizer) in normalizers {
+            for (name, family) in families() {
+                // One of each kind of splitter is enough.
+                if !["llama3", "llama2", "metaspace", "metaspace first"].contains(name) {
+                    continue;
+                }
+                for (flags, cut) in [(overlapping, true), (stripping, true), (whole_words, false)] {
+                    let tokenizer = with_added_tokens(&family.tokenizer, normalizer.clone(), flags);
+                    found.push((format!("{name}, {kind}, {}", flags[0].0), cut, encoder(tokenizer)));
+                }
+            }
+        }
+        found
+    });
+    &SEGMENTED
+}
+
+/// Texts of added tokens, whole and broken, among others.
+fn any_turns() -> impl Strategy<Value = String> {
+    let tokens =
+        ["<|im_start|>", "<|im_end|>", "<|im", "_start|>", "|><|", "<|", "[X]", "[L]", "[R]", " [S]", "[N]", "word"];
+    let between =
+        [" ", "  ", "\n", "\t", "a", "Word", "e", "\u{301}", "\u{FB01}", "\u{E9}", "\u{2581}", "\u{1F600}", "'s", "12"];
+    let any = prop::sample::select([&tokens[..], &between[..]].concat());
+    prop::collection::vec(any, 0..40).prop_map(|parts| parts.concat())
+}
+
+#[test]
+fn texts_are_cut_before_added_tokens_where_that_is_exact() {
+    for (name, cut, encoder) in segmented() {
+        assert_eq!(encoder.segments.is_some(), *cut, "{name}");
+    }
+    let (.., encoder) = &segmented()[0];
+    let segments: Vec<_> = encoder.segments.as_ref().unwrap().segments("a<|im_start|>b<|im_end|><|im").collect();
+    assert_eq!(segments, ["a", "<|im_start|>b", "<|im_end|>", "<|im"]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn turns_have_the_tokens_of_the_whole_text(before in any_turns(), new in any_turns()) {
+        for (name, _, encoder) in segmented() {
+            // The first text fills the cache for the second.
+            for text in [&before, &format!("{before}{new}")] {
+                let whole = ids(&encoder.tokenizer, text, false).unwrap();
+                prop_assert_eq!(encoder.encode(text, false, usize::MAX, &never()), Ok(whole), "{} {:?}", name, text);
+            }
+        }
+    }
+}
+
+#[test]
+fn text_that_was_encoded_before_is_not_encoded_again() {
+    for (name, encoder) in families().iter().filter(|(_, encoder)| !encoder.splits.is_empty()) {
+        let encoder = Encoder { piece: 256, segments: None, cache: TokenCache::new(1 << 20), ..copy(encoder) };
+        let first = "the text of a long prompt again and again ".repeat(100);
+        encoder.encode(&first, false, usize::MAX, &never()).unwrap();
+        let known = encoder.cache.entries();
+        encoder
+            .encode(&format!("{first}{}", "and then new text of this turn ".repeat(4)), false, usize::MAX, &never())
+            .unwrap();
+        let new = encoder.cache.entries() - known;
+        assert!((1..=2).contains(&new), "{name}: {new} of {known} pieces are new");
+    }
+}
+
 #[test]
 fn tokenizers_that_keep_all_text_have_a_bound() {
     let long = "the text of a long prompt, again and again; ".repeat(2000);
@@ -294,7 +398,15 @@ fn a_text_is_tokenized_up_to_the_limit() {
 
 fn copy(encoder: &Encoder) -> Encoder {
     let Encoder { tokenizer, splits, added, .. } = encoder;
-    Encoder { tokenizer: tokenizer.clone(), splits: splits.clone(), added: added.clone(), bound: None, piece: 16 }
+    Encoder {
+        tokenizer: tokenizer.clone(),
+        splits: splits.clone(),
+        segments: None,
+        added: added.clone(),
+        bound: None,
+        piece: 16,
+        cache: TokenCache::new(0),
+    }
 }
 
 #[test]
