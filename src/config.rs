@@ -43,6 +43,9 @@ pub struct Config {
     pub upstreams: Vec<Upstream>,
     /// Further names of models: each stands for one model of the upstreams, or for several by weight. Default none.
     pub aliases: BTreeMap<String, Alias>,
+    /// Folders with the tokenizer and the chat template of models of upstreams, by model. Default none: the servers are
+    /// asked for the tokens of prompts.
+    pub tokenizers: BTreeMap<String, PathBuf>,
     /// Address and port of the API. Default `127.0.0.1:8000`: other machines cannot reach a server that asks for no
     /// key.
     pub listen: Listen,
@@ -373,6 +376,7 @@ impl Config {
             model: Model::BuiltIn(Builtin::Small),
             upstreams: Vec::new(),
             aliases: BTreeMap::new(),
+            tokenizers: BTreeMap::new(),
             listen: Listen { host: "127.0.0.1".into(), port: 8000 },
             workers: Workers::default(),
             threads: Threads::Auto,

@@ -24,6 +24,7 @@ mod preflight;
 mod quotas;
 mod store_metrics;
 pub(crate) mod stores;
+mod tokenizers;
 pub(crate) mod transforms;
 mod upstreams;
 mod usage;
@@ -43,7 +44,7 @@ use crate::process::{metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::{Context, anyhow, bail};
 use banner::{Banner, Serves, UpstreamFacts};
-use frontend::{Server, Shutdown};
+use frontend::{Server, Shutdown, Tokenizers};
 use health::{Health, Watched};
 use native::Native;
 use prometheus::Registry;
@@ -129,11 +130,14 @@ impl Node {
         let health = Arc::new(Health::default());
         let aliases = Arc::new(Aliases::default());
         let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health) });
-        let engine = Aliased::new(engine, Arc::clone(&aliases));
+        let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let mut settings = config.frontend.clone();
         settings.max_connections = max_connections(settings.max_connections, machine::open_files());
         let server = Server::new(&settings, &registry)?;
-        let app = frontend::router(Arc::new(engine), registry.clone(), settings)?;
+        let loaded = config.clone();
+        let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded)).await;
+        let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
+        let app = frontend::router_with_tokenizers(engine, Arc::clone(&tokenizers), registry.clone(), settings)?;
         // From here on an early return closes the HTTP server.
         let close_on_drop = CloseOnDrop(Shutdown::default());
         let server_task = tokio::spawn({
@@ -163,7 +167,7 @@ impl Node {
         if config.upstreams.is_empty() {
             node.start_native(config, planes, &health).await?;
         } else {
-            let upstreams = Upstreams::new(planes, system_lookup(), aliases, upstream_metrics);
+            let upstreams = Upstreams::new(planes, system_lookup(), aliases, Arc::clone(&tokenizers), upstream_metrics);
             node.start_upstreams(config, upstreams).await?;
         }
         Ok(node)

@@ -15,4 +15,4 @@ mod routes;
 mod sse;
 mod tokenize;
 
-pub use routes::{OpenError, guard_admin, router};
+pub use routes::{OpenError, guard_admin, router, router_with_tokenizers};

@@ -4,6 +4,7 @@
 //!   api       routes, endpoints, SSE
 //!    ├─ output   tokens to text: detokenization, stop strings, log-probabilities, metrics of choices
 //!    ├─ params   request fields to parameters
+//!    ├─ tokenizers  tokens of the prompts of servers behind a gateway
 //!    ├─ model    chat template, text to tokens
 //!    ├─ http     connections, TLS, access checks, bodies, request ids and log lines
 //!    ├─ keys     API keys and their limits
@@ -47,11 +48,13 @@ mod state;
 #[cfg(test)]
 #[path = "../tests/it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
+mod tokenizers;
 mod watch;
 
-pub use api::{OpenError, guard_admin, router};
+pub use api::{OpenError, guard_admin, router, router_with_tokenizers};
 pub use http::{Server, ServerError, Shutdown, TlsError, check_tls};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
-pub use model::check_model;
+pub use model::{LocalTokenizer, TokenizerText, check_model};
 pub use params::{CacheDomains, SecretError};
 pub use settings::{Origin, Settings, TenantHeader};
+pub use tokenizers::{RegisteredTokenizer, Tokenizers};

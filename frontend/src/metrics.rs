@@ -1,7 +1,7 @@
 //! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, and `model` is a served model.
 
 use prometheus::{
-    HistogramOpts, HistogramVec, IntCounterVec, IntGauge, Opts, Registry,
+    HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     core::{Collector, Desc},
     proto,
 };
@@ -62,6 +62,8 @@ pub(crate) struct Metrics {
     pub(crate) generated_tokens: IntCounterVec,
     /// Unknown request fields.
     pub(crate) unknown_fields: IntCounterVec,
+    /// Relayed prompts by the source of their tokens.
+    pub(crate) relayed_prompts: IntCounterVec,
     /// Choices that ended, by reason.
     pub(crate) finished: IntCounterVec,
     /// Prompt tokens of one request.
@@ -100,6 +102,11 @@ impl Metrics {
                 "Request fields that are not known and were ignored.",
                 &["endpoint"],
             )?,
+            relayed_prompts: counters(
+                "relayed_prompts_total",
+                "Prompts for servers behind this gateway, by where the tokens come from by which they are routed.",
+                &["model", "tokens"],
+            )?,
             finished: counters(
                 "choices_finished_total",
                 "Choices that ended, by reason: stop (the model, a stop token or a stop string), length (max_tokens or \
@@ -122,7 +129,7 @@ impl Metrics {
         Ok(metrics)
     }
 
-    fn all(&self) -> [&dyn Collector; 13] {
+    fn all(&self) -> [&dyn Collector; 14] {
         [
             &self.requests,
             &self.in_flight,
@@ -133,6 +140,7 @@ impl Metrics {
             &self.cached_tokens,
             &self.generated_tokens,
             &self.unknown_fields,
+            &self.relayed_prompts,
             &self.finished,
             &self.prompt_length,
             &self.output_length,
@@ -177,6 +185,33 @@ impl ConnectionMetrics {
         registry.register(Box::new(metrics.closed.clone()))?;
         registry.register(Box::new(metrics.accept_errors.clone()))?;
         registry.register(Box::new(metrics.certificate_reloads.clone()))?;
+        Ok(metrics)
+    }
+}
+
+/// Metrics of the tokenizers of servers behind this gateway.
+pub(crate) struct TokenizerMetrics {
+    /// Whether the local tokenizer of a model is used, by kind of prompt.
+    pub(crate) local_tokenizer_used: IntGaugeVec,
+    /// Prompts whose tokens a server was asked for.
+    pub(crate) questions: IntCounterVec,
+}
+
+impl TokenizerMetrics {
+    pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+        let help = "1: the model's local tokenizer has the tokens of its servers for this kind of prompt. 0: it has \
+                    others, so the servers are asked.";
+        let options = Opts::new("blockyard_frontend_local_tokenizer_used", help);
+        let metrics = Self {
+            local_tokenizer_used: IntGaugeVec::new(options, &["model", "prompts"])?,
+            questions: counters(
+                "tokenize_requests_total",
+                "Prompts whose tokens a server was asked for, by outcome.",
+                &["model", "outcome"],
+            )?,
+        };
+        registry.register(Box::new(metrics.local_tokenizer_used.clone()))?;
+        registry.register(Box::new(metrics.questions.clone()))?;
         Ok(metrics)
     }
 }

@@ -7,6 +7,7 @@ use crate::metrics::Metrics;
 use crate::model::ModelCache;
 use crate::params::CacheDomains;
 use crate::settings::Settings;
+use crate::tokenizers::Tokenizers;
 use prometheus::Registry;
 use std::sync::Arc;
 use worker::engine::Engine;
@@ -18,6 +19,8 @@ pub(crate) struct AppState {
     pub(crate) registry: Registry,
     pub(crate) metrics: Metrics,
     pub(crate) models: ModelCache,
+    /// Tokenizers of relayed models.
+    pub(crate) tokenizers: Arc<Tokenizers>,
     pub(crate) work: WorkQueues,
     pub(crate) body_memory: BodyMemory,
     pub(crate) choices: ChoiceLimits,

@@ -255,6 +255,9 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
     let auto = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = 'auto'\n").unwrap().0;
     assert_eq!(auto.upstreams[0].kv_events, KvEvents::Auto);
+    let (config, origins) = load_file("upstreams = ['http://a']\n[tokenizers]\n'org/m.1' = '/srv/m'\n").unwrap();
+    assert_eq!(config.tokenizers, BTreeMap::from([("org/m.1".to_owned(), "/srv/m".into())]));
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.tokenizers, config.tokenizers);
     for (wrong, named) in [
         ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),

@@ -55,6 +55,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
         check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
     }
     if !config.upstreams.is_empty() {
+        check(super::tokenizers::load(config).map(drop));
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }
     check(folder("data_dir", &config.data_dir));

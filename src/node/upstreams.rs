@@ -13,6 +13,7 @@ mod server;
 use super::aliases::Aliases;
 use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
+use frontend::Tokenizers;
 use http::HeaderValue;
 use parking_lot::Mutex;
 pub(crate) use server::START_VLLM;
@@ -49,6 +50,7 @@ struct Shared {
     planes: Planes,
     salts: Arc<Salts>,
     lookup: Lookup,
+    tokenizers: Arc<Tokenizers>,
     metrics: Metrics,
     intervals: Intervals,
     known: watch::Sender<BTreeMap<ServerKey, Vec<String>>>,
@@ -96,14 +98,27 @@ pub(super) struct Known {
 
 impl Upstreams {
     /// No servers yet. Names are resolved by `lookup`.
-    pub(crate) fn new(planes: Planes, lookup: Lookup, aliases: Arc<Aliases>, metrics: Metrics) -> Self {
-        Self { aliases, ..Self::with(planes, lookup, metrics, Intervals::default()) }
+    pub(crate) fn new(
+        planes: Planes,
+        lookup: Lookup,
+        aliases: Arc<Aliases>,
+        tokenizers: Arc<Tokenizers>,
+        metrics: Metrics,
+    ) -> Self {
+        Self { aliases, ..Self::with(planes, lookup, tokenizers, metrics, Intervals::default()) }
     }
 
-    fn with(planes: Planes, lookup: Lookup, metrics: Metrics, intervals: Intervals) -> Self {
+    fn with(
+        planes: Planes,
+        lookup: Lookup,
+        tokenizers: Arc<Tokenizers>,
+        metrics: Metrics,
+        intervals: Intervals,
+    ) -> Self {
         let abort = CancellationToken::new();
         let (known, salts, tasks) = (watch::Sender::default(), Arc::default(), TaskTracker::new());
-        let shared = Shared { planes, salts, lookup, metrics, intervals, known, tasks, abort: abort.clone() };
+        let abort_all = abort.clone();
+        let shared = Shared { planes, salts, lookup, tokenizers, metrics, intervals, known, tasks, abort: abort_all };
         Self {
             shared: Arc::new(shared),
             aliases: Arc::default(),

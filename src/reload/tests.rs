@@ -147,7 +147,10 @@ async fn a_changed_file_is_loaded_once_it_is_stable() {
 async fn servers_apply_and_an_invalid_list_changes_nothing() {
     let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
     let metrics = upstream::Metrics::new(&Registry::new()).unwrap();
-    let upstreams = Arc::new(Upstreams::new(planes, upstream::resolve::system_lookup(), Arc::default(), metrics));
+    let tokenizers =
+        frontend::Tokenizers::new(std::collections::BTreeMap::new(), &prometheus::Registry::new()).unwrap();
+    let lookup = upstream::resolve::system_lookup();
+    let upstreams = Arc::new(Upstreams::new(planes, lookup, Arc::default(), Arc::new(tokenizers), metrics));
     let harness = Harness::with("upstreams = ['http://127.0.0.1:1']\n", Some(upstreams));
     harness.write("upstreams = ['http://127.0.0.1:1', 'http://127.0.0.1:2']\naliases.chat = 'org/m'\n");
     assert_eq!(harness.reload.now("file").applied, ["aliases.chat", "upstreams"]);

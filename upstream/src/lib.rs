@@ -5,7 +5,7 @@
 //!                                       │
 //!   models: what the server serves ─────┴─▶ load: what was sent to it and has not ended
 //!   resolve: which servers a name stands for
-//!     └── ask: requests of this program itself
+//!     └── ask, tokenize: requests of this program itself
 //!
 //!   server ── ZMQ ──▶ kv_events ──▶ cache_events ──▶ kvbm::EventLog of each model
 //!                kv_sources: where      └── salts: cache domains of the requests that engine has sent
@@ -31,6 +31,7 @@ pub mod relay;
 pub mod resolve;
 mod salt_support;
 mod salts;
+mod tokenize;
 
 pub use cache_events::{CacheEvents, ModelLog};
 pub use engine::{UpstreamEngine, UpstreamSettings};
@@ -40,3 +41,4 @@ pub use metrics::Metrics;
 pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
 pub use salt_support::takes_salts;
 pub use salts::Salts;
+pub use tokenize::TokenizeClient;

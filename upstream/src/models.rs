@@ -59,8 +59,8 @@ struct Listed {
 pub struct ListedModel {
     /// Its card, with [`DEFAULT_BLOCK_SIZE`].
     pub card: ModelCard,
-    /// Whether it is an adapter of another one.
-    pub is_adapter: bool,
+    /// The model that it is an adapter of.
+    pub parent: Option<String>,
     /// Its owner, where vLLM and SGLang name themselves.
     pub owned_by: Option<String>,
 }
@@ -101,5 +101,5 @@ fn listed_model(Listed { id, created, max_model_len, owned_by, parent }: Listed)
         is_relayed: true,
         has_exact_blocks: false,
     };
-    ListedModel { card, is_adapter: parent.is_some(), owned_by }
+    ListedModel { card, parent, owned_by }
 }

@@ -8,6 +8,7 @@ mod model_card;
 mod output;
 mod relay;
 mod request;
+mod tokenize;
 
 pub use error::Error;
 /// Parts of a [`Request`], re-exported for crates that do not use kvbm.
@@ -16,6 +17,7 @@ pub use model_card::{ModelCard, SamplingDefaults};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use relay::{ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
 pub use request::{GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work};
+pub use tokenize::{Tokenize, TokenizeError};
 
 use futures::StreamExt;
 use futures::future::BoxFuture;

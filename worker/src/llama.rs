@@ -26,6 +26,6 @@ mod reference;
 mod tests;
 
 pub use engine::LlamaEngine;
-pub use loader::{Builtin, BuiltinError, FolderError, folder_name};
+pub use loader::{Builtin, BuiltinError, FolderError, TokenizerFiles, folder_name};
 pub use runtime::{Memory, ModelSource, OpenError, Runtime, Shape};
 pub use settings::{Settings, UnreadOutput};

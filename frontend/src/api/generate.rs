@@ -98,7 +98,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
     let card = caller::model(&state, &context, &id)?;
     if card.is_relayed {
-        let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
+        let incoming = Incoming::read(&state, &card, parts, bytes, Some(fields), permit).await?;
         return relay::respond(&state, incoming, card).await;
     }
     let model = state.models.get(&*state.engine, &card).await?;

@@ -4,8 +4,8 @@
 //! and salt. Nothing else is checked, and a field of an unexpected type counts as absent here: what it means is the
 //! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
 
-mod engine_tokens;
 mod estimate;
+mod prompt;
 
 use super::caller;
 use super::generate::{explained, wants_explanation};
@@ -22,11 +22,13 @@ use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
+use prompt::PromptFields;
 use std::sync::Arc;
 use std::time::Duration;
 use std::{io, mem};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
 use worker::engine::{
     self, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
     Sampling, StopConditions, Work,
@@ -68,15 +70,33 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Reads what routing needs of the fields of a body.
+    /// Reads what routing needs of the fields of a body, and tokenizes the prompt with the model's local tokenizer, if
+    /// it has one.
     pub(super) async fn read(
+        state: &AppState,
+        card: &ModelCard,
         parts: Parts,
         body: Bytes,
         fields: Option<Fields>,
         permit: WorkPermit,
     ) -> Result<Self, Error> {
         let routing = match fields {
-            Some(fields) => permit.run(move || Ok(Routing::read(fields))).await?,
+            Some(fields) => {
+                let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
+                let tokenizers = state.tokenizers.of(card);
+                // When the client disconnects, this future is dropped, which cancels the work.
+                let cancelled = CancellationToken::new();
+                let _cancel_on_drop = cancelled.clone().drop_guard();
+                let read = move || {
+                    let prompt = PromptFields::peek(&path, &fields).zip(tokenizers);
+                    let tokens =
+                        prompt.as_ref().and_then(|(prompt, of)| prompt.tokens(&fields, of.local.as_ref()?, &cancelled));
+                    let is_asked = has_exact_blocks && tokens.is_none();
+                    let question = prompt.filter(|_| is_asked).and_then(|(prompt, of)| prompt.question(&of.id));
+                    Ok(Routing { question, ..Routing::read(fields, tokens) })
+                };
+                permit.run(read).await?
+            }
             None => Routing::default(),
         };
         Ok(Self { parts, body, memory: permit.into_memory(), routing })
@@ -86,9 +106,11 @@ impl Incoming {
 /// What routing reads of a request.
 #[derive(Default)]
 pub(super) struct Routing {
-    /// The tokens of the prompt, estimated unless the request has their ids.
+    /// The tokens of the prompt.
     tokens: Arc<[u32]>,
-    has_token_ids: bool,
+    source: TokenSource,
+    /// What the engine is asked for the tokens.
+    question: Option<Bytes>,
     is_stream: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
@@ -98,6 +120,32 @@ pub(super) struct Routing {
     attributes: RequestAttributes,
     /// Salts of the cache domain.
     salts: Vec<String>,
+}
+
+/// Where the tokens of a prompt come from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum TokenSource {
+    /// The client's request has their ids.
+    Client,
+    /// The local tokenizer.
+    Local,
+    /// The engine was asked.
+    Engine,
+    /// They are estimated from the text.
+    #[default]
+    Estimate,
+}
+
+impl TokenSource {
+    /// The label of a metric.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Local => "local",
+            Self::Engine => "engine",
+            Self::Estimate => "estimate",
+        }
+    }
 }
 
 /// The handler of every route that this program does not have. Without a relayed model it answers that there is no such
@@ -124,7 +172,7 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     if !card.is_relayed {
         return Err(Error::NoRoute { method: parts.method.to_string(), path: parts.uri.path().into() });
     }
-    let incoming = Incoming::read(parts, bytes, fields, permit).await?;
+    let incoming = Incoming::read(&state, &card, parts, bytes, fields, permit).await?;
     respond(&state, incoming, card).await
 }
 
@@ -158,33 +206,39 @@ pub(super) async fn respond(
     routing.attributes.tenant = Arc::clone(&tenant);
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);
-    let mut request = Request {
-        id: Arc::clone(&context.id),
-        model: Arc::clone(&model),
-        tokens: routing.tokens,
-        domain: routing.salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt)),
-        sampling: Sampling::default(),
-        stop: StopConditions { max_tokens: routing.max_tokens, ..StopConditions::default() },
-        work: Work::Relay(Arc::new(HttpRequest {
-            method: parts.method,
-            target: parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")),
-            headers: parts.headers,
-            body,
-            is_stream: routing.is_stream,
-            private_fields: &PRIVATE_FIELDS,
-        })),
-        attributes: routing.attributes,
-        explain,
-        group: (routing.choices > 1).then(|| RequestGroup::new(routing.choices)),
-    };
-    let mut meter = RelayMeter::new(context.clone(), model, routing.is_stream);
+    let mut meter = RelayMeter::new(context.clone(), Arc::clone(&model), routing.is_stream);
     let start = async {
-        if card.has_exact_blocks
-            && !routing.has_token_ids
-            && let Some(tokens) = engine_tokens::ask(state, &request).await
+        let (mut tokens, mut source) = (routing.tokens, routing.source);
+        if let Some(question) = &routing.question
+            && let Some(answer) = state.tokenizers.ask(&card, question).await
         {
-            request.tokens = tokens;
+            (tokens, source) = (answer, TokenSource::Engine);
         }
+        if !tokens.is_empty() {
+            state.metrics.relayed_prompts.with_label_values(&[&*card.id, source.label()]).inc();
+        }
+        let request = Request {
+            id: Arc::clone(&context.id),
+            model,
+            tokens,
+            domain: routing.salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt)),
+            sampling: Sampling::default(),
+            stop: StopConditions { max_tokens: routing.max_tokens, ..StopConditions::default() },
+            work: Work::Relay(Arc::new(HttpRequest {
+                method: parts.method,
+                target: parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")),
+                headers: parts.headers,
+                body,
+                is_stream: routing.is_stream,
+                private_fields: &PRIVATE_FIELDS,
+            })),
+            attributes: RequestAttributes {
+                has_estimated_tokens: source == TokenSource::Estimate,
+                ..routing.attributes
+            },
+            explain,
+            group: (routing.choices > 1).then(|| RequestGroup::new(routing.choices)),
+        };
         let mut outputs = state.engine.generate(request).await?;
         match outputs.next().await {
             Some(Ok(Output::Head(head))) => Ok((*head, outputs)),

@@ -16,6 +16,7 @@ use crate::model::{ModelCache, ModelOptions};
 use crate::params::{CacheDomains, SecretError};
 use crate::settings::Settings;
 use crate::state::AppState;
+use crate::tokenizers::Tokenizers;
 use axum::Router;
 use axum::extract::Request;
 use axum::http::HeaderName;
@@ -23,6 +24,7 @@ use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
 use prometheus::Registry;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use worker::engine::Engine;
 
@@ -49,6 +51,17 @@ pub enum OpenError {
 /// registered already. Reads the files that the settings name. With a file of API keys it must be called within a
 /// runtime, whose task follows changes of the file.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
+    let tokenizers = Arc::new(Tokenizers::new(BTreeMap::new(), &registry)?);
+    router_with_tokenizers(engine, tokenizers, registry, settings)
+}
+
+/// As [`router`], with the tokenizers of relayed models.
+pub fn router_with_tokenizers(
+    engine: Arc<dyn Engine>,
+    tokenizers: Arc<Tokenizers>,
+    registry: Registry,
+    settings: Settings,
+) -> Result<Router, OpenError> {
     let metrics = Metrics::new(&registry)?;
     let domains = CacheDomains::open(&settings)?;
     let access = Arc::new(AccessRules::new(&settings));
@@ -66,6 +79,7 @@ pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -
         registry,
         metrics,
         models,
+        tokenizers,
         work: WorkQueues::default(),
         body_memory: BodyMemory::new(&settings),
         choices: ChoiceLimits::new(&settings),

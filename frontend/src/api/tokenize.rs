@@ -85,7 +85,7 @@ async fn with_model<T: Serialize + Send + 'static>(
     };
     let card = caller::model(state, &context, &id)?;
     if card.is_relayed {
-        let incoming = Incoming::read(parts, bytes, Some(fields), permit).await?;
+        let incoming = Incoming::read(state, &card, parts, bytes, Some(fields), permit).await?;
         return relay::respond(state, incoming, card).await;
     }
     let model = state.models.get(&*state.engine, &card).await?;

@@ -88,11 +88,10 @@ impl Template {
         variables.insert("tools".into(), conversation.tools.unwrap_or_default());
         variables.entry("documents").or_insert(serde_json::Value::Null);
         variables.insert("add_generation_prompt".into(), conversation.add_generation_prompt.into());
-        let template = self.0.get_template(NAME).map_err(render_error)?;
-        let mut prompt = template.render(Value::from(Serde(&variables))).map_err(render_error)?;
+        let mut prompt = self.render_variables(&variables).map_err(render_error)?;
         if has_tools {
             variables.insert("tools".into(), serde_json::Value::Null);
-            if template.render(Value::from(Serde(&variables))).is_ok_and(|without| without == prompt) {
+            if self.render_variables(&variables).is_ok_and(|without| without == prompt) {
                 let message = "Unsupported parameter: the model's chat template ignores 'tools', so the model would \
                                not see them.";
                 return Err(Error::invalid("tools", "unsupported_parameter", message));
@@ -106,6 +105,14 @@ impl Template {
             prompt.truncate(end);
         }
         Ok(prompt)
+    }
+
+    /// Renders the template with these variables.
+    pub(crate) fn render_variables(
+        &self,
+        variables: &Map<String, serde_json::Value>,
+    ) -> Result<String, minijinja::Error> {
+        self.0.get_template(NAME)?.render(Value::from(Serde(variables)))
     }
 }
 

@@ -179,6 +179,7 @@ fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choic
         priority: *priority,
         // The other choices start after the first token, so the deadline does not apply to them.
         deadline: request.deadline.filter(|_| nth == 0),
+        has_estimated_tokens: false,
         retention: *retention,
     };
     Request {

@@ -130,7 +130,7 @@ fn book(
         blocks: whole.blocks - sibling.blocks * siblings.len() as u64,
         ..whole
     };
-    let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(&core.inflight, decision, row, overlaps);
+    let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps);
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &ScoredWorker<'_>| {
         let names = overlaps.hashes(row.entry.scheme);

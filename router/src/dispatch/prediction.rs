@@ -7,6 +7,7 @@ use crate::metrics::Metrics;
 use crate::policy::{Decision, Overlaps, ScoredWorker, ServingMode};
 use kvbm::SequenceHash;
 use tokio::time::Instant;
+use worker::engine::Request;
 
 /// What was predicted for a worker when a prompt was placed there.
 pub(crate) struct HitPrediction {
@@ -14,7 +15,8 @@ pub(crate) struct HitPrediction {
     /// Predicted cached prompt tokens.
     cached: u64,
     /// The same by the worker's own events alone; `None` when they cannot tell, because other requests were about to
-    /// compute a part of the prompt there or a part was to come from elsewhere.
+    /// compute a part of the prompt there or a part was to come from elsewhere, or because the tokens of the prompt are
+    /// an estimate.
     announced: Option<u64>,
     /// Prompt tokens in full blocks, and those of them that the worker had not announced.
     full: u64,
@@ -30,6 +32,7 @@ pub(crate) struct HitPrediction {
 impl HitPrediction {
     /// The prediction for one worker of a decision. To be made before the request's own prefix is added to `inflight`.
     pub(crate) fn of(
+        request: &Request,
         inflight: &InflightPrefixes,
         decision: &Decision<'_>,
         row: &ScoredWorker<'_>,
@@ -40,13 +43,16 @@ impl HitPrediction {
         let announced = u64::from(overlaps.held(way, member.announced).total()) * block_size;
         let full = names.len() as u64 * block_size;
         let is_inflight = inflight.contains(member.announced, names, block_size as usize);
+        // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
+        let is_comparable = !(request.attributes.has_estimated_tokens && member.instance.model.has_exact_blocks);
+        let is_alone = !is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated;
         let noted = member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
         Self {
             placed: Instant::now(),
             cached: row.cached(),
-            announced: (!is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated).then_some(announced),
+            announced: (is_alone && is_comparable).then_some(announced),
             full,
-            unannounced: full.saturating_sub(announced),
+            unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
             hashes: if noted { names.to_vec() } else { Vec::new() },
             seconds_per_token: row.snapshot.estimate.token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),

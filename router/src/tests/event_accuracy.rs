@@ -73,6 +73,23 @@ async fn a_worker_without_events_is_routed_by_an_estimate() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn prompts_of_estimated_tokens_say_nothing_of_the_events() {
+    for (has_estimated_tokens, source) in [(false, "estimated"), (true, "events")] {
+        let harness = defaults();
+        harness.worker(1, Role::Both).await.cache_blocks(&[]);
+        for _ in 0..2 {
+            for family in 0..10 {
+                let mut request = prompt(family, 1600);
+                request.attributes.has_estimated_tokens = has_estimated_tokens;
+                harness.answer(request).await.unwrap();
+            }
+        }
+        tokio::time::sleep(EVALUATION).await;
+        assert_eq!(index_source(&harness, "w1"), source);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_estimate_is_bounded_by_the_workers_blocks_and_expires() {
     let harness = defaults();
     let worker = harness.worker(1, Role::Both).await;

@@ -15,6 +15,7 @@
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::{CacheSalt, KvEvents};
 use crate::node::workers::epoch_now;
+use frontend::RegisteredTokenizer;
 use kvbm::EventLog;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -28,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use upstream::relay::client::{Client, Settings};
 use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, ReportedLoad,
-    UpstreamEngine, UpstreamSettings, discover, takes_salts,
+    TokenizeClient, UpstreamEngine, UpstreamSettings, discover, takes_salts,
 };
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, Role, WorkerId};
@@ -80,12 +81,14 @@ struct RegisteredModel {
     facts: ModelFacts,
     worker: Worker,
     reported: ReportedLoad,
+    _tokenizer: RegisteredTokenizer,
 }
 
 /// What makes a model another one if it changes.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct ModelFacts {
-    is_adapter: bool,
+    /// The model that it is an adapter of.
+    parent: Option<String>,
     context: usize,
     /// The events of the server are those of this model and its adapters.
     gets_events: bool,
@@ -185,14 +188,14 @@ impl Server {
         let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let mut first = true;
-        let with_facts = answer.models.into_iter().map(|ListedModel { card, is_adapter, .. }| {
-            let gets_events = publishes && (is_adapter || std::mem::take(&mut first));
-            let facts = ModelFacts { is_adapter, context: card.context, gets_events };
+        let with_facts = answer.models.into_iter().map(|ListedModel { card, parent, .. }| {
+            let gets_events = publishes && (parent.is_some() || std::mem::take(&mut first));
+            let facts = ModelFacts { parent, context: card.context, gets_events };
             (card, facts)
         });
         let listed: Vec<(ModelCard, ModelFacts)> = with_facts.collect();
         // Events after a change of the first model would be hashed as blocks of the former one.
-        let base = |facts: &ModelFacts| facts.gets_events && !facts.is_adapter;
+        let base = |facts: &ModelFacts| facts.gets_events && facts.parent.is_none();
         let is_same = |was: &Registered| {
             answer.kv.as_ref().is_none_or(|kv| *kv == was.kv)
                 && listed
@@ -278,7 +281,7 @@ impl Server {
         card.has_exact_blocks = facts.gets_events;
         let log = Arc::new(EventLog::new(epoch_now()));
         if card.has_exact_blocks {
-            let adapter = facts.is_adapter.then(|| card.id.clone());
+            let adapter = facts.parent.as_ref().map(|_| card.id.clone());
             to.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
         }
         let (id, card) = (card.id.clone(), Arc::new(card));
@@ -288,12 +291,17 @@ impl Server {
             takes_salts: to.takes_salts,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };
+        let tokenizer = TokenizeClient::new(client.clone(), self.upstream.api_key.clone(), self.name());
+        // First, so that the first request finds it.
+        let tokenizer = self.shared.tokenizers.add_server(&card, facts.parent.as_deref(), Arc::new(tokenizer)).await;
         let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(&card)));
         let (load, reported) = (engine.load(), engine.add_reports(&to.reports));
         let worker = worker_id(&self.key, &id);
         let instance = Instance { id: worker, epoch: log.epoch(), role: Role::Both, model: card, stores: Vec::new() };
         match Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await {
-            Ok(worker) => drop(to.models.insert(id, RegisteredModel { facts, worker, reported })),
+            Ok(worker) => {
+                drop(to.models.insert(id, RegisteredModel { facts, worker, reported, _tokenizer: tokenizer }));
+            }
             Err(error) => tracing::error!(upstream = %self.name(), %error, "a model cannot be registered"),
         }
     }

@@ -40,7 +40,8 @@ impl Harness {
         let changes = discovery.watch();
         let planes = Planes { discovery, events: Arc::new(LocalEvents::default()) };
         let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-        Self { upstreams: Upstreams::with(planes, lookup, metrics, intervals), answer, changes }
+        let tokenizers = Arc::new(Tokenizers::new(BTreeMap::new(), &prometheus::Registry::new()).unwrap());
+        Self { upstreams: Upstreams::with(planes, lookup, tokenizers, metrics, intervals), answer, changes }
     }
 
     fn apply(&self, urls: &[&str]) {

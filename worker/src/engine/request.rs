@@ -113,6 +113,8 @@ pub struct RequestAttributes {
     pub deadline: Option<Instant>,
     /// How long the prompt's blocks are kept.
     pub retention: Retention,
+    /// The tokens of the request are an estimate, and not those that the engine will compute.
+    pub has_estimated_tokens: bool,
 }
 
 /// Which part of the work an engine does.

@@ -14,6 +14,6 @@ pub use builtin::{Builtin, BuiltinError};
 pub(super) use config::Family;
 pub(super) use config::{Config, Llama3Scaling, Rope};
 pub use error::FolderError;
-pub use huggingface::folder_name;
 pub(super) use huggingface::{BLOCK_SIZE, LoadedModel, ModelFolder};
+pub use huggingface::{TokenizerFiles, folder_name};
 pub(super) use weights::{Layer, Matrix, Weights};

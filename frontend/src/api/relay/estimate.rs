@@ -1,11 +1,11 @@
 //! What routing reads of a relayed request.
 //!
-//! The tokens of the prompt are estimated from its JSON text, because only the engine can tokenize it. Prompts whose
-//! text begins alike have estimates that begin alike, which is what the router needs to find a cached prefix. The
-//! estimate is of no use against the KV events of an engine, whose tokens are real (`ModelCard::has_exact_blocks`). A
-//! prompt of token ids is no estimate: it is what the engine computes.
+//! The tokens of a prompt without a local tokenizer are estimated from its JSON text. Prompts whose text begins alike
+//! have estimates that begin alike, which is what the router needs to find a cached prefix. The estimate is of no use
+//! against the KV events of an engine, whose tokens are real (`ModelCard::has_exact_blocks`). A prompt of token ids is
+//! no estimate: it is what the engine computes.
 
-use super::{CHOICES_MAX, Fields, Routing, scheduling};
+use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
 use std::sync::Arc;
 use worker::engine::RequestAttributes;
 
@@ -20,16 +20,22 @@ const PROMPT: [&str; 7] = ["messages", "prompt", "input", "query", "text_1", "te
 const MAX_TOKENS: [&str; 3] = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
 
 impl Routing {
-    /// Reads the fields of a body. What has an unexpected type counts as absent.
-    pub(super) fn read(mut fields: Fields) -> Self {
+    /// Reads the fields of a body. What has an unexpected type counts as absent. `tokens`: those of the prompt, if they
+    /// are known.
+    pub(super) fn read(mut fields: Fields, tokens: Option<Vec<u32>>) -> Self {
         let fields = &mut fields;
-        let token_ids = token_ids(fields);
-        let has_token_ids = token_ids.is_some();
-        let tokens = token_ids.unwrap_or_else(|| estimated_tokens(fields));
+        let (tokens, source) = if let Some(tokens) = tokens {
+            (tokens.into(), TokenSource::Local)
+        } else if let Some(tokens) = token_ids(fields) {
+            (tokens, TokenSource::Client)
+        } else {
+            (estimated_tokens(fields), TokenSource::Estimate)
+        };
         let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
         Self {
             tokens,
-            has_token_ids,
+            source,
+            question: None,
             is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
             choices: count(fields, "n").unwrap_or(1).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
@@ -69,7 +75,7 @@ mod tests {
     use worker::engine::Priority;
 
     fn read(body: &str) -> Routing {
-        Routing::read(Fields::parse(&body.to_owned().into()).unwrap())
+        Routing::read(Fields::parse(&body.to_owned().into()).unwrap(), None)
     }
 
     #[test]

@@ -16,7 +16,7 @@ use serde_json::Value;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::UNIX_EPOCH;
-use tokenizer::TokenizerFiles;
+pub use tokenizer::TokenizerFiles;
 
 /// Tokens per KV block: small enough that little of a prompt's end is computed again, large enough that a block's
 /// bytes are worth a transfer.

@@ -11,17 +11,17 @@ use tokenizers::Tokenizer;
 /// The special tokens that templates refer to.
 const SPECIAL: [&str; 6] = ["bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token"];
 
-/// The tokenizer and the chat template.
-pub(super) struct TokenizerFiles {
+/// The tokenizer and the chat template of a model folder.
+pub struct TokenizerFiles {
     /// The text of `tokenizer.json`, checked to be a valid tokenizer.
-    pub(super) tokenizer: Arc<str>,
+    pub tokenizer: Arc<str>,
     /// The Jinja template, when there is one.
-    pub(super) chat_template: Option<String>,
+    pub chat_template: Option<String>,
     /// Name and text.
-    pub(super) special_tokens: Vec<(String, String)>,
+    pub special_tokens: Vec<(String, String)>,
     /// The id of the `eos_token` in the tokenizer's configuration. For chat models it often differs from the one in
     /// `config.json`.
-    pub(super) eos: Option<u32>,
+    pub eos: Option<u32>,
 }
 
 /// A special token: its text, or an object that contains it.
@@ -47,8 +47,8 @@ struct Named {
 }
 
 impl TokenizerFiles {
-    /// Reads the files in `folder`, of a model with this vocabulary size.
-    pub(super) fn open(folder: &Path, vocabulary: usize) -> Result<Self, FolderError> {
+    /// Reads the files in `folder`, of a model with this vocabulary size; [`usize::MAX`] if the size is not known.
+    pub fn open(folder: &Path, vocabulary: usize) -> Result<Self, FolderError> {
         let path = folder.join("tokenizer.json");
         if !path.exists() {
             return Err(FolderError::NoTokenizer { path: folder.to_owned() });

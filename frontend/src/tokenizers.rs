@@ -1,0 +1,207 @@
+//! Tokens of the prompts of servers behind this gateway: from a local tokenizer that was checked against the server,
+//! else from the server, which is asked once for each prompt.
+//!
+//! ```text
+//!   configuration ─▶ LocalTokenizer ──check──▶ used for the kinds of prompts with the server's tokens
+//!   server ────────▶ Tokenize ─────────────▶ asked for all other prompts; its answers are kept
+//! ```
+//! Not here: which requests need tokens, and what they are used for (`api`).
+
+mod check;
+
+use crate::metrics::TokenizerMetrics;
+use crate::model::{ContentFormat, LocalTokenizer, PromptKind, TokenCache};
+use bytes::Bytes;
+use parking_lot::{Mutex, RwLock};
+use prometheus::Registry;
+use serde_json::{Map, Value};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use worker::engine::{ModelCard, Tokenize, TokenizeError};
+
+/// Memory for answers of servers: of a thousand prompts of 16 KB.
+const ANSWERS_BYTES: usize = 32 << 20;
+/// Servers that are asked for one prompt. If two fail, the prompt is not worth more time.
+const MAX_ASKED: usize = 2;
+/// Time for which a server that failed is not asked: a server that hangs costs each prompt two seconds.
+const PAUSE_FAILED: Duration = Duration::from_secs(10);
+/// Time for which a server without `/tokenize` is not asked. It may be replaced by one that has it.
+const PAUSE_UNSUPPORTED: Duration = Duration::from_mins(1);
+
+/// The tokenizers of relayed models.
+pub struct Tokenizers {
+    /// By model, as configured.
+    local: BTreeMap<String, Arc<LocalTokenizer>>,
+    /// By the identity of the model, which is also that of the first model of an alias.
+    models: RwLock<HashMap<String, Arc<ModelTokenizers>>>,
+    answers: TokenCache,
+    next: AtomicUsize,
+    metrics: TokenizerMetrics,
+}
+
+/// The tokenizers of one model.
+#[derive(Clone, Default)]
+pub(crate) struct ModelTokenizers {
+    /// The name of the model at its servers.
+    pub(crate) id: String,
+    pub(crate) local: Option<CheckedTokenizer>,
+    servers: Vec<Arc<Server>>,
+}
+
+/// A server of a model. Dropping it removes the server.
+#[must_use]
+pub struct RegisteredTokenizer {
+    tokenizers: Arc<Tokenizers>,
+    identity: String,
+    server: Arc<Server>,
+}
+
+impl Drop for RegisteredTokenizer {
+    fn drop(&mut self) {
+        let mut models = self.tokenizers.models.write();
+        let Some(known) = models.get_mut(&self.identity) else { return };
+        Arc::make_mut(known).servers.retain(|server| !Arc::ptr_eq(server, &self.server));
+        // The next server of the model may have other tokens.
+        if known.servers.is_empty() {
+            models.remove(&self.identity);
+        }
+    }
+}
+
+/// A local tokenizer, and where its tokens are those of the servers.
+#[derive(Clone)]
+pub(crate) struct CheckedTokenizer {
+    tokenizer: Arc<LocalTokenizer>,
+    format: ContentFormat,
+    /// Whether it is used, by kind of prompt.
+    used: [bool; PromptKind::ALL.len()],
+}
+
+struct Server {
+    tokenizer: Arc<dyn Tokenize>,
+    /// It is not asked before.
+    paused_until: Mutex<Option<Instant>>,
+}
+
+impl CheckedTokenizer {
+    /// The tokens of the prompt in these fields, if they are known to be those of the servers.
+    pub(crate) fn tokens(&self, fields: Map<String, Value>, cancelled: &CancellationToken) -> Option<Vec<u32>> {
+        let is_used = self.used[PromptKind::of(&fields) as usize];
+        is_used.then(|| self.tokenizer.tokens(fields, self.format, cancelled)).flatten()
+    }
+
+    /// Used for what both are used for: two servers of a model.
+    fn and(self, other: &Self) -> Self {
+        let same = |kind| kind == PromptKind::Completion || self.format == other.format;
+        let both = |kind| self.used[kind as usize] && other.used[kind as usize] && same(kind);
+        Self { used: PromptKind::ALL.map(both), ..self }
+    }
+}
+
+impl Tokenizers {
+    /// Tokenizers for models, by model.
+    pub fn new(local: BTreeMap<String, Arc<LocalTokenizer>>, registry: &Registry) -> Result<Self, prometheus::Error> {
+        Ok(Self {
+            local,
+            models: RwLock::default(),
+            answers: TokenCache::new(ANSWERS_BYTES),
+            next: AtomicUsize::new(0),
+            metrics: TokenizerMetrics::new(registry)?,
+        })
+    }
+
+    /// Adds a server of a model, and checks the model's local tokenizer against it. `parent`: the model that this one
+    /// is an adapter of, whose tokenizer it shares.
+    pub async fn add_server(
+        self: &Arc<Self>,
+        card: &ModelCard,
+        parent: Option<&str>,
+        server: Arc<dyn Tokenize>,
+    ) -> RegisteredTokenizer {
+        let local = match (self.local.get(&card.id), parent) {
+            (Some(local), _) => {
+                let format = self.of(card).and_then(|known| Some(known.local.as_ref()?.format));
+                Some(check::check(&card.id, local, format, &*server).await)
+            }
+            (None, Some(parent)) => {
+                let models = self.models.read();
+                models.values().find(|model| model.id == parent).and_then(|model| model.local.clone())
+            }
+            (None, None) => None,
+        };
+        let server = Arc::new(Server { tokenizer: server, paused_until: Mutex::default() });
+        let mut models = self.models.write();
+        let known = Arc::make_mut(models.entry(card.identity.clone()).or_default());
+        known.id.clone_from(&card.id);
+        known.local = match (known.local.take(), local) {
+            (Some(before), Some(local)) => Some(local.and(&before)),
+            (before, local) => before.or(local),
+        };
+        known.servers.push(Arc::clone(&server));
+        if let Some(local) = &known.local {
+            for kind in PromptKind::ALL {
+                let used = i64::from(local.used[kind as usize]);
+                self.metrics.local_tokenizer_used.with_label_values(&[&*card.id, kind.label()]).set(used);
+            }
+        }
+        RegisteredTokenizer { tokenizers: Arc::clone(self), identity: card.identity.clone(), server }
+    }
+
+    /// The tokenizers of a model, or of the first model of an alias.
+    pub(crate) fn of(&self, card: &ModelCard) -> Option<Arc<ModelTokenizers>> {
+        self.models.read().get(&card.identity).cloned()
+    }
+
+    /// The tokens of a prompt as the model's servers say. `question` is the body of a request to `/tokenize`.
+    pub(crate) async fn ask(&self, card: &ModelCard, question: &Bytes) -> Option<Arc<[u32]>> {
+        let known = self.of(card)?;
+        let model = known.id.as_str();
+        if let Some(tokens) = self.answers.get(question) {
+            self.metrics.questions.with_label_values(&[model, "cached"]).inc();
+            return Some(tokens);
+        }
+        let first = self.next.fetch_add(1, Ordering::Relaxed);
+        let order = (0..known.servers.len()).map(|at| &known.servers[(first + at) % known.servers.len()]);
+        for server in order.filter(|server| !server.is_paused()).take(MAX_ASKED) {
+            let answer = server.tokenizer.tokenize(question.clone()).await;
+            let outcome = match &answer {
+                Ok(_) => "answered",
+                Err(TokenizeError::Refused(_)) => "refused",
+                Err(TokenizeError::Unsupported | TokenizeError::Failed(_)) => "failed",
+            };
+            self.metrics.questions.with_label_values(&[model, outcome]).inc();
+            match answer {
+                Ok(tokens) => {
+                    let tokens: Arc<[u32]> = tokens.into();
+                    self.answers.insert(question, Arc::clone(&tokens));
+                    return Some(tokens);
+                }
+                // Another server would refuse it too, and the client will learn why.
+                Err(TokenizeError::Refused(_)) => return None,
+                Err(TokenizeError::Unsupported) => server.pause(PAUSE_UNSUPPORTED),
+                Err(error @ TokenizeError::Failed(_)) => {
+                    tracing::debug!(model, upstream = server.tokenizer.name(), %error, "a prompt is not tokenized");
+                    server.pause(PAUSE_FAILED);
+                }
+            }
+        }
+        None
+    }
+}
+
+impl Server {
+    fn is_paused(&self) -> bool {
+        self.paused_until.lock().is_some_and(|until| Instant::now() < until)
+    }
+
+    fn pause(&self, time: Duration) {
+        *self.paused_until.lock() = Some(Instant::now() + time);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,193 @@
+use super::*;
+use crate::model::TokenizerText;
+use crate::tiny_tokenizer;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use std::sync::atomic::AtomicBool;
+
+/// Concatenates parts of text.
+const PARTS: &str = "{% for m in messages %}<|turn|>{{ m.role }} {% for part in m.content %}{{ part.text or part }}\
+    {% endfor %}{{ m.tool_calls | tojson if m.tool_calls }}<|eos|>{% endfor %}{{ tools | tojson if tools }}\
+    {{ '<|turn|>' if add_generation_prompt }}";
+
+fn local(template: &str) -> Arc<LocalTokenizer> {
+    let tokenizer = tiny_tokenizer::tokenizer();
+    let text = TokenizerText { tokenizer: &tokenizer, chat_template: Some(template), special_tokens: &[] };
+    Arc::new(LocalTokenizer::new(text).unwrap())
+}
+
+/// A server that tokenizes like `local`, or fails.
+struct FakeServer {
+    local: Arc<LocalTokenizer>,
+    format: ContentFormat,
+    error: Option<TokenizeError>,
+    /// Tokens of prompts with tools have one token more.
+    odd_tools: AtomicBool,
+    asked: AtomicUsize,
+}
+
+impl FakeServer {
+    fn new(template: &str, format: ContentFormat) -> Arc<Self> {
+        let (odd_tools, asked) = (AtomicBool::default(), AtomicUsize::default());
+        Arc::new(Self { local: local(template), format, error: None, odd_tools, asked })
+    }
+
+    fn failing(error: TokenizeError) -> Arc<Self> {
+        let server = Arc::into_inner(Self::new("", ContentFormat::Text)).unwrap();
+        Arc::new(Self { error: Some(error), ..server })
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+impl Tokenize for FakeServer {
+    fn name(&self) -> &'static str {
+        "fake"
+    }
+
+    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let mut fields: Map<String, Value> = serde_json::from_slice(&question).unwrap();
+        assert_eq!(fields.remove("model"), Some("m".into()));
+        let is_odd = self.odd_tools.load(Ordering::Relaxed) && fields.contains_key("tools");
+        let answer = if let Some(error) = &self.error {
+            Err(error.clone())
+        } else {
+            let tokens = self.local.tokens(fields, self.format, &CancellationToken::new());
+            let refused = TokenizeError::Refused("no such message".to_owned());
+            tokens.ok_or(refused).map(|tokens| tokens.into_iter().chain(is_odd.then_some(0)).collect())
+        };
+        futures::future::ready(answer).boxed()
+    }
+}
+
+fn card(id: &str) -> ModelCard {
+    ModelCard {
+        id: id.to_owned(),
+        identity: format!("upstream {id}"),
+        created: 0,
+        context: 1000,
+        block_size: 16,
+        vocabulary: 0,
+        eos: Vec::new(),
+        tokenizer: None,
+        chat_template: None,
+        special_tokens: Vec::new(),
+        sampling: worker::engine::SamplingDefaults::default(),
+        random_weights: false,
+        is_relayed: true,
+        has_exact_blocks: true,
+    }
+}
+
+fn tokenizers(local: Option<Arc<LocalTokenizer>>) -> (Arc<Tokenizers>, Registry) {
+    let registry = Registry::new();
+    let local = local.map(|local| ("m".to_owned(), local)).into_iter().collect();
+    (Arc::new(Tokenizers::new(local, &registry).unwrap()), registry)
+}
+
+fn used(tokenizers: &Tokenizers) -> [i64; 3] {
+    PromptKind::ALL.map(|kind| tokenizers.metrics.local_tokenizer_used.with_label_values(&["m", kind.label()]).get())
+}
+
+#[tokio::test]
+async fn a_tokenizer_with_the_tokens_of_the_server_is_used() {
+    for format in [ContentFormat::Text, ContentFormat::Parts] {
+        let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+        let server = tokenizers.add_server(&card("m"), None, FakeServer::new(PARTS, format)).await;
+        assert_eq!(used(&tokenizers), [1, 1, 1], "{format:?}");
+        let found = tokenizers.of(&card("m")).unwrap().local.clone().unwrap();
+        assert_eq!(found.format, format);
+        let _adapter = tokenizers.add_server(&card("adapter"), Some("m"), FakeServer::new(PARTS, format)).await;
+        assert_eq!(tokenizers.of(&card("adapter")).unwrap().local.clone().unwrap().used, [true; 3]);
+        let alias = ModelCard { id: "alias".to_owned(), ..card("m") };
+        assert_eq!(tokenizers.of(&alias).unwrap().id, "m");
+        drop(server);
+        assert!(tokenizers.of(&card("m")).is_none(), "no server has the model");
+    }
+}
+
+#[tokio::test]
+async fn kinds_of_prompts_with_other_tokens_are_asked() {
+    let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+    let same = FakeServer::new(PARTS, ContentFormat::Parts);
+    let _same = tokenizers.add_server(&card("m"), None, same.clone()).await;
+    let odd = FakeServer::new(PARTS, ContentFormat::Parts);
+    odd.odd_tools.store(true, Ordering::Relaxed);
+    let _odd = tokenizers.add_server(&card("m"), None, odd).await;
+    assert_eq!(used(&tokenizers), [1, 1, 0]);
+    let _again = tokenizers.add_server(&card("m"), None, FakeServer::new(PARTS, ContentFormat::Parts)).await;
+    assert_eq!(used(&tokenizers), [1, 1, 0], "one server has other tokens");
+    let _other =
+        tokenizers.add_server(&card("m"), None, FakeServer::new("{{ messages | length }}", ContentFormat::Parts)).await;
+    assert_eq!(used(&tokenizers), [1, 0, 0]);
+    let local = tokenizers.of(&card("m")).unwrap().local.clone().unwrap();
+    let fields = |body: &str| serde_json::from_str::<Map<String, Value>>(body).unwrap();
+    let never = CancellationToken::new();
+    assert!(local.tokens(fields(r#"{"prompt":"hello"}"#), &never).is_some());
+    assert_eq!(local.tokens(fields(r#"{"messages":[{"role":"user","content":"hello"}]}"#), &never), None);
+}
+
+#[tokio::test]
+async fn a_server_that_says_no_tokens_checks_nothing() {
+    for error in [TokenizeError::Unsupported, TokenizeError::Failed("late".to_owned())] {
+        let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+        let server = FakeServer::failing(error);
+        let _failing = tokenizers.add_server(&card("m"), None, server.clone()).await;
+        assert_eq!((used(&tokenizers), server.asked()), ([1, 1, 1], 1));
+    }
+    let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+    let refusing = FakeServer::failing(TokenizeError::Refused("no".to_owned()));
+    let _refusing = tokenizers.add_server(&card("m"), None, refusing).await;
+    assert_eq!(used(&tokenizers), [0, 0, 0], "no prompt was compared");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prompt_is_asked_once() {
+    let (tokenizers, _) = tokenizers(None);
+    let server = FakeServer::new(PARTS, ContentFormat::Text);
+    let question = Bytes::from_static(br#"{"model":"m","prompt":"hello"}"#);
+    assert_eq!(tokenizers.ask(&card("m"), &question).await, None, "no server");
+    let _server = tokenizers.add_server(&card("m"), None, server.clone()).await;
+    for _ in 0..3 {
+        assert_eq!(tokenizers.ask(&card("m"), &question).await.as_deref(), Some(&[tiny_tokenizer::BOS, 259][..]));
+    }
+    assert_eq!(server.asked(), 1);
+    tokenizers.ask(&card("m"), &Bytes::from_static(br#"{"model":"m","prompt":"hell"}"#)).await.unwrap();
+    assert_eq!(server.asked(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_fails_is_not_asked_for_a_while() {
+    let (tokenizers, _) = tokenizers(None);
+    let broken = FakeServer::failing(TokenizeError::Failed("late".to_owned()));
+    let without = FakeServer::failing(TokenizeError::Unsupported);
+    let good = FakeServer::new(PARTS, ContentFormat::Text);
+    let _broken = tokenizers.add_server(&card("m"), None, broken.clone()).await;
+    let _without = tokenizers.add_server(&card("m"), None, without.clone()).await;
+    let mut number = 0;
+    let mut ask = async || {
+        number += 1;
+        tokenizers.ask(&card("m"), &format!(r#"{{"model":"m","prompt":"{number}"}}"#).into()).await
+    };
+    for _ in 0..4 {
+        assert_eq!(ask().await, None);
+    }
+    assert_eq!((broken.asked(), without.asked()), (1, 1));
+    let _good = tokenizers.add_server(&card("m"), None, good.clone()).await;
+    for _ in 0..4 {
+        assert!(ask().await.is_some());
+    }
+    tokio::time::sleep(PAUSE_FAILED).await;
+    for _ in 0..4 {
+        assert!(ask().await.is_some(), "the next server is asked");
+    }
+    assert_eq!((broken.asked(), without.asked(), good.asked()), (2, 1, 8));
+    tokio::time::sleep(PAUSE_UNSUPPORTED).await;
+    for _ in 0..4 {
+        ask().await;
+    }
+    assert_eq!((broken.asked(), without.asked()), (3, 2));
+}

@@ -1,0 +1,113 @@
+//! Asks a server for the tokens of a prompt: `POST /tokenize`, as vLLM has it.
+//!
+//! The question goes past the router, because it takes no place in the server's batch.
+
+use crate::relay::client::Client;
+use crate::relay::headers;
+use bytes::Bytes;
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use http_body_util::{BodyExt, Limited};
+use serde::Deserialize;
+use std::time::Duration;
+use tokio::time::timeout;
+use worker::engine::{Tokenize, TokenizeError};
+
+/// Time for the whole answer. A server that takes longer has no time for the prompt either.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum size of the answer: the ids of a million tokens.
+const MAX_BYTES: usize = 8 << 20;
+/// Maximum size of the part of an error response that is logged.
+const MAX_REASON: usize = 300;
+
+/// The tokenizer of one server.
+#[derive(Clone)]
+pub struct TokenizeClient {
+    client: Client,
+    api_key: Option<HeaderValue>,
+    url: String,
+}
+
+#[derive(Deserialize)]
+struct Tokenized {
+    tokens: Vec<u32>,
+}
+
+impl TokenizeClient {
+    /// The tokenizer of the server behind `client`, whose `url` is its name in log lines.
+    pub fn new(client: Client, api_key: Option<HeaderValue>, url: String) -> Self {
+        Self { client, api_key, url }
+    }
+
+    async fn ask(&self, question: Bytes) -> Result<Vec<u32>, TokenizeError> {
+        let mut headers = headers::request(&HeaderMap::new(), self.api_key.as_ref());
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        let path = PathAndQuery::from_static("/tokenize");
+        let failed = |error: String| TokenizeError::Failed(format!("/tokenize: {error}"));
+        let response = self.client.send(Method::POST, &path, headers, question).await;
+        let response = response.map_err(|error| failed(error.to_string()))?;
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_BYTES).collect().await;
+        let body = body.map_err(|error| failed(error.to_string()))?.to_bytes();
+        match status {
+            StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
+                Err(TokenizeError::Unsupported)
+            }
+            StatusCode::TOO_MANY_REQUESTS => Err(failed(status.to_string())),
+            status if status.is_client_error() => {
+                let reason = String::from_utf8_lossy(&body[..body.len().min(MAX_REASON)]);
+                Err(TokenizeError::Refused(format!("{status}: {reason}")))
+            }
+            status if !status.is_success() => Err(failed(status.to_string())),
+            _ => {
+                let answer: Result<Tokenized, _> = serde_json::from_slice(&body);
+                answer.map(|answer| answer.tokens).map_err(|error| failed(error.to_string()))
+            }
+        }
+    }
+}
+
+impl Tokenize for TokenizeClient {
+    fn name(&self) -> &str {
+        &self.url
+    }
+
+    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+        let answer = timeout(TIMEOUT, self.ask(question));
+        let late = |_| TokenizeError::Failed(format!("/tokenize did not answer within {} s", TIMEOUT.as_secs()));
+        answer.map(move |answer| answer.map_err(late)?).boxed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::relay::client::Settings;
+    use crate::relay::fake::{FakeEngine, Script};
+    use serde_json::json;
+
+    #[tokio::test]
+    async fn an_answer_is_its_tokens_or_why_there_are_none() {
+        let answers = [(200, json!({ "count": 2, "tokens": [7, 70_000] })), (404, json!({})), (400, json!("odd"))];
+        let scripts = answers.iter().map(|(status, body)| Script::json(*status, body));
+        let last = [Script::json(500, &json!({})), Script::json(200, &json!({ "tokens": [-1] })), Script::close()];
+        let server = FakeEngine::start(scripts.chain(last)).await.unwrap();
+        let client = Client::new(&server.uri(), &Settings::default()).unwrap();
+        let tokenizer = TokenizeClient::new(client, headers::bearer("key"), "server".to_owned());
+        let ask = || tokenizer.tokenize(Bytes::from_static(b"{\"prompt\":\"a\"}"));
+        assert_eq!(ask().await, Ok(vec![7, 70_000]));
+        assert_eq!(ask().await, Err(TokenizeError::Unsupported));
+        assert_eq!(ask().await, Err(TokenizeError::Refused("400 Bad Request: \"odd\"".to_owned())));
+        for _ in 0..3 {
+            assert!(matches!(ask().await, Err(TokenizeError::Failed(_))));
+        }
+        let asked = &server.requests()[0];
+        assert_eq!((asked.uri.path(), &asked.body[..]), ("/tokenize", &b"{\"prompt\":\"a\"}"[..]));
+        assert_eq!(
+            (&asked.headers["authorization"], &asked.headers["content-type"]),
+            (&HeaderValue::from_static("Bearer key"), &HeaderValue::from_static("application/json"))
+        );
+    }
+}

@@ -1,0 +1,28 @@
+//! The tokens of a prompt, as the engine says that will compute it.
+
+use bytes::Bytes;
+use futures::future::BoxFuture;
+
+/// An engine that tokenizes prompts for others. Its answer costs it no place in a batch.
+pub trait Tokenize: Send + Sync + 'static {
+    /// The engine's name in log lines.
+    fn name(&self) -> &str;
+
+    /// The tokens of the prompt in the body of a request to vLLM's `/tokenize`. The implementation limits the time and
+    /// the size of the answer.
+    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>>;
+}
+
+/// Why an engine says no tokens.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum TokenizeError {
+    /// It never does.
+    #[error("the engine has no /tokenize")]
+    Unsupported,
+    /// Not for this prompt.
+    #[error("the engine refused the prompt: {0}")]
+    Refused(String),
+    /// It failed, or took too long.
+    #[error("{0}")]
+    Failed(String),
+}
