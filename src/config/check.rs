@@ -4,7 +4,7 @@
 //! zero, negative, infinite and absurd values.
 
 use super::{Budget, ByteSize, Config, HumanDuration, Model};
-use router::Problem;
+use router::{PlannerMode, Problem};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
@@ -94,6 +94,10 @@ impl Config {
         {
             let problem = "aliases are of models of upstreams; expected servers in `upstreams`";
             problems.push(Problem::new(format!("aliases.{name}"), problem));
+        }
+        if !self.upstreams.is_empty() && router.planner.mode == PlannerMode::Apply {
+            let problem = "upstreams do not change their role; expected `recommend` or `off`";
+            problems.push(Problem::new("router.planner.mode", problem));
         }
         let served = self.model.id();
         let is_unknown = |model: &&String| self.upstreams.is_empty() && **model != served;

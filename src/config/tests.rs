@@ -495,13 +495,14 @@ fn optional_numbers_refuse_zero_and_absurd_values() {
 }
 
 #[test]
-fn serve_refuses_unknown_models_tenants_and_equal_ports() {
+fn serve_refuses_values_that_contradict_each_other() {
     for (text, wanted) in [
         ("[router.models.small2]\npreset = 'cache'", "router.models.small2"),
         ("[router.admission.tenants.blue]\nweight = 2", "frontend.tenant_header"),
         ("[tiers]\ng1 = 'off'", "tiers.g1"),
         ("listen = 9000\n[admin]\nlisten = '127.0.0.1:9000'", "admin.listen"),
         ("[log]\nfilter = 'a=b=c'", "log.filter"),
+        ("upstreams = ['http://a']\n[router.planner]\nmode = 'apply'", "router.planner.mode"),
     ] {
         let errors = refused_to_serve(text);
         assert!(errors.contains(wanted), "{text}: {errors}");

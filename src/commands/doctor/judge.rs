@@ -148,20 +148,20 @@ fn cached(seen: &Seen, usage: Usage, kind: Kind, findings: &mut Findings) {
 
 /// Whether a salt keeps cache domains apart.
 fn salt(salted: &Result<Usage, Refusal>, at: usize, findings: &mut Findings) {
+    let fix = || {
+        format!(
+            "update the server of upstreams.{at} to one that knows cache_salt, or serve without tenants \
+             (frontend.tenant_header, frontend.api_keys_file)"
+        )
+    };
     match salted {
-        Err(refusal) => findings.problem(
-            "cache_salt",
-            format!("a request with cache_salt is refused: {}", refusal.why),
-            format!(
-                "update the server of upstreams.{at} to one that knows cache_salt, or unset frontend.tenant_header"
-            ),
-        ),
+        Err(refusal) => {
+            findings.problem("cache_salt", format!("a request with cache_salt is refused: {}", refusal.why), fix())
+        }
         Ok(Usage { cached_tokens: Some(1..), .. }) => findings.problem(
             "cache_salt",
             "the server ignores cache_salt: tenants share cached blocks, and can find out each other's prompts",
-            format!(
-                "update the server of upstreams.{at} to one that knows cache_salt, or unset frontend.tenant_header"
-            ),
+            fix(),
         ),
         Ok(_) => findings.ok("cache_salt", "a request with a salt finds no block of one without"),
     }

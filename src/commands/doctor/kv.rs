@@ -131,7 +131,8 @@ async fn salts(server: &Server<'_>, at: usize, findings: &mut Findings) -> bool 
             Some(false) => {
                 let fix = format!(
                     "set upstreams.{at}.cache_salt: \"on\" if the server knows the field all the same, \"off\" if \
-                     tenants may share its cache; or unset frontend.tenant_header"
+                     tenants may share its cache; or serve without tenants (frontend.tenant_header, \
+                     frontend.api_keys_file)"
                 );
                 let detail =
                     "no field cache_salt in /openapi.json: the server gets no requests, because they have tenants";
