@@ -127,9 +127,18 @@ def without_ids_and_times(body):
     return re.sub(rb'"(created|created_at|completed_at)":[0-9.]+', rb'"\1":0', body)
 
 
+def by_choice(stream):
+    """The events of a stream, ordered by choice. vLLM mixes the choices of a stream as they come."""
+    events = stream.split(b"\n\n")
+    choices = [re.search(rb'"choices":\[\{"index":(\d+)', event) for event in events]
+    numbers = [int(choice[1]) if choice else -1 for choice in choices]
+    return b"\n\n".join(event for _, event in sorted(zip(numbers, events), key=lambda pair: pair[0]))
+
+
 def exchange(server, path, body):
     status, answer, headers = server.post_with_headers(path, json.dumps({"model": MODEL} | body).encode())
-    return status, headers["content-type"], without_ids_and_times(answer)
+    answer = without_ids_and_times(answer)
+    return status, headers["content-type"], by_choice(answer) if body.get("stream") else answer
 
 
 @pytest.fixture(scope="module")

@@ -145,6 +145,8 @@ impl Engine for UpstreamEngine {
     }
 
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
+        // An idle engine has no other changes of its load.
+        self.load.refresh();
         self.health().boxed()
     }
 }

@@ -27,6 +27,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     own: Counts,
+    /// The most own requests at the same time since the server was asked last.
+    most_own: u32,
     others: Counts,
     cache: CacheUsage,
     speeds: Speeds,
@@ -87,25 +89,24 @@ impl LoadCounter {
             let was_first = state.own.waiting + state.others.waiting == 0;
             state.own.waiting += 1;
             state.own.waiting_tokens += tokens;
+            state.most_own = state.most_own.max(state.own.requests());
             was_first
         });
         let (shared, started) = (Arc::clone(&self.0), Instant::now());
         Arc::new(Counted { shared, tokens, choices, started, was_first, first_output: Mutex::default() })
     }
 
-    /// The own requests.
-    pub(crate) fn own(&self) -> u32 {
-        let own = self.0.state.lock().own;
-        own.waiting + own.running
+    /// The server is about to be asked. What it reports may include every own request from now on.
+    pub(crate) fn asking(&self) {
+        let mut state = self.0.state.lock();
+        state.most_own = state.own.requests();
     }
 
-    /// Records what the server reports; `None`: it no longer does. `own_before`: the own requests when the server was
-    /// asked. It may have counted requests that have ended since, or not those that have begun.
-    pub(crate) fn reported(&self, reported: Option<Reported>, own_before: u32) {
+    /// Records what the server reports; `None`: it no longer does.
+    pub(crate) fn reported(&self, reported: Option<Reported>) {
         self.0.change(|state| {
             let Reported { running, waiting, cache } = reported.unwrap_or_default();
-            let own = (state.own.waiting + state.own.running).max(own_before);
-            let others = running.saturating_add(waiting).saturating_sub(own);
+            let others = running.saturating_add(waiting).saturating_sub(state.most_own);
             let waiting = waiting.saturating_sub(state.own.waiting).min(others);
             // The server does not say how many tokens they have.
             state.others = Counts { waiting, waiting_tokens: 0, running: others - waiting };
@@ -113,8 +114,19 @@ impl LoadCounter {
         });
     }
 
+    /// Publishes the load without speeds that are too old.
+    pub(crate) fn refresh(&self) {
+        self.0.change(|_| ());
+    }
+
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Counts {
+    fn requests(self) -> u32 {
+        self.waiting + self.running
     }
 }
 
@@ -131,7 +143,7 @@ impl Shared {
 
 impl State {
     fn load(&self) -> Load {
-        let Self { own, others, cache, speeds } = self;
+        let Self { own, others, cache, speeds, most_own: _ } = self;
         Load {
             waiting: own.waiting + others.waiting,
             waiting_tokens: own.waiting_tokens + others.waiting_tokens,

@@ -44,8 +44,8 @@ impl LoadReports {
     pub async fn follow(self: Arc<Self>, client: Client, api_key: Option<HeaderValue>, block_size: u32) -> Infallible {
         let mut last = None;
         loop {
-            let own: Vec<(LoadCounter, u32)> =
-                self.counters.lock().iter().map(|counter| (counter.clone(), counter.own())).collect();
+            let asked = self.counters.lock().clone();
+            asked.iter().for_each(LoadCounter::asking);
             let reported = match get(&client, api_key.as_ref(), "/metrics").await {
                 Some(Page::Body(page)) => Some(read(&page, block_size)),
                 Some(Page::Absent) => Some(None),
@@ -54,11 +54,11 @@ impl LoadReports {
             match reported {
                 Some(report) => {
                     last = report.is_some().then(Instant::now);
-                    self.publish(&own, report);
+                    self.publish(&asked, report);
                 }
                 None if last.is_some_and(|last| last.elapsed() > MAX_AGE) => {
                     last = None;
-                    self.publish(&own, None);
+                    self.publish(&asked, None);
                 }
                 None => {}
             }
@@ -66,11 +66,11 @@ impl LoadReports {
         }
     }
 
-    fn publish(&self, own: &[(LoadCounter, u32)], report: Option<Reported>) {
+    fn publish(&self, asked: &[LoadCounter], report: Option<Reported>) {
         // Under the lock: a model that is taken out gets no report afterwards.
         let counters = self.counters.lock();
-        for (counter, own) in own.iter().filter(|(counter, _)| counters.iter().any(|one| one.is(counter))) {
-            counter.reported(report, *own);
+        for counter in asked.iter().filter(|counter| counters.iter().any(|one| one.is(counter))) {
+            counter.reported(report);
         }
     }
 }
@@ -80,7 +80,7 @@ impl Drop for ReportedLoad {
         let mut counters = self.reports.counters.lock();
         counters.retain(|counter| !counter.is(&self.counter));
         // What is left are the own requests, for which the model's end waits.
-        self.counter.reported(None, 0);
+        self.counter.reported(None);
     }
 }
 

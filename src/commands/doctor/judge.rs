@@ -156,7 +156,7 @@ fn salt(salted: &Result<Usage, Refusal>, at: usize, findings: &mut Findings) {
     };
     match salted {
         Err(refusal) => {
-            findings.problem("cache_salt", format!("a request with cache_salt is refused: {}", refusal.why), fix())
+            findings.problem("cache_salt", format!("a request with cache_salt is refused: {}", refusal.why), fix());
         }
         Ok(Usage { cached_tokens: Some(1..), .. }) => findings.problem(
             "cache_salt",

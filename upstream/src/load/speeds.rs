@@ -8,15 +8,33 @@
 //! **Decode**: the time of a step, from the time between the first output and the end: a mean that follows shorter
 //! times faster than longer ones.
 //!
+//! **Forgetting**: a speed that was not measured for [`MAX_AGE`] is unknown again. An engine that looked slow gets no
+//! requests while others are idle, so that nothing else would correct it; it may also have been restarted.
+//!
 //! A single value that is far above what was learned counts as [`MAX_RATIO`] times that: a paused process must not make
 //! an engine look slow for minutes.
+
+use std::time::Duration;
+use tokio::time::Instant;
 
 /// What was learned so far.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Speeds {
-    prefill: Fit,
+    prefill: Recent<Prefill>,
+    decode_step: Recent<Option<f64>>,
+}
+
+/// A value that is forgotten when it was not changed for [`MAX_AGE`].
+#[derive(Clone, Copy, Default, Debug)]
+struct Recent<T> {
+    value: T,
+    changed: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Prefill {
+    fit: Fit,
     prompts: u32,
-    decode_step: Option<f64>,
 }
 
 /// Decaying sums over pairs of tokens and seconds.
@@ -29,6 +47,8 @@ struct Fit {
     tokens_seconds: f64,
 }
 
+/// A busy engine is measured many times a second. A minute without is an idle fleet, or an engine that is avoided.
+const MAX_AGE: Duration = Duration::from_mins(1);
 /// Fewer uncached tokens measure the constant rather than the speed of prefill.
 const MIN_UNCACHED: u32 = 32;
 /// Weight that the sums keep at each prompt: about the last 50 count, so that a change shows within a minute of
@@ -58,12 +78,13 @@ impl Speeds {
             return;
         }
         let tokens = f64::from(uncached);
-        let seconds = match self.prefill.line().filter(|_| self.prompts >= SETTLED) {
+        let prefill = self.prefill.change();
+        let seconds = match prefill.fit.line().filter(|_| prefill.prompts >= SETTLED) {
             Some((constant, per_token)) => seconds.min(MAX_RATIO * (constant + per_token * tokens)),
             None => seconds,
         };
-        self.prefill.add(tokens, seconds);
-        self.prompts = self.prompts.saturating_add(1);
+        prefill.fit.add(tokens, seconds);
+        prefill.prompts = prefill.prompts.saturating_add(1);
     }
 
     /// Records that a choice had `tokens` tokens, the last `seconds` after the first.
@@ -73,7 +94,8 @@ impl Speeds {
             return;
         }
         let step = seconds / f64::from(steps);
-        self.decode_step = Some(match self.decode_step {
+        let decode_step = self.decode_step.change();
+        *decode_step = Some(match *decode_step {
             Some(old) => {
                 let weight = if step < old { FASTER_WEIGHT } else { SLOWER_WEIGHT };
                 old + (step.min(MAX_RATIO * old) - old) * weight
@@ -84,12 +106,25 @@ impl Speeds {
 
     /// Prompt tokens per second; `None` until measured.
     pub(super) fn prefill_tokens_per_second(&self) -> Option<f64> {
-        self.prefill.line().map(|(_, per_token)| per_token.recip())
+        self.prefill.get().fit.line().map(|(_, per_token)| per_token.recip())
     }
 
     /// Seconds of a decode step; `None` until measured.
     pub(super) fn decode_step_seconds(&self) -> Option<f64> {
-        self.decode_step
+        self.decode_step.get()
+    }
+}
+
+impl<T: Copy + Default> Recent<T> {
+    fn get(&self) -> T {
+        let is_recent = self.changed.is_some_and(|changed| changed.elapsed() <= MAX_AGE);
+        if is_recent { self.value } else { T::default() }
+    }
+
+    /// The value to change, which begins anew if it was forgotten.
+    fn change(&mut self) -> &mut T {
+        *self = Self { value: self.get(), changed: Some(Instant::now()) };
+        &mut self.value
     }
 }
 
@@ -172,6 +207,19 @@ mod tests {
         speeds.prefilled(1000, 0.0);
         speeds.decoded(MIN_STEPS, 1.0);
         assert_eq!((speeds.prefill_tokens_per_second(), speeds.decode_step_seconds()), (None, None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn speeds_that_are_not_measured_are_forgotten() {
+        let mut speeds = Speeds::default();
+        prompts(20).for_each(|(tokens, seconds)| speeds.prefilled(tokens, 10.0 * seconds));
+        speeds.decoded(101, 1.0);
+        tokio::time::advance(MAX_AGE).await;
+        assert!(speeds.prefill_tokens_per_second().is_some() && speeds.decode_step_seconds().is_some());
+        tokio::time::advance(Duration::from_millis(1)).await;
+        assert_eq!((speeds.prefill_tokens_per_second(), speeds.decode_step_seconds()), (None, None));
+        prompts(20).for_each(|(tokens, seconds)| speeds.prefilled(tokens, seconds));
+        assert!(is_near(speeds.prefill_tokens_per_second(), 10_000.0, 0.2), "{speeds:?}");
     }
 
     #[test]

@@ -25,28 +25,32 @@ fn what_a_server_reports_beyond_the_own_requests_is_of_others() {
     let counter = LoadCounter::new();
     let load = counter.watch();
     let report = |running, waiting| Some(Reported { running, waiting, ..Reported::default() });
+    let ask = |report| {
+        counter.asking();
+        counter.reported(report);
+    };
     let one = counter.start(100, 1);
     one.first_output();
     let other = counter.start(50, 1);
-    counter.reported(report(5, 3), counter.own());
+    ask(report(5, 3));
     assert_eq!(counts(&load), (3, 50, 5), "the own ones are one of each");
-    counter.reported(report(2, 0), counter.own());
+    ask(report(2, 0));
     assert_eq!(counts(&load), (1, 50, 1), "the server may compute a prompt that waits here");
-    counter.reported(report(0, 0), counter.own());
+    ask(report(0, 0));
     assert_eq!(counts(&load), (1, 50, 1), "never below the own");
-    let before = counter.own();
-    drop(other);
-    counter.reported(report(2, 0), before);
-    assert_eq!(counts(&load), (0, 0, 1), "a request that has ended since is not of others");
-    counter.reported(report(9, 9), counter.own());
-    counter.reported(None, 0);
+    counter.asking();
+    drop((other, counter.start(10, 1)));
+    counter.reported(report(3, 0));
+    assert_eq!(counts(&load), (0, 0, 1), "requests that have ended since are not of others");
+    ask(report(9, 9));
+    ask(None);
     assert_eq!(counts(&load), (0, 0, 1), "without a report the own count");
 }
 
 #[test]
 fn the_cache_is_as_reported() {
     let (counter, cache) = (LoadCounter::new(), CacheUsage { active_blocks: 30, total_blocks: 100 });
-    counter.reported(Some(Reported { cache, ..Reported::default() }), 0);
+    counter.reported(Some(Reported { cache, ..Reported::default() }));
     let load = counter.watch();
     assert_eq!((load.borrow().active_blocks, load.borrow().total_blocks), (30, 100));
 }
