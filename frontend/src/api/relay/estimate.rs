@@ -6,6 +6,7 @@
 //! no estimate: it is what the engine computes.
 
 use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
+use serde::de::IgnoredAny;
 use std::sync::Arc;
 use worker::engine::RequestAttributes;
 
@@ -24,6 +25,7 @@ impl Routing {
     /// are known.
     pub(super) fn read(mut fields: Fields, tokens: Option<Vec<u32>>) -> Self {
         let fields = &mut fields;
+        let prompts = prompts(fields);
         let (tokens, source) = if let Some(tokens) = tokens {
             (tokens.into(), TokenSource::Local)
         } else if let Some(tokens) = token_ids(fields) {
@@ -37,7 +39,7 @@ impl Routing {
             source,
             question: None,
             is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
-            choices: count(fields, "n").unwrap_or(1).clamp(1, CHOICES_MAX) as u32,
+            choices: count(fields, "n").unwrap_or(1).saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
             attributes: RequestAttributes {
@@ -48,6 +50,15 @@ impl Routing {
             salts: fields.text("cache_salt").ok().flatten().into_iter().collect(),
         }
     }
+}
+
+/// The number of prompts of a completion: an array may contain one prompt of token ids, or several prompts.
+fn prompts(fields: &Fields) -> i64 {
+    let Some(prompt) = fields.peek("prompt").filter(|prompt| prompt.is_array()) else { return 1 };
+    let first = prompt.bytes()[1..].trim_ascii_start().first();
+    let several: Option<Vec<IgnoredAny>> =
+        first.filter(|first| matches!(first, b'"' | b'[')).and_then(|_| serde_json::from_slice(prompt.bytes()).ok());
+    several.map_or(1, |prompts| prompts.len() as i64)
 }
 
 /// The prompt of a completion, if it is one array of token ids, also as the only one of several.
@@ -105,6 +116,20 @@ mod tests {
         for prompt in ["[[1,2],[3]]", "[1,-2]", "[4294967296]", "[\"a\"]", "\"[1,2]\""] {
             let tokens = read(&format!(r#"{{"prompt":{prompt}}}"#)).tokens;
             assert_eq!(tokens.len(), prompt.len().div_ceil(4), "{prompt} is estimated");
+        }
+    }
+
+    #[test]
+    fn each_prompt_of_an_array_has_its_own_choices() {
+        let choices = [
+            (r#"{"prompt":["a","b"],"n":3}"#, 6),
+            (r#"{"prompt":[[1,2],[3]]}"#, 2),
+            (r#"{"prompt":[1,2]}"#, 1),
+            (r#"{"prompt":[]}"#, 1),
+            (r#"{"prompt":["a","b"],"n":4294967295}"#, CHOICES_MAX as u32),
+        ];
+        for (body, expected) in choices {
+            assert_eq!(read(body).choices, expected, "{body}");
         }
     }
 
