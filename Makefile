@@ -121,5 +121,5 @@ $(VENV)/.ready: tests/python/requirements.txt $(SERVERS)/requirements.txt
 	@touch $@
 
 $(VLLM)/.ready: $(wildcard tests/vllm/install.py tests/vllm/cuda_stubs.py tests/vllm/requirements.txt)
-	$(PYTHON) tests/vllm/install.py $(VLLM)
+	$(PYTHON) tests/vllm/install.py $(VLLM) || $(PYTHON) tests/vllm/install.py $(VLLM)
 	@touch $@
