@@ -54,8 +54,8 @@ impl ApiKey {
 
 /// SHA-256 of a key.
 ///
-/// A slow hash for passwords would protect guessable secrets. A generated key has 256 random bits, which nobody can
-/// guess however fast the hash is.
+/// A slow hash for passwords would protect guessable secrets. A generated key has 256 random bits, which cannot be
+/// guessed however fast the hash is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KeyHash([u8; digest::SHA256_OUTPUT_LEN]);
 

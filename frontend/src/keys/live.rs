@@ -50,7 +50,7 @@ impl ApiKeys {
     ///
     /// The table compares hashes, and a comparison may stop at the first byte that differs. Its time tells at most
     /// where the hash of what the client sent differs from that of a key. That is of no use to guess a key, because
-    /// nobody can choose a text by its SHA-256.
+    /// no text can be chosen by its SHA-256.
     pub(crate) fn find(&self, presented: &[u8]) -> Option<Arc<Key>> {
         let hash = KeyHash::of(presented);
         match &self.single {

@@ -16,7 +16,7 @@
 //! crash and no agreement between writers is needed: after 2^80 blocks under one data key the probability of a
 //! repetition is below 2^-32.
 //!
-//! Deleting a domain's data keys shreds it ([`Keyring::shred`]): from then on its blocks are misses, for everyone.
+//! Deleting a domain's data keys shreds it ([`Keyring::shred`]): from then on its blocks are misses, for all processes.
 
 mod cipher;
 mod key_source;
