@@ -44,6 +44,7 @@ lint: ## Formatting, clippy and rustdoc without warnings, licences and banned cr
 	cargo fmt $(INDEX) --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked $(BENCH) --all-targets -- -D warnings
+	cargo update --locked --workspace --quiet $(INDEX)
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --quiet
 	@if cargo deny --version >/dev/null 2>&1; then \
 	  set -ex; cargo deny --locked check bans licenses sources; \
@@ -72,7 +73,7 @@ bench-router: ## Benchmarks of the router, each figure beside its goal, half an 
 	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo build --locked --release
 	cargo build --locked --release -p router --example decide
-	cargo build --release $(INDEX)
+	cargo build --locked --release $(INDEX)
 	cargo run --locked --release --quiet $(BENCH) --bin router -- --trace "$(TRACE)" $(ARGS)
 
 bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)
@@ -90,7 +91,7 @@ bench-index: ## The prefix index compared with published ones, 15 minutes: TRACE
 	@test -n "$(TRACE)" || { echo "make: bench-index needs a trace: make bench-index TRACE=FILE; see docs/replay.md"; \
 	  exit 1; }
 	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
-	cargo run --release --quiet $(INDEX) -- --trace "$(TRACE)" $(ARGS)
+	cargo run --locked --release --quiet $(INDEX) -- --trace "$(TRACE)" $(ARGS)
 
 bench-routing: ## Prompt tokens computed under each routing policy, and the lower bound (ARGS="--json" for JSON)
 	cargo build --locked --release
