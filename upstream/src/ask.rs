@@ -1,6 +1,9 @@
-//! Requests of this program itself to a server, such as for its models: the whole answer, within a size.
+//! Requests of this program itself to a server, such as for its models: the whole answer, within a size and a time.
 //!
-//! Not here: a time limit, which depends on the request; requests of clients (`relay`).
+//! A [`Page`] that a server may not have is absent, too large to be read, or not answered. A server works without the
+//! first two; with the last it may have the page, and is asked again.
+//!
+//! Not here: what an answer means (`models`, `kv_sources` and others); requests of clients (`relay`).
 
 use crate::relay::client::Client;
 use crate::relay::error::RelayError;
@@ -8,8 +11,22 @@ use crate::relay::headers;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
-use http_body_util::{BodyExt, Limited};
-use std::time::SystemTime;
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use std::time::{Duration, SystemTime};
+use tokio::time::timeout;
+
+/// Up to which size and for how long an answer is read.
+#[derive(Clone, Copy, Debug)]
+pub struct AnswerLimits {
+    /// Maximum size of the body.
+    pub bytes: usize,
+    /// Time for the whole answer.
+    pub time: Duration,
+}
+
+/// For what a server says of itself beside OpenAI's API. The metrics of a server with many adapters have 1 MiB. The
+/// server answers without its engine, though its event loop may be busy.
+const PAGE: AnswerLimits = AnswerLimits { bytes: 8 << 20, time: Duration::from_secs(5) };
 
 /// A whole answer.
 #[derive(Clone, Debug)]
@@ -20,6 +37,43 @@ pub struct Asked {
     pub headers: HeaderMap,
     /// Its body.
     pub body: Bytes,
+}
+
+/// Why there is no whole answer.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// The server cannot be reached, or breaks off.
+    #[error(transparent)]
+    Relay(#[from] RelayError),
+    /// The answer is longer than what is read.
+    #[error("{path} answered more than {bytes} bytes")]
+    TooLarge {
+        /// What was asked for.
+        path: &'static str,
+        /// The limit.
+        bytes: usize,
+    },
+    /// The answer did not come in time.
+    #[error("{path} did not answer within {} s", .time.as_secs())]
+    Late {
+        /// What was asked for.
+        path: &'static str,
+        /// The limit.
+        time: Duration,
+    },
+}
+
+/// What a server has at a path.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Page {
+    /// The page.
+    Body(Bytes),
+    /// No such page.
+    Absent,
+    /// A page that is longer than what is read.
+    TooLarge,
+    /// No answer in time, or the status of a server that fails.
+    Failed,
 }
 
 impl Asked {
@@ -34,14 +88,14 @@ impl Asked {
     }
 }
 
-/// The answer to `GET path`. A body of more than `max_bytes` is an error.
+/// The answer to `GET path`.
 pub async fn get(
     client: &Client,
     api_key: Option<&HeaderValue>,
     path: &'static str,
-    max_bytes: usize,
-) -> Result<Asked, RelayError> {
-    send(client, api_key, Method::GET, path, Bytes::new(), max_bytes).await
+    limits: AnswerLimits,
+) -> Result<Asked, AskError> {
+    send(client, api_key, Method::GET, path, Bytes::new(), limits).await
 }
 
 /// The answer to `POST path` with a body of JSON.
@@ -49,10 +103,21 @@ pub async fn post(
     client: &Client,
     api_key: Option<&HeaderValue>,
     path: &'static str,
-    body: &serde_json::Value,
-    max_bytes: usize,
-) -> Result<Asked, RelayError> {
-    send(client, api_key, Method::POST, path, body.to_string().into(), max_bytes).await
+    body: Bytes,
+    limits: AnswerLimits,
+) -> Result<Asked, AskError> {
+    send(client, api_key, Method::POST, path, body, limits).await
+}
+
+/// The page at `path`.
+pub(crate) async fn page(client: &Client, api_key: Option<&HeaderValue>, path: &'static str) -> Page {
+    match get(client, api_key, path, PAGE).await {
+        Ok(Asked { status, body, .. }) if status.is_success() => Page::Body(body),
+        Ok(Asked { status, .. }) if status.is_server_error() => Page::Failed,
+        Ok(_) => Page::Absent,
+        Err(AskError::TooLarge { .. }) => Page::TooLarge,
+        Err(AskError::Relay(_) | AskError::Late { .. }) => Page::Failed,
+    }
 }
 
 async fn send(
@@ -61,14 +126,50 @@ async fn send(
     method: Method,
     path: &'static str,
     body: Bytes,
-    max_bytes: usize,
-) -> Result<Asked, RelayError> {
+    AnswerLimits { bytes, time }: AnswerLimits,
+) -> Result<Asked, AskError> {
     let mut headers = headers::request(&HeaderMap::new(), api_key);
     if method == Method::POST {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     }
-    let (parts, body) = client.send(method, &PathAndQuery::from_static(path), headers, body).await?.into_parts();
-    let body = Limited::new(body, max_bytes).collect().await;
-    let body = body.map_err(|error| RelayError::BrokenOff(error.to_string()))?.to_bytes();
-    Ok(Asked { status: parts.status, headers: parts.headers, body })
+    let answer = async {
+        let (parts, body) = client.send(method, &PathAndQuery::from_static(path), headers, body).await?.into_parts();
+        let body = Limited::new(body, bytes).collect().await.map_err(|error| {
+            let too_large = error.is::<LengthLimitError>();
+            if too_large { AskError::TooLarge { path, bytes } } else { RelayError::BrokenOff(error.to_string()).into() }
+        })?;
+        Ok::<_, AskError>(Asked { status: parts.status, headers: parts.headers, body: body.to_bytes() })
+    };
+    timeout(time, answer).await.unwrap_or(Err(AskError::Late { path, time }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::relay::client::Settings;
+    use crate::relay::fake::{FakeEngine, Script};
+    use serde_json::json;
+
+    #[tokio::test]
+    async fn a_page_is_absent_too_large_or_not_answered() {
+        let pages = [(200, json!("text")), (404, json!({})), (200, json!("x".repeat(PAGE.bytes))), (503, json!({}))];
+        let scripts = pages.iter().map(|(status, body)| Script::json(*status, body)).chain([Script::close()]);
+        let server = FakeEngine::start(scripts).await.unwrap();
+        let client = Client::new(&server.uri(), &Settings::default()).unwrap();
+        let ask = || page(&client, None, "/metrics");
+        let body = Page::Body(Bytes::from_static(b"\"text\""));
+        for expected in [body, Page::Absent, Page::TooLarge, Page::Failed, Page::Failed] {
+            assert_eq!(ask().await, expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_has_a_time_limit() {
+        let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = format!("http://{}", silent.local_addr().unwrap()).parse().unwrap();
+        let client = Client::new(&address, &Settings::default()).unwrap();
+        let limits = AnswerLimits { bytes: 1, time: Duration::from_millis(1) };
+        let answer = get(&client, None, "/version", limits).await;
+        assert!(matches!(answer, Err(AskError::Late { path: "/version", .. })), "{answer:?}");
+    }
 }

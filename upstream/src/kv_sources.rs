@@ -9,8 +9,8 @@
 //!
 //! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
 
+use crate::ask::{Page, page};
 use crate::kv_events::{Endpoint, EndpointError, Source};
-use crate::page::{Page, get};
 use crate::relay::client::Client;
 use http::HeaderValue;
 use serde_json::Value;
@@ -28,14 +28,17 @@ pub struct KvSources {
 impl KvSources {
     /// Asks a server on `host`, which stands for publishers that bind to all addresses. `None`: it does not answer.
     pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str) -> Option<Self> {
-        let mut answer = match get(client, api_key, "/kv_event_sources").await? {
+        let mut answer = match page(client, api_key, "/kv_event_sources").await {
             Page::Body(body) => Self::read(&body, host),
-            Page::Absent => Self::default(),
+            Page::Absent | Page::TooLarge => Self::default(),
+            Page::Failed => return None,
         };
-        if answer.block_size.is_none()
-            && let Page::Body(metrics) = get(client, api_key, "/metrics").await?
-        {
-            answer.block_size = block_size_in_metrics(&String::from_utf8_lossy(&metrics));
+        if answer.block_size.is_none() {
+            answer.block_size = match page(client, api_key, "/metrics").await {
+                Page::Body(metrics) => block_size_in_metrics(&String::from_utf8_lossy(&metrics)),
+                Page::Absent | Page::TooLarge => None,
+                Page::Failed => return None,
+            };
         }
         Some(answer)
     }

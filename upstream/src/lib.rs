@@ -26,7 +26,6 @@ mod load;
 mod load_reports;
 mod metrics;
 mod models;
-mod page;
 pub mod relay;
 pub mod resolve;
 mod salt_support;

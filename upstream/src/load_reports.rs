@@ -2,8 +2,8 @@
 //!
 //! vLLM and SGLang have such metrics. A server without them has the load that this process gives it.
 
+use crate::ask::{Page, page};
 use crate::load::{CacheUsage, LoadCounter, Reported};
-use crate::page::{Page, get};
 use crate::relay::client::Client;
 use http::HeaderValue;
 use parking_lot::Mutex;
@@ -46,10 +46,10 @@ impl LoadReports {
         loop {
             let asked = self.counters.lock().clone();
             asked.iter().for_each(LoadCounter::asking);
-            let reported = match get(&client, api_key.as_ref(), "/metrics").await {
-                Some(Page::Body(page)) => Some(read(&page, block_size)),
-                Some(Page::Absent) => Some(None),
-                None => None,
+            let reported = match page(&client, api_key.as_ref(), "/metrics").await {
+                Page::Body(page) => Some(read(&page, block_size)),
+                Page::Absent | Page::TooLarge => Some(None),
+                Page::Failed => None,
             };
             match reported {
                 Some(report) => {

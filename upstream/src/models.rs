@@ -1,19 +1,15 @@
 //! Which models a server serves, as it says itself.
 
-use crate::ask;
+use crate::ask::{self, AnswerLimits, AskError};
 use crate::relay::client::Client;
-use crate::relay::error::RelayError;
 use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
 use std::num::NonZero;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::time::timeout;
 use worker::engine::{ModelCard, SamplingDefaults};
 
-/// Maximum size of the list. That of a server with a thousand adapters has 300 KiB.
-const MAX_BYTES: usize = 4 << 20;
-/// Time for the whole answer.
-const TIMEOUT: Duration = Duration::from_secs(5);
+/// The list of a server with a thousand adapters has 300 KiB.
+const LIST: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(5) };
 /// Tokens per block where neither the server nor the configuration says: vLLM's default.
 pub const DEFAULT_BLOCK_SIZE: NonZero<u32> = NonZero::new(16).expect("not zero");
 /// Context of a server that does not say its own: no prompt is too long for the router, since the server checks it.
@@ -24,7 +20,7 @@ pub const UNKNOWN_CONTEXT: usize = 1 << 30;
 pub enum DiscoverError {
     /// The server cannot be asked.
     #[error(transparent)]
-    Relay(#[from] RelayError),
+    Ask(#[from] AskError),
     /// The server answers with an error status.
     #[error("/v1/models answered {0}")]
     Status(StatusCode),
@@ -34,9 +30,6 @@ pub enum DiscoverError {
     /// The list is empty.
     #[error("/v1/models lists no model")]
     Empty,
-    /// The answer did not come in time.
-    #[error("/v1/models did not answer within {} s", TIMEOUT.as_secs())]
-    Timeout,
 }
 
 #[derive(Deserialize)]
@@ -67,11 +60,7 @@ pub struct ListedModel {
 
 /// The models that a server lists.
 pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<ListedModel>, DiscoverError> {
-    timeout(TIMEOUT, list(client, api_key)).await.map_err(|_| DiscoverError::Timeout)?
-}
-
-async fn list(client: &Client, api_key: Option<&HeaderValue>) -> Result<Vec<ListedModel>, DiscoverError> {
-    let answer = ask::get(client, api_key, "/v1/models", MAX_BYTES).await?;
+    let answer = ask::get(client, api_key, "/v1/models", LIST).await?;
     if !answer.status.is_success() {
         return Err(DiscoverError::Status(answer.status));
     }

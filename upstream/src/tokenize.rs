@@ -2,23 +2,18 @@
 //!
 //! The question goes past the router, because it takes no place in the server's batch.
 
+use crate::ask::{self, AnswerLimits, Asked};
 use crate::relay::client::Client;
-use crate::relay::headers;
 use bytes::Bytes;
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
-use http_body_util::{BodyExt, Limited};
+use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
 use std::time::Duration;
-use tokio::time::timeout;
 use worker::engine::{Tokenize, TokenizeError};
 
-/// Time for the whole answer. A server that takes longer has no time for the prompt either.
-const TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum size of the answer: the ids of a million tokens.
-const MAX_BYTES: usize = 8 << 20;
+/// The ids of a million tokens. A server that takes longer has no time for the prompt either.
+const ANSWER: AnswerLimits = AnswerLimits { bytes: 8 << 20, time: Duration::from_secs(2) };
 /// Maximum size of the part of an error response that is logged.
 const MAX_REASON: usize = 300;
 
@@ -42,15 +37,9 @@ impl TokenizeClient {
     }
 
     async fn ask(&self, question: Bytes) -> Result<Vec<u32>, TokenizeError> {
-        let mut headers = headers::request(&HeaderMap::new(), self.api_key.as_ref());
-        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        let path = PathAndQuery::from_static("/tokenize");
         let failed = |error: String| TokenizeError::Failed(format!("/tokenize: {error}"));
-        let response = self.client.send(Method::POST, &path, headers, question).await;
-        let response = response.map_err(|error| failed(error.to_string()))?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), MAX_BYTES).collect().await;
-        let body = body.map_err(|error| failed(error.to_string()))?.to_bytes();
+        let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", question, ANSWER).await;
+        let Asked { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
         match status {
             StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
                 Err(TokenizeError::Unsupported)
@@ -75,9 +64,7 @@ impl Tokenize for TokenizeClient {
     }
 
     fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
-        let answer = timeout(TIMEOUT, self.ask(question));
-        let late = |_| TokenizeError::Failed(format!("/tokenize did not answer within {} s", TIMEOUT.as_secs()));
-        answer.map(move |answer| answer.map_err(late)?).boxed()
+        self.ask(question).boxed()
     }
 }
 
@@ -86,6 +73,7 @@ mod tests {
     use super::*;
     use crate::relay::client::Settings;
     use crate::relay::fake::{FakeEngine, Script};
+    use crate::relay::headers;
     use serde_json::json;
 
     #[tokio::test]

@@ -11,13 +11,11 @@ use rustix::fs::Access;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
-use upstream::ask;
+use upstream::ask::{self, AnswerLimits};
 use upstream::relay::client::{Client, Settings};
 
-/// Time for the answer of the program that has the port.
-const LIVE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum size of that answer. Blockyard's own has 20 bytes.
-const LIVE_BYTES: usize = 4096;
+/// For the answer of the program that has the port. Blockyard's own has 20 bytes.
+const LIVE: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_secs(2) };
 /// Time for the check of a store: four requests.
 const STORE_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -102,7 +100,7 @@ async fn running(at: &Listen) -> Option<String> {
     let address: Uri = format!("http://{host}:{}", at.port).parse().ok()?;
     let client = Client::new(&address, &Settings::default()).ok()?;
     let json = async |path| {
-        let answer = timeout(LIVE_TIMEOUT, ask::get(&client, None, path, LIVE_BYTES)).await.ok()?.ok()?;
+        let answer = ask::get(&client, None, path, LIVE).await.ok()?;
         serde_json::from_slice::<serde_json::Value>(&answer.body).ok()
     };
     let is_live = json("/live").await?["status"] == "ok";

@@ -14,24 +14,22 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use upstream::UNKNOWN_CONTEXT;
-use upstream::ask;
+use upstream::ask::{self, AnswerLimits};
 use upstream::kv_events::{Batch, Chain, Change, Event, Root, Sink, Source, View, run};
 use upstream::relay::chunk::Usage;
 
 /// Blocks of the prompt: several, so that parents are seen too.
 const BLOCKS: usize = 3;
-/// Time for one completion. Its prompt is short, but the server may be busy.
-const COMPLETION_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for the tokens of a prompt.
-const TOKENIZE_TIMEOUT: Duration = Duration::from_secs(3);
+/// For one completion. Its prompt is short, but the server may be busy.
+const COMPLETION: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(8) };
+/// For the tokens of a prompt.
+const TOKENS: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(3) };
 /// Time for the connections to the publishers, which have answered before.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// A publisher learns of a subscription after it has accepted the connection, and says nothing of it.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_millis(500);
 /// Time for the events of a completion. Engines publish them with the step.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(3);
-/// Maximum size of an answer.
-const ANSWER_BYTES: usize = 4 << 20;
 /// Maximum number of blocks in the view of one rank: those of the probe and of requests beside it.
 const MAX_BLOCKS: usize = 1 << 16;
 /// Characters of an error that are shown.
@@ -162,9 +160,8 @@ async fn prompt(plan: &Plan<'_>, model: &str, context: usize) -> (String, Result
 
 async fn tokenize(server: &Server<'_>, model: &str, prompt: &str) -> Result<Vec<u32>, String> {
     let body = json!({ "model": model, "prompt": prompt });
-    let asked = ask::post(&server.client, server.api_key.as_ref(), "/tokenize", &body, ANSWER_BYTES);
-    let answer = timeout(TOKENIZE_TIMEOUT, asked).await.map_err(|_| "no answer in time".to_owned())?;
-    let answer = answer.map_err(|error| error.to_string())?;
+    let asked = ask::post(&server.client, server.api_key.as_ref(), "/tokenize", body.to_string().into(), TOKENS);
+    let answer = asked.await.map_err(|error| error.to_string())?;
     if !answer.status.is_success() {
         return Err(format!("/tokenize answers {}", answer.status));
     }
@@ -180,11 +177,10 @@ async fn completion(server: &Server<'_>, model: &str, prompt: &str, salt: Option
     if let Some(salt) = salt {
         body["cache_salt"] = salt.into();
     }
-    let asked = ask::post(&server.client, server.api_key.as_ref(), "/v1/completions", &body, ANSWER_BYTES);
+    let body = body.to_string().into();
+    let asked = ask::post(&server.client, server.api_key.as_ref(), "/v1/completions", body, COMPLETION);
     let refusal = |status, why: String| Refusal { status, why: why.chars().take(ERROR_CHARS).collect() };
-    let answer = timeout(COMPLETION_TIMEOUT, asked).await;
-    let answer = answer.map_err(|_| refusal(None, format!("no answer within {} s", COMPLETION_TIMEOUT.as_secs())))?;
-    let answer = answer.map_err(|error| refusal(None, error.to_string()))?;
+    let answer = asked.await.map_err(|error| refusal(None, error.to_string()))?;
     let status = Some(answer.status.as_u16());
     if !answer.status.is_success() {
         let body = String::from_utf8_lossy(&answer.body).into_owned();

@@ -9,7 +9,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use upstream::ask::{self, Asked};
+use upstream::ask::{self, AnswerLimits, AskError, Asked};
 use upstream::relay::client::{Client, Settings};
 use upstream::relay::error::RelayError;
 use upstream::relay::headers::bearer;
@@ -20,10 +20,8 @@ use upstream::{DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
 const DNS_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for a TCP connection: more than the 2 s that `serve` waits, so that it can be said what is too slow.
 const TCP_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time for a small answer, such as the version.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of such an answer. SGLang lists all of its settings.
-const ANSWER_BYTES: usize = 1 << 20;
+/// For a small answer, such as the version. SGLang lists all of its settings.
+const ANSWER: AnswerLimits = AnswerLimits { bytes: 1 << 20, time: Duration::from_secs(5) };
 /// Difference of two clocks from which on it is a warning. Expiry and `Retry-After` count in seconds.
 const MAX_SKEW: Duration = Duration::from_secs(2);
 /// Models that are named in a result.
@@ -186,19 +184,19 @@ fn answered(
     let models_fix =
         format!("correct upstreams.{at}.url: expected the root of a server with OpenAI's API, without /v1");
     match error {
-        DiscoverError::Relay(RelayError::Unreachable(_)) if is_tls && detail.contains("certificate") => {
+        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls && detail.contains("certificate") => {
             let fix = "let SSL_CERT_FILE name the file of the authority that signed the server's certificate, and let \
                        the URL have the name in it";
             findings.problem("tls", detail, fix);
         }
-        DiscoverError::Relay(RelayError::Unreachable(_)) if is_tls => {
+        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls => {
             findings.problem("tls", detail, "write http:// in the URL if the server has no TLS");
         }
-        DiscoverError::Relay(_) => {
+        DiscoverError::Ask(AskError::Relay(_)) => {
             let fix = "write https:// in the URL if the server has TLS, or correct the port: no HTTP is spoken there";
             findings.problem("http", detail, fix);
         }
-        DiscoverError::Timeout => {
+        DiscoverError::Ask(AskError::Late { .. }) => {
             findings.problem("http", detail, "look at the server's log: it accepts connections and does not answer");
         }
         DiscoverError::Status(StatusCode::UNAUTHORIZED) => {
@@ -222,7 +220,10 @@ fn answered(
         DiscoverError::Status(status) if status.is_server_error() => {
             findings.problem("http", detail, "wait until the server has loaded its model, or look at its log");
         }
-        DiscoverError::Status(_) | DiscoverError::Format(_) | DiscoverError::Empty => {
+        DiscoverError::Ask(AskError::TooLarge { .. })
+        | DiscoverError::Status(_)
+        | DiscoverError::Format(_)
+        | DiscoverError::Empty => {
             findings.ok("http", "the server answers");
             findings.problem("models", detail, models_fix);
         }
@@ -239,8 +240,7 @@ async fn version(
 ) -> Kind {
     let ask = async |path| {
         let before = SystemTime::now();
-        let answer = timeout(ANSWER_TIMEOUT, ask::get(client, api_key, path, ANSWER_BYTES)).await.ok()?.ok()?;
-        Some((answer, before))
+        Some((ask::get(client, api_key, path, ANSWER).await.ok()?, before))
     };
     let owner = models.iter().find_map(|model| model.owned_by.as_deref()).unwrap_or_default().to_owned();
     let asked = ask("/version").await;
