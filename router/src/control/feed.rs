@@ -167,7 +167,11 @@ impl Feed {
         if let Some(previous) = previous.as_ref().filter(|previous| previous.cache_view != CacheView::Events) {
             self.index.join_estimate(instance.id, reachable_stores(previous.cache_view, &instance.stores));
         }
-        self.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref())));
+        let texts = Worker::has_texts(&instance.model).then(|| {
+            let cache_view = previous.as_ref().map_or(CacheView::Events, |previous| previous.cache_view);
+            self.index.join_estimate(instance.id, reachable_stores(cache_view, &instance.stores))
+        });
+        self.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref()).with_texts(texts)));
         self.admission.notify();
         self.gauges();
     }
@@ -347,7 +351,7 @@ impl Feed {
             if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_news()) {
                 worker.estimated_cache.announced();
             }
-            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id) {
+            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id, worker.texts.is_some()) {
                 self.set_cache_view(worker, cache_view);
             }
         }
@@ -359,7 +363,9 @@ impl Feed {
         if cache_view == CacheView::Events {
             tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
             fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
-            index.forget(Holder::Estimate(id));
+            if worker.texts.is_none() {
+                index.forget(Holder::Estimate(id));
+            }
         } else {
             let (why, block_size) = (cache_view.remark().unwrap_or_default(), worker.instance.model.block_size);
             tracing::warn!(

@@ -2,7 +2,7 @@
 
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
-use crate::fleet::Worker;
+use crate::fleet::{PromptTokens, Worker};
 use crate::hash::{hash_str, splitmix64};
 use crate::load::{Demand, Totals};
 use crate::policy::{
@@ -82,7 +82,9 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     // Hashing and the index lookup take the most time, so they come before the lock that serializes decisions. A
     // request for the prompt's log-probabilities uses no cached block.
     let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
-    let mut overlaps = Overlaps::of(cacheable, &request.domain, pool, &core.index);
+    let estimated = request.attributes.has_estimated_tokens;
+    let known = if estimated { PromptTokens::Estimated } else { PromptTokens::Known };
+    let mut overlaps = Overlaps::of(cacheable, known, &request.domain, pool, &core.index);
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
@@ -134,13 +136,13 @@ fn book(
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &ScoredWorker<'_>| {
         let names = overlaps.hashes(row.entry.scheme);
-        core.inflight.add(row.entry.slot, names, row.prompt.block_size as usize, row.held.total())
+        core.inflight.add(overlaps.slot(row.entry), names, row.prompt.block_size as usize, row.held.total())
     };
+    let slot = overlaps.slot(row.entry);
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this
     // one for them.
-    let prefix =
-        if prefill_row.is_some() { core.inflight.add(row.entry.slot, &[], 1, 0) } else { inflight_prefix(row) };
-    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(row.entry.slot, &[], 1, 0), &core.outbox);
+    let prefix = if prefill_row.is_some() { core.inflight.add(slot, &[], 1, 0) } else { inflight_prefix(row) };
+    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(slot, &[], 1, 0), &core.outbox);
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
         Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)

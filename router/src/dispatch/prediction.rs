@@ -44,9 +44,11 @@ impl HitPrediction {
         let full = names.len() as u64 * block_size;
         let is_inflight = inflight.contains(member.announced, names, block_size as usize);
         // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
-        let is_comparable = !(request.attributes.has_estimated_tokens && member.instance.model.has_exact_blocks);
+        let has_estimated_tokens = request.attributes.has_estimated_tokens;
+        let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks);
         let is_alone = !is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated;
-        let noted = member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
+        let by_text = has_estimated_tokens && member.texts.is_some();
+        let noted = by_text || member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
         Self {
             placed: Instant::now(),
             cached: row.cached(),

@@ -2,6 +2,9 @@
 //!
 //! The blocks of the worker's events stay in the index, used or not. The estimate is a holder of its own in the index,
 //! [`Holder::Estimate`], and its slot is what decisions read then.
+//!
+//! A worker whose events have tokens of its own has an estimate beside accurate events: of prompts whose tokens are
+//! unknown, which no event matches.
 
 use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
@@ -54,13 +57,14 @@ impl EstimatedCache {
         self.lock().accuracy.announced(Instant::now());
     }
 
-    /// The new cache view, if it changes. Also expires old blocks of the estimate.
-    pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId) -> Option<CacheView> {
+    /// The new cache view, if it changes. Also expires old blocks of the estimate. `has_texts`: the estimate is needed
+    /// beside accurate events.
+    pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId, has_texts: bool) -> Option<CacheView> {
         let (mut state, now) = (self.lock(), Instant::now());
         let removed = state.assumed.expire(now);
         forget(index, Holder::Estimate(worker), removed);
         let cache_view = state.accuracy.evaluate(now);
-        if cache_view == Some(CacheView::Events) {
+        if cache_view == Some(CacheView::Events) && !has_texts {
             state.assumed = AssumedCache::default();
         }
         cache_view

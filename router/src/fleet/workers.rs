@@ -27,6 +27,8 @@ pub(crate) struct Worker {
     pub(crate) slot: HolderId,
     /// Index slot of its KV events, whether decisions use them or not.
     pub(crate) announced: HolderId,
+    /// Index slot of the estimate of its cache, if prompts whose tokens are unknown are looked up there.
+    pub(crate) texts: Option<HolderId>,
     /// Accuracy of its events, and the estimate of its cache.
     pub(crate) estimated_cache: Arc<EstimatedCache>,
     /// Its load.
@@ -58,6 +60,7 @@ impl Worker {
             cache_view,
             slot: previous.filter(|_| cache_view != CacheView::Events).map_or(slot, |worker| worker.slot),
             announced: slot,
+            texts: previous.and_then(|worker| worker.texts),
             estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
             load: previous.map(|worker| worker.load.clone()).unwrap_or_default(),
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
@@ -67,6 +70,17 @@ impl Worker {
             measured: AtomicBool::new(previous.is_some_and(Self::measured)),
             first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
         }
+    }
+
+    /// Whether a worker with this card gets prompts whose tokens are not those of its events, so that its cache is
+    /// estimated from their texts beside its events.
+    pub(crate) fn has_texts(card: &ModelCard) -> bool {
+        card.is_relayed && card.has_exact_blocks
+    }
+
+    /// The same worker, of which prompts of unknown tokens are looked up at this slot.
+    pub(crate) fn with_texts(self, slot: Option<HolderId>) -> Self {
+        Self { texts: slot, ..self }
     }
 
     /// The same worker with another cache view, which has `slot` in the index.
@@ -168,6 +182,15 @@ impl Worker {
     }
 }
 
+/// Whether the tokens of a prompt are those that its worker will compute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PromptTokens {
+    /// They are.
+    Known,
+    /// They are estimated from its text, so they match no block in the events of a worker with tokens of its own.
+    Estimated,
+}
+
 /// The workers of one model.
 #[derive(Default)]
 pub(crate) struct ModelPool {
@@ -187,11 +210,31 @@ pub(crate) struct WorkerEntry {
     pub(crate) id: WorkerId,
     pub(crate) worker: Arc<Worker>,
     pub(crate) load: Arc<WorkerLoad>,
-    pub(crate) slot: HolderId,
+    slot: HolderId,
+    /// The slot for prompts of unknown tokens.
+    texts: HolderId,
     /// Index of its hash scheme in [`ModelPool::schemes`].
     pub(crate) scheme: u32,
     pub(crate) role: Role,
     pub(crate) context: usize,
+}
+
+impl WorkerEntry {
+    /// Index slot of the worker's cache, as a prompt of these tokens sees it.
+    #[inline]
+    pub(crate) fn slot(&self, tokens: PromptTokens) -> HolderId {
+        match tokens {
+            PromptTokens::Known => self.slot,
+            PromptTokens::Estimated => self.texts,
+        }
+    }
+
+    /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
+    pub(crate) fn remark(&self, tokens: PromptTokens) -> Option<&'static str> {
+        let by_text = tokens == PromptTokens::Estimated && self.worker.texts.is_some();
+        let text = by_text.then_some("estimated: the tokens of the prompt are unknown; compared by its text");
+        self.worker.cache_view.remark().or(text)
+    }
 }
 
 impl ModelPool {
@@ -235,9 +278,10 @@ impl ModelPool {
             return;
         }
         let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
+        let texts = worker.texts.unwrap_or(slot);
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
-        self.entries.push(WorkerEntry { id, worker, load, slot, scheme, role: *role, context: card.context });
+        self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role: *role, context: card.context });
     }
 }
 

@@ -10,7 +10,7 @@ use super::inputs::{Eligibility, FleetView, cacheable};
 use super::select::{Candidate, SelectionContext, Why, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use super::{cost, disaggregate};
-use crate::fleet::{Worker, WorkerEntry};
+use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::WorkerOverlap;
 use crate::load::{Demand, WorkerSnapshot};
 use std::sync::Arc;
@@ -160,6 +160,11 @@ pub(crate) fn decide<'a>(
 }
 
 impl<'a> Decision<'a> {
+    /// Whether the tokens of the prompt are known.
+    pub(crate) fn prompt_tokens(&self) -> PromptTokens {
+        self.context.fleet.prompt_tokens()
+    }
+
     /// A worker with the terms of its cost.
     pub(crate) fn row(&self, entry: u32) -> ScoredWorker<'a> {
         self.context.row(entry as usize, self.prefill.as_ref())

@@ -6,6 +6,7 @@ use super::cost::Cost;
 use super::decide::{Decision, ScoredWorker};
 use super::disaggregate::ServingMode;
 use super::select::Candidate;
+use crate::fleet::PromptTokens;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -40,11 +41,11 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
             aggregated_s: round(row.aggregated.total()),
             disaggregated_s: round(disaggregated.total()),
         }),
-        prefill_worker: prefill.as_ref().map(|row| considered(row, policy)),
+        prefill_worker: prefill.as_ref().map(|row| considered(row, policy, decision.prompt_tokens())),
         candidates: order
             .iter()
             .map(|candidate| decision.row(candidate.entry))
-            .map(|row| considered(&row, policy))
+            .map(|row| considered(&row, policy, decision.prompt_tokens()))
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
     };
@@ -140,7 +141,7 @@ impl Composed {
     }
 }
 
-fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
+fn considered(row: &ScoredWorker<'_>, policy: &Policy, tokens: PromptTokens) -> Considered {
     let cost = row.cost();
     let Cost { queue, memory_wait, prefill, onboard, tier_queue, kv_transfer, decode, decode_stall, .. } = cost;
     let terms = [
@@ -165,7 +166,7 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy) -> Considered {
         terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
         cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
         uncached_tokens: row.uncached(),
-        index: row.worker().cache_view.remark(),
+        index: row.entry.remark(tokens),
     }
 }
 

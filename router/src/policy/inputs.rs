@@ -3,8 +3,8 @@
 //! They are read once, before workers are scored; later changes of the load count for the next decision.
 
 use crate::booking::InflightPrefixes;
-use crate::fleet::{ModelPool, WorkerEntry};
-use crate::index::{Index, Overlap, WorkerOverlap};
+use crate::fleet::{ModelPool, PromptTokens, WorkerEntry};
+use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
 use crate::load::{SnapshotCache, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
@@ -64,7 +64,12 @@ impl<'a> FleetView<'a> {
     /// Index of a worker's cached prefix in [`Self::distinct_overlaps`].
     #[inline]
     pub(crate) fn overlap_index(&self, entry: &WorkerEntry) -> usize {
-        self.overlaps.overlap_index(entry.scheme, entry.slot)
+        self.overlaps.overlap_index(entry)
+    }
+
+    /// Whether the tokens of the prompt are known.
+    pub(crate) fn prompt_tokens(&self) -> PromptTokens {
+        self.overlaps.tokens
     }
 
     /// Whether a worker is a candidate.
@@ -86,7 +91,10 @@ impl<'a> FleetView<'a> {
 }
 
 /// Block hashes of a prompt and the cached prefixes found in the index, for each hash scheme of the model's workers.
-pub(crate) struct Overlaps(Vec<HashScheme>);
+pub(crate) struct Overlaps {
+    tokens: PromptTokens,
+    schemes: Vec<HashScheme>,
+}
 
 /// Block hashes and cached prefixes under one hash scheme: an identity and a block size.
 struct HashScheme {
@@ -123,47 +131,56 @@ impl Drop for HashScheme {
 }
 
 impl Overlaps {
-    /// Hashes a prompt's blocks and looks them up in the index.
-    pub(crate) fn of(tokens: &[u32], domain: &Domain, pool: &ModelPool, index: &Index) -> Self {
+    /// Hashes a prompt's blocks and looks them up in the index. `known`: whether `tokens` are those of the workers.
+    pub(crate) fn of(tokens: &[u32], known: PromptTokens, domain: &Domain, pool: &ModelPool, index: &Index) -> Self {
         let scheme = |card: &std::sync::Arc<ModelCard>| {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
             let hashes = ChainKey::root(domain, &card.identity, None).hashes(cached, card.block_size);
             HashScheme::new(card.block_size, hashes, index)
         };
-        Self(pool.schemes().iter().map(scheme).collect())
+        Self { tokens: known, schemes: pool.schemes().iter().map(scheme).collect() }
     }
 
     /// The overlaps under a single hash scheme.
     pub(crate) fn only(block_size: usize, hashes: Vec<SequenceHash>, index: &Index) -> Self {
-        Self(vec![HashScheme::new(block_size, hashes, index)])
+        Self { tokens: PromptTokens::Known, schemes: vec![HashScheme::new(block_size, hashes, index)] }
     }
 
     /// Adds prefixes that running requests will have cached.
     pub(crate) fn extend(&mut self, inflight: &InflightPrefixes) {
-        self.0.iter_mut().for_each(|scheme| inflight.extend(&mut scheme.overlap, &scheme.hashes, scheme.block_size));
+        self.schemes
+            .iter_mut()
+            .for_each(|scheme| inflight.extend(&mut scheme.overlap, &scheme.hashes, scheme.block_size));
     }
 
     /// Block hashes of the prompt under one hash scheme.
     pub(crate) fn hashes(&self, scheme: u32) -> &[SequenceHash] {
-        self.0.get(scheme as usize).map_or(&[], |scheme| &scheme.hashes)
+        self.schemes.get(scheme as usize).map_or(&[], |scheme| &scheme.hashes)
     }
 
     /// The distinct cached prefixes of the prompt under one hash scheme.
     pub(crate) fn distinct_overlaps(&self, scheme: usize) -> &[WorkerOverlap] {
-        self.0.get(scheme).map_or(&[], |scheme| scheme.overlap.distinct())
+        self.schemes.get(scheme).map_or(&[], |scheme| scheme.overlap.distinct())
     }
 
-    /// Index of a slot's cached prefix in [`Self::distinct_overlaps`].
+    /// Index slot of a worker's cache, as the prompt sees it.
     #[inline]
-    pub(crate) fn overlap_index(&self, scheme: u32, slot: crate::index::HolderId) -> usize {
-        self.0.get(scheme as usize).map_or(0, |scheme| scheme.overlap.distinct_index(slot))
+    pub(crate) fn slot(&self, entry: &WorkerEntry) -> HolderId {
+        entry.slot(self.tokens)
+    }
+
+    /// Index of a worker's cached prefix in [`Self::distinct_overlaps`].
+    #[inline]
+    pub(crate) fn overlap_index(&self, entry: &WorkerEntry) -> usize {
+        let slot = self.slot(entry);
+        self.schemes.get(entry.scheme as usize).map_or(0, |scheme| scheme.overlap.distinct_index(slot))
     }
 
     /// Cached prefix of the prompt at a slot.
     #[inline]
-    pub(crate) fn held(&self, scheme: u32, slot: crate::index::HolderId) -> WorkerOverlap {
-        self.0.get(scheme as usize).map_or_else(WorkerOverlap::default, |scheme| scheme.overlap.at(slot))
+    pub(crate) fn held(&self, scheme: u32, slot: HolderId) -> WorkerOverlap {
+        self.schemes.get(scheme as usize).map_or_else(WorkerOverlap::default, |scheme| scheme.overlap.at(slot))
     }
 }
 

@@ -90,6 +90,53 @@ async fn prompts_of_estimated_tokens_say_nothing_of_the_events() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn prompts_of_unknown_tokens_are_found_by_their_text() {
+    let harness = defaults();
+    let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
+    let text = |family| {
+        let mut request = prompt(family, 1600);
+        request.attributes.has_estimated_tokens = true;
+        request
+    };
+    let remark = "estimated: the tokens of the prompt are unknown; compared by its text";
+    let first = harness.explain(text(7)).await;
+    settle().await;
+    let again = harness.explain(text(7)).await;
+    assert_eq!((&again["cached_tokens"], &again["chosen"]), (&1584.into(), &first["chosen"]));
+    assert_eq!(index_remark(&again, "w1").as_deref(), Some(remark));
+    let known = harness.explain(prompt(7, 1600)).await;
+    assert_eq!((known["cached_tokens"].as_u64(), index_remark(&known, "w1")), (Some(0), None), "events have the rest");
+    for worker in &workers {
+        harness.announce(worker, stored(Level::G1, &names(&prompt(8, 1600))), true);
+    }
+    tokio::time::sleep(EVALUATION).await;
+    assert_eq!([index_source(&harness, "w1"), index_source(&harness, "w2")], ["events"; 2]);
+    assert_eq!(cached_blocks(&harness, &prompt(8, 1600)).await, 99);
+    assert_eq!(cached_blocks(&harness, &text(7)).await, 99, "both are known at once");
+    assert_eq!(cached_blocks(&harness, &text(8)).await, 0, "the text of announced tokens was not sent");
+    tokio::time::sleep(crate::fleet::ASSUMED_MAX_AGE + EVALUATION).await;
+    assert_eq!([cached_blocks(&harness, &prompt(8, 1600)).await, cached_blocks(&harness, &text(7)).await], [99, 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn texts_outlive_a_time_of_inaccurate_events() {
+    let harness = defaults();
+    let worker = harness.relayed_worker(1).await;
+    worker.cache_blocks(&[]);
+    let mut text = prompt(7, 1600);
+    text.attributes.has_estimated_tokens = true;
+    harness.answer(text.clone()).await.unwrap();
+    harness.answer(prompt(1, 1600)).await.unwrap();
+    tokio::time::sleep(EVALUATION).await;
+    assert_eq!(index_source(&harness, "w1"), "estimated");
+    assert_eq!([cached_blocks(&harness, &text).await, cached_blocks(&harness, &prompt(1, 1600)).await], [99, 99]);
+    harness.announce(&worker, stored(Level::G1, &names(&prompt(1, 1600))[..10]), true);
+    tokio::time::sleep(EVALUATION).await;
+    assert_eq!(index_source(&harness, "w1"), "events");
+    assert_eq!([cached_blocks(&harness, &text).await, cached_blocks(&harness, &prompt(1, 1600)).await], [99, 10]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_estimate_is_bounded_by_the_workers_blocks_and_expires() {
     let harness = defaults();
     let worker = harness.worker(1, Role::Both).await;

@@ -195,10 +195,19 @@ impl Harness {
         self.join(id, role, MODEL, 1, &[]).await
     }
 
+    /// Adds a worker that is a server with tokens of its own.
+    pub(crate) async fn relayed_worker(&self, id: u64) -> Arc<FakeEngine> {
+        self.join_with(id, Role::Both, ModelCard { is_relayed: true, ..card(MODEL) }, 1, &[]).await
+    }
+
     pub(crate) async fn join(&self, id: u64, role: Role, model: &str, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
+        self.join_with(id, role, card(model), epoch, stores).await
+    }
+
+    async fn join_with(&self, id: u64, role: Role, card: ModelCard, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
         let source = Source::Worker(WorkerId(id));
         let engine = Arc::new(FakeEngine {
-            card: Arc::new(card(model)),
+            card: Arc::new(card),
             behaviour: Mutex::new(Behaviour::Serve),
             received: Mutex::default(),
             firsts: Mutex::default(),
