@@ -95,6 +95,19 @@ async fn a_sound_server_has_no_problem() {
 }
 
 #[tokio::test]
+async fn completions_are_for_one_rank() {
+    let (vllm, other) = (Vllm::start().await, FakePublisher::start().await.unwrap());
+    let source = |port: u16| json!({ "endpoint": format!("tcp://*:{port}"), "topic": "kv" });
+    let sources = json!({ "0": source(vllm.publisher.port()), "1": source(other.port()) });
+    vllm.server.set_page("/kv_event_sources", Script::json(200, &sources));
+    let checks = checks(vllm.upstream()).await;
+    let cached = checks.iter().find(|check| check.check == "cached_tokens").unwrap();
+    assert_eq!(cached.detail, "96 of 100 tokens of a repeated prompt, as predicted");
+    let sent = vllm.server.requests().into_iter().filter(|request| request.uri.path() == "/v1/completions");
+    assert!(sent.map(|request| request.headers["x-data-parallel-rank"].clone()).all(|rank| rank == "0"));
+}
+
+#[tokio::test]
 async fn without_probe_no_completion_is_sent() {
     let vllm = Vllm::start().await;
     let checks = examine(&config(vllm.upstream()), Probing::Skip).await;

@@ -349,6 +349,52 @@ async fn published_blocks_are_predicted_as_cached() {
     assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
 }
 
+#[tokio::test]
+async fn a_request_goes_to_the_rank_that_has_its_blocks() {
+    let publishers = [FakePublisher::start().await.unwrap(), FakePublisher::start().await.unwrap()];
+    let server = server([]).await;
+    let endpoint = |publisher: &FakePublisher| json!({ "endpoint": format!("tcp://*:{}", publisher.port()) });
+    let sources = json!({ "0": endpoint(&publishers[0]), "1": endpoint(&publishers[1]) });
+    server.set_page("/kv_event_sources", Script::json(200, &sources));
+    server.set_page("/metrics", Script::events(["vllm:cache_config_info{block_size=\"32\"} 1.0\n"]));
+    let gateway = Gateway::start(&[&server]).await;
+    let mut messages = MESSAGES.lines();
+    publish(&publishers[1], messages.next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    let rank = || completions(&server).last().unwrap().headers["x-data-parallel-rank"].clone();
+    assert_eq!(rank(), "1");
+    for _ in 0..3 {
+        assert_eq!((predicted(&gateway, 100..200).await, rank()), (96, "1".parse().unwrap()));
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_of_unknown_tokens_is_found_by_its_text() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let servers = [server([]).await, server([]).await];
+    for server in &servers {
+        let endpoint = format!("tcp://*:{}", publisher.port());
+        server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "block_size": 32 }])));
+    }
+    let gateway = Gateway::start(&[&servers[0], &servers[1]]).await;
+    let asked = |number: u32| {
+        let input = format!("{number} {}", "The keys and values of a block. ".repeat(50));
+        json!({ "model": "org/m", "input": input }).to_string()
+    };
+    let mut chosen = Vec::new();
+    for number in [1, 2, 3, 1, 2, 3] {
+        let answer = gateway.post("/v1/responses", &asked(number)).await;
+        let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+        drop(answer.bytes().await.unwrap());
+        let index = decision["candidates"][0]["index"].as_str().unwrap().to_owned();
+        assert_eq!(index, "estimated: the tokens of the prompt are unknown; compared by its text");
+        chosen.push((decision["chosen"].as_str().unwrap().to_owned(), decision["cached_tokens"].as_u64().unwrap()));
+    }
+    let (first, again) = chosen.split_at(3);
+    assert!(first.iter().all(|(_, cached)| *cached == 0) && again.iter().all(|(_, cached)| *cached == 384), "{chosen:?}");
+    assert!(first.iter().zip(again).all(|(first, again)| first.0 == again.0), "{chosen:?}");
+}
+
 /// A folder with a tokenizer whose tokens are bytes, and a chat template.
 fn tokenizer_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();

@@ -95,7 +95,21 @@ pub async fn get(
     path: &'static str,
     limits: AnswerLimits,
 ) -> Result<Asked, AskError> {
-    send(client, api_key, Method::GET, path, Bytes::new(), limits).await
+    send(client, headers::request(&HeaderMap::new(), api_key), Method::GET, path, Bytes::new(), limits).await
+}
+
+/// The answer of a data-parallel rank to `POST path` with a body of JSON.
+pub async fn post_to_rank(
+    client: &Client,
+    api_key: Option<&HeaderValue>,
+    rank: u32,
+    path: &'static str,
+    body: Bytes,
+    limits: AnswerLimits,
+) -> Result<Asked, AskError> {
+    let mut headers = headers::request(&HeaderMap::new(), api_key);
+    headers::set_rank(&mut headers, rank);
+    send(client, headers, Method::POST, path, body, limits).await
 }
 
 /// The answer to `POST path` with a body of JSON.
@@ -106,7 +120,7 @@ pub async fn post(
     body: Bytes,
     limits: AnswerLimits,
 ) -> Result<Asked, AskError> {
-    send(client, api_key, Method::POST, path, body, limits).await
+    send(client, headers::request(&HeaderMap::new(), api_key), Method::POST, path, body, limits).await
 }
 
 /// The page at `path`.
@@ -122,13 +136,12 @@ pub(crate) async fn page(client: &Client, api_key: Option<&HeaderValue>, path: &
 
 async fn send(
     client: &Client,
-    api_key: Option<&HeaderValue>,
+    mut headers: HeaderMap,
     method: Method,
     path: &'static str,
     body: Bytes,
     AnswerLimits { bytes, time }: AnswerLimits,
 ) -> Result<Asked, AskError> {
-    let mut headers = headers::request(&HeaderMap::new(), api_key);
     if method == Method::POST {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     }
@@ -152,14 +165,18 @@ mod tests {
 
     #[tokio::test]
     async fn a_page_is_absent_too_large_or_not_answered() {
-        let pages = [(200, json!("text")), (404, json!({})), (200, json!("x".repeat(PAGE.bytes))), (503, json!({}))];
-        let scripts = pages.iter().map(|(status, body)| Script::json(*status, body)).chain([Script::close()]);
-        let server = FakeEngine::start(scripts).await.unwrap();
+        let server = FakeEngine::start([]).await.unwrap();
         let client = Client::new(&server.uri(), &Settings::default()).unwrap();
-        let ask = || page(&client, None, "/metrics");
-        let body = Page::Body(Bytes::from_static(b"\"text\""));
-        for expected in [body, Page::Absent, Page::TooLarge, Page::Failed, Page::Failed] {
-            assert_eq!(ask().await, expected);
+        let text = Page::Body(Bytes::from_static(b"\"text\""));
+        for (script, expected) in [
+            (Script::json(200, &json!("text")), text),
+            (Script::json(404, &json!({})), Page::Absent),
+            (Script::json(200, &json!("x".repeat(PAGE.bytes))), Page::TooLarge),
+            (Script::json(503, &json!({})), Page::Failed),
+            (Script::close(), Page::Failed),
+        ] {
+            server.set_page("/metrics", script);
+            assert_eq!(page(&client, None, "/metrics").await, expected);
         }
     }
 

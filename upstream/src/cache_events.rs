@@ -5,8 +5,9 @@
 //!   rank 1 ── kv_events::run ──▶ Rank, View ──┴──▶ CacheEvents ┴──▶ EventLog of an adapter
 //! ```
 //!
-//! - **The ranks of a server are one worker**, because the server decides which rank gets a request. A block counts as
-//!   cached while any rank has it, so a prediction is too high when the request goes to another rank.
+//! - **A cache is that of one data-parallel rank**, if requests can name the rank that is to serve them. Else the
+//!   server decides, and all of its ranks are one cache: a block counts as cached while any rank has it, so a
+//!   prediction is too high when the request goes to another rank.
 //! - **A restart of the engine removes all of its blocks from the same log.** The epoch of the log stays: it is that of
 //!   the worker's registration, and a new registration would lose what the router knows of running requests and of the
 //!   worker's health, although nothing but the cache has changed.
@@ -39,9 +40,9 @@ pub struct ModelLog {
     pub log: Arc<EventLog>,
 }
 
-/// The cache of one server.
+/// The cache of one rank of a server, or of all of its ranks.
 pub struct CacheEvents {
-    /// URL of the server, for logs.
+    /// URL and rank of the server, for logs.
     server: String,
     /// Kept to the end: the changes of ranks name models by their position.
     models: RwLock<Vec<ModelLog>>,

@@ -33,8 +33,19 @@ pub struct UpstreamSettings {
     pub salts: Arc<Salts>,
     /// Whether the server knows the field `cache_salt`. Else a client's own passes as it is.
     pub takes_salts: bool,
+    /// The data-parallel rank of the server that the engine is; `None`: the whole server.
+    pub rank: Option<Rank>,
     /// Notified when the server cannot be reached or answers 404: it may have restarted with another model.
     pub may_have_changed: Arc<Notify>,
+}
+
+/// A data-parallel rank of a server, which has a cache of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rank {
+    /// Position among the ranks of the server, by which requests name it.
+    pub position: u32,
+    /// Its number among the ranks of all servers of the deployment, by which metrics name it.
+    pub number: u32,
 }
 
 /// One model of one server.
@@ -53,7 +64,7 @@ impl UpstreamEngine {
 
     /// Adds what the server reports to the load of the engine.
     pub fn add_reports(&self, reports: &Arc<LoadReports>) -> ReportedLoad {
-        reports.add(self.load.clone())
+        reports.add(self.load.clone(), self.settings.rank.map(|rank| rank.number))
     }
 
     /// The load of the engine, now and after each change.
@@ -69,7 +80,10 @@ impl UpstreamEngine {
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
         let (body, usage) =
             self.body(http, &request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
-        let headers = headers::request(&http.headers, self.settings.api_key.as_ref());
+        let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
+        if let Some(rank) = self.settings.rank {
+            headers::set_rank(&mut headers, rank.position);
+        }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let items = relay.map_err(|error| {
             let changed = match &error {

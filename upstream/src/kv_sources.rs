@@ -7,6 +7,9 @@
 //! ```
 //! A list of such objects, each with `data_parallel_rank`, is understood too, also in a field `sources`.
 //!
+//! A request names the rank that is to serve it in a header, as the position among the ranks of the server. So the
+//! ranks can be told apart only if the server lists a publisher for each of them.
+//!
 //! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
 
 use crate::ask::{Page, page};
@@ -21,6 +24,8 @@ use std::num::NonZero;
 pub struct KvSources {
     /// Its publishers by data-parallel rank. None: it publishes no events, or does not say.
     pub sources: Vec<Source>,
+    /// The numbers of the ranks, in the order of the publishers, if requests can name them; else none.
+    pub ranks: Vec<u32>,
     /// Tokens per block.
     pub block_size: Option<NonZero<u32>>,
 }
@@ -60,10 +65,17 @@ impl KvSources {
             }
         }
         sources.sort_by_key(|(rank, _)| *rank);
+        let number = |(rank, _): &(Option<u64>, Source)| rank.and_then(|rank| u32::try_from(rank).ok());
+        let mut ranks: Vec<u32> = sources.iter().filter_map(number).collect();
+        let are_distinct = ranks.is_sorted_by(|one, next| one < next);
+        if ranks.len() < 2 || ranks.len() < listed.len() || !are_distinct {
+            ranks.clear();
+        }
         let listed = listed.into_iter().map(|(_, listed)| listed);
         let block_size = listed.chain([&body]).find_map(|listed| listed.get("block_size")?.as_u64());
         Self {
             sources: sources.into_iter().map(|(_, source)| source).collect(),
+            ranks,
             block_size: block_size.and_then(|size| NonZero::new(u32::try_from(size).ok()?)),
         }
     }
@@ -115,10 +127,26 @@ mod tests {
                 of("tcp://10.0.0.2:5557", None, ""),
                 of("tcp://10.0.0.1:5558", Some("tcp://10.0.0.1:5560"), "kv"),
             ],
+            ranks: Vec::new(),
             block_size: NonZero::new(32),
         };
         assert_eq!(read(&listed), expected);
         assert_eq!(read(&serde_json::json!({ "sources": listed })), expected);
+    }
+
+    #[test]
+    fn ranks_that_all_publish_can_be_named() {
+        let source =
+            |rank: u64| serde_json::json!({ "data_parallel_rank": rank, "endpoint": format!("tcp://*:{rank}") });
+        let of = |ranks: &[u64]| read(&ranks.iter().map(|rank| source(*rank)).collect()).ranks;
+        assert_eq!(of(&[3, 2]), [2, 3], "the ranks of one node of several");
+        for other in [&[0][..], &[1, 1]] {
+            assert_eq!(of(other), [0; 0], "{other:?}");
+        }
+        let silent = serde_json::json!({ "data_parallel_rank": 2, "endpoint": null });
+        assert_eq!(read(&serde_json::json!([source(0), source(1), silent])).ranks, [0; 0]);
+        let unnamed = serde_json::json!([{ "endpoint": "tcp://*:1" }, { "endpoint": "tcp://*:2" }]);
+        assert_eq!((read(&unnamed).sources.len(), read(&unnamed).ranks), (2, vec![]));
     }
 
     #[test]

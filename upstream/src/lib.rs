@@ -33,7 +33,7 @@ mod salts;
 mod tokenize;
 
 pub use cache_events::{CacheEvents, ModelLog};
-pub use engine::{UpstreamEngine, UpstreamSettings};
+pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;

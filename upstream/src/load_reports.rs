@@ -1,12 +1,14 @@
 //! The load of a server as its `/metrics` says: requests of all gateways, and how full its cache is.
 //!
-//! vLLM and SGLang have such metrics. A server without them has the load that this process gives it.
+//! vLLM and SGLang have such metrics, vLLM by data-parallel rank. A server without them has the load that this process
+//! gives it.
 
 use crate::ask::{Page, page};
 use crate::load::{CacheUsage, LoadCounter, Reported};
 use crate::relay::client::Client;
 use http::HeaderValue;
 use parking_lot::Mutex;
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +25,8 @@ const MAX_AGE: Duration = Duration::from_secs(10);
 /// The load reports of one server.
 #[derive(Default)]
 pub struct LoadReports {
-    /// Of the server's models.
-    counters: Mutex<Vec<LoadCounter>>,
+    /// Of the server's models, each with the data-parallel rank that it counts.
+    counters: Mutex<Vec<(Option<u32>, LoadCounter)>>,
 }
 
 /// A model whose load contains the reports of its server, until this is dropped.
@@ -35,8 +37,9 @@ pub struct ReportedLoad {
 }
 
 impl LoadReports {
-    pub(crate) fn add(self: &Arc<Self>, counter: LoadCounter) -> ReportedLoad {
-        self.counters.lock().push(counter.clone());
+    /// Adds a counter of the requests to a rank of the server, or to the whole server.
+    pub(crate) fn add(self: &Arc<Self>, counter: LoadCounter, rank: Option<u32>) -> ReportedLoad {
+        self.counters.lock().push((rank, counter.clone()));
         ReportedLoad { reports: Arc::clone(self), counter }
     }
 
@@ -45,32 +48,35 @@ impl LoadReports {
         let mut last = None;
         loop {
             let asked = self.counters.lock().clone();
-            asked.iter().for_each(LoadCounter::asking);
+            for (_, counter) in &asked {
+                counter.asking();
+            }
             let reported = match page(&client, api_key.as_ref(), "/metrics").await {
                 Page::Body(page) => Some(read(&page, block_size)),
-                Page::Absent | Page::TooLarge => Some(None),
+                Page::Absent | Page::TooLarge => Some(Ranks::default()),
                 Page::Failed => None,
             };
+            let is_absent = reported.as_ref().is_some_and(Ranks::is_empty);
             match reported {
-                Some(report) => {
-                    last = report.is_some().then(Instant::now);
-                    self.publish(&asked, report);
+                Some(ranks) => {
+                    last = (!is_absent).then(Instant::now);
+                    self.publish(&asked, &ranks);
                 }
                 None if last.is_some_and(|last| last.elapsed() > MAX_AGE) => {
                     last = None;
-                    self.publish(&asked, None);
+                    self.publish(&asked, &Ranks::default());
                 }
                 None => {}
             }
-            sleep(if reported == Some(None) { ABSENT_INTERVAL } else { INTERVAL }).await;
+            sleep(if is_absent { ABSENT_INTERVAL } else { INTERVAL }).await;
         }
     }
 
-    fn publish(&self, asked: &[LoadCounter], report: Option<Reported>) {
+    fn publish(&self, asked: &[(Option<u32>, LoadCounter)], ranks: &Ranks) {
         // Under the lock: a model that is taken out gets no report afterwards.
         let counters = self.counters.lock();
-        for counter in asked.iter().filter(|counter| counters.iter().any(|one| one.is(counter))) {
-            counter.reported(report);
+        for (rank, counter) in asked.iter().filter(|(_, asked)| counters.iter().any(|(_, one)| one.is(asked))) {
+            counter.reported(ranks.load(*rank));
         }
     }
 }
@@ -78,41 +84,86 @@ impl LoadReports {
 impl Drop for ReportedLoad {
     fn drop(&mut self) {
         let mut counters = self.reports.counters.lock();
-        counters.retain(|counter| !counter.is(&self.counter));
+        counters.retain(|(_, counter)| !counter.is(&self.counter));
         // What is left are the own requests, for which the model's end waits.
         self.counter.reported(None);
     }
 }
 
-/// Reads the metrics of a server. `None`: it has none of those that are known. Values of data-parallel ranks are added.
-fn read(page: &[u8], block_size: u32) -> Option<Reported> {
-    let (mut running, mut waiting) = (None, None);
-    // Shares of the ranks, and the blocks of all of them.
-    let (mut shares, mut total_blocks) = (Vec::new(), 0.0);
+/// What the metrics of a server say, by the data-parallel rank in their labels. Empty: none of those that are known.
+#[derive(Default)]
+struct Ranks(BTreeMap<Option<u32>, RankSamples>);
+
+/// The samples of one rank. Those of several models are added.
+#[derive(Default)]
+struct RankSamples {
+    running: Option<f64>,
+    waiting: Option<f64>,
+    /// Shares of the cache in use.
+    shares: Vec<f64>,
+    blocks: f64,
+}
+
+/// Reads the metrics of a server.
+fn read(page: &[u8], block_size: u32) -> Ranks {
+    let mut ranks = Ranks::default();
     for line in page.split(|byte| *byte == b'\n') {
         let Some(sample) = Sample::of(line) else { continue };
         match sample.name {
             b"vllm:num_requests_running" | b"sglang:num_running_reqs" => {
-                *running.get_or_insert(0.0) += sample.value;
+                *ranks.of(&sample).running.get_or_insert_default() += sample.value;
             }
-            b"vllm:num_requests_waiting" | b"sglang:num_queue_reqs" => *waiting.get_or_insert(0.0) += sample.value,
+            b"vllm:num_requests_waiting" | b"sglang:num_queue_reqs" => {
+                *ranks.of(&sample).waiting.get_or_insert_default() += sample.value;
+            }
             b"vllm:kv_cache_usage_perc" | b"vllm:gpu_cache_usage_perc" | b"sglang:token_usage" => {
-                shares.push(sample.value);
+                ranks.of(&sample).shares.push(sample.value);
             }
-            b"vllm:cache_config_info" => total_blocks += sample.label("num_gpu_blocks").unwrap_or(0.0),
-            b"sglang:max_total_num_tokens" => total_blocks += sample.value / f64::from(block_size.max(1)),
+            b"vllm:cache_config_info" => {
+                ranks.of(&sample).blocks += sample.label("num_gpu_blocks").unwrap_or_default();
+            }
+            b"sglang:max_total_num_tokens" => {
+                ranks.of(&sample).blocks += sample.value / f64::from(block_size.max(1));
+            }
             _ => {}
         }
     }
-    // Only one of them is no report of this kind.
-    let (running, waiting) = (running? as u32, waiting? as u32);
-    let mean = shares.iter().sum::<f64>() / shares.len().max(1) as f64;
-    let cache = if shares.is_empty() {
-        CacheUsage::default()
-    } else {
-        CacheUsage { active_blocks: (mean.min(1.0) * total_blocks).round() as u64, total_blocks: total_blocks as u64 }
-    };
-    Some(Reported { running, waiting, cache })
+    ranks
+}
+
+impl Ranks {
+    fn of(&mut self, sample: &Sample<'_>) -> &mut RankSamples {
+        self.0.entry(sample.label("engine").map(|rank| rank as u32)).or_default()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.load(None).is_none()
+    }
+
+    /// The load of a rank, or of all ranks together. `None`: it is not reported.
+    fn load(&self, rank: Option<u32>) -> Option<Reported> {
+        let all = self.0.iter().filter(|(of, _)| rank.is_none() || **of == rank);
+        let (mut running, mut waiting, mut shares, mut blocks) = (None, None, Vec::new(), 0.0);
+        for (_, samples) in all {
+            running = add(running, samples.running);
+            waiting = add(waiting, samples.waiting);
+            shares.extend(&samples.shares);
+            blocks += samples.blocks;
+        }
+        // Only one of them is no report of this kind.
+        let (running, waiting) = (running? as u32, waiting? as u32);
+        let mean = shares.iter().sum::<f64>() / shares.len().max(1) as f64;
+        let cache = if shares.is_empty() {
+            CacheUsage::default()
+        } else {
+            CacheUsage { active_blocks: (mean.min(1.0) * blocks).round() as u64, total_blocks: blocks as u64 }
+        };
+        Some(Reported { running, waiting, cache })
+    }
+}
+
+fn add(one: Option<f64>, other: Option<f64>) -> Option<f64> {
+    one.into_iter().chain(other).reduce(|sum, more| sum + more)
 }
 
 /// One line of the Prometheus text format that is no comment.
@@ -167,9 +218,13 @@ mod tests {
         vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"1000\"} 1.0\n";
 
     #[test]
-    fn ranks_of_vllm_are_added() {
-        let cache = CacheUsage { active_blocks: 750, total_blocks: 2000 };
-        assert_eq!(read(VLLM.as_bytes(), 16), Some(Reported { running: 7, waiting: 2, cache }));
+    fn ranks_of_vllm_are_added_or_told_apart() {
+        let (ranks, cache) =
+            (read(VLLM.as_bytes(), 16), |active_blocks, total_blocks| CacheUsage { active_blocks, total_blocks });
+        assert_eq!(ranks.load(None), Some(Reported { running: 7, waiting: 2, cache: cache(750, 2000) }));
+        assert_eq!(ranks.load(Some(0)), Some(Reported { running: 3, waiting: 0, cache: cache(500, 1000) }));
+        assert_eq!(ranks.load(Some(1)), Some(Reported { running: 4, waiting: 2, cache: cache(250, 1000) }));
+        assert_eq!(ranks.load(Some(2)), None);
     }
 
     #[test]
@@ -177,17 +232,17 @@ mod tests {
         let page = "sglang:num_running_reqs{model_name=\"m\"} 2.0 1760000000000\nsglang:num_queue_reqs 1\n\
             sglang:token_usage{model_name=\"a}b\"} 0.5\nsglang:max_total_num_tokens{model_name=\"m\"} 6400\n";
         let cache = CacheUsage { active_blocks: 50, total_blocks: 100 };
-        assert_eq!(read(page.as_bytes(), 64), Some(Reported { running: 2, waiting: 1, cache }));
+        assert_eq!(read(page.as_bytes(), 64).load(None), Some(Reported { running: 2, waiting: 1, cache }));
     }
 
     #[test]
     fn what_is_not_understood_is_no_report() {
         for odd in ["", "\n\n", "llamacpp:requests_processing 1\n", "vllm:num_requests_running{", "\u{0}\u{1} x"] {
-            assert_eq!(read(odd.as_bytes(), 16), None, "{odd:?}");
+            assert_eq!(read(odd.as_bytes(), 16).load(None), None, "{odd:?}");
         }
         let odd = "vllm:num_requests_running NaN\nvllm:num_requests_running -1\nvllm:num_requests_running 1e99\n\
             vllm:num_requests_waiting 0\n";
-        let report = read(odd.as_bytes(), 16).unwrap();
+        let report = read(odd.as_bytes(), 16).load(None).unwrap();
         assert_eq!((report.running, report.cache), (u32::MAX, CacheUsage::default()));
     }
 
@@ -198,7 +253,7 @@ mod tests {
         let client = Client::new(&server.uri(), &Settings::default()).unwrap();
         let (reports, counter) = (Arc::new(LoadReports::default()), LoadCounter::new());
         let _own = counter.start(10, 1);
-        let reported = reports.add(counter.clone());
+        let reported = reports.add(counter.clone(), None);
         let following = tokio::spawn(Arc::clone(&reports).follow(client, None, 16));
         let mut load = counter.watch();
         let load_of_all = load.wait_for(|load| load.running + load.waiting > 1).await.unwrap().clone();

@@ -19,13 +19,19 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     let named = server.upstream.url.host().unwrap_or_default();
     let followed = server.upstream.kv_events.sources(listed.sources.clone(), named, &server.host);
     announced(server, at, &listed.sources, &followed, findings);
-    let sources = reachable(followed, at, findings).await;
+    let ranks = if server.upstream.kv_events == KvEvents::Auto { listed.ranks.len() } else { 0 };
+    let mut sources = reachable(followed.clone(), at, findings).await;
+    // Requests can name the rank that serves them: the probe is for the first one whose publisher answers.
+    let rank = followed.iter().take(ranks).position(|source| sources.contains(source));
+    if rank.is_some() {
+        sources.truncate(1);
+    }
     let used = block_size(server.upstream.block_size, listed.block_size, at, findings);
     let salted = salts(server, at, findings).await;
     if probing == Probing::Skip {
         return;
     }
-    let plan = Plan { server, sources: &sources, block_size: used.get(), salted };
+    let plan = Plan { server, rank: rank.map(|rank| rank as u32), sources: &sources, block_size: used.get(), salted };
     let seen = probe::send(&plan).await;
     judge::judge(&seen, server.kind, at, findings);
 }

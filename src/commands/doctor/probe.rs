@@ -42,7 +42,9 @@ const WORDS: [&str; 16] =
 /// What is sent to which server.
 pub(super) struct Plan<'a> {
     pub(super) server: &'a Server<'a>,
-    /// The publishers that answer.
+    /// The data-parallel rank that the completions are for, if they can name one.
+    pub(super) rank: Option<u32>,
+    /// The publishers that answer, or that of the rank.
     pub(super) sources: &'a [Source],
     /// The block size that the router uses.
     pub(super) block_size: u32,
@@ -113,7 +115,7 @@ pub(super) async fn send(plan: &Plan<'_>) -> Seen {
         let _ = timeout(CONNECT_TIMEOUT, all).await;
         sleep(SUBSCRIPTION_DELAY).await;
     }
-    let first = completion(server, &model, &prompt, None).await;
+    let first = completion(plan, &model, &prompt, None).await;
     if first.is_ok() && !plan.sources.is_empty() {
         let is_complete = |events: &Events| {
             let other_size = events.block_size.is_some_and(|size| size != plan.block_size);
@@ -125,9 +127,9 @@ pub(super) async fn send(plan: &Plan<'_>) -> Seen {
     drop(following);
     let (mut second, mut salted) = (None, None);
     if first.is_ok() {
-        second = Some(completion(server, &model, &prompt, None).await);
+        second = Some(completion(plan, &model, &prompt, None).await);
         if plan.salted {
-            salted = Some(completion(server, &model, &prompt, Some(&nonce())).await);
+            salted = Some(completion(plan, &model, &prompt, Some(&nonce())).await);
         }
     }
     let (block_size, ranks) = (plan.block_size, plan.sources.len());
@@ -172,15 +174,20 @@ async fn tokenize(server: &Server<'_>, model: &str, prompt: &str) -> Result<Vec<
     tokens.flatten().ok_or_else(|| "/tokenize answers no `tokens`".to_owned())
 }
 
-async fn completion(server: &Server<'_>, model: &str, prompt: &str, salt: Option<&str>) -> Result<Usage, Refusal> {
+async fn completion(plan: &Plan<'_>, model: &str, prompt: &str, salt: Option<&str>) -> Result<Usage, Refusal> {
+    const PATH: &str = "/v1/completions";
+    let Plan { server: Server { client, api_key, .. }, rank, .. } = plan;
     let mut body = json!({ "model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0 });
     if let Some(salt) = salt {
         body["cache_salt"] = salt.into();
     }
     let body = body.to_string().into();
-    let asked = ask::post(&server.client, server.api_key.as_ref(), "/v1/completions", body, COMPLETION);
+    let asked = match rank {
+        Some(rank) => ask::post_to_rank(client, api_key.as_ref(), *rank, PATH, body, COMPLETION).await,
+        None => ask::post(client, api_key.as_ref(), PATH, body, COMPLETION).await,
+    };
     let refusal = |status, why: String| Refusal { status, why: why.chars().take(ERROR_CHARS).collect() };
-    let answer = asked.await.map_err(|error| refusal(None, error.to_string()))?;
+    let answer = asked.map_err(|error| refusal(None, error.to_string()))?;
     let status = Some(answer.status.as_u16());
     if !answer.status.is_success() {
         let body = String::from_utf8_lossy(&answer.body).into_owned();

@@ -11,6 +11,9 @@
 //! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
 //! model and the adapters of that get the events. Further models are further names of the first, under which the router
 //! estimates the cache.
+//!
+//! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other ranks
+//! are one worker together.
 
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::{CacheSalt, KvEvents};
@@ -28,11 +31,11 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use upstream::relay::client::{Client, Settings};
 use upstream::{
-    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, ReportedLoad,
+    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Rank, ReportedLoad,
     TokenizeClient, UpstreamEngine, UpstreamSettings, discover, takes_salts,
 };
 use worker::engine::{Engine, ModelCard};
-use worker::plane::{Instance, Role, WorkerId};
+use worker::plane::{Instance, PlaneError, Role, WorkerId};
 use worker::serve::Worker;
 
 /// Maximum number of models of one server: its model and its adapters. The list of a server has at most 4 MiB anyway.
@@ -72,15 +75,21 @@ struct Registered {
     kv: KvSources,
     takes_salts: bool,
     models: BTreeMap<String, RegisteredModel>,
-    events: Arc<CacheEvents>,
+    caches: Vec<Cache>,
     reports: Arc<LoadReports>,
     following: JoinSet<Infallible>,
 }
 
+/// A cache of a server: that of a rank, or of all ranks.
+struct Cache {
+    rank: Option<Rank>,
+    events: Arc<CacheEvents>,
+}
+
 struct RegisteredModel {
     facts: ModelFacts,
-    worker: Worker,
-    reported: ReportedLoad,
+    /// One for each cache.
+    workers: Vec<(Worker, ReportedLoad)>,
     _tokenizer: RegisteredTokenizer,
 }
 
@@ -174,8 +183,9 @@ impl Server {
         let upstream = &self.upstream.upstream;
         let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host).await?;
         let named = upstream.url.host().unwrap_or_default();
+        let ranks = if upstream.kv_events == KvEvents::Auto { listed.ranks } else { Vec::new() };
         let sources = upstream.kv_events.sources(listed.sources, named, &self.host);
-        Some(KvSources { sources, block_size: upstream.block_size.or(listed.block_size) })
+        Some(KvSources { sources, ranks, block_size: upstream.block_size.or(listed.block_size) })
     }
 
     /// Registers what is new, and deregisters what is gone.
@@ -265,52 +275,90 @@ impl Server {
             );
         }
         let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
-        let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
-        let events = Arc::new(CacheEvents::new(self.name(), salts, block_size, restarted, self.shared.metrics.clone()));
+        let cache = |rank: Option<Rank>| {
+            let name = rank.map_or(self.name(), |rank| format!("{} rank {}", self.name(), rank.number));
+            let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
+            let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
+            Cache { rank, events: Arc::new(events) }
+        };
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
         following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
-        if !kv.sources.is_empty() {
-            following.spawn(Arc::clone(&events).follow(kv.sources.clone()));
+        let mut caches = Vec::new();
+        for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
+            let cache = cache(Some(Rank { position, number: *number }));
+            following.spawn(Arc::clone(&cache.events).follow(vec![source.clone()]));
+            caches.push(cache);
         }
-        Registered { kv, takes_salts, models: BTreeMap::new(), events, reports, following }
+        if caches.is_empty() {
+            let cache = cache(None);
+            if !kv.sources.is_empty() {
+                following.spawn(Arc::clone(&cache.events).follow(kv.sources.clone()));
+            }
+            caches.push(cache);
+        }
+        Registered { kv, takes_salts, models: BTreeMap::new(), caches, reports, following }
     }
 
     async fn register(&self, client: &Client, to: &mut Registered, mut card: ModelCard, facts: ModelFacts) {
         card.block_size = to.kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get() as usize;
         card.has_exact_blocks = facts.gets_events;
-        let log = Arc::new(EventLog::new(epoch_now()));
-        if card.has_exact_blocks {
-            let adapter = facts.parent.as_ref().map(|_| card.id.clone());
-            to.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
-        }
         let (id, card) = (card.id.clone(), Arc::new(card));
-        let settings = UpstreamSettings {
-            api_key: self.upstream.api_key.clone(),
-            salts: Arc::clone(&self.shared.salts),
-            takes_salts: to.takes_salts,
-            may_have_changed: Arc::clone(&self.may_have_changed),
-        };
         let tokenizer = TokenizeClient::new(client.clone(), self.upstream.api_key.clone(), self.name());
         // First, so that the first request finds it.
         let tokenizer = self.shared.tokenizers.add_server(&card, facts.parent.as_deref(), Arc::new(tokenizer)).await;
-        let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(&card)));
-        let (load, reported) = (engine.load(), engine.add_reports(&to.reports));
-        let worker = worker_id(&self.key, &id);
-        let instance = Instance { id: worker, epoch: log.epoch(), role: Role::Both, model: card, stores: Vec::new() };
-        match Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await {
-            Ok(worker) => {
-                drop(to.models.insert(id, RegisteredModel { facts, worker, reported, _tokenizer: tokenizer }));
+        let mut workers = Vec::new();
+        let mut failure = None;
+        for cache in &to.caches {
+            match self.start_worker(client, to, cache, &card, facts.parent.is_some()).await {
+                Ok(worker) => workers.push(worker),
+                Err(error) => failure = Some(error),
             }
-            Err(error) => tracing::error!(upstream = %self.name(), %error, "a model cannot be registered"),
         }
+        let model = RegisteredModel { facts, workers, _tokenizer: tokenizer };
+        if let Some(error) = failure {
+            tracing::error!(upstream = %self.name(), %error, "a model cannot be registered");
+            return self.drain(model);
+        }
+        drop(to.models.insert(id, model));
+    }
+
+    /// Registers a model of one cache as a worker.
+    async fn start_worker(
+        &self,
+        client: &Client,
+        of: &Registered,
+        cache: &Cache,
+        card: &Arc<ModelCard>,
+        is_adapter: bool,
+    ) -> Result<(Worker, ReportedLoad), PlaneError> {
+        let log = Arc::new(EventLog::new(epoch_now()));
+        if card.has_exact_blocks {
+            let adapter = is_adapter.then(|| card.id.clone());
+            cache.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
+        }
+        let settings = UpstreamSettings {
+            api_key: self.upstream.api_key.clone(),
+            salts: Arc::clone(&self.shared.salts),
+            takes_salts: of.takes_salts,
+            rank: cache.rank,
+            may_have_changed: Arc::clone(&self.may_have_changed),
+        };
+        let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(card)));
+        let (load, reported) = (engine.load(), engine.add_reports(&of.reports));
+        let (id, epoch) = (worker_id(&self.key, &card.id, cache.rank), log.epoch());
+        let instance = Instance { id, epoch, role: Role::Both, model: Arc::clone(card), stores: Vec::new() };
+        let worker = Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await?;
+        Ok((worker, reported))
     }
 
     /// Deregisters a model. Its running requests finish.
-    fn drain(&self, RegisteredModel { worker, reported, .. }: RegisteredModel) {
-        // Only the own requests are waited for.
-        drop(reported);
-        self.shared.spawn(worker.drain());
+    fn drain(&self, RegisteredModel { workers, .. }: RegisteredModel) {
+        for (worker, reported) in workers {
+            // Only the own requests are waited for.
+            drop(reported);
+            self.shared.spawn(worker.drain());
+        }
     }
 
     /// The server in logs.
@@ -322,12 +370,13 @@ impl Server {
     }
 }
 
-/// The id of a model of a server: the same after each start and in each gateway of the same server. 48 bits, which make
+/// The id of a model of a server or a rank: the same after each start and in each gateway of the same server. 48 bits, which make
 /// two equal ids among a thousand workers as likely as one in 500 million. The hash is FNV-1a.
-fn worker_id((url, address): &ServerKey, model: &str) -> WorkerId {
+fn worker_id((url, address): &ServerKey, model: &str, rank: Option<Rank>) -> WorkerId {
     let address = address.map(|address| address.to_string()).unwrap_or_default();
+    let rank = rank.map(|rank| format!("\n{}", rank.position)).unwrap_or_default();
     // No part contains a line break.
-    let text = format!("{url}\n{address}\n{model}");
+    let text = format!("{url}\n{address}\n{model}{rank}");
     let hash = text
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));

@@ -224,6 +224,41 @@ async fn publishers_and_block_sizes_that_change_register_anew() {
 }
 
 #[tokio::test]
+async fn a_rank_that_requests_can_name_is_a_worker() {
+    let server = any_server().await;
+    let source = |rank: u32| json!({ "data_parallel_rank": rank, "endpoint": "tcp://*:1" });
+    // Ranks 2 and 3 of the deployment are the first two of this server.
+    server.set_page("/kv_event_sources", Script::json(200, &json!([source(2), source(3)])));
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (one, other) = (harness.joined().await, harness.joined().await);
+    assert_ne!(one.0.id, other.0.id);
+    assert!(one.0.model.has_exact_blocks && other.0.model.has_exact_blocks);
+    let Work::Relay(http) = request().work else { unreachable!() };
+    let mut http = HttpRequest::clone(&http);
+    http.headers.insert("x-data-parallel-rank", "7".parse().unwrap());
+    for (_, engine) in [&one, &other] {
+        let outputs = engine.generate(Request { work: Work::Relay(Arc::new(http.clone())), ..request() }).await;
+        assert!(outputs.unwrap().count().await > 1);
+    }
+    let sent = server.requests().into_iter().filter(|request| request.method == Method::POST);
+    let ranks: Vec<_> = sent.map(|request| request.headers["x-data-parallel-rank"].clone()).collect();
+    assert_eq!(ranks, ["0", "1"], "the client's rank is replaced");
+    server.set_page("/kv_event_sources", Script::json(200, &json!([source(2)])));
+    let mut left = Vec::new();
+    let alone = loop {
+        match harness.next().await {
+            Membership::Left(id, _) => left.push(id),
+            Membership::Joined(instance, _) => break instance,
+        }
+    };
+    while left.len() < 2 {
+        left.push(harness.left().await);
+    }
+    assert!(!left.contains(&alone.id), "one rank is the server");
+}
+
+#[tokio::test]
 async fn tenants_are_served_by_a_server_that_takes_salts_only() {
     let server = any_server().await;
     let mut harness = Harness::new();

@@ -36,6 +36,9 @@ const OF_THE_GATEWAY: [HeaderName; 7] = [
 /// Prefix of the headers between the client and the gateway.
 const PRIVATE: &str = "x-blockyard-";
 
+/// The data-parallel rank that is to serve a request, as vLLM and SGLang read it.
+const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
+
 /// Whether a relayed body is that of the engine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Body {
@@ -60,6 +63,11 @@ pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> Heade
         headers.insert(header::AUTHORIZATION, value.clone());
     }
     headers
+}
+
+/// Names the data-parallel rank that is to serve a request, in place of one that the client names.
+pub fn set_rank(headers: &mut HeaderMap, rank: u32) {
+    headers.insert(RANK, rank.into());
 }
 
 /// The headers of an answer to the client.
