@@ -5,6 +5,9 @@
 //!   configuration ─▶ LocalTokenizer ──check──▶ used for the kinds of prompts with the server's tokens
 //!   server ────────▶ Tokenize ─────────────▶ asked for all other prompts; its answers are kept
 //! ```
+//! **A local tokenizer is not used before a server that can be compared was.** A server that does not answer is compared
+//! again later. Where no server says tokens, it is used without a comparison.
+//!
 //! Not here: which requests need tokens, and what they are used for (`api`).
 
 mod check;
@@ -48,6 +51,8 @@ pub struct Tokenizers {
 pub(crate) struct ModelTokenizers {
     /// The name of the model at its servers.
     pub(crate) id: String,
+    /// The model that this one is an adapter of, if it has the tokenizer of that.
+    parent: Option<String>,
     pub(crate) local: Option<CheckedTokenizer>,
     servers: Vec<Arc<Server>>,
 }
@@ -56,8 +61,29 @@ pub(crate) struct ModelTokenizers {
 #[must_use]
 pub struct RegisteredTokenizer {
     tokenizers: Arc<Tokenizers>,
+    /// The name of the model.
+    model: String,
     identity: String,
     server: Arc<Server>,
+}
+
+impl RegisteredTokenizer {
+    /// Compares the local tokenizer with the server again, if the server did not answer before.
+    pub async fn recheck(&self) {
+        if matches!(*self.server.comparison.lock(), Some(Comparison::Failed)) {
+            self.compare().await;
+            self.tokenizers.update(&mut self.tokenizers.models.write(), &self.identity);
+        }
+    }
+
+    /// Compares the model's local tokenizer with the server, if it has one.
+    async fn compare(&self) {
+        let Some(local) = self.tokenizers.local.get(&self.model) else { return };
+        let known = self.tokenizers.models.read().get(&self.identity).cloned();
+        let format = known.and_then(|known| Some(known.local.as_ref()?.format));
+        let comparison = check::check(&self.model, local, format, &*self.server.tokenizer).await;
+        *self.server.comparison.lock() = Some(comparison);
+    }
 }
 
 impl Drop for RegisteredTokenizer {
@@ -65,9 +91,10 @@ impl Drop for RegisteredTokenizer {
         let mut models = self.tokenizers.models.write();
         let Some(known) = models.get_mut(&self.identity) else { return };
         Arc::make_mut(known).servers.retain(|server| !Arc::ptr_eq(server, &self.server));
-        // The next server of the model may have other tokens.
         if known.servers.is_empty() {
             models.remove(&self.identity);
+        } else {
+            self.tokenizers.update(&mut models, &self.identity);
         }
     }
 }
@@ -81,8 +108,21 @@ pub(crate) struct CheckedTokenizer {
     used: [bool; PromptKind::ALL.len()],
 }
 
+/// What the comparison of a local tokenizer with a server has found.
+#[derive(Clone)]
+enum Comparison {
+    /// Where it has the tokens of the server.
+    Compared(CheckedTokenizer),
+    /// The server says no tokens.
+    Unsupported,
+    /// The server did not answer.
+    Failed,
+}
+
 struct Server {
     tokenizer: Arc<dyn Tokenize>,
+    /// `None`: the model has no local tokenizer.
+    comparison: Mutex<Option<Comparison>>,
     /// It is not asked before.
     paused_until: Mutex<Option<Instant>>,
 }
@@ -92,6 +132,27 @@ impl CheckedTokenizer {
     pub(crate) fn tokens(&self, fields: Map<String, Value>, cancelled: &CancellationToken) -> Option<Vec<u32>> {
         let is_used = self.used[PromptKind::of(&fields) as usize];
         is_used.then(|| self.tokenizer.tokens(fields, self.format, cancelled)).flatten()
+    }
+
+    /// Used for all prompts, without a comparison.
+    fn unchecked(tokenizer: &Arc<LocalTokenizer>) -> Self {
+        let (tokenizer, format) = (Arc::clone(tokenizer), ContentFormat::Text);
+        Self { tokenizer, format, used: [true; PromptKind::ALL.len()] }
+    }
+
+    /// Where a local tokenizer has the tokens of all servers that were compared. `None`: it may not be used.
+    fn agreed(tokenizer: &Arc<LocalTokenizer>, servers: &[Arc<Server>]) -> Option<Self> {
+        let comparisons: Vec<Comparison> =
+            servers.iter().filter_map(|server| server.comparison.lock().clone()).collect();
+        let compared = comparisons.iter().filter_map(|comparison| match comparison {
+            Comparison::Compared(checked) => Some(checked.clone()),
+            Comparison::Unsupported | Comparison::Failed => None,
+        });
+        let unchecked = || {
+            let all_unsupported = comparisons.iter().all(|one| matches!(one, Comparison::Unsupported));
+            all_unsupported.then(|| Self::unchecked(tokenizer))
+        };
+        compared.reduce(|one, other| one.and(&other)).or_else(unchecked)
     }
 
     /// Used for what both are used for: two servers of a model.
@@ -122,33 +183,42 @@ impl Tokenizers {
         parent: Option<&str>,
         server: Arc<dyn Tokenize>,
     ) -> RegisteredTokenizer {
-        let local = match (self.local.get(&card.id), parent) {
-            (Some(local), _) => {
-                let format = self.of(card).and_then(|known| Some(known.local.as_ref()?.format));
-                Some(check::check(&card.id, local, format, &*server).await)
-            }
-            (None, Some(parent)) => {
-                let models = self.models.read();
-                models.values().find(|model| model.id == parent).and_then(|model| model.local.clone())
-            }
-            (None, None) => None,
-        };
-        let server = Arc::new(Server { tokenizer: server, paused_until: Mutex::default() });
+        let server = Arc::new(Server { tokenizer: server, comparison: Mutex::default(), paused_until: Mutex::default() });
+        let (model, identity) = (card.id.clone(), card.identity.clone());
+        let registered = RegisteredTokenizer { tokenizers: Arc::clone(self), model, identity, server };
+        registered.compare().await;
         let mut models = self.models.write();
         let known = Arc::make_mut(models.entry(card.identity.clone()).or_default());
         known.id.clone_from(&card.id);
-        known.local = match (known.local.take(), local) {
-            (Some(before), Some(local)) => Some(local.and(&before)),
-            (before, local) => before.or(local),
+        known.parent = parent.filter(|_| !self.local.contains_key(&card.id)).map(str::to_owned);
+        known.servers.push(Arc::clone(&registered.server));
+        self.update(&mut models, &card.identity);
+        drop(models);
+        registered
+    }
+
+    /// Finds out again where the local tokenizer of a model has the tokens of its servers; also for its adapters.
+    fn update(&self, models: &mut HashMap<String, Arc<ModelTokenizers>>, identity: &str) {
+        let Some(known) = models.get(identity) else { return };
+        let local = match &known.parent {
+            Some(parent) => models.values().find(|model| model.id == *parent).and_then(|model| model.local.clone()),
+            None => {
+                let local = self.local.get(&known.id);
+                local.and_then(|local| CheckedTokenizer::agreed(local, &known.servers))
+            }
         };
-        known.servers.push(Arc::clone(&server));
-        if let Some(local) = &known.local {
-            for kind in PromptKind::ALL {
-                let used = i64::from(local.used[kind as usize]);
-                self.metrics.local_tokenizer_used.with_label_values(&[&*card.id, kind.label()]).set(used);
+        let (id, has_local) = (known.id.clone(), local.is_some() || self.local.contains_key(&known.id));
+        for (of, model) in models.iter_mut() {
+            if of != identity && model.parent.as_ref() != Some(&id) {
+                continue;
+            }
+            Arc::make_mut(model).local.clone_from(&local);
+            for kind in PromptKind::ALL.into_iter().filter(|_| has_local) {
+                let used = local.as_ref().is_some_and(|local| local.used[kind as usize]);
+                let gauge = self.metrics.local_tokenizer_used.with_label_values(&[&*model.id, kind.label()]);
+                gauge.set(used.into());
             }
         }
-        RegisteredTokenizer { tokenizers: Arc::clone(self), identity: card.identity.clone(), server }
     }
 
     /// The tokenizers of a model, or of the first model of an alias.

@@ -1,6 +1,6 @@
 //! Compares a local tokenizer with a server on a few prompts of each kind.
 
-use super::CheckedTokenizer;
+use super::{CheckedTokenizer, Comparison};
 use crate::model::{ContentFormat, LocalTokenizer, PromptKind};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) async fn check(
     local: &Arc<LocalTokenizer>,
     format: Option<ContentFormat>,
     server: &dyn Tokenize,
-) -> CheckedTokenizer {
+) -> Comparison {
     let upstream = server.name();
     let mut answers = Vec::new();
     for fields in prompts(local.added_tokens()) {
@@ -35,10 +35,13 @@ pub(super) async fn check(
             Ok(tokens) => answers.push((fields, tokens)),
             // A template may refuse tools, for example. Then the server refuses such requests too.
             Err(TokenizeError::Refused(_)) => {}
-            Err(error) => {
-                tracing::warn!(model, upstream, %error, "the local tokenizer of a model is used without a check");
-                let format = format.unwrap_or(ContentFormat::Text);
-                return CheckedTokenizer { tokenizer: Arc::clone(local), format, used: [true; KINDS] };
+            Err(TokenizeError::Unsupported) => {
+                tracing::warn!(model, upstream, "the server says no tokens: the local tokenizer cannot be checked");
+                return Comparison::Unsupported;
+            }
+            Err(error @ TokenizeError::Failed(_)) => {
+                tracing::warn!(model, upstream, %error, "the local tokenizer could not be checked; trying again");
+                return Comparison::Failed;
             }
         }
     }
@@ -61,7 +64,7 @@ pub(super) async fn check(
             name(theirs),
         );
     }
-    checked
+    Comparison::Compared(checked)
 }
 
 /// Which kinds of prompts have the tokens of the server, and the first difference of each other kind. A kind of which

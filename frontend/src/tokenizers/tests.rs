@@ -20,7 +20,7 @@ fn local(template: &str) -> Arc<LocalTokenizer> {
 struct FakeServer {
     local: Arc<LocalTokenizer>,
     format: ContentFormat,
-    error: Option<TokenizeError>,
+    error: Mutex<Option<TokenizeError>>,
     /// Tokens of prompts with tools have one token more.
     odd_tools: AtomicBool,
     asked: AtomicUsize,
@@ -29,12 +29,13 @@ struct FakeServer {
 impl FakeServer {
     fn new(template: &str, format: ContentFormat) -> Arc<Self> {
         let (odd_tools, asked) = (AtomicBool::default(), AtomicUsize::default());
-        Arc::new(Self { local: local(template), format, error: None, odd_tools, asked })
+        Arc::new(Self { local: local(template), format, error: Mutex::default(), odd_tools, asked })
     }
 
     fn failing(error: TokenizeError) -> Arc<Self> {
-        let server = Arc::into_inner(Self::new("", ContentFormat::Text)).unwrap();
-        Arc::new(Self { error: Some(error), ..server })
+        let server = Self::new(PARTS, ContentFormat::Text);
+        *server.error.lock() = Some(error);
+        server
     }
 
     fn asked(&self) -> usize {
@@ -52,8 +53,8 @@ impl Tokenize for FakeServer {
         let mut fields: Map<String, Value> = serde_json::from_slice(&question).unwrap();
         assert_eq!(fields.remove("model"), Some("m".into()));
         let is_odd = self.odd_tools.load(Ordering::Relaxed) && fields.contains_key("tools");
-        let answer = if let Some(error) = &self.error {
-            Err(error.clone())
+        let answer = if let Some(error) = self.error.lock().clone() {
+            Err(error)
         } else {
             let tokens = self.local.tokens(fields, self.format, &CancellationToken::new());
             let refused = TokenizeError::Refused("no such message".to_owned());
@@ -131,14 +132,40 @@ async fn kinds_of_prompts_with_other_tokens_are_asked() {
 }
 
 #[tokio::test]
-async fn a_server_that_says_no_tokens_checks_nothing() {
-    for error in [TokenizeError::Unsupported, TokenizeError::Failed("late".to_owned())] {
-        let (tokenizers, _) = tokenizers(Some(local(PARTS)));
-        let server = FakeServer::failing(error);
-        let _failing = tokenizers.add_server(&card("m"), None, server.clone()).await;
-        assert_eq!((used(&tokenizers), server.asked()), ([1, 1, 1], 1));
-    }
+async fn a_server_that_does_not_answer_is_compared_again_before_use() {
     let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+    let late = FakeServer::failing(TokenizeError::Failed("late".to_owned()));
+    let registered = tokenizers.add_server(&card("m"), None, late.clone()).await;
+    let _adapter =
+        tokenizers.add_server(&card("adapter"), Some("m"), FakeServer::new(PARTS, ContentFormat::Text)).await;
+    registered.recheck().await;
+    assert_eq!((used(&tokenizers), late.asked()), ([0, 0, 0], 2));
+    *late.error.lock() = None;
+    late.odd_tools.store(true, Ordering::Relaxed);
+    registered.recheck().await;
+    assert_eq!(used(&tokenizers), [1, 1, 0]);
+    let of = |model: &str| tokenizers.of(&card(model)).unwrap().local.clone().unwrap().used;
+    assert_eq!((of("m"), of("adapter")), ([true, true, false], [true, true, false]));
+    let asked = late.asked();
+    registered.recheck().await;
+    assert_eq!(late.asked(), asked, "it was compared");
+    let other = tokenizers.add_server(&card("m"), None, FakeServer::new(PARTS, ContentFormat::Text)).await;
+    drop(registered);
+    assert_eq!(used(&tokenizers), [1, 1, 1], "the server with other tokens has gone");
+    drop(other);
+}
+
+#[tokio::test]
+async fn a_server_that_says_no_tokens_checks_nothing() {
+    let (tokenizers, _) = tokenizers(Some(local(PARTS)));
+    let server = FakeServer::failing(TokenizeError::Unsupported);
+    let without = tokenizers.add_server(&card("m"), None, server.clone()).await;
+    without.recheck().await;
+    assert_eq!((used(&tokenizers), server.asked()), ([1, 1, 1], 1));
+    let failing = FakeServer::failing(TokenizeError::Failed("late".to_owned()));
+    let _failing = tokenizers.add_server(&card("m"), None, failing).await;
+    assert_eq!(used(&tokenizers), [0, 0, 0], "another server will say them");
+    let (tokenizers, _) = self::tokenizers(Some(local(PARTS)));
     let refusing = FakeServer::failing(TokenizeError::Refused("no".to_owned()));
     let _refusing = tokenizers.add_server(&card("m"), None, refusing).await;
     assert_eq!(used(&tokenizers), [0, 0, 0], "no prompt was compared");

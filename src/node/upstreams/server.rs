@@ -90,7 +90,7 @@ struct RegisteredModel {
     facts: ModelFacts,
     /// One for each cache.
     workers: Vec<(Worker, ReportedLoad)>,
-    _tokenizer: RegisteredTokenizer,
+    tokenizer: RegisteredTokenizer,
 }
 
 /// What makes a model another one if it changes.
@@ -236,6 +236,9 @@ impl Server {
                 self.register(client, current, card, facts).await;
             }
         }
+        for model in current.models.values() {
+            model.tokenizer.recheck().await;
+        }
         let models: Vec<String> = current.models.keys().cloned().collect();
         self.shared.known.send_if_modified(|known| {
             let changed = known.get(&self.key) != Some(&models);
@@ -315,7 +318,7 @@ impl Server {
                 Err(error) => failure = Some(error),
             }
         }
-        let model = RegisteredModel { facts, workers, _tokenizer: tokenizer };
+        let model = RegisteredModel { facts, workers, tokenizer };
         if let Some(error) = failure {
             tracing::error!(upstream = %self.name(), %error, "a model cannot be registered");
             return self.drain(model);
