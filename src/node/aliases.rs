@@ -1,5 +1,8 @@
 //! Names of models that stand for others: the engine in front of the router that replaces them.
 //!
+//! The model of a relayed request is chosen before its prompt is tokenized ([`Engine::resolve`]), because each model
+//! has tokens of its own; that of another request, when it is sent.
+//!
 //! A name with several deployments is split between them by weight. **A conversation stays with its deployment**,
 //! because that has its KV cache: the deployment is chosen by the session, else by the beginning of the conversation,
 //! with weighted rendezvous hashing (Schindelhauer and Schomaker, 2005). So a change of one weight moves no more
@@ -14,7 +17,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use upstream::conversation;
-use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
+use worker::engine::{Conversation, Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
 
 /// The aliases that are in effect.
 #[derive(Default)]
@@ -47,20 +50,6 @@ impl Aliased {
         Self { inner, aliases, cards: Mutex::default() }
     }
 
-    /// The model for a request of an alias; `None` if its model is no alias, or none of the deployments is there.
-    fn model_for(&self, request: &Request) -> Option<Arc<str>> {
-        let aliases = self.aliases.0.read();
-        let alias = aliases.get(&*request.model)?;
-        let served = self.inner.models();
-        let available = alias.deployments.iter().filter(|one| served.iter().any(|card| card.id == one.model));
-        let available: Vec<&Deployment> = available.filter(|deployment| deployment.weight > 0).collect();
-        let chosen = match available[..] {
-            [only] => only,
-            _ => choose(&available, key(request))?,
-        };
-        Some(chosen.model.as_str().into())
-    }
-
     /// The card of an alias, from those of its deployments that are there.
     fn card(&self, name: &str, alias: &Alias, served: &[Arc<ModelCard>]) -> Option<Arc<ModelCard>> {
         let deployments = alias.deployments.iter().filter(|deployment| deployment.weight > 0);
@@ -90,10 +79,36 @@ impl Aliased {
 
 impl Engine for Aliased {
     fn generate(&self, mut request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        if let Some(model) = self.model_for(&request) {
-            request.model = model;
+        let attributes = &request.attributes;
+        let conversation = Conversation {
+            request: &request.id,
+            tenant: &attributes.tenant,
+            session: attributes.session.as_deref(),
+            body: &[],
+        };
+        // A relayed request names the model that was chosen for it. That may be an alias of others too.
+        if !matches!(request.work, Work::Relay(_))
+            && let Some(card) = self.resolve(&request.model, &conversation)
+        {
+            request.model = card.id.as_str().into();
         }
         self.inner.generate(request)
+    }
+
+    /// `None` if the name is no alias, or none of its deployments is there.
+    fn resolve(&self, name: &str, conversation: &Conversation<'_>) -> Option<Arc<ModelCard>> {
+        let aliases = self.aliases.0.read();
+        let alias = aliases.get(name)?;
+        let served = self.inner.models();
+        let card = |deployment: &Deployment| served.iter().find(|card| card.id == deployment.model);
+        let available =
+            alias.deployments.iter().filter(|deployment| deployment.weight > 0 && card(deployment).is_some());
+        let available: Vec<&Deployment> = available.collect();
+        let chosen = match available[..] {
+            [only] => only,
+            _ => choose(&available, key(conversation))?,
+        };
+        card(chosen).cloned()
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
@@ -126,17 +141,16 @@ impl Engine for Aliased {
 }
 
 /// What the requests of a conversation have in common, and those of others have not.
-fn key(request: &Request) -> u64 {
+fn key(conversation: &Conversation<'_>) -> u64 {
+    let Conversation { request, tenant, session, body } = conversation;
     let mut hasher = DefaultHasher::new();
-    request.attributes.tenant.hash(&mut hasher);
-    let beginning = match (&request.attributes.session, &request.work) {
-        (None, Work::Relay(http)) => conversation::beginning(&http.body),
-        _ => None,
-    };
-    match (&request.attributes.session, beginning) {
-        (Some(session), _) => session.hash(&mut hasher),
-        (None, Some(beginning)) => beginning.hash(&mut hasher),
-        (None, None) => request.id.hash(&mut hasher),
+    tenant.hash(&mut hasher);
+    if let Some(session) = session {
+        session.hash(&mut hasher);
+    } else if let Some(beginning) = conversation::beginning(body) {
+        beginning.hash(&mut hasher);
+    } else {
+        request.hash(&mut hasher);
     }
     hasher.finish()
 }

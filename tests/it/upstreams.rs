@@ -438,6 +438,35 @@ async fn a_local_tokenizer_is_used_if_it_agrees_with_the_server() {
 }
 
 #[tokio::test]
+async fn each_model_of_an_alias_has_its_own_tokenizer() {
+    let folder = tokenizer_folder();
+    let (one, other) = (server([]).await, server([]).await);
+    other.set_page("/v1/models", lists("org/n"));
+    for server in [&one, &other] {
+        server.set_page("/tokenize", Script::json(404, &json!({})));
+    }
+    let deployment = |model: &str| Deployment { model: model.to_owned(), weight: 1 };
+    let gateway = Gateway::with(Config {
+        upstreams: [&one, &other].map(|server| Upstream::new(server.uri())).into(),
+        aliases: [("chat".to_owned(), Alias { deployments: vec![deployment("org/m"), deployment("org/n")] })].into(),
+        tokenizers: [("org/n".to_owned(), folder.path().to_owned())].into(),
+        ..Config::with_cache(Path::new("/nonexistent"))
+    })
+    .await;
+    for number in 0..20 {
+        let body = json!({ "model": "chat", "prompt": format!("conversation {number}") }).to_string();
+        assert_eq!(gateway.post("/v1/completions", &body).await.status(), 200);
+    }
+    let sent = |server| completions(server).iter().filter(|request| request.uri.path() == "/v1/completions").count();
+    let metrics = gateway.http.get(format!("{}/metrics", gateway.url)).send().await.unwrap().text().await.unwrap();
+    for (source, count) in [("local", sent(&other)), ("estimate", sent(&one))] {
+        let counted =
+            format!("blockyard_frontend_relayed_prompts_total{{model=\"chat\",tokens=\"{source}\"}} {count}");
+        assert!(count > 0 && metrics.lines().any(|line| line == counted), "{counted}");
+    }
+}
+
+#[tokio::test]
 async fn a_folder_without_a_tokenizer_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = Config::with_cache(Path::new("/nonexistent"));

@@ -16,7 +16,9 @@ pub use kvbm::{Domain, Priority, Retention};
 pub use model_card::{ModelCard, SamplingDefaults};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use relay::{ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
-pub use request::{GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work};
+pub use request::{
+    Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
+};
 pub use tokenize::{Tokenize, TokenizeError};
 
 use futures::StreamExt;
@@ -54,6 +56,13 @@ pub trait Engine: Send + Sync + 'static {
 
     /// The models that are served now. Never fails because one of several engines is unavailable.
     fn models(&self) -> Vec<Arc<ModelCard>>;
+
+    /// The model that is to serve a conversation under this name, if the name stands for other models. Each of these
+    /// has tokens of its own, so it is chosen before the prompt of a relayed request is tokenized, and the request
+    /// names it.
+    fn resolve(&self, _name: &str, _conversation: &Conversation<'_>) -> Option<Arc<ModelCard>> {
+        None
+    }
 
     /// Whether requests can be served now.
     fn readiness(&self) -> Readiness;

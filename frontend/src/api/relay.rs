@@ -30,7 +30,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{
-    self, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
+    self, Conversation, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
     Sampling, StopConditions, Work,
 };
 
@@ -61,6 +61,9 @@ const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A request whose body was read.
 pub(super) struct Incoming {
+    /// The model that serves it: another than it names if that is an alias.
+    card: Arc<ModelCard>,
+    tenant: Arc<str>,
     pub(super) parts: Parts,
     pub(super) body: Bytes,
     /// The body's share of the memory for bodies.
@@ -70,20 +73,27 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// Reads what routing needs of the fields of a body, and tokenizes the prompt with the model's local tokenizer, if
-    /// it has one.
+    /// Chooses the model of a request that names `card`, reads what routing needs of the fields of its body, and
+    /// tokenizes the prompt with the model's local tokenizer, if it has one.
     pub(super) async fn read(
         state: &AppState,
-        card: &ModelCard,
+        card: &Arc<ModelCard>,
         parts: Parts,
         body: Bytes,
         fields: Option<Fields>,
         permit: WorkPermit,
     ) -> Result<Self, Error> {
+        let context = RequestContext::of(&parts.extensions);
+        let tenant = caller::tenant(state, &context, &parts.headers)?;
+        let session = scheduling::header_session(&parts.headers);
+        let session = session.or_else(|| fields.as_ref().and_then(scheduling::peek_session));
+        let conversation =
+            Conversation { request: &context.id, tenant: &tenant, session: session.as_deref(), body: &body };
+        let card = state.engine.resolve(&card.id, &conversation).unwrap_or_else(|| Arc::clone(card));
         let routing = match fields {
             Some(fields) => {
                 let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
-                let tokenizers = state.tokenizers.of(card);
+                let tokenizers = state.tokenizers.of(&card);
                 // When the client disconnects, this future is dropped, which cancels the work.
                 let cancelled = CancellationToken::new();
                 let _cancel_on_drop = cancelled.clone().drop_guard();
@@ -99,7 +109,7 @@ impl Incoming {
             }
             None => Routing::default(),
         };
-        Ok(Self { parts, body, memory: permit.into_memory(), routing })
+        Ok(Self { card, tenant, parts, body, memory: permit.into_memory(), routing })
     }
 }
 
@@ -184,16 +194,15 @@ fn is_public(path: &str) -> bool {
     !is_ambiguous && ((path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path))
 }
 
-/// Relays a request for a model, and its response.
+/// Relays a request that names the model `named`, and its response.
 pub(super) async fn respond(
     state: &Arc<AppState>,
     incoming: Incoming,
-    card: Arc<ModelCard>,
+    named: Arc<ModelCard>,
 ) -> Result<Response, Error> {
-    let Incoming { parts, body, memory, mut routing } = incoming;
+    let Incoming { card, tenant, parts, body, memory, mut routing } = incoming;
     let context = RequestContext::of(&parts.extensions);
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
-    let tenant = caller::tenant(state, &context, &parts.headers)?;
     let deadline = scheduling::header_deadline(&parts.headers)?;
     routing.attributes.session = scheduling::header_session(&parts.headers).or(routing.attributes.session);
     routing.attributes.deadline =
@@ -206,7 +215,7 @@ pub(super) async fn respond(
     routing.attributes.tenant = Arc::clone(&tenant);
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);
-    let mut meter = RelayMeter::new(context.clone(), Arc::clone(&model), routing.is_stream);
+    let mut meter = RelayMeter::new(context.clone(), named.id.as_str().into(), routing.is_stream);
     let start = async {
         let (mut tokens, mut source) = (routing.tokens, routing.source);
         if let Some(question) = &routing.question
@@ -215,7 +224,7 @@ pub(super) async fn respond(
             (tokens, source) = (answer, TokenSource::Engine);
         }
         if !tokens.is_empty() {
-            state.metrics.relayed_prompts.with_label_values(&[&*card.id, source.label()]).inc();
+            state.metrics.relayed_prompts.with_label_values(&[&*named.id, source.label()]).inc();
         }
         let request = Request {
             id: Arc::clone(&context.id),

@@ -56,6 +56,12 @@ pub(crate) fn header_session(headers: &HeaderMap) -> Option<Arc<str>> {
     headers.get(SESSION).and_then(|value| value.to_str().ok()).filter(|session| !session.is_empty()).map(Arc::from)
 }
 
+/// The session in fields that are not taken.
+pub(crate) fn peek_session(fields: &Fields) -> Option<Arc<str>> {
+    let text = |name: &str| serde_json::from_slice::<String>(fields.peek(name)?.bytes()).ok();
+    ["prompt_cache_key", "user"].into_iter().filter_map(text).find(|session| !session.is_empty()).map(Arc::from)
+}
+
 /// Takes the session: OpenAI's `prompt_cache_key`, or `user`, which it replaces.
 pub(crate) fn take_session(fields: &mut Fields) -> Result<Option<Arc<str>>, Error> {
     let key = fields.text("prompt_cache_key")?;
@@ -101,9 +107,14 @@ mod tests {
         let of = |body: &str| {
             take_session(&mut Fields::parse(&body.to_owned().into()).unwrap()).map_err(|error| error.to_string())
         };
-        assert_eq!(of(r#"{"user":"ada","prompt_cache_key":"talk 7"}"#), Ok(Some("talk 7".into())));
-        assert_eq!(of(r#"{"user":"ada","prompt_cache_key":""}"#), Ok(Some("ada".into())));
-        assert_eq!(of("{}"), Ok(None));
+        let peeked = |body: &str| peek_session(&Fields::parse(&body.to_owned().into()).unwrap());
+        for (body, session) in [
+            (r#"{"user":"ada","prompt_cache_key":"talk 7"}"#, Some("talk 7")),
+            (r#"{"user":"ada","prompt_cache_key":""}"#, Some("ada")),
+            ("{}", None),
+        ] {
+            assert_eq!((of(body), peeked(body)), (Ok(session.map(Arc::from)), session.map(Arc::from)));
+        }
         assert!(of(r#"{"user":7}"#).is_err());
         let headers = HeaderMap::from_iter([(SESSION, "talk 8".parse().unwrap())]);
         assert_eq!(header_session(&headers), Some("talk 8".into()));

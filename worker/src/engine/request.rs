@@ -117,6 +117,19 @@ pub struct RequestAttributes {
     pub has_estimated_tokens: bool,
 }
 
+/// What tells the requests of one conversation from others, before a prompt is tokenized.
+#[derive(Clone, Copy, Debug)]
+pub struct Conversation<'a> {
+    /// The id of the request.
+    pub request: &'a str,
+    /// Its tenant; empty: none.
+    pub tenant: &'a str,
+    /// The session that it names.
+    pub session: Option<&'a str>,
+    /// The client's body, if the request is relayed.
+    pub body: &'a [u8],
+}
+
 /// Which part of the work an engine does.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Work {
