@@ -14,6 +14,7 @@ mod token_cache;
 mod vocabulary;
 
 pub(crate) use cache::{ModelCache, find_card};
+pub(crate) use encode::EncodeJob;
 pub(crate) use local::{ContentFormat, PromptKind};
 pub use local::{LocalTokenizer, TokenizerText};
 pub use served::check_model;

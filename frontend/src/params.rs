@@ -9,6 +9,7 @@ pub(crate) mod known_fields;
 mod sampling;
 pub(crate) mod scheduling;
 
+pub(crate) use cache::peek_salts;
 pub use cache::{CacheDomains, SecretError};
 pub(crate) use fields::{Fields, Raw, empty, integer, mistyped, mistyped_as, too_long};
 pub(crate) use generation::{CHOICES_MAX, Delivery, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX};

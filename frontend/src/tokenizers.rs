@@ -5,15 +5,15 @@
 //!   configuration ─▶ LocalTokenizer ──check──▶ used for the kinds of prompts with the server's tokens
 //!   server ────────▶ Tokenize ─────────────▶ asked for all other prompts; its answers are kept
 //! ```
-//! **A local tokenizer is not used before a server that can be compared was.** A server that does not answer is compared
-//! again later. Where no server says tokens, it is used without a comparison.
+//! **A local tokenizer is not used before it was compared with a server.** A server that does not answer is asked again
+//! later. Where no server says tokens, it is used without a comparison.
 //!
 //! Not here: which requests need tokens, and what they are used for (`api`).
 
 mod check;
 
 use crate::metrics::TokenizerMetrics;
-use crate::model::{ContentFormat, LocalTokenizer, PromptKind, TokenCache};
+use crate::model::{ContentFormat, EncodeJob, LocalTokenizer, PromptKind, TokenCache};
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
@@ -23,8 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-use worker::engine::{ModelCard, Tokenize, TokenizeError};
+use worker::engine::{Domain, ModelCard, Tokenize, TokenizeError};
 
 /// Memory for answers of servers: of a thousand prompts of 16 KB.
 const ANSWERS_BYTES: usize = 32 << 20;
@@ -129,9 +128,9 @@ struct Server {
 
 impl CheckedTokenizer {
     /// The tokens of the prompt in these fields, if they are known to be those of the servers.
-    pub(crate) fn tokens(&self, fields: Map<String, Value>, cancelled: &CancellationToken) -> Option<Vec<u32>> {
+    pub(crate) fn tokens(&self, fields: Map<String, Value>, job: &EncodeJob) -> Option<Vec<u32>> {
         let is_used = self.used[PromptKind::of(&fields) as usize];
-        is_used.then(|| self.tokenizer.tokens(fields, self.format, cancelled)).flatten()
+        is_used.then(|| self.tokenizer.tokens(fields, self.format, job)).flatten()
     }
 
     /// Used for all prompts, without a comparison.
@@ -183,7 +182,8 @@ impl Tokenizers {
         parent: Option<&str>,
         server: Arc<dyn Tokenize>,
     ) -> RegisteredTokenizer {
-        let server = Arc::new(Server { tokenizer: server, comparison: Mutex::default(), paused_until: Mutex::default() });
+        let server =
+            Arc::new(Server { tokenizer: server, comparison: Mutex::default(), paused_until: Mutex::default() });
         let (model, identity) = (card.id.clone(), card.identity.clone());
         let registered = RegisteredTokenizer { tokenizers: Arc::clone(self), model, identity, server };
         registered.compare().await;
@@ -200,12 +200,11 @@ impl Tokenizers {
     /// Finds out again where the local tokenizer of a model has the tokens of its servers; also for its adapters.
     fn update(&self, models: &mut HashMap<String, Arc<ModelTokenizers>>, identity: &str) {
         let Some(known) = models.get(identity) else { return };
-        let local = match &known.parent {
-            Some(parent) => models.values().find(|model| model.id == *parent).and_then(|model| model.local.clone()),
-            None => {
-                let local = self.local.get(&known.id);
-                local.and_then(|local| CheckedTokenizer::agreed(local, &known.servers))
-            }
+        let local = if let Some(parent) = &known.parent {
+            models.values().find(|model| model.id == *parent).and_then(|model| model.local.clone())
+        } else {
+            let local = self.local.get(&known.id);
+            local.and_then(|local| CheckedTokenizer::agreed(local, &known.servers))
         };
         let (id, has_local) = (known.id.clone(), local.is_some() || self.local.contains_key(&known.id));
         for (of, model) in models.iter_mut() {
@@ -226,11 +225,12 @@ impl Tokenizers {
         self.models.read().get(&card.identity).cloned()
     }
 
-    /// The tokens of a prompt as the model's servers say. `question` is the body of a request to `/tokenize`.
-    pub(crate) async fn ask(&self, card: &ModelCard, question: &Bytes) -> Option<Arc<[u32]>> {
+    /// The tokens of a prompt of a cache domain, as the model's servers say. `question` is the body of a request to
+    /// `/tokenize`.
+    pub(crate) async fn ask(&self, card: &ModelCard, domain: &Domain, question: &Bytes) -> Option<Arc<[u32]>> {
         let known = self.of(card)?;
         let model = known.id.as_str();
-        if let Some(tokens) = self.answers.get(question) {
+        if let Some(tokens) = self.answers.get(domain, question) {
             self.metrics.questions.with_label_values(&[model, "cached"]).inc();
             return Some(tokens);
         }
@@ -247,7 +247,7 @@ impl Tokenizers {
             match answer {
                 Ok(tokens) => {
                     let tokens: Arc<[u32]> = tokens.into();
-                    self.answers.insert(question, Arc::clone(&tokens));
+                    self.answers.insert(domain, question, Arc::clone(&tokens));
                     return Some(tokens);
                 }
                 // Another server would refuse it too, and the client will learn why.

@@ -8,7 +8,7 @@ use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_co
 use super::prompt_logprobs;
 use super::sse::{ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
-use crate::model::{Conversation, ServedModel, Vocabulary};
+use crate::model::{Conversation, EncodeJob, ServedModel, Vocabulary};
 use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs};
 use crate::params::{EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
 use async_openai::types::chat::{
@@ -20,7 +20,6 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde_json::Value;
 use std::sync::Arc;
-use tokio_util::sync::CancellationToken;
 
 /// Writes chat responses.
 pub(crate) struct Chat {
@@ -48,7 +47,7 @@ impl Endpoint for Chat {
         mut fields: Fields,
         model: &Arc<ServedModel>,
         envelope: Envelope,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Parsed<Self>, Error> {
         let vocabulary = model.card.vocabulary;
         let max_tokens = fields.integer("max_tokens", 1..=i64::from(u32::MAX))?;
@@ -60,7 +59,7 @@ impl Endpoint for Chat {
         let special = fields.boolean("add_special_tokens")?.unwrap_or(false);
         let conversation = conversation(&mut fields)?;
         let unknown = known_fields::check(&mut fields, EndpointKind::Chat)?;
-        let tokens: Arc<[u32]> = model.encode_chat(conversation, special, cancelled)?.into();
+        let tokens: Arc<[u32]> = model.encode_chat(conversation, special, job)?.into();
         check_not_empty(Self::PROMPT, &tokens)?;
         check_fits_context(Self::PROMPT, tokens.len(), &params, model.card.context)?;
         let endpoint = Self {
@@ -246,13 +245,9 @@ fn logprobs(fields: &mut Fields) -> Result<Option<u8>, Error> {
 }
 
 /// The tokens of the conversation in a request to `/tokenize`.
-pub(crate) fn tokens(
-    fields: &mut Fields,
-    model: &ServedModel,
-    cancelled: &CancellationToken,
-) -> Result<Vec<u32>, Error> {
+pub(crate) fn tokens(fields: &mut Fields, model: &ServedModel, job: &EncodeJob) -> Result<Vec<u32>, Error> {
     let special = fields.boolean("add_special_tokens")?.unwrap_or(false);
-    model.encode_chat(conversation(fields)?, special, cancelled)
+    model.encode_chat(conversation(fields)?, special, job)
 }
 
 fn conversation(fields: &mut Fields) -> Result<Conversation, Error> {

@@ -6,7 +6,7 @@ use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_co
 use super::prompt_logprobs;
 use super::sse::{ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
-use crate::model::{ServedModel, Vocabulary};
+use crate::model::{EncodeJob, ServedModel, Vocabulary};
 use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs, decimal, finite};
 use crate::params::{CHOICES_MAX, EndpointKind, Fields, GenerationParams, StreamUsage, TOP_LOGPROBS_MAX, known_fields};
 use async_openai::types::chat::{Choice as TextChoice, CompletionFinishReason, CompletionUsage, Logprobs};
@@ -16,7 +16,6 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt::Write;
 use std::sync::Arc;
-use tokio_util::sync::CancellationToken;
 use worker::engine::Logprobs as Scores;
 
 /// OpenAI's default of `max_tokens` for completions.
@@ -59,7 +58,7 @@ impl Endpoint for Completion {
         mut fields: Fields,
         model: &Arc<ServedModel>,
         envelope: Envelope,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Parsed<Self>, Error> {
         let max_tokens = fields.integer("max_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(DEFAULT_MAX_TOKENS);
         let vocabulary = model.card.vocabulary;
@@ -73,7 +72,7 @@ impl Endpoint for Completion {
         }
         reject_best_of(&mut fields, params.n)?;
 
-        let prompts = prompts::take(&mut fields, model, cancelled)?;
+        let prompts = prompts::take(&mut fields, model, job)?;
         let unknown = known_fields::check(&mut fields, EndpointKind::Completions)?;
         if prompts.len() * params.n as usize > CHOICES_MAX as usize {
             let message =

@@ -7,9 +7,9 @@ use super::sse::{self, ChunkWriter};
 use crate::error::{CONTEXT, Error};
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::ConnectionChoices;
-use crate::model::{ServedModel, prompt_too_long};
+use crate::model::{EncodeJob, ServedModel, prompt_too_long};
 use crate::output::{ChoiceDelta, FinishReason, Generation, GenerationRequest, StopReason, TokenLogprobs};
-use crate::params::{Delivery, Fields, GenerationParams, scheduling};
+use crate::params::{Delivery, Fields, GenerationParams, peek_salts, scheduling};
 use crate::state::AppState;
 use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
@@ -18,7 +18,6 @@ use axum::response::Response;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
-use tokio_util::sync::CancellationToken;
 use worker::engine::Logprobs;
 
 /// In a request: asks for the router's decision. In the response: the decision as JSON.
@@ -37,12 +36,12 @@ pub(crate) trait Endpoint: ChunkWriter + Sized {
 
     /// Checks every field and tokenizes the prompts.
     ///
-    /// Returns `Error::ClientClosed` when `cancelled` is set while it tokenizes.
+    /// Returns `Error::ClientClosed` when `job` is cancelled while it tokenizes.
     fn parse(
         fields: Fields,
         model: &Arc<ServedModel>,
         envelope: Envelope,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Parsed<Self>, Error>;
 
     /// The response of a request that does not stream.
@@ -107,10 +106,11 @@ pub(crate) async fn handle<E: Endpoint>(
     let envelope = Envelope { id: format!("{}{}", E::ID, context.id), created, model: id };
     let model_to_parse = model.clone();
     // When the client disconnects, this future is dropped, which cancels the parsing.
-    let cancelled = CancellationToken::new();
-    let _cancel_on_drop = cancelled.clone().drop_guard();
+    let tenant_domain = state.domains.of(&tenant);
+    let job = EncodeJob::new(peek_salts(&fields).fold(tenant_domain.clone(), |domain, salt| domain.salted(&salt)));
+    let _cancel_on_drop = job.cancel_on_drop();
     let Parsed { prompts, mut params, unknown, endpoint } =
-        permit.run(move || E::parse(fields, &model_to_parse, envelope, &cancelled)).await?;
+        permit.run(move || E::parse(fields, &model_to_parse, envelope, &job)).await?;
     drop(permit);
     state.metrics.unknown_fields.with_label_values(&[E::PATH]).inc_by(unknown);
     // The header wins: proxies and operators set it, while a client library may fill the fields.
@@ -119,7 +119,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let explain = wants_explanation(&parts.headers);
     let delivery = params.delivery;
     let deadline = deadline.into_iter().chain(params.deadline).min().map(|within| context.arrived + within);
-    let domain = params.cache_salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt));
+    let domain = params.cache_salts.iter().fold(tenant_domain, |domain, salt| domain.salted(salt));
     let count = prompts.len() * params.n as usize;
     let running = state.choices.start(count, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
     context.take_prompt(prompts.iter().map(|tokens| tokens.len()).sum())?;

@@ -12,8 +12,9 @@ use super::generate::{explained, wants_explanation};
 use crate::error::Error;
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::{ConnectionChoices, RunningChoices, WorkPermit};
+use crate::model::EncodeJob;
 use crate::output::RelayMeter;
-use crate::params::{CHOICES_MAX, Fields, scheduling};
+use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::state::AppState;
 use axum::body::Body;
 use axum::extract::{Request as AxumRequest, State};
@@ -28,9 +29,8 @@ use std::time::Duration;
 use std::{io, mem};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 use worker::engine::{
-    self, Conversation, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
+    self, Conversation, Domain, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
     Sampling, StopConditions, Work,
 };
 
@@ -64,6 +64,8 @@ pub(super) struct Incoming {
     /// The model that serves it: another than it names if that is an alias.
     card: Arc<ModelCard>,
     tenant: Arc<str>,
+    /// The cache domain of the tenant.
+    domain: Domain,
     pub(super) parts: Parts,
     pub(super) body: Bytes,
     /// The body's share of the memory for bodies.
@@ -90,17 +92,19 @@ impl Incoming {
         let conversation =
             Conversation { request: &context.id, tenant: &tenant, session: session.as_deref(), body: &body };
         let card = state.engine.resolve(&card.id, &conversation).unwrap_or_else(|| Arc::clone(card));
+        let domain = state.domains.of(&tenant);
         let routing = match fields {
             Some(fields) => {
+                let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
                 let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
                 let tokenizers = state.tokenizers.of(&card);
                 // When the client disconnects, this future is dropped, which cancels the work.
-                let cancelled = CancellationToken::new();
-                let _cancel_on_drop = cancelled.clone().drop_guard();
+                let job = EncodeJob::new(salted);
+                let _cancel_on_drop = job.cancel_on_drop();
                 let read = move || {
                     let prompt = PromptFields::peek(&path, &fields).zip(tokenizers);
                     let tokens =
-                        prompt.as_ref().and_then(|(prompt, of)| prompt.tokens(&fields, of.local.as_ref()?, &cancelled));
+                        prompt.as_ref().and_then(|(prompt, of)| prompt.tokens(&fields, of.local.as_ref()?, &job));
                     let is_asked = has_exact_blocks && tokens.is_none();
                     let question = prompt.filter(|_| is_asked).and_then(|(prompt, of)| prompt.question(&of.id));
                     Ok(Routing { question, ..Routing::read(fields, tokens) })
@@ -109,7 +113,7 @@ impl Incoming {
             }
             None => Routing::default(),
         };
-        Ok(Self { card, tenant, parts, body, memory: permit.into_memory(), routing })
+        Ok(Self { card, tenant, domain, parts, body, memory: permit.into_memory(), routing })
     }
 }
 
@@ -200,7 +204,7 @@ pub(super) async fn respond(
     incoming: Incoming,
     named: Arc<ModelCard>,
 ) -> Result<Response, Error> {
-    let Incoming { card, tenant, parts, body, memory, mut routing } = incoming;
+    let Incoming { card, tenant, domain, parts, body, memory, mut routing } = incoming;
     let context = RequestContext::of(&parts.extensions);
     let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
     let deadline = scheduling::header_deadline(&parts.headers)?;
@@ -216,10 +220,11 @@ pub(super) async fn respond(
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);
     let mut meter = RelayMeter::new(context.clone(), named.id.as_str().into(), routing.is_stream);
+    let domain = routing.salts.iter().fold(domain, |domain, salt| domain.salted(salt));
     let start = async {
         let (mut tokens, mut source) = (routing.tokens, routing.source);
         if let Some(question) = &routing.question
-            && let Some(answer) = state.tokenizers.ask(&card, question).await
+            && let Some(answer) = state.tokenizers.ask(&card, &domain, question).await
         {
             (tokens, source) = (answer, TokenSource::Engine);
         }
@@ -230,7 +235,7 @@ pub(super) async fn respond(
             id: Arc::clone(&context.id),
             model,
             tokens,
-            domain: routing.salts.iter().fold(state.domains.of(&tenant), |domain, salt| domain.salted(salt)),
+            domain,
             sampling: Sampling::default(),
             stop: StopConditions { max_tokens: routing.max_tokens, ..StopConditions::default() },
             work: Work::Relay(Arc::new(HttpRequest {

@@ -6,7 +6,7 @@ use super::generate::Endpoint;
 use super::relay::{self, Incoming};
 use crate::error::Error;
 use crate::http::{RequestContext, body};
-use crate::model::ServedModel;
+use crate::model::{EncodeJob, ServedModel};
 use crate::params::{Fields, integer};
 use crate::state::AppState;
 use axum::Json;
@@ -14,7 +14,6 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use std::sync::Arc;
-use tokio_util::sync::CancellationToken;
 
 /// The response of `/tokenize`.
 #[derive(Serialize)]
@@ -34,14 +33,14 @@ pub(crate) struct Detokenized {
 
 /// `POST /tokenize`.
 pub(crate) async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<Response, Error> {
-    with_model(&state, request, |mut fields, model, cancelled| {
+    with_model(&state, request, |mut fields, model, job| {
         let with_names = fields.boolean("return_token_strs")?.unwrap_or(false);
         let tokens = match fields.text("prompt")? {
             Some(prompt) => {
                 let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
-                model.encode("prompt", &prompt, special, cancelled)?
+                model.encode("prompt", &prompt, special, job)?
             }
-            None if fields.remaining().any(|name| name == Chat::PROMPT) => chat::tokens(&mut fields, model, cancelled)?,
+            None if fields.remaining().any(|name| name == Chat::PROMPT) => chat::tokens(&mut fields, model, job)?,
             None => return Err(fields.missing("prompt")),
         };
         let names = |tokens: &Vec<u32>| tokens.iter().map(|token| model.token_name(*token)).collect();
@@ -68,7 +67,7 @@ pub(crate) async fn detokenize(State(state): State<Arc<AppState>>, request: Requ
 async fn with_model<T: Serialize + Send + 'static>(
     state: &Arc<AppState>,
     request: Request,
-    work: impl FnOnce(Fields, &ServedModel, &CancellationToken) -> Result<T, Error> + Send + 'static,
+    work: impl FnOnce(Fields, &ServedModel, &EncodeJob) -> Result<T, Error> + Send + 'static,
 ) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
     let context = RequestContext::of(&parts.extensions);
@@ -90,7 +89,8 @@ async fn with_model<T: Serialize + Send + 'static>(
     }
     let model = state.models.get(&*state.engine, &card).await?;
     // When the client disconnects, this future is dropped, which cancels the work.
-    let cancelled = CancellationToken::new();
-    let _cancel_on_drop = cancelled.clone().drop_guard();
-    permit.run(move || work(fields, &model, &cancelled)).await.map(|answer| Json(answer).into_response())
+    let domain = state.domains.of(&caller::tenant(state, &context, &parts.headers)?);
+    let job = EncodeJob::new(domain);
+    let _cancel_on_drop = job.cancel_on_drop();
+    permit.run(move || work(fields, &model, &job)).await.map(|answer| Json(answer).into_response())
 }

@@ -8,7 +8,8 @@
 //! 2. while counting ([`TextPieces`]): a long text is tokenized piece by piece until the tokens exceed the limit.
 //!
 //! The tokens of recent pieces are kept, so of the next turn of a conversation only the new text is tokenized: pieces
-//! begin at the same positions in texts that begin alike.
+//! begin at the same positions in texts that begin alike. They are found only by requests of the same cache domain:
+//! else the time of a request would tell whether another tenant has sent a guessed text.
 //!
 //! **Invariant**: the tokens of the pieces are the tokens of the whole text. `segments` and `split` explain why.
 
@@ -24,12 +25,33 @@ use segments::AddedTokens;
 use split::{SplitKind, TextPieces};
 use std::sync::Arc;
 use tokenizers::Tokenizer;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use worker::engine::Domain;
 
 /// Memory for the tokens of recent pieces: of 30 MB of text, or a thousand conversations of 8,000 tokens.
 const CACHE_BYTES: usize = 64 << 20;
 /// Minimum size of a piece whose tokens are kept. A shorter one is tokenized in 20 µs.
 const MIN_CACHED: usize = 64;
+
+/// The request that a text is tokenized for.
+#[derive(Clone, Default)]
+pub(crate) struct EncodeJob {
+    /// Its cache domain.
+    domain: Domain,
+    cancelled: CancellationToken,
+}
+
+impl EncodeJob {
+    /// A job for a request of this domain.
+    pub(crate) fn new(domain: Domain) -> Self {
+        Self { domain, cancelled: CancellationToken::new() }
+    }
+
+    /// Cancels the job when it is dropped.
+    pub(crate) fn cancel_on_drop(&self) -> DropGuard {
+        self.cancelled.clone().drop_guard()
+    }
+}
 
 /// Tokenizes the texts of one model.
 pub(crate) struct Encoder {
@@ -103,7 +125,7 @@ impl Encoder {
         text: &str,
         special: bool,
         limit: usize,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Vec<u32>, EncodeError> {
         self.check(text, limit)?;
         let Some((before, after)) = &self.added else { return Ok(ids(&self.tokenizer, text, special)?) };
@@ -114,11 +136,11 @@ impl Encoder {
         };
         for segment in segments.into_iter().flatten().chain(whole) {
             for piece in TextPieces::new(segment, &self.splits, self.piece) {
-                self.encode_piece(piece?, &mut tokens)?;
+                self.encode_piece(piece?, &job.domain, &mut tokens)?;
                 if tokens.len() > limit {
                     return Err(EncodeError::TooLong(tokens.len()));
                 }
-                if cancelled.is_cancelled() {
+                if job.cancelled.is_cancelled() {
                     return Err(EncodeError::Cancelled);
                 }
             }
@@ -130,18 +152,18 @@ impl Encoder {
     }
 
     /// Adds the tokens of a piece.
-    fn encode_piece(&self, piece: &str, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
+    fn encode_piece(&self, piece: &str, domain: &Domain, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
         if piece.len() < MIN_CACHED {
             tokens.extend(self.tokenizer.encode_fast(piece, false)?.get_ids());
             return Ok(());
         }
-        if let Some(known) = self.cache.get(piece.as_bytes()) {
+        if let Some(known) = self.cache.get(domain, piece.as_bytes()) {
             tokens.extend_from_slice(&known);
             return Ok(());
         }
         let new: Arc<[u32]> = self.tokenizer.encode_fast(piece, false)?.get_ids().into();
         tokens.extend_from_slice(&new);
-        self.cache.insert(piece.as_bytes(), new);
+        self.cache.insert(domain, piece.as_bytes(), new);
         Ok(())
     }
 }

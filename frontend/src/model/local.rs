@@ -8,13 +8,12 @@
 
 mod messages;
 
-use super::encode::Encoder;
+use super::encode::{EncodeJob, Encoder};
 use super::template::Template;
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
-use tokio_util::sync::CancellationToken;
 
 /// Put at the end of the last message, and searched in the rendered prompt, if the model continues that message. The
 /// space shows whether the template trims messages.
@@ -129,7 +128,7 @@ impl LocalTokenizer {
         &self,
         fields: Map<String, Value>,
         format: ContentFormat,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Option<Vec<u32>> {
         let is_chat = fields.contains_key("messages");
         let special = match fields.get("add_special_tokens") {
@@ -137,7 +136,7 @@ impl LocalTokenizer {
             Some(special) => special.as_bool()?,
         };
         let prompt = if is_chat { self.render(fields, format)? } else { text_prompt(fields)? };
-        self.encoder.encode(&prompt, special, usize::MAX, cancelled).ok()
+        self.encoder.encode(&prompt, special, usize::MAX, job).ok()
     }
 
     fn render(&self, mut fields: Map<String, Value>, format: ContentFormat) -> Option<String> {

@@ -1,13 +1,12 @@
 //! A model as the frontend serves it: tokenizer, byte table and chat template, made from its model card.
 
-use super::encode::{EncodeError, Encoder};
+use super::encode::{EncodeError, EncodeJob, Encoder};
 use super::special::{Literals, SpecialText};
 use super::template::{Conversation, Template};
 use super::vocabulary::Vocabulary;
 use crate::error::{CONTEXT, Error};
 use std::sync::Arc;
 use tokenizers::Tokenizer;
-use tokio_util::sync::CancellationToken;
 use worker::engine::{ModelCard, SamplingDefaults};
 
 /// Converts conversations and text to tokens of one model.
@@ -74,7 +73,7 @@ impl ServedModel {
         &self,
         mut conversation: Conversation,
         add_special: bool,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Vec<u32>, Error> {
         let template = self.template.as_ref().map_err(|problem| {
             let id = &self.card.id;
@@ -86,20 +85,14 @@ impl ServedModel {
         }
         let prompt =
             template.render(conversation).map_err(|error| error.map_message(|message| literals.restore(message)))?;
-        let tokens = self.special.encode(&self.encoder, &prompt, &literals, add_special, self.card.context, cancelled);
+        let tokens = self.special.encode(&self.encoder, &prompt, &literals, add_special, self.card.context, job);
         tokens.map_err(|error| self.map_error("messages", error))
     }
 
     /// Encodes the text of `param`, if it fits the context. With `special`, the tokenizer adds its tokens around the
     /// text.
-    pub(crate) fn encode(
-        &self,
-        param: &str,
-        text: &str,
-        special: bool,
-        cancelled: &CancellationToken,
-    ) -> Result<Vec<u32>, Error> {
-        let tokens = self.encoder.encode(text, special, self.card.context, cancelled);
+    pub(crate) fn encode(&self, param: &str, text: &str, special: bool, job: &EncodeJob) -> Result<Vec<u32>, Error> {
+        let tokens = self.encoder.encode(text, special, self.card.context, job);
         tokens.map_err(|error| self.map_error(param, error))
     }
 

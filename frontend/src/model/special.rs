@@ -6,7 +6,7 @@
 //!
 //! Not here: `/v1/completions`, where the client writes the whole prompt.
 
-use super::encode::{EncodeError, Encoder};
+use super::encode::{EncodeError, EncodeJob, Encoder};
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use aho_corasick::{AhoCorasick, MatchKind};
@@ -14,7 +14,6 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 use tokenizers::{AddedToken, OffsetReferential, OffsetType, Tokenizer};
-use tokio_util::sync::CancellationToken;
 
 /// Enclose the number of a literal. They are noncharacters, which ordinary text does not contain. A client that sends
 /// them gets only the text of a literal.
@@ -95,16 +94,16 @@ impl SpecialText {
         literals: &Literals,
         add_special: bool,
         limit: usize,
-        cancelled: &CancellationToken,
+        job: &EncodeJob,
     ) -> Result<Vec<u32>, EncodeError> {
         if literals.0.is_empty() {
-            return encoder.encode(prompt, add_special, limit, cancelled);
+            return encoder.encode(prompt, add_special, limit, job);
         }
         // The prompt has at least as many tokens as its text with special tokens.
         encoder.check(&literals.restore(prompt), limit)?;
         let renamed = self.renamed(encoder.tokenizer())?;
         let text = rename(encoder.tokenizer(), prompt, literals);
-        let tokens = renamed.encoder.encode(&text, add_special, limit, cancelled)?;
+        let tokens = renamed.encoder.encode(&text, add_special, limit, job)?;
         Ok(tokens.into_iter().map(|id| renamed.ids.get(&id).copied().unwrap_or(id)).collect())
     }
 

@@ -1,4 +1,4 @@
-//! Tokens of texts that were tokenized before, within a limit of bytes.
+//! Tokens of texts that were tokenized before, by cache domain, within a limit of bytes.
 //!
 //! Entries are compared by their whole key, because tokens of another text would be a wrong prompt. Eviction is by two
 //! generations, as in a copying collector: an entry that is used moves to the young one, and when the young one has
@@ -9,9 +9,10 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::sync::Arc;
+use worker::engine::Domain;
 
-/// Bytes of an entry beside key and tokens: two reference counts, and its place in the table.
-const ENTRY_BYTES: usize = 128;
+/// Bytes of an entry beside key and tokens: two reference counts, the domain, and its place in the table.
+const ENTRY_BYTES: usize = 192;
 
 /// Tokens by key.
 pub(crate) struct TokenCache {
@@ -30,6 +31,7 @@ struct Generations {
 }
 
 struct Entry {
+    domain: Domain,
     key: Box<[u8]>,
     tokens: Arc<[u32]>,
 }
@@ -37,6 +39,10 @@ struct Entry {
 impl Entry {
     fn bytes(&self) -> usize {
         self.key.len() + size_of_val(&*self.tokens) + ENTRY_BYTES
+    }
+
+    fn is(&self, domain: &Domain, key: &[u8]) -> bool {
+        self.domain == *domain && *self.key == *key
     }
 }
 
@@ -46,14 +52,14 @@ impl TokenCache {
         Self { hasher: RandomState::new(), generations: Mutex::default(), capacity }
     }
 
-    /// The tokens of this key.
-    pub(crate) fn get(&self, key: &[u8]) -> Option<Arc<[u32]>> {
-        let hash = self.hasher.hash_one(key);
+    /// The tokens of this key in a domain.
+    pub(crate) fn get(&self, domain: &Domain, key: &[u8]) -> Option<Arc<[u32]>> {
+        let hash = self.hasher.hash_one((domain, key));
         let mut generations = self.generations.lock();
         if let Some(entry) = generations.young.get(&hash) {
-            return (*entry.key == *key).then(|| Arc::clone(&entry.tokens));
+            return entry.is(domain, key).then(|| Arc::clone(&entry.tokens));
         }
-        if *generations.old.get(&hash)?.key != *key {
+        if !generations.old.get(&hash)?.is(domain, key) {
             return None;
         }
         let entry = generations.old.remove(&hash)?;
@@ -64,13 +70,13 @@ impl TokenCache {
         Some(tokens)
     }
 
-    /// Keeps the tokens of this key. An entry that would take more than an eighth of the cache is not kept.
-    pub(crate) fn insert(&self, key: &[u8], tokens: Arc<[u32]>) {
-        let entry = Entry { key: key.into(), tokens };
+    /// Keeps the tokens of this key in a domain. An entry that would take more than an eighth of the cache is not kept.
+    pub(crate) fn insert(&self, domain: &Domain, key: &[u8], tokens: Arc<[u32]>) {
+        let entry = Entry { domain: domain.clone(), key: key.into(), tokens };
         if entry.bytes() > self.capacity / 8 {
             return;
         }
-        let hash = self.hasher.hash_one(key);
+        let hash = self.hasher.hash_one((domain, key));
         let dropped = self.generations.lock().insert(hash, entry, self.capacity / 2);
         // After the lock: freeing a generation takes milliseconds.
         drop(dropped);
@@ -115,24 +121,33 @@ mod tests {
 
     #[test]
     fn entries_in_use_outlive_those_that_are_not() {
-        let cache = TokenCache::new(64 << 10);
-        cache.insert(b"used", tokens(7));
+        let (cache, all) = (TokenCache::new(64 << 10), Domain::shared());
+        cache.insert(&all, b"used", tokens(7));
         for number in 0..2000_u32 {
-            cache.insert(&number.to_le_bytes(), tokens(number));
-            assert_eq!(cache.get(b"used"), Some(tokens(7)), "after {number}");
+            cache.insert(&all, &number.to_le_bytes(), tokens(number));
+            assert_eq!(cache.get(&all, b"used"), Some(tokens(7)), "after {number}");
         }
         assert!(cache.bytes() <= 64 << 10);
-        assert_eq!(cache.get(&1999_u32.to_le_bytes()), Some(tokens(1999)));
-        assert_eq!(cache.get(&0_u32.to_le_bytes()), None);
+        assert_eq!(cache.get(&all, &1999_u32.to_le_bytes()), Some(tokens(1999)));
+        assert_eq!(cache.get(&all, &0_u32.to_le_bytes()), None);
+    }
+
+    #[test]
+    fn an_entry_is_found_in_its_domain_only() {
+        let (cache, all, ann) = (TokenCache::new(8 << 10), Domain::shared(), Domain::derived(b"secret", "ann"));
+        cache.insert(&ann, b"text", tokens(1));
+        assert_eq!((cache.get(&all, b"text"), cache.get(&ann.salted("s"), b"text")), (None, None));
+        cache.insert(&all, b"text", tokens(2));
+        assert_eq!((cache.get(&ann, b"text"), cache.get(&all, b"text")), (Some(tokens(1)), Some(tokens(2))));
     }
 
     #[test]
     fn an_entry_that_would_fill_the_cache_is_not_kept() {
-        let cache = TokenCache::new(8 << 10);
-        cache.insert(&[0; 1 << 10], tokens(1));
-        assert_eq!((cache.get(&[0; 1 << 10]), cache.bytes()), (None, 0));
-        cache.insert(&[0; 500], tokens(1));
-        cache.insert(&[0; 500], tokens(2));
-        assert_eq!((cache.get(&[0; 500]), cache.bytes()), (Some(tokens(2)), 500 + 40 + ENTRY_BYTES));
+        let (cache, all) = (TokenCache::new(8 << 10), Domain::shared());
+        cache.insert(&all, &[0; 1 << 10], tokens(1));
+        assert_eq!((cache.get(&all, &[0; 1 << 10]), cache.bytes()), (None, 0));
+        cache.insert(&all, &[0; 500], tokens(1));
+        cache.insert(&all, &[0; 500], tokens(2));
+        assert_eq!((cache.get(&all, &[0; 500]), cache.bytes()), (Some(tokens(2)), 500 + 40 + ENTRY_BYTES));
     }
 }

@@ -13,8 +13,18 @@ use worker::engine::{Domain, Priority, Retention};
 const TTL_SECONDS: RangeInclusive<i64> = 1..=31_536_000;
 /// Range of `pin` in seconds, up to a day: pinned blocks take space from other requests. A request can renew the pin.
 const PIN_SECONDS: RangeInclusive<i64> = 1..=86_400;
+/// Fields with a salt of the request's cache domain.
+pub(super) const SALTS: [&str; 2] = ["cache_salt", "extra_key"];
 /// Minimum length of the secret. Shorter ones can be guessed.
 const MIN_SECRET_BYTES: usize = 16;
+
+/// The salts in fields that are not taken, each with its name, as JSON text.
+pub(crate) fn peek_salts(fields: &Fields) -> impl Iterator<Item = String> {
+    SALTS.into_iter().filter_map(|name| {
+        let salt = fields.peek(name).filter(|salt| !salt.is_null())?;
+        Some(format!("{name}={}", String::from_utf8_lossy(salt.bytes())))
+    })
+}
 
 /// Takes the field `cache`. Unknown fields in it are rejected: a misspelled limit would have no effect.
 pub(crate) fn take_retention(fields: &mut Fields) -> Result<Retention, Error> {

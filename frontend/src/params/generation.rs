@@ -121,7 +121,7 @@ impl GenerationParams {
             delivery,
             return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
             // The name of the field is part of the salt, so that equal values of the two fields differ.
-            cache_salts: ["cache_salt", "extra_key"]
+            cache_salts: cache::SALTS
                 .iter()
                 .zip(salts)
                 .filter_map(|(name, salt)| Some(format!("{name}={}", salt.filter(|salt| !salt.is_empty())?)))

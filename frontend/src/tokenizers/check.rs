@@ -1,10 +1,9 @@
 //! Compares a local tokenizer with a server on a few prompts of each kind.
 
 use super::{CheckedTokenizer, Comparison};
-use crate::model::{ContentFormat, LocalTokenizer, PromptKind};
+use crate::model::{ContentFormat, EncodeJob, LocalTokenizer, PromptKind};
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use tokio_util::sync::CancellationToken;
 use worker::engine::{Tokenize, TokenizeError};
 
 /// Added tokens whose texts are in the prompts.
@@ -79,7 +78,7 @@ fn compare(
         let of_kind = answers.iter().filter(|(fields, _)| PromptKind::of(fields) == kind);
         // What is not rendered here is asked from the server anyway.
         let pairs = of_kind.filter_map(|(fields, theirs)| {
-            Some((local.tokens(fields.clone(), format, &CancellationToken::new())?, theirs))
+            Some((local.tokens(fields.clone(), format, &EncodeJob::default())?, theirs))
         });
         let found: Vec<_> = pairs.map(|(ours, theirs)| difference(&ours, theirs)).collect();
         used[kind as usize] = !found.is_empty() && found.iter().all(Option::is_none);

@@ -56,7 +56,7 @@ impl Tokenize for FakeServer {
         let answer = if let Some(error) = self.error.lock().clone() {
             Err(error)
         } else {
-            let tokens = self.local.tokens(fields, self.format, &CancellationToken::new());
+            let tokens = self.local.tokens(fields, self.format, &EncodeJob::default());
             let refused = TokenizeError::Refused("no such message".to_owned());
             tokens.ok_or(refused).map(|tokens| tokens.into_iter().chain(is_odd.then_some(0)).collect())
         };
@@ -126,7 +126,7 @@ async fn kinds_of_prompts_with_other_tokens_are_asked() {
     assert_eq!(used(&tokenizers), [1, 0, 0]);
     let local = tokenizers.of(&card("m")).unwrap().local.clone().unwrap();
     let fields = |body: &str| serde_json::from_str::<Map<String, Value>>(body).unwrap();
-    let never = CancellationToken::new();
+    let never = EncodeJob::default();
     assert!(local.tokens(fields(r#"{"prompt":"hello"}"#), &never).is_some());
     assert_eq!(local.tokens(fields(r#"{"messages":[{"role":"user","content":"hello"}]}"#), &never), None);
 }
@@ -176,13 +176,19 @@ async fn a_prompt_is_asked_once() {
     let (tokenizers, _) = tokenizers(None);
     let server = FakeServer::new(PARTS, ContentFormat::Text);
     let question = Bytes::from_static(br#"{"model":"m","prompt":"hello"}"#);
-    assert_eq!(tokenizers.ask(&card("m"), &question).await, None, "no server");
+    assert_eq!(tokenizers.ask(&card("m"), &Domain::shared(), &question).await, None, "no server");
     let _server = tokenizers.add_server(&card("m"), None, server.clone()).await;
     for _ in 0..3 {
-        assert_eq!(tokenizers.ask(&card("m"), &question).await.as_deref(), Some(&[tiny_tokenizer::BOS, 259][..]));
+        assert_eq!(
+            tokenizers.ask(&card("m"), &Domain::shared(), &question).await.as_deref(),
+            Some(&[tiny_tokenizer::BOS, 259][..])
+        );
     }
     assert_eq!(server.asked(), 1);
-    tokenizers.ask(&card("m"), &Bytes::from_static(br#"{"model":"m","prompt":"hell"}"#)).await.unwrap();
+    tokenizers
+        .ask(&card("m"), &Domain::shared(), &Bytes::from_static(br#"{"model":"m","prompt":"hell"}"#))
+        .await
+        .unwrap();
     assert_eq!(server.asked(), 2);
 }
 
@@ -197,7 +203,7 @@ async fn a_server_that_fails_is_not_asked_for_a_while() {
     let mut number = 0;
     let mut ask = async || {
         number += 1;
-        tokenizers.ask(&card("m"), &format!(r#"{{"model":"m","prompt":"{number}"}}"#).into()).await
+        tokenizers.ask(&card("m"), &Domain::shared(), &format!(r#"{{"model":"m","prompt":"{number}"}}"#).into()).await
     };
     for _ in 0..4 {
         assert_eq!(ask().await, None);

@@ -3,22 +3,17 @@
 //! Prompts are read one by one from the body's text: a million token ids as JSON values would take a hundred megabytes.
 
 use crate::error::Error;
-use crate::model::ServedModel;
+use crate::model::{EncodeJob, ServedModel};
 use crate::params::{CHOICES_MAX, Fields, Raw, empty, integer, mistyped_as, too_long};
 use std::sync::Arc;
-use tokio_util::sync::CancellationToken;
 
 const EXPECTED: &str = "a string, an array of strings, an array of tokens or an array of such arrays";
 
 /// Takes `prompt` and returns each prompt as tokens.
-pub(super) fn take(
-    fields: &mut Fields,
-    model: &ServedModel,
-    cancelled: &CancellationToken,
-) -> Result<Vec<Arc<[u32]>>, Error> {
+pub(super) fn take(fields: &mut Fields, model: &ServedModel, job: &EncodeJob) -> Result<Vec<Arc<[u32]>>, Error> {
     let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
     let Some(prompt) = fields.raw("prompt") else { return Err(fields.missing("prompt")) };
-    let reader = Reader { model, special, cancelled };
+    let reader = Reader { model, special, job };
     if prompt.is_string() {
         return Ok(vec![reader.text("prompt", &prompt)?]);
     }
@@ -59,12 +54,12 @@ pub(super) fn take(
 struct Reader<'a> {
     model: &'a ServedModel,
     special: bool,
-    cancelled: &'a CancellationToken,
+    job: &'a EncodeJob,
 }
 
 impl Reader<'_> {
     fn text(&self, path: &str, prompt: &Raw) -> Result<Arc<[u32]>, Error> {
-        self.model.encode("prompt", &prompt.text(path)?, self.special, self.cancelled).map(Arc::from)
+        self.model.encode("prompt", &prompt.text(path)?, self.special, self.job).map(Arc::from)
     }
 
     /// An array of token ids of the vocabulary.

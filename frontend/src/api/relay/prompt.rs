@@ -1,10 +1,10 @@
 //! The prompt of a relayed request, for the tokens by which it is routed.
 
+use crate::model::EncodeJob;
 use crate::params::{Fields, Raw};
 use crate::tokenizers::CheckedTokenizer;
 use bytes::Bytes;
 use serde_json::{Map, Value};
-use tokio_util::sync::CancellationToken;
 
 /// Fields of a chat request that change its prompt.
 const CHAT: [&str; 11] = [
@@ -52,18 +52,13 @@ impl PromptFields {
     }
 
     /// The tokens of the prompt, if the local tokenizer knows them.
-    pub(super) fn tokens(
-        &self,
-        fields: &Fields,
-        tokenizer: &CheckedTokenizer,
-        cancelled: &CancellationToken,
-    ) -> Option<Vec<u32>> {
+    pub(super) fn tokens(&self, fields: &Fields, tokenizer: &CheckedTokenizer, job: &EncodeJob) -> Option<Vec<u32>> {
         // They may hold images, which a JSON value should not copy.
         if self.0.iter().any(|(name, _)| name.ends_with("_io_kwargs") || name.ends_with("_processor_kwargs")) {
             return None;
         }
         let parsed = self.0.iter().map(|(name, raw)| Some(((*name).to_owned(), fields.parsed(name, raw).ok()?)));
-        tokenizer.tokens(parsed.collect::<Option<Map<String, Value>>>()?, cancelled)
+        tokenizer.tokens(parsed.collect::<Option<Map<String, Value>>>()?, job)
     }
 
     /// The body of a request to `/tokenize`, the same for the same prompt.

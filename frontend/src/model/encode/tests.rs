@@ -199,8 +199,8 @@ fn any_text() -> impl Strategy<Value = String> {
     prop::collection::vec(prop::sample::select(fragments.to_vec()), 0..60).prop_map(|parts| parts.concat())
 }
 
-fn never() -> CancellationToken {
-    CancellationToken::new()
+fn never() -> EncodeJob {
+    EncodeJob::default()
 }
 
 #[test]
@@ -349,6 +349,9 @@ fn text_that_was_encoded_before_is_not_encoded_again() {
             .unwrap();
         let new = encoder.cache.entries() - known;
         assert!((1..=2).contains(&new), "{name}: {new} of {known} pieces are new");
+        let tenant = EncodeJob::new(Domain::derived(b"secret", "ann"));
+        encoder.encode(&first, false, usize::MAX, &tenant).unwrap();
+        assert_eq!(encoder.cache.entries(), 2 * known + new, "{name}: texts of another tenant are not found");
     }
 }
 
@@ -412,8 +415,8 @@ fn copy(encoder: &Encoder) -> Encoder {
 #[test]
 fn tokenization_stops_when_cancelled() {
     let (_, encoder) = &families()[0];
-    let cancelled = CancellationToken::new();
-    cancelled.cancel();
+    let cancelled = EncodeJob::default();
+    drop(cancelled.cancel_on_drop());
     assert_eq!(encoder.encode(&"hello world ".repeat(10), false, usize::MAX, &cancelled), Err(EncodeError::Cancelled));
 }
 

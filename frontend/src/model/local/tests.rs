@@ -21,7 +21,7 @@ fn local(template: &str) -> LocalTokenizer {
 
 #[expect(clippy::needless_pass_by_value, reason = "the callers write the values in place")]
 fn tokens(local: &LocalTokenizer, fields: Value, format: ContentFormat) -> Option<Vec<u32>> {
-    local.tokens(fields.as_object().unwrap().clone(), format, &CancellationToken::new())
+    local.tokens(fields.as_object().unwrap().clone(), format, &EncodeJob::default())
 }
 
 /// The text of these tokens.

@@ -1,12 +1,11 @@
 use super::{Literals, SpecialText};
-use crate::model::encode::Encoder;
+use crate::model::encode::{EncodeJob, Encoder};
 use crate::model::vocabulary::Vocabulary;
 use crate::tiny_tokenizer;
 use serde_json::{Value, json};
 use std::str::FromStr;
 use std::sync::Arc;
 use tokenizers::Tokenizer;
-use tokio_util::sync::CancellationToken;
 
 /// Rendered prompts with these special tokens.
 fn rendered(open: &str, close: &str) -> [String; 4] {
@@ -90,7 +89,7 @@ fn made(tokenizer: &Tokenizer) -> (SpecialText, Encoder) {
 }
 
 fn encoded((special, encoder): &(SpecialText, Encoder), prompt: &str, literals: &Literals) -> Vec<u32> {
-    special.encode(encoder, prompt, literals, false, 10_000, &CancellationToken::new()).unwrap()
+    special.encode(encoder, prompt, literals, false, 10_000, &EncodeJob::default()).unwrap()
 }
 
 fn plain(tokenizer: &Tokenizer, prompt: &str) -> Vec<u32> {
