@@ -261,6 +261,23 @@ async fn an_alias_is_sent_under_the_models_own_name() {
 }
 
 #[tokio::test]
+async fn an_alias_in_a_form_is_replaced() {
+    let server = server([]).await;
+    let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
+    let form = |model: &str| {
+        let field = |header: &str, value: &str| format!("--b\r\nContent-Disposition: form-data; {header}\r\n\r\n{value}\r\n");
+        let file = field("name=\"file\"; filename=\"a.wav\"", "RIFF chat");
+        format!("{}{file}--b--\r\n", field("name=\"model\"", model))
+    };
+    for (named, sent) in [("chat", "org/m"), ("org/m", "org/m"), ("other", "other")] {
+        let request = gateway.http.post(format!("{}/v1/audio/transcriptions", gateway.url));
+        let request = request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(named));
+        assert_eq!(request.send().await.unwrap().status(), 200);
+        assert_eq!(completions(&server).last().unwrap().body, form(sent), "{named}");
+    }
+}
+
+#[tokio::test]
 async fn conversations_stay_with_their_deployment() {
     let (one, other) = (server([]).await, server([]).await);
     other.set_page("/v1/models", lists("org/n"));

@@ -2,7 +2,7 @@
 //! a stream.
 
 use super::caller;
-use super::relay::{self, Incoming};
+use super::relay::{self, Contents, Incoming};
 use super::sse::{self, ChunkWriter};
 use crate::error::{CONTEXT, Error};
 use crate::http::{RequestContext, Shutdown, body};
@@ -97,7 +97,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
     let card = caller::model(&state, &context, &id)?;
     if card.is_relayed {
-        let incoming = Incoming::read(&state, &card, parts, bytes, Some(fields), permit).await?;
+        let incoming = Incoming::read(&state, &card, parts, bytes, Contents::Json(fields), permit).await?;
         return relay::respond(&state, incoming, card).await;
     }
     let model = state.models.get(&*state.engine, &card).await?;

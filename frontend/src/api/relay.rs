@@ -5,6 +5,7 @@
 //! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
 
 mod estimate;
+mod form;
 mod prompt;
 
 use super::caller;
@@ -23,6 +24,7 @@ use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
+use form::{Boundary, FormModel};
 use prompt::PromptFields;
 use std::sync::Arc;
 use std::time::Duration;
@@ -59,6 +61,16 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Time for the end of an engine's response after [`DONE`]. It is the next packet.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The body of a request, as far as it is understood.
+pub(super) enum Contents {
+    /// A JSON object.
+    Json(Fields),
+    /// A form that names a model.
+    Form(FormModel),
+    /// Anything else.
+    Other,
+}
+
 /// A request whose body was read.
 pub(super) struct Incoming {
     /// The model that serves it: another than it names if that is an alias.
@@ -81,20 +93,24 @@ impl Incoming {
         state: &AppState,
         card: &Arc<ModelCard>,
         parts: Parts,
-        body: Bytes,
-        fields: Option<Fields>,
+        mut body: Bytes,
+        contents: Contents,
         permit: WorkPermit,
     ) -> Result<Self, Error> {
         let context = RequestContext::of(&parts.extensions);
         let tenant = caller::tenant(state, &context, &parts.headers)?;
         let session = scheduling::header_session(&parts.headers);
-        let session = session.or_else(|| fields.as_ref().and_then(scheduling::peek_session));
+        let session = session.or_else(|| match &contents {
+            Contents::Json(fields) => scheduling::peek_session(fields),
+            Contents::Form(_) | Contents::Other => None,
+        });
         let conversation =
             Conversation { request: &context.id, tenant: &tenant, session: session.as_deref(), body: &body };
-        let card = state.engine.resolve(&card.id, &conversation).unwrap_or_else(|| Arc::clone(card));
+        let (named, resolved) = (&card.id, state.engine.resolve(&card.id, &conversation));
+        let card = resolved.unwrap_or_else(|| Arc::clone(card));
         let domain = state.domains.of(&tenant);
-        let routing = match fields {
-            Some(fields) => {
+        let routing = match contents {
+            Contents::Json(fields) => {
                 let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
                 let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
                 let tokenizers = state.tokenizers.of(&card);
@@ -111,7 +127,13 @@ impl Incoming {
                 };
                 permit.run(read).await?
             }
-            None => Routing::default(),
+            // The engine does not know an alias.
+            Contents::Form(form) if form.name == *named && form.name != card.id => {
+                let (form_body, name) = (body, card.id.clone());
+                body = permit.run(move || Ok(form.renamed(&form_body, &name))).await?;
+                Routing::default()
+            }
+            Contents::Form(_) | Contents::Other => Routing::default(),
         };
         Ok(Self { card, tenant, domain, parts, body, memory: permit.into_memory(), routing })
     }
@@ -173,20 +195,30 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     }
     let body::BufferedBody { bytes, memory } = body::read_any(body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
-    let unparsed = bytes.clone();
-    let mut fields = permit.run(move || Ok(Fields::parse(&unparsed).ok())).await?;
-    let model = fields.as_mut().and_then(|fields| fields.text("model").ok().flatten());
-    let card = match model {
-        Some(id) => caller::model(&state, &context, &id)?,
-        // The engine may read a model where it is not read here: in a form, or in the path.
-        None if context.key().is_some_and(|key| key.has_models()) => return Err(Error::ModelNotNamed),
+    let (unparsed, boundary) = (bytes.clone(), Boundary::of(&parts.headers));
+    let read = move || match boundary {
+        Some(boundary) => Ok(FormModel::find(&boundary, &unparsed).map_or(Contents::Other, Contents::Form)),
+        None => Ok(Fields::parse(&unparsed).map_or(Contents::Other, Contents::Json)),
+    };
+    let mut contents = permit.run(read).await?;
+    let model = match &mut contents {
+        Contents::Json(fields) => fields.text("model").ok().flatten(),
+        Contents::Form(_) | Contents::Other => None,
+    };
+    let card = match (model, &contents) {
+        (Some(id), _) => caller::model(&state, &context, &id)?,
+        // The engine may read another model from a form or a path than this program.
+        _ if context.key().is_some_and(|key| key.has_models()) => return Err(Error::ModelNotNamed),
+        (None, Contents::Form(form)) => {
+            Arc::clone(relayed.iter().find(|card| card.id == form.name).unwrap_or(&relayed[0]))
+        }
         // Requests that name no model say nothing that depends on one.
-        None => Arc::clone(&relayed[0]),
+        (None, _) => Arc::clone(&relayed[0]),
     };
     if !card.is_relayed {
         return Err(Error::NoRoute { method: parts.method.to_string(), path: parts.uri.path().into() });
     }
-    let incoming = Incoming::read(&state, &card, parts, bytes, fields, permit).await?;
+    let incoming = Incoming::read(&state, &card, parts, bytes, contents, permit).await?;
     respond(&state, incoming, card).await
 }
 

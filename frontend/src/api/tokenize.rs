@@ -3,7 +3,7 @@
 use super::caller;
 use super::chat::{self, Chat};
 use super::generate::Endpoint;
-use super::relay::{self, Incoming};
+use super::relay::{self, Contents, Incoming};
 use crate::error::Error;
 use crate::http::{RequestContext, body};
 use crate::model::{EncodeJob, ServedModel};
@@ -84,7 +84,7 @@ async fn with_model<T: Serialize + Send + 'static>(
     };
     let card = caller::model(state, &context, &id)?;
     if card.is_relayed {
-        let incoming = Incoming::read(state, &card, parts, bytes, Some(fields), permit).await?;
+        let incoming = Incoming::read(state, &card, parts, bytes, Contents::Json(fields), permit).await?;
         return relay::respond(state, incoming, card).await;
     }
     let model = state.models.get(&*state.engine, &card).await?;
