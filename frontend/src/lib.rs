@@ -52,7 +52,7 @@ mod tokenizers;
 mod watch;
 
 pub use api::{OpenError, guard_admin, router, router_with_tokenizers};
-pub use http::{Server, ServerError, Shutdown, TlsError, check_tls};
+pub use http::{CertificateExpiry, Server, ServerError, Shutdown, TlsError, check_tls};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};
 pub use params::{CacheDomains, SecretError};

@@ -167,6 +167,8 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) accept_errors: IntCounterVec,
     /// Reloads of the TLS certificate, by outcome.
     pub(crate) certificate_reloads: IntCounterVec,
+    /// When the TLS certificate expires, in seconds since 1970.
+    pub(crate) certificate_expiry: IntGaugeVec,
 }
 
 impl ConnectionMetrics {
@@ -180,11 +182,19 @@ impl ConnectionMetrics {
                 "Changes of the files of the TLS certificate, by outcome: applied or rejected.",
                 &["outcome"],
             )?,
+            certificate_expiry: IntGaugeVec::new(
+                Opts::new(
+                    "blockyard_frontend_certificate_expiry_timestamp_seconds",
+                    "When the first of the certificates in the file expires, in seconds since 1970.",
+                ),
+                &["file"],
+            )?,
         };
         registry.register(Box::new(metrics.open.clone()))?;
         registry.register(Box::new(metrics.closed.clone()))?;
         registry.register(Box::new(metrics.accept_errors.clone()))?;
         registry.register(Box::new(metrics.certificate_reloads.clone()))?;
+        registry.register(Box::new(metrics.certificate_expiry.clone()))?;
         Ok(metrics)
     }
 }

@@ -50,7 +50,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
         check(address("admin.listen", admin));
     }
     check(trace_file(config));
-    check(frontend::check_tls(&config.frontend).map_err(anyhow::Error::from));
+    check(frontend::check_tls(&config.frontend).map(drop).map_err(anyhow::Error::from));
     if let Some(keys) = &config.frontend.api_keys_file {
         check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
     }

@@ -137,6 +137,7 @@ const ROOMS: [(&str, Rooms); 6] = [
             ("kv_sources", &["ask", "relay", "kv_events"]),
             ("salt_support", &["ask", "relay"]),
             ("models", &["ask", "relay"]),
+            ("certificates", &[]),
             ("resolve", &[]),
             ("conversation", &[]),
             ("metrics", &["kv_events"]),

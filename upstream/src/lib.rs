@@ -18,6 +18,7 @@
 
 pub mod ask;
 mod cache_events;
+mod certificates;
 pub mod conversation;
 mod engine;
 pub mod kv_events;
@@ -33,6 +34,7 @@ mod salts;
 mod tokenize;
 
 pub use cache_events::{CacheEvents, ModelLog};
+pub use certificates::certificates;
 pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};

@@ -12,11 +12,13 @@
 mod activity;
 mod connection;
 mod connections;
+mod expiry;
 mod socket;
 mod stream;
 mod tls;
 
 pub(crate) use connection::ConnectionInfo;
+pub use expiry::CertificateExpiry;
 pub use tls::{TlsError, check_tls};
 
 use crate::limits::LogLimit;
@@ -128,7 +130,7 @@ impl Server {
         };
         let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
         let metrics = ConnectionMetrics::new(registry)?;
-        let tls = Tls::open(settings, &metrics.certificate_reloads)?;
+        let tls = Tls::open(settings, &metrics)?;
         Ok(Self { limits, metrics, rejected_lines, tls })
     }
 

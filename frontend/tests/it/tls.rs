@@ -173,6 +173,12 @@ async fn a_changed_certificate_is_used_and_a_broken_one_is_not() {
     assert!(server.connect(Pair::One, "http/1.1").await.is_err());
     assert!(chat(old).await.starts_with("HTTP/1.1 200"), "open connections go on");
     assert_eq!((reloads("applied"), reloads("rejected")), (1, 1));
+    // Both fixtures are valid for a hundred years.
+    let expiry = server.metric(&format!(
+        "blockyard_frontend_certificate_expiry_timestamp_seconds{{file=\"{}\"}}",
+        certificate.display()
+    ));
+    assert!(expiry > 4_900_000_000, "{expiry}");
 }
 
 #[tokio::test]

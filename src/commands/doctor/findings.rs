@@ -1,7 +1,9 @@
 //! The results of checks, and how they are printed.
 
+use frontend::CertificateExpiry;
 use serde::Serialize;
 use std::fmt::Write;
+use std::time::SystemTime;
 
 /// The result of one check.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -46,6 +48,18 @@ impl Status {
             Self::Warning => "\x1b[33m",
             Self::Problem => "\x1b[31m",
         }
+    }
+}
+
+/// Checks when a certificate expires. `fix`: how to renew it.
+pub(super) fn expiry(check: &'static str, expiry: &CertificateExpiry, fix: &str, findings: &mut Findings) {
+    let (now, days) = (SystemTime::now(), expiry.days_left(SystemTime::now()));
+    if expiry.at <= now {
+        findings.problem(check, "the certificate has expired: clients refuse it", fix);
+    } else if expiry.warn_from <= now {
+        findings.warning(check, format!("the certificate expires in {days} days"), fix);
+    } else {
+        findings.ok(check, format!("the certificate is valid for {days} more days"));
     }
 }
 
@@ -122,6 +136,19 @@ fn printable(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_certificate_is_a_warning_before_it_expires() {
+        let day = Duration::from_hours(24);
+        let of = |at: SystemTime| {
+            let mut findings = Findings::of("x");
+            expiry("tls_certificate", &CertificateExpiry { at, warn_from: at - 14 * day }, "renew it", &mut findings);
+            findings.into_checks().remove(0).status
+        };
+        let now = SystemTime::now();
+        assert_eq!([now + 20 * day, now + 13 * day, now - day].map(of), [Status::Ok, Status::Warning, Status::Problem]);
+    }
 
     #[test]
     fn the_table_is_aligned_and_shows_each_fix() {

@@ -1,6 +1,6 @@
 //! Checks of this machine: configuration, ports, memory, and for the native engine model, disks and stores.
 
-use super::findings::{Check, Findings};
+use super::findings::{self, Check, Findings};
 use crate::config::{ByteSize, Config, Errors, Listen};
 use crate::node::{self, NativeSizes, native_sizes, preflight};
 use crate::process::machine::{self, Machine};
@@ -50,6 +50,11 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
             servers => format!("the gateway of other servers; upstreams: {servers}"),
         };
         findings.ok("configuration", serves);
+    }
+    // That it cannot be read is a problem of the configuration.
+    if let Ok(Some(expiry)) = frontend::check_tls(&config.frontend) {
+        let fix = "renew it, and write it to frontend.tls_cert_file; a running gateway notices";
+        findings::expiry("tls_certificate", &expiry, fix, &mut findings);
     }
     port("port", &config.listen, config.frontend.tls_cert_file.is_some(), &mut findings).await;
     if let Some(at) = &config.admin.listen {

@@ -1,8 +1,9 @@
 //! Checks of one server, from its name to its models. Each needs the one before it.
 
-use super::findings::Findings;
+use super::findings::{self, Findings};
 use super::{Probing, kv};
 use crate::config::{Resolve, Upstream};
+use frontend::CertificateExpiry;
 use http::{HeaderValue, StatusCode};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -169,7 +170,7 @@ fn answered(
     let error = match listed {
         Ok(models) => {
             if is_tls {
-                findings.ok("tls", "the certificate is valid");
+                findings.ok("tls", "the certificate is accepted");
             }
             findings.ok("http", "/v1/models answers");
             match &upstream.api_key_file {
@@ -268,6 +269,9 @@ async fn version(
         && let Some(date) = answer.date()
     {
         clock(date, *before, SystemTime::now(), findings);
+    }
+    if let Some(expiry) = answer.and_then(|answer| CertificateExpiry::of(&answer.certificates)) {
+        findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
     }
     kind
 }

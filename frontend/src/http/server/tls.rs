@@ -1,10 +1,11 @@
 //! TLS: the certificate and its key, which follow their files, and the handshake of a connection.
 
+use super::expiry::CertificateExpiry;
 use super::socket::Socket;
+use crate::metrics::ConnectionMetrics;
 use crate::settings::Settings;
 use crate::watch::WatchedFiles;
-use parking_lot::RwLock;
-use prometheus::IntCounterVec;
+use parking_lot::{Mutex, RwLock};
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -12,12 +13,16 @@ use rustls::{InconsistentKeys, ServerConfig};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
+use tokio::time::sleep;
 use tokio_rustls::TlsAcceptor;
 
 /// Maximum size of a certificate file or a key file: a chain has a few certificates of a few KiB.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Time between two warnings of a certificate that expires soon: enough for an alert on the log, few enough to read.
+const WARN_INTERVAL: Duration = Duration::from_hours(24);
 /// The first byte of a TLS connection: a record with a handshake message (RFC 8446, 5.1).
 const HANDSHAKE: u8 = 22;
 const CERTIFICATE: &str = "frontend.tls_cert_file";
@@ -61,8 +66,14 @@ pub enum TlsError {
 pub(super) struct Tls {
     files: Files,
     config: RwLock<Arc<ServerConfig>>,
-    /// Counts changes of the files by outcome.
-    reloads: IntCounterVec,
+    expiry: Mutex<Option<CertificateExpiry>>,
+    metrics: ConnectionMetrics,
+}
+
+/// A pair that can be used.
+struct Loaded {
+    config: ServerConfig,
+    expiry: Option<CertificateExpiry>,
 }
 
 struct Files {
@@ -78,30 +89,61 @@ pub(super) enum NoTls {
     Failed,
 }
 
-/// Checks that the files of `settings` can be used, if there are any. Blocks.
-pub fn check_tls(settings: &Settings) -> Result<(), TlsError> {
+/// Checks that the files of `settings` can be used, if there are any, and returns when the certificate expires. Blocks.
+pub fn check_tls(settings: &Settings) -> Result<Option<CertificateExpiry>, TlsError> {
     match Files::of(settings)? {
-        Some(files) => files.load().map(drop),
-        None => Ok(()),
+        Some(files) => files.load().map(|loaded| loaded.expiry),
+        None => Ok(None),
     }
 }
 
 impl Tls {
     /// The files of `settings`, whose changes are followed; `None` if there are none. Must be called within a runtime.
-    pub(super) fn open(settings: &Settings, reloads: &IntCounterVec) -> Result<Option<Arc<Self>>, TlsError> {
+    pub(super) fn open(settings: &Settings, metrics: &ConnectionMetrics) -> Result<Option<Arc<Self>>, TlsError> {
         let Some(files) = Files::of(settings)? else { return Ok(None) };
         let watched = WatchedFiles::now(vec![files.certificate.clone(), files.key.clone()]);
-        let config = RwLock::new(Arc::new(files.load()?));
-        let tls = Arc::new(Self { files, config, reloads: reloads.clone() });
+        let Loaded { config, expiry } = files.load()?;
+        let (config, metrics) = (RwLock::new(Arc::new(config)), metrics.clone());
+        let tls = Arc::new(Self { files, config, expiry: Mutex::default(), metrics });
+        tls.set_expiry(expiry);
         watched.spawn(&tls, Self::reload);
+        let weak = Arc::downgrade(&tls);
+        tokio::spawn(async move {
+            loop {
+                sleep(WARN_INTERVAL).await;
+                let Some(tls) = Weak::upgrade(&weak) else { return };
+                tls.warn();
+            }
+        });
         Ok(Some(tls))
+    }
+
+    fn set_expiry(&self, expiry: Option<CertificateExpiry>) {
+        *self.expiry.lock() = expiry;
+        let file = self.files.certificate.display().to_string();
+        let timestamp = self.metrics.certificate_expiry.with_label_values(&[&file]);
+        timestamp.set(expiry.map_or(0, |expiry| expiry.timestamp()));
+        self.warn();
+    }
+
+    /// Warns if the certificate expires soon.
+    fn warn(&self) {
+        let (expiry, now, certificate) = (*self.expiry.lock(), SystemTime::now(), self.files.certificate.display());
+        let Some(expiry) = expiry.filter(|expiry| expiry.warn_from <= now) else { return };
+        if expiry.at <= now {
+            tracing::error!(%certificate, "the TLS certificate has expired: clients refuse it; renew it");
+        } else {
+            let days = expiry.days_left(now);
+            tracing::warn!(%certificate, days, "the TLS certificate expires in {days} days; renew it");
+        }
     }
 
     fn reload(&self) {
         let outcome = match self.files.load() {
-            Ok(config) => {
+            Ok(Loaded { config, expiry }) => {
                 *self.config.write() = Arc::new(config);
                 tracing::info!(certificate = %self.files.certificate.display(), "TLS certificate reloaded");
+                self.set_expiry(expiry);
                 "applied"
             }
             Err(error) => {
@@ -109,7 +151,7 @@ impl Tls {
                 "rejected"
             }
         };
-        self.reloads.with_label_values(&[outcome]).inc();
+        self.metrics.certificate_reloads.with_label_values(&[outcome]).inc();
     }
 
     /// The handshake. Its time is limited by the caller.
@@ -139,7 +181,7 @@ impl Files {
         }
     }
 
-    fn load(&self) -> Result<ServerConfig, TlsError> {
+    fn load(&self) -> Result<Loaded, TlsError> {
         let no_certificate = || TlsError::Content {
             key: CERTIFICATE,
             path: self.certificate.clone(),
@@ -154,6 +196,7 @@ impl Files {
             path: self.key.clone(),
             expected: "PEM with `-----BEGIN PRIVATE KEY-----`, not encrypted",
         })?;
+        let expiry = CertificateExpiry::of(&chain);
         // The provider is named here, so the process need not install one.
         let builder = ServerConfig::builder_with_provider(Arc::new(default_provider()));
         let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Unusable)?;
@@ -163,7 +206,7 @@ impl Files {
             other => TlsError::Unusable(other),
         })?;
         config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-        Ok(config)
+        Ok(Loaded { config, expiry })
     }
 }
 
