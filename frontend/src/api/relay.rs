@@ -23,8 +23,8 @@ use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
-use futures::{FutureExt, StreamExt, stream};
 use form::{Boundary, FormModel};
+use futures::{FutureExt, StreamExt, stream};
 use prompt::PromptFields;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,8 +32,8 @@ use std::{io, mem};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use worker::engine::{
-    self, Conversation, Domain, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes, RequestGroup,
-    Sampling, StopConditions, Work,
+    self, Conversation, Domain, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes,
+    RequestGroup, Sampling, StopConditions, Work,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -245,7 +245,8 @@ pub(super) async fn respond(
         deadline.into_iter().chain(routing.deadline).min().map(|within| context.arrived + within);
     let running =
         state.choices.start(routing.choices as usize, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
-    if !TOKENIZE.contains(&parts.uri.path()) {
+    let is_charged = !TOKENIZE.contains(&parts.uri.path());
+    if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
     routing.attributes.tenant = Arc::clone(&tenant);
@@ -259,6 +260,9 @@ pub(super) async fn respond(
             && let Some(answer) = state.tokenizers.ask(&card, &domain, question).await
         {
             (tokens, source) = (answer, TokenSource::Engine);
+            if is_charged {
+                context.correct_prompt(tokens.len());
+            }
         }
         if !tokens.is_empty() {
             state.metrics.relayed_prompts.with_label_values(&[&*named.id, source.label()]).inc();

@@ -140,6 +140,13 @@ impl RequestContext {
         Ok(())
     }
 
+    /// Replaces an estimate of the prompt's tokens by what they are.
+    pub(crate) fn correct_prompt(&self, tokens: usize) {
+        if let Some(key) = self.key() {
+            key.settle(self.taken.swap(tokens as u64, Ordering::Relaxed), tokens as u64);
+        }
+    }
+
     /// Charges the key with what the request has used. A request that failed before its first token used nothing.
     fn settle(&self, status: u16) {
         let Some(key) = self.key() else { return };

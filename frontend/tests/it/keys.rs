@@ -5,8 +5,10 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request, StatusCode};
 use bytes::Bytes;
-use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown};
+use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown, Tokenizers};
+use futures::future::BoxFuture;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::num::NonZero;
@@ -16,7 +18,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep};
-use worker::engine::{FinishReason, ModelCard, Output, RelayReport, ResponseHead, Work};
+use worker::engine::{FinishReason, ModelCard, Output, RelayReport, ResponseHead, Tokenize, TokenizeError, Work};
 
 /// Time for what takes less than a second on an idle machine.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -235,6 +237,49 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     for request in &*seen {
         let Work::Relay(http) = &request.work else { panic!("it is relayed") };
         assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
+    }
+}
+
+/// An engine that says the tokens of every prompt: five.
+struct FiveTokens;
+
+impl Tokenize for FiveTokens {
+    fn name(&self) -> &'static str {
+        "five tokens"
+    }
+
+    fn tokenize(&self, _: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+        Box::pin(std::future::ready(Ok(vec![0; 5])))
+    }
+}
+
+#[tokio::test]
+async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
+    // 240 bytes are estimated as 61 tokens, so a bucket of 100 admits one such prompt, if it were not corrected.
+    let prompt = json!({ "prompt": "x".repeat(240) });
+    let report = |prompt_tokens| RelayReport { prompt_tokens, completion_tokens: Some(3), ..RelayReport::default() };
+    for (is_asked, report, expected) in [
+        (false, report(Some(10)), [200, 200, 200]),
+        (false, report(Some(500)), [200, 429, 429]),
+        (false, report(None), [200, 429, 429]),
+        (true, report(None), [200, 200, 200]),
+    ] {
+        let keys = Keys::new();
+        let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
+        let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+        let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
+        let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+        let card = ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: is_asked, ..card() };
+        *engine.card.lock() = Arc::new(card.clone());
+        let registry = prometheus::Registry::new();
+        let tokenizers = Arc::new(Tokenizers::new(BTreeMap::new(), &registry).unwrap());
+        let _server = tokenizers.add_server(&card, None, Arc::new(FiveTokens)).await;
+        let router = frontend::router_with_tokenizers(engine, tokenizers, registry, keys.settings()).unwrap();
+        let mut statuses = Vec::new();
+        for _ in 0..3 {
+            statuses.push(send(&router, with_key(completion(prompt.clone()), &key)).await.status.as_u16());
+        }
+        assert_eq!(statuses, expected, "asked: {is_asked}, {report:?}");
     }
 }
 
