@@ -93,6 +93,19 @@ pub struct Upstream {
     pub cache_salt: CacheSalt,
     /// Tokens per KV block. Default: what the server says, else 16.
     pub block_size: Option<NonZero<u32>>,
+    /// The version of HTTP. Default `auto`.
+    pub http: HttpVersion,
+}
+
+/// The version of HTTP that a server speaks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HttpVersion {
+    /// HTTP/2 if TLS negotiates it, else HTTP/1.1.
+    #[default]
+    Auto,
+    /// HTTP/2 without TLS, by prior knowledge.
+    H2c,
 }
 
 /// Whether a server gets a `cache_salt`, so that requests of different tenants share no blocks.

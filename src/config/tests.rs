@@ -238,7 +238,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     };
     let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
     assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
-    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\n\
+    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
         kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
@@ -247,6 +247,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     let expected = Upstream {
         resolve: Resolve::One,
         cache_salt: CacheSalt::On,
+        http: HttpVersion::H2c,
         kv_events,
         block_size: NonZero::new(32),
         ..of_url[0].clone()
@@ -263,6 +264,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
         ("block_size = 0", "block_size"),
         ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),
+        ("[[upstreams]]\nurl = 'https://b'\nhttp = 'h2c'", "HTTP/2 without TLS"),
     ] {
         let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
         assert!(error.contains(named), "{error}");

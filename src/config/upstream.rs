@@ -1,10 +1,12 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::{CacheSalt, KvEvents, Resolve, Upstream};
+use super::{CacheSalt, HttpVersion, KvEvents, Resolve, Upstream};
 use ::upstream::kv_events::{Endpoint, Source};
+use ::upstream::relay::client::{Protocol, Settings};
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
+use std::net::IpAddr;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::{fmt, fs, io};
@@ -19,7 +21,17 @@ impl Upstream {
             kv_events: KvEvents::default(),
             cache_salt: CacheSalt::default(),
             block_size: None,
+            http: HttpVersion::default(),
         }
+    }
+
+    /// How to connect to the server at these addresses; none: at those of its host.
+    pub fn connection(&self, addresses: Vec<IpAddr>) -> Settings {
+        let protocol = match self.http {
+            HttpVersion::Auto => Protocol::Negotiated,
+            HttpVersion::H2c => Protocol::Http2,
+        };
+        Settings { protocol, addresses, ..Settings::default() }
     }
 
     /// The API key for the server.
@@ -67,14 +79,19 @@ struct Table {
     #[serde(default)]
     cache_salt: CacheSalt,
     block_size: Option<NonZero<u32>>,
+    #[serde(default)]
+    http: HttpVersion,
 }
 
 impl TryFrom<Table> for Upstream {
     type Error = String;
 
     fn try_from(table: Table) -> Result<Self, String> {
-        let Table { url, resolve, api_key_file, kv_events, kv_events_replay, cache_salt, block_size } = table;
+        let Table { url, resolve, api_key_file, kv_events, kv_events_replay, cache_salt, block_size, http } = table;
         let url = Self::of_url(&url)?;
+        if http == HttpVersion::H2c && url.scheme_str() == Some("https") {
+            return Err("http: `h2c` is HTTP/2 without TLS; with https:// it is negotiated".to_owned());
+        }
         let host = url.host().unwrap_or_default();
         let endpoint = |key: &str, text: &str| {
             let endpoint = Endpoint::on_host(text, host);
@@ -92,7 +109,7 @@ impl TryFrom<Table> for Upstream {
                 KvEvents::At { live, replay }
             }
         };
-        Ok(Self { url, resolve, api_key_file, kv_events, cache_salt, block_size })
+        Ok(Self { url, resolve, api_key_file, kv_events, cache_salt, block_size, http })
     }
 }
 
@@ -122,7 +139,7 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 7)?;
+        let mut table = serializer.serialize_struct("Upstream", 8)?;
         table.serialize_field("url", &self.url.to_string())?;
         if self.resolve != Resolve::default() {
             table.serialize_field("resolve", &self.resolve)?;
@@ -145,6 +162,9 @@ impl Serialize for Upstream {
         }
         if let Some(size) = &self.block_size {
             table.serialize_field("block_size", size)?;
+        }
+        if self.http != HttpVersion::default() {
+            table.serialize_field("http", &self.http)?;
         }
         table.end()
     }

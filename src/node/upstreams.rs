@@ -27,7 +27,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
-use upstream::relay::client::{Client, Settings};
+use upstream::relay::client::Client;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{Lookup, NamedServers};
 use upstream::{Metrics, Salts};
@@ -130,7 +130,7 @@ impl Upstreams {
     /// Checks each table, without an effect. `has_tenants`: requests have tenants.
     pub fn check(configured: &[Upstream], has_tenants: bool) -> anyhow::Result<Vec<CheckedUpstream>> {
         let check = |(number, upstream): (usize, &Upstream)| {
-            Client::new(&upstream.url, &Settings::default())
+            Client::new(&upstream.url, &upstream.connection(Vec::new()))
                 .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.url))?;
             let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
             let header = |key: String| {

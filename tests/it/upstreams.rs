@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::client;
-use blockyard::config::{Alias, Config, Deployment, KvEvents, Listen, Upstream};
+use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, Listen, Upstream};
 use blockyard::node::Node;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use serde_json::{Value, json};
@@ -103,6 +103,14 @@ async fn a_stream_is_what_the_server_sends() {
     let sent: Value = serde_json::from_slice(&completions(&server)[1].body).unwrap();
     assert_eq!(sent["stream_options"]["include_usage"], true, "the gateway asks for itself");
     assert_eq!(gateway.metric("blockyard_frontend_cached_tokens_total").await, 32);
+}
+
+#[tokio::test]
+async fn a_server_may_speak_http_2_without_tls() {
+    let server = server([Script::chat(&["Hello"], None)]).await;
+    let gateway = Gateway::of(vec![Upstream { http: HttpVersion::H2c, ..Upstream::new(server.uri()) }]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(completions(&server)[0].version, http::Version::HTTP_2);
 }
 
 #[tokio::test]

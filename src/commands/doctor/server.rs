@@ -11,11 +11,11 @@ use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use upstream::ask::{self, AnswerLimits, AskError, Asked};
-use upstream::relay::client::{Client, Settings};
+use upstream::relay::client::Client;
 use upstream::relay::error::RelayError;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{NamedServers, system_lookup};
-use upstream::{DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
+use upstream::{DiscoverError, ListedModel, UNKNOWN_CONTEXT, certificates, discover};
 
 /// Time for the resolution of a name. Resolvers give up after 5 s by default.
 const DNS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -95,7 +95,7 @@ pub(super) async fn examine(
         Some(IpAddr::V4(address)) => address.to_string(),
         None => upstream.url.host().unwrap_or_default().to_owned(),
     };
-    let client = match Client::new(&upstream.url, &Settings { addresses, ..Settings::default() }) {
+    let client = match Client::new(&upstream.url, &upstream.connection(addresses.clone())) {
         Ok(client) => client,
         Err(error) => {
             findings.problem("url", error.to_string(), format!("correct upstreams.{at}.url"));
@@ -104,6 +104,10 @@ pub(super) async fn examine(
     };
     let listed = discover(&client, api_key.as_ref()).await;
     let Some(models) = answered(upstream, at, listed, findings) else { return };
+    let shown = certificates(&upstream.url, &addresses, None).await;
+    if let Some(expiry) = shown.and_then(|shown| CertificateExpiry::of(&shown)) {
+        findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
+    }
     let kind = version(&client, api_key.as_ref(), &models, findings).await;
     named(&models, findings);
     let server = Server { upstream, host, client, api_key, kind, models, tenants };
@@ -269,9 +273,6 @@ async fn version(
         && let Some(date) = answer.date()
     {
         clock(date, *before, SystemTime::now(), findings);
-    }
-    if let Some(expiry) = answer.and_then(|answer| CertificateExpiry::of(&answer.certificates)) {
-        findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
     }
     kind
 }

@@ -12,8 +12,8 @@
 //! model and the adapters of that get the events. Further models are further names of the first, under which the router
 //! estimates the cache.
 //!
-//! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other ranks
-//! are one worker together.
+//! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other
+//! ranks are one worker together.
 
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::{CacheSalt, KvEvents};
@@ -29,7 +29,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
-use upstream::relay::client::{Client, Settings};
+use upstream::relay::client::Client;
 use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Rank, ReportedLoad,
     TokenizeClient, UpstreamEngine, UpstreamSettings, discover, takes_salts,
@@ -119,7 +119,7 @@ impl Server {
 
     /// Keeps the server's models registered until `stop`. Then their running requests finish.
     pub(super) async fn run(self, stop: CancellationToken) {
-        let settings = Settings { addresses: self.addresses.clone(), ..Settings::default() };
+        let settings = self.upstream.upstream.connection(self.addresses.clone());
         let client = match Client::new(&self.upstream.upstream.url, &settings) {
             Ok(client) => client,
             Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
@@ -373,8 +373,8 @@ impl Server {
     }
 }
 
-/// The id of a model of a server or a rank: the same after each start and in each gateway of the same server. 48 bits, which make
-/// two equal ids among a thousand workers as likely as one in 500 million. The hash is FNV-1a.
+/// The id of a model of a server or a rank: the same after each start and in each gateway of the same server. 48 bits,
+/// which make two equal ids among a thousand workers as likely as one in 500 million. The hash is FNV-1a.
 fn worker_id((url, address): &ServerKey, model: &str, rank: Option<Rank>) -> WorkerId {
     let address = address.map(|address| address.to_string()).unwrap_or_default();
     let rank = rank.map(|rank| format!("\n{}", rank.position)).unwrap_or_default();
