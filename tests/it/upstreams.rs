@@ -273,7 +273,8 @@ async fn an_alias_in_a_form_is_replaced() {
     let server = server([]).await;
     let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
     let form = |model: &str| {
-        let field = |header: &str, value: &str| format!("--b\r\nContent-Disposition: form-data; {header}\r\n\r\n{value}\r\n");
+        let field =
+            |header: &str, value: &str| format!("--b\r\nContent-Disposition: form-data; {header}\r\n\r\n{value}\r\n");
         let file = field("name=\"file\"; filename=\"a.wav\"", "RIFF chat");
         format!("{}{file}--b--\r\n", field("name=\"model\"", model))
     };
@@ -416,7 +417,10 @@ async fn a_prompt_of_unknown_tokens_is_found_by_its_text() {
         chosen.push((decision["chosen"].as_str().unwrap().to_owned(), decision["cached_tokens"].as_u64().unwrap()));
     }
     let (first, again) = chosen.split_at(3);
-    assert!(first.iter().all(|(_, cached)| *cached == 0) && again.iter().all(|(_, cached)| *cached == 384), "{chosen:?}");
+    assert!(
+        first.iter().all(|(_, cached)| *cached == 0) && again.iter().all(|(_, cached)| *cached == 384),
+        "{chosen:?}"
+    );
     assert!(first.iter().zip(again).all(|(first, again)| first.0 == again.0), "{chosen:?}");
 }
 
@@ -485,8 +489,7 @@ async fn each_model_of_an_alias_has_its_own_tokenizer() {
     let sent = |server| completions(server).iter().filter(|request| request.uri.path() == "/v1/completions").count();
     let metrics = gateway.http.get(format!("{}/metrics", gateway.url)).send().await.unwrap().text().await.unwrap();
     for (source, count) in [("local", sent(&other)), ("estimate", sent(&one))] {
-        let counted =
-            format!("blockyard_frontend_relayed_prompts_total{{model=\"chat\",tokens=\"{source}\"}} {count}");
+        let counted = format!("blockyard_frontend_relayed_prompts_total{{model=\"chat\",tokens=\"{source}\"}} {count}");
         assert!(count > 0 && metrics.lines().any(|line| line == counted), "{counted}");
     }
 }

@@ -6,12 +6,19 @@
 //! no estimate: it is what the engine computes.
 
 use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
+use memchr::{memchr, memmem};
 use serde::de::IgnoredAny;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use worker::engine::RequestAttributes;
 
 /// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
 const BYTES_PER_TOKEN: usize = 4;
+
+/// Tokens of a file within a prompt, such as an image. Vision models make some hundreds to some thousands of one.
+const FILE_TOKENS: usize = 1024;
+/// What a file in a `data:` URL begins with. It ends with the JSON string.
+const FILE: &[u8] = b";base64,";
 
 /// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
 const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
@@ -70,14 +77,36 @@ fn token_ids(fields: &mut Fields) -> Option<Arc<[u32]>> {
 
 /// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
 fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
-    let text: Vec<_> = BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name)).collect();
-    let mut bytes = text.iter().flat_map(|raw| raw.bytes().iter().copied());
-    let length = text.iter().map(|raw| raw.bytes().len()).sum::<usize>().div_ceil(BYTES_PER_TOKEN);
-    let token = |_| {
-        let token: [u8; BYTES_PER_TOKEN] = std::array::from_fn(|_| bytes.next().unwrap_or_default());
+    let mut text = Vec::new();
+    for raw in BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name)) {
+        push_text(raw.bytes(), &mut text);
+    }
+    let token = |bytes: &[u8]| {
+        let mut token = [0; BYTES_PER_TOKEN];
+        token[..bytes.len()].copy_from_slice(bytes);
         u32::from_le_bytes(token)
     };
-    (0..length).map(token).collect()
+    text.chunks(BYTES_PER_TOKEN).map(token).collect()
+}
+
+/// Adds JSON text, with [`FILE_TOKENS`] for each file in it, which are the same for the same file.
+fn push_text(mut text: &[u8], to: &mut Vec<u8>) {
+    const FILE_BYTES: usize = FILE_TOKENS * BYTES_PER_TOKEN;
+    while let Some(at) = memmem::find(text, FILE) {
+        let start = at + FILE.len();
+        let end = memchr(b'"', &text[start..]).map_or(text.len(), |length| start + length);
+        let file = &text[start..end];
+        to.extend_from_slice(&text[..start]);
+        if file.len() > FILE_BYTES {
+            let mut hasher = DefaultHasher::new();
+            file.hash(&mut hasher);
+            to.extend_from_slice(&hasher.finish().to_le_bytes().repeat(FILE_BYTES / size_of::<u64>()));
+        } else {
+            to.extend_from_slice(file);
+        }
+        text = &text[end..];
+    }
+    to.extend_from_slice(text);
 }
 
 #[cfg(test)]
@@ -105,6 +134,22 @@ mod tests {
             {"role":"assistant","content":"Sixteen tokens."}]}"#,
         );
         assert_eq!(first[..15], without_tools.tokens[..15], "all but the end of the array");
+    }
+
+    #[test]
+    fn a_file_counts_as_some_tokens_and_is_recognised() {
+        let image = |pixel: &str| {
+            let url = format!("data:image/png;base64,{}", pixel.repeat(10_000));
+            let content =
+                serde_json::json!([{ "type": "image_url", "image_url": { "url": url } }, { "text": "What?" }]);
+            read(&serde_json::json!({ "messages": [{ "role": "user", "content": content }] }).to_string()).tokens
+        };
+        let [one, other] = ["AAAA", "AAAB"].map(image);
+        assert!((FILE_TOKENS..FILE_TOKENS + 40).contains(&one.len()), "{}", one.len());
+        assert_eq!((one.len(), &one), (other.len(), &image("AAAA")));
+        let differ = one.iter().zip(&*other).filter(|(one, other)| one != other).count();
+        assert!(differ >= FILE_TOKENS / 2, "{differ}");
+        assert_eq!(read(r#"{"input":"short;base64,AAAA and more text"}"#).tokens.len(), 9, "no file");
     }
 
     #[test]
