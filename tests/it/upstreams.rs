@@ -7,6 +7,7 @@ use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, Listen
 use blockyard::node::Node;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use serde_json::{Value, json};
+use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
@@ -373,6 +374,41 @@ async fn published_blocks_are_predicted_as_cached() {
     // A server that does not say them answers all the same.
     server.set_page("/tokenize", Script::json(404, &json!({})));
     assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+}
+
+/// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
+/// have their default, always a rank.
+fn sglang_payload() -> Vec<u8> {
+    let text = |text: &str| [&[0xa0 | text.len() as u8], text.as_bytes()].concat();
+    let hash = |hash: i64| [&[0xd3][..], &hash.to_be_bytes()].concat();
+    let tokens: Vec<u8> = (1..=127).chain([0xcc, 128]).collect();
+    [
+        [&[0x93, 0xcb][..], &1.5_f64.to_be_bytes(), &[0x91, 0x87]].concat(),
+        [text("type"), text("BlockStored")].concat(),
+        [text("block_hashes"), vec![0x92], hash(-5), hash(i64::MIN)].concat(),
+        [text("parent_block_hash"), vec![0xc0]].concat(),
+        [text("token_ids"), vec![0xdc, 0, 128], tokens].concat(),
+        [text("block_size"), vec![64]].concat(),
+        [text("lora_id"), vec![0xc0]].concat(),
+        [text("medium"), text("GPU"), vec![0]].concat(),
+    ]
+    .concat()
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_is_routed_by_its_events() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang", "max_model_len": 4096 }] });
+    server.set_page("/v1/models", Script::json(200, &models));
+    server.set_page("/metrics", Script::events(["sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\n"]));
+    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At { live, replay: None };
+    let upstream = Upstream { kv_events, block_size: NonZero::new(64), ..Upstream::new(server.uri()) };
+    let gateway = Gateway::of(vec![upstream]).await;
+    assert_eq!(predicted(&gateway, 1..200).await, 0);
+    publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
 }
 
 #[tokio::test]
