@@ -6,6 +6,7 @@ use bytes::Bytes;
 use std::collections::BTreeSet;
 
 const INT_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+const OLDEST: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.9.0.hex");
 const BYTE_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-byte-hashes.hex");
 
 fn messages(file: &str) -> impl Iterator<Item = Message> + '_ {
@@ -18,8 +19,8 @@ fn messages(file: &str) -> impl Iterator<Item = Message> + '_ {
 }
 
 /// Our blocks in device memory after each message.
-fn cached_after_each_message(file: &str) -> Vec<BTreeSet<u64>> {
-    let (mut view, mut cached, mut changes) = (View::new(TestChain, 32, 1000), BTreeSet::new(), Vec::new());
+fn cached_after_each_message(file: &str, block_size: u32) -> Vec<BTreeSet<u64>> {
+    let (mut view, mut cached, mut changes) = (View::new(TestChain, block_size, 1000), BTreeSet::new(), Vec::new());
     let after = messages(file).map(|message| {
         for event in &message.decode().expect("a batch").events {
             view.apply(event, &mut changes);
@@ -38,29 +39,40 @@ fn cached_after_each_message(file: &str) -> Vec<BTreeSet<u64>> {
     });
     let after = after.collect();
     assert_eq!(view.ignored(), Ignored::default());
-    assert_eq!((view.len(), view.engine_block_size()), (cached.len(), Some(32)));
+    assert_eq!((view.len(), view.engine_block_size()), (cached.len(), Some(block_size)));
     after
 }
 
-#[test]
-fn captured_messages_make_the_engines_cache() {
-    let after = cached_after_each_message(INT_HASHES);
-    let sizes: Vec<_> = after.iter().map(BTreeSet::len).collect();
-    // The prompt of 100 tokens, its continuation, the same with a salt, one with decoding, three long ones, a reset.
-    assert_eq!(sizes, [3, 6, 9, 10, 11, 23, 35, 38, 3]);
-    assert_eq!(after[8], after[0], "the same prompt again after the reset");
-    // The prompt that the requests of the first two messages share.
-    let tokens: Vec<u32> = (100..196).collect();
+/// Our hashes of the blocks of a prompt.
+fn blocks(tokens: std::ops::Range<u32>, block_size: usize) -> BTreeSet<u64> {
+    let tokens: Vec<u32> = tokens.collect();
     let mut key = TestChain.root(Root::default()).expect("every root is known");
     let child = |block: &[u32]| {
         key = TestChain.child(&key, block);
         TestChain.hash(&key)
     };
-    let own: BTreeSet<u64> = tokens.chunks(32).map(child).collect();
-    assert_eq!(after[0], own);
+    tokens.chunks(block_size).map(child).collect()
+}
+
+#[test]
+fn events_of_the_first_release_with_them_are_read() {
+    let after = cached_after_each_message(OLDEST, 16);
+    let expected = [100..132, 100..148, 100..132, 100..116].map(|tokens| blocks(tokens, 16));
+    assert_eq!(after, expected);
+}
+
+#[test]
+fn captured_messages_make_the_engines_cache() {
+    let after = cached_after_each_message(INT_HASHES, 32);
+    let sizes: Vec<_> = after.iter().map(BTreeSet::len).collect();
+    // The prompt of 100 tokens, its continuation, the same with a salt, one with decoding, three long ones, a reset.
+    assert_eq!(sizes, [3, 6, 9, 10, 11, 23, 35, 38, 3]);
+    assert_eq!(after[8], after[0], "the same prompt again after the reset");
+    // The prompt that the requests of the first two messages share.
+    assert_eq!(after[0], blocks(100..196, 32));
 }
 
 #[test]
 fn our_hashes_do_not_depend_on_the_engines() {
-    assert_eq!(cached_after_each_message(BYTE_HASHES), cached_after_each_message(INT_HASHES));
+    assert_eq!(cached_after_each_message(BYTE_HASHES, 32), cached_after_each_message(INT_HASHES, 32));
 }
