@@ -6,32 +6,52 @@
 //! Not here: a limit of concurrent requests (the router admits), retries on another engine, and time limits of answers.
 
 mod connect;
+mod http1;
+mod http2;
+mod pool;
 
 use super::error::{Answer, RelayError};
 use super::stream::{Relay, UsageInStream, chain};
 use bytes::Bytes;
-use connect::{Answered, Connector};
+use connect::{Connected, Connector};
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{Extensions, HeaderMap, Method, Request, Response, Uri, Version};
+use http::{HeaderMap, Method, Request, Response, Uri, Version};
+use http_body::{Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
-use hyper_util::client::legacy;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use pool::Pool;
 use std::error::Error;
-use std::io;
 use std::net::IpAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 /// Sends requests to one engine. A clone shares the connections.
 #[derive(Clone, Debug)]
-pub struct Client {
-    pooled: legacy::Client<Connector, Full<Bytes>>,
-    /// Keeps no connections, so each of its requests gets a new one.
-    fresh: legacy::Client<Connector, Full<Bytes>>,
-    scheme: Scheme,
-    authority: Authority,
+pub struct Client(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    connector: Connector,
+    idle: Arc<Pool>,
+    http2: http2::Shared,
+    /// The address, without path.
+    origin: Uri,
+    /// Value of the `Host` header.
+    host: String,
     /// Path of the address, without a slash at its end.
     prefix: String,
+}
+
+/// The body of an answer. Dropping it cancels the request.
+#[derive(Debug)]
+pub struct Body(BodyOf);
+
+#[derive(Debug)]
+enum BodyOf {
+    Http1(http1::Body),
+    Http2(Incoming),
 }
 
 /// How to connect.
@@ -79,9 +99,8 @@ pub enum ClientError {
     Tls(#[from] rustls::Error),
 }
 
-/// HTTP/2 has no end of a dead connection but this. An engine that starves its event loop for less stays connected.
-const HTTP2_PING_INTERVAL: Duration = Duration::from_secs(20);
-const HTTP2_PING_TIMEOUT: Duration = Duration::from_secs(20);
+/// Longest path with its query: that of the `http` crate, which reads those of clients.
+const MAX_PATH: usize = 65_534;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -105,65 +124,64 @@ impl Client {
         if ![Scheme::HTTP, Scheme::HTTPS].contains(scheme) || authority.host().is_empty() {
             return Err(ClientError::Address(address.clone()));
         }
-        let connector = Connector::new(scheme, settings)?;
-        let client = |max_idle| {
-            legacy::Client::builder(TokioExecutor::new())
-                .timer(TokioTimer::new())
-                .pool_timer(TokioTimer::new())
-                .pool_idle_timeout(settings.idle_timeout)
-                .pool_max_idle_per_host(max_idle)
-                .http2_only(settings.protocol == Protocol::Http2)
-                .http2_adaptive_window(true)
-                .http2_keep_alive_interval(HTTP2_PING_INTERVAL)
-                .http2_keep_alive_timeout(HTTP2_PING_TIMEOUT)
-                .build(connector.clone())
-        };
-        Ok(Self {
-            pooled: client(settings.max_idle),
-            fresh: client(0),
-            scheme: scheme.clone(),
-            authority: authority.clone(),
+        let origin = Uri::builder().scheme(scheme.clone()).authority(authority.clone()).path_and_query("/").build();
+        Ok(Self(Arc::new(Shared {
+            connector: Connector::new(scheme, settings)?,
+            idle: Pool::new(settings.idle_timeout, settings.max_idle),
+            http2: http2::Shared::default(),
+            origin: origin.map_err(|_| ClientError::Address(address.clone()))?,
+            host: host(scheme, authority),
             prefix: address.path().trim_end_matches('/').to_owned(),
-        })
+        })))
     }
 
     /// Sends a request and returns the answer once its headers are there, whatever its status.
     ///
     /// An engine may close a connection just when the next request is sent on it. A request that fails so, on a
-    /// connection that has answered before and without headers of its answer, is sent once more on a new connection.
+    /// connection that has answered before and without a byte of its answer, is sent once more on a new connection.
     pub async fn send(
         &self,
         method: Method,
         path: &PathAndQuery,
         headers: HeaderMap,
         body: Bytes,
-    ) -> Result<Response<Incoming>, RelayError> {
-        let uri = Uri::builder().scheme(self.scheme.clone()).authority(self.authority.clone());
-        let Ok(uri) = uri.path_and_query(format!("{}{path}", self.prefix)).build() else {
+    ) -> Result<Response<Body>, RelayError> {
+        let shared = &*self.0;
+        if shared.prefix.len() + path.as_str().len() > MAX_PATH {
             return Err(RelayError::Answered(Box::new(Answer::uri_too_long())));
-        };
-        let request = || {
-            let mut request = Request::new(Full::new(body.clone()));
-            *request.method_mut() = method.clone();
-            *request.uri_mut() = uri.clone();
-            *request.headers_mut() = headers.clone();
-            *request.version_mut() = Version::HTTP_11;
-            request
-        };
-        let error = match self.pooled.request(request()).await {
-            Ok(response) => {
-                if let Some(answered) = response.extensions().get::<Answered>() {
-                    answered.set();
-                }
-                return Ok(response);
-            }
-            Err(error) => error,
-        };
-        if !was_closed_when_idle(&error) {
-            return Err(relay_error(&error));
         }
-        tracing::debug!(engine = %self.authority, error = chain(&error), "pooled connection was closed, sending again");
-        self.fresh.request(request()).await.map_err(|error| relay_error(&error))
+        if let Some(sender) = shared.http2.get() {
+            let request = shared.http2_request(&method, path, &headers, &body)?;
+            match Box::pin(http2::send(sender, request)).await {
+                // The connection ended before the request was sent.
+                Err(error) if error.is_canceled() => {}
+                outcome => return of_http2(outcome),
+            }
+        }
+        let target = [&shared.prefix, path.as_str()];
+        let mut request = None;
+        let mut outgoing = || {
+            let new = || http1::Outgoing::new(method.clone(), target, &shared.host, &headers, body.clone());
+            request.get_or_insert_with(new).clone()
+        };
+        if let Some(socket) = shared.idle.take() {
+            match http1::send(socket, outgoing(), Arc::clone(&shared.idle)).await {
+                Err(http1::Failed::Closed(error)) => {
+                    tracing::debug!(engine = shared.host, %error, "idle connection was closed, sending again");
+                }
+                outcome => return of_http1(outcome),
+            }
+        }
+        // Boxed, because the futures of TLS and HTTP/2 take 150 KB, and most requests need none.
+        let connected = Box::pin(shared.connector.connect(shared.origin.clone())).await;
+        match connected.map_err(|error| RelayError::Unreachable(chain(&*error)))? {
+            Connected::Http1(socket) => of_http1(http1::send(socket, outgoing(), Arc::clone(&shared.idle)).await),
+            Connected::Http2(socket) => {
+                let request = shared.http2_request(&method, path, &headers, &body)?;
+                let answer = async { http2::send(shared.http2.begin(socket).await?, request).await };
+                of_http2(Box::pin(answer).await)
+            }
+        }
     }
 
     /// Sends a request and relays its answer. An answer that is no success is an error.
@@ -174,7 +192,7 @@ impl Client {
         headers: HeaderMap,
         body: Bytes,
         usage: UsageInStream,
-    ) -> Result<Relay<Incoming>, RelayError> {
+    ) -> Result<Relay<Body>, RelayError> {
         let response = self.send(method, path, headers, body).await?;
         if response.status().is_success() {
             return Ok(Relay::new(response, usage));
@@ -182,31 +200,80 @@ impl Client {
         Err(RelayError::Answered(Box::new(Answer::read(response).await)))
     }
 }
-
-/// Whether the connection was closed, but had answered before: its end need not mean that of the engine.
-///
-/// A stream of HTTP/2 that the engine resets is no such case. The engine has seen that request.
-fn was_closed_when_idle(error: &legacy::Error) -> bool {
-    let mut extras = Extensions::new();
-    if let Some(connection) = error.connect_info() {
-        connection.get_extras(&mut extras);
+impl Shared {
+    fn http2_request(
+        &self,
+        method: &Method,
+        path: &PathAndQuery,
+        headers: &HeaderMap,
+        body: &Bytes,
+    ) -> Result<Request<Full<Bytes>>, RelayError> {
+        let mut parts = self.origin.clone().into_parts();
+        let path = PathAndQuery::try_from(format!("{}{path}", self.prefix));
+        parts.path_and_query = path.ok();
+        let uri = Uri::from_parts(parts).map_err(|_| RelayError::Answered(Box::new(Answer::uri_too_long())))?;
+        let mut request = Request::new(Full::new(body.clone()));
+        *request.method_mut() = method.clone();
+        *request.uri_mut() = uri;
+        *request.headers_mut() = headers.clone();
+        *request.version_mut() = Version::HTTP_2;
+        Ok(request)
     }
-    let closed = hyper_error(error).is_some_and(|error| {
-        let io = error.source().is_some_and(<dyn Error>::is::<io::Error>);
-        error.is_incomplete_message() || io
-    });
-    closed && extras.get::<Answered>().is_some_and(Answered::get)
 }
 
-fn relay_error(error: &legacy::Error) -> RelayError {
-    let text = chain(error);
-    // There was an answer, but not one of HTTP.
-    let malformed = hyper_error(error).is_some_and(hyper::Error::is_parse);
-    if malformed { RelayError::BrokenOff(text) } else { RelayError::Unreachable(text) }
+fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Response<Body>, RelayError> {
+    match outcome {
+        Ok(response) => Ok(response.map(|body| Body(BodyOf::Http1(body)))),
+        Err(http1::Failed::Closed(error)) => Err(RelayError::Unreachable(chain(&error))),
+        Err(http1::Failed::BrokenOff(error)) => Err(RelayError::BrokenOff(chain(&error))),
+    }
 }
 
-fn hyper_error(error: &legacy::Error) -> Option<&hyper::Error> {
-    error.source()?.downcast_ref()
+fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>, RelayError> {
+    match outcome {
+        Ok(response) => Ok(response.map(|body| Body(BodyOf::Http2(body)))),
+        // There was an answer, but not one of HTTP.
+        Err(error) if error.is_parse() => Err(RelayError::BrokenOff(chain(&error))),
+        Err(error) => Err(RelayError::Unreachable(chain(&error))),
+    }
+}
+
+/// Value of the `Host` header: the default port is not named, and neither is a user.
+fn host(scheme: &Scheme, authority: &Authority) -> String {
+    let default = if *scheme == Scheme::HTTPS { 443 } else { 80 };
+    match authority.port_u16().filter(|port| *port != default) {
+        Some(port) => format!("{}:{port}", authority.host()),
+        None => authority.host().to_owned(),
+    }
+}
+
+impl http_body::Body for Body {
+    type Data = Bytes;
+    type Error = Box<dyn Error + Send + Sync>;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        match &mut self.0 {
+            BodyOf::Http1(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
+            BodyOf::Http2(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            BodyOf::Http1(body) => body.is_end_stream(),
+            BodyOf::Http2(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            BodyOf::Http1(body) => body.size_hint(),
+            BodyOf::Http2(body) => body.size_hint(),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -27,6 +27,7 @@ use http_body::Body;
 use plain::Plain;
 use std::collections::VecDeque;
 use std::error::Error;
+use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -41,6 +42,10 @@ pub struct Relay<B> {
     head: Option<Head>,
     /// Frames from before the first output, and the last one of a body.
     held: Held,
+    /// What was received last.
+    received: Bytes,
+    /// The body has ended, and what was received last may have more events.
+    is_ending: bool,
     phase: Phase,
 }
 
@@ -120,20 +125,25 @@ where
         let head = Head { status: parts.status, headers: headers::response(&parts.headers, changed) };
         let content =
             if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };
-        Self { body: Some(body), content, head: Some(head), held: Held::default(), phase: Phase::Holding }
+        Self {
+            body: Some(body),
+            content,
+            head: Some(head),
+            held: Held::default(),
+            received: Bytes::new(),
+            is_ending: false,
+            phase: Phase::Holding,
+        }
     }
 
     /// Takes what the content has of frames. Returns one that may pass at once.
     fn next_frame(&mut self) -> Result<Option<Bytes>, RelayError> {
         let Content::Events(events) = &mut self.content else { return Ok(None) };
+        if self.phase == Phase::Passing {
+            return next_run(events, &self.received, &mut self.held);
+        }
         while let Some(event) = events.next() {
-            let step = events.step(event, self.phase == Phase::Holding)?;
-            if self.phase == Phase::Passing {
-                if step.frame.is_some() {
-                    return Ok(step.frame);
-                }
-                continue;
-            }
+            let step = events.step(event, true)?;
             if let Some(frame) = step.frame {
                 self.held.push(frame);
             }
@@ -168,7 +178,10 @@ where
 
     fn received(&mut self, data: Bytes) {
         match &mut self.content {
-            Content::Events(events) => events.push(data),
+            Content::Events(events) => {
+                self.received = data.clone();
+                events.push(data);
+            }
             Content::Plain(plain) => {
                 plain.keep(&data);
                 self.phase = Phase::Passing;
@@ -227,19 +240,25 @@ where
                 Ok(None) => {}
                 Err(error) => return this.fail(error),
             }
+            if std::mem::take(&mut this.is_ending) {
+                if let Err(error) = this.ended() {
+                    return this.fail(error);
+                }
+                continue;
+            }
             let Some(body) = &mut this.body else {
                 return Poll::Ready(Some(this.report()));
             };
             match ready!(Pin::new(&mut *body).poll_frame(context)) {
                 Some(Ok(frame)) => {
+                    // A body of known length, or of which the end arrived too, need not be asked for more.
+                    if body.is_end_stream() {
+                        this.body = None;
+                        this.is_ending = true;
+                    }
                     // Trailers end here; no engine sends any.
-                    let is_last = body.is_end_stream();
                     if let Ok(data) = frame.into_data() {
                         this.received(data);
-                    }
-                    // Who knows the length of a body does not ask for more after its last byte.
-                    if is_last && let Err(error) = this.ended() {
-                        return this.fail(error);
                     }
                 }
                 // The answer is whole after `[DONE]`, however its connection ends.
@@ -254,6 +273,33 @@ where
             }
         }
     }
+}
+
+/// The next frame of a stream that passes: all events in a row that were received together and pass unchanged. A frame
+/// that does not follow the ones before it is put into `held`.
+fn next_run(events: &mut Events, received: &Bytes, held: &mut Held) -> Result<Option<Bytes>, RelayError> {
+    let mut run = 0..0;
+    while let Some(event) = events.next() {
+        let Some(frame) = events.step(event, false)?.frame else { continue };
+        match position(received, &frame) {
+            Some(at) if at.start == run.end || run.is_empty() => {
+                run = if run.is_empty() { at } else { run.start..at.end };
+            }
+            _ if run.is_empty() => return Ok(Some(frame)),
+            _ => {
+                held.push(frame);
+                break;
+            }
+        }
+    }
+    Ok(Some(received.slice(run)).filter(|run| !run.is_empty()))
+}
+
+/// Where `part` is in `whole`, if it is a slice of it.
+fn position(whole: &Bytes, part: &Bytes) -> Option<Range<usize>> {
+    let start = part.as_ptr().addr().checked_sub(whole.as_ptr().addr())?;
+    let end = start + part.len();
+    (end <= whole.len()).then_some(start..end)
 }
 
 impl Held {

@@ -1,13 +1,12 @@
-//! Makes connections, and marks those that have answered.
+//! Makes connections.
 
 use super::{ClientError, Protocol, Settings};
 use futures::future::{BoxFuture, FutureExt};
 use http::Uri;
 use http::uri::Scheme;
-use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
-use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use std::error::Error;
@@ -15,11 +14,19 @@ use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 use tower_service::Service;
+
+/// A connection, with or without TLS. It is moved several times per request, so the large state of TLS is boxed.
+#[derive(Debug)]
+pub(super) enum Socket {
+    Plain(TcpStream),
+    Tls(Box<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>>),
+}
 
 /// Finds out that the machine of an engine is gone while a request waits for its answer.
 const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
@@ -28,7 +35,14 @@ const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
 #[derive(Clone, Debug)]
 pub(super) struct Connector {
     inner: HttpsConnector<HttpConnector<Resolver>>,
+    protocol: Protocol,
     timeout: Duration,
+}
+
+/// A new connection.
+pub(super) enum Connected {
+    Http1(Socket),
+    Http2(Socket),
 }
 
 /// Finds the addresses of the engine's host.
@@ -38,27 +52,6 @@ enum Resolver {
     System(GaiResolver),
     /// They are known.
     Fixed(Arc<[IpAddr]>),
-}
-
-/// Whether a connection has answered a request. It comes with each answer and each error of the connection.
-#[derive(Clone, Default, Debug)]
-pub(super) struct Answered(Arc<AtomicBool>);
-
-/// A connection that carries its [`Answered`].
-pub(super) struct Marked {
-    io: MaybeHttpsStream<TokioIo<TcpStream>>,
-    answered: Answered,
-}
-
-impl Answered {
-    // The flag orders nothing else.
-    pub(super) fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-
-    pub(super) fn get(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
 }
 
 impl Connector {
@@ -81,7 +74,78 @@ impl Connector {
             Protocol::Negotiated => builder.enable_all_versions().wrap_connector(tcp),
             Protocol::Http2 => builder.enable_http2().wrap_connector(tcp),
         };
-        Ok(Self { inner, timeout: settings.connect_timeout })
+        Ok(Self { inner, protocol: settings.protocol, timeout: settings.connect_timeout })
+    }
+
+    /// A new connection to the host of a URI.
+    pub(super) async fn connect(&self, uri: Uri) -> Result<Connected, Box<dyn Error + Send + Sync>> {
+        let connecting = timeout(self.timeout, self.inner.clone().call(uri));
+        let socket = connecting.await.map_err(|_| format!("not connected after {:?}", self.timeout))??;
+        let (has_negotiated_http2, socket) = match socket {
+            MaybeHttpsStream::Http(socket) => (false, Socket::Plain(socket.into_inner())),
+            MaybeHttpsStream::Https(ref tls) => {
+                let is_http2 = tls.inner().get_ref().1.alpn_protocol() == Some(b"h2");
+                (is_http2, Socket::Tls(Box::new(TokioIo::new(socket))))
+            }
+        };
+        let is_http2 = self.protocol == Protocol::Http2 || has_negotiated_http2;
+        Ok(if is_http2 { Connected::Http2(socket) } else { Connected::Http1(socket) })
+    }
+}
+
+/// Whether nothing has arrived on an idle connection, not even its end.
+pub(super) fn is_quiet(socket: &mut Socket) -> bool {
+    let mut byte = [0];
+    // Who uses the connection next registers its own waker.
+    let mut context = Context::from_waker(Waker::noop());
+    Pin::new(socket).poll_read(&mut context, &mut ReadBuf::new(&mut byte)).is_pending()
+}
+
+/// Calls a method of the stream, whichever it is.
+macro_rules! of_stream {
+    ($socket:expr, $stream:ident => $call:expr) => {
+        match $socket.get_mut() {
+            Socket::Plain(tcp) => {
+                let $stream = Pin::new(tcp);
+                $call
+            }
+            Socket::Tls(tls) => {
+                let $stream = Pin::new(&mut **tls);
+                $call
+            }
+        }
+    };
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        of_stream!(self, stream => stream.poll_read(context, buffer))
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        of_stream!(self, stream => stream.poll_write(context, bytes))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        of_stream!(self, stream => stream.poll_write_vectored(context, slices))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        of_stream!(self, stream => stream.poll_flush(context))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        of_stream!(self, stream => stream.poll_shutdown(context))
     }
 }
 
@@ -115,67 +179,5 @@ impl Service<Name> for Resolver {
                 async move { Ok(addresses.into_iter()) }.boxed()
             }
         }
-    }
-}
-
-impl Service<Uri> for Connector {
-    type Response = Marked;
-    type Error = Box<dyn Error + Send + Sync>;
-    type Future = BoxFuture<'static, Result<Marked, Self::Error>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let limit = self.timeout;
-        let connect = tokio::time::timeout(limit, self.inner.call(uri));
-        let connect = async move {
-            let io = connect.await.map_err(|_| format!("not connected after {limit:?}"))??;
-            Ok(Marked { io, answered: Answered::default() })
-        };
-        connect.boxed()
-    }
-}
-
-impl Connection for Marked {
-    fn connected(&self) -> Connected {
-        self.io.connected().extra(self.answered.clone())
-    }
-}
-
-impl Read for Marked {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: ReadBufCursor<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_read(context, buffer)
-    }
-}
-
-impl Write for Marked {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.io).poll_shutdown(context)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.io.is_write_vectored()
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.io).poll_write_vectored(context, slices)
     }
 }

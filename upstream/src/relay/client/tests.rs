@@ -6,9 +6,11 @@ use crate::relay::stream::Item;
 use futures::StreamExt;
 use http::StatusCode;
 use http_body_util::BodyExt;
+use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{RootCertStore, ServerConfig};
+use std::collections::VecDeque;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use tokio::net::TcpListener;
@@ -24,7 +26,7 @@ fn client(address: &Uri, protocol: Protocol) -> Client {
     Client::new(address, &Settings { protocol, ..Settings::default() }).unwrap()
 }
 
-async fn relay(client: &Client) -> Result<Relay<Incoming>, RelayError> {
+async fn relay(client: &Client) -> Result<Relay<Body>, RelayError> {
     let body = Bytes::from_static(br#"{"stream":true}"#);
     client.relay(Method::POST, &PATH, HeaderMap::new(), body, UsageInStream::Strip).await
 }
@@ -124,6 +126,104 @@ async fn a_reset_connection_is_replaced() {
         let body = Bytes::from("x".repeat(length) + "}");
         let response = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body)).await.unwrap();
         assert_eq!(response.unwrap().collect().await.unwrap().to_bytes(), "{}");
+    }
+}
+
+/// A server that answers each request with the next of these texts, and notes on which connection it came.
+async fn answering(texts: &[&'static str]) -> (Client, Arc<Mutex<Vec<usize>>>) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let (used, texts) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Mutex::new(VecDeque::from(texts.to_vec()))));
+    let noted = Arc::clone(&used);
+    tokio::spawn(async move {
+        for connection in 0.. {
+            let mut socket = BufReader::new(listener.accept().await.unwrap().0);
+            let (texts, noted) = (Arc::clone(&texts), Arc::clone(&noted));
+            tokio::spawn(async move {
+                // The body ends with the only brace.
+                while let Ok(byte) = socket.read_u8().await {
+                    if byte == b'}' {
+                        noted.lock().push(connection);
+                        let Some(text) = texts.lock().pop_front() else { return };
+                        socket.write_all(text.as_bytes()).await.unwrap();
+                        if text.starts_with("HTTP/1.0") {
+                            return;
+                        }
+                    }
+                }
+            });
+        }
+    });
+    (client(&address, Protocol::Negotiated), used)
+}
+
+async fn post(client: &Client, method: Method, body: &'static str) -> Result<(u16, String), RelayError> {
+    let response = client.send(method, &PATH, HeaderMap::new(), Bytes::from_static(body.as_bytes())).await?;
+    let status = response.status().as_u16();
+    let body = response.into_body().collect().await.map_err(|error| RelayError::BrokenOff(error.to_string()))?;
+    Ok((status, String::from_utf8(body.to_bytes().to_vec()).unwrap()))
+}
+
+#[tokio::test]
+async fn answers_of_every_form_are_read() {
+    let (client, used) = answering(&[
+        "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n\
+         HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n2\r\nbc\r\n0\r\n\r\n",
+        "HTTP/1.1 204 No Content\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: 1\r\nconnection: close\r\n\r\na",
+        "HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na and more",
+        "HTTP/1.0 200 OK\r\n\r\nuntil the end",
+        "HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n",
+    ])
+    .await;
+    let expected = [(200, "a"), (200, "abc"), (204, ""), (200, ""), (200, "a"), (200, "a"), (200, "until the end")];
+    for (status, body) in expected {
+        assert_eq!(post(&client, Method::POST, "{}").await.unwrap(), (status, body.to_owned()));
+    }
+    assert_eq!(post(&client, Method::HEAD, "{}").await.unwrap(), (200, String::new()));
+    assert_eq!(*used.lock(), [0, 0, 0, 0, 0, 1, 2, 3], "not those that were closed, or said too much");
+}
+
+#[tokio::test]
+async fn an_answer_that_breaks_off_is_an_error() {
+    for text in [
+        "HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nabc",
+        "HTTP/1.0 200 OK\r\ncontent-length: 5\r\n",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc",
+        "HTTP/1.1 101 Switching Protocols\r\n\r\n",
+    ] {
+        let (client, used) = answering(&[text]).await;
+        let error = timeout(SOON, post(&client, Method::POST, "{}")).await.unwrap().unwrap_err();
+        assert!(matches!(error, RelayError::BrokenOff(_)), "{text}: {error}");
+        assert_eq!(used.lock().len(), 1, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_may_come_before_the_request_was_read() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        let mut open = Vec::new();
+        loop {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            socket.read_exact(&mut [0; 100]).await.unwrap();
+            socket.write_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}").await.unwrap();
+            open.push(socket);
+        }
+    });
+    let client = client(&address, Protocol::Negotiated);
+    // More than the buffers of both sockets take.
+    let body = Bytes::from(vec![b' '; 32 << 20]);
+    for _ in 0..2 {
+        let response = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body.clone())).await.unwrap();
+        let response = response.unwrap();
+        assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
+        assert_eq!(timeout(SOON, response.collect()).await.unwrap().unwrap().to_bytes(), "{}");
     }
 }
 

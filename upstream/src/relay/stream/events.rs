@@ -6,8 +6,9 @@ use crate::relay::error::{Answer, RelayError};
 use crate::relay::splice::Splice;
 use crate::relay::sse::{Event, Splitter};
 use bytes::Bytes;
-use memchr::memmem;
+use memchr::memmem::{self, Finder};
 use std::ops::Range;
+use std::sync::LazyLock;
 use worker::engine::ErrorKind;
 
 /// Longer events pass unread. Chunks have 300 bytes, or some 100 KB with the log probabilities of a prompt; the last
@@ -31,7 +32,7 @@ pub(super) struct Events {
 }
 
 /// Part of a chunk that ends a choice.
-const FINISH: &[u8] = br#""finish_reason":""#;
+static FINISH: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""finish_reason":""#));
 /// What vLLM says in the last chunk only.
 const FINGERPRINT: &str = "system_fingerprint";
 
@@ -80,11 +81,12 @@ impl Events {
 
     /// Decides on an event. `holding`: there was no output yet. Then an error in the stream is an error of the request.
     pub(super) fn step(&mut self, event: Event, holding: bool) -> Result<Step, RelayError> {
+        let data = event.data_range();
         if !self.strip {
-            return self.step_alone(event, holding);
+            return self.step_alone(event, data, holding);
         }
-        let ends_a_choice = event.data_range().is_some_and(|data| memmem::find(&event.raw[data], FINISH).is_some());
-        let mut step = self.step_alone(event, holding)?;
+        let ends_a_choice = data.clone().is_some_and(|data| FINISH.find(&event.raw[data]).is_some());
+        let mut step = self.step_alone(event, data, holding)?;
         let frame = step.frame.take();
         let (last, frame) =
             if ends_a_choice { (std::mem::replace(&mut self.last, frame), None) } else { (self.last.take(), frame) };
@@ -115,8 +117,8 @@ impl Events {
         Some(())
     }
 
-    fn step_alone(&mut self, event: Event, holding: bool) -> Result<Step, RelayError> {
-        let range = event.data_range();
+    /// `range`: position of the payload in the event, if it is one line.
+    fn step_alone(&mut self, event: Event, range: Option<Range<usize>>, holding: bool) -> Result<Step, RelayError> {
         if let Some(range) = range.clone().filter(|_| !holding) {
             let data = &event.raw[range.clone()];
             let relevance = Relevance::of(data);

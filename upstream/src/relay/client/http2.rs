@@ -1,0 +1,52 @@
+//! HTTP/2 to an engine: all requests on one connection, which has a task of its own.
+
+use super::connect::Socket;
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use parking_lot::Mutex;
+use std::time::Duration;
+
+/// HTTP/2 has no end of a dead connection but this. An engine that starves its event loop for less stays connected.
+const PING_INTERVAL: Duration = Duration::from_secs(20);
+const PING_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Sends requests on one connection. A clone shares it.
+pub(super) type Sender = SendRequest<Full<Bytes>>;
+
+/// The connection, if there is one. Of several that are made at the same time, the last one is kept; the others end
+/// with their requests.
+#[derive(Default, Debug)]
+pub(super) struct Shared(Mutex<Option<Sender>>);
+
+impl Shared {
+    /// The connection, if it can take a request.
+    pub(super) fn get(&self) -> Option<Sender> {
+        let mut shared = self.0.lock();
+        if shared.as_ref().is_some_and(Sender::is_closed) {
+            *shared = None;
+        }
+        shared.clone()
+    }
+
+    /// Begins HTTP/2 on a new connection.
+    pub(super) async fn begin(&self, socket: Socket) -> hyper::Result<Sender> {
+        let mut builder = Builder::new(TokioExecutor::new());
+        builder.timer(TokioTimer::new()).adaptive_window(true);
+        builder.keep_alive_interval(PING_INTERVAL).keep_alive_timeout(PING_TIMEOUT);
+        let (sender, connection) = builder.handshake(TokioIo::new(socket)).await?;
+        // Its errors are those of its requests.
+        tokio::spawn(async move { drop(connection.await) });
+        *self.0.lock() = Some(sender.clone());
+        Ok(sender)
+    }
+}
+
+/// Sends a request. An error that [`is_canceled`](hyper::Error::is_canceled) means that it was not sent.
+pub(super) async fn send(mut sender: Sender, request: Request<Full<Bytes>>) -> hyper::Result<Response<Incoming>> {
+    sender.ready().await?;
+    sender.send_request(request).await
+}
