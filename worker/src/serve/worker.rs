@@ -141,7 +141,8 @@ impl Reporter {
                     let load = Load { number: self.publisher.published, ..self.load.borrow_and_update().clone() };
                     self.publisher.publish(EventBody::Load(load));
                 }
-                changed = self.load.changed() => {
+                // Until the next report is due, changes need not wake this task: every request makes several.
+                changed = self.load.changed(), if due > sent + MIN_REPORT_INTERVAL => {
                     if changed.is_err() {
                         tracing::error!(source = %self.publisher.source, "the engine stopped; the worker deregisters");
                         return;
