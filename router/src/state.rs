@@ -25,7 +25,7 @@ pub(crate) struct Core {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) index: Arc<Index>,
     pub(crate) inflight: Arc<InflightPrefixes>,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
     /// Changes of reservations for other routers.
     pub(crate) outbox: Arc<ReplicaOutbox>,
     pub(crate) traffic: Traffic,
@@ -60,7 +60,7 @@ impl Core {
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
             admission: Admission::new(&metrics),
-            metrics,
+            metrics: Arc::new(metrics),
             outbox: ReplicaOutbox::new(),
             traffic: Traffic::default(),
             recorder,

@@ -152,7 +152,7 @@ fn book(
         _ => 0.0,
     };
     core.fleet.choose(member);
-    core.metrics.requests.with_label_values(&[&member.id().to_string(), policy.name()]).inc();
+    core.metrics.requests.with_label_values(&[&*member.name, policy.name()]).inc();
     Placement {
         decode: member.clone(),
         booking: Booking::new(member, amount, prefix, &core.outbox),

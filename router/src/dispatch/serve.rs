@@ -243,7 +243,7 @@ fn stream(
     if let Some(found) = found {
         prediction.compare(&core.metrics, &decode, found);
     }
-    let worker: Arc<str> = decode.id().to_string().into();
+    let worker = Arc::clone(&decode.name);
     match &mut first {
         Output::Tokens(tokens) => {
             tokens.explain = explanation;
@@ -254,7 +254,7 @@ fn stream(
         Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
         Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
     }
-    let metrics = core.metrics.clone();
+    let metrics = Arc::clone(&core.metrics);
     let mut held = Some((booking, sibling_bookings, permit));
     stream::once(future::ready(Ok(first)))
         .chain(rest)

@@ -19,6 +19,8 @@ use worker::plane::{Instance, Load, Role, WorkerId};
 pub(crate) struct Worker {
     /// Its own description, from discovery.
     pub(crate) instance: Arc<Instance>,
+    /// Its id as text, for metrics and responses.
+    pub(crate) name: Arc<str>,
     /// The engine that serves its requests.
     pub(crate) engine: Arc<dyn Engine>,
     /// Whether decisions use its KV events or an estimate of its cache.
@@ -55,6 +57,7 @@ impl Worker {
     ) -> Self {
         let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
         Self {
+            name: instance.id.to_string().into(),
             instance,
             engine,
             cache_view,

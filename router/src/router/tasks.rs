@@ -24,7 +24,7 @@ pub(super) fn spawn(
     let (index, fleet, admission) = (|| index.clone(), || fleet.clone(), || admission.clone());
     // Until a router with a lower id is seen.
     let is_leader = Arc::new(AtomicBool::new(true));
-    let feed = Feed::new(index(), fleet(), admission(), metrics.clone(), events.clone()).run(discovery);
+    let feed = Feed::new(index(), fleet(), admission(), (**metrics).clone(), events.clone()).run(discovery);
     let replication = replicas::run(
         events.clone(),
         id,
