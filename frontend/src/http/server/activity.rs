@@ -44,7 +44,7 @@ pub(super) enum Expired {
 /// The state of one connection.
 pub(super) struct Activity {
     state: Mutex<State>,
-    /// Wakes [`expired`](Activity::expired) when an earlier limit begins to apply.
+    /// Wakes [`expired`](Activity::expired) when the connection is evicted.
     changed: Notify,
 }
 
@@ -113,13 +113,11 @@ impl Activity {
             state.phase = Phase::Idle { since: Instant::now() };
             return;
         }
-        match state.phase {
-            Phase::Header { since, .. } => state.phase = Phase::Header { since, begun: true },
-            Phase::Idle { .. } => {
-                state.phase = Phase::Header { since: Instant::now(), begun: true };
-                self.changed.notify_one();
-            }
-        }
+        let since = match state.phase {
+            Phase::Header { since, .. } => since,
+            Phase::Idle { .. } => Instant::now(),
+        };
+        state.phase = Phase::Header { since, begun: true };
     }
 
     /// Reports a request, which counts until the guard is dropped.
@@ -128,23 +126,21 @@ impl Activity {
         state.requests += 1;
         state.working += 1;
         state.http2 |= http2;
-        RequestGuard { activity: Arc::clone(self), working: true }
+        RequestGuard { activity: Arc::clone(self), working: true, http2 }
     }
 
     /// Reports that the transport accepts no bytes for now.
     pub(super) fn write_blocked(&self) {
-        let mut state = self.state();
-        if state.blocked.is_none() {
-            state.blocked = Some(Instant::now());
-            self.changed.notify_one();
-        }
+        self.state().blocked.get_or_insert_with(Instant::now);
     }
 
     /// Reports that the transport accepted `bytes`.
     pub(super) fn write_progressed(&self, bytes: usize) {
         let mut state = self.state();
         state.blocked = None;
-        if !state.http2 || bytes > HTTP2_CONTROL_BYTES {
+        // Over HTTP/1 the time of progress matters only after the last request.
+        let matters = if state.http2 { bytes > HTTP2_CONTROL_BYTES } else { state.requests == 0 };
+        if matters {
             state.progressed = Instant::now();
         }
     }
@@ -187,18 +183,21 @@ impl Activity {
     }
 
     /// Resolves when a time limit has passed.
+    ///
+    /// A limit that begins later is not announced, because limits begin with every request: it ends no earlier than the
+    /// shortest limit from now, and is found then.
     pub(super) async fn expired(&self, timeouts: &Timeouts) -> Expired {
+        let shortest = timeouts.header.min(timeouts.idle).min(timeouts.write);
         loop {
-            let (at, _) = self.next_limit(timeouts);
+            let (at, expired) = self.next_limit(timeouts);
+            let now = Instant::now();
+            if at <= now {
+                return expired;
+            }
             tokio::select! {
                 biased;
                 () = self.changed.notified() => {}
-                () = sleep_until(at) => {}
-            }
-            // The limit may have changed in the meantime.
-            let (at, expired) = self.next_limit(timeouts);
-            if at <= Instant::now() {
-                return expired;
+                () = sleep_until(at.min(now + shortest)) => {}
             }
         }
     }
@@ -238,13 +237,18 @@ impl Activity {
 #[must_use]
 pub(super) struct RequestGuard {
     activity: Arc<Activity>,
-    /// The server is computing its next output.
+    /// The server is computing its next output. Over HTTP/1 it counts as that all the time, because the socket shows
+    /// when the client does not read.
     working: bool,
+    http2: bool,
 }
 
 impl RequestGuard {
     /// Reports that the response passed data to its transport, which polls again when the client has read it.
     pub(super) fn handed_over(&mut self) {
+        if !self.http2 {
+            return;
+        }
         let mut state = self.activity.state();
         state.progressed = Instant::now();
         state.working -= usize::from(std::mem::take(&mut self.working));
@@ -265,7 +269,6 @@ impl Drop for RequestGuard {
         state.working -= usize::from(self.working);
         if state.requests == 0 {
             state.phase = Phase::Idle { since: Instant::now() };
-            self.activity.changed.notify_one();
         }
     }
 }
