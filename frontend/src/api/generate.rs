@@ -93,7 +93,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let body::BufferedBody { bytes, memory } = body;
     let permit = state.work.acquire(bytes.len(), memory).await;
     let unparsed = bytes.clone();
-    let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
+    let mut fields = permit.scan(move || Fields::parse(&unparsed)).await?;
     let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
     let card = caller::model(&state, &context, &id)?;
     if card.is_relayed {

@@ -156,14 +156,12 @@ impl Fields {
 
     /// Takes a number within a range.
     pub(crate) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, Error> {
-        let path = self.path(name);
-        self.value(name)?.map(|value| number(&path, &value, range)).transpose()
+        self.value(name)?.map(|value| number(&self.path(name), &value, range)).transpose()
     }
 
     /// Takes a whole number within a range.
     pub(crate) fn integer(&mut self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, Error> {
-        let path = self.path(name);
-        self.value(name)?.map(|value| integer(&path, &value, range)).transpose()
+        self.value(name)?.map(|value| integer(&self.path(name), &value, range)).transpose()
     }
 }
 
