@@ -7,12 +7,13 @@
 mod estimate;
 mod form;
 mod prompt;
+mod response_body;
 
 use super::caller;
 use super::generate::{explained, wants_explanation};
 use crate::error::Error;
 use crate::http::{RequestContext, Shutdown, body};
-use crate::limits::{ConnectionChoices, RunningChoices, WorkPermit};
+use crate::limits::{ConnectionChoices, WorkPermit};
 use crate::model::EncodeJob;
 use crate::output::RelayMeter;
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
@@ -24,16 +25,16 @@ use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
 use form::{Boundary, FormModel};
-use futures::{FutureExt, StreamExt, stream};
+use futures::StreamExt;
+use futures::future::BoxFuture;
 use prompt::PromptFields;
+use response_body::{Relay, RelayBody};
 use std::sync::Arc;
 use std::time::Duration;
-use std::{io, mem};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::timeout;
 use worker::engine::{
-    self, Conversation, Domain, HttpRequest, ModelCard, Output, OutputStream, RelayReport, Request, RequestAttributes,
-    RequestGroup, Sampling, StopConditions, Work,
+    Conversation, Domain, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup, Sampling,
+    StopConditions, Work,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -55,11 +56,6 @@ const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
-
-/// The end of a stream of chat or completions.
-const DONE: &[u8] = b"data: [DONE]\n\n";
-/// Time for the end of an engine's response after [`DONE`]. It is the next packet.
-const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The body of a request, as far as it is understood.
 pub(super) enum Contents {
@@ -114,6 +110,7 @@ impl Incoming {
                 let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
                 let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
                 let tokenizers = state.tokenizers.of(&card);
+                let is_tokenized = tokenizers.as_ref().is_some_and(|of| of.local.is_some());
                 // When the client disconnects, this future is dropped, which cancels the work.
                 let job = EncodeJob::new(salted);
                 let _cancel_on_drop = job.cancel_on_drop();
@@ -125,7 +122,7 @@ impl Incoming {
                     let question = prompt.filter(|_| is_asked).and_then(|(prompt, of)| prompt.question(&of.id));
                     Ok(Routing { question, ..Routing::read(fields, tokens) })
                 };
-                permit.run(read).await?
+                if is_tokenized { permit.run(read).await? } else { permit.scan(read).await? }
             }
             // The engine does not know an alias.
             Contents::Form(form) if form.name == *named && form.name != card.id => {
@@ -200,7 +197,7 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
         Some(boundary) => Ok(FormModel::find(&boundary, &unparsed).map_or(Contents::Other, Contents::Form)),
         None => Ok(Fields::parse(&unparsed).map_or(Contents::Other, Contents::Json)),
     };
-    let mut contents = permit.run(read).await?;
+    let mut contents = permit.scan(read).await?;
     let model = match &mut contents {
         Contents::Json(fields) => fields.text("model").ok().flatten(),
         Contents::Form(_) | Contents::Other => None,
@@ -296,114 +293,19 @@ pub(super) async fn respond(
             _ => Err(Error::Failed("the engine sent no head of a response".into())),
         }
     };
+    let mut forced: BoxFuture<'static, ()> = Box::pin(shutdown.forced());
     let started = tokio::select! {
         biased;
         started = start => started,
-        () = shutdown.forced() => Err(Error::ShuttingDown),
+        () = &mut forced => Err(Error::ShuttingDown),
     };
     let (head, outputs) = started.inspect_err(|_| meter.mark_failed())?;
     drop(memory);
     meter.head(head.worker);
     context.stream_started();
     let is_stream = routing.is_stream;
-    let relay = Relay { outputs, meter, context, shutdown, is_stream, is_done: false, _running: running };
-    let mut response = Response::new(Body::from_stream(relay.into_body()));
+    let relay = Relay { outputs, ahead: None, meter, context, forced, is_stream, is_done: false, _running: running };
+    let mut response = Response::new(Body::new(RelayBody(Some(relay))));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))
-}
-
-/// A response that is being relayed.
-struct Relay {
-    outputs: OutputStream,
-    meter: RelayMeter,
-    context: Arc<RequestContext>,
-    shutdown: Shutdown,
-    is_stream: bool,
-    /// The stream's `[DONE]` was relayed: the response is whole for the client, who may leave.
-    is_done: bool,
-    _running: RunningChoices,
-}
-
-/// The relay of a response whose end was not relayed yet.
-struct Unfinished(Option<Relay>);
-
-impl Relay {
-    /// The body of the response. A stream that fails ends with an event that says why; any other body is cut off.
-    fn into_body(self) -> impl futures::Stream<Item = io::Result<Bytes>> + Send + 'static {
-        stream::unfold(Unfinished(Some(self)), |mut unfinished| async move {
-            let relay = unfinished.0.as_mut()?;
-            let next = tokio::select! {
-                biased;
-                next = relay.outputs.next() => next,
-                () = relay.shutdown.forced() => Some(Err(engine::Error::Failed("the server is shutting down".into()))),
-            };
-            match next {
-                Some(Ok(Output::Body(bytes))) => {
-                    relay.meter.body();
-                    relay.is_done = relay.is_stream && bytes.ends_with(DONE);
-                    // A body with a length is not polled after its last byte, so its end is taken with that.
-                    let may_be_last = !relay.is_stream || relay.is_done;
-                    let next = if may_be_last { relay.outputs.next().now_or_never().flatten() } else { None };
-                    match next {
-                        Some(Ok(Output::End(report))) => unfinished.finish(report),
-                        Some(other) => {
-                            let outputs = mem::replace(&mut relay.outputs, stream::empty().boxed());
-                            relay.outputs = stream::iter([other]).chain(outputs).boxed();
-                        }
-                        None => {}
-                    }
-                    Some((Ok(bytes), unfinished))
-                }
-                Some(Ok(Output::End(report))) => {
-                    unfinished.finish(report);
-                    None
-                }
-                Some(Err(error)) => Some((unfinished.fail(&error.into())?, unfinished)),
-                _ => Some((unfinished.fail(&Error::Failed("the engine's response has no end".into()))?, unfinished)),
-            }
-        })
-    }
-
-    fn finish(&mut self, report: RelayReport) {
-        self.meter.finish(report);
-        self.context.stream_finished();
-    }
-
-    fn fail(&mut self, error: &Error) -> io::Result<Bytes> {
-        self.meter.mark_failed();
-        self.context.stream_failed(error);
-        if !self.is_stream {
-            return Err(io::Error::other(error.to_string()));
-        }
-        let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
-        Ok(format!("data: {object}\n\n").into())
-    }
-}
-
-impl Unfinished {
-    fn finish(&mut self, report: RelayReport) {
-        if let Some(mut relay) = self.0.take() {
-            relay.finish(report);
-        }
-    }
-
-    fn fail(&mut self, error: &Error) -> Option<io::Result<Bytes>> {
-        Some(self.0.take()?.fail(error))
-    }
-}
-
-impl Drop for Unfinished {
-    /// Clients may leave after `[DONE]`. What the engine says after it is read all the same: the usage is counted, and
-    /// the connection to the engine can be used again. Without an end in time the request counts as cancelled.
-    fn drop(&mut self) {
-        if let Some(mut relay) = self.0.take().filter(|relay| relay.is_done) {
-            tokio::spawn(timeout(REST_TIMEOUT, async move {
-                while let Some(Ok(output)) = relay.outputs.next().await {
-                    if let Output::End(report) = output {
-                        return relay.finish(report);
-                    }
-                }
-            }));
-        }
-    }
 }

@@ -18,10 +18,10 @@ use crate::settings::Settings;
 use crate::state::AppState;
 use crate::tokenizers::Tokenizers;
 use axum::Router;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::HeaderName;
 use axum::middleware::{Next, from_fn, from_fn_with_state};
-use axum::response::IntoResponse;
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use prometheus::Registry;
 use std::collections::BTreeMap;
@@ -64,16 +64,18 @@ pub fn router_with_tokenizers(
 ) -> Result<Router, OpenError> {
     let metrics = Metrics::new(&registry)?;
     let domains = CacheDomains::open(&settings)?;
-    let access = Arc::new(AccessRules::new(&settings));
-    let uploads = UploadLimits::new(&settings);
-    let observer = Observer::new(metrics.clone());
     let models = ModelCache::new(ModelOptions {
         parse_special_tokens: settings.parse_special_tokens,
         ignore_generation_config: !settings.use_generation_config,
     });
     let keys = ApiKeys::open(settings.api_keys_file.clone(), settings.api_key, metrics.key_reloads.clone())?;
     let metrics_need_key = settings.metrics_need_key;
-    let authentication = keys.clone().map(|keys| Authentication { keys, metrics_need_key });
+    let layers = Arc::new(Layers {
+        observer: Observer::new(metrics.clone()),
+        uploads: UploadLimits::new(&settings),
+        access: AccessRules::new(&settings),
+        authentication: keys.clone().map(|keys| Authentication { keys, metrics_need_key }),
+    });
     let state = Arc::new(AppState {
         engine,
         registry,
@@ -87,7 +89,7 @@ pub fn router_with_tokenizers(
         keys,
         settings,
     });
-    let mut router = Router::new()
+    let router = Router::new()
         .route("/v1/chat/completions", post(generate::handle::<Chat>))
         .route("/v1/completions", post(generate::handle::<Completion>))
         .route("/v1/models", get(operations::models))
@@ -102,15 +104,31 @@ pub fn router_with_tokenizers(
         .route("/metrics", get(operations::metrics))
         .fallback(relay::fallback)
         .method_not_allowed_fallback(operations::no_method);
-    if let Some(authentication) = authentication {
-        router = router.layer(from_fn_with_state(authentication, authenticate));
-    }
-    Ok(router
-        .layer(from_fn(access::admit))
-        .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))
-        .layer(from_fn_with_state(uploads, upload::discard_rest))
-        .layer(from_fn_with_state(observer, request_context::observe))
-        .with_state(state))
+    Ok(router.layer(from_fn_with_state(layers, pass)).with_state(state))
+}
+
+/// What a request passes on its way to its handler.
+///
+/// One layer for all: a layer of a router clones those below it for every request, which takes several allocations
+/// each.
+struct Layers {
+    observer: Observer,
+    uploads: UploadLimits,
+    access: AccessRules,
+    /// `None`: requests need no key.
+    authentication: Option<Authentication>,
+}
+
+async fn pass(State(layers): State<Arc<Layers>>, request: Request, next: Next) -> Response {
+    let Layers { observer, uploads, access, authentication } = &*layers;
+    let authenticated = async |request| match authentication {
+        Some(authentication) => authenticate(authentication, request, async |request| next.run(request).await).await,
+        None => next.run(request).await,
+    };
+    let admitted = async |request| access::admit(request, authenticated).await;
+    let checked = async |request| access::check(access, request, admitted).await;
+    let read = async |request| upload::discard_rest(uploads, request, checked).await;
+    request_context::observe(observer, request, read).await
 }
 
 /// Adds the access checks to the admin API, and requires the header `x-blockyard-admin`.
@@ -130,5 +148,7 @@ pub fn guard_admin(router: Router, settings: &Settings) -> Router {
         .fallback(operations::no_route)
         .method_not_allowed_fallback(operations::no_method)
         .layer(from_fn(header))
-        .layer(from_fn(move |request, next| access::check(access.clone(), request, next)))
+        .layer(from_fn_with_state(access, async |State(access): State<Arc<AccessRules>>, request, next: Next| {
+            access::check(&access, request, async |request| next.run(request).await).await
+        }))
 }

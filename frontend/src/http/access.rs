@@ -16,10 +16,8 @@ use axum::http::header::{
 };
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version};
-use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::net::IpAddr;
-use std::sync::Arc;
 
 /// Maximum URL length in bytes, as in most servers: far longer than any route, for query strings that proxies add.
 const MAX_URL_BYTES: usize = 8 << 10;
@@ -42,13 +40,17 @@ pub(crate) struct AccessRules {
 }
 
 /// Middleware: rejects requests that `access` does not allow, and responds to preflight requests.
-pub(crate) async fn check(access: Arc<AccessRules>, request: Request, next: Next) -> Response {
+pub(crate) async fn check(
+    access: &AccessRules,
+    request: Request,
+    next: impl AsyncFnOnce(Request) -> Response,
+) -> Response {
     let origin = request.headers().get(ORIGIN).cloned();
     let allowed_origin = origin.filter(|origin| access.allows(origin.as_bytes()));
     let mut response = match access.check(&request, allowed_origin.is_some()) {
         Err(error) => error.into_response(),
         Ok(()) if allowed_origin.is_some() && is_preflight(&request) => preflight(request.headers()),
-        Ok(()) => next.run(request).await,
+        Ok(()) => next(request).await,
     };
     let headers = response.headers_mut();
     if let Some(origin) = allowed_origin {
@@ -63,7 +65,7 @@ pub(crate) async fn check(access: Arc<AccessRules>, request: Request, next: Next
 
 /// Middleware: rejects new requests during shutdown, and everything but health checks and metrics on reserved
 /// connections.
-pub(crate) async fn admit(request: Request, next: Next) -> Response {
+pub(crate) async fn admit(request: Request, next: impl AsyncFnOnce(Request) -> Response) -> Response {
     let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
     let stopping = request.extensions().get::<Shutdown>().is_some_and(Shutdown::is_announced);
     let reserved = request.extensions().get::<ConnectionInfo>().is_some_and(|connection| connection.reserved);
@@ -78,7 +80,7 @@ pub(crate) async fn admit(request: Request, next: Next) -> Response {
     };
     let mut response = match rejection {
         Some(error) => error.into_response(),
-        None => next.run(request).await,
+        None => next(request).await,
     };
     // The next request must go to another server, or use another connection.
     if http1 && (stopping || reserved) {

@@ -6,10 +6,9 @@
 use super::RequestContext;
 use crate::error::Error;
 use crate::keys::{ApiKeys, MAX_KEY_BYTES};
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderName};
-use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
@@ -19,7 +18,6 @@ static KEY_HEADERS: [HeaderName; 2] = [HeaderName::from_static("api-key"), Heade
 const HEALTH: [&str; 4] = ["/live", "/ready", "/health", "/ping"];
 
 /// State of the middleware [`authenticate`].
-#[derive(Clone)]
 pub(crate) struct Authentication {
     pub(crate) keys: Arc<ApiKeys>,
     /// `/metrics` needs a key too.
@@ -28,13 +26,13 @@ pub(crate) struct Authentication {
 
 /// Middleware: rejects requests without a known key, and those beyond the key's limit of requests.
 pub(crate) async fn authenticate(
-    State(authentication): State<Authentication>,
+    authentication: &Authentication,
     mut request: Request,
-    next: Next,
+    next: impl AsyncFnOnce(Request) -> Response,
 ) -> Response {
     let path = request.uri().path();
     if HEALTH.contains(&path) || (path == "/metrics" && !authentication.metrics_need_key) {
-        return next.run(request).await;
+        return next(request).await;
     }
     let presented = presented(request.headers());
     let key = presented.and_then(|key| authentication.keys.find(key).ok_or(Error::WrongKey));
@@ -50,7 +48,7 @@ pub(crate) async fn authenticate(
     for name in &KEY_HEADERS {
         request.headers_mut().remove(name);
     }
-    next.run(request).await
+    next(request).await
 }
 
 /// The key of a request. Several headers may have it, but not different ones: a proxy and this server must not mean

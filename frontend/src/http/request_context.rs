@@ -9,9 +9,8 @@ use crate::error::{Error, LoggedError};
 use crate::keys::Key;
 use crate::limits::LogLimit;
 use crate::metrics::Metrics;
-use axum::extract::{MatchedPath, Request, State};
+use axum::extract::{MatchedPath, Request};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
-use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use parking_lot::{Mutex, MutexGuard};
@@ -42,7 +41,7 @@ pub(crate) struct RequestContext {
     endpoint: String,
     /// Whether it counts as in flight.
     is_counted: bool,
-    pub(crate) metrics: Metrics,
+    pub(crate) metrics: Arc<Metrics>,
     model: OnceLock<Arc<str>>,
     /// The API key of the request.
     key: OnceLock<Arc<Key>>,
@@ -58,15 +57,14 @@ pub(crate) struct RequestContext {
 }
 
 /// State of the middleware [`observe`].
-#[derive(Clone)]
 pub(crate) struct Observer {
-    metrics: Metrics,
+    metrics: Arc<Metrics>,
     log_limits: Arc<LogLimits>,
 }
 
 impl Observer {
     pub(crate) fn new(metrics: Metrics) -> Self {
-        Self { metrics, log_limits: Arc::default() }
+        Self { metrics: Arc::new(metrics), log_limits: Arc::default() }
     }
 }
 
@@ -259,7 +257,11 @@ impl Drop for RequestContext {
 
 /// The outermost middleware: adds a context to every request and its id to every response, and turns a panic into an
 /// error response.
-pub(crate) async fn observe(State(observer): State<Observer>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn observe(
+    observer: &Observer,
+    mut request: Request,
+    next: impl AsyncFnOnce(Request) -> Response,
+) -> Response {
     let id = request_id(request.headers());
     let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
@@ -283,7 +285,7 @@ pub(crate) async fn observe(State(observer): State<Observer>, mut request: Reque
         log_limits: observer.log_limits.clone(),
     });
     request.extensions_mut().insert(context.clone());
-    let outcome = AssertUnwindSafe(next.run(request)).catch_unwind().instrument(span).await;
+    let outcome = AssertUnwindSafe(next(request)).catch_unwind().instrument(span).await;
     let mut response = outcome.unwrap_or_else(|_| panicked().into_response());
     if let Ok(id) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(REQUEST_ID, id);

@@ -26,7 +26,6 @@ use crate::metrics::ConnectionMetrics;
 use crate::settings::Settings;
 use activity::Timeouts;
 use axum::Router;
-use axum::extract::Extension;
 use connections::{Admission, Connections};
 use prometheus::{IntGauge, Registry};
 use std::future::Future;
@@ -47,37 +46,50 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The stages of a shutdown: announced, closed, forced. The owner triggers the first two. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct Shutdown {
+pub struct Shutdown(Arc<Stages>);
+
+#[derive(Default)]
+struct Stages {
     announced: CancellationToken,
     closed: CancellationToken,
     forced: CancellationToken,
     /// Time for running requests after the listener is closed.
-    drain: Arc<OnceLock<Duration>>,
+    drain: OnceLock<Duration>,
 }
 
 impl Shutdown {
     /// Rejects new requests from now on, and makes `/ready` respond 503. The listener stays open, so that load
     /// balancers get responses until they have noticed.
     pub fn announce(&self) {
-        self.announced.cancel();
+        self.0.announced.cancel();
     }
 
     /// Closes the listener. Running requests may finish within `drain`; then they are aborted with an error. Only the
     /// first call has an effect.
     pub fn close(&self, drain: Duration) {
-        let _ = self.drain.set(drain);
-        self.announced.cancel();
-        self.closed.cancel();
+        let _ = self.0.drain.set(drain);
+        self.0.announced.cancel();
+        self.0.closed.cancel();
     }
 
     /// Whether new requests are rejected.
     pub(crate) fn is_announced(&self) -> bool {
-        self.announced.is_cancelled()
+        self.0.announced.is_cancelled()
     }
 
     /// Resolves when the drain deadline has passed and running requests must end.
     pub(crate) fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
-        self.forced.clone().cancelled_owned()
+        let stages = Arc::clone(&self.0);
+        async move { stages.forced.cancelled().await }
+    }
+
+    fn is_closed(&self) -> bool {
+        self.0.closed.is_cancelled()
+    }
+
+    /// Resolves when the listener is closed.
+    async fn closed(&self) {
+        self.0.closed.cancelled().await;
     }
 }
 
@@ -143,7 +155,6 @@ impl Server {
     /// Serves until `shutdown` is closed, then accepts no more connections and lets requests finish. Requests that
     /// still run at the drain deadline are aborted, which drops their engine streams.
     pub async fn serve(&self, listener: TcpListener, router: Router, shutdown: Shutdown) -> io::Result<()> {
-        let router = router.layer(Extension(shutdown.clone()));
         let loopback_only = listener.local_addr()?.ip().is_loopback();
         let connections = Arc::new(Connections::new(self.limits.max_connections));
         let tasks = TaskTracker::new();
@@ -151,7 +162,7 @@ impl Server {
         loop {
             let accepted = tokio::select! {
                 biased;
-                () = shutdown.closed.cancelled() => break,
+                () = shutdown.closed() => break,
                 accepted = listener.accept() => accepted,
             };
             match accepted {
@@ -171,7 +182,7 @@ impl Server {
                     connections.evict_longest_without_request();
                     tokio::select! {
                         biased;
-                        () = shutdown.closed.cancelled() => break,
+                        () = shutdown.closed() => break,
                         () = tokio::time::sleep(ACCEPT_RETRY) => {}
                     }
                 }
@@ -179,7 +190,7 @@ impl Server {
         }
         drop(listener);
         tasks.close();
-        let drain = shutdown.drain.get().copied().unwrap_or_default();
+        let drain = shutdown.0.drain.get().copied().unwrap_or_default();
         if tokio::time::timeout(drain, tasks.wait()).await.is_ok() {
             return Ok(());
         }
@@ -187,7 +198,7 @@ impl Server {
             shutdown_timeout_s = drain.as_secs_f64(),
             "requests still run after the shutdown timeout and are aborted"
         );
-        shutdown.forced.cancel();
+        shutdown.0.forced.cancel();
         // Connections that are still open after this are dropped with the runtime.
         let _ = tokio::time::timeout(LAST_BYTES, tasks.wait()).await;
         Ok(())
@@ -221,10 +232,10 @@ impl Server {
         let rejected_lines = Arc::clone(&self.rejected_lines);
         let tls = self.tls.clone();
         let router = router.clone();
-        let closed = shutdown.closed.clone();
+        let shutdown = shutdown.clone();
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let serving = connection::run(socket, tls, &slot, router, info, &limits, &closed, &rejected_lines);
+            let serving = connection::run(socket, tls, &slot, router, info, &limits, &shutdown, &rejected_lines);
             let reason = Box::pin(serving).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });

@@ -7,10 +7,9 @@
 
 use crate::settings::Settings;
 use axum::body::{Body, HttpBody};
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::header::{CONNECTION, EXPECT};
 use axum::http::{HeaderValue, Version};
-use axum::middleware::Next;
 use axum::response::Response;
 use bytes::Bytes;
 use hyper::body::{Frame, SizeHint};
@@ -71,9 +70,13 @@ pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
 }
 
 /// Middleware around handlers that may respond before they have read the body.
-pub(crate) async fn discard_rest(State(limits): State<UploadLimits>, request: Request, next: Next) -> Response {
+pub(crate) async fn discard_rest(
+    limits: &UploadLimits,
+    request: Request,
+    next: impl AsyncFnOnce(Request) -> Response,
+) -> Response {
     if request.body().is_end_stream() {
-        return next.run(request).await;
+        return next(request).await;
     }
     let (parts, body) = request.into_parts();
     // With `Expect: 100-continue` the client waits for permission to send; a read would give it.
@@ -81,7 +84,7 @@ pub(crate) async fn discard_rest(State(limits): State<UploadLimits>, request: Re
     let http1 = parts.version < Version::HTTP_2;
     let rest = SharedRemainder::default();
     let upload = HandlerBody { body: Some(TimedBody::new(body, limits.rate)), rest: rest.clone() };
-    let mut response = next.run(Request::from_parts(parts, Body::new(upload))).await;
+    let mut response = next(Request::from_parts(parts, Body::new(upload))).await;
     let whole = match rest.replace(Remainder::Nothing) {
         Remainder::Nothing => true,
         Remainder::Failed => false,

@@ -1,6 +1,7 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
 use crate::http::RequestContext;
+use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::RelayReport;
@@ -8,15 +9,18 @@ use worker::engine::RelayReport;
 /// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
-/// The text of a stream is not read, so a part of its body counts as one token of the times between tokens.
+/// The text of a stream is not read. The times between tokens are those between the parts of its body, which have the
+/// tokens that arrived at the same time; the tokens of a stream that was cancelled are its events.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     model: Arc<str>,
     is_stream: bool,
+    /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
+    inter_token: Option<Histogram>,
     /// Arrival of the latest part of the body.
     latest: Option<Instant>,
-    /// Parts of the body of a stream.
-    parts: u32,
+    /// Events of the stream, about.
+    events: u32,
     ended: bool,
     failed: bool,
 }
@@ -25,7 +29,7 @@ impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end.
     pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, is_stream: bool) -> Self {
         context.record_model(&model);
-        Self { context, model, is_stream, latest: None, parts: 0, ended: false, failed: false }
+        Self { context, model, is_stream, inter_token: None, latest: None, events: 0, ended: false, failed: false }
     }
 
     /// Records the head of the response, which comes with its first output.
@@ -37,19 +41,19 @@ impl RelayMeter {
             let took = arrived.elapsed().as_secs_f64();
             log_fields.ttft_s = Some(took);
             metrics.first_token.with_label_values(&[&*self.model]).observe(took);
+            self.inter_token = Some(metrics.inter_token.with_label_values(&[&*self.model]));
         }
     }
 
     /// Records a part of the body.
-    pub(crate) fn body(&mut self) {
-        if !self.is_stream {
-            return;
-        }
-        self.parts = self.parts.saturating_add(1);
+    pub(crate) fn body(&mut self, part: &[u8]) {
+        let Some(inter_token) = &self.inter_token else { return };
+        // Two line ends per event, of any stream that is not told from one with longer events.
+        let events = memchr::memchr_iter(b'\n', part).count() / 2;
+        self.events = self.events.saturating_add(events.max(1) as u32);
         let now = Instant::now();
         if let Some(before) = self.latest.replace(now) {
-            let gap = (now - before).as_secs_f64();
-            self.context.metrics.inter_token.with_label_values(&[&*self.model]).observe(gap);
+            inter_token.observe((now - before).as_secs_f64());
         }
     }
 
@@ -86,7 +90,7 @@ impl Drop for RelayMeter {
             let reason = if self.failed { "error" } else { "cancelled" };
             self.context.metrics.finished.with_label_values(&[&*self.model, reason]).inc();
             // The engine reports the tokens at the end only, which did not arrive.
-            self.context.log_fields().completion_tokens = self.parts;
+            self.context.log_fields().completion_tokens = self.events;
         }
     }
 }

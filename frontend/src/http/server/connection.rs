@@ -1,11 +1,11 @@
 //! One connection, from its first byte to its last.
 
-use super::Limits;
 use super::activity::{Activity, Expired, RequestGuard};
 use super::connections::Slot;
 use super::socket::Socket;
 use super::stream::{self, Stream};
 use super::tls::{NoTls, Tls};
+use super::{Limits, Shutdown};
 use crate::error::Error;
 use crate::limits::{ConnectionChoices, LogLimit};
 use axum::Router;
@@ -28,7 +28,6 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio_util::sync::CancellationToken;
 
 /// hyper's minimum buffer for a connection in bytes. A request's head must fit into the buffer.
 const MIN_BUFFER: usize = 8 << 10;
@@ -58,7 +57,7 @@ pub(super) async fn run(
     router: Router,
     info: ConnectionInfo,
     limits: &Limits,
-    closed: &CancellationToken,
+    shutdown: &Shutdown,
     rejected_lines: &Arc<LogLimit>,
 ) -> &'static str {
     let activity = &slot.activity;
@@ -67,7 +66,7 @@ pub(super) async fn run(
         Some(tls) => {
             let accepted = tokio::select! {
                 biased;
-                () = closed.cancelled() => return "client",
+                () = shutdown.closed() => return "client",
                 expired = activity.expired(&limits.timeouts) => return reason(Some(expired)),
                 accepted = tls.accept(socket) => accepted,
             };
@@ -78,7 +77,7 @@ pub(super) async fn run(
                     let _ = socket.try_write(&stream::error_response(&Error::PlainHttp, rejected_lines));
                     activity.linger();
                     let socket = Socket::Plain(socket);
-                    Box::pin(close(socket, None, activity, limits, closed, rejected_lines)).await;
+                    Box::pin(close(socket, None, activity, limits, shutdown, rejected_lines)).await;
                     return "tls_handshake";
                 }
                 Err(NoTls::Failed) => return "tls_handshake",
@@ -87,7 +86,8 @@ pub(super) async fn run(
     };
     let inner = TowerToHyperService::new(router);
     let choices = ConnectionChoices::default();
-    let service = ConnectionService { inner, activity: Arc::clone(activity), info, choices };
+    let service =
+        ConnectionService { inner, activity: Arc::clone(activity), info, choices, shutdown: shutdown.clone() };
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
@@ -108,7 +108,7 @@ pub(super) async fn run(
                     }
                     break None;
                 }
-                () = closed.cancelled(), if !closing => {
+                () = shutdown.closed(), if !closing => {
                     connection.as_mut().graceful_shutdown();
                     closing = true;
                 }
@@ -118,7 +118,7 @@ pub(super) async fn run(
     };
     // The HTTP connection is dropped here, and its stream has returned the socket.
     if let Some(socket) = activity.take_stream() {
-        Box::pin(close(socket, expired, activity, limits, closed, rejected_lines)).await;
+        Box::pin(close(socket, expired, activity, limits, shutdown, rejected_lines)).await;
     }
     reason(expired)
 }
@@ -140,7 +140,7 @@ async fn close(
     expired: Option<Expired>,
     activity: &Activity,
     limits: &Limits,
-    closed: &CancellationToken,
+    shutdown: &Shutdown,
     rejected_lines: &LogLimit,
 ) {
     match expired {
@@ -163,7 +163,7 @@ async fn close(
         }
         _ => {}
     }
-    if !activity.lingers() || closed.is_cancelled() {
+    if !activity.lingers() || shutdown.is_closed() {
         return;
     }
     let lingering = async {
@@ -172,7 +172,7 @@ async fn close(
         while socket.read(&mut discarded).await.is_ok_and(|read| read > 0) {}
     };
     tokio::select! {
-        () = closed.cancelled() => {}
+        () = shutdown.closed() => {}
         () = activity.evicted() => {}
         () = tokio::time::sleep(LINGER) => {}
         () = lingering => {}
@@ -185,6 +185,7 @@ struct ConnectionService {
     activity: Arc<Activity>,
     info: ConnectionInfo,
     choices: ConnectionChoices,
+    shutdown: Shutdown,
 }
 
 impl Service<Request<Incoming>> for ConnectionService {
@@ -197,6 +198,7 @@ impl Service<Request<Incoming>> for ConnectionService {
         let mut request = request.map(Body::new);
         request.extensions_mut().insert(self.info);
         request.extensions_mut().insert(self.choices.clone());
+        request.extensions_mut().insert(self.shutdown.clone());
         let response = self.inner.call(request);
         let activity = Arc::clone(&self.activity);
         async move {
