@@ -2,8 +2,8 @@
 //! blocks after a restart.
 //!
 //! ```text
-//! cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N] [--workload NAME]
-//!     [--chain N] [--recover N] [--json]
+//! cargo run --release -p kvbm --example disk_speed -- FOLDER [--block-bytes N] [--mib N] [--rounds N]
+//!     [--workload NAME] [--chain N] [--recover N] [--json]
 //! ```
 //!
 //! A growing log writes into space that the filesystem allocates, so it is compared with a new file of `fio`; a full

@@ -14,6 +14,7 @@ use kvbm::{
     SequenceHash, Tier,
 };
 use parking_lot::RwLock;
+use serde_json::json;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -149,10 +150,14 @@ async fn main() {
     for block in [64 << 10, 192 << 10, 1 << 20] {
         let [copy, down, up] = measure(block).await;
         if json {
+            let [copy_gbps, down_gbps, up_gbps, down_ratio, up_ratio] =
+                [copy, down, up, down / copy, up / copy].map(|value| (value * 100.0).round() / 100.0);
             println!(
-                r#"{{"block_bytes":{block},"memcpy_gbps":{copy:.2},"down_gbps":{down:.2},"up_gbps":{up:.2},"down_ratio":{:.2},"up_ratio":{:.2}}}"#,
-                down / copy,
-                up / copy
+                "{}",
+                json!({
+                    "block_bytes": block, "memcpy_gbps": copy_gbps, "down_gbps": down_gbps, "up_gbps": up_gbps,
+                    "down_ratio": down_ratio, "up_ratio": up_ratio,
+                })
             );
         } else {
             let kib = block >> 10;

@@ -10,6 +10,7 @@
 
 use kvbm::splitmix::SplitMix64;
 use kvbm::{BlockAttrs, BlockId, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, Metrics, SequenceHash};
+use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -114,8 +115,13 @@ fn show(case: &str, [matched, released]: &[Vec<Duration>; 2], json: bool) {
     let [p50, p90, p99] = [0.5, 0.9, 0.99].map(|part| us(matched, part));
     let release = us(released, 0.5);
     if json {
+        let [p50, p90, p99, release] = [p50, p90, p99, release].map(|us| (us * 10.0).round() / 10.0);
         println!(
-            r#"{{"case":"{case}","resident":{RESIDENT},"blocks":{CHAIN},"p50_us":{p50:.1},"p90_us":{p90:.1},"p99_us":{p99:.1},"release_p50_us":{release:.1}}}"#
+            "{}",
+            json!({
+                "case": case, "resident": RESIDENT, "blocks": CHAIN, "p50_us": p50, "p90_us": p90, "p99_us": p99,
+                "release_p50_us": release,
+            })
         );
     } else {
         println!("{case:<28} {p50:>8.1} {p90:>8.1} {p99:>8.1} {release:>12.1}");

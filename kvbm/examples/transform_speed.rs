@@ -4,9 +4,9 @@
 //! cargo run --release -p kvbm --example transform_speed [-- [--json] [FILE…]]
 //! ```
 //!
-//! Measures the lossless codec on one core, on synthetic KV cache or on files of raw KV cache. For synthetic KV cache it
-//! then measures how fast a disk tier in the folder for temporary files stores and loads blocks with each combination of
-//! transforms. The results are medians. The combinations are measured in turns, because devices burst.
+//! Measures the lossless codec on one core, on synthetic KV cache or on files of raw KV cache. For synthetic KV cache
+//! it then measures how fast a disk tier in the folder for temporary files stores and loads blocks with each
+//! combination of transforms. The results are medians. The combinations are measured in turns, because devices burst.
 
 use bytes::Bytes;
 use futures::StreamExt;
@@ -150,8 +150,8 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
             continue;
         }
         println!(
-            "disk tier, {what}: raw {raw:.2} GB/s, encrypted {encrypted:.2} ({:+.0} %), encoded {encoded:.2} ({:+.0} %), \
-             both {both:.2} ({:+.0} %)",
+            "disk tier, {what}: raw {raw:.2} GB/s, encrypted {encrypted:.2} ({:+.0} %), \
+             encoded {encoded:.2} ({:+.0} %), both {both:.2} ({:+.0} %)",
             (encrypted / raw - 1.0) * 100.0,
             (encoded / raw - 1.0) * 100.0,
             (both / raw - 1.0) * 100.0,
