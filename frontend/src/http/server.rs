@@ -13,6 +13,7 @@ mod activity;
 mod connection;
 mod connections;
 mod expiry;
+mod repoll;
 mod socket;
 mod stream;
 mod tls;

@@ -2,6 +2,7 @@
 
 use super::activity::{Activity, Expired, RequestGuard};
 use super::connections::Slot;
+use super::repoll::Repoll;
 use super::socket::Socket;
 use super::stream::{self, Stream};
 use super::tls::{NoTls, Tls};
@@ -22,7 +23,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use std::convert::Infallible;
 use std::net::IpAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -97,19 +98,19 @@ pub(super) async fn run(
     let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_headers, Arc::clone(rejected_lines)));
 
     let expired = {
-        let mut connection = pin!(builder.serve_connection(io, service));
+        let mut connection = Repoll::new(builder.serve_connection(io, service));
         let mut closing = false;
         loop {
             tokio::select! {
                 biased;
-                ended = connection.as_mut() => {
+                ended = &mut connection => {
                     if let Err(error) = ended {
                         tracing::trace!(%error, "connection failed");
                     }
                     break None;
                 }
                 () = shutdown.closed(), if !closing => {
-                    connection.as_mut().graceful_shutdown();
+                    connection.inner().graceful_shutdown();
                     closing = true;
                 }
                 expired = activity.expired(&limits.timeouts) => break Some(expired),
