@@ -1,8 +1,8 @@
 //! Polls a future again at once when it wakes itself.
 //!
-//! hyper wakes the task of a connection twice while it polls a request with a body: the handler asks for the body, and
-//! gets it. A task that wakes itself is put into the queue of its thread, and another thread is woken to steal it, which
-//! takes longer than the rest of the request.
+//! hyper wakes the task of a connection twice while it polls a request with a body: the handler asks for the body,
+//! and gets it. A task that wakes itself is put into the queue of its thread, and another thread is woken to steal it,
+//! which takes longer than the rest of the request.
 
 use futures::task::{ArcWake, AtomicWaker, waker};
 use std::future::Future;
