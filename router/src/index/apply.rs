@@ -11,11 +11,12 @@ impl Index {
     pub fn clear(&self, holder: Holder) {
         let Some(state) = self.holder_state(holder) else { return };
         let mut pages = state.lock();
+        state.digests.start_replacing();
         for holder_level in state.id.levels() {
             self.clear_level(&state, &mut pages, holder_level);
         }
         self.account_pages(&state, &mut pages);
-        state.digests.set_complete();
+        state.digests.finish_replacing();
     }
 
     /// Applies an event. Events of unknown holders are ignored.
@@ -50,7 +51,7 @@ impl Index {
         if pages.unregistered {
             return;
         }
-        state.digests.set_complete();
+        state.digests.start_replacing();
         for level in LEVELS {
             let Some(holder_level) = HolderLevel::new(state.id, level) else { continue };
             let wanted = || runs.iter().filter(|run| run.level == level);
@@ -64,6 +65,7 @@ impl Index {
                 self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
             }
         }
+        state.digests.finish_replacing();
         self.account_pages(&state, &mut pages);
         drop(pages);
         self.evict_to_limit();

@@ -10,7 +10,7 @@ use sync::{AtomicU64, Ordering};
 use table::Table;
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+    pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const MAX_READ_ATTEMPTS: usize = 2;
     pub(crate) const HUGE_PAGE: usize = 1 << 21;
@@ -136,6 +136,20 @@ fn a_lowered_digest_is_never_taken_for_complete() {
         if digests.is_complete() {
             assert_eq!(read, complete);
         }
+        evicting.join().unwrap();
+        assert!(!digests.is_complete());
+    });
+}
+
+#[test]
+fn a_holder_that_loses_blocks_while_they_are_replaced_is_incomplete() {
+    explore(|| {
+        let digests = Arc::new(HolderDigests::new());
+        digests.start_replacing();
+        let evicting = digests.clone();
+        let evicting = thread::spawn(move || evicting.evict(0, 1, 2));
+        assert!(!digests.is_complete());
+        digests.finish_replacing();
         evicting.join().unwrap();
         assert!(!digests.is_complete());
     });

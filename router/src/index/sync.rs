@@ -3,7 +3,7 @@
 
 pub(crate) use kvbm::hugepages::{HUGE_PAGE, advise_hugepages};
 pub(crate) use kvbm::prefetch::{prefetch, prefetch_for_write};
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// Maximum number of attempts of a reader. A write takes a hundred nanoseconds, so a writer that has not finished by
 /// then was descheduled.
