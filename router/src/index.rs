@@ -39,6 +39,7 @@ mod page;
 mod partition;
 mod position;
 mod publish;
+mod removals;
 mod run;
 mod seqlock;
 mod sharded_table;

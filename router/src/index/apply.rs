@@ -4,6 +4,7 @@ use super::Index;
 use super::holder::{Holder, HolderLevel, LEVELS};
 use super::run::Run;
 use kvbm::{BlockEvent, SequenceHash};
+use std::cell::Cell;
 use std::collections::HashSet;
 
 impl Index {
@@ -21,24 +22,25 @@ impl Index {
 
     /// Applies an event. Events of unknown holders are ignored.
     pub fn apply(&self, holder: Holder, event: &BlockEvent) {
-        let Some(state) = self.holder_state(holder) else { return };
+        let snapshot = self.snapshot.load();
+        let Some(state) = snapshot.holders.get(holder) else { return };
         let mut pages = state.lock();
         let (BlockEvent::Stored { level, .. } | BlockEvent::Removed { level, .. } | BlockEvent::Cleared { level }) =
             event;
         let Some(holder_level) = HolderLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
         match event {
             BlockEvent::Stored { parent, blocks, .. } => {
-                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
                 let after = parent.as_ref().map(SequenceHash::short);
-                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
+                with_short_hashes(blocks, |hashes| {
+                    self.store_blocks(state, &mut pages, holder_level, Run { hashes, after, chained: true });
+                });
             }
             BlockEvent::Removed { blocks, .. } => {
-                let hashes: Vec<u64> = blocks.iter().map(SequenceHash::short).collect();
-                self.remove_blocks(&state, &mut pages, holder_level, &hashes);
+                with_short_hashes(blocks, |hashes| self.remove_blocks(state, &mut pages, holder_level, hashes));
             }
-            BlockEvent::Cleared { .. } => self.clear_level(&state, &mut pages, holder_level),
+            BlockEvent::Cleared { .. } => self.clear_level(state, &mut pages, holder_level),
         }
-        self.account_pages(&state, &mut pages);
+        self.account_pages(state, &mut pages);
         drop(pages);
         self.evict_to_limit();
     }
@@ -60,14 +62,34 @@ impl Index {
             let stale: Vec<u64> = held.into_iter().filter(|hash| !keep.contains(hash)).collect();
             self.remove_blocks(&state, &mut pages, holder_level, &stale);
             for run in wanted() {
-                let hashes: Vec<u64> = run.blocks.iter().map(SequenceHash::short).collect();
                 let after = run.parent.as_ref().map(SequenceHash::short);
-                self.store_blocks(&state, &mut pages, holder_level, Run { hashes: &hashes, after, chained: true });
+                with_short_hashes(&run.blocks, |hashes| {
+                    self.store_blocks(&state, &mut pages, holder_level, Run { hashes, after, chained: true });
+                });
             }
         }
         state.digests.finish_replacing();
         self.account_pages(&state, &mut pages);
         drop(pages);
         self.evict_to_limit();
+    }
+}
+
+thread_local! {
+    /// Buffer for the hashes of an event, empty while an event uses it.
+    static HASHES_BUFFER: Cell<Vec<u64>> = const { Cell::new(Vec::new()) };
+}
+
+/// Largest buffer that a thread keeps: the blocks of a prompt of a million tokens.
+const MAX_BUFFERED: usize = 1 << 16;
+
+/// Calls a function with the hashes by which the index knows these blocks. Allocates no memory for most events.
+fn with_short_hashes(blocks: &[SequenceHash], with: impl FnOnce(&[u64])) {
+    let mut hashes = HASHES_BUFFER.take();
+    hashes.clear();
+    hashes.extend(blocks.iter().map(SequenceHash::short));
+    with(&hashes);
+    if hashes.capacity() <= MAX_BUFFERED {
+        HASHES_BUFFER.set(hashes);
     }
 }

@@ -8,9 +8,10 @@ use super::Index;
 use super::holder_state::{HolderPages, HolderState, shrink};
 use super::holders::Holders;
 use super::page::{ClockState, Page};
+use super::removals::Removals;
 use super::sharded_table::ENTRY_BYTES;
 use super::snapshot::PAGE_BYTES;
-use super::update::{Removed, digest_sum};
+use super::update::digest_sum;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Pages that are evicted between two updates of the tables.
@@ -57,16 +58,15 @@ impl Index {
         }
         // A concurrent call evicts on behalf of this one.
         let Some(mut hand) = self.clock_hand.try_lock() else { return 0 };
-        let (mut evicted, mut removed) = (0, Removed::new());
+        let (mut evicted, mut removed) = (0, Removals::default());
         let pages = self.snapshot.load().directory.pages();
         // What remains may be tables and sets of pages only, which eviction does not free.
-        let enough =
-            |removed: &Removed| self.is_within_limit() || self.sharded_table.entries() <= removed.entries.len();
+        let enough = |removed: &Removals| self.is_within_limit() || self.sharded_table.entries() <= removed.blocks();
         // After one full turn every page was cold once.
         for _ in 0..2 * pages {
-            if removed.pages.len() == BATCH || enough(&removed) {
+            if removed.pages().len() == BATCH || enough(&removed) {
                 self.reclaim(&removed);
-                removed = Removed::new();
+                removed.clear();
                 if enough(&removed) {
                     break;
                 }
@@ -80,7 +80,7 @@ impl Index {
     }
 
     /// Evicts a page unless it is hot or pinned.
-    fn evict_page(&self, number: u32, removed: &mut Removed) -> bool {
+    fn evict_page(&self, number: u32, removed: &mut Removals) -> bool {
         let snapshot = self.snapshot.load();
         let Some(page) = snapshot.page(number) else { return false };
         match page.clock() {
@@ -96,9 +96,7 @@ impl Index {
             return false;
         }
         self.remove_holders(page);
-        let dead = page.set_holders(Holders::Empty);
-        removed.push(number, page, dead);
-        removed.pages.push(number);
+        removed.push(number, page.set_holders(Holders::Empty));
         true
     }
 

@@ -1,6 +1,7 @@
 //! The holders of blocks, and the small numbers under which the index knows them.
 
 use kvbm::Level;
+use std::hash::{Hash, Hasher};
 use worker::plane::{StoreId, WorkerId};
 
 /// A holder of blocks. Its blocks come from the events of a worker or a store, or from an estimate of this router.
@@ -12,6 +13,18 @@ pub enum Holder {
     Estimate(WorkerId),
     /// A store that several workers may read.
     Store(StoreId),
+}
+
+/// One number: a map of holders is searched for every event.
+impl Hash for Holder {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let (kind, id) = match self {
+            Self::Worker(id) => (0, id.0),
+            Self::Estimate(id) => (1, id.0),
+            Self::Store(id) => (2, id.0),
+        };
+        state.write_u64(id.rotate_left(2) ^ kind);
+    }
 }
 
 /// The indexed levels. A peer's memory is not a level of its own: it is indexed as the G1 of that peer.

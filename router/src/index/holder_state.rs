@@ -1,16 +1,20 @@
 //! State of a holder: its id, digests, and the pages that contain its blocks.
 
-use super::holder::{HolderId, LEVELS};
+use super::holder::{Holder, HolderId, LEVELS};
 use super::holder_digests::HolderDigests;
 use super::holder_set::InternCache;
 use super::position::Position;
+use super::removals::Removals;
+use kvbm::splitmix::splitmix64;
 use parking_lot::{Mutex, MutexGuard};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A holder of blocks.
+/// A holder of blocks. Threads update different holders, so each has cache lines of its own (two, because processors
+/// prefetch pairs).
+#[repr(align(128))]
 pub(super) struct HolderState {
     pub(super) id: HolderId,
     pages: Mutex<HolderPages>,
@@ -30,6 +34,8 @@ pub(super) struct HolderPages {
     pub(super) open: Range<u32>,
     /// Predicted position of the next block to remove: engines evict a chain block by block.
     pub(super) next_removal: Option<Position>,
+    /// Removed blocks that still have table entries.
+    pub(super) removals: Removals,
     /// The holder sets that this holder was last added to and removed from.
     pub(super) last_added: InternCache,
     pub(super) last_removed: InternCache,
@@ -38,7 +44,10 @@ pub(super) struct HolderPages {
 }
 
 /// Page numbers.
-pub(super) type PageSet = HashSet<u32, BuildHasherDefault<PageHasher>>;
+pub(super) type PageSet = HashSet<u32, BuildHasherDefault<NumberHasher>>;
+
+/// A map of holders.
+pub(super) type HolderMap<T> = HashMap<Holder, T, BuildHasherDefault<NumberHasher>>;
 
 /// Evicted pages are pruned once there are more than `PRUNE_MIN` plus one in `PRUNE_RATIO` of all pages in the sets.
 const PRUNE_MIN: usize = 16;
@@ -61,8 +70,9 @@ impl HolderState {
     /// Whether evicted pages should be pruned from the page sets now. If so, the counter is reset and the caller
     /// prunes.
     pub(super) fn should_prune(&self, pages: &HolderPages) -> bool {
-        let named: usize = pages.by_level.iter().map(HashSet::len).sum();
-        let many = self.evicted_pages.load(Ordering::Relaxed) > PRUNE_MIN + named / PRUNE_RATIO;
+        let evicted = self.evicted_pages.load(Ordering::Relaxed);
+        let named = || pages.by_level.iter().map(HashSet::len).sum::<usize>();
+        let many = evicted > PRUNE_MIN && evicted > PRUNE_MIN + named() / PRUNE_RATIO;
         if many {
             self.evicted_pages.store(0, Ordering::Relaxed);
         }
@@ -90,11 +100,12 @@ pub(super) fn shrink(pages: &mut PageSet) {
     }
 }
 
-/// Hashes page numbers by one multiplication. They are not chosen by clients, so flooding is no concern.
+/// Hashes page numbers by one multiplication, and holders by `SplitMix64`. Neither is chosen by clients, so flooding is
+/// no concern.
 #[derive(Default)]
-pub(super) struct PageHasher(u64);
+pub(super) struct NumberHasher(u64);
 
-impl Hasher for PageHasher {
+impl Hasher for NumberHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -107,5 +118,9 @@ impl Hasher for PageHasher {
 
     fn write_u32(&mut self, value: u32) {
         self.0 = (self.0 ^ u64::from(value)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = splitmix64(self.0 ^ value);
     }
 }

@@ -13,7 +13,7 @@ use super::position::Position;
 use super::run::Run;
 use super::sharded_table::{Entry, WriteBatch};
 use super::snapshot::IndexSnapshot;
-use super::update::{Removed, note_added};
+use super::update::note_added;
 
 /// One page is reserved per this many pages of the holder.
 const OPEN_RATIO: usize = 16;
@@ -85,7 +85,8 @@ impl Index {
             let Some(page) = snapshot.page(position.page()) else { continue };
             let _guard = page.lock();
             // The entry was refused, so lookups never reached this position and no other holder is a holder of it.
-            self.take(state, pages, holder_level, (position.page(), page), 1 << position.offset(), &mut Removed::new());
+            let dead = self.take(state, pages, holder_level, (position.page(), page), 1 << position.offset());
+            page.set_unindexed(dead);
         }
         for number in pinned {
             let Some(page) = snapshot.page(number) else { continue };
@@ -117,9 +118,10 @@ impl Index {
         Some(pages.open.start)
     }
 
-    /// Frees the reserved pages of a holder without blocks.
+    /// Frees what is reserved for a holder without blocks.
     pub(super) fn release_if_empty(&self, state: &HolderState, pages: &mut HolderPages) {
         if state.digests.blocks() == 0 {
+            self.reclaim(&std::mem::take(&mut pages.removals));
             self.release_open_pages(state.id, pages);
         }
     }

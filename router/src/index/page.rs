@@ -42,7 +42,8 @@ pub(super) struct Head {
     holder_set: ArcSwapOption<HolderSet>,
     /// Positions whose block has a holder.
     live: AtomicU64,
-    /// Positions whose block follows the one before it in a chain; both are live.
+    /// Of a live position: whether its block follows the one before it in a chain, which is live too. Of a dead one:
+    /// whether the tables still have an entry for it.
     links: AtomicU64,
     /// The hash at the last position, once used.
     last_hash: AtomicU64,
@@ -199,7 +200,8 @@ impl<'a> Page<'a> {
     }
 
     fn matching_run(&self, from: u32, prompt: &[SequenceHash]) -> u32 {
-        let (live, links) = (self.head.live.load(Ordering::Relaxed), self.head.links.load(Ordering::Relaxed));
+        let live = self.head.live.load(Ordering::Relaxed);
+        let links = live & self.head.links.load(Ordering::Relaxed);
         let longest = (PAGE_BLOCKS - from).min(prompt.len() as u32);
         let is = |len: u32| self.hash_from_head(from + len) == prompt[len as usize].short();
         let mut len = 0;
@@ -303,9 +305,11 @@ impl Page<'_> {
         self.set_successor(PAGE_BLOCKS - 1, Position::NONE);
     }
 
-    /// Makes the page free if it has an owner and no live block and is not pinned. Returns whether it did.
+    /// Makes the page free if it has an owner, no live block and no table entry, and is not pinned. Returns whether it
+    /// did.
     pub(super) fn try_release(&self) -> bool {
-        let releases = self.live() == 0 && self.in_use() && self.clock() != ClockState::Pinned;
+        let has_entry = self.live() != 0 || self.head.links.load(Ordering::Relaxed) != 0;
+        let releases = !has_entry && self.in_use() && self.clock() != ClockState::Pinned;
         if releases {
             self.head.owner.store(u32::MAX, Ordering::Relaxed);
             self.set_clock(ClockState::Cold);
@@ -319,7 +323,12 @@ impl Page<'_> {
 
     /// Whether the block at an offset and the one before it are live and consecutive in a chain.
     pub(super) fn is_linked(&self, at: u32) -> bool {
-        self.head.links.load(Ordering::Relaxed) >> at & 1 == 1
+        (self.live() & self.head.links.load(Ordering::Relaxed)) >> at & 1 == 1
+    }
+
+    /// Notes that the tables have no entry for these dead positions any more.
+    pub(super) fn set_unindexed(&self, dead: u64) {
+        self.head.links.store(self.head.links.load(Ordering::Relaxed) & !dead, Ordering::Relaxed);
     }
 
     pub(super) fn holders(&self) -> Holders {
@@ -328,12 +337,6 @@ impl Page<'_> {
             HolderLevel::MANY => self.head.holder_set.load_full().map_or(Holders::Empty, Holders::Many),
             holder_level => Holders::One(holder_level, self.head.mask.load(Ordering::Relaxed)),
         }
-    }
-
-    /// Whether this is the only holder and holds exactly these blocks.
-    pub(super) fn is_held_only_by(&self, holder_level: HolderLevel, blocks: u64) -> bool {
-        self.head.holder_level.load(Ordering::Relaxed) == holder_level.raw()
-            && self.head.mask.load(Ordering::Relaxed) == blocks
     }
 
     /// Appends hashes with one holder. The first follows the hash `after`; each other one follows the one before it if
@@ -365,13 +368,16 @@ impl Page<'_> {
         first
     }
 
-    /// Sets the holders. Positions without a holder become dead; returns those that were live.
+    /// Sets the holders. Positions without a holder become dead; returns those that were live. The tables have an entry
+    /// for each of them until [`set_unindexed`](Self::set_unindexed).
     pub(super) fn set_holders(&self, holders: Holders) -> u64 {
-        let live = self.live();
-        let dead = live & !holders.union();
+        let (before, links) = (self.live(), self.head.links.load(Ordering::Relaxed));
+        let live = before & holders.union();
+        let dead = before & !live;
+        let (linked, indexed) = (links & live & !(dead << 1), links & !before | dead);
         self.head.seqlock.write(|| {
-            self.head.live.store(live & !dead, Ordering::Release);
-            self.head.links.store(self.head.links.load(Ordering::Relaxed) & !(dead | dead << 1), Ordering::Relaxed);
+            self.head.live.store(live, Ordering::Release);
+            self.head.links.store(linked | indexed, Ordering::Relaxed);
             self.store_holders(holders);
         });
         dead

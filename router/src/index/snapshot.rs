@@ -6,13 +6,12 @@
 
 use super::bits::Bits;
 use super::holder::{Holder, HolderId};
-use super::holder_state::HolderState;
+use super::holder_state::{HolderMap, HolderState};
 use super::key::{Key, SHARDS};
 use super::page::{ClockState, Hashes, Head, LINE_HASHES, Page};
 use super::position::Position;
 use super::sync::prefetch;
 use super::table::Table;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use worker::plane::StoreId;
 
@@ -27,7 +26,7 @@ pub(super) struct IndexSnapshot {
 /// All holders of blocks, and which workers can read which stores.
 #[derive(Clone, Default)]
 pub(super) struct HolderDirectory {
-    states: BTreeMap<Holder, Arc<HolderState>>,
+    states: HolderMap<Arc<HolderState>>,
     /// By the index of their [`HolderId`]: workers and estimates, and stores.
     pub(super) workers: Vec<Option<Arc<HolderState>>>,
     pub(super) stores: Vec<Option<Arc<HolderState>>>,
@@ -186,7 +185,7 @@ impl HolderDirectory {
         }
     }
 
-    /// Stores that no worker can read.
+    /// Stores that no worker can read, in no particular order.
     pub(super) fn unreferenced_stores(&self) -> Vec<StoreId> {
         let unreferenced = |(holder, state): (&Holder, &Arc<HolderState>)| match holder {
             Holder::Store(store) if self.readers[state.id.index()].is_empty() => Some(*store),

@@ -76,6 +76,31 @@ fn a_hole_is_exact_until_the_block_is_stored_again() {
 }
 
 #[test]
+fn blocks_removed_one_by_one_are_gone_before_their_entries_are() {
+    let index = Index::new();
+    let [a, b] = [1, 2].map(|id| (WorkerId(id), index.join(WorkerId(id), &[])));
+    let (hashes, events) = runs(1, 128, 128);
+    announce(&index, a.0, &events);
+    let remove = |at: usize| index.apply(Holder::Worker(a.0), &removed(Level::G1, &hashes[at..=at]));
+    for at in (28..128).rev() {
+        remove(at);
+        assert_eq!(index.overlap(&hashes).at(a.1).total(), at as u32);
+        assert_eq!(index.entries(), at);
+    }
+    let late = index.sharded_table.entries() - index.entries();
+    assert!(late > 0, "some entries are removed later, in batches");
+    // The same blocks get new positions.
+    announce(&index, b.0, &events);
+    let overlap = index.overlap(&hashes);
+    assert_eq!((overlap.at(a.1).total(), overlap.at(b.1).total()), (28, 128));
+    (0..28).for_each(remove);
+    assert_eq!(index.overlap(&hashes).at(b.1).total(), 128);
+    assert_eq!(index.sharded_table.entries(), 128, "a worker without blocks has no entries");
+    index.leave(b.0);
+    assert_eq!((index.arena.used(), index.sharded_table.entries()), (0, 0));
+}
+
+#[test]
 fn a_snapshot_places_each_chain_in_pages_of_its_own() {
     let (log, index, id) = (kvbm::EventLog::new(kvbm::Epoch(1)), Index::new(), WorkerId(1));
     let holder_id = index.join(id, &[]);

@@ -11,6 +11,7 @@ use super::holder_state::{HolderPages, HolderState, shrink};
 use super::holders::Holders;
 use super::page::{ClockState, PAGE_BLOCKS, Page};
 use super::position::Position;
+use super::removals::Removals;
 use super::run::Run;
 use super::sharded_table::{BATCH, WriteBatch};
 use super::span::Span;
@@ -56,9 +57,11 @@ impl Index {
     /// Number of new blocks at the start of the run. If a block is new, the blocks that follow it in the chain almost
     /// always are too; the tables refuse those that are not.
     fn fresh(&self, run: Run<'_>) -> usize {
+        if run.chained {
+            return run.hashes.len();
+        }
         let snapshot = self.snapshot.load();
-        let fresh = || run.hashes.iter().take_while(|hash| snapshot.find(**hash).is_none()).count();
-        if run.chained { run.hashes.len() } else { fresh() }
+        run.hashes.iter().take_while(|hash| snapshot.find(**hash).is_none()).count()
     }
 
     /// Removes these blocks from a holder at a level.
@@ -69,63 +72,75 @@ impl Index {
         holder_level: HolderLevel,
         hashes: &[u64],
     ) {
-        for hashes in hashes.chunks(BATCH) {
-            let snapshot = self.snapshot.load();
-            let mut removed = Removed::new();
-            // `predicted`: predicted position of the next hash, right if the pages of the chain are contiguous.
-            let (mut at, mut prefetched, mut predicted) = (0, 0, pages.next_removal.take());
-            snapshot.prefetch(hashes[0]);
-            while at < hashes.len() {
-                let guess = predicted.take();
-                if guess.is_none() && at >= prefetched {
-                    prefetched = hashes.len().min(at + PREFETCH);
-                    hashes[at..prefetched].iter().for_each(|hash| snapshot.prefetch(*hash));
-                    snapshot.prefetch_pages(&hashes[at..prefetched]);
-                }
-                let Some((position, page)) = snapshot.find_with_guess(guess, hashes[at], state.id) else {
-                    at += 1;
-                    continue;
-                };
-                let _guard = page.lock();
-                let Some(span) = Span::of(page, position, &hashes[at..]) else {
-                    // The block was removed meanwhile, or the guess was wrong; then the table is asked.
-                    at += usize::from(guess.is_none());
-                    continue;
-                };
-                if let Some(predicted) = span.predicted.and_then(|predicted| snapshot.page(predicted.page())) {
-                    predicted.prefetch();
-                }
-                // While another holder inserts into this page, its table entries may still be refused, so only this one
-                // hash counts.
-                let whole = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
-                let span = if whole { span } else { Span::single(position.offset()) };
-                self.take(state, pages, holder_level, (position.page(), page), span.bits, &mut removed);
-                (at, predicted) = (at + span.len, span.predicted);
+        let mut snapshot = self.snapshot.load();
+        // `predicted`: predicted position of the next hash, right if the pages of the chain are contiguous.
+        let (mut at, mut prefetched, mut predicted) = (0, 0, pages.next_removal.take());
+        while at < hashes.len() {
+            if pages.removals.are_too_many(PAGE_BLOCKS as usize, BATCH) {
+                self.reclaim_removals(state, pages);
+                // Blocks may have moved to new pages.
+                snapshot = self.snapshot.load();
             }
-            pages.next_removal = predicted;
-            self.reclaim(&removed);
-            for number in removed.sparse {
-                self.repack(state, pages, holder_level, number);
+            let guess = predicted.take();
+            if guess.is_none() && at >= prefetched {
+                prefetched = hashes.len().min(at + PREFETCH);
+                hashes[at..prefetched].iter().for_each(|hash| snapshot.prefetch(*hash));
+                snapshot.prefetch_pages(&hashes[at..prefetched]);
             }
+            let Some((position, page)) = snapshot.find_with_guess(guess, hashes[at], state.id) else {
+                at += 1;
+                continue;
+            };
+            let _guard = page.lock();
+            let Some(span) = Span::of(page, position, &hashes[at..]) else {
+                // The block was removed meanwhile, or the guess was wrong; then the table is asked.
+                at += usize::from(guess.is_none());
+                continue;
+            };
+            if let Some(next) = span.predicted.map(Position::page).filter(|next| *next != position.page())
+                && let Some(next) = snapshot.page(next)
+            {
+                next.prefetch();
+            }
+            // While another holder inserts into this page, its table entries may still be refused, so only this one
+            // hash counts.
+            let whole = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
+            let span = if whole { span } else { Span::single(position.offset()) };
+            let dead = self.take(state, pages, holder_level, (position.page(), page), span.bits);
+            if dead != 0 {
+                pages.removals.push(position.page(), dead);
+            }
+            (at, predicted) = (at + span.len, span.predicted);
+        }
+        pages.next_removal = predicted;
+        if pages.removals.are_many() {
+            self.reclaim_removals(state, pages);
         }
         shrink(&mut pages.by_level[holder_level.level()]);
-        self.release_if_empty(state, pages);
+        if state.digests.at(holder_level.level()).blocks == 0 {
+            self.release_if_empty(state, pages);
+        }
     }
 
     /// Removes all blocks of a holder at a level.
     pub(super) fn clear_level(&self, state: &HolderState, pages: &mut HolderPages, holder_level: HolderLevel) {
         let numbers: Vec<u32> = std::mem::take(&mut pages.by_level[holder_level.level()]).into_iter().collect();
-        for batch in numbers.chunks(BATCH / PAGE_BLOCKS as usize) {
-            let snapshot = self.snapshot.load();
-            let mut removed = Removed::new();
-            for number in batch {
-                if let Some(page) = snapshot.page(*number) {
-                    let _guard = page.lock();
-                    self.take(state, pages, holder_level, (*number, page), u64::MAX, &mut removed);
+        let snapshot = self.snapshot.load();
+        let mut removals = std::mem::take(&mut pages.removals);
+        for number in numbers {
+            if removals.are_too_many(PAGE_BLOCKS as usize, BATCH) {
+                self.reclaim(&removals);
+                removals.clear();
+            }
+            if let Some(page) = snapshot.page(number) {
+                let _guard = page.lock();
+                let dead = self.take(state, pages, holder_level, (number, page), u64::MAX);
+                if dead != 0 {
+                    removals.push(number, dead);
                 }
             }
-            self.reclaim(&removed);
         }
+        self.reclaim(&removals);
         self.release_if_empty(state, pages);
     }
 
@@ -185,7 +200,8 @@ impl Index {
         positions.iter().map(|position| hash(Position(*position))).collect()
     }
 
-    /// Removes blocks of one page from a holder. The caller holds the page's lock.
+    /// Removes blocks of one page from a holder. The caller holds the page's lock. Returns the positions that have no
+    /// holder now; their table entries are to be removed.
     pub(super) fn take(
         &self,
         state: &HolderState,
@@ -193,68 +209,91 @@ impl Index {
         holder_level: HolderLevel,
         (number, page): (u32, Page<'_>),
         bits: u64,
-        removed: &mut Removed,
-    ) {
+    ) -> u64 {
         let mut holders = page.holders();
         let before = holders.bytes();
         let taken = holders.take(holder_level, bits, &mut pages.last_removed);
         if taken == 0 {
-            return;
+            return 0;
         }
-        let (single, mine) = (matches!(holders, Holders::One(..)), holders.mask(holder_level));
+        let mine = holders.mask(holder_level);
         self.account_holder_sets(before, holders.bytes());
         let dead = page.set_holders(holders);
         state.digests.remove(holder_level.level(), u64::from(taken.count_ones()), digest_sum(page, taken));
         if mine == 0 {
             pages.by_level[holder_level.level()].remove(&number);
         }
-        removed.push(number, page, dead);
-        let live = page.live().count_ones();
-        if live == 0 {
-            removed.pages.push(number);
-        } else if single && mine != 0 && live <= SPARSE && page.used() == PAGE_BLOCKS {
-            removed.sparse.push(number);
-        }
+        dead
     }
 
-    /// Removes hashes without a holder from the tables, and then frees empty pages.
-    pub(super) fn reclaim(&self, removed: &Removed) {
+    /// Removes the table entries of a holder's removed blocks, and repacks sparse pages.
+    pub(super) fn reclaim_removals(&self, state: &HolderState, pages: &mut HolderPages) {
+        let mut removals = std::mem::take(&mut pages.removals);
+        self.reclaim(&removals);
+        if let Some(((last, _), others)) = removals.pages().split_last() {
+            // More blocks of the last page will probably be removed, so it is repacked later.
+            let last = *last;
+            for (number, _) in others {
+                self.repack(state, pages, *number);
+            }
+            removals.clear();
+            removals.push(last, 0);
+        }
+        pages.removals = removals;
+    }
+
+    /// Removes the entries of dead blocks from the tables, and then frees empty pages.
+    pub(super) fn reclaim(&self, removals: &Removals) {
+        if removals.is_empty() {
+            return;
+        }
+        let snapshot = self.snapshot.load();
+        let pages = || {
+            let page = |(number, dead): &(u32, u64)| Some((*number, *dead, snapshot.page(*number)?));
+            removals.pages().iter().filter_map(page)
+        };
+        let mut entries = WriteBatch::new();
+        for (number, dead, page) in pages() {
+            each(dead).for_each(|at| entries.push(page.hash(at), Position::new(number, at)));
+        }
         self.sharded_table.remove(
-            &self.snapshot.load(),
-            &removed.entries,
+            &snapshot,
+            &entries,
             |positions| self.hashes_at(positions),
             |shard, table| self.set_table(shard, table),
         );
-        let snapshot = self.snapshot.load();
-        let is_free = |number: &u32| {
-            snapshot.page(*number).is_some_and(|page| {
-                let _guard = page.lock();
-                page.try_release()
-            })
+        let is_free = |(number, dead, page): (u32, u64, Page<'_>)| {
+            let _guard = page.lock();
+            page.set_unindexed(dead);
+            page.try_release().then_some(number)
         };
-        if removed.pages.is_empty() {
-            return;
+        let freed: Vec<u32> = pages().filter_map(is_free).collect();
+        if !freed.is_empty() {
+            self.arena.release(&freed, |change| self.set_chunk(change));
         }
-        let freed: Vec<u32> = removed.pages.iter().copied().filter(is_free).collect();
-        self.arena.release(&freed, |change| self.set_chunk(change));
     }
 
-    /// Frees a page unless it is in use again. The caller holds its lock.
+    /// Frees a page unless it is in use. The caller holds its lock.
     pub(super) fn reclaim_page(&self, number: u32, page: Page<'_>) {
         if page.try_release() {
             self.arena.release(&[number], |change| self.set_chunk(change));
         }
     }
 
-    /// Moves the last few blocks of a page to the page that the holder appends to. All of them must belong to one
-    /// holder.
-    fn repack(&self, state: &HolderState, pages: &mut HolderPages, holder_level: HolderLevel, from: u32) {
-        let sparse = |page: Page<'_>| {
+    /// Moves the last few blocks of a sparse page to the page that the holder appends to. All of them must belong to
+    /// one holder at one level.
+    fn repack(&self, state: &HolderState, pages: &mut HolderPages, from: u32) {
+        let is_sparse = |page: &Page<'_>| {
             let live = page.live();
             let few = live != 0 && live.count_ones() <= SPARSE && page.used() == PAGE_BLOCKS;
-            few && page.clock() != ClockState::Pinned && page.is_held_only_by(holder_level, live)
+            few && page.clock() != ClockState::Pinned
         };
-        if !self.snapshot.load().page(from).is_some_and(sparse) {
+        // The level at which this holder is the only holder.
+        let only_level = |page: Page<'_>| match page.holders() {
+            Holders::One(holder_level, _) if holder_level.holder_id() == state.id => Some(holder_level),
+            _ => None,
+        };
+        if !self.snapshot.load().page(from).is_some_and(|page| is_sparse(&page) && only_level(page).is_some()) {
             return;
         }
         if pages.open.start == from {
@@ -268,9 +307,7 @@ impl Index {
         };
         let _guard = old.lock();
         let Some(_second_guard) = new.try_lock() else { return };
-        if !sparse(old) {
-            return;
-        }
+        let Some(holder_level) = only_level(old).filter(|_| is_sparse(&old)) else { return };
         let live = old.live();
         if !new.is_owned_by(state.id) || PAGE_BLOCKS - new.used() < live.count_ones() {
             // The next call uses another reserved page.
@@ -286,7 +323,9 @@ impl Index {
         for (to_at, at) in (first..).zip(&positions) {
             self.sharded_table.relocate(old.hash(*at), Position::new(from, *at), Position::new(to, to_at));
         }
-        old.set_holders(Holders::Empty);
+        // The entries have moved.
+        let moved = old.set_holders(Holders::Empty);
+        old.set_unindexed(moved);
         new.set_clock(old.clock());
         pages.by_level[holder_level.level()].remove(&from);
         pages.by_level[holder_level.level()].insert(to);
@@ -297,27 +336,6 @@ impl Index {
         if before != after {
             self.bytes.holder_sets.fetch_add(after.wrapping_sub(before), Ordering::Relaxed);
         }
-    }
-}
-
-/// Blocks and pages that an update left without a holder.
-pub(super) struct Removed {
-    /// Hashes without a holder.
-    pub(super) entries: WriteBatch,
-    /// Pages without a live block.
-    pub(super) pages: Vec<u32>,
-    /// Full pages with few live blocks.
-    sparse: Vec<u32>,
-}
-
-impl Removed {
-    pub(super) fn new() -> Self {
-        Self { entries: WriteBatch::new(), pages: Vec::new(), sparse: Vec::new() }
-    }
-
-    /// Adds positions of a page that have no holder any more.
-    pub(super) fn push(&mut self, number: u32, page: Page<'_>, dead: u64) {
-        each(dead).for_each(|at| self.entries.push(page.hash(at), Position::new(number, at)));
     }
 }
 
