@@ -11,7 +11,9 @@ use super::worker_overlap::WorkerOverlaps;
 use kvbm::SequenceHash;
 
 /// How many pages ahead heads are prefetched, assuming that pages of a chain are contiguous.
-const PREFETCH_PAGES: usize = 8;
+const PREFETCH_PAGES: u32 = 8;
+/// The same after a jump: the prompt may diverge soon.
+const FIRST_WINDOW: u32 = 2;
 /// Blocks from one full page to the next.
 const PAGE_STRIDE: usize = PAGE_BLOCKS as usize;
 /// A block may move between finding and reading it; then it is looked up again.
@@ -25,6 +27,10 @@ pub(super) struct Lookup<'a> {
     partition: &'a mut Partition,
     /// Number of blocks done.
     at: usize,
+    /// The page after the last one whose head was prefetched.
+    prefetched: u32,
+    /// Number of heads to prefetch.
+    window: u32,
 }
 
 impl Index {
@@ -45,7 +51,7 @@ impl<'a> Lookup<'a> {
     pub(super) fn new(snapshot: &'a IndexSnapshot, hashes: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         let Overlap { overlaps, partition } = out;
         overlaps.reset(partition.begin(snapshot.holders.workers.len()));
-        Self { snapshot, hashes, overlaps, partition, at: 0 }
+        Self { snapshot, hashes, overlaps, partition, at: 0, prefetched: 0, window: 0 }
     }
 
     /// Follows the prompt until the next block has no holder.
@@ -55,7 +61,7 @@ impl<'a> Lookup<'a> {
     }
 
     fn follow_chain(&mut self) {
-        self.hashes.iter().skip(PAGE_STRIDE - 1).step_by(PAGE_STRIDE).take(PREFETCH_PAGES).for_each(prefetch);
+        self.hashes.iter().skip(PAGE_STRIDE - 1).step_by(PAGE_STRIDE).take(PREFETCH_PAGES as usize).for_each(prefetch);
         let mut successor = None;
         while self.at < self.hashes.len() {
             let Some((position, read)) = successor.take().or_else(|| self.find_page()) else { return };
@@ -91,16 +97,26 @@ impl<'a> Lookup<'a> {
         (times, next)
     }
 
-    /// Prefetches what is probably read after a page that has the next block of the prompt.
-    fn prefetch_ahead(&self, position: Position) {
-        self.snapshot.prefetch_head(position.page() + PREFETCH_PAGES as u32);
-        if let Some(hash) = self.hashes.get(self.at + (PREFETCH_PAGES + 1) * PAGE_STRIDE - 1) {
+    /// Prefetches what is probably read after a page that has the next block of the prompt: the heads of its
+    /// neighbours. After a jump to a page that is no neighbour it prefetches few, then twice as many per page.
+    fn prefetch_ahead(&mut self, position: Position) {
+        let next = position.page() + 1;
+        let pages = ((self.hashes.len() - self.at).div_ceil(PAGE_STRIDE) as u32).saturating_sub(1);
+        if (next..=next + PREFETCH_PAGES).contains(&self.prefetched) {
+            self.window = (2 * self.window).min(PREFETCH_PAGES);
+        } else {
+            (self.prefetched, self.window) = (next, FIRST_WINDOW);
+        }
+        let end = next + self.window.min(pages);
+        (self.prefetched..end).for_each(|page| self.snapshot.prefetch_head(page));
+        self.prefetched = self.prefetched.max(end);
+        if let Some(hash) = self.hashes.get(self.at + (PREFETCH_PAGES as usize + 1) * PAGE_STRIDE - 1) {
             prefetch(hash);
         }
     }
 
     /// Reads the page at a predicted position; `None` if it does not match the prompt.
-    fn read(&self, position: Position) -> Option<(Position, PageRead)> {
+    fn read(&mut self, position: Position) -> Option<(Position, PageRead)> {
         let hashes = self.hashes.get(self.at..).filter(|hashes| !hashes.is_empty())?;
         let page = self.snapshot.page(position.page())?;
         self.prefetch_ahead(position);
@@ -113,10 +129,11 @@ impl<'a> Lookup<'a> {
     }
 
     /// Looks up the page of the next block in the tables, and reads it.
-    fn find_page(&self) -> Option<(Position, PageRead)> {
+    fn find_page(&mut self) -> Option<(Position, PageRead)> {
         for _ in 0..ATTEMPTS {
             let position = self.snapshot.find(self.hashes[self.at].short())?;
             let Some(page) = self.snapshot.page(position.page()) else { continue };
+            self.prefetch_ahead(position);
             let read = page.read(position.offset(), &self.hashes[self.at..])?;
             if read.len > 0 {
                 page.mark_hot();
