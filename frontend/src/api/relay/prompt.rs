@@ -4,6 +4,7 @@ use crate::model::EncodeJob;
 use crate::params::{Fields, Raw};
 use crate::tokenizers::CheckedTokenizer;
 use bytes::Bytes;
+use memchr::memmem;
 use serde_json::{Map, Value};
 
 /// Fields of a chat request that change its prompt.
@@ -24,6 +25,8 @@ const CHAT: [&str; 11] = [
 const COMPLETION: [&str; 2] = ["prompt", "add_special_tokens"];
 /// Fields of a chat request that `/tokenize` takes as variables of the template.
 const VARIABLES: [&str; 2] = ["documents", "reasoning_effort"];
+/// Kinds of parts of messages that are no text, as they stand in JSON text. Within a string the quotes are escaped.
+const MEDIA: [&str; 4] = [r#""image_url""#, r#""input_audio""#, r#""audio_url""#, r#""video_url""#];
 /// Fields with which the prompt is other than rendered.
 const UNSUPPORTED: [&str; 2] = ["truncate_prompt_tokens", "prompt_embeds"];
 
@@ -61,8 +64,13 @@ impl PromptFields {
         tokenizer.tokens(parsed.collect::<Option<Map<String, Value>>>()?, job)
     }
 
-    /// The body of a request to `/tokenize`, the same for the same prompt.
+    /// The body of a request to `/tokenize`, the same for the same prompt. `None` for a prompt with images or the like:
+    /// its blocks are not known by their tokens, and the server would load the images for the answer.
     pub(super) fn question(&self, model: &str) -> Option<Bytes> {
+        let (_, prompt) = self.0.first()?;
+        if MEDIA.iter().any(|kind| memmem::find(prompt.bytes(), kind.as_bytes()).is_some()) {
+            return None;
+        }
         let mut body = serde_json::to_vec(&Map::from_iter([("model".to_owned(), Value::from(model))])).ok()?;
         body.pop();
         let (mut moved, mut variables) = (Vec::new(), None);
@@ -137,6 +145,7 @@ mod tests {
         }
         let asked = chat(r#"{"messages":[],"documents":[],"chat_template_kwargs":{"a":{}}}"#);
         assert_eq!(asked.unwrap(), r#"{"model":"m","messages":[],"chat_template_kwargs":{"a":{},"documents":[]}}"#);
+        assert!(chat(r#"{"messages":[{"content":"{\"type\":\"image_url\"}"}]}"#).is_some(), "it is a text");
         let text = |body: &str| question("/v1/completions", body);
         let expected = r#"{"model":"m","prompt":"a\nb","add_special_tokens":false}"#;
         assert_eq!(text(r#"{"prompt":"a\nb","add_special_tokens":false,"n":2}"#).unwrap(), expected);
@@ -153,6 +162,7 @@ mod tests {
             ("/v1/chat/completions", r#"{"prompt":"a"}"#),
             ("/v1/chat/completions", r#"{"messages":[],"documents":[],"chat_template_kwargs":7}"#),
             ("/v1/responses", r#"{"input":"a","messages":[]}"#),
+            ("/v1/chat/completions", r#"{"messages":[{"content":[{"type" : "image_url","image_url":{}}]}]}"#),
         ] {
             assert_eq!(question(path, body), None, "{body}");
         }
