@@ -1,7 +1,7 @@
 //! Simulation of this router over a trace, in virtual time, to compare policies, request rates and fleets.
 //!
 //! ```text
-//!   trace ─▶ arrivals ─▶ SimulatedRouter: index, load, cost, selection ─▶ Engine: pool, batch, steps ─▶ Results, plot
+//!   traffic ─▶ arrivals ─▶ SimulatedRouter: index, load, cost, selection ─▶ Engine: pool, batch, steps ─▶ Results
 //!                               ▲                                              │
 //!                               └──────── block events and load reports ───────┘  (delayed or lost, as configured)
 //! ```
@@ -16,6 +16,7 @@ mod baselines;
 pub mod bench_support;
 mod calibration;
 mod capacity;
+mod clairvoyant;
 mod engine;
 mod lru;
 mod options;
@@ -24,19 +25,27 @@ mod planner;
 mod plot;
 mod pool;
 mod profile;
+mod random;
 mod results;
 mod router;
+mod runs;
 mod simulation;
 mod trace;
+mod traffic;
+mod workload;
 
 #[cfg(test)]
 mod tests;
 
+pub use baselines::Peer;
 pub use calibration::{Calibration, CalibrationError, calibrate};
-pub use capacity::{SATURATION_FACTOR, capacity, replay};
-pub use options::{AdmissionMode, Options, PolicyUnderTest};
-pub use plot::goodput_svg;
+pub use capacity::{SATURATION_FACTOR, Service, capacity};
+pub use options::{AdmissionMode, Options, PolicyUnderTest, QueueOrder};
+pub use plot::html_report;
 pub use profile::{Link, Profile, Store};
 pub use results::{Results, Slo};
+pub use runs::{CLAIRVOYANT, Runs};
 pub use simulation::Stalled;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
+pub use traffic::Traffic;
+pub use workload::Workload;

@@ -3,12 +3,16 @@
 
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
-use router::replay::{self, AdmissionMode, Options, PolicyUnderTest, Profile, Results, Slo, Trace};
+use router::replay::{
+    self, AdmissionMode, Options, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo, Trace, Traffic, Workload,
+};
 use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write, stdin, stdout};
+use std::io::{BufRead, BufReader, BufWriter, Write, stdin, stdout};
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::Instant;
 use worker::plane::Role;
 
@@ -16,14 +20,29 @@ use worker::plane::Role;
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "A load factor of 1 is the capacity: the highest rate at which least-loaded keeps its p99 time to \
-    first token under ten times that of an idle fleet. It is measured first, and printed. The same trace and options \
-    print the same results, byte for byte."
+    first token and its median time between tokens under ten times those of an idle fleet. It is measured first, and \
+    printed. The same trace or workload and options print the same results, byte for byte."
 )]
 pub struct Replay {
     /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
     /// `hash_ids`);
     /// - reads standard input
-    trace: PathBuf,
+    #[arg(required_unless_present = "workload", conflicts_with = "workload")]
+    trace: Option<PathBuf>,
+
+    /// Generated requests instead of a trace: agents, no-reuse, hot-prefix:LENGTH (like hot-prefix:32k),
+    /// shifting-prefixes, decode-heavy, documents, chat or prefix-bursts
+    #[arg(long, value_name = "CLASS")]
+    workload: Option<Workload>,
+
+    /// Number of generated requests [default: 500 per worker, at most 30,000]
+    #[arg(long, value_name = "N", requires = "workload", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    requests: Option<u32>,
+
+    /// Write the generated requests as a trace into this file, at the one rate of --rate, and end;
+    /// - writes standard output
+    #[arg(long, value_name = "FILE", requires = "workload", requires = "rate")]
+    write_trace: Option<PathBuf>,
 
     /// Simulated workers: a number of workers that prefill and decode, or the number of each role, like
     /// prefill:4,decode:12
@@ -35,8 +54,9 @@ pub struct Replay {
     replicas: u32,
 
     /// Policies: kv, round-robin, least-loaded, random, power-of-two, session, and those of other routers, from their
-    /// documentation: dynamo-cost, smg-cache-aware [default: all of these, or the `router.policy` that --config or
-    /// --set sets]; or presets: balanced, cache, latency; or `composed`: the table in `router.policy`
+    /// documentation: dynamo-cost, vllm-router, smg, llm-d, lmetric, loadaware, bounded-hash [default: all of these, or
+    /// the `router.policy` that --config or --set sets]; or presets: balanced, cache, latency; or `composed`: the table
+    /// in `router.policy`
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
@@ -60,6 +80,19 @@ pub struct Replay {
     /// Runs per policy and rate, each with its own seed; their results are averaged
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
     runs: u64,
+
+    /// Seed of the first run; each further run has the next one
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u32,
+
+    /// Runs at the same time [default: the number of processors]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZero<usize>>,
+
+    /// Also search for the best assignment of requests to workers, knowing all arrivals and output lengths. Takes a
+    /// hundred times as long as the other runs
+    #[arg(long)]
+    clairvoyant: bool,
 
     /// Speed and cache sizes of a worker: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
     #[arg(long, value_name = "FILE")]
@@ -86,6 +119,11 @@ pub struct Replay {
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
     admission: AdmissionMode,
 
+    /// Order of the queue of each worker: `fcfs`, first come, first served; `k-lpm:K`, of each K requests one is the
+    /// oldest and the others have the longest cached prefix
+    #[arg(long, value_name = "ORDER", default_value = "fcfs", value_parser = queue_order)]
+    queue_order: QueueOrder,
+
     /// Let the planner change workers between prefill and decode, as router.planner.mode=apply does
     #[arg(long)]
     rebalance: bool,
@@ -98,9 +136,9 @@ pub struct Replay {
     #[arg(long, value_name = "TIME", default_value = "100ms")]
     slo_itl: HumanDuration,
 
-    /// Draw goodput over request rate as SVG into this file
+    /// Write an HTML page into this file: times and goodput over request rate, as charts and as a table
     #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
+    html: Option<PathBuf>,
 
     /// Print JSON
     #[arg(long)]
@@ -122,8 +160,13 @@ struct Report<'a> {
     #[serde(skip)]
     fleet: String,
     replicas: usize,
+    /// Class of the generated requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    workload: Option<String>,
     requests: usize,
-    recorded_rps: f64,
+    /// Not known of generated requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recorded_rps: Option<f64>,
     hit_rate_bound: f64,
     capacity_rps: Option<f64>,
     event_delay_s: f64,
@@ -138,6 +181,7 @@ struct Report<'a> {
     slo_itl_s: f64,
     admission: &'static str,
     runs: u64,
+    seed: u32,
     policies: Vec<Results>,
 }
 
@@ -146,12 +190,15 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
     let (settings, compared) =
         if configured { configured_policies(args)? } else { (Settings::default(), policies_to_compare(args, None)?) };
-    let trace = read(args)?;
+    if let Some(path) = &args.write_trace {
+        return write_trace(args, path);
+    }
+    let traffic = traffic(args)?;
     let slo = Slo { ttft: args.slo_ttft.0, itl: args.slo_itl.0 };
     let profile = profile("--profile", args.profile.as_deref())?;
-    if let Some(path) = &args.svg {
+    if let Some(path) = &args.html {
         // Check before the replay that the file can be written. An existing file is kept until the new one is written.
-        File::options().append(true).create(true).open(path).with_context(|| format!("--svg {}", path.display()))?;
+        File::options().append(true).create(true).open(path).with_context(|| format!("--html {}", path.display()))?;
     }
     let disaggregated = args.workers.roles().any(|role| role != Role::Both);
     let fleet = if disaggregated { args.workers.to_string() } else { args.workers.count().to_string() };
@@ -160,6 +207,9 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     }
     if disaggregated && profile.peer.is_none() {
         bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
+    }
+    if args.clairvoyant && (disaggregated || profile.shared.is_some() || args.admission != AdmissionMode::Off) {
+        bail!("--clairvoyant: needs workers of the role both, no [shared] in the profile, and no --admission");
     }
     let options = Options {
         profile,
@@ -171,46 +221,42 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         resync_delay: args.resync_delay.0,
         slo,
         admission: args.admission,
+        queue_order: args.queue_order,
         // As the router of `serve` does, if there are workers of both roles.
         rebalance: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
         settings,
     };
-    let bound = trace.hit_rate_bound();
-    eprintln!(
-        "{} requests, {:.2}/s as recorded; an unlimited cache would have a hit rate of {:.1} %",
-        trace.len(),
-        trace.rate(),
-        bound * 100.0
-    );
-
+    if let Some(rate) = traffic.recorded_rate() {
+        eprintln!("{rate:.2} requests/s as recorded");
+    }
     let mut capacity = None;
     if args.rate.is_empty() {
-        let progress = |rate, p99| eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s");
-        let found = replay::capacity(&trace, &options, progress)?;
+        let progress = |rate, replay::Service { ttft_p99_s: p99, itl_p50_s }| {
+            eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
+        };
+        let found = replay::capacity(&traffic, &options, progress)?;
         eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
         capacity = Some(found);
     }
-    let rates: Vec<(Option<f64>, f64)> = match capacity {
-        Some(capacity) => args.load_factor.iter().map(|load| (Some(*load), load * capacity)).collect(),
-        None => args.rate.iter().map(|rate| (None, *rate)).collect(),
+    let rates: Vec<f64> = match capacity {
+        Some(capacity) => args.load_factor.iter().map(|load| load * capacity).collect(),
+        None => args.rate.clone(),
     };
-    let mut policies = Vec::new();
-    for (load, rate) in rates {
-        for policy in &compared {
-            let started = Instant::now();
-            let results = Results { load_factor: load, ..replay::replay(&trace, &options, policy, rate, args.runs)? };
-            let (took, simulated) = (started.elapsed().as_secs_f64(), results.makespan_s * args.runs as f64);
-            eprintln!("  {:<16} {rate:8.2}/s: {simulated:.0} s in {took:.2} s", policy.name());
-            policies.push(results);
+    let (requests, bound) = describe(&traffic, &rates, args.seed.into());
+    let mut policies = run_all(args, &traffic, &options, &rates, &compared)?;
+    if capacity.is_some() {
+        let of_rate = policies.len() / rates.len();
+        for (results, load) in policies.chunks_mut(of_rate).zip(&args.load_factor) {
+            results.iter_mut().for_each(|results| results.load_factor = Some(*load));
         }
     }
-    if let Some(path) = &args.svg {
+    if let Some(path) = &args.html {
         let title = format!(
             "{} × {}: first token within {}, then {} per token",
             fleet, options.profile.name, args.slo_ttft, args.slo_itl
         );
-        std::fs::write(path, replay::goodput_svg(&policies, &title))
-            .with_context(|| format!("--svg {}", path.display()))?;
+        std::fs::write(path, replay::html_report(&policies, &title))
+            .with_context(|| format!("--html {}", path.display()))?;
     }
     let report = Report {
         profile: &options.profile.name,
@@ -218,8 +264,9 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         roles: disaggregated.then(|| fleet.clone()),
         fleet,
         replicas: options.replicas,
-        requests: trace.len(),
-        recorded_rps: trace.rate(),
+        workload: args.workload.map(|workload| workload.to_string()),
+        requests,
+        recorded_rps: traffic.recorded_rate(),
         hit_rate_bound: bound,
         capacity_rps: capacity,
         event_delay_s: args.event_delay.as_secs_f64(),
@@ -232,14 +279,64 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         slo_itl_s: slo.itl.as_secs_f64(),
         admission: args.admission.name(),
         runs: args.runs,
+        seed: args.seed,
         policies,
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
     stdout().write_all(text.as_bytes()).context("standard output")
 }
 
-fn read(args: &Replay) -> anyhow::Result<Trace> {
-    Trace::read(open(&args.trace)?).with_context(|| args.trace.display().to_string())
+fn traffic(args: &Replay) -> anyhow::Result<Traffic> {
+    match (&args.trace, args.workload) {
+        (_, Some(workload)) => {
+            let default = Workload::default_requests(args.workers.count());
+            Ok(Traffic::Generated { workload, requests: args.requests.map_or(default, |requests| requests as usize) })
+        }
+        (Some(path), None) => {
+            Ok(Traffic::Recorded(Trace::read(open(path)?).with_context(|| path.display().to_string())?))
+        }
+        (None, None) => bail!("a trace or --workload is needed"),
+    }
+}
+
+/// Number of requests, and the hit rate of an unlimited cache: the highest of all rates, because fewer conversations
+/// fit into a shorter time.
+fn describe(traffic: &Traffic, rates: &[f64], seed: u64) -> (usize, f64) {
+    let of = |rate: &f64| {
+        let trace = traffic.at(*rate, seed);
+        (trace.len(), trace.hit_rate_bound())
+    };
+    rates.iter().map(of).fold((0, 0.0), |(_, most), (requests, bound)| (requests, bound.max(most)))
+}
+
+fn write_trace(args: &Replay, path: &Path) -> anyhow::Result<()> {
+    let [rate] = args.rate[..] else { bail!("--write-trace: needs one --rate, that of the generated requests") };
+    let traffic = traffic(args)?;
+    let to: Box<dyn Write> =
+        if path.as_os_str() == "-" { Box::new(stdout().lock()) } else { Box::new(File::create(path)?) };
+    let written = traffic.at(rate, args.seed.into()).write(BufWriter::new(to));
+    written.with_context(|| format!("--write-trace {}", path.display()))
+}
+
+/// Runs each policy at each rate: the results by rate, then by policy.
+fn run_all(
+    args: &Replay,
+    traffic: &Traffic,
+    options: &Options,
+    rates: &[f64],
+    policies: &[PolicyUnderTest],
+) -> anyhow::Result<Vec<Results>> {
+    let threads = args.threads.unwrap_or_else(|| thread::available_parallelism().unwrap_or(NonZero::<usize>::MIN));
+    let seeds = u64::from(args.seed)..u64::from(args.seed) + args.runs;
+    let runs = Runs { traffic, options, policies, rates, seeds, threads, clairvoyant: args.clairvoyant };
+    let started = Instant::now();
+    let results = runs.replay(|Results { policy, rate_rps, ttft_mean_s, .. }| {
+        eprintln!("  {policy:<16} {rate_rps:8.2}/s: mean first token {ttft_mean_s:.3} s");
+    })?;
+    let simulated: f64 = results.iter().map(|results| results.makespan_s * args.runs as f64).sum();
+    let (runs, took) = (results.len() as u64 * args.runs, started.elapsed().as_secs_f64());
+    eprintln!("{runs} runs: {simulated:.0} s simulated in {took:.2} s on {threads} threads");
+    Ok(results)
 }
 
 /// A file of lines; `-` is standard input.
@@ -369,6 +466,12 @@ fn workers(text: &str) -> Result<Workers, Invalid> {
 fn admission(name: &str) -> Result<AdmissionMode, String> {
     let all = [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline];
     all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, queue or deadline".into())
+}
+
+fn queue_order(text: &str) -> Result<QueueOrder, String> {
+    let k = text.strip_prefix("k-lpm:").and_then(|k| k.parse().ok()).map(QueueOrder::KLpm);
+    let order = if text == "fcfs" { Some(QueueOrder::Fcfs) } else { k };
+    order.ok_or_else(|| "expected fcfs, or k-lpm:K with a number K of at least 1".into())
 }
 
 fn positive(text: &str) -> Result<f64, String> {

@@ -113,16 +113,16 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
     let line = json!({"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [1, 2]});
     std::fs::write(&run, line.to_string()).unwrap();
     std::fs::write(&notes, "# Traces\n").unwrap();
-    let nowhere = folder.path().join("none/goodput.svg");
-    let with = ["replay", "--rate", "1", "--policy", "session,balanced", "--svg"];
-    let replay = |svg: &Path, trace: &Path| {
-        let output = blockyard(&[&with[..], &[svg.to_str().unwrap()]].concat(), trace);
+    let nowhere = folder.path().join("none/report.html");
+    let with = ["replay", "--rate", "1", "--policy", "session,balanced", "--html"];
+    let replay = |page: &Path, trace: &Path| {
+        let output = blockyard(&[&with[..], &[page.to_str().unwrap()]].concat(), trace);
         (output.status.success(), String::from_utf8(output.stderr).unwrap())
     };
     let (success, log) = replay(&nowhere, &run);
-    assert!(!success && log.contains("--svg") && !log.contains("as recorded"), "{log}");
-    let svg = folder.path().join("goodput.svg");
-    let (success, log) = replay(&svg, &notes);
+    assert!(!success && log.contains("--html") && !log.contains("as recorded"), "{log}");
+    let page = folder.path().join("report.html");
+    let (success, log) = replay(&page, &notes);
     assert!(!success && log.contains("trace, line 1: ") && log.contains("\"hash_ids\": [1, 2]"), "{log}");
     assert_eq!(log.matches("line 1").count(), 1, "{log}");
     let rebalance = |workers: &str| {
@@ -130,7 +130,7 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
     };
     assert!(rebalance("prefill:1,decode:1").status.success());
     assert!(!rebalance("2").status.success(), "rebalancing needs prefill and decode workers");
-    assert!(replay(&svg, &run).0 && std::fs::read_to_string(&svg).unwrap().contains(">session</text>"));
+    assert!(replay(&page, &run).0 && std::fs::read_to_string(&page).unwrap().contains(">session</text>"));
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn replay_reads_the_router_configuration_as_serve_does() {
     assert_eq!(policies(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
     assert_eq!(policies(&replay(&["--set", composed]).0), ["composed"]);
     assert_eq!(policies(&replay(&["--set", "router.policy=session"]).0), ["session"]);
-    assert_eq!(policies(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 8);
+    assert_eq!(policies(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 13);
     let planner = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=apply"];
     let disaggregated =
         blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &planner[..]].concat(), &run);

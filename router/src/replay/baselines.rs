@@ -1,168 +1,211 @@
-//! Policies of other routers, for comparison. They are written from public documentation, not from code, and run on the
-//! same simulated fleet. Where the documentation is silent, the choice favours the other router.
+//! Policies of other routers, for comparison. They are written from public documentation and papers, not from code, and
+//! run on the same simulated fleet. Where a source is silent, the choice favours the other router: all of them see the
+//! exact index, and what they count themselves is up to date.
 //!
-//! - `dynamo-cost`: the cost function in NVIDIA Dynamo's router documentation ("Routing Concepts"): lowest
-//!   `overlap_score_weight × prefill_blocks + decode_blocks`, with the default weight 1 and temperature 0. It uses the
-//!   same exact index as `kv`, and its own count of active blocks, as documented.
-//!
-//! - `smg-cache-aware`: the rule in SMG's documentation ("Cache-Aware Routing"), shared by `SGLang`'s router: if `max −
-//!   min > balance_abs_threshold` and `max > balance_rel_threshold × min` requests, the least loaded worker; otherwise
-//!   the worker with the longest prefix in a tree of sent requests, if that exceeds `cache_threshold`; otherwise the
-//!   least loaded worker. Documented defaults: 64, 1.5, 0.3. The tree here evicts nothing, which favours the rule at
-//!   this size.
+//! Each source is in the head of the rule. Not here: what a rule needs beside the worker of a request, like a second
+//! queue or its own profile of the fleet.
 
+mod bounded_hash;
+mod dynamo;
+mod scores;
+mod smg;
+mod vllm_router;
+
+#[cfg(test)]
+mod tests;
+
+use super::random::Random;
 use super::trace::{BLOCK_TOKENS, RequestSpec};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
-/// A policy of another router, with its state.
-pub(super) enum Baseline {
-    Dynamo(DynamoCost),
-    Smg(CacheAware),
+/// A policy of another router, or of a paper.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Peer {
+    /// NVIDIA Dynamo.
+    Dynamo,
+    /// The router of vLLM, and SMG until the middle of 2026.
+    VllmRouter,
+    /// SMG since then.
+    Smg,
+    /// llm-d.
+    LlmD,
+    /// `LMetric`, a paper.
+    LMetric,
+    /// `loadaware` of vLLM's production stack.
+    LoadAware,
+    /// Consistent hashing with bounded loads, as in `KubeAI`.
+    BoundedHash,
 }
 
-/// Dynamo's documented cost function.
-pub(super) struct DynamoCost {
-    /// Blocks to be prefilled and blocks in use, by worker.
-    active: Vec<(f64, f64)>,
-    /// Blocks that a request has to prefill, by request.
-    prefills: HashMap<u32, f64>,
+impl Peer {
+    /// All of them.
+    pub const ALL: [Self; 7] =
+        [Self::Dynamo, Self::VllmRouter, Self::Smg, Self::LlmD, Self::LMetric, Self::LoadAware, Self::BoundedHash];
+
+    /// Name in output.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dynamo => "dynamo-cost",
+            Self::VllmRouter => "vllm-router",
+            Self::Smg => "smg",
+            Self::LlmD => "llm-d",
+            Self::LMetric => "lmetric",
+            Self::LoadAware => "loadaware",
+            Self::BoundedHash => "bounded-hash",
+        }
+    }
 }
 
-/// SMG's documented rule.
-pub(super) struct CacheAware {
+/// A router of another project: its rule, and what it has counted.
+pub(super) struct Baseline {
+    rule: Rule,
+    random: Random,
     /// Requests in flight, by worker.
     requests: Vec<u64>,
-    /// Blocks of the prompts sent to each worker.
-    sent_blocks: Vec<HashSet<u32>>,
+    /// Prompt tokens to be computed of requests that have no first token yet, by worker.
+    prefill_tokens: Vec<u64>,
+    /// The last report, by worker.
+    reports: Vec<Report>,
+    /// Prompt tokens that a request without a first token has to compute, by request.
+    prefills: HashMap<u32, u64>,
+}
+
+/// What a worker has reported.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Report {
+    /// Requests in its queue.
+    pub(super) waiting: u32,
+    /// Share of its KV cache that requests use, from 0 to 1.
+    pub(super) kv_usage: f64,
+}
+
+enum Rule {
+    Dynamo(dynamo::ActiveBlocks),
+    VllmRouter(vllm_router::SentPrefixes),
+    BoundedHash(bounded_hash::Ring),
+    Smg,
+    LlmD,
+    LMetric,
+    LoadAware,
+}
+
+/// What a rule chooses by.
+struct View<'a> {
+    spec: &'a RequestSpec,
+    /// Leading blocks of the prompt that a worker has, by worker.
+    cached_blocks: &'a [u64],
+    requests: &'a [u64],
+    prefill_tokens: &'a [u64],
+    reports: &'a [Report],
 }
 
 impl Baseline {
-    pub(super) fn dynamo(workers: usize) -> Self {
-        Self::Dynamo(DynamoCost { active: vec![(0.0, 0.0); workers], prefills: HashMap::new() })
-    }
-
-    pub(super) fn smg(workers: usize) -> Self {
-        Self::Smg(CacheAware { requests: vec![0; workers], sent_blocks: vec![HashSet::new(); workers] })
-    }
-
-    /// Chooses a worker and updates the state. `cached_blocks`: leading blocks that a worker has, according to the
-    /// exact index.
-    pub(super) fn choose(&mut self, request: u32, spec: &RequestSpec, cached_blocks: impl Fn(usize) -> u32) -> usize {
-        match self {
-            Self::Dynamo(baseline) => baseline.choose(request, spec, cached_blocks),
-            Self::Smg(baseline) => baseline.choose(spec),
+    pub(super) fn new(peer: Peer, workers: usize, seed: u64) -> Self {
+        let rule = match peer {
+            Peer::Dynamo => Rule::Dynamo(dynamo::ActiveBlocks::new(workers)),
+            Peer::VllmRouter => Rule::VllmRouter(vllm_router::SentPrefixes::new(workers)),
+            Peer::BoundedHash => Rule::BoundedHash(bounded_hash::Ring::new(workers)),
+            Peer::Smg => Rule::Smg,
+            Peer::LlmD => Rule::LlmD,
+            Peer::LMetric => Rule::LMetric,
+            Peer::LoadAware => Rule::LoadAware,
+        };
+        Self {
+            rule,
+            random: Random::new(seed),
+            requests: vec![0; workers],
+            prefill_tokens: vec![0; workers],
+            reports: vec![Report::default(); workers],
+            prefills: HashMap::new(),
         }
+    }
+
+    /// Chooses a worker and counts the request. `cached_blocks`: leading blocks that each worker has, according to the
+    /// exact index.
+    pub(super) fn choose(&mut self, request: u32, spec: &RequestSpec, cached_blocks: &[u64]) -> usize {
+        let Self { rule, random, requests, prefill_tokens, reports, prefills } = self;
+        let view = View { spec, cached_blocks, requests, prefill_tokens, reports };
+        let worker = match rule {
+            Rule::Dynamo(active) => active.choose(&view, random),
+            Rule::VllmRouter(sent) => sent.choose(&view),
+            Rule::BoundedHash(ring) => ring.choose(&view),
+            Rule::Smg => smg::choose(&view, random),
+            Rule::LlmD => view.least(random, scores::llm_d(&view)),
+            Rule::LMetric => view.least(random, scores::lmetric(&view)),
+            Rule::LoadAware => view.least(random, scores::load_aware(&view)),
+        };
+        let uncached = view.uncached_tokens(worker);
+        requests[worker] += 1;
+        prefill_tokens[worker] += uncached;
+        prefills.insert(request, uncached);
+        worker
+    }
+
+    /// A worker reports its load.
+    pub(super) fn reported(&mut self, worker: usize, report: Report) {
+        self.reports[worker] = report;
     }
 
     /// The request has its first token.
     pub(super) fn started(&mut self, worker: usize, request: u32) {
-        if let Self::Dynamo(baseline) = self {
-            baseline.active[worker].0 -= baseline.prefills.remove(&request).unwrap_or_default();
-        }
+        self.prefill_tokens[worker] -= self.prefills.remove(&request).unwrap_or_default();
     }
 
-    /// The request has ended.
-    pub(super) fn finished(&mut self, worker: usize, spec: &RequestSpec) {
-        match self {
-            Self::Dynamo(baseline) => baseline.active[worker].1 -= spec.blocks.len() as f64,
-            Self::Smg(baseline) => baseline.requests[worker] -= 1,
+    /// The request ends, or was rejected after it was placed.
+    pub(super) fn finished(&mut self, worker: usize, request: u32, spec: &RequestSpec) {
+        self.started(worker, request);
+        self.requests[worker] -= 1;
+        if let Rule::Dynamo(active) = &mut self.rule {
+            active.finished(worker, spec);
         }
     }
 }
 
-impl DynamoCost {
-    const OVERLAP_SCORE_WEIGHT: f64 = 1.0;
+impl View<'_> {
+    fn workers(&self) -> usize {
+        self.requests.len()
+    }
 
-    fn choose(&mut self, request: u32, spec: &RequestSpec, cached_blocks: impl Fn(usize) -> u32) -> usize {
-        let blocks = spec.blocks.len() as f64;
-        let uncached_blocks = |worker: usize| {
-            spec.input_tokens.saturating_sub(u64::from(cached_blocks(worker)) * BLOCK_TOKENS) as f64
-                / BLOCK_TOKENS as f64
-        };
-        let cost = |worker: usize| {
-            let (prefill, decode) = self.active[worker];
-            Self::OVERLAP_SCORE_WEIGHT * (prefill + uncached_blocks(worker)) + decode + blocks
-        };
-        let worker = argmin(self.active.len(), cost);
-        let prefill = uncached_blocks(worker);
-        self.active[worker].0 += prefill;
-        self.active[worker].1 += blocks;
-        self.prefills.insert(request, prefill);
-        worker
+    /// Prompt tokens that a worker has to compute. At least one: the last token is always computed.
+    fn uncached_tokens(&self, worker: usize) -> u64 {
+        self.spec.input_tokens.saturating_sub(self.cached_blocks[worker] * BLOCK_TOKENS).max(1)
+    }
+
+    /// Share of the prompt that a worker has, from 0 to 1.
+    fn cached_share(&self, worker: usize) -> f64 {
+        let tokens = self.cached_blocks[worker] * BLOCK_TOKENS;
+        tokens.min(self.spec.input_tokens) as f64 / self.spec.input_tokens as f64
+    }
+
+    /// Mean number of requests in flight per worker.
+    fn mean_requests(&self) -> f64 {
+        self.requests.iter().sum::<u64>() as f64 / self.workers() as f64
+    }
+
+    /// The worker of the lowest cost; a random one of equals.
+    fn least(&self, random: &mut Random, cost: impl Fn(usize) -> f64) -> usize {
+        least_of(0..self.workers(), random, cost).unwrap_or(0)
     }
 }
 
-impl CacheAware {
-    const CACHE_THRESHOLD: f64 = 0.3;
-    const BALANCE_ABS_THRESHOLD: u64 = 64;
-    const BALANCE_REL_THRESHOLD: f64 = 1.5;
-
-    fn choose(&mut self, spec: &RequestSpec) -> usize {
-        let worker = self
-            .longest_prefix_worker(spec)
-            .unwrap_or_else(|| argmin(self.requests.len(), |at| self.requests[at] as f64));
-        self.requests[worker] += 1;
-        self.sent_blocks[worker].extend(&spec.blocks);
-        worker
-    }
-
-    /// The worker with the longest prefix, if the load is balanced and the prefix is long enough.
-    fn longest_prefix_worker(&self, spec: &RequestSpec) -> Option<usize> {
-        let (min, max) = (self.requests.iter().min()?, self.requests.iter().max()?);
-        if max - min > Self::BALANCE_ABS_THRESHOLD && *max as f64 > Self::BALANCE_REL_THRESHOLD * *min as f64 {
-            return None;
-        }
-        let prefix = |at: usize| spec.blocks.iter().take_while(|block| self.sent_blocks[at].contains(*block)).count();
-        let longest = argmin(self.sent_blocks.len(), |at| -(prefix(at) as f64));
-        let tokens = (prefix(longest) as u64 * BLOCK_TOKENS).min(spec.input_tokens);
-        (tokens as f64 / spec.input_tokens as f64 > Self::CACHE_THRESHOLD).then_some(longest)
-    }
-}
-
-/// The index of the lowest value; the first one of equals.
-fn argmin(n: usize, of: impl Fn(usize) -> f64) -> usize {
-    (0..n).min_by(|a, b| of(*a).total_cmp(&of(*b))).unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn spec(blocks: &[u32]) -> RequestSpec {
-        RequestSpec {
-            arrival_ms: 0,
-            input_tokens: blocks.len() as u64 * BLOCK_TOKENS,
-            output_tokens: 1,
-            blocks: blocks.to_vec(),
-            session: 0,
-            model: "".into(),
+/// The candidate of the lowest cost, a random one of equals.
+fn least_of(
+    candidates: impl Iterator<Item = usize>,
+    random: &mut Random,
+    cost: impl Fn(usize) -> f64,
+) -> Option<usize> {
+    let (mut best, mut lowest, mut equals) = (None, f64::INFINITY, 0_u64);
+    for at in candidates {
+        let cost = cost(at);
+        if cost < lowest {
+            (best, lowest, equals) = (Some(at), cost, 1);
+        } else if cost <= lowest {
+            // Reservoir sampling: each of n equals stays with probability 1/n.
+            equals += 1;
+            if random.among(0..equals) == 0 {
+                best = Some(at);
+            }
         }
     }
-
-    #[test]
-    fn dynamo_cost_weighs_new_and_active_blocks_alike() {
-        let mut baseline = Baseline::dynamo(2);
-        let (two, four) = (spec(&[1, 2]), spec(&[1, 2, 3, 4]));
-        assert_eq!(baseline.choose(0, &two, |_| 0), 0, "the first of equals");
-        // Worker 0: 2 to prefill, 2 in use, 4 - 3 new; worker 1: 4 new. 5 + 4 against 4 + 4.
-        assert_eq!(baseline.choose(1, &four, |at| if at == 0 { 3 } else { 0 }), 1);
-        baseline.started(0, 0);
-        // 1 + 2 + 4 against 4 + 4 + 4 + 4.
-        assert_eq!(baseline.choose(2, &four, |at| if at == 0 { 3 } else { 0 }), 0);
-        baseline.finished(0, &four);
-        baseline.finished(0, &two);
-        let Baseline::Dynamo(state) = &baseline else { unreachable!() };
-        assert!(state.active[0].1.abs() < 1e-9, "blocks are given back");
-    }
-
-    #[test]
-    fn smg_follows_a_long_prefix_while_load_is_balanced() {
-        let mut baseline = Baseline::smg(2);
-        let long = spec(&[1, 2, 3, 4]);
-        for request in 0..=64 {
-            assert_eq!(baseline.choose(request, &long, |_| 0), 0);
-        }
-        assert_eq!(baseline.choose(65, &long, |_| 0), 1, "65 requests more than the other");
-        assert_eq!(baseline.choose(66, &spec(&[1, 7, 8, 9]), |_| 0), 1, "a quarter is not enough");
-    }
+    best
 }

@@ -9,6 +9,7 @@
 //! workers, which transfer one prompt at a time.
 
 use super::lru::Lru;
+use super::options::QueueOrder;
 use super::pool::Pool;
 use super::profile::{Link, Profile};
 use super::trace::{BLOCK_TOKENS, RequestSpec};
@@ -18,7 +19,11 @@ use std::collections::VecDeque;
 use worker::plane::{Load, OnboardSpeed};
 
 /// One worker.
+#[derive(Clone)]
 pub(super) struct Engine {
+    order: QueueOrder,
+    /// Requests taken from the queue.
+    taken: u64,
     pool: Pool,
     host: Option<Lru>,
     waiting: VecDeque<Sequence>,
@@ -63,6 +68,7 @@ struct Steps {
     growth_s: f64,
 }
 
+#[derive(Clone)]
 struct Sequence {
     request: u32,
     stage: Stage,
@@ -115,12 +121,17 @@ pub(super) enum Schedule {
     Idle,
 }
 
+/// Oldest requests of a queue among which k-LPM looks for the longest prefix: more would make a step of a long queue
+/// slow to simulate.
+const LPM_WINDOW: usize = 128;
 /// Weight of a new measurement in a moving average.
 const EWMA_WEIGHT: f64 = 0.1;
 
 impl Engine {
-    pub(super) fn new(profile: &Profile) -> Self {
+    pub(super) fn new(profile: &Profile, order: QueueOrder) -> Self {
         Self {
+            order,
+            taken: 0,
             pool: Pool::new(profile.blocks()),
             host: profile.host.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
             waiting: VecDeque::new(),
@@ -201,7 +212,7 @@ impl Engine {
         let mut free_tokens = self.free_tokens(now_ns, requests, profile);
         while free_tokens > 0
             && self.running.len() < profile.max_num_seqs
-            && let Some(next) = self.waiting.front()
+            && let Some((at, next)) = self.next_waiting(requests)
         {
             let spec = &requests[next.request as usize];
             let (cached, blocks, stage) = (self.pool.cached_prefix(&spec.blocks), next.blocks(spec), next.stage);
@@ -210,7 +221,8 @@ impl Engine {
                 effects.dropped.push(dropped);
                 continue;
             };
-            let Some(mut sequence) = self.waiting.pop_front() else { break };
+            let Some(mut sequence) = self.waiting.remove(at) else { break };
+            self.taken += 1;
             // A transfer starts when both links are free.
             let wait_s = |free_ns: u64| free_ns.saturating_sub(now_ns) as f64 / 1e9;
             let receive_wait_s = wait_s(self.receive_link_free_ns);
@@ -247,6 +259,20 @@ impl Engine {
             self.running.push(sequence);
         }
         self.plan_step(now_ns, requests, profile, effects)
+    }
+
+    /// The next request of the queue, with its position.
+    fn next_waiting(&self, requests: &[RequestSpec]) -> Option<(usize, &Sequence)> {
+        let cached = |sequence: &Sequence| self.pool.cached_prefix(&requests[sequence.request as usize].blocks);
+        let at = match self.order {
+            QueueOrder::KLpm(k) if !self.taken.is_multiple_of(k.get().into()) => {
+                let window = self.waiting.iter().take(LPM_WINDOW).enumerate().rev();
+                // The oldest of equals.
+                window.max_by_key(|(_, sequence)| cached(sequence)).map_or(0, |(at, _)| at)
+            }
+            _ => 0,
+        };
+        Some((at, self.waiting.get(at)?))
     }
 
     /// Tokens that the current batch leaves free in the next step.
@@ -410,6 +436,16 @@ impl Engine {
             block_bytes: profile.block_bytes(),
             onboard: links.into_iter().filter_map(speed).collect(),
         }
+    }
+
+    /// Number of leading blocks that are in device memory.
+    pub(super) fn cached_prefix(&self, blocks: &[u32]) -> usize {
+        self.pool.cached_prefix(blocks)
+    }
+
+    /// Requests that are queued or running.
+    pub(super) fn requests(&self) -> impl Iterator<Item = u32> {
+        self.waiting.iter().chain(&self.running).map(|sequence| sequence.request)
     }
 
     /// Blocks by tier, as a snapshot lists them.

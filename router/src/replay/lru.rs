@@ -3,7 +3,7 @@
 use crate::hash::NumberMap;
 use std::collections::BTreeSet;
 
-#[derive(Default, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(super) struct Lru {
     capacity: usize,
     last_use: NumberMap<u32, u64>,

@@ -1,9 +1,11 @@
 //! What is simulated: the fleet, and how its workers are chosen.
 
+use super::baselines::Peer;
 use super::profile::Profile;
 use super::results::Slo;
 use crate::policy::Policy;
 use crate::settings::{Preset, Settings};
+use std::num::NonZero;
 use std::time::Duration;
 use worker::plane::Role;
 
@@ -14,10 +16,8 @@ pub enum PolicyUnderTest {
     Policy(Policy),
     /// This router with its own settings, and their name in output.
     Settings(&'static str, Box<Settings>),
-    /// The cost function in NVIDIA Dynamo's documentation.
-    DynamoCost,
-    /// The cache-aware rule in SMG's documentation.
-    SmgCacheAware,
+    /// A policy of another router.
+    Peer(Peer),
 }
 
 /// The simulated fleet, and the delivery of events and reports to the router.
@@ -41,10 +41,23 @@ pub struct Options {
     pub slo: Slo,
     /// Whether requests pass the admission queue.
     pub admission: AdmissionMode,
+    /// Order of the queue of each worker.
+    pub queue_order: QueueOrder,
     /// Whether the planner changes workers between prefill and decode.
     pub rebalance: bool,
     /// Settings of the router, already validated.
     pub settings: Settings,
+}
+
+/// Order in which a worker takes requests from its queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum QueueOrder {
+    /// First come, first served.
+    #[default]
+    Fcfs,
+    /// k-LPM (arXiv 2502.04677): of each `k` requests the first is the oldest, and the others are those with the
+    /// longest cached prefix. 1 is `Fcfs`.
+    KLpm(NonZero<u32>),
 }
 
 /// Whether requests pass the router's admission queue.
@@ -73,7 +86,7 @@ impl AdmissionMode {
 impl PolicyUnderTest {
     /// All policies of this router, then those of other routers.
     pub fn all() -> Vec<Self> {
-        Policy::ALL.into_iter().map(Self::Policy).chain([Self::DynamoCost, Self::SmgCacheAware]).collect()
+        Policy::ALL.into_iter().map(Self::Policy).chain(Peer::ALL.map(Self::Peer)).collect()
     }
 
     /// The presets. `balanced` has the default settings, and so equals `kv`.
@@ -86,8 +99,7 @@ impl PolicyUnderTest {
         match self {
             Self::Policy(policy) => policy.name(),
             Self::Settings(name, _) => name,
-            Self::DynamoCost => "dynamo-cost",
-            Self::SmgCacheAware => "smg-cache-aware",
+            Self::Peer(peer) => peer.name(),
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::hash::NumberMap;
 use std::collections::BTreeSet;
 
 /// Blocks are identified by their numbers in the trace.
-#[derive(Default, Debug)]
+#[derive(Clone, Default, Debug)]
 pub(super) struct Pool {
     capacity: u64,
     /// Blocks that belong to one request: prompt blocks not computed yet, and output.
@@ -18,7 +18,7 @@ pub(super) struct Pool {
     clock: u64,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Cached {
     parent: Option<u32>,
     children: u32,

@@ -1,5 +1,6 @@
 //! Speed and memory of a simulated worker.
 
+use super::trace::RequestSpec;
 use serde::{Deserialize, Serialize};
 
 /// A worker: an engine and its memory. Times are in seconds, speeds are per second. A step takes
@@ -118,6 +119,12 @@ impl Profile {
     pub(super) fn prefill_s(&self, chunk: u64, before: u64) -> f64 {
         let (chunk, before) = (chunk as f64, before as f64);
         chunk * self.prefill_token_s + chunk * (before + chunk / 2.0) * self.prefill_attention_pair_s
+    }
+
+    /// Seconds that decoding adds to the steps of a batch, from the first to the last token of a request.
+    pub(super) fn decode_s(&self, spec: &RequestSpec) -> f64 {
+        let (tokens, context) = (spec.output_tokens as f64, spec.input_tokens as f64);
+        tokens * (self.decode_sequence_s + (context + tokens / 2.0) * self.decode_context_token_s)
     }
 
     /// Seconds to transfer `blocks` over a link.

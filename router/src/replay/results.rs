@@ -29,6 +29,8 @@ pub(super) struct RunOutcome {
     pub(super) disaggregated: bool,
     /// Number of role changes; `None` when the planner applies none.
     pub(super) role_changes: Option<u64>,
+    /// Number of requests that were too long for every worker.
+    pub(super) too_long: usize,
 }
 
 /// Service-level objective: upper limits of the time to first token and of the mean time between tokens.
@@ -89,6 +91,19 @@ pub struct Results {
 }
 
 impl RunOutcome {
+    /// A quantile of the time to first token, in seconds, of all requests that fit on a worker. It is infinite where it
+    /// falls on requests that admission rejected.
+    pub(super) fn ttft_quantile_of_all(&self, q: f64) -> f64 {
+        let ttft = |request: &RequestRecord| match request.first_token_ns {
+            0 => f64::INFINITY,
+            first_token_ns => seconds(first_token_ns - request.arrived_ns),
+        };
+        let mut all: Vec<f64> = self.requests.iter().map(ttft).collect();
+        all.sort_unstable_by(f64::total_cmp);
+        // Those that are too long for every worker are among the infinite ones at the end.
+        quantile(&all[..all.len() - self.too_long], q)
+    }
+
     pub(super) fn results(&self, rate: f64, slo: Slo) -> Results {
         let done: Vec<&RequestRecord> = self.requests.iter().filter(|request| request.finished_ns > 0).collect();
         let mut ttft: Vec<f64> =

@@ -1,7 +1,7 @@
 //! The router in a replay: the index, load, cost model and selection of the live router, in virtual time.
 
 use super::admission::{AdmissionDecision, AdmissionDriver};
-use super::baselines::Baseline;
+use super::baselines::{Baseline, Report};
 use super::plane::Message;
 use super::planner::PlannerDriver;
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
@@ -32,6 +32,8 @@ pub(super) struct SimulatedRouter {
     settings_by_model: ResolvedSettings,
     seed: u64,
     baseline: Option<Baseline>,
+    /// Leading cached blocks of a prompt, by worker: for the baseline.
+    cached_blocks: Vec<u64>,
     index: Index,
     inflight: Arc<InflightPrefixes>,
     fleet: Fleet,
@@ -145,8 +147,7 @@ impl SimulatedRouter {
         let (settings, baseline) = match policy {
             PolicyUnderTest::Policy(policy) => (options.settings.clone().choosing(policy), None),
             PolicyUnderTest::Settings(_, settings) => (settings.as_ref().clone(), None),
-            PolicyUnderTest::DynamoCost => (aggregated, Some(Baseline::dynamo(worker_count))),
-            PolicyUnderTest::SmgCacheAware => (aggregated, Some(Baseline::smg(worker_count))),
+            PolicyUnderTest::Peer(peer) => (aggregated, Some(Baseline::new(*peer, worker_count, seed))),
         };
         let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
@@ -168,6 +169,7 @@ impl SimulatedRouter {
         Self {
             seed,
             baseline,
+            cached_blocks: Vec::new(),
             index,
             inflight: Arc::default(),
             fleet,
@@ -226,13 +228,14 @@ impl SimulatedRouter {
                 self.dispatch(now, request, actions);
             }
             Resolution::Reject(_) => {
-                self.cancel_placement(now, request, actions);
+                self.cancel_placement(now, request, &requests[request as usize], actions);
                 actions.push(Action::Reject);
             }
             Resolution::Reroute => {
                 // The request's own reservation must not count against the new placement.
-                let arrived_at = self.cancel_placement(now, request, actions).unwrap_or(now);
-                match self.place(now, arrived_at, request, &requests[request as usize], actions) {
+                let spec = &requests[request as usize];
+                let arrived_at = self.cancel_placement(now, request, spec, actions).unwrap_or(now);
+                match self.place(now, arrived_at, request, spec, actions) {
                     Some(queued) => {
                         if let Some(driver) = &mut self.admission {
                             driver.requeue(request, permit, queued);
@@ -286,8 +289,17 @@ impl SimulatedRouter {
     }
 
     /// Releases the reservations of a request. Returns its arrival.
-    fn cancel_placement(&mut self, now: Instant, request: u32, actions: &mut Vec<Action>) -> Option<Instant> {
+    fn cancel_placement(
+        &mut self,
+        now: Instant,
+        request: u32,
+        spec: &RequestSpec,
+        actions: &mut Vec<Action>,
+    ) -> Option<Instant> {
         let Placement { decode, prefill, arrived_at, .. } = self.placements[request as usize].take()?;
+        if let Some(baseline) = &mut self.baseline {
+            baseline.finished(decode.worker, request, spec);
+        }
         for reservation in [Some(decode), prefill].into_iter().flatten() {
             actions.push(Action::Publish(self.release(now, &reservation)));
         }
@@ -336,7 +348,12 @@ impl SimulatedRouter {
         )?;
         // Rows are in the order of worker ids, which count from 0.
         let at = match &mut self.baseline {
-            Some(baseline) => baseline.choose(request, spec, |at| decision.row(at as u32).held.total()),
+            Some(baseline) => {
+                self.cached_blocks.clear();
+                let held = (0..self.workers.len() as u32).map(|at| u64::from(decision.row(at).held.total()));
+                self.cached_blocks.extend(held);
+                baseline.choose(request, spec, &self.cached_blocks)
+            }
             None => decision.chosen.at,
         };
         let row = decision.row(at as u32);
@@ -408,7 +425,7 @@ impl SimulatedRouter {
             driver.leave(permit);
         }
         if let Some(baseline) = &mut self.baseline {
-            baseline.finished(decode.worker, spec);
+            baseline.finished(decode.worker, request, spec);
         }
     }
 
@@ -444,6 +461,10 @@ impl SimulatedRouter {
         let feed = &mut self.feeds[from];
         match message {
             Message::Load(load) => {
+                if let Some(baseline) = &mut self.baseline {
+                    let kv_usage = load.active_blocks as f64 / load.total_blocks.max(1) as f64;
+                    baseline.reported(from, Report { waiting: load.waiting, kv_usage });
+                }
                 feed.cursor.behind(EPOCH, load.number, now);
                 self.workers[from].reported(&load);
                 self.workers[from].load.report(load, now);

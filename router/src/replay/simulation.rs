@@ -40,6 +40,8 @@ pub(super) struct Simulation<'a> {
     records: Vec<RequestRecord>,
     inter_token_gaps: Histogram,
     unfinished: usize,
+    /// Number of requests that are too long for every worker.
+    too_long: usize,
     has_admission: bool,
     /// Whether some workers have the role prefill or decode.
     disaggregated: bool,
@@ -96,7 +98,12 @@ impl<'a> Simulation<'a> {
         let (profile, count, requests) = (&options.profile, options.workers.len(), &trace.requests);
         // Each router has its own seed. The first has the seed of the run.
         let routing = |id| SimulatedRouter::new(policy, options, requests.len(), seed + 1_000 * id);
-        let worker = |_| Worker { engine: Engine::new(profile), is_busy: false, generation: 0, reported_ns: 0 };
+        let worker = |_| Worker {
+            engine: Engine::new(profile, options.queue_order),
+            is_busy: false,
+            generation: 0,
+            reported_ns: 0,
+        };
         let arrivals = trace.arrivals(rate, seed);
         let lossless_from = arrivals.get((arrivals.len() as f64 * options.event_loss_until) as usize);
         let lossless_from_ns = lossless_from.map_or(u64::MAX, |(at, _)| *at);
@@ -122,6 +129,7 @@ impl<'a> Simulation<'a> {
             records: vec![RequestRecord::default(); requests.len()],
             inter_token_gaps: Histogram::default(),
             unfinished: 0,
+            too_long: 0,
             has_admission: options.admission != AdmissionMode::Off,
             disaggregated: options.workers.iter().any(|role| *role != Role::Both),
             role_changes: options.rebalance.then_some(0),
@@ -137,6 +145,8 @@ impl<'a> Simulation<'a> {
             if Engine::fits(profile, spec) {
                 simulation.unfinished += 1;
                 simulation.arrivals.push((at, request));
+            } else {
+                simulation.too_long += 1;
             }
         }
         for worker in 0..count as u32 {
@@ -159,6 +169,7 @@ impl<'a> Simulation<'a> {
             end_ns,
             disaggregated: self.disaggregated,
             role_changes: self.role_changes,
+            too_long: self.too_long,
         })
     }
 

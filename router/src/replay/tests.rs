@@ -2,6 +2,7 @@ use super::*;
 use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
 use crate::settings::{Preset, Settings};
+use std::num::NonZero;
 use std::time::Duration;
 use worker::plane::Role;
 
@@ -11,7 +12,17 @@ const KV: PolicyUnderTest = PolicyUnderTest::Policy(Policy::Kv);
 const LEAST_LOADED: PolicyUnderTest = PolicyUnderTest::Policy(Policy::LeastLoaded);
 
 pub(super) fn run_policy(trace: &Trace, options: &Options, policy: &PolicyUnderTest, rate: f64, runs: u64) -> Results {
-    super::replay(trace, options, policy, rate, runs).unwrap()
+    let (traffic, policies) = (Traffic::Recorded(trace.clone()), [policy.clone()]);
+    let runs = Runs {
+        traffic: &traffic,
+        options,
+        policies: &policies,
+        rates: &[rate],
+        seeds: 0..runs,
+        threads: NonZero::<usize>::MIN,
+        clairvoyant: false,
+    };
+    runs.replay(|_| {}).unwrap().remove(0)
 }
 
 pub(super) fn fixture() -> Trace {
@@ -34,6 +45,7 @@ pub(super) fn options(workers: usize) -> Options {
         resync_delay: Duration::from_millis(50),
         slo,
         admission: AdmissionMode::Off,
+        queue_order: QueueOrder::Fcfs,
         rebalance: false,
         settings: Settings::default(),
     }
@@ -198,7 +210,7 @@ fn kv_beats_least_loaded_and_random_on_hits_and_ttft() {
 #[test]
 fn at_saturation_cache_aware_routing_does_not_lose_to_load() {
     let (trace, options) = (fixture(), options(4));
-    let full = capacity(&trace, &options, |_, _| {}).unwrap();
+    let full = capacity(&Traffic::Recorded(trace.clone()), &options, |_, _| {}).unwrap();
     for load in [1.0, 1.2, 1.5] {
         let [kv, least_loaded] =
             [&KV, &LEAST_LOADED].map(|policy| run_policy(&trace, &options, policy, full * load, 3));
@@ -269,20 +281,69 @@ fn eight_routers_have_nearly_the_hit_rate_and_wait_of_one() {
 }
 
 #[test]
-fn capacity_is_where_p99_ttft_is_ten_times_idle() {
+fn capacity_is_where_a_time_is_ten_times_that_of_an_idle_fleet() {
     let (trace, options) = (fixture(), options(2));
     let mut tried = Vec::new();
-    let found = capacity(&trace, &options, |rate, p99| tried.push((rate, p99))).unwrap();
+    let found =
+        capacity(&Traffic::Recorded(trace.clone()), &options, |rate, service| tried.push((rate, service))).unwrap();
     let idle = tried[0].1;
-    let p99 = |rate| run_policy(&trace, &options, &LEAST_LOADED, rate, 1).ttft_p99_s;
-    assert!(
-        p99(found) < SATURATION_FACTOR * idle && p99(found * 1.1) >= SATURATION_FACTOR * idle,
-        "{found} of {tried:?}"
-    );
+    let saturated = |rate| {
+        let results = run_policy(&trace, &options, &LEAST_LOADED, rate, 1);
+        results.ttft_p99_s >= SATURATION_FACTOR * idle.ttft_p99_s
+            || results.itl_p50_s > SATURATION_FACTOR * idle.itl_p50_s
+    };
+    assert!(!saturated(found) && saturated(found * 1.1), "{found} of {tried:?}");
 }
 
 #[test]
-fn plot_has_a_line_per_policy_and_labelled_axes() {
+fn capacity_counts_rejected_requests_as_missed() {
+    let (traffic, options) = (Traffic::Recorded(fixture()), options(4));
+    let of = |admission| {
+        let mut tried = Vec::new();
+        let options = Options { admission, ..options.clone() };
+        let found = capacity(&traffic, &options, |rate, service| tried.push((rate, service.ttft_p99_s))).unwrap();
+        (found, tried.iter().any(|(_, p99)| p99.is_infinite()))
+    };
+    let (off, queue, deadline) = (of(AdmissionMode::Off), of(AdmissionMode::Queue), of(AdmissionMode::Deadline));
+    // Without that rule the search ends at its upper bound, at several times the capacity.
+    assert!(queue.0 < 1.5 * off.0 && deadline.0 < 1.5 * off.0, "{off:?} {queue:?} {deadline:?}");
+    assert!(!off.1 && deadline.1, "{off:?} {deadline:?}");
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let (traffic, options) = (Traffic::Generated { workload: Workload::Chat, requests: 200 }, options(4));
+    let on = |threads| {
+        let runs = Runs {
+            traffic: &traffic,
+            options: &options,
+            policies: &[KV, LEAST_LOADED],
+            rates: &[2.0, 8.0],
+            seeds: 3..6,
+            threads: NonZero::new(threads).unwrap(),
+            clairvoyant: true,
+        };
+        runs.replay(|_| {}).unwrap()
+    };
+    let one = on(1);
+    assert_eq!(one, on(5));
+    let names: Vec<_> = one.iter().map(|results| (results.policy.as_str(), results.rate_rps as u32)).collect();
+    let of = |rate| [("kv", rate), ("least-loaded", rate), (CLAIRVOYANT, rate)];
+    assert_eq!(names, [of(2), of(8)].concat());
+    assert!(one.iter().all(|results| results.completed == 600));
+    for of_rate in one.chunks(3) {
+        let best = &of_rate[2];
+        let is_best = |it: &Results| {
+            best.ttft_mean_s <= it.ttft_mean_s
+                && best.ttft_p99_s <= it.ttft_p99_s
+                && best.slo_attainment >= it.slo_attainment
+        };
+        assert!(of_rate.iter().all(is_best), "{of_rate:?}");
+    }
+}
+
+#[test]
+fn report_has_charts_with_a_line_per_policy_and_a_table() {
     let results: Vec<Results> = [("kv", 1.0), ("a<b", 1.0), ("kv", 2.0)]
         .map(|(name, rate)| Results {
             policy: name.into(),
@@ -291,12 +352,16 @@ fn plot_has_a_line_per_policy_and_labelled_axes() {
             ..Results::default()
         })
         .into();
-    let svg = goodput_svg(&results, "two & three");
-    assert_eq!((svg.matches("<polyline").count(), svg.matches("<circle").count()), (2, 3));
-    for text in ["requests offered per second", "two &amp; three", "a&lt;b", ">kv<"] {
-        assert!(svg.contains(text), "{text}");
+    let page = html_report(&results, "two & three");
+    // Five charts with two policies, of which the first has two points.
+    assert_eq!((page.matches("<svg").count(), page.matches("<polyline").count()), (5, 10));
+    assert_eq!((page.matches("<circle").count(), page.matches("<tr>").count()), (15, 4));
+    for text in ["requests offered per second", "two &amp; three", "a&lt;b", ">kv<", "<td>1.00</td>"] {
+        assert!(page.contains(text), "{text}");
     }
-    assert!(!svg.contains("NaN") && !svg.contains("inf"));
+    assert!(!page.contains("NaN") && !page.contains("inf"));
+    let chart = page.split("<svg").nth(1).unwrap();
+    assert!(chart.rfind(">kv<") > chart.rfind(">a&lt;b<"), "no line covers that of kv");
 }
 
 #[test]
@@ -314,6 +379,26 @@ fn admission_rejects_late_requests_only_under_overload() {
     assert!(deadline.rejected > 0 && deadline.goodput_rps > off.goodput_rps, "{deadline:?} {off:?}");
     // The deadline is two seconds. How much decoding slows prefill is not known beforehand.
     assert!(deadline.ttft_p99_s < 3.0 && off.ttft_p99_s > 6.0, "{} {}", deadline.ttft_p99_s, off.ttft_p99_s);
+}
+
+#[test]
+fn k_lpm_takes_the_longest_prefix_between_the_oldest_requests() {
+    // One step per request, and all of them wait for the first one, of which three share the prefix.
+    let own = |nth: u32| line(u64::from(nth), 1024, 1, &[100 + nth, 200 + nth]);
+    let shared = |nth: u32| line(u64::from(nth), 1024, 1, &[1, 300 + nth]);
+    let text = shared(0) + &own(1) + &own(2) + &shared(3) + &shared(4);
+    let trace = Trace::read(text.as_bytes()).unwrap();
+    let order = |queue_order| {
+        let mut options = Options { queue_order, ..one_second_per_block() };
+        options.profile.max_num_seqs = 1;
+        let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().requests;
+        let mut order: Vec<usize> = (0..5).collect();
+        order.sort_by_key(|nth| served[*nth].first_token_ns);
+        order
+    };
+    assert_eq!(order(QueueOrder::Fcfs), [0, 1, 2, 3, 4]);
+    assert_eq!(order(QueueOrder::KLpm(NonZero::new(2).unwrap())), [0, 3, 1, 4, 2]);
+    assert_eq!(order(QueueOrder::KLpm(NonZero::new(4).unwrap())), [0, 3, 4, 1, 2]);
 }
 
 #[test]
@@ -338,7 +423,8 @@ fn settings_apply_to_our_policies_and_not_to_baselines() {
         let weighs = matches!(policy, PolicyUnderTest::Policy(_)) && !blind;
         assert_eq!(before != after, weighs, "{}", policy.name());
     }
-    let tried = |options: &Options| capacity(&trace, options, |_, _| {}).unwrap().to_bits();
+    let traffic = Traffic::Recorded(trace.clone());
+    let tried = |options: &Options| capacity(&traffic, options, |_, _| {}).unwrap().to_bits();
     assert_eq!(tried(&tuned), tried(&default), "capacity does not depend on settings");
 }
 

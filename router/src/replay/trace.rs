@@ -5,9 +5,9 @@
 use crate::hash::splitmix64;
 use crate::trace::UNIT_TOKENS;
 use kvbm::SequenceHash;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
-use std::io::BufRead;
+use std::io::{self, BufRead, Write};
 
 /// Tokens per block of a trace.
 pub const BLOCK_TOKENS: u64 = UNIT_TOKENS;
@@ -51,13 +51,13 @@ pub enum TraceError {
     Empty,
 }
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 struct Line {
     timestamp: f64,
     input_length: u64,
     output_length: u64,
     hash_ids: Vec<u32>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "str::is_empty")]
     model: Box<str>,
 }
 
@@ -91,13 +91,37 @@ impl Trace {
                 model,
             });
         }
+        if requests.is_empty() {
+            return Err(TraceError::Empty);
+        }
+        Ok(Self::new(requests))
+    }
+
+    /// A trace of requests in any order.
+    pub(super) fn new(mut requests: Vec<RequestSpec>) -> Self {
         requests.sort_by_key(|spec| spec.arrival_ms);
-        let Some(first) = requests.first().map(|spec| spec.arrival_ms) else { return Err(TraceError::Empty) };
+        let first = requests.first().map_or(0, |spec| spec.arrival_ms);
         for spec in &mut requests {
             spec.arrival_ms -= first;
         }
         assign_sessions(&mut requests);
-        Ok(Self { requests })
+        Self { requests }
+    }
+
+    /// Writes the trace in the format that [`Trace::read`] reads.
+    pub fn write(&self, mut to: impl Write) -> io::Result<()> {
+        for spec in &self.requests {
+            let line = Line {
+                timestamp: spec.arrival_ms as f64,
+                input_length: spec.input_tokens,
+                output_length: spec.output_tokens,
+                hash_ids: spec.blocks.clone(),
+                model: spec.model.clone(),
+            };
+            serde_json::to_writer(&mut to, &line)?;
+            to.write_all(b"\n")?;
+        }
+        to.flush()
     }
 
     /// Number of requests.
@@ -128,14 +152,18 @@ impl Trace {
         hits as f64 / all.max(1) as f64
     }
 
-    /// Arrival times in nanoseconds, at `rate` requests per second on average. Recorded times are coarse; the seed
-    /// places each request within its interval, and thereby also decides the order.
+    /// Arrival times in nanoseconds, at `rate` requests per second on average. A recorder may write times in steps, of
+    /// three seconds in the public trace; then the seed places each request between its time and the next one, and
+    /// thereby also decides the order. Other times are those of milliseconds.
     pub(super) fn arrivals(&self, rate: f64, seed: u64) -> Vec<(u64, u32)> {
         let scale = 1e6 * self.rate() / rate;
+        let distinct = self.requests.chunk_by(|a, b| a.arrival_ms == b.arrival_ms).count();
+        let in_steps = self.len() as f64 > distinct as f64 * REQUESTS_PER_TIME;
         let mut times = Vec::with_capacity(self.len());
-        let mut step_ms = 0;
+        let mut step_ms = if in_steps { 0 } else { 1 };
         for (at, spec) in self.requests.iter().enumerate().rev() {
-            if let Some(next) = self.requests.get(at + 1).filter(|next| next.arrival_ms > spec.arrival_ms) {
+            let later = self.requests.get(at + 1).filter(|next| in_steps && next.arrival_ms > spec.arrival_ms);
+            if let Some(next) = later {
                 step_ms = next.arrival_ms - spec.arrival_ms;
             }
             let within = unit_interval(splitmix64(seed ^ splitmix64(at as u64))) * step_ms as f64;
@@ -145,6 +173,10 @@ impl Trace {
         times
     }
 }
+
+/// With more requests per distinct time than this, a trace was recorded in steps. The public trace has ten, its parts
+/// more than one and a half; of times in milliseconds few are equal up to hundreds of requests per second.
+const REQUESTS_PER_TIME: f64 = 1.2;
 
 /// Describes why a line cannot be parsed, with an example. The caller adds the number of the line.
 fn describe_parse_error(error: &serde_json::Error) -> String {
@@ -219,6 +251,23 @@ mod tests {
         let sessions: Vec<u64> = trace.requests.iter().map(|spec| spec.session).collect();
         assert_eq!(sessions[..4], [10, 110, 11, 111]);
         assert_eq!(sessions[40..], [10, 110, 11, 3]);
+    }
+
+    #[test]
+    fn arrivals_are_spread_over_the_steps_of_the_recorder() {
+        let line = |timestamp: &u64| {
+            format!("{{\"timestamp\":{timestamp},\"input_length\":1,\"output_length\":1,\"hash_ids\":[1]}}\n")
+        };
+        let late_ms = |times: &[u64]| {
+            let trace = Trace::read(times.iter().map(line).collect::<String>().as_bytes()).unwrap();
+            let late = |(ns, nth): &(u64, u32)| (*ns as f64 / 1e6 - times[*nth as usize] as f64).round() as u64;
+            trace.arrivals(trace.rate(), 7).iter().map(late).collect::<Vec<u64>>()
+        };
+        // Two requests per step, which is not exact.
+        let in_steps = late_ms(&[0, 0, 3_000, 3_000, 6_001, 6_001]);
+        assert!(in_steps.iter().all(|late| *late <= 3_001) && in_steps.iter().any(|late| *late > 100), "{in_steps:?}");
+        let exact = late_ms(&[0, 3_000, 6_001, 9_000]);
+        assert!(exact.iter().all(|late| *late <= 1), "{exact:?}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 use super::*;
 use crate::policy::Policy;
 use crate::replay::simulation::Simulation;
-use crate::replay::{AdmissionMode, BLOCK_TOKENS, Options, PolicyUnderTest, Slo, Trace};
+use crate::replay::{AdmissionMode, BLOCK_TOKENS, Options, PolicyUnderTest, QueueOrder, Slo, Trace};
 use std::time::Duration;
 use worker::plane::Role;
 
@@ -27,6 +27,7 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         resync_delay: event_delay,
         slo,
         admission: AdmissionMode::Off,
+        queue_order: QueueOrder::Fcfs,
         rebalance: false,
         settings: crate::settings::Settings::default(),
     };

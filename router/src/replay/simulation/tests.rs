@@ -1,7 +1,7 @@
 use super::*;
 use crate::policy::Policy;
 use crate::replay::tests::{fixture, options, run_policy, with_stores};
-use crate::replay::{Link, PolicyUnderTest};
+use crate::replay::{Link, PolicyUnderTest, QueueOrder};
 use crate::settings::Preset;
 use proptest::prelude::*;
 use std::time::Duration;
@@ -185,7 +185,7 @@ fn workers_retaining_each_others_prompts_do_not_deadlock() {
     };
     let (requests, mut environment) =
         (vec![spec(0), spec(100)], Environment { store: None, send_link_free_ns: vec![0; 2] });
-    let mut workers = [Engine::new(&profile), Engine::new(&profile)];
+    let mut workers = [0; 2].map(|_| Engine::new(&profile, QueueOrder::Fcfs));
     let mut step = |worker: &mut Engine, now: u64| {
         let mut effects = Effects::default();
         match worker.schedule(now, &requests, &profile, &mut environment, &mut effects) {
