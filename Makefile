@@ -67,14 +67,12 @@ bench-kvbm: ## Benchmarks of the block manager, each figure beside its goal (ARG
 	cargo build --locked --release -p kvbm -p worker --examples
 	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
 
-bench-router: ## Benchmarks of the router, each figure beside its goal, half an hour: TRACE=FILE (ARGS="--json")
-	@test -n "$(TRACE)" || { echo "make: bench-router needs a trace: make bench-router TRACE=FILE; see docs/replay.md"; \
-	  exit 1; }
-	@test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
+bench-router: ## Benchmarks of the router, each figure beside its goal, an hour; TRACE=FILE for all (ARGS="--only workloads")
+	@test -z "$(TRACE)" || test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo build --locked --release
 	cargo build --locked --release -p router --example decide
-	cargo build --locked --release $(INDEX)
-	cargo run --locked --release --quiet $(BENCH) --bin router -- --trace "$(TRACE)" $(ARGS)
+	@if [ -n "$(TRACE)" ]; then set -x; cargo build --locked --release $(INDEX); fi
+	cargo run --locked --release --quiet $(BENCH) --bin router -- $(if $(TRACE),--trace "$(TRACE)") $(ARGS)
 
 bench-ttft: ## Time to first token: cold, and with the prefix in each tier (ARGS="--json" for JSON)
 	cargo build --locked --release

@@ -13,3 +13,4 @@ pub mod prompt;
 pub mod report;
 pub mod server;
 pub mod suite;
+pub mod workloads;

@@ -51,11 +51,12 @@ pub fn selected(names: &[&str], only: &[String]) -> Result<Vec<String>> {
     Ok(if only.is_empty() { all() } else { only.to_vec() })
 }
 
-/// Prints the figures with the machine and the commit of the run.
-pub fn print(circumstances: &Value, figures: &[Figure], json: bool) {
+/// Prints the figures with the machine and the commit of the run. `details`: what a suite measured beside its figures,
+/// printed only as JSON.
+pub fn print(circumstances: &Value, figures: &[Figure], details: &Value, json: bool) {
     if json {
         let figures: Vec<Value> = figures.iter().map(Figure::as_json).collect();
-        println!("{:#}", json!({ "circumstances": circumstances, "figures": figures }));
+        println!("{:#}", json!({ "circumstances": circumstances, "figures": figures, "details": details }));
     } else {
         println!("\n{}\n", describe(circumstances));
         let rows: Vec<Vec<String>> = figures.iter().map(|figure| figure.row().to_vec()).collect();

@@ -214,7 +214,7 @@ async fn main() -> Result<()> {
     }
     let mut circumstances = circumstances();
     circumstances["not_installed"] = json!(missing);
-    suite::print(&circumstances, &figures(&results, &options), options.json);
+    suite::print(&circumstances, &figures(&results, &options), &serde_json::Value::Null, options.json);
     if !options.json {
         for (name, install) in &missing {
             println!("not installed: {name}; {install}");

@@ -65,7 +65,7 @@ fn main() -> Result<()> {
         let (printed, _) = program.run()?;
         figures.extend(figures_of(&printed).with_context(|| format!("{} printed something else", program.name()))?);
     }
-    suite::print(&circumstances, &figures, options.json);
+    suite::print(&circumstances, &figures, &Value::Null, options.json);
     Ok(())
 }
 

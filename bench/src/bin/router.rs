@@ -1,26 +1,38 @@
 //! The benchmarks of the router in one run: each figure beside its goal.
 //!
-//! This program links no crate of Blockyard. It runs the programs that measure the index, a routing decision and the
-//! replay of a recorded trace, and reads their JSON.
+//! This program links no crate of Blockyard. It runs the programs that measure the index, a routing decision, and the
+//! replay of a recorded trace and of classes of traffic, and reads their JSON.
 
 use anyhow::{Context, Result, bail, ensure};
 use bench::figure::{Figure, Goal};
 use bench::options::{root, target_directory, target_directory_of};
 use bench::report::circumstances;
 use bench::suite::{self, Program, number};
+use bench::workloads::{Class, Suite};
 use serde_json::Value;
 use std::path::PathBuf;
 
 const USAGE: &str = "\
-Benchmarks of the router, each figure beside its goal. A full run takes half an hour.
+Benchmarks of the router, each figure beside its goal. A full run takes an hour.
 
-  --trace FILE      a trace in Mooncake's format (required; docs/replay.md says where to get one)
+  --trace FILE      a trace in Mooncake's format (docs/replay.md says where to get one); without it the parts that
+                    need one are skipped: index, replay, and the class trace of workloads
   --json            print JSON instead of a table
-  --only NAME       index, decision or replay only; may be repeated
-  --runs N          runs per policy and load of the replay (5)
-  --repetitions N   repetitions of the comparison with other indexes (3)";
+  --only NAME       index, decision, replay or workloads only; may be repeated
+  --runs N          runs per policy and load of the replays, each with its own seed (5)
+  --repetitions N   repetitions of the comparison with other indexes (3)
 
-const PARTS: [&str; 3] = ["index", "decision", "replay"];
+For a part of the workloads:
+
+  --class CLASS     a class of traffic, like chat or hot-prefix:32k@64 (@ and the number of workers, 16 by default), or
+                    trace; may be repeated
+  --load X,…        loads, as shares of the capacity (0.6,0.8,1,1.2)
+  --clairvoyant     also search for the best assignment of requests, knowing the future: many times as long
+  --policy NAME,…   policies (all)";
+
+const PARTS: [&str; 4] = ["index", "decision", "replay", "workloads"];
+/// Parts that need a trace.
+const OF_TRACE: [&str; 2] = ["index", "replay"];
 /// Distinct blocks announced to an index whose memory limit allows a quarter of the smaller number.
 const DISTINCT_BLOCKS: [&str; 2] = ["10000000", "100000000"];
 /// The published index with a goal of its own: ours must apply at least 1.5 times as many operations per second in
@@ -31,22 +43,39 @@ const LOOKUP_P99_US: [(u64, f64); 2] = [(128, 4.0), (1024, 8.0)];
 
 struct Options {
     json: bool,
-    trace: String,
+    trace: Option<String>,
     only: Vec<String>,
     runs: String,
     repetitions: String,
+    classes: Vec<Class>,
+    loads: String,
+    policies: String,
+    clairvoyant: bool,
 }
 
 impl Options {
     fn from_args() -> Result<Self> {
-        let mut options =
-            Self { json: false, trace: String::new(), only: Vec::new(), runs: "5".into(), repetitions: "3".into() };
+        let mut options = Self {
+            json: false,
+            trace: None,
+            only: Vec::new(),
+            runs: "5".into(),
+            repetitions: "3".into(),
+            classes: Vec::new(),
+            loads: "0.6,0.8,1,1.2".into(),
+            policies: String::new(),
+            clairvoyant: false,
+        };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
             let mut value = || arguments.next().with_context(|| format!("{argument} needs a value"));
             match argument.as_str() {
                 "--json" => options.json = true,
-                "--trace" => options.trace = value()?,
+                "--trace" => options.trace = Some(value()?),
+                "--class" => options.classes.push(Class::parse(&value()?)),
+                "--clairvoyant" => options.clairvoyant = true,
+                "--load" => options.loads = value()?,
+                "--policy" => options.policies = value()?,
                 "--only" => options.only.push(value()?),
                 "--runs" => options.runs = value()?,
                 "--repetitions" => options.repetitions = value()?,
@@ -57,7 +86,9 @@ impl Options {
                 _ => bail!("unknown option {argument}\n\n{USAGE}"),
             }
         }
-        ensure!(!options.trace.is_empty(), "--trace FILE is missing: which trace is to be replayed?");
+        if let Some(part) = options.only.iter().find(|part| OF_TRACE.contains(&part.as_str())) {
+            ensure!(options.trace.is_some(), "--only {part}: needs --trace FILE");
+        }
         Ok(options)
     }
 }
@@ -65,13 +96,13 @@ impl Options {
 fn main() -> Result<()> {
     let options = Options::from_args()?;
     let circumstances = circumstances();
-    let mut figures = Vec::new();
+    let (mut figures, mut cells) = (Vec::new(), Value::Null);
     for part in suite::selected(&PARTS, &options.only)? {
         let part_of = |result: Result<Vec<Figure>>| result.with_context(|| format!("{part} printed something else"));
-        figures.extend(match part.as_str() {
-            "index" => {
+        figures.extend(match (part.as_str(), &options.trace) {
+            ("index", Some(trace)) => {
                 let path = target_directory_of(&root().join("bench/index"))?.join("release/bench-index");
-                let arguments = ["--trace", &options.trace, "--repetitions", &options.repetitions];
+                let arguments = ["--trace", trace, "--repetitions", &options.repetitions];
                 let (printed, _) = Program::new("index", path.clone(), &arguments).run()?;
                 let mut figures = part_of(index(&printed))?;
                 for blocks in DISTINCT_BLOCKS {
@@ -80,16 +111,40 @@ fn main() -> Result<()> {
                 }
                 figures
             }
-            "decision" => {
+            ("replay", Some(trace)) => part_of(Replay::new(trace, &options.runs)?.figures())?,
+            ("decision", _) => {
                 let path = target_directory()?.join("release/examples/decide");
                 let (printed, _) = Program::new("decision", path, &[]).run()?;
                 part_of(decision(&printed))?
             }
-            _ => part_of(Replay::new(&options)?.figures())?,
+            ("workloads", _) => {
+                let (figures, all) = workloads(&options)?.run()?;
+                cells = all;
+                figures
+            }
+            _ => {
+                eprintln!("{part}: skipped, because no trace is given");
+                Vec::new()
+            }
         });
     }
-    suite::print(&circumstances, &figures, options.json);
+    suite::print(&circumstances, &figures, &cells, options.json);
     Ok(())
+}
+
+/// Policies on classes of traffic.
+fn workloads(options: &Options) -> Result<Suite> {
+    let Options { json, trace, classes, loads, policies, runs, clairvoyant, .. } = options;
+    Ok(Suite {
+        program: target_directory()?.join("release/blockyard"),
+        trace: trace.clone(),
+        classes: classes.clone(),
+        loads: loads.clone(),
+        policies: policies.clone(),
+        seeds: runs.clone(),
+        clairvoyant: *clairvoyant,
+        quiet: *json,
+    })
 }
 
 /// Our index compared with published ones: medians of the records of each index, fleet size and measurement.
@@ -204,24 +259,25 @@ fn decision(printed: &[Value]) -> Result<Vec<Figure>> {
 
 /// Replays of the recorded trace.
 struct Replay<'a> {
-    options: &'a Options,
+    trace: &'a str,
+    runs: &'a str,
     program: PathBuf,
 }
 
 impl<'a> Replay<'a> {
-    fn new(options: &'a Options) -> Result<Self> {
-        Ok(Self { options, program: target_directory()?.join("release/blockyard") })
+    fn new(trace: &'a str, runs: &'a str) -> Result<Self> {
+        Ok(Self { trace, runs, program: target_directory()?.join("release/blockyard") })
     }
 
     /// Runs one replay: its report, and its duration in seconds.
     fn run(&self, arguments: &[&str]) -> Result<(Value, f64)> {
-        let all = [&["replay", self.options.trace.as_str()], arguments].concat();
+        let all = [&["replay", self.trace], arguments].concat();
         let (mut printed, took) = Program::new("replay", self.program.clone(), &all).run()?;
         Ok((printed.pop().context("no report")?, took.as_secs_f64()))
     }
 
     fn figures(&self) -> Result<Vec<Figure>> {
-        let runs = self.options.runs.as_str();
+        let runs = self.runs;
         let (all, _) = self.run(&["--runs", runs])?;
         let capacity = number(&all["capacity_rps"])?;
         let policies = all["policies"].as_array().context("no policies")?;
