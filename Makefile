@@ -19,7 +19,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-vllm lint fmt doc setup advisories
-.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,11 @@ bench-routing: ## Prompt tokens computed under each routing policy, and the lowe
 	cargo build --locked --release
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin routing -- $(ARGS)
+
+bench-stream: ## CPU time per streamed token of the native engine, beside its goal (ARGS="--json" for JSON)
+	cargo build --locked --release
+	cargo build --locked --release $(BENCH)
+	cargo run --locked --release --quiet $(BENCH) --bin stream -- $(ARGS)
 
 bench-gateway: ## Gateways side by side, those that are installed, half an hour (ARGS="--only blockyard" for less)
 	cargo build --locked --release

@@ -12,5 +12,7 @@ pub mod options;
 pub mod prompt;
 pub mod report;
 pub mod server;
+pub mod streams;
 pub mod suite;
+pub mod threads;
 pub mod workloads;

@@ -3,7 +3,7 @@
 use crate::client::Client;
 use anyhow::{Context, Result, bail};
 use std::fs::{self, File};
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -24,6 +24,8 @@ pub struct Server {
     pub log: PathBuf,
     /// A client of the server.
     pub client: Client,
+    /// Its address.
+    pub address: SocketAddr,
 }
 
 /// Settings of a server.
@@ -47,12 +49,13 @@ impl Server {
         let config = settings.data.join("serve.toml");
         fs::write(&config, &settings.config)?;
         let output = File::options().create(true).append(true).open(&log)?;
-        let address = format!("127.0.0.1:{}", free_port()?);
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port()?));
+        let listen = address.to_string();
         let mut command = Command::new(settings.binary);
-        command.args(["serve", "--model", settings.model, "--listen", &address, "--data-dir"]).arg(settings.data);
+        command.args(["serve", "--model", settings.model, "--listen", &listen, "--data-dir"]).arg(settings.data);
         command.arg("--config").arg(&config).stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         let process = command.spawn().with_context(|| format!("{} does not start", settings.binary.display()))?;
-        let mut server = Self { process, log, client: Client::new(&format!("http://{address}")) };
+        let mut server = Self { process, log, client: Client::new(&format!("http://{address}")), address };
         let started = Instant::now();
         while started.elapsed() < START_TIMEOUT {
             if let Some(status) = server.process.try_wait()? {
@@ -64,6 +67,11 @@ impl Server {
             std::thread::sleep(POLL_INTERVAL);
         }
         bail!("blockyard serve was not ready within {START_TIMEOUT:?}:\n{}", server.log_tail())
+    }
+
+    /// The id of the process.
+    pub fn id(&self) -> u32 {
+        self.process.id()
     }
 
     /// Stops the server with SIGINT, as Ctrl-C does, and waits for its end.
