@@ -3,6 +3,7 @@
 //! `BLOCKYARD_SOAK_SECONDS=3600` for a long run. A failure names its seed.
 
 use super::*;
+use kvbm::{DiskTier, Faults, Faulty, ObjectTier, disk, object};
 use std::collections::HashSet;
 use std::fs;
 use std::path::PathBuf;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::llama::scheduler::PIN_RELEASE_DELAY;
-use kvbm::{Date, Retention};
+use kvbm::{Clock, Date, Retention};
 use std::time::{Duration, Instant};
 
 const START: u64 = 1_000;

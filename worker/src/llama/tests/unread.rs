@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::engine::{Error, OutputStream};
+use crate::llama::UnreadOutput;
 use std::time::Duration;
 
 /// An unread sequence is paused at once, and fails after `limit`.
