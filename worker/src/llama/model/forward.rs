@@ -16,6 +16,9 @@ use kvbm::BlockId;
 use parking_lot::Mutex;
 use rayon::prelude::*;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread;
+use tokio::sync::oneshot;
 
 /// Rows per task where work is row by row; smaller tasks cost more than they gain.
 const ROWS: usize = 8;
@@ -143,6 +146,19 @@ impl Model {
     /// The shape of the model.
     pub(crate) fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Runs a job on a compute thread. An error is the panic of the job.
+    ///
+    /// Not on a blocking thread of the async runtime, which would only wait for the compute threads: every step would
+    /// wake one more thread twice.
+    pub(crate) async fn run<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> thread::Result<R> {
+        let (sender, receiver) = oneshot::channel();
+        self.pool.spawn(move || {
+            // Without a receiver the engine was dropped meanwhile.
+            let _ = sender.send(catch_unwind(AssertUnwindSafe(job)));
+        });
+        receiver.await.expect("the job sends its result, also that of a panic")
     }
 
     /// A KV cache for this model.

@@ -309,13 +309,10 @@ impl Scheduler {
             let _permit = self.runtime.compute_permit().await;
             let runtime = Arc::clone(&self.runtime);
             let kv_cache = Arc::clone(&self.kv_cache);
-            tokio::task::spawn_blocking(move || step::compute(&runtime.model, &kv_cache, inputs)).await
+            self.runtime.model.run(move || step::compute(&runtime.model, &kv_cache, inputs)).await
         };
-        let outputs = match outputs {
-            Ok(outputs) => outputs,
-            // The engine stops with its step: every stream ends with an error, and readiness says so.
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        };
+        // The engine stops with its step: every stream ends with an error, and readiness says so.
+        let outputs = outputs.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         self.stats.record_step(prompt_rows, started.elapsed());
         self.metrics.stepped(prompt_rows, started.elapsed());
         let mut finished = Vec::new();
