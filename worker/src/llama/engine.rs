@@ -1,14 +1,14 @@
 //! The engine of one worker: accepts requests and starts the scheduler that serves them.
 
 use super::runtime::{Memory, Runtime};
-use super::scheduler::{EngineStats, OutputSender, PrefixLoader, Resources, Scheduler, Sequence};
+use super::scheduler::{EngineStats, PrefixLoader, Resources, Scheduler, Sequence, output};
 use super::settings::Settings;
-use crate::engine::{Engine, Error, ModelCard, Output, OutputStream, Readiness, Request, Work};
+use crate::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
 use crate::handoff::Peers;
 use crate::metrics::EngineMetrics;
 use crate::plane::{Load, WorkerId};
 use futures::future::BoxFuture;
-use futures::{FutureExt, StreamExt, stream};
+use futures::{FutureExt, StreamExt};
 use kvbm::BlockManager;
 use std::hash::{BuildHasher, RandomState};
 use std::panic::AssertUnwindSafe;
@@ -96,7 +96,7 @@ impl LlamaEngine {
     }
 
     fn accept(&self, request: Request) -> OutputStream {
-        let (sender, receiver) = mpsc::channel(OutputSender::CAPACITY);
+        let (sender, receiver) = output();
         let seed = request.sampling.seed.unwrap_or_else(|| self.seeds.draw());
         let stats = self.stats.accept(request.tokens.len());
         let sequence = Sequence::new(request, &self.runtime.card, seed, sender, stats);
@@ -108,7 +108,7 @@ impl LlamaEngine {
                 refused.0.output.fail(Error::Failed("the engine has stopped".into()));
             }
         });
-        into_stream(receiver)
+        receiver.boxed()
     }
 }
 
@@ -131,25 +131,6 @@ impl Engine for LlamaEngine {
         }
         Readiness::Ready
     }
-}
-
-/// The receiving end as a stream. If the sender is dropped before the stream has finished, because the engine failed,
-/// the stream ends with an error.
-fn into_stream(receiver: mpsc::Receiver<Result<Output, Error>>) -> OutputStream {
-    let next = |state: Option<mpsc::Receiver<_>>| async move {
-        let mut receiver = state?;
-        let item = receiver
-            .recv()
-            .await
-            .unwrap_or_else(|| Err(Error::Failed("the engine stopped before the request finished".into())));
-        let last = match &item {
-            Ok(Output::Tokens(tokens)) => tokens.finish.is_some(),
-            Ok(_) => false,
-            Err(_) => true,
-        };
-        Some((item, (!last).then_some(receiver)))
-    };
-    stream::unfold(Some(receiver), next).boxed()
 }
 
 /// Seeds for requests that have none: the only source of randomness in the engine.

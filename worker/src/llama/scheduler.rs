@@ -9,7 +9,7 @@ mod sequence;
 mod stats;
 mod step;
 
-pub(super) use output::OutputSender;
+pub(super) use output::output;
 pub(super) use prefix::PrefixLoader;
 #[cfg(test)]
 pub(super) use run::PIN_RELEASE_DELAY;

@@ -15,10 +15,11 @@
 //! steps the batch may change in any way, because no row's result depends on its batch mates.
 
 use super::batch::{self, Candidate, Rows};
+use super::output::Ending;
 use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::step::{self, StepInput, StepOutput};
-use crate::engine::{Error, FinishReason, Output, Work};
+use crate::engine::{EndToken, Error, FinishReason, Output, Work};
 use crate::handoff::HandoffTicket;
 use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
@@ -317,15 +318,15 @@ impl Scheduler {
         self.metrics.stepped(prompt_rows, started.elapsed());
         let mut finished = Vec::new();
         for (rows, output) in rows.iter().zip(outputs) {
-            if let Some(finish) = self.advance(*rows, output) {
-                finished.push((rows.index, finish));
+            if let Some(ending) = self.advance(*rows, output) {
+                finished.push((rows.index, ending));
             }
         }
         self.sequence_left |= !finished.is_empty();
-        for (index, finish) in finished.into_iter().rev() {
+        for (index, ending) in finished.into_iter().rev() {
             let sequence = self.running.remove(index);
             self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            sequence.output.finish(finish, &sequence.report);
+            sequence.output.finish(ending, &sequence.report);
         }
         true
     }
@@ -371,10 +372,9 @@ impl Scheduler {
         let Some(mut youngest) = self.running.pop() else { return };
         if self.blocks(youngest.goal()) > self.manager.capacity() {
             // The sequence does not fit the memory even alone: it ends here.
-            youngest.output.flush();
             let report = youngest.report.clone();
             self.metrics.decoded(youngest.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            youngest.output.finish(FinishReason::Length, &report);
+            youngest.output.finish(Ending::without_token(FinishReason::Length), &report);
             self.sequence_left = true;
             return;
         }
@@ -407,8 +407,8 @@ impl Scheduler {
         }
     }
 
-    /// Applies the result of a step to one sequence; returns why it ended, if it did.
-    fn advance(&mut self, rows: Rows, output: StepOutput) -> Option<FinishReason> {
+    /// Applies the result of a step to one sequence; returns how it ended, if it did.
+    fn advance(&mut self, rows: Rows, output: StepOutput) -> Option<Ending> {
         let sequence = &mut self.running[rows.index];
         let prompt_left = sequence.prompt.saturating_sub(sequence.computed);
         self.metrics.computed(rows.count.min(prompt_left));
@@ -430,20 +430,20 @@ impl Scheduler {
             sequence.first_token = Some(Instant::now());
             self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         }
-        let Some((sampler, token, logprobs)) = output.next else { return Some(FinishReason::Length) };
+        let Some((sampler, token, logprobs)) = output.next else {
+            return Some(Ending::without_token(FinishReason::Length));
+        };
         sequence.sampler = Some(sampler);
         if let Some(finish) = self.runtime.finish_reason(&sequence.request.stop, token) {
-            sequence.output.end_with(token, logprobs);
-            return Some(finish);
+            return Some(Ending { finish, token: None, end: Some(EndToken { id: token, logprobs }) });
         }
         self.metrics.generated();
         sequence.tokens.push(token);
         sequence.chain.extend(&sequence.tokens);
-        sequence.output.push(token, logprobs, &sequence.report);
         if sequence.generated() >= sequence.limit {
-            return Some(FinishReason::Length);
+            return Some(Ending { finish: FinishReason::Length, token: Some((token, logprobs)), end: None });
         }
-        sequence.output.flush();
+        sequence.output.push(token, logprobs, &sequence.report);
         None
     }
 

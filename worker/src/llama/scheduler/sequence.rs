@@ -4,12 +4,11 @@ use super::blocks::{BlockTable, HashChain};
 use super::output::OutputSender;
 use super::stats::{EngineStats, RequestStats};
 use super::step::PromptScores;
-use crate::engine::{Error, Logprobs, ModelCard, Output, PromptReport, Request, Work};
+use crate::engine::{Logprobs, ModelCard, PromptReport, Request, Work};
 use crate::llama::model::Sampler;
 use kvbm::{BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, Recompute, SequenceHash};
 use std::ops::Range;
 use std::time::Duration;
-use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 /// A request that is waiting, running, or preempted. Dropping it releases its blocks and ends its stream.
@@ -54,12 +53,12 @@ pub(in crate::llama) struct Sequence {
 }
 
 impl Sequence {
-    /// A waiting sequence. `seed` applies where the request has none; `sender` is the engine's end of the stream.
+    /// A waiting sequence. `seed` applies where the request has none; `output` is the engine's end of the stream.
     pub(in crate::llama) fn new(
         request: Request,
         card: &ModelCard,
         seed: u64,
-        sender: mpsc::Sender<Result<Output, Error>>,
+        output: OutputSender,
         stats: RequestStats,
     ) -> Self {
         let root = ChainKey::root(&request.domain, &card.identity, None);
@@ -78,7 +77,7 @@ impl Sequence {
             computed: 0,
             scored: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
-            output: OutputSender::new(sender),
+            output,
             report: PromptReport::default(),
             accepted: Instant::now(),
             joined: None,
@@ -275,12 +274,11 @@ impl Sequence {
 
     /// For how long the output has not been read.
     pub(super) fn unread(&mut self, now: Instant) -> Duration {
-        // Items that fit into the channel by now are sent first.
-        self.output.flush();
-        if !self.output.is_stalled() {
+        let is_stalled = self.output.is_stalled();
+        if !is_stalled {
             self.unread_since = None;
         }
-        let since = self.output.is_stalled().then(|| *self.unread_since.get_or_insert(now));
+        let since = is_stalled.then(|| *self.unread_since.get_or_insert(now));
         since.map_or(Duration::ZERO, |since| now - since)
     }
 
