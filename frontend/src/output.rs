@@ -5,6 +5,7 @@ mod choice;
 mod detokenize;
 mod generation;
 mod logprobs;
+mod merged;
 mod meter;
 mod relay_meter;
 mod stop;

@@ -6,7 +6,7 @@ mod tools;
 
 use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
 use super::prompt_logprobs;
-use super::sse::{ChunkWriter, Events, UsageSlot};
+use super::sse::{ChunkHead, ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
 use crate::model::{Conversation, EncodeJob, ServedModel, Vocabulary};
 use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs};
@@ -24,6 +24,7 @@ use std::sync::Arc;
 /// Writes chat responses.
 pub(crate) struct Chat {
     envelope: Envelope,
+    head: ChunkHead,
     vocabulary: Arc<Vocabulary>,
     logprobs: bool,
     /// Alternatives per prompt token in `prompt_logprobs`; `None`: not requested.
@@ -63,6 +64,7 @@ impl Endpoint for Chat {
         check_not_empty(Self::PROMPT, &tokens)?;
         check_fits_context(Self::PROMPT, tokens.len(), &params, model.card.context)?;
         let endpoint = Self {
+            head: envelope.chunk_head("chat.completion.chunk"),
             envelope,
             vocabulary: model.vocabulary.clone(),
             logprobs: params.sampling.logprobs.is_some(),
@@ -132,20 +134,7 @@ struct ResponseChoice {
     token_ids: Option<Vec<u32>>,
 }
 
-/// A chunk of a stream. It borrows its content.
-#[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    choices: &'a [ChunkChoice<'a>],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<UsageSlot>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    prompt_token_ids: Option<&'a [u32]>,
-}
-
+/// A choice in a chunk of a stream. It borrows its content.
 #[derive(Serialize)]
 struct ChunkChoice<'a> {
     index: usize,
@@ -166,14 +155,6 @@ struct Delta<'a> {
     content: Option<&'a str>,
 }
 
-impl Chat {
-    fn chunk<'a>(&'a self, choices: &'a [ChunkChoice<'a>], usage: Option<UsageSlot>) -> Chunk<'a> {
-        let Envelope { id, created, model } = &self.envelope;
-        let object = "chat.completion.chunk";
-        Chunk { id, object, created: *created, model, choices, usage, prompt_token_ids: None }
-    }
-}
-
 impl ChunkWriter for Chat {
     fn delta(&mut self, delta: ChoiceDelta, usage: &CompletionUsage, events: &mut Events) {
         let usage = || UsageSlot::of(self.usage, usage);
@@ -188,8 +169,7 @@ impl ChunkWriter for Chat {
         // A choice's first chunk has the role and no text.
         if !self.begun[delta.choice] {
             let prompt_token_ids = self.prompt.as_deref().filter(|_| self.token_ids && !self.begun.contains(&true));
-            let choices = [empty(Some(Role::Assistant))];
-            events.push(&Chunk { prompt_token_ids, ..self.chunk(&choices, usage()) });
+            events.push_chunk(&self.head, &[empty(Some(Role::Assistant))], usage(), prompt_token_ids);
         }
         let has_ids = self.token_ids && !delta.ids.is_empty();
         if !delta.text.is_empty() || !delta.logprobs.is_empty() || delta.finish.is_some() || has_ids {
@@ -201,14 +181,14 @@ impl ChunkWriter for Chat {
                 token_ids: self.token_ids.then_some(&delta.ids),
                 ..empty(None)
             };
-            events.push(&self.chunk(&[choice], usage()));
+            events.push_chunk(&self.head, &[choice], usage(), None);
         }
         self.begun[delta.choice] = true;
     }
 
     fn end(&mut self, generation: &Generation, events: &mut Events) {
         if self.usage != StreamUsage::Never {
-            events.push(&self.chunk(&[], Some(UsageSlot(Some(generation.usage())))));
+            events.push_usage(&self.head, generation.usage());
         }
     }
 }

@@ -4,7 +4,7 @@ mod prompts;
 
 use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
 use super::prompt_logprobs;
-use super::sse::{ChunkWriter, Events, UsageSlot};
+use super::sse::{ChunkHead, ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
 use crate::model::{EncodeJob, ServedModel, Vocabulary};
 use crate::output::{ChoiceDelta, FinishReason, Generation, StopReason, TokenLogprobs, decimal, finite};
@@ -24,6 +24,7 @@ const DEFAULT_MAX_TOKENS: i64 = 16;
 /// Writes completions.
 pub(crate) struct Completion {
     envelope: Envelope,
+    head: ChunkHead,
     vocabulary: Arc<Vocabulary>,
     /// Alternatives per output token; `None`: no log-probabilities.
     logprobs: Option<u8>,
@@ -89,6 +90,7 @@ impl Endpoint for Completion {
             scores: Vec::new(),
         };
         let endpoint = Self {
+            head: envelope.chunk_head(OBJECT),
             envelope,
             vocabulary: model.vocabulary.clone(),
             logprobs: params.sampling.logprobs,
@@ -162,18 +164,7 @@ struct ResponseChoice<'a> {
 
 const OBJECT: &str = "text_completion";
 
-/// A chunk of a stream. It borrows its content.
-#[derive(Serialize)]
-struct Chunk<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    choices: &'a [ChunkChoice<'a>],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<UsageSlot>,
-}
-
+/// A choice in a chunk of a stream. It borrows its content.
 #[derive(Serialize)]
 struct ChunkChoice<'a> {
     index: usize,
@@ -206,11 +197,6 @@ impl Completion {
         }
         Some(all)
     }
-
-    fn chunk<'a>(&'a self, choices: &'a [ChunkChoice<'a>], usage: Option<UsageSlot>) -> Chunk<'a> {
-        let Envelope { id, created, model } = &self.envelope;
-        Chunk { id, object: OBJECT, created: *created, model, choices, usage }
-    }
 }
 
 impl ChunkWriter for Completion {
@@ -220,12 +206,12 @@ impl ChunkWriter for Completion {
         if !delta.prompt_logprobs.is_empty() {
             prompt.scores = delta.prompt_logprobs;
         }
-        let echo = prompt.echo.clone().filter(|_| first).unwrap_or_default();
+        let echo = prompt.echo.as_deref().filter(|_| first).unwrap_or_default();
         let has_ids = self.token_ids && (first || !delta.ids.is_empty());
         if echo.is_empty() && delta.text.is_empty() && delta.logprobs.is_empty() && delta.finish.is_none() && !has_ids {
             return;
         }
-        let text = echo + &delta.text;
+        let text = if echo.is_empty() { delta.text } else { format!("{echo}{}", delta.text) };
         let prompt = &self.prompts[delta.choice / self.n];
         let choice = ChunkChoice {
             index: delta.choice,
@@ -236,12 +222,12 @@ impl ChunkWriter for Completion {
             prompt_token_ids: (self.token_ids && first).then_some(&*prompt.tokens),
             token_ids: self.token_ids.then_some(delta.ids),
         };
-        events.push(&self.chunk(&[choice], UsageSlot::of(self.usage, usage)));
+        events.push_chunk(&self.head, &[choice], UsageSlot::of(self.usage, usage), None);
     }
 
     fn end(&mut self, generation: &Generation, events: &mut Events) {
         if self.usage != StreamUsage::Never {
-            events.push(&self.chunk(&[], Some(UsageSlot(Some(generation.usage())))));
+            events.push_usage(&self.head, generation.usage());
         }
     }
 }

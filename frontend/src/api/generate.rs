@@ -3,7 +3,7 @@
 
 use super::caller;
 use super::relay::{self, Contents, Incoming};
-use super::sse::{self, ChunkWriter};
+use super::sse::{self, ChunkHead, ChunkWriter};
 use crate::error::{CONTEXT, Error};
 use crate::http::{RequestContext, Shutdown, body};
 use crate::limits::ConnectionChoices;
@@ -15,6 +15,7 @@ use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
+use serde::Serialize;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -64,6 +65,20 @@ pub(crate) struct Envelope {
     pub(crate) id: String,
     pub(crate) created: u64,
     pub(crate) model: String,
+}
+
+impl Envelope {
+    /// The beginning of the chunks of a stream.
+    pub(crate) fn chunk_head(&self, object: &'static str) -> ChunkHead {
+        #[derive(Serialize)]
+        struct Fields<'a> {
+            id: &'a str,
+            object: &'static str,
+            created: u64,
+            model: &'a str,
+        }
+        ChunkHead::new(&Fields { id: &self.id, object, created: self.created, model: &self.model })
+    }
 }
 
 /// A choice with all of its output, for a response that does not stream.
@@ -128,9 +143,7 @@ pub(crate) async fn handle<E: Endpoint>(
         let generation = Generation::start(&state.engine, request, context.clone()).await?;
         match delivery {
             Delivery::Full => full_response(generation, endpoint).await,
-            Delivery::Stream { .. } => {
-                streamed_response(generation, endpoint, explain, context, shutdown.clone()).await
-            }
+            Delivery::Stream { .. } => streamed_response(generation, endpoint, explain, context, &shutdown).await,
         }
     };
     tokio::select! {
@@ -166,7 +179,7 @@ async fn streamed_response<E: Endpoint>(
     endpoint: E,
     explain: bool,
     context: Arc<RequestContext>,
-    shutdown: Shutdown,
+    shutdown: &Shutdown,
 ) -> Result<Response, Error> {
     let mut ready: Vec<ChoiceDelta> = Vec::new();
     while explain && !ready.iter().any(|delta| delta.choice == 0) {

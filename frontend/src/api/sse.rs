@@ -1,10 +1,13 @@
 //! Server-sent events: one write per item of the engine's stream, keep-alive comments while there is no output, and
 //! `[DONE]` at the end. An error after the response's head is an event.
 
+mod events;
+
+pub(crate) use events::{ChunkHead, Events, UsageSlot};
+
 use crate::error::Error;
 use crate::http::{RequestContext, Shutdown, panicked};
 use crate::output::{ChoiceDelta, Generation};
-use crate::params::StreamUsage;
 use async_openai::types::chat::CompletionUsage;
 use axum::body::Body;
 use axum::http::HeaderName;
@@ -12,45 +15,15 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
-use serde::Serialize;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep};
-use tracing::Instrument;
 
 /// Time without output after which a comment is sent: proxies and clients close a silent connection after 30 to 60 s.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-
-/// Events of one write, encoded.
-#[derive(Default)]
-pub(crate) struct Events(Vec<u8>);
-
-impl Events {
-    /// Appends an event.
-    pub(crate) fn push(&mut self, event: &impl Serialize) {
-        self.0.extend_from_slice(b"data: ");
-        serde_json::to_writer(&mut self.0, event).expect("an event has string keys and goes to memory");
-        self.0.extend_from_slice(b"\n\n");
-    }
-}
-
-/// A chunk's `usage`: absent unless requested; then `null` until the last chunk, or the usage so far.
-#[derive(Serialize)]
-pub(crate) struct UsageSlot(pub(crate) Option<CompletionUsage>);
-
-impl UsageSlot {
-    /// The `usage` of a chunk with choices; `None`: the field is absent.
-    pub(crate) fn of(which: StreamUsage, so_far: &CompletionUsage) -> Option<Self> {
-        match which {
-            StreamUsage::Never => None,
-            StreamUsage::Last => Some(Self(None)),
-            StreamUsage::Each => Some(Self(Some(so_far.clone()))),
-        }
-    }
-}
 
 /// Encodes the output of an endpoint as chunks.
 pub(crate) trait ChunkWriter: Send + 'static {
@@ -65,8 +38,11 @@ struct EventStream<C> {
     chunks: C,
     /// Deltas that arrived before the head was sent.
     ready: std::vec::IntoIter<ChoiceDelta>,
+    events: Events,
     context: Arc<RequestContext>,
-    shutdown: Shutdown,
+    /// Resolves when the stream must end. One future for the whole stream, because registering it takes a lock that all
+    /// streams share.
+    forced: Pin<Box<dyn Future<Output = ()> + Send>>,
     /// Time of the last write.
     last_write: Instant,
     /// Fires no later than the next comment is due. It is reset when it fires, not on each write.
@@ -79,28 +55,27 @@ pub(crate) fn response(
     ready: Vec<ChoiceDelta>,
     chunks: impl ChunkWriter,
     context: Arc<RequestContext>,
-    shutdown: Shutdown,
+    shutdown: &Shutdown,
 ) -> Response {
     context.stream_started();
-    let span = context.span.clone();
-    let stream = EventStream {
+    // In a box, because every write moves it.
+    let stream = Box::new(EventStream {
         generation,
         chunks,
         ready: ready.into_iter(),
+        events: Events::new(),
         context,
-        shutdown,
+        forced: Box::pin(shutdown.forced()),
         last_write: Instant::now(),
         keep_alive: Box::pin(sleep(KEEP_ALIVE)),
-    };
-    let step = move |stream: Option<EventStream<_>>| {
-        let step = async move {
-            let mut stream = stream?;
-            // A panic ends the stream with an error event instead of closing the connection.
-            let written = AssertUnwindSafe(stream.write()).catch_unwind().await;
-            let Write { bytes, more } = written.unwrap_or_else(|_| stream.fail(&panicked()));
-            Some((Ok::<_, Infallible>(bytes), more.then_some(stream)))
-        };
-        step.instrument(span.clone())
+    });
+    // The request's span is not entered for each write: it would cost more than the encoding, and writes log nothing.
+    let step = |stream: Option<Box<EventStream<_>>>| async move {
+        let mut stream = stream?;
+        // A panic ends the stream with an error event instead of closing the connection.
+        let written = AssertUnwindSafe(stream.write()).catch_unwind().await;
+        let Write { bytes, more } = written.unwrap_or_else(|_| stream.fail_after_panic());
+        Some((Ok::<_, Infallible>(bytes), more.then_some(stream)))
     };
     let body = Body::from_stream(stream::unfold(Some(stream), step).boxed());
     // The last header tells nginx not to buffer the stream.
@@ -121,7 +96,6 @@ struct Write {
 impl<C: ChunkWriter> EventStream<C> {
     /// Waits for output and encodes it.
     async fn write(&mut self) -> Write {
-        let mut events = Events::default();
         loop {
             let next = if let Some(delta) = self.ready.next() {
                 Some(Ok(delta))
@@ -129,7 +103,7 @@ impl<C: ChunkWriter> EventStream<C> {
                 tokio::select! {
                     biased;
                     next = self.generation.next() => next,
-                    () = self.shutdown.forced() => Some(Err(Error::ShuttingDown)),
+                    () = &mut self.forced => Some(Err(Error::ShuttingDown)),
                     () = &mut self.keep_alive => {
                         let now = Instant::now();
                         let due = self.last_write + KEEP_ALIVE;
@@ -144,29 +118,35 @@ impl<C: ChunkWriter> EventStream<C> {
                 }
             };
             match next {
-                Some(Ok(delta)) => self.chunks.delta(delta, &self.generation.usage(), &mut events),
+                Some(Ok(delta)) => self.chunks.delta(delta, &self.generation.usage(), &mut self.events),
                 Some(Err(error)) => return self.fail(&error),
                 None => return self.fail(&Error::Failed("a choice ended without a finish reason".into())),
             }
             let over = self.ready.len() == 0 && self.generation.is_finished();
             if over {
-                self.chunks.end(&self.generation, &mut events);
-                events.0.extend_from_slice(b"data: [DONE]\n\n");
+                self.chunks.end(&self.generation, &mut self.events);
+                self.events.push_done();
                 self.context.stream_finished();
             }
             // A delta may have no text yet, and then no event.
-            if !events.0.is_empty() {
+            if !self.events.is_empty() {
                 self.last_write = Instant::now();
-                return Write { bytes: events.0.into(), more: !over };
+                return Write { bytes: self.events.take(), more: !over };
             }
         }
     }
 
     fn fail(&mut self, error: &Error) -> Write {
         self.generation.fail();
-        let mut events = Events::default();
-        events.push(&error.body());
+        // A panic may have left part of an event.
+        drop(self.events.take());
+        self.events.push(&error.body());
         self.context.stream_failed(error);
-        Write { bytes: events.0.into(), more: false }
+        Write { bytes: self.events.take(), more: false }
+    }
+
+    fn fail_after_panic(&mut self) -> Write {
+        let error = self.context.span.in_scope(panicked);
+        self.fail(&error)
     }
 }

@@ -7,11 +7,12 @@ use super::stop::{Matcher, StopState};
 use crate::error::Error;
 use crate::model::Vocabulary;
 use crate::params::GenerationParams;
-use futures::StreamExt;
-use futures::stream::{self, BoxStream};
+use futures::{Stream, StreamExt};
 use serde::Serialize;
 use std::collections::VecDeque;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use worker::engine::{self, EndToken, Logprobs, Output, OutputStream, PromptReport, Tokens};
 
 /// Output of one choice from one item of the engine's stream.
@@ -110,16 +111,18 @@ impl ChoiceAssembler {
     /// Converts one item. After a delta with `finish` the caller must not push again.
     pub(crate) fn push(&mut self, tokens: Tokens) -> ChoiceDelta {
         let Tokens { ids, logprobs, finish, end, prompt_logprobs, prompt, explain } = tokens;
-        let mut delta = ChoiceDelta { choice: self.choice, prompt, explain, prompt_logprobs, ..ChoiceDelta::default() };
+        let mut delta =
+            ChoiceDelta { choice: self.choice, ids, prompt, explain, prompt_logprobs, ..ChoiceDelta::default() };
         let mut logprobs = logprobs.into_iter();
-        for id in ids {
+        for at in 0..delta.ids.len() {
+            let id = delta.ids[at];
             delta.generated += 1;
-            delta.ids.push(id);
             self.generated += 1;
             self.pending.extend(logprobs.next().map(|scores| TokenLogprobs::new(id, scores, self.decoded)));
             self.text.clear();
             self.detokenizer.push(id, &mut self.text);
             if self.push_text(&mut delta.text) == StopState::Stop {
+                delta.ids.truncate(at + 1);
                 self.stop_at_string(&mut delta);
                 return delta;
             }
@@ -186,26 +189,35 @@ impl ChoiceAssembler {
 }
 
 /// The deltas of one choice, until it ends or fails. The engine's stream is dropped before the last delta is returned.
-pub(crate) fn deltas(
-    stream: OutputStream,
+pub(crate) struct Deltas {
+    /// `None` after the last delta.
+    stream: Option<OutputStream>,
     assembler: ChoiceAssembler,
-) -> BoxStream<'static, Result<ChoiceDelta, Error>> {
-    let step = |state: Option<(OutputStream, ChoiceAssembler)>| async move {
-        let (mut stream, mut assembler) = state?;
-        Some(match stream.next().await {
-            Some(Ok(Output::Tokens(tokens))) => {
-                let delta = assembler.push(tokens);
-                let state = delta.finish.is_none().then_some((stream, assembler));
-                (Ok(delta), state)
-            }
-            Some(Ok(_)) => (Err(Error::Failed("the engine sent an unexpected kind of output".into())), None),
-            Some(Err(error)) => (Err(error.into()), None),
-            None => {
-                (Err(engine::Error::Failed("the engine's stream ended without a finish reason".into()).into()), None)
-            }
-        })
-    };
-    stream::unfold(Some((stream, assembler)), step).boxed()
+}
+
+impl Deltas {
+    /// The deltas of an engine's stream.
+    pub(crate) fn new(stream: OutputStream, assembler: ChoiceAssembler) -> Self {
+        Self { stream: Some(stream), assembler }
+    }
+}
+
+impl Stream for Deltas {
+    type Item = Result<ChoiceDelta, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let Some(stream) = &mut self.stream else { return Poll::Ready(None) };
+        let delta = match ready!(stream.poll_next_unpin(cx)) {
+            Some(Ok(Output::Tokens(tokens))) => Ok(self.assembler.push(tokens)),
+            Some(Ok(_)) => Err(Error::Failed("the engine sent an unexpected kind of output".into())),
+            Some(Err(error)) => Err(error.into()),
+            None => Err(engine::Error::Failed("the engine's stream ended without a finish reason".into()).into()),
+        };
+        if delta.as_ref().map_or(true, |delta| delta.finish.is_some()) {
+            self.stream = None;
+        }
+        Poll::Ready(Some(delta))
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 //! Of the choices of one prompt, only the first starts immediately. The others start when its first output arrives: by
 //! then the prompt's blocks are cached, so the prompt is computed once. A router admits them together.
 
-use super::choice::{ChoiceAssembler, ChoiceDelta, deltas};
+use super::choice::{ChoiceAssembler, ChoiceDelta, Deltas};
+use super::merged::{ChoiceStream, Merged};
 use super::meter::Meter;
 use crate::error::Error;
 use crate::http::RequestContext;
@@ -12,10 +13,10 @@ use crate::model::ServedModel;
 use crate::params::GenerationParams;
 use async_openai::types::chat::{CompletionUsage, PromptTokensDetails};
 use futures::future::try_join_all;
-use futures::stream::{BoxStream, SelectAll};
 use futures::{StreamExt, TryFutureExt};
 use std::sync::Arc;
 use tokio::time::Instant;
+use tracing::{Instrument, Span};
 use worker::engine::{Domain, Engine, Request, RequestAttributes, RequestGroup, Work};
 
 /// A parsed request: prompts as tokens, and parameters.
@@ -37,9 +38,9 @@ pub(crate) struct GenerationRequest {
 
 /// The choices of a request, as one stream of deltas. Dropping it cancels all of them.
 pub(crate) struct Generation {
-    running: SelectAll<BoxStream<'static, Result<ChoiceDelta, Error>>>,
+    running: Merged,
     /// Per prompt, the choices that start at the first output of its first choice.
-    deferred: Vec<Vec<BoxStream<'static, Result<ChoiceDelta, Error>>>>,
+    deferred: Vec<Vec<ChoiceStream>>,
     /// Choices per prompt.
     n: usize,
     ended: usize,
@@ -77,10 +78,17 @@ impl Generation {
         let assembler = |choice| ChoiceAssembler::new(choice, &request.model.vocabulary, &request.params);
         let firsts = (0..choices).step_by(n).map(|choice| engine.generate(engine_request(choice)));
         let opened = try_join_all(firsts).await?;
-        let running = opened.into_iter().zip((0..choices).step_by(n)).map(|(s, choice)| deltas(s, assembler(choice)));
+        let running = opened
+            .into_iter()
+            .zip((0..choices).step_by(n))
+            .map(|(s, choice)| Deltas::new(s, assembler(choice)).boxed());
         let deferred = (0..choices).step_by(n).map(|first| {
             let rest = (first + 1)..(first + n);
-            rest.map(|choice| deferred_choice(engine.clone(), engine_request(choice), assembler(choice))).collect()
+            rest.map(|choice| {
+                let (engine, span) = (engine.clone(), context.span.clone());
+                deferred_choice(engine, engine_request(choice), assembler(choice), span)
+            })
+            .collect()
         });
         Ok(Self {
             running: running.collect(),
@@ -153,13 +161,10 @@ impl Generation {
 }
 
 /// A choice that starts when it is first polled.
-fn deferred_choice(
-    engine: Arc<dyn Engine>,
-    request: Request,
-    assembler: ChoiceAssembler,
-) -> BoxStream<'static, Result<ChoiceDelta, Error>> {
+fn deferred_choice(engine: Arc<dyn Engine>, request: Request, assembler: ChoiceAssembler, span: Span) -> ChoiceStream {
     async move { engine.generate(request).await }
-        .map_ok(|stream| deltas(stream, assembler))
+        .instrument(span)
+        .map_ok(|stream| Deltas::new(stream, assembler))
         .map_err(Error::from)
         .try_flatten_stream()
         .boxed()

@@ -2,6 +2,7 @@
 
 use super::choice::ChoiceDelta;
 use crate::http::RequestContext;
+use prometheus::{Histogram, IntCounter};
 use std::sync::Arc;
 use tokio::time::Instant;
 
@@ -10,6 +11,9 @@ use tokio::time::Instant;
 pub(crate) struct Meter {
     context: Arc<RequestContext>,
     model: Arc<str>,
+    /// The series of the model, which every token updates.
+    inter_token: Histogram,
+    generated_tokens: IntCounter,
     choices: Vec<Progress>,
     /// The first token of the request has not arrived yet.
     first: bool,
@@ -28,7 +32,10 @@ struct Progress {
 impl Meter {
     /// A meter for a request with this number of choices.
     pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, choices: usize) -> Self {
-        Self { context, model, choices: vec![Progress::default(); choices], first: true, failed: false }
+        let inter_token = context.metrics.inter_token.with_label_values(&[&*model]);
+        let generated_tokens = context.metrics.generated_tokens.with_label_values(&[&*model]);
+        let choices = vec![Progress::default(); choices];
+        Self { context, model, inter_token, generated_tokens, choices, first: true, failed: false }
     }
 
     /// Marks the choices that have not ended as failed.
@@ -69,10 +76,9 @@ impl Meter {
         self.choices[delta.choice].generated += delta.generated;
         if let Some(before) = self.choices[delta.choice].latest.replace(now) {
             let each = (now - before).as_secs_f64() / f64::from(delta.generated);
-            let gaps = metrics.inter_token.with_label_values(&[&*self.model]);
-            (0..delta.generated).for_each(|_| gaps.observe(each));
+            (0..delta.generated).for_each(|_| self.inter_token.observe(each));
         }
-        metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(delta.generated.into());
+        self.generated_tokens.inc_by(delta.generated.into());
     }
 
     /// Records the worker of the first choice that reports one.
