@@ -2,7 +2,7 @@
 //! depend on the machine; times are printed:
 //!
 //! ```text
-//! cargo test --release -p frontend --test stream_cost -- --nocapture
+//! cargo test --release --workspace --test stream_cost -- --nocapture
 //! ```
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
