@@ -32,7 +32,7 @@ mod ticket;
 pub(crate) use controller::{AdmissionController, Context, Resolution};
 pub(crate) use live::{Admission, Permit};
 pub(crate) use saturation::Stage;
-pub use settings::{Settings, Tenant};
+pub use settings::{LateRequests, Settings, Tenant};
 pub(crate) use ticket::{QueuedRequest, Route, Ticket};
 
 #[cfg(test)]

@@ -50,17 +50,19 @@ mod problem;
 pub mod replay;
 mod router;
 mod settings;
+mod slo;
 mod state;
 mod trace;
 
 #[cfg(test)]
 mod tests;
 
-pub use admission::{Settings as Admission, Tenant};
-pub use policy::planner::{Mode as PlannerMode, Settings as PlannerSettings};
+pub use admission::{LateRequests, Settings as Admission, Tenant};
+pub use policy::planner::{Mode as PlannerMode, Outlook, PlanStatus, Settings as PlannerSettings};
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
 pub use problem::Problem;
 pub use router::{NoSuchWorker, Router, WorkerStatus};
 pub use settings::{Overrides, Preset, Settings};
+pub use slo::Slo;
 pub use state::Error;
 pub use trace::Line as Recorded;

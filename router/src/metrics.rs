@@ -30,11 +30,14 @@ pub(crate) struct Metrics {
     pub(crate) index_bytes: IntGauge,
     pub(crate) replicas: IntGauge,
     pub(crate) desired_workers: IntGaugeVec,
+    pub(crate) planner_expected: GaugeVec,
+    pub(crate) planner_missed: IntGaugeVec,
     pub(crate) role_changes: IntCounterVec,
     pub(crate) admission_queue_requests: IntGaugeVec,
     pub(crate) admission_queue_tokens: IntGaugeVec,
     pub(crate) drain_rate: GaugeVec,
     pub(crate) admission_requests: IntCounterVec,
+    pub(crate) late_requests: IntCounterVec,
     pub(crate) admission_wait_seconds: HistogramVec,
     pub(crate) health_checks: IntCounterVec,
     pub(crate) trace_records: IntCounterVec,
@@ -42,6 +45,13 @@ pub(crate) struct Metrics {
 }
 
 impl Metrics {
+    /// Removes the series of all plans.
+    pub(crate) fn remove_plans(&self) {
+        self.desired_workers.reset();
+        self.planner_expected.reset();
+        self.planner_missed.reset();
+    }
+
     #[expect(clippy::too_many_lines, reason = "one metric after the other")]
     pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
         let counter = |name, help| register(registry, IntCounter::new(name, help));
@@ -69,6 +79,11 @@ impl Metrics {
             "blockyard_router_admission_drain_tokens_per_second",
             "Rate at which requests leave the admission queue, in tokens per second to compute and to generate, by \
              model, as last measured while requests waited.",
+        );
+        let planner_expected = Opts::new(
+            "blockyard_planner_expected_seconds",
+            "Expected mean time to first token (ttft) and time between tokens (itl) with the desired workers; infinite \
+             while these could not keep up with the load.",
         );
         Ok(Self {
             requests: counters(
@@ -149,8 +164,16 @@ impl Metrics {
             replicas: gauge("blockyard_router_replicas", "Router replicas that share the workers, this one included.")?,
             desired_workers: gauges(
                 "blockyard_planner_desired_workers",
-                "Workers per role that the planner computes to meet its targets. An autoscaler can read it.",
+                "Workers per role that the planner computes to meet its targets, within its bound. An autoscaler can \
+                 read it.",
                 &["model", "role"],
+            )?,
+            planner_expected: register(registry, GaugeVec::new(planner_expected, &["model", "target"]))?,
+            planner_missed: gauges(
+                "blockyard_planner_missed_target",
+                "1 for a target that the desired workers do not meet, because of the bound of the planner or because \
+                 no number of workers can; else 0.",
+                &["model", "target"],
             )?,
             role_changes: counters(
                 "blockyard_planner_role_changes_total",
@@ -172,9 +195,14 @@ impl Metrics {
             admission_requests: counters(
                 "blockyard_router_admission_requests_total",
                 "Requests at admission, by priority and outcome. Admitted: immediate, queued. Rejected on arrival: \
-                 queue_full, tenant_limit, predicted_timeout. Rejected from the queue: shed, predicted_timeout_queued, \
-                 queue_timeout, deadline_exceeded. Left the queue: cancelled.",
+                 queue_full, tenant_limit, predicted_timeout, late. Rejected from the queue: shed, \
+                 predicted_timeout_queued, queue_timeout, late, deadline_exceeded. Left the queue: cancelled.",
                 &["priority", "outcome"],
+            )?,
+            late_requests: counters(
+                "blockyard_router_admission_late_requests_total",
+                "Requests that were sent to a worker when they could no longer meet router.slo.ttft, by priority.",
+                &["priority"],
             )?,
             admission_wait_seconds: register(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
             health_checks: counters(

@@ -41,6 +41,7 @@ pub use baselines::Peer;
 pub use calibration::{Calibration, CalibrationError, calibrate};
 pub use capacity::{SATURATION_FACTOR, Service, capacity};
 pub use options::{AdmissionMode, Options, PolicyUnderTest, QueueOrder};
+pub use planner::{Planned, PlannedTarget};
 pub use plot::html_report;
 pub use profile::{Link, Profile, Store};
 pub use results::{Results, Slo};

@@ -10,6 +10,7 @@ mod tasks;
 
 pub use cordon::{NoSuchWorker, WorkerStatus};
 
+use crate::policy::planner::PlanStatus;
 use crate::settings::Settings;
 use crate::state::{Core, Error};
 use std::fmt;
@@ -41,6 +42,11 @@ impl Router {
         let cancel = CancellationToken::new();
         let tasks = tasks::spawn(id, &core, &cancel, discovery, events);
         Ok(Arc::new(Self { core, tasks, cancel: cancel.drop_guard() }))
+    }
+
+    /// The planner's last plan for each model; none before enough is measured, and with `router.planner.mode = "off"`.
+    pub fn plans(&self) -> Vec<PlanStatus> {
+        self.core.plans.lock().values().cloned().collect()
     }
 
     /// Replaces the settings. Invalid settings change nothing and are an error.

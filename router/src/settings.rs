@@ -4,6 +4,7 @@ use crate::admission::Settings as Admission;
 use crate::index::Index;
 use crate::policy::{Disaggregation, Policy, Tuning, planner};
 use crate::problem::Problem;
+use crate::slo::Slo;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -37,6 +38,8 @@ pub struct Settings {
     /// Trace file: the router appends a line for each served request, for `blockyard replay` and `blockyard calibrate`.
     /// Default none.
     pub trace_file: Option<PathBuf>,
+    /// Latency targets, for the order of the admission queue and for the planner.
+    pub slo: Slo,
     /// Planning of roles: whether workers change between prefill and decode as traffic shifts.
     pub planner: planner::Settings,
     /// Queueing of requests when the workers are overloaded.
@@ -130,6 +133,7 @@ impl Preset {
             seed: 0,
             index_memory: ByteSize(Index::DEFAULT_MEMORY_LIMIT as u64),
             trace_file: None,
+            slo: Slo::default(),
             planner: planner::Settings::default(),
             admission: Admission::default(),
             models: BTreeMap::new(),
@@ -156,6 +160,7 @@ impl Settings {
         );
         let index_memory = ByteSize(Index::MIN_MEMORY_LIMIT as u64)..=INDEX_MEMORY_MAX;
         problems.extend(Problem::unless_within("router.index_memory", self.index_memory, index_memory));
+        problems.extend(self.slo.check());
         problems.extend(self.planner.check());
         problems.extend(self.admission.check());
         problems.extend(self.policy.check("router.policy"));
@@ -238,7 +243,8 @@ mod tests {
             ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
             ("policy = { score = [{ term = 'queue', weight = nan }] }", "router.policy.score"),
             ("policy = { filter = [{ queue_below = 0 }], score = [{ term = 'queue' }] }", "router.policy.filter"),
-            ("[planner]\nttft = '25h'", "router.planner.ttft"),
+            ("[planner]\nmax_workers = 1", "router.planner.max_workers"),
+            ("[slo]\nttft = '25h'", "router.slo.ttft"),
             ("[admission.tenants.a]\nmax_inflight_tokens = 0", "router.admission.tenants.a.max_inflight_tokens"),
         ] {
             let problems = toml::from_str::<Settings>(text).unwrap().check();

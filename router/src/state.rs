@@ -10,9 +10,11 @@ use crate::index::Index;
 use crate::load::Traffic;
 use crate::metrics::Metrics;
 use crate::policy::Scratch;
+use crate::policy::planner::PlanStatus;
 use crate::settings::{ResolvedSettings, Settings};
 use crate::trace::Recorder;
 use parking_lot::{Mutex, RwLock};
+use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use worker::plane::RouterId;
 
@@ -33,6 +35,8 @@ pub(crate) struct Core {
     pub(crate) recorder: Recorder,
     /// Buffers of decisions. Their lock serializes decisions, so that each sees the reservations of those before it.
     pub(crate) scratch: Mutex<Scratch>,
+    /// The planner's last plan for each model.
+    pub(crate) plans: Mutex<BTreeMap<Arc<str>, PlanStatus>>,
     /// Why a component of the router has failed. The router then serves no more requests and is not ready.
     pub(crate) failure: OnceLock<&'static str>,
 }
@@ -65,6 +69,7 @@ impl Core {
             traffic: Traffic::default(),
             recorder,
             scratch: Mutex::default(),
+            plans: Mutex::default(),
             failure: OnceLock::new(),
         })
     }

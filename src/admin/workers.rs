@@ -1,4 +1,4 @@
-//! `/admin/workers`: lists the workers; cordons, drains and uncordons one.
+//! `/admin/workers`: lists the workers; cordons, drains and uncordons one. `/admin/planner`: how many there should be.
 
 use crate::config::HumanDuration;
 use axum::extract::rejection::QueryRejection;
@@ -7,7 +7,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use router::{NoSuchWorker, WorkerStatus};
+use router::{NoSuchWorker, PlanStatus, WorkerStatus};
 use serde::Deserialize;
 use serde_json::json;
 use std::sync::{Arc, Weak};
@@ -21,6 +21,7 @@ type RouterState = State<Weak<router::Router>>;
 pub(super) fn routes(router: Weak<router::Router>) -> Router {
     Router::new()
         .route("/admin/workers", get(list))
+        .route("/admin/planner", get(plans))
         .route("/admin/workers/{id}/cordon", post(cordon))
         .route("/admin/workers/{id}/drain", post(drain))
         .route("/admin/workers/{id}/uncordon", post(uncordon))
@@ -66,6 +67,10 @@ impl IntoResponse for Error {
 
 async fn list(router: RouterState) -> Result<Json<Vec<WorkerStatus>>, Error> {
     Ok(Json(upgrade(&router)?.workers()))
+}
+
+async fn plans(router: RouterState) -> Result<Json<Vec<PlanStatus>>, Error> {
+    Ok(Json(upgrade(&router)?.plans()))
 }
 
 async fn cordon(router: RouterState, Path(id): Path<String>) -> Result<Json<WorkerStatus>, Error> {

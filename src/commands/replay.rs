@@ -4,7 +4,8 @@
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
-    self, AdmissionMode, Options, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo, Trace, Traffic, Workload,
+    self, AdmissionMode, Options, Planned, PlannedTarget, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo,
+    Trace, Traffic, Workload,
 };
 use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
@@ -381,6 +382,7 @@ fn table(report: &Report<'_>) -> String {
         lines[1] += " roles";
     }
     lines.extend(report.policies.iter().map(row));
+    lines.extend(report.policies.iter().filter_map(planned));
     let rejected = report.policies.iter().map(|f| f.rejected).max().filter(|rejected| *rejected > 0);
     let why = if report.admission == "off" {
         "did not fit on any worker"
@@ -389,6 +391,24 @@ fn table(report: &Report<'_>) -> String {
     };
     lines.extend(rejected.map(|rejected| format!("\n{rejected} requests {why}; times are those of the others.")));
     lines.join("\n") + "\n"
+}
+
+/// What the planner advised, and the targets that it missed.
+fn planned(results: &Results) -> Option<String> {
+    let Planned { prefill_workers, decode_workers, max_workers, ttft, itl } = results.planned?;
+    let missed = |(name, target): (&str, PlannedTarget)| {
+        let PlannedTarget { target_s, missed, expected_s, .. } = target;
+        let expected = if expected_s > 0.0 { format!("up to {expected_s:.3} s") } else { "overload".to_owned() };
+        let share = missed * 100.0;
+        (missed > 0.0).then(|| format!("; {name} of {target_s} s missed in {share:.0} % of the plans ({expected})"))
+    };
+    let missed: String =
+        [("time to first token", ttft), ("time between tokens", itl)].into_iter().filter_map(missed).collect();
+    Some(format!(
+        "\n{} at {:.2}/s: planned up to {prefill_workers} prefill and {decode_workers} decode workers, {max_workers} \
+         together at most{missed}",
+        results.policy, results.rate_rps
+    ))
 }
 
 fn row(f: &Results) -> String {

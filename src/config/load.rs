@@ -263,7 +263,8 @@ impl Layer {
         let values = Value::serialize(preset.settings()).expect("settings are plain");
         let mut values = values.into_dict().unwrap_or_default();
         values.retain(|key, _| {
-            !["preset", "seed", "index_memory", "trace_file", "models", "planner", "admission"].contains(&key.as_str())
+            !["preset", "seed", "index_memory", "trace_file", "models", "slo", "planner", "admission"]
+                .contains(&key.as_str())
         });
         Self::one(&format!("preset {}", preset.name()), "router", Value::from(values))
     }

@@ -95,7 +95,7 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
                 "a number between 0 and 1000000",
             ],
         ),
-        ("router.planner.ttft=0", &["router.planner.ttft = 0 (--set router.planner.ttft=0)"]),
+        ("router.slo.ttft=0", &["router.slo.ttft = 0 (--set router.slo.ttft=0)"]),
         ("router.models.small.prefix_affinity=-1", &["router.models.small.prefix_affinity = -1 (--set router.models"]),
     ];
     for (assignment, parts) in cases {

@@ -6,8 +6,8 @@
 //! queue, by the drain rate measured so far, is rejected at the same moments.
 
 use super::queue::{Enqueued, FairQueue, Rejection};
-use super::saturation::{Saturation, Stage, queue_time, saturation};
-use super::settings::Settings;
+use super::saturation::{Opening, Saturation, Stage, queue_time, saturation, takes_late};
+use super::settings::{LateRequests, Settings};
 use super::ticket::{QueuedRequest, Route};
 use crate::fleet::{FleetSnapshot, Worker};
 use crate::load::Demand;
@@ -108,6 +108,17 @@ impl AdmissionController {
             };
             resolutions.push((number, Resolution::Reject(why)));
         }
+        for number in self.queue.late(now) {
+            match limits.late_requests {
+                // Another worker may still be in time. If not, it is placed as a late request.
+                LateRequests::Last => self.reroute(vec![number], &mut resolutions),
+                LateRequests::Reject => {
+                    let Some(request) = self.queue.reject(number) else { continue };
+                    let after = self.queue.retry_after(limits, &request, now);
+                    resolutions.push((number, Resolution::Reject(Rejection::Late(after))));
+                }
+            }
+        }
         let is_due = self.polled.is_none_or(|at| at + POLL_INTERVAL <= now);
         if is_due {
             self.polled = Some(now);
@@ -170,28 +181,30 @@ impl AdmissionController {
     }
 
     /// Reroutes as many requests as there are idle workers, which may then get them; and, while other workers have
-    /// capacity, as many requests as there are such workers that would miss their deadline where they are and meet it
-    /// on one of these.
+    /// capacity, as many requests as there are such workers that would miss their deadline or target where they are and
+    /// meet it on one of these. Late requests go to workers that take them: they wait without a reservation, so
+    /// placement does not spread them.
     fn reroute_to_idle(&mut self, roster: &FleetSnapshot, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
         for model in self.queue.models() {
             let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
             self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolutions);
-            let queue = &self.queue;
-            let route_time = |member: &Arc<Worker>| {
+            let opening = |member: &Arc<Worker>| {
                 let route = Route { decode: member.id(), prefill: None };
-                route_state(roster, queue, route, None, now)
-                    .ok()
-                    .filter(|_| member.decodes() && !member.is_ejected(now))
+                let opening = route_state(roster, &self.queue, route, None, now).ok()?;
+                Some(opening).filter(|_| member.decodes() && !member.is_ejected(now))
             };
-            let open: Vec<Duration> = schedulable_workers(roster, &model).filter_map(route_time).collect();
-            let Some(quickest) = open.iter().min() else { continue };
+            let openings: Vec<Opening> = schedulable_workers(roster, &model).filter_map(opening).collect();
+            let spare = openings.iter().filter(|opening| opening.takes_late).count();
+            self.reroute(self.queue.select(spare, |request| request.is_late && stale(request)), resolutions);
+            let queue = &self.queue;
+            let Some(quickest) = openings.iter().map(|opening| opening.queue_time).min() else { continue };
             let late = |request: &QueuedRequest| {
                 let by = |start_by| {
-                    now + *quickest <= start_by && start_by < now + route_queue_time(roster, queue, request.route, now)
+                    now + quickest <= start_by && start_by < now + route_queue_time(roster, queue, request.route, now)
                 };
                 stale(request) && request.start_by.is_some_and(by)
             };
-            self.reroute(queue.select(open.len(), late), resolutions);
+            self.reroute(queue.select(openings.len(), late), resolutions);
         }
     }
 }
@@ -210,7 +223,7 @@ fn idle_workers(roster: &FleetSnapshot, model: &str, now: Instant) -> usize {
     schedulable_workers(roster, model).filter(is_idle).count()
 }
 
-/// The queue time on a route with capacity, or why the route has none. `own`: reservations of the request itself when
+/// A route with capacity, or why it has none. `own`: reservations of the request itself when
 /// it is not in the queue.
 fn route_state(
     roster: &FleetSnapshot,
@@ -218,24 +231,27 @@ fn route_state(
     route: Route,
     own: Option<[Demand; 2]>,
     now: Instant,
-) -> Result<Duration, Saturation> {
+) -> Result<Opening, Saturation> {
     let own = own.unwrap_or_default();
     let at = |id, own: Demand, stage| {
         // There is no reason to wait for a worker without load reports.
         let Some(member) = roster.get(id).filter(|member| !member.load.is_silent(now)) else {
-            return Ok(Duration::ZERO);
+            return Ok(Opening { queue_time: Duration::ZERO, takes_late: true });
         };
         let not_sent = not_sent(queue, member).plus(own);
         let standing = member.load.stats(now);
         // An estimate that is not based on measurements does not close a route.
         let queue_time = if member.measured() { queue_time(&standing, not_sent) } else { Duration::ZERO };
-        saturation(member.instance.role, &standing, member.batch(), not_sent, stage).map_or(Ok(queue_time), Err)
+        let takes_late = takes_late(&standing, not_sent, queue_time);
+        let opening = Opening { queue_time, takes_late };
+        saturation(member.instance.role, &standing, member.batch(), not_sent, stage).map_or(Ok(opening), Err)
     };
     match route.prefill {
         None => at(route.decode, own[0], Stage::Whole),
         Some(prefill) => {
-            at(route.decode, own[0], Stage::Decode)?;
-            at(prefill, own[1], Stage::Prefill)
+            let decode = at(route.decode, own[0], Stage::Decode)?;
+            let prefill = at(prefill, own[1], Stage::Prefill)?;
+            Ok(Opening { takes_late: prefill.takes_late && decode.takes_late, ..prefill })
         }
     }
 }

@@ -164,6 +164,11 @@ impl Admission {
             .observe(waited.as_secs_f64());
     }
 
+    /// Counts a request that is sent too late for its target.
+    pub(crate) fn sent_late(&self, class: Priority) {
+        self.metrics.late_requests.with_label_values(&[PRIORITY_LABELS[class as usize]]).inc();
+    }
+
     /// Counts a rejection. Returns the error for the client.
     pub(crate) fn rejected(&self, class: Priority, rejection: Rejection) -> Error {
         let (outcome, error) = match rejection {
@@ -175,6 +180,7 @@ impl Admission {
             }
             Rejection::Shed(retry_after) => ("shed", Error::Overloaded { retry_after }),
             Rejection::QueueTimeout(retry_after) => ("queue_timeout", Error::Overloaded { retry_after }),
+            Rejection::Late(retry_after) => ("late", Error::Overloaded { retry_after }),
             Rejection::DeadlineExceeded => ("deadline_exceeded", Error::DeadlineExceeded),
         };
         self.count(class, outcome);

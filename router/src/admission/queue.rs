@@ -10,16 +10,17 @@
 //!   tenant with the least service per weight. A tenant that becomes active starts at the virtual time, or where its
 //!   own service ended if that is later; both are kept while any request runs or waits. Cached tokens cost nothing,
 //!   and requests that did not queue are not counted.
-//! - **Deadlines**: of one tenant's requests the one with the earliest `start_by` goes first, unless its worker's
-//!   queue would make it miss the deadline; requests without a deadline follow in order of arrival.
+//! - **Deadlines and latency targets** decide between the requests of one tenant (`order.rs`).
 //! - A request does not wait behind one for another worker, nor behind one of a tenant that has reached its limit.
 //!
 //! A request that would wait for too long at the measured drain rate is rejected on arrival, or once that is known.
 
+mod order;
 mod shed;
 
 use super::backlog::{Backlogs, LOWER_CLASS_SHARE};
-use super::settings::Settings;
+use super::saturation::Opening;
+use super::settings::{LateRequests, Settings};
 use super::ticket::{OrderKey, QueuedRequest, Route};
 use crate::load::Demand;
 use shed::Occupancy;
@@ -65,6 +66,8 @@ pub(crate) enum Rejection {
     Shed(Duration),
     /// It has waited for `max_queue_time`.
     QueueTimeout(Duration),
+    /// It cannot meet the target of the time to first token.
+    Late(Duration),
     /// Its deadline cannot be met.
     DeadlineExceeded,
 }
@@ -76,6 +79,8 @@ pub(crate) struct FairQueue {
     waiting: BTreeMap<u64, QueuedRequest>,
     /// When queued requests expire, and their numbers.
     expiries: BTreeSet<(Instant, u64)>,
+    /// When queued requests will be late, and their numbers.
+    late_from: BTreeSet<(Instant, u64)>,
     running: HashMap<u64, Running>,
     /// Requests that are being placed again. While there are any, credits are kept.
     rerouting: HashSet<u64>,
@@ -113,25 +118,44 @@ struct Tenant {
     running: u64,
     /// Service per weight, in cost tokens, on the scale of the virtual time.
     served: f64,
+    /// By priority: cost of its late requests, and its credit for them in tokens.
+    late: [LateShare; 3],
     /// By priority: when there will be space beyond that promised by the `Retry-After` of its rejected requests.
     retry_slots: [Option<Instant>; 3],
 }
 
+/// The late requests of a tenant in one class.
+#[derive(Clone, Copy, Default)]
+struct LateShare {
+    cost: u64,
+    /// Earned from its requests in time.
+    credit: f64,
+}
+
 impl FairQueue {
-    /// Admits a new request, queues it, or rejects it. `open`: the queue time on its route, if the route has capacity.
+    /// Admits a new request, queues it, or rejects it. `open`: its route, if that has capacity.
     pub(crate) fn admit_or_queue(
         &mut self,
         limits: &Settings,
         request: QueuedRequest,
-        open: Option<Duration>,
+        open: Option<Opening>,
         now: Instant,
     ) -> Enqueued {
-        if request.start_by.is_some_and(|start_by| start_by <= now) {
+        if request.target.is_none() && request.start_by.is_some_and(|start_by| start_by <= now) {
             return Enqueued::Rejected(Rejection::DeadlineExceeded);
         }
-        let fits = |queue_time| request.start_by.is_none_or(|start_by| now + queue_time <= start_by);
+        let fits = |Opening { queue_time, takes_late }: Opening| {
+            if request.is_late {
+                takes_late
+            } else {
+                request.start_by.is_none_or(|start_by| now + queue_time <= start_by)
+            }
+        };
         if self.waiting.is_empty() && open.is_some_and(fits) && self.may_run(limits, &request.tenant, request.tokens) {
             return Enqueued::Immediate(self.admit_now(&request));
+        }
+        if request.is_late && limits.late_requests == LateRequests::Reject {
+            return Enqueued::Rejected(Rejection::Late(self.retry_after(limits, &request, now)));
         }
         let of_tenant = self.tenants.get(&request.tenant).map_or(0, |tenant| tenant.waiting);
         let most = limits.tenant(&request.tenant).max_queued_tokens;
@@ -159,14 +183,17 @@ impl FairQueue {
         self.last_number
     }
 
-    /// Admits the next request whose route has capacity, and whose deadline can be met behind that route's queue time.
+    /// Admits the next request. `open`: a route, if it has capacity.
     pub(crate) fn admit_next(
         &mut self,
         limits: &Settings,
         now: Instant,
-        mut open: impl FnMut(&Self, Route) -> Option<Duration>,
+        mut open: impl FnMut(&Self, Route) -> Option<Opening>,
     ) -> Option<u64> {
-        let firsts: [Option<u64>; 3] = std::array::from_fn(|class| self.first_of(class, limits, now, &mut open));
+        let (mut firsts, mut held) = ([None; 3], BTreeSet::new());
+        for class in (0..firsts.len()).rev() {
+            firsts[class] = self.first_of(class, limits, now, &mut held, &mut open);
+        }
         let cost_tokens = |number: u64| self.waiting[&number].cost_tokens as f64;
         let paid = (0..2).find(|class| firsts[*class].is_some_and(|n| self.classes[*class].credit >= cost_tokens(n)));
         let class = paid.or_else(|| (0..3).rev().find(|class| firsts[*class].is_some()))?;
@@ -183,9 +210,11 @@ impl FairQueue {
             }
         }
         let (weight, tenant) = (limits.tenant(&self.waiting[&number].tenant).weight, &self.waiting[&number].tenant);
+        let is_late = self.waiting[&number].is_late;
         if let Some(tenant) = self.tenants.get_mut(tenant) {
             self.virtual_time = self.virtual_time.max(tenant.served);
             tenant.served += cost_tokens / weight;
+            tenant.late[class].count(is_late, cost_tokens);
         }
         self.backlogs.departed(&self.waiting[&number], now);
         let request = self.remove(number)?;
@@ -200,6 +229,18 @@ impl FairQueue {
         let request = self.remove(number)?;
         self.close_accounts();
         Some((number, request))
+    }
+
+    /// Queued requests that can no longer meet their target, the earliest first.
+    pub(crate) fn late(&self, now: Instant) -> Vec<u64> {
+        self.late_from.iter().take_while(|(from, _)| *from < now).map(|(_, number)| *number).collect()
+    }
+
+    /// Removes a queued request that is rejected.
+    pub(crate) fn reject(&mut self, number: u64) -> Option<QueuedRequest> {
+        let request = self.remove(number)?;
+        self.close_accounts();
+        Some(request)
     }
 
     /// When the next queued request expires.
@@ -237,11 +278,12 @@ impl FairQueue {
         self.remove(number).is_some()
     }
 
-    /// Up to `most` queued requests that match: by priority, then those first that were placed the longest ago.
+    /// Up to `most` queued requests that match: by priority, then those that are not late, then those that were placed
+    /// the longest ago.
     pub(crate) fn select(&self, most: usize, which: impl Fn(&QueuedRequest) -> bool) -> Vec<u64> {
         let mut found: Vec<(&u64, &QueuedRequest)> =
             self.waiting.iter().filter(|(_, request)| which(request)).collect();
-        found.sort_by_key(|(number, request)| (Reverse(request.priority), request.placed, **number));
+        found.sort_by_key(|(number, request)| (Reverse(request.priority), request.is_late, request.placed, **number));
         found.into_iter().take(most).map(|(number, _)| *number).collect()
     }
 
@@ -329,33 +371,6 @@ impl FairQueue {
         running == 0 || limits.tenant(tenant).max_inflight_tokens.is_none_or(|most| running + tokens <= most)
     }
 
-    fn first_of(
-        &self,
-        class: usize,
-        limits: &Settings,
-        now: Instant,
-        open: &mut impl FnMut(&Self, Route) -> Option<Duration>,
-    ) -> Option<u64> {
-        let mut best: Option<(f64, u64)> = None;
-        for (name, routes) in &self.classes[class].flows {
-            let served = self.tenants.get(name).map_or(0.0, |tenant| tenant.served);
-            if best.is_some_and(|(least, _)| least <= served) {
-                continue;
-            }
-            // A request that would miss its deadline behind the worker's queue waits for that to get shorter.
-            let keys = routes.iter().filter_map(|(route, keys)| {
-                let in_time = (false, Some(now + open(self, *route)?), 0);
-                keys.range(in_time..).next()
-            });
-            if let Some((.., number)) = keys.min()
-                && self.may_run(limits, name, self.waiting[number].tokens)
-            {
-                best = Some((served, *number));
-            }
-        }
-        best.map(|(_, number)| number)
-    }
-
     fn run(&mut self, number: u64, request: &QueuedRequest) {
         self.tenant(&request.tenant).running += request.tokens;
         self.backlogs.started(&request.model, request.cost_tokens);
@@ -404,6 +419,10 @@ impl FairQueue {
             .or_default()
             .insert(request.order_key(number));
         self.expiries.insert((request.expires_at(), number));
+        self.late_from.extend(request.late_from().map(|from| (from, number)));
+        if request.is_late {
+            self.tenant(&request.tenant).late[request.priority as usize].cost += request.cost_tokens;
+        }
         self.waiting.insert(number, request);
     }
 
@@ -411,6 +430,9 @@ impl FairQueue {
     fn remove(&mut self, number: u64) -> Option<QueuedRequest> {
         let request = self.waiting.remove(&number)?;
         self.expiries.remove(&(request.expires_at(), number));
+        if let Some(from) = request.late_from() {
+            self.late_from.remove(&(from, number));
+        }
         self.tokens -= request.tokens;
         for (worker, amount) in request.parts() {
             if let Some(sum) = self.reserved.get_mut(&worker) {
@@ -438,6 +460,9 @@ impl FairQueue {
         }
         if let Some(tenant) = self.tenants.get_mut(&request.tenant) {
             tenant.waiting -= request.tokens;
+            if request.is_late {
+                tenant.late[request.priority as usize].cost -= request.cost_tokens;
+            }
         }
         Some(request)
     }

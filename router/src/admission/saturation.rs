@@ -29,6 +29,15 @@ pub(crate) enum Stage {
     Decode,
 }
 
+/// A route with capacity.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Opening {
+    /// Time that the worker needs for the prompts in its queue.
+    pub(crate) queue_time: Duration,
+    /// Whether it also takes requests that can no longer meet their target ([`takes_late`]).
+    pub(crate) takes_late: bool,
+}
+
 /// Seconds of prefill in a worker's queue beyond which it gets no more. A hundred times the interval of load reports,
 /// so that it does not run out of work however wrong the estimate; and no more than an urgent request can bear,
 /// because it cannot overtake them.
@@ -36,6 +45,13 @@ const MAX_QUEUED_PREFILL_SECONDS: f64 = 2.0;
 /// The same for a prefill worker. Its queue is estimated better because it does nothing else, and all requests that
 /// need one share it.
 const MAX_QUEUED_SECONDS_PREFILL_WORKER: f64 = 1.0;
+/// Queue of a worker below which it gets a late request. Five times the shortest interval of load reports, so that the
+/// worker does not run out of work before the router learns of it.
+const LATE_QUEUE_TIME: Duration = Duration::from_millis(100);
+/// Late requests are sent to workers with less than half of their memory in use. Most are late because they are long,
+/// and each keeps its blocks until its last token, while requests in time wait for free blocks. With half, those that
+/// arrive during its stay have as much as it and all before it.
+const LATE_MEMORY_SHARE: f64 = 0.5;
 /// Sequences beyond a worker's batch: an eighth of the batch and at least four. They replace sequences that end before
 /// a load report can say so.
 const SPARE_SEQUENCES_DIVISOR: u64 = 8;
@@ -77,6 +93,15 @@ pub(crate) fn saturation(
     (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Saturation::Memory)
 }
 
+/// Whether a worker gets a request that can no longer meet its target: only if it has capacity to spare, because
+/// requests in time that come later have to wait for its prefill and its blocks.
+pub(crate) fn takes_late(standing: &LoadStats, not_sent: Demand, queue_time: Duration) -> bool {
+    let blocks = u64::from(standing.active_blocks).saturating_sub(not_sent.blocks) as f64;
+    let is_roomy = standing.total_blocks == 0 || blocks <= f64::from(standing.total_blocks) * LATE_MEMORY_SHARE;
+    let is_idle = u64::from(standing.sequences) <= not_sent.sequences;
+    queue_time <= LATE_QUEUE_TIME && (is_roomy || is_idle)
+}
+
 /// Time that a worker needs for the prompts in its queue.
 pub(crate) fn queue_time(standing: &LoadStats, not_sent: Demand) -> Duration {
     let tokens = u64::from(standing.waiting_tokens).saturating_sub(not_sent.prefill_tokens);
@@ -107,6 +132,17 @@ mod tests {
         assert_eq!(unknown, None);
         let prefill = |tokens| saturation(Role::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
+    }
+
+    #[test]
+    fn late_requests_go_to_workers_with_capacity_to_spare() {
+        let is = |tokens, sequences, blocks| {
+            let standing = stats(tokens, sequences, blocks);
+            takes_late(&standing, Demand::default(), queue_time(&standing, Demand::default()))
+        };
+        assert!(is(100, 5, 50) && !is(101, 5, 50), "a short queue");
+        assert!(!is(0, 5, 51), "half of the memory");
+        assert!(is(0, 0, 51), "an idle worker");
     }
 
     #[test]

@@ -17,8 +17,21 @@ pub struct Settings {
     /// Maximum time of a request in the queue. A request whose estimated time at the measured rate is longer is
     /// rejected on arrival. Default 60 s: after that time proxies time out.
     pub max_queue_time: HumanDuration,
+    /// What becomes of a request that waits and can no longer meet `router.slo.ttft`. Default `last`.
+    pub late_requests: LateRequests,
     /// Share and limits of each tenant; `"*"` is for all other tenants.
     pub tenants: BTreeMap<String, Tenant>,
+}
+
+/// What becomes of a queued request that can no longer meet the target of the time to first token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LateRequests {
+    /// It waits behind those that can.
+    #[default]
+    Last,
+    /// It is rejected.
+    Reject,
 }
 
 /// One tenant's share and limits.
@@ -43,7 +56,12 @@ const OTHER_TENANTS: &str = "*";
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { max_queued_tokens: 4 << 20, max_queue_time: HumanDuration::secs(60), tenants: BTreeMap::new() }
+        Self {
+            max_queued_tokens: 4 << 20,
+            max_queue_time: HumanDuration::secs(60),
+            late_requests: LateRequests::Last,
+            tenants: BTreeMap::new(),
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! Admission with a whole router over fake workers that compute a thousand prompt tokens per second, on a paused clock.
 
-use super::settings::{Settings as Limits, Tenant};
+use super::settings::{LateRequests, Settings as Limits, Tenant};
 use crate::settings::Settings;
+use crate::slo::Slo;
 use crate::tests::harness::{Behaviour, FakeEngine, Harness, prompt, settle};
 use futures::StreamExt;
 use futures::future::join_all;
@@ -178,6 +179,45 @@ async fn deadline_that_cannot_be_met_is_rejected_once_known() {
     let before = Instant::now();
     assert_eq!(yard.answer(request(4, 100, within(5000))).await, Err(Error::DeadlineExceeded));
     assert_eq!((before.elapsed().as_millis(), worker.open()), (5000, 0), "the worker stops computing");
+}
+
+/// A saturated worker, a request that is late after half a second, and one that stays in time.
+async fn late_and_in_time(late_requests: LateRequests) -> (Arc<Harness>, Arc<FakeEngine>, [Answer; 2]) {
+    let slo = Slo { ttft: Some(HumanDuration::secs(3)), itl: None };
+    let admission = Limits { late_requests, ..Limits::default() };
+    let yard = Arc::new(Harness::new(Settings { slo, admission, ..Settings::default() }));
+    let worker = full(&yard, 1).await;
+    let answers = [ask(&yard, request(1, 2500, of("a"))).await, ask(&yard, request(2, 100, of("a"))).await];
+    assert_eq!((yard.load(1).0, waiting(&yard)), (4600, 2600));
+    for _ in 0..2 {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+    }
+    settle().await;
+    (yard, worker, answers)
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_request_goes_after_one_in_time_and_reserves_nothing() {
+    let (yard, worker, answers) = late_and_in_time(LateRequests::Last).await;
+    assert_eq!((yard.load(1).0, waiting(&yard)), (2100, 2600));
+    yard.report(&worker, Load { waiting_tokens: 1500, running: 1, ..Load::default() });
+    settle().await;
+    assert_eq!((worker.families(), waiting(&yard)), (vec![2], 2500), "the queue is too long for a late request");
+    yard.report(&worker, Load::default());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(worker.families(), [2, 1]);
+    assert!(yard.load(1).0 >= 2500, "it is reserved once it is sent");
+    assert!(join_all(answers).await.into_iter().all(|answer| answer.unwrap() == Ok(vec![1, 2])));
+}
+
+#[tokio::test(start_paused = true)]
+async fn late_request_is_rejected_if_configured() {
+    let (yard, worker, [late, in_time]) = late_and_in_time(LateRequests::Reject).await;
+    assert!(matches!(late.await.unwrap(), Err(Error::Overloaded { .. })));
+    assert_eq!((outcome(&yard, "normal", "late"), waiting(&yard)), (1, 100));
+    yard.report(&worker, Load::default());
+    assert_eq!(in_time.await.unwrap(), Ok(vec![1, 2]));
 }
 
 #[tokio::test(start_paused = true)]

@@ -25,6 +25,9 @@ pub(crate) struct Ticket {
     pub(crate) priority: Priority,
     /// Latest time of the first token.
     pub(crate) deadline: Option<Instant>,
+    /// Time of the first token by `router.slo.ttft`; `None` without one, and for a request with a deadline, which takes
+    /// its place.
+    pub(crate) target: Option<Instant>,
     /// Latest time in the queue.
     pub(crate) queue_deadline: Instant,
     /// Number of prompt tokens. The limits of the queue and of tenants count these.
@@ -39,8 +42,11 @@ pub(crate) struct Ticket {
 #[derive(Clone, Debug)]
 pub(crate) struct QueuedRequest {
     pub(crate) ticket: Ticket,
-    /// Latest time to be sent that still meets its deadline.
+    /// Latest time to be sent to an idle worker that still meets its deadline or target.
     pub(crate) start_by: Option<Instant>,
+    /// It can no longer meet its target, and has no `start_by`. It reserves nothing until it is sent, because it goes
+    /// after the requests that are placed later.
+    pub(crate) is_late: bool,
     /// Tokens to compute and to generate. Fair shares count these.
     pub(crate) cost_tokens: u64,
     pub(crate) route: Route,
@@ -50,14 +56,19 @@ pub(crate) struct QueuedRequest {
     pub(crate) placed: Instant,
 }
 
-/// Order among the requests of one tenant and class: requests with a deadline first, the earliest `start_by` first;
-/// then by arrival.
+/// Order among the requests of one tenant and class: requests with a `start_by` first, the earliest first; then by
+/// arrival.
 pub(super) type OrderKey = (bool, Option<Instant>, u64);
 
 /// Upper limit of an estimate, however wrong it is.
 const MIN_SERVICE_SECONDS_MAX: f64 = 1e6;
 
 impl Ticket {
+    /// When the first token should be there.
+    pub(crate) fn until(&self) -> Option<Instant> {
+        self.deadline.or(self.target)
+    }
+
     /// The request as placed on a route, with these reservations. `min_service_seconds`: estimated time to the first
     /// token without any queueing.
     pub(crate) fn placed(
@@ -68,14 +79,17 @@ impl Ticket {
         now: Instant,
     ) -> QueuedRequest {
         let min_service_seconds = Duration::from_secs_f64(min_service_seconds.clamp(0.0, MIN_SERVICE_SECONDS_MAX));
+        let cost_tokens = reserved.iter().map(|amount| amount.prefill_tokens).sum::<u64>();
+        let start_by = self.until().map(|until| until.checked_sub(min_service_seconds).unwrap_or(now));
+        let is_late = self.target.is_some() && start_by.is_some_and(|start_by| start_by <= now);
         let output = self.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
         QueuedRequest {
             ticket: self.clone(),
-            start_by: self.deadline.map(|deadline| deadline.checked_sub(min_service_seconds).unwrap_or(deadline)),
-            cost_tokens: reserved.iter().map(|amount| amount.prefill_tokens).sum::<u64>()
-                + output * u64::from(self.choices),
+            start_by: start_by.filter(|_| !is_late),
+            is_late,
+            cost_tokens: cost_tokens + output * u64::from(self.choices),
             route,
-            reserved,
+            reserved: if is_late { [Demand::default(); 2] } else { reserved },
             placed: now,
         }
     }
@@ -92,7 +106,13 @@ impl Deref for QueuedRequest {
 impl QueuedRequest {
     /// When it is rejected if it still waits.
     pub(super) fn expires_at(&self) -> Instant {
-        self.start_by.map_or(self.queue_deadline, |start_by| start_by.min(self.queue_deadline))
+        let start_by = self.start_by.filter(|_| self.target.is_none());
+        start_by.map_or(self.queue_deadline, |start_by| start_by.min(self.queue_deadline))
+    }
+
+    /// When it will be late, if it still waits.
+    pub(super) fn late_from(&self) -> Option<Instant> {
+        self.start_by.filter(|_| self.target.is_some())
     }
 
     /// Its position among the requests of its tenant and class.

@@ -12,6 +12,7 @@ use tokio::time::Instant;
 pub(crate) struct Booking {
     load: Arc<WorkerLoad>,
     number: u64,
+    amount: Demand,
     /// The prefix that the request will leave in the worker's cache.
     _prefix: InflightPrefix,
     /// The same reservation in other routers.
@@ -22,7 +23,20 @@ impl Booking {
     pub(crate) fn new(member: &Worker, amount: Demand, prefix: InflightPrefix, outbox: &Arc<ReplicaOutbox>) -> Self {
         let replicated = outbox.placed(member.id(), amount, &prefix);
         let load = member.load.clone();
-        Self { number: load.book(amount, Instant::now()), load, _prefix: prefix, replicated }
+        Self { number: load.book(amount, Instant::now()), load, amount, _prefix: prefix, replicated }
+    }
+
+    /// The request waits behind all that are placed later: it takes nothing until [`Self::resume`].
+    pub(crate) fn suspend(&self) {
+        self.load.rebook(self.number, Demand::default());
+        self.replicated.revised(0);
+    }
+
+    /// The request will be sent: it takes what it was booked with.
+    pub(crate) fn resume(&self) {
+        if self.load.rebook(self.number, self.amount) {
+            self.replicated.revised(self.amount.prefill_tokens);
+        }
     }
 
     /// The request has left the admission queue. It is sent once its prompt is computed elsewhere.

@@ -6,7 +6,9 @@
 //! with the lowest id plans for all.
 
 use crate::fleet::{ModelPool, Worker};
-use crate::policy::planner::{Capacity, Mode, Need, PlannedWorker, Planner, RoleChange, Settings, Targets, Workload};
+use crate::policy::planner::{
+    Capacity, Mode, Plan, PlanStatus, PlannedWorker, Planner, RoleChange, Settings, Targets, Workload,
+};
 use crate::state::Core;
 use kvbm::Epoch;
 use std::collections::BTreeMap;
@@ -23,6 +25,9 @@ pub(crate) struct Controller {
     rates: Option<[f64; 3]>,
     steps: LinearFit,
     planner: Planner,
+    /// Names of the targets that the last plan misses, and when that was logged.
+    missed: Vec<&'static str>,
+    logged: Option<Instant>,
 }
 
 /// Least-squares line through exponentially decaying measurements: seconds of a step over sequences in it.
@@ -37,6 +42,9 @@ struct LinearFit {
 
 /// Interval of the planner: rates change within tens of seconds, and twelve measurements a minute cost nothing.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(5);
+/// Shortest time between two log lines about missed targets of a model: a load at the limit would change them with
+/// every plan.
+const LOG_INTERVAL: Duration = Duration::from_mins(1);
 /// Decay of old rates per interval: half is left after 20 s.
 const DECAY: f64 = 0.84;
 
@@ -92,28 +100,30 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId, 
     loop {
         let now = ticks.tick().await;
         let seconds = (now - std::mem::replace(&mut previous, now)).as_secs_f64();
-        let settings = core.settings().settings.planner.clone();
+        let resolved = core.settings();
+        let (settings, targets) = (&resolved.settings.planner, Targets::of(&resolved.settings.slo));
         let fleet = core.fleet.snapshot();
         for (model, totals) in core.traffic.all() {
             let controller = controllers.entry(model.clone()).or_default();
             let workers: Vec<&Worker> =
                 fleet.pool(&model).into_iter().flat_map(ModelPool::entries).map(|entry| &*entry.worker).collect();
             let (totals, routers) = (totals.now(), core.metrics.replicas.get().max(1) as f64);
-            let Some(need) = controller.measure(totals, seconds, routers, &workers, &settings, now) else { continue };
+            let plan = controller.measure(totals, seconds, routers, &workers, (settings, &targets), now);
+            let Some(plan) = plan else { continue };
             if settings.mode == Mode::Off {
                 // An old plan must not stay in the metrics.
-                core.metrics.desired_workers.reset();
+                core.metrics.remove_plans();
+                core.plans.lock().clear();
                 continue;
             }
-            let (prefill, decode) = need.whole();
-            for (role, workers) in [(Role::Prefill, prefill), (Role::Decode, decode)] {
-                core.metrics.desired_workers.with_label_values(&[&*model, &role.to_string()]).set(workers as i64);
-            }
+            publish(&core, &model, &plan);
+            controller.log(&model, &plan, now);
             if settings.mode != Mode::Apply || !is_leader.load(Ordering::Relaxed) {
                 continue;
             }
-            if let Some(change) = controller.role_change(&need, &workers, start, now) {
-                tracing::info!(%model, worker = %change.worker, role = %change.to, ?need, "requesting a role change");
+            if let Some(change) = controller.role_change(&plan, &workers, start, now) {
+                let RoleChange { worker, to } = change;
+                tracing::info!(%model, %worker, role = %to, need = ?plan.need, "requesting a role change");
                 core.metrics.role_changes.with_label_values(&[&change.to.to_string()]).inc();
                 let body = EventBody::RoleRequest { worker: change.worker, role: change.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });
@@ -122,34 +132,74 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId, 
     }
 }
 
+/// Shows a plan in the metrics and to [`crate::Router::plans`].
+fn publish(core: &Core, model: &Arc<str>, plan: &Plan) {
+    for (role, workers) in [(Role::Prefill, plan.prefill_workers), (Role::Decode, plan.decode_workers)] {
+        core.metrics.desired_workers.with_label_values(&[&**model, &role.to_string()]).set(workers as i64);
+    }
+    for (target, outlook) in plan.outlooks() {
+        core.metrics.planner_expected.with_label_values(&[&**model, target]).set(outlook.expected_s);
+        core.metrics.planner_missed.with_label_values(&[&**model, target]).set(i64::from(!outlook.is_met));
+    }
+    core.plans.lock().insert(model.clone(), plan.status(model));
+}
+
 impl Controller {
-    /// Updates the measurements after `seconds`. Returns the need for workers, once enough is measured.
+    /// Logs that a target is missed with the advised workers, or no longer, when that changes.
+    fn log(&mut self, model: &str, plan: &Plan, now: Instant) {
+        let missed: Vec<&str> =
+            plan.outlooks().into_iter().filter(|(_, outlook)| !outlook.is_met).map(|(name, _)| name).collect();
+        if missed == self.missed || self.logged.is_some_and(|at| now - at < LOG_INTERVAL) {
+            return;
+        }
+        self.logged = Some(now);
+        let PlanStatus { prefill_workers, decode_workers, max_workers, .. } = plan.status(model);
+        for (target, outlook) in plan.outlooks().into_iter().filter(|(_, outlook)| !outlook.is_met) {
+            tracing::warn!(
+                %model, target, target_s = outlook.target_s, expected_s = outlook.expected_s, least_s = outlook.least_s,
+                prefill_workers, decode_workers, max_workers,
+                "the planner cannot meet a target with at most max_workers workers"
+            );
+        }
+        if missed.is_empty() {
+            tracing::info!(%model, prefill_workers, decode_workers, "the plan meets its targets again");
+        }
+        self.missed = missed;
+    }
+
+    /// Updates the measurements after `seconds`. Returns the plan, once enough is measured.
     pub(crate) fn measure(
         &mut self,
         totals: [u64; 3],
         seconds: f64,
         routers: f64,
         workers: &[&Worker],
-        settings: &Settings,
+        goals: (&Settings, &Targets),
         now: Instant,
-    ) -> Option<Need> {
+    ) -> Option<Plan> {
         let rates = self.rates(totals, seconds, routers);
-        self.need(workers, rates, settings, now)
+        self.plan(workers, rates, goals, now)
     }
 
     /// The next role change, if one is due.
     pub(crate) fn role_change(
         &mut self,
-        need: &Need,
+        plan: &Plan,
         workers: &[&Worker],
         start: Instant,
         now: Instant,
     ) -> Option<RoleChange> {
         let planned: Vec<PlannedWorker> = workers.iter().map(|worker| planned_worker(worker, now)).collect();
-        self.planner.step((now - start).as_secs_f64(), need, &planned)
+        self.planner.step((now - start).as_secs_f64(), &plan.need, &planned)
     }
 
-    fn need(&mut self, workers: &[&Worker], rates: [f64; 3], settings: &Settings, now: Instant) -> Option<Need> {
+    fn plan(
+        &mut self,
+        workers: &[&Worker],
+        rates: [f64; 3],
+        (settings, targets): (&Settings, &Targets),
+        now: Instant,
+    ) -> Option<Plan> {
         self.steps.decay();
         let mut workload =
             Workload { prompts: rates[0], prompt_tokens: rates[1], output_tokens: rates[2], ..Workload::default() };
@@ -169,8 +219,8 @@ impl Controller {
         let (step, step_per_sequence) = self.steps.fit()?;
         let prefill = prefill.iter().sum::<f64>() / prefill.len() as f64;
         let capacity = Capacity { prefill, step, step_per_sequence, blocks };
-        let targets = Targets { ttft: settings.ttft.as_secs_f64(), itl: settings.itl.as_secs_f64() };
-        prefill.is_finite().then(|| Need::of(&workload, &capacity, &targets))
+        let plan = || Plan::of(&workload, &capacity, targets, workers.len(), settings.max_workers);
+        prefill.is_finite().then(plan)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::place::{Placement, place};
 use crate::admission::{Permit, QueuedRequest, Resolution, Route, Ticket};
+use crate::booking::Booking;
 use crate::metrics::GaugeGuard;
 use crate::policy::explain;
 use crate::state::Core;
@@ -13,9 +14,9 @@ use worker::engine::{Error, Request};
 /// admitted with its first and do not queue.
 pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
     let arrived = Instant::now();
-    let ticket = ticket(request, arrived + core.settings().settings.admission.max_queue_time.0);
+    let ticket = ticket(core, request, arrived);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
-        let placement = place(core, request, &[])?;
+        let placement = place(core, request, &[], ticket.until())?;
         let permit = core.admission.join(group.id(), &queued_request(&ticket, &placement));
         return Ok((placement, permit));
     }
@@ -27,13 +28,16 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
     Ok((placement, permit))
 }
 
-fn ticket(request: &Request, queue_deadline: Instant) -> Ticket {
+fn ticket(core: &Core, request: &Request, arrived: Instant) -> Ticket {
+    let (resolved, deadline) = (core.settings(), request.attributes.deadline);
+    let settings = &resolved.settings;
     Ticket {
         model: request.model.clone(),
         tenant: request.attributes.tenant.clone(),
         priority: request.attributes.priority,
-        deadline: request.attributes.deadline,
-        queue_deadline,
+        deadline,
+        target: settings.slo.ttft.filter(|_| deadline.is_none()).map(|target| arrived + target.0),
+        queue_deadline: arrived + settings.admission.max_queue_time.0,
         tokens: request.tokens.len() as u64,
         max_tokens: request.stop.max_tokens,
         choices: request.choices(),
@@ -48,9 +52,13 @@ async fn admit_or_queue(
 ) -> Result<(Placement, Permit), Error> {
     let (admission, resolved) = (&core.admission, core.settings());
     let limits = &resolved.settings.admission;
-    let mut placement = place(core, request, &[])?;
-    let (permit, queued) = admission.admit_or_queue(&core.fleet, limits, &queued_request(ticket, &placement))?;
-    let Some((mut resolution, why)) = queued else { return Ok((placement, permit)) };
+    let (mut placement, queued) = place_to_queue(core, request, ticket)?;
+    let mut is_late = queued.is_late;
+    let (permit, waits) = admission.admit_or_queue(&core.fleet, limits, &queued)?;
+    let Some((mut resolution, why)) = waits else {
+        leave(core, ticket, is_late, &placement);
+        return Ok((placement, permit));
+    };
     let _waiting = GaugeGuard::new(core.metrics.admission_queue_requests.with_label_values(&[&*request.model]));
     loop {
         match resolution.await {
@@ -58,17 +66,38 @@ async fn admit_or_queue(
             Ok(Resolution::Reroute) => {
                 // Its own reservation must not count against the new placement.
                 drop(placement);
-                placement = place(core, request, &[])?;
-                resolution = admission.requeue(limits, &permit, queued_request(ticket, &placement));
+                let queued;
+                (placement, queued) = place_to_queue(core, request, ticket)?;
+                is_late = queued.is_late;
+                resolution = admission.requeue(limits, &permit, queued);
             }
             Ok(Resolution::Reject(rejection)) => return Err(admission.rejected(ticket.priority, rejection)),
             Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),
         }
     }
+    leave(core, ticket, is_late, &placement);
     let waited = arrived.elapsed();
     admission.waited(ticket.priority, waited);
-    placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why));
+    placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why, is_late));
     Ok((placement, permit))
+}
+
+/// The request leaves admission for its worker.
+fn leave(core: &Core, ticket: &Ticket, is_late: bool, placement: &Placement) {
+    if is_late {
+        placement.bookings().for_each(Booking::resume);
+        core.admission.sent_late(ticket.priority);
+    }
+}
+
+/// Places a request that may wait. A late one reserves nothing until it is admitted.
+fn place_to_queue(core: &Core, request: &Request, ticket: &Ticket) -> Result<(Placement, QueuedRequest), Error> {
+    let placement = place(core, request, &[], ticket.until())?;
+    let queued = queued_request(ticket, &placement);
+    if queued.is_late {
+        placement.bookings().for_each(Booking::suspend);
+    }
+    Ok((placement, queued))
 }
 
 /// Resolves queued requests, for as long as the router lives.

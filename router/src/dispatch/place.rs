@@ -66,8 +66,14 @@ pub(crate) fn stall_timeout(seconds: f64) -> Duration {
     Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, STALL_SECONDS_MAX))
 }
 
-/// Chooses workers and reserves their capacity. `tried`: workers that this request was sent to before.
-pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Result<Placement, Error> {
+/// Chooses workers and reserves their capacity. `tried`: workers that this request was sent to before; `until`: when
+/// the first token should be there.
+pub(crate) fn place(
+    core: &Core,
+    request: &Request,
+    tried: &[WorkerId],
+    until: Option<Instant>,
+) -> Result<Placement, Error> {
     let since = std::time::Instant::now();
     let roster = core.fleet.snapshot();
     let pool = roster.pool(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
@@ -94,7 +100,7 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
     let decision = decide(
         tuning,
-        PlacementRequest::of(request, now),
+        PlacementRequest::of(request, until, now),
         view,
         &mut scratch,
         SelectionContext { random: draw, session },
@@ -103,6 +109,14 @@ pub(crate) fn place(core: &Core, request: &Request, tried: &[WorkerId]) -> Resul
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
+}
+
+impl Placement {
+    /// All its reservations.
+    pub(crate) fn bookings(&self) -> impl Iterator<Item = &Booking> {
+        let remote = self.prefill.iter().map(|remote| &remote.booking);
+        [&self.booking].into_iter().chain(&self.sibling_bookings).chain(remote)
+    }
 }
 
 fn book(

@@ -47,7 +47,8 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
     let mut last = None;
     while tried.len() < MAX_ATTEMPTS {
         // An admitted request does not queue again.
-        let placement = match next.take().map_or_else(|| place(core, &request, &tried), Ok) {
+        let placement = match next.take().map_or_else(|| place(core, &request, &tried, request.attributes.deadline), Ok)
+        {
             Ok(placement) => placement,
             // The last worker's error says more than that there is no other worker.
             Err(error) => return Err(last.unwrap_or(error)),

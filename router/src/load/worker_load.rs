@@ -141,6 +141,15 @@ impl WorkerLoad {
         });
     }
 
+    /// Changes what a request takes that was not sent yet. Returns whether that is a change.
+    pub(crate) fn rebook(&self, number: u64, demand: Demand) -> bool {
+        if self.state().open.get(&number).is_none_or(|booking| booking.demand == demand) {
+            return false;
+        }
+        self.lock().change(number, |booking| booking.demand = demand);
+        true
+    }
+
     /// The first token was received: no prefill is left.
     pub(crate) fn started(&self, number: u64) {
         self.lock().change(number, |booking| {

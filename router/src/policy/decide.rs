@@ -31,7 +31,7 @@ pub(crate) struct PlacementRequest<'a> {
     /// Whether another worker may prefill: not if the request wants the prompt's log-probabilities, which stay on the
     /// worker that computes the prompt.
     pub(crate) may_split: bool,
-    /// Seconds left until the deadline of the first token.
+    /// Seconds left until the first token should be there: by the request's deadline, or by the configured target.
     pub(crate) within: Option<f64>,
 }
 
@@ -84,9 +84,10 @@ struct DecisionContext<'a> {
 }
 
 impl<'a> PlacementRequest<'a> {
-    pub(crate) fn of(request: &'a Request, now: Instant) -> Self {
-        let Request { tokens, stop, work, attributes, .. } = request;
-        let within = attributes.deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
+    /// `until`: when the first token should be there.
+    pub(crate) fn of(request: &'a Request, until: Option<Instant>, now: Instant) -> Self {
+        let Request { tokens, stop, work, .. } = request;
+        let within = until.map(|until| until.saturating_duration_since(now).as_secs_f64());
         let may_split = matches!(work, Work::Generate) && request.sampling.prompt_logprobs.is_none();
         Self { tokens: tokens.len(), max_tokens: stop.max_tokens, choices: request.choices(), work, may_split, within }
     }
@@ -147,7 +148,7 @@ pub(crate) fn decide<'a>(
     if candidates.is_empty() {
         context.weigh(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
     }
-    // Workers that meet the deadline are preferred to all others.
+    // Workers that meet the deadline or target are preferred to all others.
     if let Some(within) = request.within {
         let in_time = |it: &Candidate| context.row(it.entry as usize, prefill.as_ref()).cost().first_token() <= within;
         if candidates.iter().any(in_time) {

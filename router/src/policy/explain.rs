@@ -60,10 +60,11 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
     }
 }
 
-/// Adds to an explanation how long the request was queued, and for which reason.
-pub(crate) fn waited(line: &str, waited: Duration, on: &str) -> Arc<str> {
+/// Adds to an explanation how long the request was queued, for which reason, and whether it was late then.
+pub(crate) fn waited(line: &str, waited: Duration, on: &str, is_late: bool) -> Arc<str> {
     let open = line.strip_suffix('}').unwrap_or(line);
-    format!("{open},\"queued_s\":{},\"queue_reason\":\"{on}\"}}", round(waited.as_secs_f64())).into()
+    let late = if is_late { ",\"late\":true" } else { "" };
+    format!("{open},\"queued_s\":{},\"queue_reason\":\"{on}\"{late}}}", round(waited.as_secs_f64())).into()
 }
 
 #[derive(Serialize)]

@@ -10,33 +10,34 @@
 //! step of `n` sequences takes `base + slope·n`, so a worker carries as many as fit into the target between tokens, or
 //! into its memory.
 //!
+//! **Advice** is the need in whole workers within a bound (`plan.rs`).
+//!
 //! **Pressure** of a role is need over workers; the pressure of a split is the larger of its two. A worker changes its
 //! role when another split is better by a margin, has been for a while, and pressure is not low: an idle fleet does not
 //! change. Workers with the role `both` are never changed.
 
+mod plan;
+
+pub(crate) use plan::Plan;
+pub use plan::{Outlook, PlanStatus};
+
 use crate::problem::Problem;
+use crate::slo::Slo;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::time::Duration;
 use units::HumanDuration;
 use worker::plane::{Role, WorkerId};
 
-/// Accepted range of targets: from less than any decode step to a day.
-const TARGETS: RangeInclusive<HumanDuration> =
-    HumanDuration(Duration::from_micros(100))..=HumanDuration(Duration::from_hours(24));
-
-/// Whether workers change between prefill and decode as traffic shifts, and their latency targets.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+/// Whether workers change between prefill and decode as traffic shifts.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
     /// Use of the plan. Default `recommend`: metrics show it, and workers keep their roles.
     pub mode: Mode,
-    /// Target of the mean time to first token, for the number of prefill workers. Default 1 s: readers notice longer
-    /// waits.
-    pub ttft: HumanDuration,
-    /// Target of the time between tokens, for the number of decode workers. Default 50 ms: faster than people read.
-    pub itl: HumanDuration,
+    /// Maximum number of workers of a model that the plan asks for, prefill and decode together. Default none: twice
+    /// the workers that there are.
+    pub max_workers: Option<u32>,
 }
 
 /// Use of the plan.
@@ -89,6 +90,14 @@ pub(crate) struct Capacity {
     pub(crate) blocks: f64,
 }
 
+/// Prompts that queue in front of the prefill workers.
+struct PrefillQueue {
+    /// Workers that the prompts keep busy.
+    busy: f64,
+    /// Seconds of a mean prompt.
+    seconds: f64,
+}
+
 /// A worker as the planner sees it.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct PlannedWorker {
@@ -122,13 +131,19 @@ pub(crate) struct Planner {
     changes: BTreeMap<WorkerId, f64>,
 }
 
+/// Targets where `[router.slo]` sets none, in seconds: readers notice a longer wait for the first token …
+const DEFAULT_TTFT: f64 = 1.0;
+/// … and 50 ms between tokens are faster than people read.
+const DEFAULT_ITL: f64 = 0.05;
 /// Planned utilization of a worker: targets are averages, and load varies.
 const TARGET_UTILIZATION: f64 = 0.85;
 /// Planned utilization when a prompt alone takes longer than its target: more workers cannot help, but it should seldom
 /// queue.
 const MAX_UTILIZATION: f64 = 0.7;
-/// Upper bound of the plan.
+/// Upper bound of the need, where bisection ends: above any fleet.
 const WORKERS_MAX: f64 = 10_000.0;
+/// Accepted values of `max_workers`: at least one of each role.
+const MAX_WORKERS: RangeInclusive<u32> = 2..=10_000;
 /// Below this pressure both roles have spare capacity, and a change costs more than it brings.
 const LOW_PRESSURE: f64 = 0.6;
 /// Factor by which another split must be better: estimates are not more accurate than that.
@@ -140,24 +155,28 @@ const MIN_INTERVAL: f64 = 10.0;
 /// Seconds for which a worker keeps its new role.
 const COOLDOWN: f64 = 60.0;
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self { mode: Mode::Recommend, ttft: HumanDuration::secs(1), itl: HumanDuration::millis(50) }
+impl Settings {
+    /// Problems with the values.
+    pub(crate) fn check(&self) -> Option<Problem> {
+        Problem::unless_within("router.planner.max_workers", self.max_workers?, MAX_WORKERS)
     }
 }
 
-impl Settings {
-    /// What is wrong with the values, naming the key.
-    pub(crate) fn check(&self) -> Vec<Problem> {
-        let keys = [("router.planner.ttft", self.ttft), ("router.planner.itl", self.itl)];
-        keys.into_iter().filter_map(|(key, target)| Problem::unless_within(key, target, TARGETS)).collect()
+impl Targets {
+    /// The configured targets, or the defaults.
+    pub(crate) fn of(slo: &Slo) -> Self {
+        let seconds = |target: HumanDuration| target.as_secs_f64();
+        Self { ttft: slo.ttft.map_or(DEFAULT_TTFT, seconds), itl: slo.itl.map_or(DEFAULT_ITL, seconds) }
     }
 }
 
 impl Need {
     /// The number of workers that meets the targets.
     pub(crate) fn of(workload: &Workload, capacity: &Capacity, targets: &Targets) -> Self {
-        Self { prefill: prefill(workload, capacity, targets.ttft), decode: decode(workload, capacity, targets.itl) }
+        Self {
+            prefill: PrefillQueue::of(workload, capacity).need(targets.ttft),
+            decode: decode(workload, capacity, targets.itl),
+        }
     }
 
     /// As whole workers, at least one of each.
@@ -181,38 +200,57 @@ impl Need {
     }
 }
 
-fn prefill(workload: &Workload, capacity: &Capacity, ttft: f64) -> f64 {
-    let busy = workload.prompt_tokens / capacity.prefill;
-    if busy.is_nan() || busy <= 0.0 {
-        return 0.0;
+impl PrefillQueue {
+    fn of(workload: &Workload, capacity: &Capacity) -> Self {
+        let busy = workload.prompt_tokens / capacity.prefill;
+        if busy.is_nan() || busy <= 0.0 {
+            return Self { busy: 0.0, seconds: 0.0 };
+        }
+        Self { busy, seconds: busy / workload.prompts.max(f64::MIN_POSITIVE) }
     }
-    let prefill_seconds = workload.prompt_tokens / workload.prompts.max(f64::MIN_POSITIVE) / capacity.prefill;
-    let max_wait = ttft - prefill_seconds;
-    if max_wait <= 0.0 {
-        return (busy / MAX_UTILIZATION).min(WORKERS_MAX);
-    }
-    let wait = |workers: f64| {
-        let used = busy / workers;
+
+    /// Mean wait in front of this many workers; infinite if they cannot keep up.
+    fn wait(&self, workers: f64) -> f64 {
+        let used = self.busy / workers;
         if used >= 1.0 {
             f64::INFINITY
         } else {
-            prefill_seconds * used.powf((2.0 * (workers + 1.0)).sqrt() - 1.0) / (workers * (1.0 - used))
+            self.seconds * used.powf((2.0 * (workers + 1.0)).sqrt() - 1.0) / (workers * (1.0 - used))
         }
-    };
-    // The wait decreases with the number of workers, so bisection finds it; the fraction distinguishes splits.
-    let (mut few, mut enough) = (busy, WORKERS_MAX);
-    while enough - few > 0.01 {
-        let middle = f64::midpoint(few, enough);
-        *(if wait(middle) > max_wait { &mut few } else { &mut enough }) = middle;
     }
-    enough
+
+    /// Workers for which the mean time to first token stays within the target.
+    fn need(&self, ttft: f64) -> f64 {
+        if self.busy <= 0.0 {
+            return 0.0;
+        }
+        let max_wait = ttft - self.seconds;
+        if max_wait <= 0.0 {
+            return (self.busy / MAX_UTILIZATION).min(WORKERS_MAX);
+        }
+        // The wait decreases with the number of workers, so bisection finds it; the fraction distinguishes splits.
+        let (mut few, mut enough) = (self.busy, WORKERS_MAX);
+        while enough - few > 0.01 {
+            let middle = f64::midpoint(few, enough);
+            *(if self.wait(middle) > max_wait { &mut few } else { &mut enough }) = middle;
+        }
+        enough
+    }
+}
+
+/// Sequences that a worker decodes within the target, and that fit into its memory.
+fn decode_batch(workload: &Workload, capacity: &Capacity, itl: f64) -> f64 {
+    let slope = capacity.step_per_sequence.max(1e-9);
+    // If even one sequence takes longer than the target, more workers cannot help. Then a step takes twice as long as
+    // an empty one, which gives half of the highest throughput.
+    let by_latency = if itl < capacity.step + slope { capacity.step / slope } else { (itl - capacity.step) / slope };
+    let by_memory =
+        if capacity.blocks > 0.0 { capacity.blocks / workload.sequence_blocks.max(1.0) } else { f64::INFINITY };
+    by_latency.min(by_memory).max(1.0)
 }
 
 fn decode(workload: &Workload, capacity: &Capacity, itl: f64) -> f64 {
-    let by_latency = (itl - capacity.step) / capacity.step_per_sequence.max(1e-9);
-    let by_memory =
-        if capacity.blocks > 0.0 { capacity.blocks / workload.sequence_blocks.max(1.0) } else { f64::INFINITY };
-    let batch = by_latency.min(by_memory).max(1.0);
+    let batch = decode_batch(workload, capacity, itl);
     let step = capacity.step + capacity.step_per_sequence * batch;
     // By arrival rate and by present sequences: a backlog is demand, too.
     let by_rate = workload.output_tokens * step / batch;

@@ -95,7 +95,7 @@ impl DecisionBenchmark {
     /// Places the request as the live router does, including its reservation. Dropping the result releases the
     /// reservation.
     pub fn decide(&self) -> impl Sized {
-        place(&self.core, &self.request, &[]).map_err(|error| error.to_string()).expect("there are workers")
+        place(&self.core, &self.request, &[], None).map_err(|error| error.to_string()).expect("there are workers")
     }
 
     /// Hashes the prompt's blocks.

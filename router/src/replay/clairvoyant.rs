@@ -212,6 +212,7 @@ impl Search<'_> {
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
             end_ns,
             disaggregated: false,
+            planned: None,
             role_changes: None,
         }
     }

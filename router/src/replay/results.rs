@@ -1,5 +1,6 @@
 //! The results of a replay.
 
+use super::planner::Planned;
 use serde::Serialize;
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ pub(super) struct RunOutcome {
     pub(super) role_changes: Option<u64>,
     /// Number of requests that were too long for every worker.
     pub(super) too_long: usize,
+    /// What the planner advised.
+    pub(super) planned: Option<Planned>,
 }
 
 /// Service-level objective: upper limits of the time to first token and of the mean time between tokens.
@@ -88,6 +91,9 @@ pub struct Results {
     /// Role changes between prefill and decode, summed over all runs; `None` when the planner applies none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role_changes: Option<u64>,
+    /// What the planner advised, the largest of all runs; `None` when it does not run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub planned: Option<Planned>,
 }
 
 impl RunOutcome {
@@ -139,6 +145,7 @@ impl RunOutcome {
             imbalance: if busy > 0.0 { busiest / busy } else { 1.0 },
             makespan_s: seconds(self.end_ns.saturating_sub(started)),
             role_changes: self.role_changes,
+            planned: self.planned,
             remote_prefills: self
                 .disaggregated
                 .then(|| done.iter().filter(|request| request.prefill_worker.is_some()).count() as u64),
@@ -171,6 +178,7 @@ impl Results {
             makespan_s: mean(|f| f.makespan_s),
             remote_prefills: all.iter().map(|f| f.remote_prefills).sum(),
             role_changes: all.iter().map(|f| f.role_changes).sum(),
+            planned: all.iter().filter_map(|f| f.planned).reduce(Planned::max),
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::admission::{AdmissionDecision, AdmissionDriver};
 use super::baselines::{Baseline, Report};
 use super::plane::Message;
-use super::planner::PlannerDriver;
+use super::planner::{Planned, PlannerDriver};
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
 use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
@@ -47,8 +47,9 @@ pub(super) struct SimulatedRouter {
     /// Placement of each request in flight, by request.
     placements: Vec<Option<Placement>>,
     admission: Option<AdmissionDriver>,
-    /// Deadline of the first token, relative to the arrival.
+    /// Deadline and target of the first token, relative to the arrival.
     deadline: Option<Duration>,
+    target: Option<Duration>,
     planner: PlannerDriver,
 }
 
@@ -74,6 +75,7 @@ struct Reservation {
     number: u64,
     /// Identifies the reservation in messages to other routers.
     shared_id: u64,
+    demand: Demand,
     _inflight: InflightPrefix,
 }
 
@@ -142,8 +144,9 @@ impl SimulatedRouter {
     pub(super) fn new(policy: &PolicyUnderTest, options: &Options, requests: usize, seed: u64) -> Self {
         let worker_count = options.workers.len();
         // Policies of other routers choose one worker for the whole request.
-        let Settings { planner, admission, .. } = options.settings.clone();
-        let aggregated = Settings { disaggregation: Disaggregation::Never, planner, admission, ..Settings::default() };
+        let Settings { slo, planner, admission, .. } = options.settings.clone();
+        let aggregated =
+            Settings { disaggregation: Disaggregation::Never, slo, planner, admission, ..Settings::default() };
         let (settings, baseline) = match policy {
             PolicyUnderTest::Policy(policy) => (options.settings.clone().choosing(policy), None),
             PolicyUnderTest::Settings(_, settings) => (settings.as_ref().clone(), None),
@@ -182,7 +185,8 @@ impl SimulatedRouter {
             admission: (options.admission != AdmissionMode::Off)
                 .then(|| AdmissionDriver::new(settings.admission.clone())),
             deadline: (options.admission == AdmissionMode::Deadline).then_some(options.slo.ttft),
-            planner: PlannerDriver::new(settings.planner.clone()),
+            target: settings.slo.ttft.filter(|_| options.admission == AdmissionMode::Queue).map(|target| target.0),
+            planner: PlannerDriver::new(&settings.planner, &settings.slo),
             settings_by_model: ResolvedSettings::from_valid(settings),
         }
     }
@@ -225,6 +229,7 @@ impl SimulatedRouter {
                 if let Some(placement) = &mut self.placements[request as usize] {
                     placement.permit = Some(permit);
                 }
+                self.resume(request, actions);
                 self.dispatch(now, request, actions);
             }
             Resolution::Reject(_) => {
@@ -306,14 +311,51 @@ impl SimulatedRouter {
         Some(arrived_at)
     }
 
+    /// A late request takes nothing while it waits.
+    fn suspend(&self, request: u32, actions: &mut Vec<Action>) {
+        self.rebook(request, |_| Demand::default(), actions);
+    }
+
+    /// A request that will be sent takes what it reserved.
+    fn resume(&self, request: u32, actions: &mut Vec<Action>) {
+        self.rebook(request, |reservation| reservation.demand, actions);
+    }
+
+    fn rebook(&self, request: u32, to: impl Fn(&Reservation) -> Demand, actions: &mut Vec<Action>) {
+        let Some(Placement { decode, prefill, .. }) = &self.placements[request as usize] else { return };
+        for reservation in [Some(decode), prefill.as_ref()].into_iter().flatten() {
+            let demand = to(reservation);
+            if self.workers[reservation.worker].load.rebook(reservation.number, demand) {
+                let (number, prefill_tokens) = (reservation.shared_id, demand.prefill_tokens);
+                actions.push(Action::Publish(ReservationUpdate::Revised { number, prefill_tokens }));
+            }
+        }
+    }
+
     fn release(&self, now: Instant, reservation: &Reservation) -> ReservationUpdate {
         self.workers[reservation.worker].load.release(reservation.number, now);
         ReservationUpdate::Released(reservation.shared_id)
     }
 
+    /// Places a request that may wait. A late one reserves nothing until it is admitted.
+    fn place(
+        &mut self,
+        now: Instant,
+        arrived_at: Instant,
+        request: u32,
+        spec: &RequestSpec,
+        actions: &mut Vec<Action>,
+    ) -> Option<QueuedRequest> {
+        let queued = self.reserve(now, arrived_at, request, spec, actions)?;
+        if queued.is_late {
+            self.suspend(request, actions);
+        }
+        Some(queued)
+    }
+
     /// Chooses workers for a request and reserves them. Returns the entry for the admission queue; `None` without a
     /// worker.
-    fn place(
+    fn reserve(
         &mut self,
         now: Instant,
         arrived_at: Instant,
@@ -330,7 +372,8 @@ impl SimulatedRouter {
         let random = splitmix64(self.seed ^ self.fleet.choices());
         // As in the live router, the length of the output is unknown.
         let deadline = self.deadline.map(|deadline| arrived_at + deadline);
-        let within = deadline.map(|deadline| deadline.saturating_duration_since(now).as_secs_f64());
+        let target = self.target.map(|target| arrived_at + target);
+        let within = deadline.or(target).map(|until| until.saturating_duration_since(now).as_secs_f64());
         let placement_request = PlacementRequest {
             tokens: spec.input_tokens as usize,
             max_tokens: None,
@@ -369,7 +412,7 @@ impl SimulatedRouter {
             let placed =
                 ReservationUpdate::Placed { number: shared_id, worker, prefill_tokens, blocks, decodes, anchors };
             actions.push(Action::Publish(placed));
-            Reservation { worker: row.at, number, shared_id, _inflight: inflight }
+            Reservation { worker: row.at, number, shared_id, demand, _inflight: inflight }
         };
         let (shared_id, hashes) = (u64::from(request), overlaps.hashes(0));
         // Transferred blocks arrive late; events will announce them.
@@ -381,6 +424,7 @@ impl SimulatedRouter {
             tenant: "".into(),
             priority: Priority::Normal,
             deadline,
+            target,
             queue_deadline: arrived_at
                 + self.admission.as_ref().map(AdmissionDriver::max_queue_time).unwrap_or_default(),
             tokens: spec.input_tokens,
@@ -433,6 +477,11 @@ impl SimulatedRouter {
     pub(super) fn plan_roles(&mut self, now_ns: u64, routers: usize) -> Option<RoleChange> {
         let now = self.instant(now_ns);
         self.planner.decide(routers, &self.workers, self.start, now)
+    }
+
+    /// What the planner has advised.
+    pub(super) fn planned(&self) -> Planned {
+        self.planner.planned()
     }
 
     /// A worker has changed its role within the same epoch.

@@ -168,6 +168,7 @@ impl<'a> Simulation<'a> {
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
             end_ns,
             disaggregated: self.disaggregated,
+            planned: self.role_changes.map(|_| self.routers[0].planned()),
             role_changes: self.role_changes,
             too_long: self.too_long,
         })

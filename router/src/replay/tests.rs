@@ -402,6 +402,20 @@ fn k_lpm_takes_the_longest_prefix_between_the_oldest_requests() {
 }
 
 #[test]
+fn overload_with_a_target_keeps_more_requests_in_time() {
+    let trace = fixture();
+    let at = |settings: &str| {
+        let settings = toml::from_str(settings).unwrap();
+        run_policy(&trace, &Options { admission: AdmissionMode::Queue, settings, ..options(4) }, &KV, 100.0, 1)
+    };
+    let (without, with) = (at(""), at("[slo]\nttft = '2s'"));
+    assert!(with.slo_attainment > 1.1 * without.slo_attainment, "{with:?} {without:?}");
+    assert_eq!(with.rejected, 0, "late requests are served, too");
+    let rejecting = at("[slo]\nttft = '2s'\n[admission]\nlate_requests = 'reject'");
+    assert!(rejecting.rejected > 0 && rejecting.slo_attainment >= with.slo_attainment, "{rejecting:?} {with:?}");
+}
+
+#[test]
 fn several_routers_with_admission_are_deterministic() {
     let trace = fixture();
     let options = Options { admission: AdmissionMode::Deadline, replicas: 3, ..with_stores(options(4)) };

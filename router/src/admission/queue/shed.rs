@@ -6,7 +6,8 @@
 //! 2. if its own class stays within its guarantee: the one request of a lower class that is partly above the
 //!    guarantee, and requests of higher classes above theirs, but never the last one of a class;
 //! 3. requests of its own class, of the tenant with the most tokens per weight, as long as that tenant keeps at least
-//!    as many per weight as the new request's tenant then has.
+//!    as many per weight as the new request's tenant then has;
+//! 4. if it is not late itself: late requests of its own tenant and class.
 //!
 //! Each victim is found in logarithmic time.
 
@@ -36,6 +37,8 @@ struct TenantTokens {
     /// Weight as configured when its first request came.
     weight: f64,
     arrivals: BTreeSet<(u64, u64)>,
+    /// Its late requests.
+    late: BTreeSet<(u64, u64)>,
 }
 
 /// Tokens per weight, ordered.
@@ -70,7 +73,7 @@ impl Occupancy {
 
     fn change(&mut self, number: u64, request: &QueuedRequest, weight: f64, add: bool) {
         let one = (number, request.tokens);
-        let fresh = || TenantTokens { tokens: 0, weight, arrivals: BTreeSet::new() };
+        let fresh = || TenantTokens { tokens: 0, weight, arrivals: BTreeSet::new(), late: BTreeSet::new() };
         let of_tenant = self.tenants.entry(request.tenant.clone()).or_insert_with(fresh);
         self.by_share.remove(&(of_tenant.share(), request.tenant.clone()));
         if add {
@@ -78,11 +81,13 @@ impl Occupancy {
             of_tenant.tokens += request.tokens;
             self.arrivals.insert(one);
             of_tenant.arrivals.insert(one);
+            of_tenant.late.extend(request.is_late.then_some(one));
         } else {
             self.tokens -= request.tokens;
             of_tenant.tokens -= request.tokens;
             self.arrivals.remove(&one);
             of_tenant.arrivals.remove(&one);
+            of_tenant.late.remove(&one);
         }
         if of_tenant.arrivals.is_empty() {
             self.tenants.remove(&request.tenant);
@@ -120,6 +125,19 @@ impl Occupancy {
             }
             victims.take(*number, *one);
             touched.push((rest, name));
+        }
+    }
+
+    /// Takes late requests of the tenant of a request that is not late, the latest first.
+    fn take_late(&self, request: &QueuedRequest, victims: &mut Victims) {
+        let Some(of_tenant) = self.tenants.get(&request.tenant).filter(|_| !request.is_late) else { return };
+        for (number, tokens) in of_tenant.late.iter().rev() {
+            if victims.is_enough() {
+                return;
+            }
+            #[cfg(test)]
+            self.examine();
+            victims.take(*number, *tokens);
         }
     }
 
@@ -227,6 +245,7 @@ impl FairQueue {
             }
         }
         self.classes[class].occupancy.take_from_tenants(request, limits.tenant(&request.tenant).weight, &mut victims);
+        self.classes[class].occupancy.take_late(request, &mut victims);
         victims.is_enough().then(|| victims.needed())
     }
 }

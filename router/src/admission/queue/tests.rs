@@ -6,9 +6,11 @@ use worker::engine::Priority;
 
 mod overload;
 mod shares;
+mod slo;
 
 /// A route with capacity and without a queue.
-const OPEN: Option<Duration> = Some(Duration::ZERO);
+const OPEN: Option<Opening> = Some(IDLE);
+const IDLE: Opening = Opening { queue_time: Duration::ZERO, takes_late: true };
 
 fn limits(tokens: u64) -> Settings {
     Settings { max_queued_tokens: tokens, ..Settings::default() }
@@ -30,6 +32,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
         tenant: tenant.into(),
         priority: Priority::Normal,
         deadline: None,
+        target: None,
         queue_deadline: now + Duration::from_hours(1),
         tokens,
         max_tokens: None,
@@ -38,6 +41,7 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
     QueuedRequest {
         ticket,
         start_by: None,
+        is_late: false,
         cost_tokens: tokens,
         route: Route { decode: WorkerId(worker), prefill: None },
         reserved: [Demand { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Demand::default()],
@@ -62,7 +66,7 @@ fn enter(
     queue: &mut FairQueue,
     limits: &Settings,
     request: QueuedRequest,
-    open: Option<Duration>,
+    open: Option<Opening>,
     now: Instant,
 ) -> Outcome {
     match queue.admit_or_queue(limits, request, open, now) {
@@ -113,7 +117,7 @@ fn requests_wait_behind_those_of_the_same_worker_only() {
     let limits = limits(u64::MAX);
     let huge = wait(&mut queue, &limits, on(1, "a", 1_000_000));
     let small = wait(&mut queue, &limits, on(2, "a", 10));
-    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
+    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(IDLE);
     assert_eq!(queue.admit_next(&limits, Instant::now(), only_2), Some(small));
     assert_eq!(queue.admit_next(&limits, Instant::now(), only_2), None);
     let entry = enter(&mut queue, &limits, on(1, "a", 1), OPEN, Instant::now());
@@ -151,7 +155,7 @@ fn request_waits_until_the_route_can_meet_its_deadline() {
     let limits = limits(u64::MAX);
     let now = Instant::now();
     let by = |seconds| QueuedRequest { start_by: Some(now + Duration::from_secs(seconds)), ..request("a", 10) };
-    let open_after = |seconds| Some(Duration::from_secs(seconds));
+    let open_after = |seconds| Some(Opening { queue_time: Duration::from_secs(seconds), takes_late: false });
     assert!(matches!(enter(&mut queue, &limits, by(5), open_after(5), now), Outcome::Immediate(_)));
     let Outcome::Queued(sooner, _) = enter(&mut queue, &limits, by(5), open_after(6), now) else { panic!("too late") };
     assert_eq!(queue.admit_next(&limits, now, |_, _| open_after(6)), None);
@@ -258,7 +262,7 @@ fn idle_tenants_are_removed_while_others_queue() {
     let mut queue = FairQueue::default();
     let limits = limits(u64::MAX);
     let now = Instant::now();
-    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(Duration::ZERO);
+    let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(IDLE);
     wait(&mut queue, &limits, request("patient", 100));
     let greedy = wait(&mut queue, &limits, on(2, "greedy", 1_000_000));
     assert_eq!(queue.admit_next(&limits, now, only_2), Some(greedy));
@@ -370,7 +374,7 @@ fn reroute_keeps_the_service_counts_of_tenants() {
     let now = Instant::now();
     let modest = [(); 3].map(|()| wait(&mut queue, &limits, on(2, "a", 480)));
     let greedy = [(); 10].map(|()| wait(&mut queue, &limits, request("b", 100)));
-    let open = |_: &FairQueue, route: Route| (route.decode == WorkerId(1)).then_some(Duration::ZERO);
+    let open = |_: &FairQueue, route: Route| (route.decode == WorkerId(1)).then_some(IDLE);
     let gone: Vec<u64> = std::iter::from_fn(|| queue.admit_next(&limits, now, open)).collect();
     assert_eq!(gone, greedy);
     assert!(modest.into_iter().all(|number| queue.begin_reroute(number)) && queue.is_empty());
@@ -407,7 +411,7 @@ proptest! {
                 Step::Enter { tenant, priority, tokens, worker, open } => {
                     let priority = [Priority::Low, Priority::Normal, Priority::High][priority as usize];
                     let request = with(priority, on(worker, &tenant.to_string(), tokens));
-                    match enter(&mut queue, &limits, request, open.then_some(Duration::ZERO), now) {
+                    match enter(&mut queue, &limits, request, open.then_some(IDLE), now) {
                         Outcome::Immediate(number) => assert!(inside.insert(number)),
                         Outcome::Queued(number, shed) => {
                             assert!(inside.insert(number));
@@ -418,7 +422,7 @@ proptest! {
                 }
                 Step::AdmitNext { open } => {
                     let is_open = |route: Route| route.decode == WorkerId(open);
-                    let admitted = queue.admit_next(&limits, now, |_, route| is_open(route).then_some(Duration::ZERO));
+                    let admitted = queue.admit_next(&limits, now, |_, route| is_open(route).then_some(IDLE));
                     if let Some(number) = admitted {
                         assert!(inside.contains(&number) && queue.running.contains_key(&number));
                     } else {

@@ -142,10 +142,3 @@ proptest! {
         prop_assert!(more.prefill >= less.prefill - 0.02 && more.decode >= less.decode - 1e-9);
     }
 }
-
-#[test]
-fn a_target_of_zero_is_an_error_that_names_the_key() {
-    let problems = Settings { itl: HumanDuration::default(), ..Settings::default() }.check();
-    assert_eq!(problems[0].key, "router.planner.itl");
-    assert_eq!(Settings::default().check(), []);
-}

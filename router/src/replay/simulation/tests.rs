@@ -5,6 +5,7 @@ use crate::replay::{Link, PolicyUnderTest, QueueOrder};
 use crate::settings::Preset;
 use proptest::prelude::*;
 use std::time::Duration;
+use units::HumanDuration;
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
@@ -17,6 +18,7 @@ proptest! {
         (replicas, event_delay_ms) in (1..3_usize, 0..20_u64),
         (stores, rebalance, admission, memory) in (any::<bool>(), any::<bool>(), 0..3_usize, 60..300_u64),
         (speed, rate) in (1e9..50e9, 2.0..60.0),
+        target_ms in prop::option::of(50..5_000_u64),
         policy in prop::sample::select(PolicyUnderTest::all()),
         seed in any::<u64>(),
     ) {
@@ -26,6 +28,7 @@ proptest! {
             .map(|(role, count)| vec![role; count]);
         options.workers = [a, b, c].concat();
         options.admission = [AdmissionMode::Off, AdmissionMode::Queue, AdmissionMode::Deadline][admission];
+        options.settings.slo.ttft = target_ms.map(HumanDuration::millis);
         options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
         options.profile.kv_cache_bytes = memory * options.profile.block_bytes();
         let options = Options { replicas, rebalance, event_delay: Duration::from_millis(event_delay_ms), ..options };
@@ -113,6 +116,9 @@ fn workers_change_roles_when_the_demand_changes() {
     let (stay, change) = (of(false), of(true));
     assert_eq!((stay.completed, change.completed, stay.role_changes), (600, 600, None));
     assert!(change.role_changes.is_some_and(|role_changes| (1..=4).contains(&role_changes)), "{change:?}");
+    let planned = change.planned.unwrap();
+    assert!(stay.planned.is_none() && planned.max_workers == 8, "{planned:?}");
+    assert!((3..=7).contains(&planned.prefill_workers) && planned.decode_workers >= 1, "{planned:?}");
     assert!(change.itl_p99_s < stay.itl_p99_s && change.remote_prefills > stay.remote_prefills, "{change:?} {stay:?}");
 }
 
