@@ -248,7 +248,9 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     if capacity.is_some() {
         let of_rate = policies.len() / rates.len();
         for (results, load) in policies.chunks_mut(of_rate).zip(&args.load_factor) {
-            results.iter_mut().for_each(|results| results.load_factor = Some(*load));
+            for result in results {
+                result.load_factor = Some(*load);
+            }
         }
     }
     if let Some(path) = &args.html {

@@ -12,6 +12,7 @@ use bench::server::{Server, Settings};
 use bench::streams::Streams;
 use bench::suite;
 use bench::threads::Threads;
+use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -77,7 +78,7 @@ fn main() -> Result<()> {
         figures.push(Figure::of(format!("CPU per write of the reference, {streams}"), reference, "µs", Goal::None));
         figures.push(Figure::ratio(format!("token ÷ write, {streams}"), ratio, Goal::None));
     }
-    suite::print(&circumstances(), &figures, options.json);
+    suite::print(&circumstances(), &figures, &Value::Null, options.json);
     Ok(())
 }
 

@@ -160,7 +160,7 @@ impl Trace {
         let distinct = self.requests.chunk_by(|a, b| a.arrival_ms == b.arrival_ms).count();
         let in_steps = self.len() as f64 > distinct as f64 * REQUESTS_PER_TIME;
         let mut times = Vec::with_capacity(self.len());
-        let mut step_ms = if in_steps { 0 } else { 1 };
+        let mut step_ms = u64::from(!in_steps);
         for (at, spec) in self.requests.iter().enumerate().rev() {
             let later = self.requests.get(at + 1).filter(|next| in_steps && next.arrival_ms > spec.arrival_ms);
             if let Some(next) = later {

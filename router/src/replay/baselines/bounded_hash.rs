@@ -1,6 +1,6 @@
 //! Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350), as `KubeAI` uses it
-//! for prefixes: the hash of the beginning of the prompt is a point on a ring; the request goes to the next worker on the
-//! ring with at most 1.25 times the mean load, both with the request and rounded up as in the paper. Documented
+//! for prefixes: the hash of the beginning of the prompt is a point on a ring; the request goes to the next worker on
+//! the ring with at most 1.25 times the mean load, both with the request and rounded up as in the paper. Documented
 //! defaults of `KubeAI`: 125 % (`meanLoadFactor`), 256 points per worker (`replication`), and the first 100 characters
 //! of the prompt (`prefixCharLength`), which are within the first block here.
 

@@ -20,6 +20,9 @@ pub(super) enum Scale {
     Logarithmic,
 }
 
+/// Number, name and points of a policy.
+type Line<'a> = (usize, &'a str, Vec<(f64, f64)>);
+
 /// The vertical axis.
 struct Axis {
     scale: Scale,
@@ -102,8 +105,8 @@ impl Chart {
     }
 
     /// The number, name and points of each policy: numbers in the order of first occurrence, [`OURS`] last.
-    fn lines<'a>(&self, results: &'a [Results]) -> Vec<(usize, &'a str, Vec<(f64, f64)>)> {
-        let mut lines: Vec<(usize, &str, Vec<(f64, f64)>)> = Vec::new();
+    fn lines<'a>(&self, results: &'a [Results]) -> Vec<Line<'a>> {
+        let mut lines: Vec<Line<'_>> = Vec::new();
         for result in results {
             let at = lines.iter().position(|(_, name, _)| *name == result.policy).unwrap_or_else(|| {
                 lines.push((lines.len(), &result.policy, Vec::new()));

@@ -73,7 +73,9 @@ fn hot_prefixes_change_half_way() {
     let trace = Workload::ShiftingPrefixes.generate(4_000, 20.0, 0);
     let popular = |requests: &[RequestSpec]| -> HashSet<u32> {
         let mut counts = HashMap::<u32, usize>::new();
-        requests.iter().for_each(|spec| *counts.entry(spec.blocks[0]).or_default() += 1);
+        for spec in requests {
+            *counts.entry(spec.blocks[0]).or_default() += 1;
+        }
         counts.into_iter().filter(|(_, count)| *count > 10).map(|(block, _)| block).collect()
     };
     let [before, after] = [popular(&trace.requests[..2000]), popular(&trace.requests[2000..])];
