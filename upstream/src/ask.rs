@@ -1,6 +1,6 @@
 //! Requests of this program itself to a server, such as for its models: the whole answer, within a size and a time.
 //!
-//! A [`Page`] that a server may not have is absent, too large to be read, or not answered. A server works without the
+//! A page that a server may not have is absent, too large to be read, or not answered. A server works without the
 //! first two; with the last it may have the page, and is asked again.
 //!
 //! Not here: what an answer means (`models`, `kv_sources` and others); requests of clients (`relay`).
