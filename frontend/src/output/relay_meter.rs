@@ -48,7 +48,7 @@ impl RelayMeter {
     /// Records a part of the body.
     pub(crate) fn body(&mut self, part: &[u8]) {
         let Some(inter_token) = &self.inter_token else { return };
-        // Two line ends per event, of any stream that is not told from one with longer events.
+        // Two line ends per event. Streams whose events have more lines are counted as more events.
         let events = memchr::memchr_iter(b'\n', part).count() / 2;
         self.events = self.events.saturating_add(events.max(1) as u32);
         let now = Instant::now();

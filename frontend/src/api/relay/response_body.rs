@@ -34,7 +34,7 @@ pub(super) struct Relay {
     /// Resolves when the server no longer waits for running requests.
     pub(super) forced: BoxFuture<'static, ()>,
     pub(super) is_stream: bool,
-    /// The stream's `[DONE]` was relayed: the response is whole for the client, who may leave.
+    /// The stream's `[DONE]` was relayed: the response is complete, and the client may disconnect.
     pub(super) is_done: bool,
     pub(super) _running: RunningChoices,
 }

@@ -96,7 +96,7 @@ impl Connector {
 /// Whether nothing has arrived on an idle connection, not even its end.
 pub(super) fn is_quiet(socket: &mut Socket) -> bool {
     let mut byte = [0];
-    // Who uses the connection next registers its own waker.
+    // The next user of the connection registers its own waker.
     let mut context = Context::from_waker(Waker::noop());
     Pin::new(socket).poll_read(&mut context, &mut ReadBuf::new(&mut byte)).is_pending()
 }

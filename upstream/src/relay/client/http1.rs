@@ -1,7 +1,7 @@
 //! HTTP/1.1 to an engine: one request on one connection, and its answer.
 //!
-//! **A connection has no task of its own.** Its socket is read by whoever waits for the answer, which for a relayed
-//! answer is the task that writes to the client. So an event of the socket wakes one task, and a chunk crosses no
+//! **A connection has no task of its own.** Its socket is read by the task that waits for the answer. For a relayed
+//! answer that is the task that writes to the client. So an event of the socket wakes one task, and a chunk crosses no
 //! channel and no thread.
 //!
 //! **An idle or waiting connection has no buffer.** A thread reads into one buffer of its own, and the frame of a body
