@@ -6,9 +6,10 @@ use blockyard::commands::cli::{Cli, Command, Serve};
 use blockyard::commands::{bench, cache, calibrate, doctor, key, replay};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::{Node, preflight};
+use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
 use blockyard::reload::{Apply, Reload, SetLogFilter};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -50,8 +51,10 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
         }
         return Ok(());
     }
+    kvbm::heap::return_large_allocations();
     machine::limit_umask(config.shared_folders());
-    let set_log_filter = start_log(&config.log)?;
+    let (log_writer, _flush_log) = log_writer::to_stderr()?;
+    let set_log_filter = start_log(&config.log, log_writer)?;
     panics::install_hook();
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -91,10 +94,10 @@ async fn run_node(
         banner["admin_address"] = address.to_string().into();
         tracing::info!(%address, "admin API listening");
     }
-    if json {
-        println!("{banner}");
-    } else {
-        println!("{}", node.banner());
+    let banner = if json { banner.to_string() } else { node.banner().to_string() };
+    // A server does not stop because nothing reads its standard output.
+    if let Err(error) = writeln!(std::io::stdout(), "{banner}") {
+        tracing::debug!(%error, "cannot write to standard output");
     }
     let outcome = loop {
         tokio::select! {
@@ -128,8 +131,8 @@ async fn run_node(
 }
 
 /// Starts the log. Returns the function that changes its filter.
-fn start_log(log: &Log) -> anyhow::Result<SetLogFilter> {
-    let builder = tracing_subscriber::fmt().with_env_filter(filter(&log.filter)?).with_writer(std::io::stderr);
+fn start_log(log: &Log, writer: LineQueue) -> anyhow::Result<SetLogFilter> {
+    let builder = tracing_subscriber::fmt().with_env_filter(filter(&log.filter)?).with_writer(writer);
     Ok(match log.format {
         LogFormat::Text => {
             let ansi = std::io::stderr().is_terminal();

@@ -80,6 +80,7 @@
 pub mod block;
 pub mod disk;
 pub mod event;
+pub mod heap;
 mod log_limit;
 mod manager;
 mod metrics;

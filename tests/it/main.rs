@@ -19,4 +19,5 @@ mod shred;
 mod stop_soak;
 mod tenants;
 mod trace_replay;
+mod unread_log;
 mod upstreams;

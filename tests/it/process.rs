@@ -47,9 +47,16 @@ impl Process {
     }
 
     /// Runs a command that executes the program, and waits until it is ready.
-    pub(crate) async fn launch(mut command: Command) -> Self {
+    pub(crate) async fn launch(command: Command) -> Self {
         let log = tempfile::tempfile().unwrap();
-        let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
+        Self::launch_logging_to(log.try_clone().unwrap().into(), log, command).await
+    }
+
+    /// As [`launch`](Self::launch), with another standard error.
+    pub(crate) async fn launch_logging_to(stderr: Stdio, log: File, mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
+        // The command would keep the other end of a pipe open.
+        drop(command);
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let read = tokio::task::spawn_blocking(move || {
             let mut line = String::new();

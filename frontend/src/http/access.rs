@@ -123,16 +123,25 @@ impl AccessRules {
 
     /// Whether a host is a name of this server.
     fn is_own(&self, host: &str, connection: &ConnectionInfo) -> bool {
-        let host = host.trim_end_matches('.').to_ascii_lowercase();
-        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host);
+        let host = host.trim_end_matches('.');
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         let address = bare.parse::<IpAddr>().ok();
-        let listed = self.hosts.iter().any(|known| known == "*" || *known == host || known == bare);
-        let loopback =
-            address.map_or(bare == "localhost" || bare.ends_with(".localhost"), |address| address.is_loopback());
+        let is = |known: &str| [host, bare].into_iter().any(|name| name.eq_ignore_ascii_case(known));
+        let listed = self.hosts.iter().any(|known| known == "*" || is(known));
+        let loopback = address.map_or_else(|| is_localhost(bare), |address| address.is_loopback());
         // Health checks name the address that they connect to.
         let this = address.is_some() && address == connection.local.map(|local| local.to_canonical());
         listed || loopback || this || (!connection.loopback_only && self.hosts.is_empty())
     }
+}
+
+/// Whether a name is `localhost` or below it (RFC 6761, 6.3).
+fn is_localhost(name: &str) -> bool {
+    const LOCALHOST: &str = "localhost";
+    let Some((above, last)) = name.len().checked_sub(LOCALHOST.len()).and_then(|at| name.split_at_checked(at)) else {
+        return false;
+    };
+    last.eq_ignore_ascii_case(LOCALHOST) && (above.is_empty() || above.ends_with('.'))
 }
 
 /// The host that a request names; `None` for HTTP/1.0 and for requests within this process.

@@ -106,7 +106,7 @@ fn check_content_encoding(headers: &HeaderMap) -> Result<(), Error> {
 
 /// Accepts JSON types, no type, and the type that `curl -d` sends by default.
 fn check_content_type(headers: &HeaderMap) -> Result<(), Error> {
-    let Some(value) = headers.get(CONTENT_TYPE) else { return Ok(()) };
+    let Some(value) = headers.get(CONTENT_TYPE).filter(|value| *value != "application/json") else { return Ok(()) };
     let text = String::from_utf8_lossy(value.as_bytes());
     let essence = text.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     match essence.as_str() {

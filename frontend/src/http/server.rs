@@ -168,7 +168,7 @@ impl Server {
             };
             match accepted {
                 Ok((socket, _)) => {
-                    self.open(socket, &router, &connections, &tasks, &shutdown, loopback_only);
+                    self.open(socket, &router, &connections, &tasks, &shutdown, loopback_only).await;
                 }
                 Err(error) => {
                     self.metrics.accept_errors.with_label_values(&[reason(&error)]).inc();
@@ -180,7 +180,7 @@ impl Server {
                         let open = connections.count();
                         tracing::error!(%error, open_connections = open, suppressed, "cannot accept connections");
                     }
-                    connections.evict_longest_without_request();
+                    connections.evict_longest_waiting();
                     tokio::select! {
                         biased;
                         () = shutdown.closed() => break,
@@ -206,7 +206,7 @@ impl Server {
     }
 
     /// Starts to serve a connection, or drops it if even the reserved connections are taken.
-    fn open(
+    async fn open(
         &self,
         socket: TcpStream,
         router: &Router,
@@ -215,7 +215,7 @@ impl Server {
         shutdown: &Shutdown,
         loopback_only: bool,
     ) {
-        let (slot, reserved) = match connections.admit() {
+        let (slot, reserved) = match connections.admit().await {
             Admission::Admitted(slot) => (slot, false),
             Admission::Reserved(slot) => (slot, true),
             Admission::Rejected => {

@@ -3,36 +3,23 @@
 use crate::fake::{FakeEngine, chat, first, last, post, send};
 use axum::body::Body;
 use axum::http::Request;
-use parking_lot::Mutex;
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::io::{self, Write};
-use std::sync::Arc;
-use tracing_subscriber::fmt::MakeWriter;
+use std::sync::Once;
 use worker::engine::{Error, FinishReason};
 
-/// Collects the log of one thread.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    /// Begins to collect, at `info` and as JSON.
-    fn collect(&self) -> tracing::subscriber::DefaultGuard {
-        let json = tracing_subscriber::fmt().json().flatten_event(true).with_current_span(false).with_span_list(false);
-        tracing::subscriber::set_default(json.with_writer(self.clone()).finish())
-    }
-
-    fn lines(&self) -> Vec<Value> {
-        let log = self.0.lock();
-        log.split(|byte| *byte == b'\n')
-            .filter(|line| !line.is_empty())
-            .map(|l| serde_json::from_slice(l).unwrap())
-            .collect()
-    }
+thread_local! {
+    /// The log of the test that runs on this thread, one JSON object a line.
+    static LOG: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Write for Log {
+/// Writes to the log of the current thread.
+struct ThreadLog;
+
+impl Write for ThreadLog {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().write(bytes)
+        LOG.with_borrow_mut(|log| log.write(bytes))
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -40,28 +27,40 @@ impl Write for Log {
     }
 }
 
-impl<'a> MakeWriter<'a> for Log {
-    type Writer = Self;
+/// Begins to collect the log of the current thread, at `info` and as JSON.
+///
+/// The subscriber is the process's: `tracing` asks once per line of code whether it is to be logged, on the thread that
+/// comes first. That thread may belong to another test, which would have no subscriber of its own.
+fn collect() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        let json = tracing_subscriber::fmt().json().flatten_event(true).with_current_span(false).with_span_list(false);
+        let subscriber = json.with_writer(|| ThreadLog).finish();
+        tracing::subscriber::set_global_default(subscriber).expect("no other test installs one");
+    });
+    LOG.take();
+}
 
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
+/// The lines since the last call on this thread.
+fn lines() -> Vec<Value> {
+    let log = LOG.take();
+    let lines = log.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    lines.map(|line| serde_json::from_slice(line).unwrap()).collect()
 }
 
 #[tokio::test]
 async fn a_served_request_leaves_one_flat_line() {
-    let log = Log::default();
+    collect();
     let engine = FakeEngine::with_steps(vec![first("ab"), last("c", FinishReason::Length)]);
     let settings: frontend::Settings = toml::from_str("tenant_header = 'x-tenant'").unwrap();
     let router = frontend::router(engine, prometheus::Registry::new(), settings).unwrap();
     for stream in [false, true] {
-        let _collecting = log.collect();
         let mut request = chat(json!({ "stream": stream }));
         request.headers_mut().insert("x-request-id", "mine-1".parse().unwrap());
         request.headers_mut().insert("x-tenant", "ann".parse().unwrap());
         assert_eq!(send(&router, request).await.status, 200);
     }
-    let lines = log.lines();
+    let lines = lines();
     assert_eq!(lines.len(), 2, "{lines:?}");
     for line in lines {
         let expected = [
@@ -85,7 +84,7 @@ async fn a_served_request_leaves_one_flat_line() {
 
 #[tokio::test]
 async fn each_refused_request_leaves_one_line_with_its_reason() {
-    let log = Log::default();
+    collect();
     let router = FakeEngine::new(|_| Err(Error::Failed("broken".into()))).router();
     let requests = [
         (chat(json!({ "temperature": 9 })), 400, "INFO", json!("decimal_above_max_value"), "temperature"),
@@ -95,13 +94,10 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
         (chat(json!({ "stream": true })), 500, "ERROR", json!("internal_error"), "broken"),
     ];
     for (request, status, level, code, word) in requests {
-        let collecting = log.collect();
         let answer = send(&router, request).await;
-        drop(collecting);
         assert_eq!(answer.status, status);
-        let lines = std::mem::take(&mut *log.0.lock());
-        let line: Value =
-            serde_json::from_slice(&lines).unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&lines)));
+        let lines = lines();
+        let [line] = &lines[..] else { panic!("{lines:?}") };
         assert_eq!((&line["level"], &line["status"], &line["code"]), (&json!(level), &json!(status), &code), "{line}");
         assert_eq!(line["request_id"], answer.header("x-request-id"), "{line}");
         assert!(line["error"].as_str().unwrap().contains(word), "{line}");
@@ -110,17 +106,15 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
 
 #[tokio::test]
 async fn lines_of_refused_requests_are_bounded() {
-    let log = Log::default();
     let router = FakeEngine::with_steps(vec![]).router();
-    let collecting = log.collect();
+    collect();
     tokio::time::pause();
     for _ in 0..1000 {
         send(&router, Request::get("/v1/nothing").body(Body::empty()).unwrap()).await;
     }
     tokio::time::advance(std::time::Duration::from_secs(1)).await;
     send(&router, Request::get("/v1/nothing").body(Body::empty()).unwrap()).await;
-    drop(collecting);
-    let lines = log.lines();
+    let lines = lines();
     assert!((1..=60).contains(&lines.len()), "{} lines", lines.len());
     assert!(lines.last().unwrap()["suppressed"].as_u64().unwrap() >= 900, "{:?}", lines.last());
 }

@@ -37,7 +37,7 @@ pub(super) enum Expired {
     Idle,
     /// The client did not read.
     Write,
-    /// A new connection needed its slot, and it had been without a request for the longest time.
+    /// A new connection needed its slot, and it had waited for its client for the longest time.
     Evicted,
 }
 
@@ -54,6 +54,10 @@ struct State {
     /// Those of `requests` whose next output the server is computing. The others wait for the client to read, which
     /// over HTTP/2 the socket does not show.
     working: usize,
+    /// Those of `requests` whose body has not arrived completely.
+    receiving: usize,
+    /// Since when `receiving` is above 0.
+    receiving_since: Instant,
     /// When a response last passed data to its transport, or the transport to the client.
     progressed: Instant,
     phase: Phase,
@@ -84,6 +88,8 @@ impl Activity {
         let state = State {
             requests: 0,
             working: 0,
+            receiving: 0,
+            receiving_since: Instant::now(),
             progressed: Instant::now(),
             phase: Phase::Header { since: Instant::now(), begun: false },
             http2: false,
@@ -123,6 +129,8 @@ impl Activity {
     /// Reports a request, which counts until the guard is dropped.
     pub(super) fn request(self: &Arc<Self>, http2: bool) -> RequestGuard {
         let mut state = self.state();
+        // A request that comes first keeps the connection.
+        state.evicted = false;
         state.requests += 1;
         state.working += 1;
         state.http2 |= http2;
@@ -165,17 +173,29 @@ impl Activity {
         self.state().returned.take()
     }
 
-    /// Since when the connection has had no request; `None` if it has one or is evicted.
-    pub(super) fn without_request_since(&self) -> Option<Instant> {
-        let state = self.state();
-        let (Phase::Header { since, .. } | Phase::Idle { since }) = state.phase;
-        (state.requests == 0 && !state.evicted).then_some(since)
+    /// Reports a request's body that has not arrived completely, until the guard is dropped.
+    pub(super) fn receiving(self: &Arc<Self>) -> ReceivingGuard {
+        let mut state = self.state();
+        if state.receiving == 0 {
+            state.receiving_since = Instant::now();
+        }
+        state.receiving += 1;
+        ReceivingGuard(Arc::clone(self))
     }
 
-    /// Ends the connection if it has no request. Returns whether it ends.
+    /// Since when the connection has waited for its client: for a request, or for the bodies of all its requests.
+    /// `None` if it is evicted, or if the server works on a request.
+    pub(super) fn waits_for_client_since(&self) -> Option<Instant> {
+        let state = self.state();
+        let (Phase::Header { since, .. } | Phase::Idle { since }) = state.phase;
+        let since = if state.requests == 0 { since } else { state.receiving_since };
+        (state.waits_for_client() && !state.evicted).then_some(since)
+    }
+
+    /// Ends the connection if it waits for its client. Returns whether it ends.
     pub(super) fn evict(&self) -> bool {
         let mut state = self.state();
-        state.evicted |= state.requests == 0;
+        state.evicted |= state.waits_for_client();
         if state.evicted {
             self.changed.notify_one();
         }
@@ -211,7 +231,7 @@ impl Activity {
 
     fn next_limit(&self, timeouts: &Timeouts) -> (Instant, Expired) {
         let state = self.state();
-        if state.evicted && state.requests == 0 {
+        if state.evicted && state.waits_for_client() {
             return (Instant::now(), Expired::Evicted);
         }
         let waiting = match state.phase {
@@ -230,6 +250,23 @@ impl Activity {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock()
+    }
+}
+
+impl State {
+    /// Whether nothing can happen on the connection before its client sends more.
+    fn waits_for_client(&self) -> bool {
+        self.requests == self.receiving
+    }
+}
+
+/// A request's body that has not arrived completely.
+#[must_use]
+pub(super) struct ReceivingGuard(Arc<Activity>);
+
+impl Drop for ReceivingGuard {
+    fn drop(&mut self) {
+        self.0.state().receiving -= 1;
     }
 }
 
@@ -379,12 +416,35 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn only_a_connection_without_a_request_is_evicted() {
+    async fn only_a_connection_that_waits_for_its_client_is_evicted() {
         let activity = Activity::new();
         let request = activity.request(false);
-        assert!(!activity.evict() && activity.without_request_since().is_none());
+        assert!(!activity.evict() && activity.waits_for_client_since().is_none());
         drop(request);
-        assert!(activity.without_request_since().is_some() && activity.evict());
+        assert!(activity.waits_for_client_since().is_some() && activity.evict());
         assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Evicted);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_comes_before_the_eviction_is_served() {
+        let activity = Activity::new();
+        assert!(activity.evict());
+        let request = activity.request(false);
+        let served = tokio::time::timeout(Duration::from_hours(1), activity.expired(&TIMEOUTS));
+        assert!(served.await.is_err());
+        drop(request);
+        assert!(activity.evict(), "it can be evicted later");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_whose_bodies_are_all_incomplete_is_evicted() {
+        let activity = Activity::new();
+        let incomplete = (activity.request(true), activity.receiving());
+        let complete = activity.request(true);
+        assert!(!activity.evict(), "the server works on one of them");
+        drop(complete);
+        assert!(activity.evict());
+        assert_eq!(activity.expired(&TIMEOUTS).await, Expired::Evicted);
+        drop(incomplete);
     }
 }

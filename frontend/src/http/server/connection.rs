@@ -1,9 +1,9 @@
 //! One connection, from its first byte to its last.
 
-use super::activity::{Activity, Expired, RequestGuard};
+use super::activity::{Activity, Expired, ReceivingGuard, RequestGuard};
 use super::connections::Slot;
 use super::repoll::Repoll;
-use super::socket::Socket;
+use super::socket::{self, Socket};
 use super::stream::{self, Stream};
 use super::tls::{NoTls, Tls};
 use super::{Limits, Shutdown};
@@ -15,9 +15,8 @@ use axum::http::header::CONNECTION;
 use axum::http::{Request, Response, Version};
 use bytes::Bytes;
 use futures::FutureExt;
-use futures::future::BoxFuture;
 use hyper::body::{Frame, Incoming, SizeHint};
-use hyper::service::Service;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
@@ -63,7 +62,7 @@ pub(super) async fn run(
 ) -> &'static str {
     let activity = &slot.activity;
     let socket = match tls {
-        None => Socket::Plain(socket),
+        None => Socket::Left(socket),
         Some(tls) => {
             let accepted = tokio::select! {
                 biased;
@@ -77,7 +76,7 @@ pub(super) async fn run(
                     // The client has not received anything yet, so the socket's buffer has room.
                     let _ = socket.try_write(&stream::error_response(&Error::PlainHttp, rejected_lines));
                     activity.linger();
-                    let socket = Socket::Plain(socket);
+                    let socket = Socket::Left(socket);
                     Box::pin(close(socket, None, activity, limits, shutdown, rejected_lines)).await;
                     return "tls_handshake";
                 }
@@ -85,10 +84,7 @@ pub(super) async fn run(
             }
         }
     };
-    let inner = TowerToHyperService::new(router);
-    let choices = ConnectionChoices::default();
-    let service =
-        ConnectionService { inner, activity: Arc::clone(activity), info, choices, shutdown: shutdown.clone() };
+    let service = service(router, Arc::clone(activity), info, shutdown.clone());
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
@@ -158,7 +154,7 @@ async fn close(
         }
         Some(Expired::Write) => {
             // Discards the bytes that the client does not read, so that they do not stay in the kernel.
-            if let Err(error) = socket.tcp().set_zero_linger() {
+            if let Err(error) = socket::tcp(&socket).set_zero_linger() {
                 tracing::debug!(%error, "cannot reset a connection");
             }
         }
@@ -180,28 +176,24 @@ async fn close(
     }
 }
 
-/// Counts the requests of a connection, and adds its extensions to each.
-struct ConnectionService {
-    inner: TowerToHyperService<Router>,
+/// The service of a connection: counts its requests, and adds its extensions to each.
+fn service(
+    router: Router,
     activity: Arc<Activity>,
     info: ConnectionInfo,
-    choices: ConnectionChoices,
     shutdown: Shutdown,
-}
-
-impl Service<Request<Incoming>> for ConnectionService {
-    type Response = Response<TrackedBody>;
-    type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response<TrackedBody>, Infallible>>;
-
-    fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let mut guard = self.activity.request(request.version() == Version::HTTP_2);
-        let mut request = request.map(Body::new);
-        request.extensions_mut().insert(self.info);
-        request.extensions_mut().insert(self.choices.clone());
-        request.extensions_mut().insert(self.shutdown.clone());
-        let response = self.inner.call(request);
-        let activity = Arc::clone(&self.activity);
+) -> impl Service<Request<Incoming>, Response = Response<TrackedBody>, Error = Infallible, Future: Send + 'static> {
+    let (inner, choices) = (TowerToHyperService::new(router), ConnectionChoices::default());
+    service_fn(move |request: Request<Incoming>| {
+        let mut guard = activity.request(request.version() == Version::HTTP_2);
+        let mut request = request.map(|body| {
+            let receiving = (!body.is_end_stream()).then(|| activity.receiving());
+            Body::new(RequestBody { body, receiving })
+        });
+        request.extensions_mut().insert(info);
+        request.extensions_mut().insert(choices.clone());
+        request.extensions_mut().insert(shutdown.clone());
+        let (response, activity) = (inner.call(request), Arc::clone(&activity));
         async move {
             let response = response.await?;
             // A response that closes the connection may be sent before the whole request has arrived.
@@ -211,7 +203,33 @@ impl Service<Request<Incoming>> for ConnectionService {
             guard.handed_over();
             Ok(response.map(|body| TrackedBody { body, guard }))
         }
-        .boxed()
+    })
+}
+
+/// A request's body, which counts as incomplete until its end has arrived or the body is dropped.
+struct RequestBody {
+    body: Incoming,
+    receiving: Option<ReceivingGuard>,
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        if matches!(frame, Poll::Ready(None | Some(Err(_)))) || self.body.is_end_stream() {
+            self.receiving = None;
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 

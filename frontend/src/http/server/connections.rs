@@ -1,21 +1,31 @@
 //! Admission of connections to one listener.
 //!
-//! At the limit, the connection that has been without a request for the longest time is closed. If all have requests, a
-//! few reserved connections are accepted for health checks and metrics only.
+//! At the limit, the connection that has waited for its client for the longest time is closed: it has no request, or
+//! one that has not arrived completely. If the server works on requests of all, a few reserved connections are accepted
+//! for health checks and metrics only.
 
 use super::activity::Activity;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Notify;
 
 /// Reserved connections beyond the limit, for health checks and metrics. Each has one short request, so a few are
 /// enough for several load balancers and scrapers at the same time.
 const RESERVED: usize = 16;
 
+/// Time to wait for the end of a connection that was closed to make room. Its task needs microseconds, unless the
+/// server has no CPU time for it.
+const MAX_EVICTION_TIME: Duration = Duration::from_millis(100);
+
 /// The connections of one listener.
 pub(super) struct Connections {
     max: usize,
     open: Mutex<Open>,
+    /// Notified when a connection ends.
+    ended: Notify,
 }
 
 #[derive(Default)]
@@ -44,15 +54,26 @@ pub(super) struct Slot {
 
 impl Connections {
     pub(super) fn new(max: usize) -> Self {
-        Self { max, open: Mutex::default() }
+        Self { max, open: Mutex::default(), ended: Notify::new() }
     }
 
-    /// Admits a connection. At the limit, it evicts one without a request.
-    pub(super) fn admit(self: &Arc<Self>) -> Admission {
-        let count = self.count();
-        if count < self.max || self.evict_longest_without_request() {
-            Admission::Admitted(self.insert())
-        } else if count < self.max.saturating_add(RESERVED) {
+    /// Admits a connection. At the limit, it first ends one that waits for its client, so that there are never more
+    /// than the limit and the reserve.
+    pub(super) async fn admit(self: &Arc<Self>) -> Admission {
+        loop {
+            if self.count() < self.max {
+                return Admission::Admitted(self.insert());
+            }
+            let mut ended = pin!(self.ended.notified());
+            // Connections that end from here on are noticed.
+            ended.as_mut().enable();
+            if !self.evict_longest_waiting() {
+                break;
+            }
+            // If it takes longer, the next one is evicted.
+            let _ = tokio::time::timeout(MAX_EVICTION_TIME, ended).await;
+        }
+        if self.count() < self.max.saturating_add(RESERVED) {
             Admission::Reserved(self.insert())
         } else {
             Admission::Rejected
@@ -64,12 +85,13 @@ impl Connections {
         self.open().connections.len()
     }
 
-    /// Ends the connection that has been without a request for the longest time, if there is one. It scans all
-    /// connections, which takes microseconds and happens only at the limit.
-    pub(super) fn evict_longest_without_request(&self) -> bool {
+    /// Ends the connection that has waited for its client for the longest time, if there is one. Not those without a
+    /// request first: a connection that was just accepted has none yet. It scans all connections, which takes
+    /// microseconds and happens only at the limit.
+    pub(super) fn evict_longest_waiting(&self) -> bool {
         let open = self.open();
         let waiting =
-            open.connections.values().filter_map(|activity| Some((activity.without_request_since()?, activity)));
+            open.connections.values().filter_map(|activity| Some((activity.waits_for_client_since()?, activity)));
         let longest = waiting.min_by_key(|(since, _)| *since);
         longest.is_some_and(|(_, activity)| activity.evict())
     }
@@ -91,25 +113,60 @@ impl Connections {
 impl Drop for Slot {
     fn drop(&mut self) {
         self.connections.open().connections.remove(&self.id);
+        self.connections.ended.notify_waiters();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Admission, Connections, RESERVED};
+    use super::{Admission, Connections, RESERVED, Slot};
     use std::sync::Arc;
+    use std::time::Duration;
+
+    async fn admitted(connections: &Arc<Connections>) -> Slot {
+        match connections.admit().await {
+            Admission::Admitted(slot) => slot,
+            Admission::Reserved(_) | Admission::Rejected => panic!("there is room"),
+        }
+    }
+
+    /// Ends the connection once it is evicted, as its task does.
+    fn serve(slot: Slot) -> tokio::task::JoinHandle<()> {
+        tokio::spawn(async move { slot.activity.evicted().await })
+    }
 
     #[tokio::test(start_paused = true)]
-    async fn the_longest_idle_connection_makes_room() {
-        let connections = Arc::new(Connections::new(2));
-        let Admission::Admitted(busy) = connections.admit() else { panic!("there is room") };
+    async fn the_longest_waiting_connection_makes_room() {
+        let connections = Arc::new(Connections::new(3));
+        let busy = admitted(&connections).await;
         let request = busy.activity.request(false);
-        tokio::time::advance(std::time::Duration::from_secs(1)).await;
-        let Admission::Admitted(idle) = connections.admit() else { panic!("there is room") };
-        let Admission::Admitted(new) = connections.admit() else { panic!("the idle one makes room") };
-        assert!(idle.activity.without_request_since().is_none() && new.activity.without_request_since().is_some());
-        drop((request, busy, idle, new));
+        let uploading = admitted(&connections).await;
+        let part = (uploading.activity.request(false), uploading.activity.receiving());
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let idle = admitted(&connections).await;
+        let [uploading, idle] = [uploading, idle].map(serve);
+        let first = admitted(&connections).await;
+        assert!(uploading.is_finished() && !idle.is_finished(), "its request has been incomplete for longer");
+        let working = first.activity.request(false);
+        let second = admitted(&connections).await;
+        assert!(idle.is_finished());
+        assert_eq!(connections.count(), 3);
+        drop((request, part, busy, working, first, second));
         assert_eq!(connections.count(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn evicted_connections_count_until_they_have_ended() {
+        let connections = Arc::new(Connections::new(2));
+        let mut idle = vec![admitted(&connections).await, admitted(&connections).await];
+        let admitting = tokio::spawn({
+            let connections = Arc::clone(&connections);
+            async move { connections.admit().await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!admitting.is_finished() && connections.count() == 2);
+        idle.clear();
+        assert!(matches!(admitting.await.unwrap(), Admission::Admitted(_)));
     }
 
     #[tokio::test]
@@ -117,7 +174,7 @@ mod tests {
         let connections = Arc::new(Connections::new(1));
         let mut open = Vec::new();
         for nth in 0..=RESERVED {
-            let slot = match connections.admit() {
+            let slot = match connections.admit().await {
                 Admission::Admitted(slot) if nth == 0 => slot,
                 Admission::Reserved(slot) if nth > 0 => slot,
                 _ => panic!("connection {nth}"),
@@ -125,6 +182,6 @@ mod tests {
             let request = slot.activity.request(false);
             open.push((request, slot));
         }
-        assert!(matches!(connections.admit(), Admission::Rejected));
+        assert!(matches!(connections.admit().await, Admission::Rejected));
     }
 }

@@ -5,7 +5,7 @@
 //! error object can be added only here. Not here: HTTP/2, whose errors are frames.
 
 use super::activity::Activity;
-use super::socket::Socket;
+use super::socket::{Socket, is_buffered};
 use crate::error::Error;
 use crate::http::request_id;
 use crate::limits::LogLimit;
@@ -126,7 +126,7 @@ impl AsyncWrite for Stream {
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.poll_replacement(cx))?;
         let flushed = self.socket().poll_flush(cx);
-        if self.socket().is_buffered() {
+        if is_buffered(&self.socket()) {
             match flushed {
                 Poll::Pending => self.activity.write_blocked(),
                 Poll::Ready(_) => self.activity.write_progressed(0),

@@ -165,7 +165,7 @@ impl Tls {
         }
         let config = Arc::clone(&self.config.read());
         let handshake = TlsAcceptor::from(config).accept(socket).await;
-        handshake.map(|stream| Socket::Tls(Box::new(stream))).map_err(|error| {
+        handshake.map(|stream| Socket::Right(Box::new(stream))).map_err(|error| {
             tracing::debug!(%error, "TLS handshake failed");
             NoTls::Failed
         })

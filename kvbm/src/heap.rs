@@ -1,0 +1,33 @@
+//! Settings of the C library's allocator, which apply to the whole process. Other systems and libraries have none.
+
+/// Size in bytes from which an allocation is returned to the system when it is freed. Larger than what requests of
+/// usual sizes allocate, so that these do not wait for the system; smaller than the parts of a body of several MiB.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+const LARGE: libc::c_int = 1 << 20;
+
+/// Returns large allocations to the system when they are freed. By default glibc stops doing so for sizes up to 32 MiB
+/// once one of that size has been freed; each thread's heap then keeps the memory of large request bodies. To be called
+/// before other threads start.
+pub fn return_large_allocations() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: `mallopt` reads its two integers, and no other thread allocates yet.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE);
+    }
+}
+
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
+mod tests {
+    #[test]
+    fn large_allocations_stay_out_of_the_heap() {
+        // SAFETY: `mallinfo2` only reads counters of the allocator.
+        let mapped = || unsafe { libc::mallinfo2() }.hblkhd;
+        super::return_large_allocations();
+        // Without the call, glibc would keep allocations up to this size in the heap from here on.
+        drop(std::hint::black_box(vec![1u8; 30 << 20]));
+        let before = mapped();
+        let body = std::hint::black_box(vec![1u8; 15 << 20]);
+        assert!(mapped() >= before + (15 << 20));
+        drop(body);
+    }
+}
