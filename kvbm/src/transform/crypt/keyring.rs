@@ -1,9 +1,15 @@
 //! The data keys of all domains: unwrapped in memory, wrapped in the key store.
 //!
-//! Keyring that are not in memory are fetched on use. A domain without a key gets one, which is stored before it is
+//! Keys that are not in memory are fetched on use. A domain without a key gets one, which is stored before it is
 //! used. While keys are in use, the key store is listed every half minute, and keys that another process shredded are
-//! dropped. Keyring in memory stay usable during an outage of the key store.
+//! dropped. Keys in memory stay usable during an outage of the key store.
 
+mod known;
+mod rewrap;
+
+pub(super) use self::known::KeyLookup;
+
+use self::known::Known;
 use super::cipher::DataKey;
 use super::key_source::{Environment, KeySource};
 use super::key_store::{KeyEntry, KeyState, KeyStore, PARALLEL, ShredNotice};
@@ -17,7 +23,7 @@ use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use parking_lot::{Mutex, MutexGuard};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::sync::Arc;
@@ -54,43 +60,6 @@ pub struct Keyring {
 
 type Purger = Box<dyn Fn(DomainId) + Send + Sync>;
 
-/// The keys in memory, and what is known about the others.
-struct Known {
-    masters: Arc<MasterKeys>,
-    /// Time of the last read of the source.
-    read: Instant,
-    /// Time of the last listing of the key store.
-    refreshed: Instant,
-    /// Time at which the key store failed, if its last request did.
-    failed: Option<Instant>,
-    unwrapped: HashMap<(DomainId, KeyId), Arc<DataKey>>,
-    /// The key of each domain that encrypts new blocks.
-    encryption_keys: HashMap<DomainId, Arc<DataKey>>,
-    shredded: HashSet<(DomainId, KeyId)>,
-    /// Keyring that the key store lacks.
-    unknown: HashSet<(DomainId, KeyId)>,
-    /// Notices that existed at the start or were applied.
-    notices: HashSet<ShredNotice>,
-    /// Domains that were shredded recently, with the time at which this process learned of it.
-    recently_shredded: HashMap<DomainId, Instant>,
-    /// Whether the keys that were shredded before the start are known.
-    opened: bool,
-}
-
-/// Result of a lookup of a data key.
-pub(super) enum KeyLookup {
-    Key(Arc<DataKey>),
-    Shredded,
-    /// The key store has no such key.
-    Unknown,
-}
-
-impl KeyLookup {
-    pub(super) fn is_shredded(&self) -> bool {
-        matches!(self, Self::Shredded)
-    }
-}
-
 impl Keyring {
     /// Opens a keyring with its key store under `prefix` of an object store. Reads the master keys, and rewraps data
     /// keys with the first one if the key store is reachable.
@@ -101,25 +70,11 @@ impl Keyring {
         environment: Environment,
     ) -> Result<Arc<Self>, KeyError> {
         let masters = read(&source, &environment).await?;
-        let now = Instant::now();
-        let known = Known {
-            masters: Arc::new(masters),
-            read: now,
-            refreshed: now,
-            failed: None,
-            unwrapped: HashMap::new(),
-            encryption_keys: HashMap::new(),
-            shredded: HashSet::new(),
-            unknown: HashSet::new(),
-            notices: HashSet::new(),
-            recently_shredded: HashMap::new(),
-            opened: false,
-        };
         let keys = Arc::new(Self {
             store: KeyStore::new(store, Path::from(prefix)),
             source,
             environment,
-            known: Mutex::new(known),
+            known: Mutex::new(Known::new(masters)),
             serial: tokio::sync::Mutex::default(),
             purgers: Mutex::default(),
         });
@@ -261,61 +216,6 @@ impl Keyring {
         known.unknown.clear();
         known.refreshed = Instant::now();
         Ok(())
-    }
-
-    /// Rewraps all data keys with the first master key, so that the others can be retired. Returns the number of
-    /// rewrapped keys.
-    pub async fn rewrap(&self) -> Result<usize, KeyError> {
-        let _serial = self.serial.lock().await;
-        let entries = self.store.list(None).await?;
-        self.apply_listing(&entries, None).await?;
-        let first = self.known().masters.first();
-        let mut wrapped = BTreeMap::<(DomainId, KeyId), Vec<MasterKeyId>>::new();
-        for KeyEntry { domain, key, state } in entries {
-            if let KeyState::Wrapped(master) = state
-                && !self.known().shredded.contains(&(domain, key))
-            {
-                wrapped.entry((domain, key)).or_default().push(master);
-            }
-        }
-        wrapped.retain(|_, masters| *masters != [first]);
-        let rewrapping: Vec<_> =
-            wrapped.into_iter().map(|((domain, key), masters)| self.rewrap_one(domain, key, masters, first)).collect();
-        let done: Vec<bool> = stream::iter(rewrapping).buffer_unordered(PARALLEL).try_collect().await?;
-        let count = done.into_iter().filter(|done| *done).count();
-        if count > 0 {
-            // Another process may have shredded a key in between; its entry exists by now, and this removes the key
-            // again.
-            self.apply_listing(&self.store.list(None).await?, None).await?;
-            tracing::info!(keys = count, master = %first, "data keys rewrapped with the first master key");
-        }
-        Ok(count)
-    }
-
-    async fn rewrap_one(
-        &self,
-        domain: DomainId,
-        key: KeyId,
-        masters: Vec<MasterKeyId>,
-        first: MasterKeyId,
-    ) -> Result<bool, KeyError> {
-        if !masters.contains(&first) {
-            match self.fetch(domain, key, &masters).await {
-                Ok(Some(data)) => self.store_key(domain, &data).await?,
-                Ok(None) => return Ok(false),
-                // A key that cannot be unwrapped must not stop the others.
-                Err(error @ (KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. })) => {
-                    tracing::warn!(%error, "cannot rewrap a data key");
-                    return Ok(false);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        let old = masters.into_iter().filter(|master| *master != first);
-        self.store
-            .remove(old.map(|master| KeyEntry { domain, key, state: KeyState::Wrapped(master) }).collect())
-            .await?;
-        Ok(true)
     }
 
     /// The ids of a domain's stored data keys that are not shredded.
@@ -521,18 +421,6 @@ impl Keyring {
     fn known(&self) -> MutexGuard<'_, Known> {
         // Each change under this lock is one insertion or one filter.
         self.known.lock()
-    }
-}
-
-impl Known {
-    fn get(&self, domain: DomainId, key: KeyId) -> Option<KeyLookup> {
-        if let Some(data) = self.unwrapped.get(&(domain, key)) {
-            return Some(KeyLookup::Key(data.clone()));
-        }
-        if self.shredded.contains(&(domain, key)) {
-            return Some(KeyLookup::Shredded);
-        }
-        self.unknown.contains(&(domain, key)).then_some(KeyLookup::Unknown)
     }
 }
 
