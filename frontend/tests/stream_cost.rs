@@ -7,51 +7,24 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "../../tests/counting_allocator/mod.rs"]
+mod counting_allocator;
 #[path = "it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
 
 use axum::body::Body;
 use axum::http::Request as HttpRequest;
+use counting_allocator::{allocations, count_this_thread};
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt, stream};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tower::ServiceExt;
 use worker::engine::{
     Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness, Request, SamplingDefaults, Tokens,
 };
-
-/// Counts allocations. This file has one test, on a runtime of one thread, so nothing else allocates.
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-// SAFETY: every call is passed to the system's allocator as it is.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`, and `alloc` above has the pointer from `System`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as for `dealloc`.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
 
 /// Enough for an average.
 const TOKENS: usize = 1_000;
@@ -109,12 +82,12 @@ async fn streamed(engine: &Arc<Ready>, path: &str, fields: &Value) -> (Duration,
     let response = router.oneshot(request.body(Body::from(body.to_string())).unwrap()).await.unwrap();
     let mut body = response.into_body().into_data_stream();
     drop(body.next().await.unwrap().unwrap());
-    let (before, start) = (ALLOCATIONS.load(Ordering::Relaxed), Instant::now());
+    let (before, start) = (allocations(), Instant::now());
     for _ in 1..TOKENS - 1 {
         let write = body.next().await.unwrap().unwrap();
         assert!(write.starts_with(b"data: {\"id\""), "{write:?}");
     }
-    let (allocations, took) = (ALLOCATIONS.load(Ordering::Relaxed) - before, start.elapsed());
+    let (allocations, took) = (allocations() - before, start.elapsed());
     let last = body.next().await.unwrap().unwrap();
     assert!(last.ends_with(b"data: [DONE]\n\n") && body.next().await.is_none(), "{last:?}");
     let counted = TOKENS - 2;
@@ -124,6 +97,8 @@ async fn streamed(engine: &Arc<Ready>, path: &str, fields: &Value) -> (Duration,
 #[tokio::test]
 async fn a_streamed_token_allocates_only_its_text() {
     const ROUNDS: usize = 10;
+    // The runtime has no other thread.
+    count_this_thread();
     let chat = json!({ "messages": [{ "role": "user", "content": "hello" }] });
     let mut chat_with_stop = chat.clone();
     chat_with_stop["stop"] = json!(["#"]);

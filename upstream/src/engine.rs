@@ -218,7 +218,7 @@ fn error_of(error: RelayError) -> Error {
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Answered(answer) => {
             let Answer { status, headers, body, kind } = *answer;
-            let headers = headers::response(&headers, headers::Body::Changed);
+            let headers = headers::response(headers, headers::Body::Changed);
             // A redirect would send the client past this gateway.
             let status = if status.is_redirection() { StatusCode::BAD_GATEWAY } else { status };
             Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))

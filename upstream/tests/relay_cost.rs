@@ -5,47 +5,21 @@
 //! cargo test --release --test relay_cost -- --nocapture
 //! ```
 
+#[path = "../../tests/counting_allocator/mod.rs"]
+mod counting_allocator;
+
 use bytes::Bytes;
+use counting_allocator::{allocations, count_this_thread};
 use futures::{FutureExt, StreamExt};
 use http::Response;
 use http_body::{Body, Frame};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use upstream::relay::fake::Script;
 use upstream::relay::stream::{Item, Relay, UsageInStream};
-
-/// Counts allocations. This file has one test, so no other thread allocates.
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-// SAFETY: every call is passed to the system's allocator as it is.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`, and `alloc` above has the pointer from `System`.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as for `dealloc`.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
 
 /// A body whose chunks are there already.
 struct Chunks(VecDeque<Bytes>);
@@ -73,7 +47,7 @@ fn relayed(body: &Bytes, usage: UsageInStream, mut lengths: impl FnMut(&Bytes) -
     }
     let response =
         Response::builder().header("content-type", "text/event-stream").body(Chunks(chunks)).expect("valid headers");
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = allocations();
     let start = Instant::now();
     let mut relay = Relay::new(response, usage);
     let mut events = 0;
@@ -85,7 +59,7 @@ fn relayed(body: &Bytes, usage: UsageInStream, mut lengths: impl FnMut(&Bytes) -
     }
     let time = start.elapsed();
     assert!(events >= EVENTS);
-    (time / events as u32, (ALLOCATIONS.load(Ordering::Relaxed) - before) as f64 / events as f64)
+    (time / events as u32, (allocations() - before) as f64 / events as f64)
 }
 
 fn event_length(rest: &Bytes) -> usize {
@@ -94,6 +68,7 @@ fn event_length(rest: &Bytes) -> usize {
 
 #[test]
 fn a_chunk_costs_no_allocation_beyond_its_frame() {
+    count_this_thread();
     let text = vec![" token"; EVENTS];
     let plain = Script::chat(&text, None).body();
     let null_usage = Script::chat(&text, None).with_null_usage().body();

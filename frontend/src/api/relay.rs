@@ -107,22 +107,26 @@ impl Incoming {
         let domain = state.domains.of(&tenant);
         let routing = match contents {
             Contents::Json(fields) => {
-                let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
-                let (path, has_exact_blocks) = (parts.uri.path().to_owned(), card.has_exact_blocks);
-                let tokenizers = state.tokenizers.of(&card);
-                let is_tokenized = tokenizers.as_ref().is_some_and(|of| of.local.is_some());
-                // When the client disconnects, this future is dropped, which cancels the work.
-                let job = EncodeJob::new(salted);
-                let _cancel_on_drop = job.cancel_on_drop();
-                let read = move || {
-                    let prompt = PromptFields::peek(&path, &fields).zip(tokenizers);
-                    let tokens =
-                        prompt.as_ref().and_then(|(prompt, of)| prompt.tokens(&fields, of.local.as_ref()?, &job));
-                    let is_asked = has_exact_blocks && tokens.is_none();
-                    let question = prompt.filter(|_| is_asked).and_then(|(prompt, of)| prompt.question(&of.id));
-                    Ok(Routing { question, ..Routing::read(fields, tokens) })
-                };
-                if is_tokenized { permit.run(read).await? } else { permit.scan(read).await? }
+                let has_exact_blocks = card.has_exact_blocks;
+                let tokenizers = state.tokenizers.of(&card).filter(|of| of.local.is_some() || has_exact_blocks);
+                if let Some(tokenizers) = tokenizers {
+                    let (path, is_tokenized) = (parts.uri.path().to_owned(), tokenizers.local.is_some());
+                    // When the client disconnects, this future is dropped, which cancels the work.
+                    let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
+                    let job = EncodeJob::new(salted);
+                    let _cancel_on_drop = job.cancel_on_drop();
+                    let read = move || {
+                        let prompt = PromptFields::peek(&path, &fields);
+                        let local = prompt.as_ref().zip(tokenizers.local.as_ref());
+                        let tokens = local.and_then(|(prompt, local)| prompt.tokens(&fields, local, &job));
+                        let is_asked = has_exact_blocks && tokens.is_none();
+                        let question = prompt.filter(|_| is_asked).and_then(|prompt| prompt.question(&tokenizers.id));
+                        Ok(Routing { question, ..Routing::read(fields, tokens) })
+                    };
+                    if is_tokenized { permit.run(read).await? } else { permit.scan(read).await? }
+                } else {
+                    permit.scan(move || Ok(Routing::read(fields, None))).await?
+                }
             }
             // The engine does not know an alias.
             Contents::Form(form) if form.name == *named && form.name != card.id => {
@@ -249,7 +253,8 @@ pub(super) async fn respond(
     routing.attributes.tenant = Arc::clone(&tenant);
     let model: Arc<str> = card.id.as_str().into();
     let explain = wants_explanation(&parts.headers);
-    let mut meter = RelayMeter::new(context.clone(), named.id.as_str().into(), routing.is_stream);
+    let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
+    let mut meter = RelayMeter::new(context.clone(), name, routing.is_stream);
     let domain = routing.salts.iter().fold(domain, |domain, salt| domain.salted(salt));
     let start = async {
         let (mut tokens, mut source) = (routing.tokens, routing.source);

@@ -19,10 +19,12 @@ use crate::state::AppState;
 use crate::tokenizers::Tokenizers;
 use axum::Router;
 use axum::extract::{Request, State};
+use axum::handler::Handler;
 use axum::http::HeaderName;
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use futures::future::BoxFuture;
 use prometheus::Registry;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -89,28 +91,26 @@ pub fn router_with_tokenizers(
         keys,
         settings,
     });
+    let ready = layers.around(operations::ready);
     let router = Router::new()
-        .route("/v1/chat/completions", post(generate::handle::<Chat>))
-        .route("/v1/completions", post(generate::handle::<Completion>))
-        .route("/v1/models", get(operations::models))
-        .route("/v1/models/{*id}", get(operations::model))
-        .route("/tokenize", post(tokenize::tokenize))
-        .route("/detokenize", post(tokenize::detokenize))
-        .route("/version", get(operations::version))
-        .route("/ping", get(operations::ready).post(operations::ready))
-        .route("/health", get(operations::ready))
-        .route("/ready", get(operations::ready))
-        .route("/live", get(operations::live))
-        .route("/metrics", get(operations::metrics))
-        .fallback(relay::fallback)
-        .method_not_allowed_fallback(operations::no_method);
-    Ok(router.layer(from_fn_with_state(layers, pass)).with_state(state))
+        .route("/v1/chat/completions", post(layers.around(generate::handle::<Chat>)))
+        .route("/v1/completions", post(layers.around(generate::handle::<Completion>)))
+        .route("/v1/models", get(layers.around(operations::models)))
+        .route("/v1/models/{*id}", get(layers.around(operations::model)))
+        .route("/tokenize", post(layers.around(tokenize::tokenize)))
+        .route("/detokenize", post(layers.around(tokenize::detokenize)))
+        .route("/version", get(layers.around(operations::version)))
+        .route("/ping", get(ready.clone()).post(ready.clone()))
+        .route("/health", get(ready.clone()))
+        .route("/ready", get(ready))
+        .route("/live", get(layers.around(operations::live)))
+        .route("/metrics", get(layers.around(operations::metrics)))
+        .fallback(layers.around(relay::fallback))
+        .method_not_allowed_fallback(layers.around(operations::no_method));
+    Ok(router.with_state(state))
 }
 
 /// What a request passes on its way to its handler.
-///
-/// One layer for all: a layer of a router clones those below it for every request, which takes several allocations
-/// each.
 struct Layers {
     observer: Observer,
     uploads: UploadLimits,
@@ -119,16 +119,40 @@ struct Layers {
     authentication: Option<Authentication>,
 }
 
-async fn pass(State(layers): State<Arc<Layers>>, request: Request, next: Next) -> Response {
-    let Layers { observer, uploads, access, authentication } = &*layers;
-    let authenticated = async |request| match authentication {
-        Some(authentication) => authenticate(authentication, request, async |request| next.run(request).await).await,
-        None => next.run(request).await,
-    };
-    let admitted = async |request| access::admit(request, authenticated).await;
-    let checked = async |request| access::check(access, request, admitted).await;
-    let read = async |request| upload::discard_rest(uploads, request, checked).await;
-    request_context::observe(observer, request, read).await
+/// A handler behind the layers.
+///
+/// Layers of a router would be cloned for every request together with all below them, which takes several allocations
+/// each.
+#[derive(Clone)]
+struct Layered<H> {
+    layers: Arc<Layers>,
+    handler: H,
+}
+
+impl Layers {
+    fn around<H>(self: &Arc<Self>, handler: H) -> Layered<H> {
+        Layered { layers: Arc::clone(self), handler }
+    }
+
+    async fn pass(&self, request: Request, handler: impl AsyncFnOnce(Request) -> Response) -> Response {
+        let authenticated = async |request| match &self.authentication {
+            Some(authentication) => authenticate(authentication, request, handler).await,
+            None => handler(request).await,
+        };
+        let admitted = async |request| access::admit(request, authenticated).await;
+        let checked = async |request| access::check(&self.access, request, admitted).await;
+        let read = async |request| upload::discard_rest(&self.uploads, request, checked).await;
+        request_context::observe(&self.observer, request, read).await
+    }
+}
+
+impl<H: Handler<T, Arc<AppState>>, T> Handler<T, Arc<AppState>> for Layered<H> {
+    type Future = BoxFuture<'static, Response>;
+
+    fn call(self, request: Request, state: Arc<AppState>) -> Self::Future {
+        let Self { layers, handler } = self;
+        Box::pin(async move { layers.pass(request, async |request| handler.call(request, state).await).await })
+    }
 }
 
 /// Adds the access checks to the admin API, and requires the header `x-blockyard-admin`.

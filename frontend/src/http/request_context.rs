@@ -38,7 +38,8 @@ pub(crate) struct RequestContext {
     pub(crate) id: Arc<str>,
     pub(crate) span: Span,
     pub(crate) arrived: Instant,
-    endpoint: String,
+    /// The route; `None` for a path without one.
+    route: Option<MatchedPath>,
     /// Whether it counts as in flight.
     is_counted: bool,
     pub(crate) metrics: Arc<Metrics>,
@@ -176,6 +177,11 @@ impl RequestContext {
         self.log_fields().tenant = Some(tenant.clone()).filter(|tenant| !tenant.is_empty());
     }
 
+    /// The route as it is named in metrics and log lines.
+    fn endpoint(&self) -> &str {
+        endpoint(self.route.as_ref())
+    }
+
     fn set_final_status(&self, status: StatusCode) {
         self.status.store(status.as_u16(), Ordering::Relaxed);
         self.streaming.store(false, Ordering::Relaxed);
@@ -194,7 +200,7 @@ impl RequestContext {
                 tracing::$level!(
                     parent: None,
                     request_id = &*self.id,
-                    endpoint = self.endpoint,
+                    endpoint = self.endpoint(),
                     status,
                     model = model.map(|model| &**model),
                     key = self.key().map(|key| &*key.name),
@@ -215,7 +221,7 @@ impl RequestContext {
         }
         match status {
             // Health checks repeat every few seconds, and "not ready" is not a failure.
-            503 if matches!(self.endpoint.as_str(), "/ready" | "/health" | "/ping") => line!(debug, 0, "not ready"),
+            503 if matches!(self.endpoint(), "/ready" | "/health" | "/ping") => line!(debug, 0, "not ready"),
             // A defect of the server; higher statuses mean that it cannot serve now.
             500 => {
                 if let Some(suppressed) = self.log_limits.failed.admit() {
@@ -247,7 +253,8 @@ impl Drop for RequestContext {
             self.metrics.in_flight.dec();
         }
         self.settle(status);
-        self.metrics.requests.with_label_values(&[self.endpoint.as_str(), &status.to_string()]).inc();
+        let code = StatusCode::from_u16(status).expect("it is that of a response, or a constant");
+        self.metrics.requests.with_label_values(&[self.endpoint(), code.as_str()]).inc();
         if let Some(model) = self.model.get() {
             self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
         }
@@ -263,9 +270,10 @@ pub(crate) async fn observe(
     next: impl AsyncFnOnce(Request) -> Response,
 ) -> Response {
     let id = request_id(request.headers());
-    let endpoint = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
+    let route = request.extensions().get::<MatchedPath>().cloned();
+    let endpoint = endpoint(route.as_ref());
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
-    let is_counted = !NOT_IN_FLIGHT.contains(&endpoint.as_str());
+    let is_counted = !NOT_IN_FLIGHT.contains(&endpoint);
     if is_counted {
         observer.metrics.in_flight.inc();
     }
@@ -273,7 +281,7 @@ pub(crate) async fn observe(
         id: id.clone(),
         span: span.clone(),
         arrived: Instant::now(),
-        endpoint,
+        route,
         is_counted,
         metrics: observer.metrics.clone(),
         model: OnceLock::new(),
@@ -295,6 +303,10 @@ pub(crate) async fn observe(
     }
     context.status.store(response.status().as_u16(), Ordering::Relaxed);
     response
+}
+
+fn endpoint(route: Option<&MatchedPath>) -> &str {
+    route.map_or("unmatched", MatchedPath::as_str)
 }
 
 /// The error response for a panic. The panic's own message is in the log.

@@ -62,6 +62,8 @@ fn priority(cache: &mut Fields) -> Result<Priority, Error> {
 /// Derives the cache domains of tenants from their names and a secret.
 pub struct CacheDomains {
     secret: Vec<u8>,
+    /// The domain of requests without a tenant. To derive it takes longer than to copy it.
+    shared: Domain,
 }
 
 /// Why the secret of the cache domains cannot be used.
@@ -88,12 +90,16 @@ pub enum SecretError {
 impl CacheDomains {
     /// Reads the secret file, if the settings name one.
     pub fn open(settings: &Settings) -> Result<Self, SecretError> {
-        let Some(path) = settings.tenant_secret_file.clone() else { return Ok(Self { secret: Vec::new() }) };
+        let shared = Domain::shared();
+        let Some(path) = settings.tenant_secret_file.clone() else { return Ok(Self { secret: Vec::new(), shared }) };
         match fs::read(&path) {
             Ok(text) => {
                 let secret = text.trim_ascii_end().to_vec();
                 let bytes = secret.len();
-                if bytes < MIN_SECRET_BYTES { Err(SecretError::TooShort { path, bytes }) } else { Ok(Self { secret }) }
+                if bytes < MIN_SECRET_BYTES {
+                    return Err(SecretError::TooShort { path, bytes });
+                }
+                Ok(Self { secret, shared })
             }
             Err(source) => Err(SecretError::Io { path, source }),
         }
@@ -101,6 +107,6 @@ impl CacheDomains {
 
     /// The cache domain of a tenant. All requests without a tenant share one.
     pub fn of(&self, tenant: &str) -> Domain {
-        if tenant.is_empty() { Domain::shared() } else { Domain::derived(&self.secret, tenant) }
+        if tenant.is_empty() { self.shared.clone() } else { Domain::derived(&self.secret, tenant) }
     }
 }

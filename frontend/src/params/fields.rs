@@ -10,7 +10,7 @@ pub(crate) use raw::Raw;
 
 use crate::error::Error;
 use bytes::Bytes;
-use raw::{Budget, ParseError};
+use raw::{Budget, Name, ParseError};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
@@ -22,7 +22,7 @@ pub(crate) struct Fields {
     path: String,
     map: Map<String, Value>,
     /// The fields of a request's body, unparsed. Empty for objects within it.
-    unparsed: Vec<(String, Raw)>,
+    unparsed: Vec<(Name, Raw)>,
     budget: Budget,
 }
 
@@ -62,15 +62,15 @@ impl Fields {
     /// Takes a field of the body as JSON text. `null` is the same as absent, as in OpenAI's API. If a name occurs
     /// several times, the last value counts, as in a parsed object.
     pub(crate) fn raw(&mut self, name: &str) -> Option<Raw> {
-        let at = self.unparsed.iter().rposition(|(field, _)| field == name)?;
+        let at = self.unparsed.iter().rposition(|(field, _)| field.is(name))?;
         let (_, raw) = self.unparsed.remove(at);
-        self.unparsed.retain(|(field, _)| field != name);
+        self.unparsed.retain(|(field, _)| !field.is(name));
         Some(raw).filter(|raw| !raw.is_null())
     }
 
     /// A field of the body as JSON text, which is not taken.
     pub(crate) fn peek(&self, name: &str) -> Option<&Raw> {
-        self.unparsed.iter().rfind(|(field, _)| field == name).map(|(_, raw)| raw)
+        self.unparsed.iter().rfind(|(field, _)| field.is(name)).map(|(_, raw)| raw)
     }
 
     /// Takes a field's value. `null` is the same as absent, as in OpenAI's API.

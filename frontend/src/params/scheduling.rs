@@ -23,9 +23,9 @@ const DEADLINE_MS: RangeInclusive<i64> = 1..=86_400_000;
 
 /// The request's tenant; empty if there is none.
 pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
-    let Some(TenantHeader(name)) = tenant_header else { return Ok("".into()) };
+    let Some(TenantHeader(name)) = tenant_header else { return Ok(Arc::default()) };
     let mut values = headers.get_all(name).iter();
-    let Some(value) = values.next() else { return Ok("".into()) };
+    let Some(value) = values.next() else { return Ok(Arc::default()) };
     match value.to_str() {
         // A second value does not come from the proxy.
         Ok(tenant) if values.next().is_none() && is_name(tenant) => Ok(tenant.into()),

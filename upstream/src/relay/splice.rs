@@ -17,6 +17,8 @@ use std::ops::Range;
 const MAX_DEPTH: usize = 512;
 /// Most top-level members. The OpenAI API has about 40, engines add about as many.
 const MAX_MEMBERS: usize = 1024;
+/// Members of most bodies, for which there is room from the start.
+const FEW_MEMBERS: usize = 12;
 
 /// A JSON object whose top level was scanned, and the edits of its members.
 ///
@@ -83,33 +85,8 @@ enum Edit {
 impl Splice {
     /// Scans the top level of `body`.
     pub fn scan(body: Bytes) -> Result<Self, SpliceError> {
-        let mut scanner = Scanner::new(&body);
-        let mut members = Vec::new();
-        scanner.expect(b'{', "an object")?;
-        let mut start = scanner.position();
-        if !scanner.accept(b'}') {
-            members.reserve(32);
-            loop {
-                if members.len() == MAX_MEMBERS {
-                    return Err(SpliceError::TooManyMembers { at: scanner.position() });
-                }
-                let name = scanner.string("a name")?;
-                scanner.expect(b':', "a colon")?;
-                let value = scanner.value()?;
-                let last = !scanner.accept(b',');
-                if last {
-                    scanner.expect(b'}', "a comma or a closing brace")?;
-                }
-                let after = scanner.position();
-                members.push(Member { piece: start..after - 1, name, value, edit: Edit::Keep });
-                start = after;
-                if last {
-                    break;
-                }
-            }
-        }
-        let close = scanner.position() - 1;
-        scanner.end()?;
+        let mut members = Vec::with_capacity(FEW_MEMBERS);
+        let close = scan_members(&body, |member| members.push(member))?;
         Ok(Self { body, members, added: Vec::new(), close })
     }
 
@@ -235,6 +212,46 @@ impl Splice {
         let present = |member: &&Member| !matches!(member.edit, Edit::Remove);
         self.members.iter().filter(present).filter(move |member| names(&self.body[member.name.clone()], name))
     }
+}
+
+/// The position of the value of a top-level member in `body`, without the cost of a [`Splice`]. `None` if it has none,
+/// or is no JSON object.
+pub(super) fn find(body: &[u8], name: &str) -> Option<Range<usize>> {
+    let mut found = None;
+    let take = |member: Member| {
+        if names(&body[member.name], name) {
+            found = Some(member.value);
+        }
+    };
+    scan_members(body, take).ok().and(found)
+}
+
+/// Calls `take` with each top-level member of an object. Returns the position of its closing brace.
+fn scan_members(body: &[u8], mut take: impl FnMut(Member)) -> Result<usize, SpliceError> {
+    let mut scanner = Scanner::new(body);
+    scanner.expect(b'{', "an object")?;
+    let mut start = scanner.position();
+    let mut is_last = scanner.accept(b'}');
+    let mut count = 0;
+    while !is_last {
+        if count == MAX_MEMBERS {
+            return Err(SpliceError::TooManyMembers { at: scanner.position() });
+        }
+        count += 1;
+        let name = scanner.string("a name")?;
+        scanner.expect(b':', "a colon")?;
+        let value = scanner.value()?;
+        is_last = !scanner.accept(b',');
+        if is_last {
+            scanner.expect(b'}', "a comma or a closing brace")?;
+        }
+        let after = scanner.position();
+        take(Member { piece: start..after - 1, name, value, edit: Edit::Keep });
+        start = after;
+    }
+    let close = scanner.position() - 1;
+    scanner.end()?;
+    Ok(close)
 }
 
 impl SpliceError {

@@ -122,7 +122,7 @@ where
         let is_stream = is_readable_stream(&parts.headers);
         let changed = is_stream && usage == UsageInStream::Strip;
         let changed = if changed { headers::Body::Changed } else { headers::Body::Unchanged };
-        let head = Head { status: parts.status, headers: headers::response(&parts.headers, changed) };
+        let head = Head { status: parts.status, headers: headers::response(parts.headers, changed) };
         let content =
             if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };
         Self {

@@ -4,6 +4,7 @@
 use super::kind;
 use crate::error::Error;
 use bytes::Bytes;
+use memchr::{memchr, memchr2};
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::cell::Cell;
@@ -16,6 +17,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// with tool calls and 128 tools has about 70,000. A value takes up to 200 bytes, so all take up to 26 MiB. Token ids
 /// and texts of a prompt are not counted, because they are read one by one.
 const MAX_VALUES: usize = 128 << 10;
+
+/// Fields of most bodies, for which there is room from the start.
+const FEW_FIELDS: usize = 16;
 
 /// The number of values of a body that may still be parsed.
 #[derive(Clone)]
@@ -50,6 +54,10 @@ impl ParseError {
         }
     }
 }
+
+/// The name of a field, without escapes: a part of the body, unless it was written with some.
+#[derive(Default)]
+pub(super) struct Name(Bytes);
 
 /// Well-formed JSON text.
 #[derive(Clone, Debug)]
@@ -120,8 +128,8 @@ impl Raw {
     }
 
     /// The fields of an object, in order, at most `max` of them.
-    pub(super) fn fields(&self, max: usize) -> Result<Vec<(String, Raw)>, Error> {
-        let mut fields = Vec::new();
+    pub(super) fn fields(&self, max: usize) -> Result<Vec<(Name, Raw)>, Error> {
+        let mut fields = Vec::with_capacity(FEW_FIELDS);
         self.walk(&mut |name, raw| {
             if fields.len() == max {
                 return Err(Error::Malformed(format!("The request body has more than {max} fields.")));
@@ -138,13 +146,13 @@ impl Raw {
     }
 
     /// Calls `take` with each element of an array, or with each name and value of an object, until it fails.
-    fn walk(&self, take: &mut dyn FnMut(String, Raw) -> Result<(), Error>) -> Result<(), Error> {
+    fn walk(&self, take: &mut dyn FnMut(Name, Raw) -> Result<(), Error>) -> Result<(), Error> {
         let object = self.is_object();
         let mut scan = Scan { text: &self.0, at: 1 };
         while !matches!(scan.next(), b']' | b'}') {
-            let mut name = String::new();
+            let mut name = Name::default();
             if object {
-                name = self.part(scan.value()).text("")?;
+                name = self.name(scan.value())?;
                 scan.at += usize::from(scan.next() == b':');
             }
             take(name, self.part(scan.value()))?;
@@ -153,8 +161,27 @@ impl Raw {
         Ok(())
     }
 
+    /// The name of a field, which stands here with its quotes.
+    fn name(&self, range: Range<usize>) -> Result<Name, Error> {
+        let written = &self.0[range.start + 1..range.end - 1];
+        if memchr(b'\\', written).is_none() && std::str::from_utf8(written).is_ok() {
+            return Ok(Name(self.0.slice_ref(written)));
+        }
+        self.part(range).text("").map(|name| Name(name.into()))
+    }
+
     fn part(&self, range: Range<usize>) -> Self {
         Self(self.0.slice(range))
+    }
+}
+
+impl Name {
+    pub(super) fn as_str(&self) -> &str {
+        std::str::from_utf8(&self.0).expect("it was checked when it was made")
+    }
+
+    pub(super) fn is(&self, name: &str) -> bool {
+        self.0 == name
     }
 }
 
@@ -207,10 +234,14 @@ impl Scan<'_> {
 
     fn string(&mut self) {
         self.at += 1;
-        while self.text[self.at] != b'"' {
-            self.at += 1 + usize::from(self.text[self.at] == b'\\');
+        loop {
+            self.at += memchr2(b'"', b'\\', &self.text[self.at..]).expect("well-formed text ends its strings");
+            if self.text[self.at] == b'"' {
+                self.at += 1;
+                return;
+            }
+            self.at += 2;
         }
-        self.at += 1;
     }
 }
 

@@ -10,23 +10,21 @@ use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
 use hyper_util::rt::TokioIo;
 use rustls::{ClientConfig, RootCertStore};
 use std::error::Error;
-use std::io::{self, IoSlice};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_util::either::Either;
 use tower_service::Service;
 
-/// A connection, with or without TLS. It is moved several times per request, so the large state of TLS is boxed.
-#[derive(Debug)]
-pub(super) enum Socket {
-    Plain(TcpStream),
-    Tls(Box<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>>),
-}
+/// A connection: without TLS on the left, with it on the right. It is moved several times per request, so the large
+/// state of TLS is boxed.
+pub(super) type Socket = Either<TcpStream, Box<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>>>;
 
 /// Finds out that the machine of an engine is gone while a request waits for its answer.
 const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
@@ -82,10 +80,10 @@ impl Connector {
         let connecting = timeout(self.timeout, self.inner.clone().call(uri));
         let socket = connecting.await.map_err(|_| format!("not connected after {:?}", self.timeout))??;
         let (has_negotiated_http2, socket) = match socket {
-            MaybeHttpsStream::Http(socket) => (false, Socket::Plain(socket.into_inner())),
+            MaybeHttpsStream::Http(socket) => (false, Socket::Left(socket.into_inner())),
             MaybeHttpsStream::Https(ref tls) => {
                 let is_http2 = tls.inner().get_ref().1.alpn_protocol() == Some(b"h2");
-                (is_http2, Socket::Tls(Box::new(TokioIo::new(socket))))
+                (is_http2, Socket::Right(Box::new(TokioIo::new(socket))))
             }
         };
         let is_http2 = self.protocol == Protocol::Http2 || has_negotiated_http2;
@@ -99,54 +97,6 @@ pub(super) fn is_quiet(socket: &mut Socket) -> bool {
     // The next user of the connection registers its own waker.
     let mut context = Context::from_waker(Waker::noop());
     Pin::new(socket).poll_read(&mut context, &mut ReadBuf::new(&mut byte)).is_pending()
-}
-
-/// Calls a method of the stream, whichever it is.
-macro_rules! of_stream {
-    ($socket:expr, $stream:ident => $call:expr) => {
-        match $socket.get_mut() {
-            Socket::Plain(tcp) => {
-                let $stream = Pin::new(tcp);
-                $call
-            }
-            Socket::Tls(tls) => {
-                let $stream = Pin::new(&mut **tls);
-                $call
-            }
-        }
-    };
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        of_stream!(self, stream => stream.poll_read(context, buffer))
-    }
-}
-
-impl AsyncWrite for Socket {
-    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        of_stream!(self, stream => stream.poll_write(context, bytes))
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        of_stream!(self, stream => stream.poll_write_vectored(context, slices))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        of_stream!(self, stream => stream.poll_flush(context))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        of_stream!(self, stream => stream.poll_shutdown(context))
-    }
 }
 
 impl Resolver {

@@ -1,7 +1,7 @@
 //! A body that is no stream: it passes unchanged, and its usage is read at its end.
 
 use super::Usage;
-use crate::relay::splice::Splice;
+use crate::relay::splice;
 use bytes::Bytes;
 
 /// Longer bodies are not read. 4 MiB hold the longest answers with their log probabilities; embeddings of a large batch
@@ -28,11 +28,14 @@ impl Plain {
     /// The usage of a whole body. The body is no longer kept.
     pub(super) fn usage(&mut self) -> Option<Usage> {
         let frames = std::mem::take(&mut self.frames);
+        let joined;
         let body = match &frames[..] {
-            [body] => body.clone(),
-            frames => frames.concat().into(),
+            [body] => body,
+            frames => {
+                joined = frames.concat();
+                &joined[..]
+            }
         };
-        let usage = Splice::scan(body).ok()?.get("usage")?;
-        Usage::read(&usage)
+        Usage::read(&body[splice::find(body, "usage")?])
     }
 }

@@ -1,0 +1,136 @@
+//! What one relayed request costs in the gateway, from the client's bytes to its answer. Allocations are asserted,
+//! because they do not depend on the machine. A profiler counts the instructions of the thread `gateway`:
+//!
+//! ```text
+//! valgrind --tool=callgrind --separate-threads=yes target/…/request_cost-…
+//! ```
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+mod counting_allocator;
+
+use blockyard::config::{Config, Listen, Upstream};
+use blockyard::node::Node;
+use counting_allocator::{allocations, count_this_thread};
+use http::Uri;
+use http::header::CONTENT_LENGTH;
+use prometheus::proto::MetricFamily;
+use serde_json::json;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+use tokio::time::sleep;
+use upstream::relay::fake::{FakeEngine, Script};
+
+/// Requests until connections and buffers are there.
+const WARMUP: usize = 50;
+/// Enough that most of them have no background task of the gateway in between.
+const COUNTED: usize = 1000;
+/// Allocations of a request: what it takes now.
+const BOUND: usize = 72;
+const MODEL: &str = "org/m";
+/// Tokens of an answer.
+const TOKENS: usize = 64;
+
+/// Runs a future on a thread of its own, which ends with the process. The future sends what the test needs.
+fn on_thread<T: Send + 'static>(name: &str, start: impl AsyncFnOnce(mpsc::Sender<T>) + Send + 'static) -> T {
+    let (sender, receiver) = mpsc::channel();
+    let run = move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(start(sender));
+    };
+    thread::Builder::new().name(name.to_owned()).spawn(run).unwrap();
+    receiver.recv().unwrap()
+}
+
+/// A server that gives the same answer to every request.
+fn server(answer: Script) -> Uri {
+    on_thread("server", async move |started| {
+        let server = FakeEngine::start(vec![answer; WARMUP + COUNTED]).await.unwrap();
+        let models = json!({ "object": "list", "data": [{ "id": MODEL, "max_model_len": 4096 }] });
+        server.set_page("/v1/models", Script::json(200, &models));
+        started.send(server.uri()).unwrap();
+        std::future::pending::<()>().await;
+    })
+}
+
+/// A gateway in front of a server, with all of its tasks on one thread.
+fn gateway(server: Uri) -> SocketAddr {
+    on_thread("gateway", async move |started| {
+        let mut config =
+            Config { upstreams: vec![Upstream::new(server)], ..Config::with_cache(Path::new("/nonexistent")) };
+        config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+        let node = Node::start(&config).await.unwrap();
+        while !has_worker(&node) {
+            sleep(Duration::from_millis(10)).await;
+        }
+        count_this_thread();
+        started.send(node.address()).unwrap();
+        std::future::pending::<()>().await;
+    })
+}
+
+fn has_worker(node: &Node) -> bool {
+    let families = node.registry().gather();
+    let workers = families.iter().filter(|family| family.name() == "blockyard_router_workers");
+    workers.flat_map(MetricFamily::get_metric).any(|metric| metric.get_gauge().get_value() > 0.0)
+}
+
+/// The request for a short chat. Each has another prompt.
+fn request(address: SocketAddr, number: usize) -> String {
+    let content = format!("{number:06} {}", "word ".repeat(24));
+    let body = json!({
+        "model": MODEL, "max_tokens": TOKENS, "messages": [{ "role": "user", "content": content }],
+    });
+    let body = body.to_string();
+    format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+}
+
+/// The allocations for each request. Those of the end of a request may be counted with the next one.
+fn allocations_per_request(address: SocketAddr, answer: &str) -> Vec<usize> {
+    let mut socket = TcpStream::connect(address).unwrap();
+    socket.set_nodelay(true).unwrap();
+    let mut received = vec![0; 64 << 10];
+    let mut before = allocations();
+    let requests = (0..WARMUP + COUNTED).map(|number| {
+        socket.write_all(request(address, number).as_bytes()).unwrap();
+        let mut length = 0;
+        while !received[..length].ends_with(answer.as_bytes()) {
+            let read = socket.read(&mut received[length..]).unwrap();
+            assert!(read > 0, "the gateway has closed the connection");
+            length += read;
+        }
+        assert!(received.starts_with(b"HTTP/1.1 200 OK\r\n"), "{}", String::from_utf8_lossy(&received[..length]));
+        let now = allocations();
+        now - std::mem::replace(&mut before, now)
+    });
+    requests.collect()
+}
+
+#[test]
+fn a_relayed_request_allocates_no_more_than_its_bound() {
+    let usage = json!({
+        "prompt_tokens": 32, "completion_tokens": TOKENS, "total_tokens": 32 + TOKENS,
+        "prompt_tokens_details": { "cached_tokens": 16 },
+    });
+    let message = json!({ "role": "assistant", "content": " token".repeat(TOKENS) });
+    let answer = json!({
+        "id": "chatcmpl-1", "object": "chat.completion", "created": 1_700_000_000, "model": MODEL,
+        "choices": [{ "index": 0, "message": message, "finish_reason": "length" }], "usage": usage,
+    });
+    let length: &'static str = answer.to_string().len().to_string().leak();
+    let address = gateway(server(Script::json(200, &answer).header(CONTENT_LENGTH, length)));
+    let mut counts = allocations_per_request(address, &answer.to_string()).split_off(WARMUP);
+    counts.sort_unstable();
+    // Background tasks of the gateway allocate within some of the requests.
+    let median = counts[counts.len() / 2];
+    println!("{median} allocations");
+    assert!(median <= BOUND, "{median} allocations");
+}
