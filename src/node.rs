@@ -40,7 +40,7 @@ pub use upstreams::{CheckedUpstream, Upstreams};
 
 use crate::config::{Config, Listen};
 use crate::process::machine;
-use crate::process::{metrics, panics};
+use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::{Context, anyhow, bail};
 use banner::{Banner, Serves, UpstreamFacts};
@@ -126,6 +126,7 @@ impl Node {
             &registry,
         )?;
         panics::register(&registry)?;
+        log_writer::register(&registry)?;
         let upstream_metrics = upstream::Metrics::new(&registry)?;
         let health = Arc::new(Health::default());
         let aliases = Arc::new(Aliases::default());

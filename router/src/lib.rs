@@ -62,7 +62,7 @@ pub use policy::planner::{Mode as PlannerMode, Outlook, PlanStatus, Settings as 
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
 pub use problem::Problem;
 pub use router::{NoSuchWorker, Router, WorkerStatus};
-pub use settings::{Overrides, Preset, Settings};
+pub use settings::{Overrides, Settings};
 pub use slo::Slo;
 pub use state::Error;
 pub use trace::Line as Recorded;

@@ -1,29 +1,45 @@
 //! Load of each worker and what is derived from it.
 //!
 //! Owns the load of a worker (its last report plus bookings not yet in it), the snapshots that decisions read without a
-//! lock, the service estimates derived from them, and the traffic totals. Promises that nothing is counted twice:
-//! neither in the report and again as a booking, nor at two tiers.
+//! lock, the service estimates derived from them, what is learned of a model (step times, output lengths), and the
+//! traffic totals. Promises that nothing is counted twice: neither in the report and again as a booking, nor at two
+//! tiers.
 //!
 //! Not here: the list of workers (`fleet`), and what load means for a choice (`policy`).
 
+mod demand;
 mod estimate;
+mod least_squares;
 #[cfg(test)]
 mod loom;
+mod model_stats;
+mod output_lengths;
+mod prefill_time;
+mod prefix_demand;
+mod prompt_flow;
 mod published;
 mod snapshots;
 mod stats;
+mod step_time;
 mod sync;
 mod timestamp;
 mod traffic;
 mod worker_load;
 
+pub(crate) use demand::Demand;
 #[cfg(test)]
 pub(crate) use estimate::defaults;
 pub(crate) use estimate::{ServiceEstimate, prefill_speed};
+pub(crate) use model_stats::ModelStats;
+pub(crate) use output_lengths::ExpectedOutput;
+pub(crate) use prefill_time::PrefillTime;
+pub(crate) use prefix_demand::SharedPrefix;
+pub(crate) use prompt_flow::PromptArrivals;
 pub(crate) use snapshots::{SnapshotCache, WorkerSnapshot};
 pub(crate) use stats::LoadStats;
 #[cfg(test)]
 pub(crate) use stats::{Measured, Speeds};
+pub(crate) use step_time::StepTime;
 pub(crate) use timestamp::Timestamp;
 pub(crate) use traffic::{Totals, Traffic};
-pub(crate) use worker_load::{Demand, WorkerLoad};
+pub(crate) use worker_load::WorkerLoad;

@@ -20,6 +20,8 @@ pub(crate) struct Metrics {
     pub(crate) overpredicted_tokens: IntCounter,
     pub(crate) underpredicted_tokens: IntCounter,
     pub(crate) regret_seconds: Counter,
+    pub(crate) shared_prefix_copies: Histogram,
+    pub(crate) replications: IntCounter,
     pub(crate) index_source: IntGaugeVec,
     pub(crate) queued_prefill_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
@@ -62,6 +64,11 @@ impl Metrics {
         let gauges = |name: &str, help: &str, labels: &[&str]| {
             register(registry, IntGaugeVec::new(Opts::new(name, help), labels))
         };
+        let shared_prefix_copies = HistogramOpts::new(
+            "blockyard_router_shared_prefix_copies",
+            "Workers that held the shared prefix of a request when it was placed, of requests with such a prefix.",
+        )
+        .buckets(prometheus::exponential_buckets(1.0, 2.0, 11)?);
         let decision_seconds = HistogramOpts::new(
             "blockyard_router_decision_seconds",
             "Duration of one routing decision: block hashes, index lookup, cost of each worker.",
@@ -126,6 +133,11 @@ impl Metrics {
                     "blockyard_router_regret_seconds_total",
                     "Estimated time lost by wrong cache predictions, compared with the next best worker.",
                 ),
+            )?,
+            shared_prefix_copies: register(registry, Histogram::with_opts(shared_prefix_copies))?,
+            replications: counter(
+                "blockyard_router_prefix_replications_total",
+                "Requests that were placed on a worker without their shared prefix while others held it.",
             )?,
             index_source: gauges(
                 "blockyard_router_worker_index_source",

@@ -6,6 +6,7 @@
 //!
 //! Not here: reservations and sending (`dispatch`), and how load and cache contents are known (`load`, `index`).
 
+mod capacity;
 mod composition;
 mod cost;
 mod decide;
@@ -13,12 +14,12 @@ mod disaggregate;
 pub(crate) mod explain;
 mod inputs;
 pub(crate) mod planner;
+mod prompt;
 mod select;
 mod tuning;
 
 pub use composition::{Composition, Filter, Pick, Policy, Score, Term};
-pub(crate) use cost::OUTPUT_TOKENS;
-pub(crate) use decide::{Decision, PlacementRequest, ScoredWorker, Scratch, decide};
+pub(crate) use decide::{Decision, PlacementRequest, Replication, ScoredWorker, Scratch, decide};
 pub(crate) use disaggregate::ServingMode;
 pub(crate) use inputs::{FleetView, Overlaps};
 pub(crate) use select::SelectionContext;

@@ -30,6 +30,7 @@ mod results;
 mod router;
 mod runs;
 mod simulation;
+mod stub_engine;
 mod trace;
 mod traffic;
 mod workload;

@@ -2,7 +2,8 @@
 
 use crate::admission::Settings as Admission;
 use crate::index::Index;
-use crate::policy::{Disaggregation, Policy, Tuning, planner};
+use crate::policy::planner::{self, Targets};
+use crate::policy::{Disaggregation, Policy, Tuning};
 use crate::problem::Problem;
 use crate::slo::Slo;
 use serde::{Deserialize, Serialize};
@@ -14,21 +15,13 @@ use units::ByteSize;
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Settings {
-    /// Defaults of `policy`, `disaggregation`, `decode_interference_weight` and `prefix_affinity`. Default `balanced`.
-    /// The loader fills them in.
-    pub preset: Preset,
-    /// Choice of the worker for a request. Default `kv`: the lowest estimated time to first token.
+    /// Choice of the worker for a request. Default `kv`: the lowest estimated cost.
     pub policy: Policy,
     /// Whether a long prompt is prefilled on a prefill worker. Default `auto`: when the estimated times are shorter.
     pub disaggregation: Disaggregation,
-    /// Weight of the delay that a prompt causes to sequences that decode, relative to its own time to first token. 0
-    /// ignores the delay. Default 1: both count the same. A larger weight keeps the time between tokens shorter.
+    /// Weight of the time between tokens, of a request and of those beside it, relative to the time to first token. At
+    /// 1 both count the same in units of their targets (`slo`). 0 considers the time to first token only. Default 1.
     pub decode_interference_weight: f64,
-    /// Preference for workers that hold the prefix of a prompt: a number of prompts, from 0 to 1,000,000, also
-    /// fractional. That many prompts are assumed to queue behind each prompt, beyond those that do. With a larger value
-    /// a request queues longer for a cached prefix instead of computing it again on another worker. Default 0: only
-    /// real queues count.
-    pub prefix_affinity: f64,
     /// Seed of random choices (`random`, `power-of-two`, and ties). Default 0. Each router replica mixes its own id in,
     /// so that replicas choose differently.
     pub seed: u64,
@@ -38,7 +31,7 @@ pub struct Settings {
     /// Trace file: the router appends a line for each served request, for `blockyard replay` and `blockyard calibrate`.
     /// Default none.
     pub trace_file: Option<PathBuf>,
-    /// Latency targets, for the order of the admission queue and for the planner.
+    /// Latency targets, for the order of the admission queue, for the planner and for costs.
     pub slo: Slo,
     /// Planning of roles: whether workers change between prefill and decode as traffic shifts.
     pub planner: planner::Settings,
@@ -52,9 +45,6 @@ pub struct Settings {
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Overrides {
-    /// A preset instead of the settings for all models.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub preset: Option<Preset>,
     /// As in [`Settings`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<Policy>,
@@ -64,23 +54,6 @@ pub struct Overrides {
     /// As in [`Settings`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decode_interference_weight: Option<f64>,
-    /// As in [`Settings`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefix_affinity: Option<f64>,
-}
-
-/// A set of defaults.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Preset {
-    /// The delay of other requests counts as much as a request's own.
-    #[default]
-    Balanced,
-    /// Requests queue longer for a cached prefix, so that less is computed twice. For fleets under full load.
-    Cache,
-    /// Short time between tokens: requests avoid workers that decode many sequences, and are disaggregated sooner. For
-    /// interactive use.
-    Latency,
 }
 
 /// Larger weights would make every other term of a sum of costs vanish.
@@ -98,38 +71,10 @@ pub(crate) struct ResolvedSettings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Preset::Balanced.settings()
-    }
-}
-
-impl Preset {
-    /// All presets.
-    pub const ALL: [Self; 3] = [Self::Balanced, Self::Cache, Self::Latency];
-
-    /// The name in configuration and output.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Balanced => "balanced",
-            Self::Cache => "cache",
-            Self::Latency => "latency",
-        }
-    }
-
-    /// The settings of a preset.
-    pub fn settings(self) -> Settings {
-        let (decode_interference_weight, prefix_affinity) = match self {
-            Self::Balanced => (1.0, 0.0),
-            // As if two more prompts queued everywhere: a prefix is worth three times its own prefill time.
-            Self::Cache => (1.0, 2.0),
-            // One more sequence slows each step of its whole batch.
-            Self::Latency => (4.0, 0.0),
-        };
-        Settings {
-            preset: self,
+        Self {
             policy: Policy::Kv,
             disaggregation: Disaggregation::Auto,
-            decode_interference_weight,
-            prefix_affinity,
+            decode_interference_weight: 1.0,
             seed: 0,
             index_memory: ByteSize(Index::DEFAULT_MEMORY_LIMIT as u64),
             trace_file: None,
@@ -144,20 +89,9 @@ impl Preset {
 impl Settings {
     /// Problems with the values.
     pub fn check(&self) -> Vec<Problem> {
-        let weights = |key: &str, weights: [(&str, Option<f64>); 2]| {
-            let of = |(name, weight): (&str, Option<f64>)| {
-                Problem::unless_within(&format!("{key}.{name}"), weight?, WEIGHTS)
-            };
-            weights.into_iter().filter_map(of).collect::<Vec<_>>()
-        };
-        let Self { decode_interference_weight, prefix_affinity, .. } = self;
-        let mut problems = weights(
-            "router",
-            [
-                ("decode_interference_weight", Some(*decode_interference_weight)),
-                ("prefix_affinity", Some(*prefix_affinity)),
-            ],
-        );
+        let weight =
+            |key: &str, weight| Problem::unless_within(&format!("{key}.decode_interference_weight"), weight, WEIGHTS);
+        let mut problems: Vec<Problem> = weight("router", self.decode_interference_weight).into_iter().collect();
         let index_memory = ByteSize(Index::MIN_MEMORY_LIMIT as u64)..=INDEX_MEMORY_MAX;
         problems.extend(Problem::unless_within("router.index_memory", self.index_memory, index_memory));
         problems.extend(self.slo.check());
@@ -165,12 +99,9 @@ impl Settings {
         problems.extend(self.admission.check());
         problems.extend(self.policy.check("router.policy"));
         for (model, overrides) in &self.models {
-            let Overrides { decode_interference_weight, prefix_affinity, policy, .. } = overrides;
+            let Overrides { decode_interference_weight, policy, .. } = overrides;
             let key = format!("router.models.{model}");
-            problems.extend(weights(
-                &key,
-                [("decode_interference_weight", *decode_interference_weight), ("prefix_affinity", *prefix_affinity)],
-            ));
+            problems.extend(decode_interference_weight.and_then(|of_model| weight(&key, of_model)));
             problems.extend(policy.iter().flat_map(|policy| policy.check(&format!("{key}.policy"))));
         }
         problems
@@ -185,8 +116,9 @@ impl Settings {
 
     /// Tuning of models that are not named.
     pub(crate) fn tuning(&self) -> Tuning {
-        let Self { policy, disaggregation, decode_interference_weight, prefix_affinity, .. } = self.clone();
-        Tuning { policy, disaggregation, decode_interference_weight, prefix_affinity }
+        let Self { policy, disaggregation, decode_interference_weight, slo, .. } = self;
+        let decode_tokens = decode_interference_weight * Targets::of(slo).ratio();
+        Tuning { policy: policy.clone(), disaggregation: *disaggregation, decode_tokens }
     }
 }
 
@@ -202,7 +134,9 @@ impl ResolvedSettings {
     /// Resolves settings that were checked before.
     pub(crate) fn from_valid(settings: Settings) -> Self {
         let default_tuning = settings.tuning();
-        let of = |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&default_tuning));
+        let target_ratio = Targets::of(&settings.slo).ratio();
+        let of =
+            |(model, overrides): (&String, &Overrides)| (model.clone(), overrides.over(&default_tuning, target_ratio));
         let models = settings.models.iter().map(of).collect();
         Self { settings, default_tuning, models }
     }
@@ -214,13 +148,14 @@ impl ResolvedSettings {
 }
 
 impl Overrides {
-    fn over(&self, default_tuning: &Tuning) -> Tuning {
-        let base = self.preset.map_or_else(|| default_tuning.clone(), |preset| preset.settings().tuning());
+    /// `target_ratio`: of the first token to that between tokens.
+    fn over(&self, default_tuning: &Tuning, target_ratio: f64) -> Tuning {
+        let Tuning { policy, disaggregation, decode_tokens } = default_tuning.clone();
+        let of_model = self.decode_interference_weight.map(|weight| weight * target_ratio);
         Tuning {
-            policy: self.policy.clone().unwrap_or(base.policy),
-            disaggregation: self.disaggregation.unwrap_or(base.disaggregation),
-            decode_interference_weight: self.decode_interference_weight.unwrap_or(base.decode_interference_weight),
-            prefix_affinity: self.prefix_affinity.unwrap_or(base.prefix_affinity),
+            policy: self.policy.clone().unwrap_or(policy),
+            disaggregation: self.disaggregation.unwrap_or(disaggregation),
+            decode_tokens: of_model.unwrap_or(decode_tokens),
         }
     }
 }
@@ -236,8 +171,8 @@ mod tests {
         assert!(error.contains("polcy"), "{error}");
         for (text, key) in [
             ("decode_interference_weight = nan", "router.decode_interference_weight"),
-            ("prefix_affinity = -1", "router.prefix_affinity"),
-            ("prefix_affinity = 1e300", "router.prefix_affinity"),
+            ("decode_interference_weight = -1", "router.decode_interference_weight"),
+            ("decode_interference_weight = 1e300", "router.decode_interference_weight"),
             ("index_memory = '1000B'", "router.index_memory"),
             ("[models.small]\ndecode_interference_weight = inf", "router.models.small.decode_interference_weight"),
             ("[models.small]\npolicy = { score = [] }", "router.models.small.policy.score"),
@@ -253,16 +188,16 @@ mod tests {
     }
 
     #[test]
-    fn model_overrides_start_from_all_models_or_a_preset() {
-        let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\npreset = 'cache'\n\
-                    prefix_affinity = 9";
+    fn model_overrides_start_from_all_models() {
+        let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\n\
+                    decode_interference_weight = 9\n[slo]\nttft = '2s'";
         let resolved = ResolvedSettings::new(toml::from_str(text).unwrap()).unwrap();
         let tuning = |model| {
-            let Tuning { policy, decode_interference_weight, prefix_affinity, .. } = resolved.of(model);
-            (policy.name(), *decode_interference_weight, *prefix_affinity)
+            let Tuning { policy, decode_tokens, .. } = resolved.of(model);
+            (policy.name(), *decode_tokens as u64)
         };
-        assert_eq!(tuning("anything"), ("kv", 2.0, 0.0));
-        assert_eq!(tuning("a.b"), ("session", 2.0, 0.0));
-        assert_eq!(tuning("c"), ("kv", 1.0, 9.0));
+        assert_eq!(tuning("anything"), ("kv", 80));
+        assert_eq!(tuning("a.b"), ("session", 80));
+        assert_eq!(tuning("c"), ("kv", 360));
     }
 }

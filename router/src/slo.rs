@@ -1,7 +1,8 @@
 //! Latency targets of the service: the `[router.slo]` section of the configuration.
 //!
 //! The admission queue prefers requests that can still meet the first target (`admission/queue/order.rs`). The planner
-//! computes how many workers meet both. Not here: the deadline that a request brings itself (`deadline_ms`).
+//! computes how many workers meet both. Costs weigh the time between tokens against the time to first token by their
+//! ratio. Not here: the deadline that a request brings itself (`deadline_ms`).
 
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
@@ -14,9 +15,9 @@ use units::HumanDuration;
 #[serde(default, deny_unknown_fields)]
 pub struct Slo {
     /// Target of the time to first token. Default none: the admission queue keeps the order of arrival, and the planner
-    /// plans for 1 s.
+    /// and the costs take 1 s.
     pub ttft: Option<HumanDuration>,
-    /// Target of the time between tokens. Default none: the planner plans for 50 ms.
+    /// Target of the time between tokens. Default none: the planner and the costs take 50 ms.
     pub itl: Option<HumanDuration>,
 }
 

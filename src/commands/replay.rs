@@ -56,8 +56,7 @@ pub struct Replay {
 
     /// Policies: kv, round-robin, least-loaded, random, power-of-two, session, and those of other routers, from their
     /// documentation: dynamo-cost, vllm-router, smg, llm-d, lmetric, loadaware, bounded-hash [default: all of these, or
-    /// the `router.policy` that --config or --set sets]; or presets: balanced, cache, latency; or `composed`: the table
-    /// in `router.policy`
+    /// the `router.policy` that --config or --set sets]; or `composed`: the table in `router.policy`
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
@@ -432,10 +431,9 @@ fn row(f: &Results) -> String {
 /// The router settings of the given configuration, and the policies to compare: those of `--policy`, else the one that
 /// the configuration sets, else all.
 fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnderTest>)> {
-    let (config, origins) = load(args, None)?;
+    let (config, origins) = load(args)?;
     let settings = config.router;
-    let named = |origin: &str| origin != "default" && !origin.starts_with("preset ");
-    let chosen = matches!(settings.policy, Policy::Composed(_)) || named(origins.of("router.policy"));
+    let chosen = matches!(settings.policy, Policy::Composed(_)) || origins.of("router.policy") != "default";
     let compared = if args.policy.is_empty() && chosen {
         vec![PolicyUnderTest::Settings(settings.policy.name(), Box::new(settings.clone()))]
     } else {
@@ -447,18 +445,12 @@ fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnd
 /// The policies of `--policy`, without repetitions; all policies if the flag is absent. `configured` holds the settings
 /// of the given configuration.
 fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::Result<Vec<PolicyUnderTest>> {
-    let mut known = PolicyUnderTest::all();
+    let known = PolicyUnderTest::all();
     if args.policy.is_empty() {
         return Ok(known);
     }
-    known.extend(PolicyUnderTest::presets());
     let names = known.iter().map(PolicyUnderTest::name).collect::<Vec<_>>().join(", ");
     let of = |name: &String| match (known.iter().find(|each| each.name() == name), configured) {
-        (Some(PolicyUnderTest::Settings(preset, _)), Some(_)) => {
-            // Keys that are set override the preset. The policy is always `kv`, since presets tune it.
-            let settings = load(args, Some(preset))?.0.router.choosing(&Policy::Kv);
-            Ok(PolicyUnderTest::Settings(preset, Box::new(settings)))
-        }
         (Some(policy), _) => Ok(policy.clone()),
         (None, Some(Settings { policy: composed @ Policy::Composed(_), .. })) if name == "composed" => {
             Ok(PolicyUnderTest::Policy(composed.clone()))
@@ -473,10 +465,9 @@ fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::
     args.policy.iter().enumerate().filter(first).map(|(_, name)| of(name)).collect()
 }
 
-/// The configuration that `serve` would have with this preset.
-fn load(args: &Replay, preset: Option<&str>) -> Result<(Config, Origins), config::Errors> {
-    let preset = preset.map(|preset| Flag::own(&format!("--policy {preset}"), "router.preset", preset));
-    Config::load(&Sources::of_process(args.config.clone(), args.set.iter().cloned().chain(preset).collect()))
+/// The configuration that `serve` would have.
+fn load(args: &Replay) -> Result<(Config, Origins), config::Errors> {
+    Config::load(&Sources::of_process(args.config.clone(), args.set.clone()))
 }
 
 /// Parses a number of workers with the role `both`, or a number of workers of each role.

@@ -67,6 +67,10 @@ impl Config {
             flash.and_then(|flash| unless_some("tiers.g3_5.capacity", Some(flash.capacity))),
             flash.and_then(|flash| Problem::unless_within("tiers.g3_5.max_age", flash.max_age?, MAX_AGE)),
             log_filter(&log.filter),
+            (frontend.max_inflight_bodies < frontend.max_body).then(|| {
+                let problem = format!("no body of frontend.max_body fits; expected at least \"{}\"", frontend.max_body);
+                Problem::new("frontend.max_inflight_bodies", problem)
+            }),
         ]
         .into_iter()
         .flatten()
@@ -74,6 +78,13 @@ impl Config {
         for (nth, quota) in tiers.quotas.iter().enumerate() {
             let key = format!("tiers.quotas.{nth}.weight");
             problems.extend(Problem::unless_within(&key, quota.weight, QUOTA_WEIGHT));
+        }
+        for (nth, host) in frontend.allowed_hosts.iter().enumerate() {
+            if host != "*" && host.contains(['/', ':', '*', ' ']) {
+                let problem =
+                    "expected the name of a host without scheme, port and path, like `kv.example.com`, or `*`";
+                problems.push(Problem::new(format!("frontend.allowed_hosts.{nth}"), problem));
+            }
         }
         for (nth, upstream) in self.upstreams.iter().enumerate() {
             if let Some(first) = self.upstreams[..nth].iter().position(|other| other.url == upstream.url) {

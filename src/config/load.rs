@@ -8,7 +8,7 @@ use figment::{Figment, Metadata, Profile, Provider};
 use frontend::ApiKey;
 use kvbm::crypt::KeySource;
 use kvbm::object::Credentials;
-use router::{Preset, Problem};
+use router::Problem;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -158,7 +158,7 @@ pub(super) struct Merged {
 impl Merged {
     fn of(defaults: &Config, layers: &[Layer], file: Option<File>) -> Self {
         let known = Layer::of("default", Value::serialize(defaults).expect("the defaults are plain"));
-        let figment = layers.iter().fold(Figment::from(known).merge(Layer::preset(layers)), Figment::merge);
+        let figment = layers.iter().fold(Figment::from(known), Figment::merge);
         Self { figment, file }
     }
 
@@ -254,21 +254,6 @@ impl Layer {
         Self::of(&file.name(), Value::serialize(&file.table).expect("a table of TOML is plain"))
     }
 
-    /// The values of the preset that the strongest layer names. An unknown preset is reported as an invalid value
-    /// elsewhere.
-    fn preset(layers: &[Self]) -> Self {
-        let preset_of = |layer: &Self| Some(layer.values.get("router")?.as_dict()?.get("preset")?.as_str()?.to_owned());
-        let name = layers.iter().rev().find_map(preset_of);
-        let preset = Preset::ALL.into_iter().find(|preset| Some(preset.name()) == name.as_deref()).unwrap_or_default();
-        let values = Value::serialize(preset.settings()).expect("settings are plain");
-        let mut values = values.into_dict().unwrap_or_default();
-        values.retain(|key, _| {
-            !["preset", "seed", "index_memory", "trace_file", "models", "slo", "planner", "admission"]
-                .contains(&key.as_str())
-        });
-        Self::one(&format!("preset {}", preset.name()), "router", Value::from(values))
-    }
-
     fn one(origin: &str, key: &str, value: Value) -> Self {
         Self::of(origin, figment::util::nest(key, value))
     }
@@ -312,13 +297,25 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
-            format!("expected {expected}")
+            format!("expected {}", type_name(expected))
         }
         Kind::UnknownVariant(_, known) => format!("expected one of {}", quoted(known)),
         Kind::MissingField(field) => format!("`{field}` is required here"),
         other => other.to_string(),
     };
     Error::Value { origin, key: path, value, problem }
+}
+
+/// What serde expects, without the names of Rust's types.
+fn type_name(expected: &str) -> &str {
+    match expected {
+        "f32" | "f64" => "a number",
+        "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number, 0 or more",
+        "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
+        "bool" | "a boolean" => "`true` or `false`",
+        "a string" => "a text",
+        other => other,
+    }
 }
 
 /// Adds value and origin to a problem found by a check.

@@ -102,7 +102,7 @@ mod tests {
             ("server.port", &[], Some("did you mean `listen`?")),
             ("admin.port", &["listen"], Some("did you mean `admin.listen`?")),
             ("policy", &top, Some("did you mean `router.policy`?")),
-            ("router.polcy", &["policy", "preset"], Some("did you mean `router.policy`?")),
+            ("router.polcy", &["policy", "planner"], Some("did you mean `router.policy`?")),
             ("router.planer", &["planner"], Some("did you mean `router.planner`?")),
             (
                 "router.admission.tenants.blue.wieght",

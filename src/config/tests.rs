@@ -96,13 +96,32 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
             ],
         ),
         ("router.slo.ttft=0", &["router.slo.ttft = 0 (--set router.slo.ttft=0)"]),
-        ("router.models.small.prefix_affinity=-1", &["router.models.small.prefix_affinity = -1 (--set router.models"]),
+        (
+            "router.models.small.decode_interference_weight=-1",
+            &["router.models.small.decode_interference_weight = -1 (--set router.models"],
+        ),
     ];
     for (assignment, parts) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
         for part in parts {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
+    }
+}
+
+#[test]
+fn values_that_cannot_work_together_are_refused() {
+    let cases = [
+        ("engine.max_num_seqs=many", "expected a whole number, 0 or more"),
+        ("router.decode_interference_weight=much", "expected a number"),
+        ("frontend.parse_special_tokens=3", "expected `true` or `false`"),
+        ("frontend.max_inflight_bodies=1MiB", "no body of frontend.max_body fits; expected at least \"16MiB\""),
+        ("frontend.allowed_hosts=[\"https://kv.example.com\"]", "without scheme, port and path"),
+        ("frontend.allowed_hosts=[\"kv.example.com:8000\"]", "without scheme, port and path"),
+    ];
+    for (assignment, wanted) in cases {
+        let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
+        assert!(error.contains(wanted), "`{wanted}` is not in: {error}");
     }
 }
 
@@ -294,31 +313,6 @@ fn an_alias_is_a_name_or_a_list_of_deployments() {
 }
 
 #[test]
-fn a_preset_sets_unset_keys_and_is_their_origin() {
-    let file = file("[router]\npreset = 'cache'\nprefix_affinity = 5.0\n");
-    let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
-    let (config, origins) = load(&sources).unwrap();
-    let cache = router::Preset::Cache.settings();
-    assert_eq!(
-        (config.router.decode_interference_weight, config.router.prefix_affinity),
-        (cache.decode_interference_weight, 5.0)
-    );
-    assert_eq!(origins.of("router.decode_interference_weight"), "preset cache");
-    assert_eq!(origins.of("router.prefix_affinity"), format!("{}:3", file.path().display()));
-    assert_eq!(origins.of("router.seed"), "default");
-    // The preset of a flag overrides that of the file; keys of the file override every preset.
-    let (config, origins) = load(&Sources { flags: vec![set("router.preset=latency")], ..sources.clone() }).unwrap();
-    let latency = router::Preset::Latency.settings();
-    assert_eq!(
-        (config.router.decode_interference_weight, config.router.prefix_affinity),
-        (latency.decode_interference_weight, 5.0)
-    );
-    assert_eq!(origins.of("router.policy"), "preset latency");
-    let error = error_of(&Sources { flags: vec![set("router.preset=fast")], ..sources });
-    assert!(error.contains("router.preset = \"fast\"") && error.contains("`balanced`"), "{error}");
-}
-
-#[test]
 fn a_composed_policy_is_set_printed_and_read_again() {
     let composed =
         "router.policy={filter=[fits,{queue_below=500ms}],score=[{term=overlap,weight=2},{term=queue}],pick=weighted}";
@@ -341,7 +335,7 @@ fn a_composed_policy_is_set_printed_and_read_again() {
 
 #[test]
 fn a_model_name_may_contain_a_dot() {
-    let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\nprefix_affinity = {bias}\n"));
+    let said = |bias: &str| file(&format!("[router.models.\"llama-3.1\"]\ndecode_interference_weight = {bias}\n"));
     let read = |from: &tempfile::NamedTempFile| Sources {
         environment: environment(&[]),
         flags: Vec::new(),
@@ -349,12 +343,15 @@ fn a_model_name_may_contain_a_dot() {
     };
     let right = said("0.5");
     let (config, origins) = load(&read(&right)).unwrap();
-    assert_eq!(origins.of("router.models.llama-3.1.prefix_affinity"), format!("{}:2", right.path().display()));
+    assert_eq!(
+        origins.of("router.models.llama-3.1.decode_interference_weight"),
+        format!("{}:2", right.path().display())
+    );
     let printed = as_toml(&config, &origins);
     assert!(printed.contains("[router.models.\"llama-3.1\"]"), "{printed}");
     assert_eq!(load(&read(&file(&printed))).unwrap().0, config);
     let error = error_of(&read(&said("-1")));
-    assert!(error.contains("router.models.llama-3.1.prefix_affinity = -1 ("), "{error}");
+    assert!(error.contains("router.models.llama-3.1.decode_interference_weight = -1 ("), "{error}");
 }
 
 /// The error of `serve` for a configuration file.
@@ -388,7 +385,7 @@ wieght = 2
 max_inflight_tokens = 0
 
 [router.models.\"gpt-4.1\"]
-prefix_affinity = -1
+decode_interference_weight = -1
 ";
     let errors = refused_to_serve(text);
     let wanted = [
@@ -403,7 +400,7 @@ prefix_affinity = -1
         "unknown key `router.admission.tenants.blue.wieght` (FILE:17); \
          did you mean `router.admission.tenants.blue.weight`?",
         "router.admission.tenants.blue.max_inflight_tokens = 0 (FILE:18): expected at least 1",
-        "router.models.gpt-4.1.prefix_affinity = -1 (FILE:21): expected a number",
+        "router.models.gpt-4.1.decode_interference_weight = -1 (FILE:21): expected a number",
         "no such model is served; the one that is is called `tiny`",
         "frontend.tenant_header",
     ];
@@ -430,11 +427,10 @@ fn a_list_entry_without_a_field_is_reported_once() {
 }
 
 /// Numeric keys that may be zero, and why.
-const MAY_BE_ZERO: [&str; 8] = [
+const MAY_BE_ZERO: [&str; 7] = [
     "frontend.shutdown_delay",            // closes at once
     "shutdown_timeout",                   // ends at once
     "router.decode_interference_weight",  // looks at the first token only
-    "router.prefix_affinity",             // the default
     "router.seed",                        // any number is a seed
     "router.admission.max_queued_tokens", // nothing waits
     "router.admission.max_queue_time",    // nothing waits
@@ -470,7 +466,7 @@ fn numeric_keys_refuse_values_out_of_range() {
         assert_eq!(refuses(&key, &quoted(zero)), !MAY_BE_ZERO.contains(&key.as_str()), "{key} = {}", quoted(zero));
         checked += 1;
     }
-    assert!(checked >= 25, "only {checked} keys were found to be numeric");
+    assert!(checked >= 24, "only {checked} keys were found to be numeric");
 }
 
 #[test]
@@ -489,7 +485,7 @@ fn optional_numbers_refuse_zero_and_absurd_values() {
         "[router]\npolicy = { filter = [{ queue_below = '0s' }], score = [{ term = 'queue' }] }",
         "[router.admission.tenants.\"*\"]\nmax_inflight_tokens = 0",
         "[router.admission.tenants.\"*\"]\nweight = nan",
-        "[router.models.small]\nprefix_affinity = 1e300",
+        "[router.models.small]\ndecode_interference_weight = 1e300",
         "threads = 100000000",
     ] {
         let _ = refused_to_serve(text);
@@ -499,7 +495,7 @@ fn optional_numbers_refuse_zero_and_absurd_values() {
 #[test]
 fn serve_refuses_values_that_contradict_each_other() {
     for (text, wanted) in [
-        ("[router.models.small2]\npreset = 'cache'", "router.models.small2"),
+        ("[router.models.small2]\npolicy = 'session'", "router.models.small2"),
         ("[router.admission.tenants.blue]\nweight = 2", "frontend.tenant_header"),
         ("[tiers]\ng1 = 'off'", "tiers.g1"),
         ("listen = 9000\n[admin]\nlisten = '127.0.0.1:9000'", "admin.listen"),
@@ -509,7 +505,7 @@ fn serve_refuses_values_that_contradict_each_other() {
         let errors = refused_to_serve(text);
         assert!(errors.contains(wanted), "{text}: {errors}");
     }
-    let served = file("model = 'models/llama-3.1'\n[router.models.\"llama-3.1\"]\npreset = 'cache'\n");
+    let served = file("model = 'models/llama-3.1'\n[router.models.\"llama-3.1\"]\npolicy = 'session'\n");
     let sources = Sources { file: Some(served.path().into()), environment: environment(&[]), flags: vec![] };
     assert!(Config::load_to_serve(&sources).is_ok(), "the folder's name is the model's");
 }

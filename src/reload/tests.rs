@@ -64,15 +64,14 @@ impl Harness {
 async fn live_keys_apply_and_other_keys_need_a_restart() {
     let harness = Harness::new("listen = '127.0.0.1:1'\n[router]\npolicy = 'kv'\n");
     harness.write(
-        "listen = '127.0.0.1:2'\n[router]\npreset = 'cache'\n[log]\nfilter = 'debug'\n\
+        "listen = '127.0.0.1:2'\n[router]\nseed = 5\n[log]\nfilter = 'debug'\n\
          [router.models.small]\npolicy = 'random'\n[router.planner]\nmode = 'apply'\n",
     );
     let report = harness.reload.now("SIGHUP");
     assert_eq!(report.outcome, Outcome::Applied, "{report:?}");
-    let applied =
-        ["log.filter", "router.models.small.policy", "router.planner.mode", "router.prefix_affinity", "router.preset"];
+    let applied = ["log.filter", "router.models.small.policy", "router.planner.mode", "router.seed"];
     assert_eq!((report.applied, report.needs_restart), (applied.map(String::from).into(), vec!["listen".to_owned()]));
-    assert_eq!((harness.runs("router.preset"), harness.runs("listen")), ("cache".into(), "127.0.0.1:1".into()));
+    assert_eq!((harness.runs("router.seed"), harness.runs("listen")), (5.into(), "127.0.0.1:1".into()));
     let again = harness.reload.now("admin");
     assert_eq!((again.outcome, again.needs_restart.len()), (Outcome::Unchanged, 1), "the restart is still to come");
     assert_eq!(harness.reload.as_json()["reload"]["trigger"], "admin");

@@ -31,13 +31,8 @@ fn serve_help_shows_the_real_defaults() {
 }
 
 #[test]
-fn the_routing_page_lists_every_preset_and_policy() {
+fn the_routing_page_lists_every_policy() {
     let page = include_str!("../../docs/routing.md");
-    for preset in router::Preset::ALL {
-        let router::Settings { decode_interference_weight, prefix_affinity, .. } = preset.settings();
-        let row = format!("| `{}` | `{decode_interference_weight:?}` | `{prefix_affinity:?}` |", preset.name());
-        assert!(page.contains(&row), "{row}");
-    }
     let known = router::Policy::ALL;
     assert!(known.iter().all(|policy| page.contains(&format!("`{}`", policy.name()))));
 }
@@ -63,7 +58,7 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
         (&["--set", &keys], "tiers.encryption"),
         (&["--set", "frontend.tenant_header=x-t", "--set", &secret], "16"),
         (&["--set", "router.trace_file=no/such/folder/run.jsonl"], "router.trace_file"),
-        (&["--set", "router.models.other.preset=cache"], "`tiny`"),
+        (&["--set", "router.models.other.policy=random"], "`tiny`"),
         (&["--listen", "203.0.113.7:80"], "listen"),
     ];
     for (arguments, expected) in cases {

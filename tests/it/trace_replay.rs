@@ -114,7 +114,7 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
     std::fs::write(&run, line.to_string()).unwrap();
     std::fs::write(&notes, "# Traces\n").unwrap();
     let nowhere = folder.path().join("none/report.html");
-    let with = ["replay", "--rate", "1", "--policy", "session,balanced", "--html"];
+    let with = ["replay", "--rate", "1", "--policy", "session,least-loaded", "--html"];
     let replay = |page: &Path, trace: &Path| {
         let output = blockyard(&[&with[..], &[page.to_str().unwrap()]].concat(), trace);
         (output.status.success(), String::from_utf8(output.stderr).unwrap())
@@ -162,18 +162,13 @@ fn replay_reads_the_router_configuration_as_serve_does() {
     assert_eq!(set["policies"], from_file["policies"]);
     assert_eq!((&set["router"]["decode_interference_weight"], plain.get("router")), (&json!(40.0), None));
     assert_eq!((&plain["resync_delay_s"], &plain["rebalance"]), (&json!(0.05), &json!(false)));
-    // Keys override a preset, also one given as a policy.
-    let preset = replay(&["--policy", "latency", "--set", "router.decode_interference_weight=40"]).0;
-    let [mut of_preset, of_key] = [&preset, &set].map(|report| report["policies"][0].clone());
-    of_preset["policy"] = json!("kv");
-    assert_eq!(of_preset, of_key);
     // Policies of the flag, each once; else the policy of the configuration; else all policies.
     assert_eq!(policies(&kv(&["--policy", "kv,random,kv"])), ["kv", "random"]);
     let composed = "router.policy={score=[{term=queue}]}";
     assert_eq!(policies(&replay(&["--policy", "kv,composed", "--set", composed]).0), ["kv", "composed"]);
     assert_eq!(policies(&replay(&["--set", composed]).0), ["composed"]);
     assert_eq!(policies(&replay(&["--set", "router.policy=session"]).0), ["session"]);
-    assert_eq!(policies(&replay(&["--set", "router.prefix_affinity=2"]).0).len(), 13);
+    assert_eq!(policies(&replay(&["--set", "router.decode_interference_weight=2"]).0).len(), 13);
     let planner = ["--workers", "prefill:2,decode:2", "--set", "router.planner.mode=apply"];
     let disaggregated =
         blockyard(&[&["replay", "--rate", "40", "--policy", "kv", "--json"], &planner[..]].concat(), &run);
@@ -181,12 +176,9 @@ fn replay_reads_the_router_configuration_as_serve_does() {
     assert!(report["rebalance"] == true && report["policies"][0]["role_changes"].is_u64(), "{report:#}");
     // Errors have the words of `serve`.
     for (setting, expected) in [
-        (
-            "router.prefix_afinity=1",
-            "unknown key `router.prefix_afinity` (--set router.prefix_afinity=1); did you mean",
-        ),
+        ("router.index_memry=1GiB", "unknown key `router.index_memry` (--set router.index_memry=1GiB); did you mean"),
         ("router.policy=kvv", "router.policy = \"kvv\""),
-        ("router.prefix_affinity=-1", "router.prefix_affinity = -1"),
+        ("router.decode_interference_weight=-1", "router.decode_interference_weight = -1"),
     ] {
         let (_, error) = replay(&["--set", setting]);
         assert!(error.contains(expected), "{error}");

@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn queued_requests_do_not_saturate_their_worker() {
-        let not_sent = Demand { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1 };
+        let not_sent = Demand { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1, ..Demand::default() };
         assert_eq!(saturation(Role::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
         assert_eq!(saturation(Role::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
     }

@@ -1,7 +1,6 @@
 //! A request at admission: what it asks for, and where it was placed.
 
 use crate::load::Demand;
-use crate::policy::OUTPUT_TOKENS;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,8 +31,6 @@ pub(crate) struct Ticket {
     pub(crate) queue_deadline: Instant,
     /// Number of prompt tokens. The limits of the queue and of tenants count these.
     pub(crate) tokens: u64,
-    /// Maximum number of output tokens per choice, if the request sets one.
-    pub(crate) max_tokens: Option<u32>,
     /// Number of choices that are admitted together.
     pub(crate) choices: u32,
 }
@@ -69,12 +66,13 @@ impl Ticket {
         self.deadline.or(self.target)
     }
 
-    /// The request as placed on a route, with these reservations. `min_service_seconds`: estimated time to the first
-    /// token without any queueing.
+    /// The request as placed on a route, with these reservations. `output_tokens`: expected of each choice;
+    /// `min_service_seconds`: estimated time to the first token without any queueing.
     pub(crate) fn placed(
         &self,
         route: Route,
         reserved: [Demand; 2],
+        output_tokens: u64,
         min_service_seconds: f64,
         now: Instant,
     ) -> QueuedRequest {
@@ -82,12 +80,11 @@ impl Ticket {
         let cost_tokens = reserved.iter().map(|amount| amount.prefill_tokens).sum::<u64>();
         let start_by = self.until().map(|until| until.checked_sub(min_service_seconds).unwrap_or(now));
         let is_late = self.target.is_some() && start_by.is_some_and(|start_by| start_by <= now);
-        let output = self.max_tokens.map_or(OUTPUT_TOKENS, |most| OUTPUT_TOKENS.min(most.into()));
         QueuedRequest {
             ticket: self.clone(),
             start_by: start_by.filter(|_| !is_late),
             is_late,
-            cost_tokens: cost_tokens + output * u64::from(self.choices),
+            cost_tokens: cost_tokens + output_tokens * u64::from(self.choices),
             route,
             reserved: if is_late { [Demand::default(); 2] } else { reserved },
             placed: now,

@@ -45,11 +45,19 @@ impl ReplicaOutbox {
         let mut pending = self.lock();
         pending.last += 1;
         let number = pending.last;
-        let Demand { prefill_tokens, blocks, sequences, .. } = amount;
+        let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = amount;
         // The anchors are copied only if there are peers.
         if pending.has_peers {
             let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());
-            pending.send(ReservationUpdate::Placed { number, worker, prefill_tokens, blocks, decodes, anchors });
+            pending.send(ReservationUpdate::Placed {
+                number,
+                worker,
+                prefill_tokens,
+                blocks,
+                decodes,
+                context_tokens,
+                anchors,
+            });
             self.changed.notify_one();
         }
         ReplicatedReservation { outbox: self.clone(), number }

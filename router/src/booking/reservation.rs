@@ -3,8 +3,9 @@
 use super::inflight::InflightPrefix;
 use super::outbox::{ReplicaOutbox, ReplicatedReservation};
 use crate::fleet::Worker;
-use crate::load::{Demand, WorkerLoad};
+use crate::load::{Demand, ExpectedOutput, WorkerLoad};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::Instant;
 
 /// Load of a request that counts on a worker from the decision on, so that the next decision sees it.
@@ -13,6 +14,8 @@ pub(crate) struct Booking {
     load: Arc<WorkerLoad>,
     number: u64,
     amount: Demand,
+    /// Output tokens generated so far.
+    generated: AtomicU64,
     /// The prefix that the request will leave in the worker's cache.
     _prefix: InflightPrefix,
     /// The same reservation in other routers.
@@ -20,10 +23,18 @@ pub(crate) struct Booking {
 }
 
 impl Booking {
-    pub(crate) fn new(member: &Worker, amount: Demand, prefix: InflightPrefix, outbox: &Arc<ReplicaOutbox>) -> Self {
+    pub(crate) fn new(
+        member: &Worker,
+        amount: Demand,
+        cached_tokens: Option<u64>,
+        output: ExpectedOutput,
+        prefix: InflightPrefix,
+        outbox: &Arc<ReplicaOutbox>,
+    ) -> Self {
         let replicated = outbox.placed(member.id(), amount, &prefix);
         let load = member.load.clone();
-        Self { number: load.book(amount, Instant::now()), load, amount, _prefix: prefix, replicated }
+        let (number, generated) = (load.book(amount, cached_tokens, output, Instant::now()), AtomicU64::default());
+        Self { load, number, amount, generated, _prefix: prefix, replicated }
     }
 
     /// The request waits behind all that are placed later: it takes nothing until [`Self::resume`].
@@ -58,13 +69,23 @@ impl Booking {
 
     /// The first output has arrived.
     pub(crate) fn started(&self) {
-        self.load.started(self.number);
+        self.load.started(self.number, Instant::now());
         self.replicated.started();
+    }
+
+    /// Output tokens have arrived.
+    pub(crate) fn add_output(&self, tokens: usize) {
+        self.generated.fetch_add(tokens as u64, Ordering::Relaxed);
+    }
+
+    /// Output tokens so far.
+    pub(crate) fn output_tokens(&self) -> u64 {
+        self.generated.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Booking {
     fn drop(&mut self) {
-        self.load.release(self.number, Instant::now());
+        self.load.release(self.number, self.output_tokens(), Instant::now());
     }
 }

@@ -66,11 +66,27 @@ impl PeerRouters {
         let workers = fleet.snapshot();
         for change in changes {
             match change {
-                ReservationUpdate::Placed { number, worker, prefill_tokens, blocks, decodes, anchors } => {
+                ReservationUpdate::Placed {
+                    number,
+                    worker,
+                    prefill_tokens,
+                    blocks,
+                    decodes,
+                    context_tokens,
+                    anchors,
+                } => {
                     // This router cannot send to a worker that it has not seen join.
                     let Some(local) = workers.get(worker) else { continue };
                     let prompts = u64::from(prefill_tokens > 0);
-                    let demand = Demand { prefill_tokens, blocks, prompts, sequences: u64::from(decodes) };
+                    let demand = Demand {
+                        prefill_tokens,
+                        blocks,
+                        prompts,
+                        sequences: u64::from(decodes),
+                        context_tokens,
+                        timed_tokens: 0,
+                        prefill_micros: 0,
+                    };
                     let inflight = Some(inflight_prefixes.add_anchors(local.slot, anchors.into()));
                     let load = local.load.clone();
                     let number_here = load.book_remote(demand, now);
@@ -87,7 +103,7 @@ impl PeerRouters {
                     peer.with(number, |booking| booking.load.revise(booking.number, prefill_tokens));
                 }
                 ReservationUpdate::Started(number) => peer.with(number, |booking| {
-                    booking.load.started(booking.number);
+                    booking.load.started(booking.number, now);
                     booking.inflight = None;
                 }),
                 ReservationUpdate::Released(number) => {
@@ -131,7 +147,7 @@ impl PeerRouter {
 
 impl PeerBooking {
     fn release(self, now: Instant) {
-        self.load.release(self.number, now);
+        self.load.release(self.number, 0, now);
     }
 }
 

@@ -16,7 +16,7 @@ pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, 
     let arrived = Instant::now();
     let ticket = ticket(core, request, arrived);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
-        let placement = place(core, request, &[], ticket.until())?;
+        let placement = place(core, request, true, &[], ticket.until())?;
         let permit = core.admission.join(group.id(), &queued_request(&ticket, &placement));
         return Ok((placement, permit));
     }
@@ -39,7 +39,6 @@ fn ticket(core: &Core, request: &Request, arrived: Instant) -> Ticket {
         target: settings.slo.ttft.filter(|_| deadline.is_none()).map(|target| arrived + target.0),
         queue_deadline: arrived + settings.admission.max_queue_time.0,
         tokens: request.tokens.len() as u64,
-        max_tokens: request.stop.max_tokens,
         choices: request.choices(),
     }
 }
@@ -52,7 +51,7 @@ async fn admit_or_queue(
 ) -> Result<(Placement, Permit), Error> {
     let (admission, resolved) = (&core.admission, core.settings());
     let limits = &resolved.settings.admission;
-    let (mut placement, queued) = place_to_queue(core, request, ticket)?;
+    let (mut placement, queued) = place_to_queue(core, request, ticket, true)?;
     let mut is_late = queued.is_late;
     let (permit, waits) = admission.admit_or_queue(&core.fleet, limits, &queued)?;
     let Some((mut resolution, why)) = waits else {
@@ -67,7 +66,7 @@ async fn admit_or_queue(
                 // Its own reservation must not count against the new placement.
                 drop(placement);
                 let queued;
-                (placement, queued) = place_to_queue(core, request, ticket)?;
+                (placement, queued) = place_to_queue(core, request, ticket, false)?;
                 is_late = queued.is_late;
                 resolution = admission.requeue(limits, &permit, queued);
             }
@@ -91,8 +90,13 @@ fn leave(core: &Core, ticket: &Ticket, is_late: bool, placement: &Placement) {
 }
 
 /// Places a request that may wait. A late one reserves nothing until it is admitted.
-fn place_to_queue(core: &Core, request: &Request, ticket: &Ticket) -> Result<(Placement, QueuedRequest), Error> {
-    let placement = place(core, request, &[], ticket.until())?;
+fn place_to_queue(
+    core: &Core,
+    request: &Request,
+    ticket: &Ticket,
+    is_new: bool,
+) -> Result<(Placement, QueuedRequest), Error> {
+    let placement = place(core, request, is_new, &[], ticket.until())?;
     let queued = queued_request(ticket, &placement);
     if queued.is_late {
         placement.bookings().for_each(Booking::suspend);
@@ -110,11 +114,11 @@ pub(crate) async fn run(core: Arc<Core>) {
 
 fn queued_request(
     ticket: &Ticket,
-    Placement { decode, amount, prefill, min_service_seconds, .. }: &Placement,
+    Placement { decode, amount, prefill, output_tokens, min_service_seconds, .. }: &Placement,
 ) -> QueuedRequest {
     let route = Route { decode: decode.id(), prefill: prefill.as_ref().map(|remote| remote.member.id()) };
     let remote = prefill.as_ref().map(|remote| remote.amount).unwrap_or_default();
-    ticket.placed(route, [*amount, remote], *min_service_seconds, Instant::now())
+    ticket.placed(route, [*amount, remote], *output_tokens, *min_service_seconds, Instant::now())
 }
 
 #[cfg(test)]
@@ -146,5 +150,24 @@ mod tests {
         yard.report(&worker, Load::default());
         second.await.unwrap().unwrap();
         assert_eq!(waiting.get(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn requests_do_not_wait_for_paused_ones() {
+        let yard = Arc::new(Harness::new(Settings::default()));
+        let worker = yard.worker(1, Role::Both).await;
+        let full = Load { running: 64, sequences_max: 16, ..Load::default() };
+        yard.report(&worker, full.clone());
+        settle().await;
+        let request = prompt(1, 100);
+        let waiting = yard.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
+        let asked = tokio::spawn({
+            let yard = yard.clone();
+            async move { yard.answer(request).await }
+        });
+        settle().await;
+        assert_eq!(waiting.get(), 1);
+        yard.report(&worker, Load { running: 0, paused: 64, ..full });
+        asked.await.unwrap().unwrap();
     }
 }

@@ -4,9 +4,10 @@ use super::prediction::HitPrediction;
 use crate::booking::Booking;
 use crate::fleet::{PromptTokens, Worker};
 use crate::hash::{hash_str, splitmix64};
-use crate::load::{Demand, Totals};
+use crate::load::{Demand, ExpectedOutput, ModelStats, Totals};
 use crate::policy::{
-    Decision, FleetView, Overlaps, PlacementRequest, Policy, ScoredWorker, SelectionContext, decide, explain,
+    Decision, FleetView, Overlaps, PlacementRequest, Policy, Replication, ScoredWorker, SelectionContext, decide,
+    explain,
 };
 use crate::state::Core;
 use crate::trace::Line;
@@ -26,6 +27,10 @@ pub(crate) struct Placement {
     pub(crate) sibling_bookings: Vec<Booking>,
     /// Counts its output tokens, for the planner.
     pub(crate) totals: Arc<Totals>,
+    /// Learns the length of its output.
+    pub(crate) stats: Arc<ModelStats>,
+    /// Expected output tokens of each choice.
+    pub(crate) output_tokens: u64,
     /// Reserved on `decode`, for all choices of the group.
     pub(crate) amount: Demand,
     /// Estimated seconds to the first output: the first token, or all of a relayed response that is not a stream.
@@ -66,11 +71,12 @@ pub(crate) fn stall_timeout(seconds: f64) -> Duration {
     Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, STALL_SECONDS_MAX))
 }
 
-/// Chooses workers and reserves their capacity. `tried`: workers that this request was sent to before; `until`: when
-/// the first token should be there.
+/// Chooses workers and reserves their capacity. `is_new`: the request was not placed before; `tried`: workers that it
+/// was sent to before; `until`: when the first token should be there.
 pub(crate) fn place(
     core: &Core,
     request: &Request,
+    is_new: bool,
     tried: &[WorkerId],
     until: Option<Instant>,
 ) -> Result<Placement, Error> {
@@ -98,15 +104,21 @@ pub(crate) fn place(
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
+    let shared = pool.schemes().first().and_then(|card| {
+        let hashes = overlaps.hashes(0);
+        pool.stats().shared_prefix(hashes.len(), card.block_size, |at| hashes[at].short(), is_new, now.into())
+    });
+    let (output, mean_output_tokens) = pool.stats().expect_output(&request.attributes.tenant, request.stop.max_tokens);
     let decision = decide(
         tuning,
-        PlacementRequest::of(request, until, now),
+        PlacementRequest { shared, ..PlacementRequest::of(request, until, output.tokens(), mean_output_tokens, now) },
         view,
         &mut scratch,
         SelectionContext { random: draw, session },
     )
     .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
-    let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried);
+    let learned = (pool.stats(), &output);
+    let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, learned);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
 }
@@ -126,6 +138,7 @@ fn book(
     overlaps: &Overlaps,
     decision: &Decision<'_>,
     tried: &[WorkerId],
+    (stats, output): (&Arc<ModelStats>, &ExpectedOutput),
 ) -> Placement {
     let row = &decision.chosen;
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
@@ -138,12 +151,16 @@ fn book(
     let totals = core.traffic.of(&request.model);
     totals.prompt(uncached);
     let (member, siblings) = (row.worker(), 1..request.choices());
-    let sibling =
-        Demand { sequences: 1, blocks: row.prompt.output_blocks() / u64::from(request.choices()), ..Demand::default() };
     let whole = row.demand();
+    let sibling = Demand {
+        sequences: 1,
+        blocks: row.prompt.output_blocks() / u64::from(request.choices()),
+        context_tokens: whole.context_tokens,
+        ..Demand::default()
+    };
     let amount = Demand {
         sequences: u64::from(!matches!(request.work, Work::Prefill)),
-        blocks: whole.blocks - sibling.blocks * siblings.len() as u64,
+        blocks: whole.blocks.saturating_sub(sibling.blocks * siblings.len() as u64),
         ..whole
     };
     let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps);
@@ -156,21 +173,33 @@ fn book(
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this
     // one for them.
     let prefix = if prefill_row.is_some() { core.inflight.add(slot, &[], 1, 0) } else { inflight_prefix(row) };
-    let sibling_booking = |_| Booking::new(member, sibling, core.inflight.add(slot, &[], 1, 0), &core.outbox);
+    let sibling_booking = |_| {
+        let prefix = core.inflight.add(slot, &[], 1, 0);
+        Booking::new(member, sibling, None, output.clone(), prefix, &core.outbox)
+    };
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
         Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
     });
+    // A relayed response that is not a stream says nothing of the first token.
+    let is_timed = prefill_row.is_none() && !matches!(&request.work, Work::Relay(http) if !http.is_stream);
+    let cached_tokens = is_timed.then(|| row.cached());
     let generation = match &request.work {
         Work::Relay(http) if !http.is_stream => row.snapshot.estimate.mean_duration,
         _ => 0.0,
     };
     core.fleet.choose(member);
+    if let Some(Replication { shared, copies, .. }) = decision.replication() {
+        core.metrics.shared_prefix_copies.observe(f64::from(*copies));
+        core.metrics.replications.inc_by(u64::from(*copies > 0 && row.held.total() < shared.blocks));
+    }
     core.metrics.requests.with_label_values(&[&*member.name, policy.name()]).inc();
     Placement {
         decode: member.clone(),
-        booking: Booking::new(member, amount, prefix, &core.outbox),
+        booking: Booking::new(member, amount, cached_tokens, output.clone(), prefix, &core.outbox),
         totals,
+        stats: stats.clone(),
+        output_tokens: output.tokens() as u64,
         amount: siblings.clone().fold(amount, |all, _| all.plus(sibling)),
         sibling_bookings: siblings.map(sibling_booking).collect(),
         first_output: row.cost().first_token() + generation,
@@ -181,7 +210,14 @@ fn book(
             let amount = prefill.prefill_demand();
             RemotePrefill {
                 member: prefill_worker.clone(),
-                booking: Booking::new(prefill_worker, amount, inflight_prefix(prefill), &core.outbox),
+                booking: Booking::new(
+                    prefill_worker,
+                    amount,
+                    Some(prefill.cached()),
+                    ExpectedOutput::default(),
+                    inflight_prefix(prefill),
+                    &core.outbox,
+                ),
                 amount,
                 stall_timeout: stall_timeout(prefill.aggregated.first_token()),
                 transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing()),

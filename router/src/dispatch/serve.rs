@@ -5,6 +5,7 @@ use super::place::{Placement, RemotePrefill, place, stall_timeout};
 use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Fleet, HealthSignal, Worker};
+use crate::load::ModelStats;
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::{StreamExt, future, stream};
@@ -47,18 +48,18 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
     let mut last = None;
     while tried.len() < MAX_ATTEMPTS {
         // An admitted request does not queue again.
-        let placement = match next.take().map_or_else(|| place(core, &request, &tried, request.attributes.deadline), Ok)
-        {
-            Ok(placement) => placement,
-            // The last worker's error says more than that there is no other worker.
-            Err(error) => return Err(last.unwrap_or(error)),
-        };
+        let placement =
+            match next.take().map_or_else(|| place(core, &request, false, &tried, request.attributes.deadline), Ok) {
+                Ok(placement) => placement,
+                // The last worker's error says more than that there is no other worker.
+                Err(error) => return Err(last.unwrap_or(error)),
+            };
         tried.push(placement.decode.id());
         if let Some(trace) = &mut trace {
             trace.dispatched();
         }
         match attempt(core, &request, &placement, &tried).await {
-            Ok(first) => return Ok(stream(core, placement, permit, first, trace)),
+            Ok(first) => return Ok(stream(core, &request, placement, permit, first, trace)),
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
@@ -215,19 +216,42 @@ async fn start(
     }
 }
 
+/// The reservation of a request that generates. Dropping it records the length of the output.
+struct Generation {
+    booking: Booking,
+    stats: Arc<ModelStats>,
+    tenant: Arc<str>,
+    /// Choices that one relayed response contains.
+    choices: u64,
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        let tokens = self.booking.output_tokens() / self.choices;
+        if tokens > 0 {
+            self.stats.output_ended(&self.tenant, tokens);
+        }
+    }
+}
+
 /// The client's stream: the first output with the explanation, then the rest. It holds the reservation and the permit.
 fn stream(
     core: &Core,
+    request: &Request,
     placement: Placement,
     permit: Arc<Permit>,
     FirstOutput { mut first, rest }: FirstOutput,
     trace: Option<RequestTrace>,
 ) -> OutputStream {
-    let Placement { decode, booking, sibling_bookings, totals, explanation, prediction, prefill, line, .. } = placement;
+    let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
+        placement;
     drop(prefill);
     // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
-    let sibling_bookings = matches!(first, Output::Head(_)).then_some(sibling_bookings);
+    let is_relayed = matches!(first, Output::Head(_));
+    let sibling_bookings = is_relayed.then_some(sibling_bookings);
     booking.started();
+    let choices = if is_relayed { u64::from(request.choices()).max(1) } else { 1 };
+    let generation = Generation { booking, stats, tenant: request.attributes.tenant.clone(), choices };
     sibling_bookings.iter().flatten().for_each(Booking::started);
     core.admission.notify();
     decode.succeeded();
@@ -256,7 +280,7 @@ fn stream(
         Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
     }
     let metrics = Arc::clone(&core.metrics);
-    let mut held = Some((booking, sibling_bookings, permit));
+    let mut held = Some((generation, sibling_bookings, permit));
     stream::once(future::ready(Ok(first)))
         .chain(rest)
         .inspect(move |item| {
@@ -286,6 +310,9 @@ fn stream(
             if item.is_ok() {
                 decode.touch();
                 totals.output(tokens);
+                if let Some((generation, ..)) = &held {
+                    generation.booking.add_output(tokens);
+                }
                 if let Some(trace) = &mut trace {
                     trace.output(tokens);
                 }

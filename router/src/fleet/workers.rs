@@ -4,7 +4,7 @@ use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
 use super::health::{Health, HealthSignal};
 use crate::index::HolderId;
-use crate::load::{LoadStats, SnapshotCache, Timestamp, WorkerLoad};
+use crate::load::{LoadStats, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -206,6 +206,8 @@ pub(crate) struct ModelPool {
     has_prefill_workers: bool,
     /// Snapshots of their load for decisions.
     snapshots: Mutex<SnapshotCache>,
+    /// What is learned of the model.
+    stats: Arc<ModelStats>,
 }
 
 /// A worker, with copies of the fields that every decision reads.
@@ -260,6 +262,11 @@ impl ModelPool {
         self.has_prefill_workers
     }
 
+    /// What is learned of the model.
+    pub(crate) fn stats(&self) -> &Arc<ModelStats> {
+        &self.stats
+    }
+
     /// Refreshes the load snapshots and locks them for one decision.
     pub(crate) fn snapshots(&self, now: Timestamp) -> MutexGuard<'_, SnapshotCache> {
         // A refresh does not panic half-way.
@@ -284,6 +291,7 @@ impl ModelPool {
         let texts = worker.texts.unwrap_or(slot);
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
+        load.learn_for(&self.stats);
         self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role: *role, context: card.context });
     }
 }
@@ -322,10 +330,14 @@ impl FleetSnapshot {
         self.cordoned.contains(&id)
     }
 
-    fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>) -> Self {
+    /// `previous` has what was learned of each model so far.
+    fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>, previous: &Self) -> Self {
         let mut models = BTreeMap::<String, ModelPool>::new();
         for (id, worker) in &workers {
-            models.entry(worker.instance.model.id.clone()).or_default().take(worker, cordoned.contains(id));
+            let model = &worker.instance.model.id;
+            let stats = || previous.pool(model).map(|pool| pool.stats.clone()).unwrap_or_default();
+            let pool = || ModelPool { stats: stats(), ..ModelPool::default() };
+            models.entry(model.clone()).or_insert_with(pool).take(worker, cordoned.contains(id));
         }
         Self { workers, models, cordoned }
     }
@@ -381,7 +393,7 @@ impl Fleet {
         {
             previous.lease_ended.cancel();
         }
-        *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone()));
+        *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
     }
 
     /// Cordons a worker, or ends its cordon. Returns `false` if the worker has not joined.
@@ -390,7 +402,7 @@ impl Fleet {
         let (workers, mut all) = (snapshot.workers.clone(), snapshot.cordoned.clone());
         let there = workers.contains_key(&id);
         if if cordoned { there && all.insert(id) } else { all.remove(&id) } {
-            *snapshot = Arc::new(FleetSnapshot::of(workers, all));
+            *snapshot = Arc::new(FleetSnapshot::of(workers, all, &snapshot));
         }
         there
     }

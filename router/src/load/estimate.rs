@@ -3,34 +3,54 @@
 //! Computed once when a worker's load changes, not once per decision. Defaults replace only speeds that no worker of
 //! the fleet has measured.
 
+use super::demand::decoding;
+use super::output_lengths::DEFAULT_OUTPUT_TOKENS;
+use super::prefill_time::PrefillTime;
 use super::stats::{LOWER_TIERS, LoadStats, Speeds, lower_tier};
+use super::step_time::StepTime;
 use kvbm::Level;
 
 /// Service times of one worker. Fields that every decision reads come first, so that they share a cache line.
 #[derive(Clone, Copy, PartialEq, Debug)]
 #[repr(C)]
 pub(crate) struct ServiceEstimate {
-    /// Seconds of prefill per prompt token.
-    pub(crate) token: f64,
     /// Seconds until the queued prompts are computed.
     pub(crate) queue: f64,
-    /// Seconds that the decoding sequences add to a step.
-    pub(crate) batch: f64,
+    /// Seconds of prefill per prompt token, as the worker reports it.
+    pub(crate) token: f64,
     /// G1 blocks that are not in use; `u32::MAX` when the total is unknown.
     pub(crate) free_blocks: u32,
-    /// G1 blocks in use or booked by requests.
-    pub(crate) active_blocks: u32,
+    /// Free blocks below which a request may have to wait for memory; `u32::MAX` when the batch may be full.
+    pub(crate) margin_blocks: u32,
     /// Requests that wait for their first token.
     pub(crate) prompts: u32,
     /// Sequences that decode or wait to decode.
     pub(crate) sequences: u32,
+    /// Tokens of context that these sequences read in a step.
+    pub(crate) context_tokens: u32,
+    /// Output tokens that a sequence has still to generate, on average.
+    pub(crate) rest_tokens: f32,
+    /// Duration of this worker's decode steps, relative to that of an average worker with the same batch.
+    step_pace: f32,
+    /// Duration of prompts, in the same way.
+    prefill_pace: f32,
     /// Onboarding by source tier, from G2 on.
     transfers: [TierTransfer; LOWER_TIERS],
     /// Seconds from the end of a remote prefill to the first token, without the transfer.
     pub(crate) handoff_overhead: f64,
     /// Mean seconds from placement to end of a request.
     pub(crate) mean_duration: f64,
+    /// G1 blocks in use or booked by requests.
+    pub(crate) active_blocks: u32,
+    /// G1 blocks in all; 0 when unknown.
+    pub(crate) total_blocks: u32,
+    /// Maximum number of sequences in a batch; `u32::MAX` when unknown.
+    pub(crate) sequences_max: u32,
 }
+
+/// Standard deviations by which the occupancy of a worker may exceed what is expected. More are negligible: a normal
+/// variable exceeds them by less than 1e-5 of a deviation on average.
+const MARGIN_DEVIATIONS: f64 = 4.0;
 
 /// Onboarding from one tier, in seconds.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -48,8 +68,6 @@ struct TierTransfer {
 pub(crate) mod defaults {
     /// Prompt tokens per second.
     pub(super) const PREFILL: f64 = 5_000.0;
-    /// Seconds that each sequence adds to a decode step.
-    pub(super) const STEP: f64 = 0.001;
     /// Bytes of a block: 16 tokens of a model of some billion parameters.
     pub(super) const BLOCK_BYTES: f64 = 1_048_576.0;
     /// Seconds until the first block and bytes per second after it: G2, G3, G3.5, G4, a peer. Half of what memory, a
@@ -64,7 +82,7 @@ pub(crate) mod defaults {
 
 impl ServiceEstimate {
     pub(crate) fn of(stats: &LoadStats) -> Self {
-        let LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds } = stats;
+        let LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds, .. } = stats;
         let token = prefill_speed(speeds).recip();
         let block_bytes = speeds.block_bytes.or(defaults::BLOCK_BYTES);
         let transfer = |at: usize| {
@@ -73,18 +91,53 @@ impl ServiceEstimate {
             let block = block_bytes / bandwidth;
             TierTransfer { latency, block, backlog: f64::from(queued[at]) * block }
         };
+        // The number of sequences varies by its square root (Poisson).
+        let deviation = f64::from((*sequences).max(1)).sqrt();
+        let sequences_max = if stats.sequences_max == 0 { u32::MAX } else { stats.sequences_max };
+        let is_batch_far = f64::from(*sequences) + 1.0 + MARGIN_DEVIATIONS * deviation < f64::from(sequences_max);
+        let margin_blocks =
+            if is_batch_far { (MARGIN_DEVIATIONS * f64::from(*active_blocks) / deviation) as u32 } else { u32::MAX };
         Self {
             token,
-            queue: f64::from(*waiting_tokens) * token,
-            batch: speeds.step.or(defaults::STEP) * f64::from(*sequences),
+            queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * token),
             free_blocks: if *total_blocks == 0 { u32::MAX } else { total_blocks.saturating_sub(*active_blocks) },
             active_blocks: *active_blocks,
             prompts: *prompts,
             sequences: *sequences,
+            context_tokens: stats.context_tokens,
+            sequences_max,
+            margin_blocks,
+            rest_tokens: stats.rest_tokens.or(DEFAULT_OUTPUT_TOKENS) as f32,
+            step_pace: stats.step_pace.or(1.0) as f32,
+            prefill_pace: stats.prefill_pace.or(1.0) as f32,
             transfers: std::array::from_fn(transfer),
             handoff_overhead: speeds.handoff_overhead.or(defaults::HANDOFF_OVERHEAD),
             mean_duration: speeds.mean_duration.or(defaults::MEAN_DURATION),
+            total_blocks: *total_blocks,
         }
+    }
+
+    /// Duration of this worker's decode steps, relative to that of an average worker with the same batch.
+    #[inline]
+    pub(crate) fn step_pace(&self) -> f64 {
+        self.step_pace.into()
+    }
+
+    /// Seconds that a prompt computes of which this many tokens are not cached, without the steps of the batch.
+    #[inline]
+    pub(crate) fn compute(&self, average: Option<PrefillTime>, uncached: f64, cached: f64) -> f64 {
+        match average {
+            Some(average) => average.compute(uncached, cached) * f64::from(self.prefill_pace),
+            None => uncached * self.token,
+        }
+    }
+
+    /// Seconds of a step of the sequences that decode here now. `average`: on an average worker.
+    #[inline]
+    pub(crate) fn step(&self, average: &StepTime) -> f64 {
+        let (sequences, context_tokens) =
+            decoding(self.sequences.into(), self.prompts.into(), self.context_tokens.into());
+        average.seconds(sequences, context_tokens) * self.step_pace()
     }
 
     /// Seconds to onboard a number of blocks from a tier with an empty queue.

@@ -26,11 +26,11 @@ pub(super) struct PublishedLoad {
     measured: AtomicU32,
     /// Incremented after every change.
     version: AtomicU32,
-    /// Queue and prompts, sequences and blocks, with a fresh and with a stale report.
-    fresh: [AtomicU64; 2],
-    stale: [AtomicU64; 2],
+    /// Queue and prompts, sequences and blocks, context and waiting time, with a fresh and with a stale report.
+    fresh: [AtomicU64; 3],
+    stale: [AtomicU64; 3],
     /// Values that do not depend on the age of the report.
-    common: [AtomicU64; 3],
+    common: [AtomicU64; 5],
     /// Latency and bandwidth of onboarding, by source tier.
     onboard: [AtomicU64; LOWER_TIERS],
     /// Blocks queued for onboarding, by source tier.
@@ -38,19 +38,27 @@ pub(super) struct PublishedLoad {
 }
 
 impl PublishedLoad {
-    /// Publishes the load. `fresh` and `stale` differ in their four counts only.
+    /// Publishes the load. `fresh` and `stale` differ in their counts only.
     pub(super) fn publish(&self, reported: Option<Timestamp>, fresh: &LoadStats, stale: &LoadStats) {
         self.reported.store(reported.map_or(0, Timestamp::bits), Ordering::Relaxed);
         self.measured.store(fresh.speeds.measured().bits(), Ordering::Relaxed);
         for (to, from) in [(&self.fresh, fresh), (&self.stale, stale)] {
-            let LoadStats { waiting_tokens, prompts, sequences, active_blocks, .. } = *from;
-            store(to, [(waiting_tokens, prompts), (sequences, active_blocks)]);
+            let LoadStats { waiting_tokens, prompts, sequences, active_blocks, context_tokens, .. } = *from;
+            let context = (context_tokens, from.waiting_seconds.bits());
+            store(to, [(waiting_tokens, prompts), (sequences, active_blocks), context]);
         }
-        let Speeds { prefill, step, block_bytes, handoff_overhead, mean_duration, onboard } = fresh.speeds;
+        let LoadStats { total_blocks, sequences_max, rest_tokens, step_pace, prefill_pace, .. } = *fresh;
+        let Speeds { prefill, block_bytes, handoff_overhead, mean_duration, onboard } = fresh.speeds;
         let pair = |a: Measured, b: Measured| (a.bits(), b.bits());
         store(
             &self.common,
-            [(fresh.total_blocks, prefill.bits()), pair(step, block_bytes), pair(handoff_overhead, mean_duration)],
+            [
+                (total_blocks, sequences_max),
+                pair(prefill, block_bytes),
+                pair(handoff_overhead, mean_duration),
+                pair(step_pace, prefill_pace),
+                (rest_tokens.bits(), 0),
+            ],
         );
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
         let queued = |at: usize| fresh.queued.get(at).copied().unwrap_or_default();
@@ -101,18 +109,38 @@ impl PublishedLoad {
     #[inline]
     pub(super) fn stats(&self, fresh: bool) -> LoadStats {
         let counts = load(if fresh { &self.fresh } else { &self.stale });
-        let [(waiting_tokens, prompts), (sequences, active_blocks)] = counts;
-        let [(total_blocks, prefill), (step, block_bytes), (handoff_overhead, mean_duration)] = load(&self.common);
-        let [prefill, step, block_bytes] = [prefill, step, block_bytes].map(Measured::from_bits);
+        let [(waiting_tokens, prompts), (sequences, active_blocks), (context_tokens, waiting_seconds)] = counts;
+        let [
+            (total_blocks, sequences_max),
+            (prefill, block_bytes),
+            (handoff_overhead, mean_duration),
+            (step_pace, prefill_pace),
+            (rest_tokens, _),
+        ] = load(&self.common);
+        let [prefill, block_bytes, rest_tokens] = [prefill, block_bytes, rest_tokens].map(Measured::from_bits);
         let [handoff_overhead, mean_duration] = [handoff_overhead, mean_duration].map(Measured::from_bits);
         let onboard = load(&self.onboard).map(|(latency, bandwidth)| {
             let [latency, bandwidth] = [latency, bandwidth].map(Measured::from_bits);
             Onboard { latency, bandwidth }
         });
-        let speeds = Speeds { prefill, step, block_bytes, handoff_overhead, mean_duration, onboard };
+        let speeds = Speeds { prefill, block_bytes, handoff_overhead, mean_duration, onboard };
         let pairs: [_; LOWER_TIERS.div_ceil(2)] = load(&self.queued);
         let queued = std::array::from_fn(|at| if at % 2 == 0 { pairs[at / 2].0 } else { pairs[at / 2].1 });
-        LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds }
+        LoadStats {
+            waiting_tokens,
+            prompts,
+            sequences,
+            context_tokens,
+            active_blocks,
+            total_blocks,
+            sequences_max,
+            rest_tokens,
+            waiting_seconds: Measured::from_bits(waiting_seconds),
+            step_pace: Measured::from_bits(step_pace),
+            prefill_pace: Measured::from_bits(prefill_pace),
+            queued,
+            speeds,
+        }
     }
 
     /// Mask of the speeds that the worker has measured.

@@ -4,6 +4,7 @@
 //! the explanation shows the values that made the decision.
 
 use super::estimate::ServiceEstimate;
+use super::prompt_flow::{PromptArrivals, PromptFlow};
 use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
 use super::timestamp::Timestamp;
 use super::worker_load::{LoadReading, WorkerLoad};
@@ -13,8 +14,10 @@ use super::worker_load::{LoadReading, WorkerLoad};
 pub(crate) struct SnapshotCache {
     keys: Vec<CacheKey>,
     all: Vec<WorkerSnapshot>,
-    /// Queued prompts of all workers.
-    prompts: u64,
+    /// Workers with queued prompts.
+    busy: u64,
+    /// Prompts that arrive: one per decision.
+    flow: PromptFlow,
     /// Means that replace missing measurements.
     fleet_means: FleetMeans,
 }
@@ -64,16 +67,17 @@ impl SnapshotCache {
             *key = CacheKey { version, until: reading.until.map_or(u64::MAX, Timestamp::bits) };
             let snapshot = &mut self.all[at];
             measured |= reading.measured != snapshot.measured;
-            self.prompts += u64::from(reading.stats.prompts);
-            self.prompts -= u64::from(snapshot.stats.prompts);
+            self.busy += u64::from(reading.stats.prompts > 0);
+            self.busy -= u64::from(snapshot.stats.prompts > 0);
             *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
         }
         self.update_means(measured, now);
+        self.flow.arrived(self.busy as f64 / self.all.len().max(1) as f64, now);
     }
 
-    /// Mean number of queued prompts per worker.
-    pub(crate) fn mean_prompts(&self) -> f64 {
-        self.prompts as f64 / self.all.len().max(1) as f64
+    /// Prompts that arrive, averaged over half a minute. A prompt that is placed again counts again.
+    pub(crate) fn arrivals(&self) -> PromptArrivals {
+        self.flow.arrivals(self.all.len())
     }
 
     #[inline]
@@ -129,8 +133,9 @@ impl Default for WorkerSnapshot {
 mod tests {
     use super::*;
     use crate::hash::splitmix64;
+    use crate::load::demand::Demand;
+    use crate::load::output_lengths::ExpectedOutput;
     use crate::load::stats::MEANS_MAX_AGE;
-    use crate::load::worker_load::Demand;
     use std::collections::HashSet;
     use std::time::Duration;
     use tokio::time::Instant;
@@ -165,16 +170,17 @@ mod tests {
                     now,
                 ),
                 1 | 2 => {
-                    open.push((load, load.book(Demand { prefill_tokens: 99, prompts: 1, ..Demand::default() }, now)));
+                    let demand = Demand { prefill_tokens: 99, prompts: 1, ..Demand::default() };
+                    open.push((load, load.book(demand, None, ExpectedOutput::default(), now)));
                 }
-                3 => open.drain(..open.len().min(2)).for_each(|(load, number)| load.release(number, now)),
+                3 => open.drain(..open.len().min(2)).for_each(|(load, number)| load.release(number, 0, now)),
                 4 => load.choose(round),
                 5 => load.eject_until(Some(Timestamp::from(now + Duration::from_millis(draw >> 16 & 2047)))),
                 _ => {}
             }
             kept.refresh(fleet.iter(), now.into());
             let new = anew(&fleet, now);
-            assert_eq!((&kept.all, kept.prompts), (&new.all, new.prompts), "round {round}");
+            assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
         assert_eq!(ejected.len(), 2, "some were silent or ejected");

@@ -26,8 +26,6 @@ pub(crate) struct Onboard {
 pub(crate) struct Speeds {
     /// Prompt tokens per second.
     pub(crate) prefill: Measured,
-    /// Seconds that each sequence adds to a decode step.
-    pub(crate) step: Measured,
     /// Bytes of one block.
     pub(crate) block_bytes: Measured,
     /// Seconds from the end of a remote prefill to the first token, without the transfer.
@@ -49,7 +47,7 @@ pub(crate) fn lower_tier(level: Level) -> Option<usize> {
 
 /// Number of fields of [`Speeds`]: scalars, and two for each tier below G1.
 const FIELDS: usize = SCALARS + 2 * LOWER_TIERS;
-const SCALARS: usize = 5;
+const SCALARS: usize = 4;
 
 /// Load of a worker.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -60,10 +58,21 @@ pub(crate) struct LoadStats {
     pub(crate) prompts: u32,
     /// Sequences that decode or wait to decode.
     pub(crate) sequences: u32,
+    /// Tokens of context that these sequences read in a step: prompts and half of the expected outputs.
+    pub(crate) context_tokens: u32,
     /// G1 blocks in use or booked by requests.
     pub(crate) active_blocks: u32,
     /// G1 blocks in all; 0 when unknown.
     pub(crate) total_blocks: u32,
+    /// Maximum number of sequences in a batch; 0 when unknown.
+    pub(crate) sequences_max: u32,
+    /// Seconds in which the queued prompts are computed; unknown when the router has placed none of them.
+    pub(crate) waiting_seconds: Measured,
+    /// Duration of decode steps and of prompts, relative to those on an average worker.
+    pub(crate) step_pace: Measured,
+    pub(crate) prefill_pace: Measured,
+    /// Output tokens that a sequence has still to generate, on average.
+    pub(crate) rest_tokens: Measured,
     /// Blocks queued for onboarding, by source tier.
     pub(crate) queued: [u32; LOWER_TIERS],
     /// Measured speeds.
@@ -170,10 +179,9 @@ impl Speeds {
     fn field(&mut self, nth: usize) -> &mut Measured {
         match nth {
             0 => &mut self.prefill,
-            1 => &mut self.step,
-            2 => &mut self.block_bytes,
-            3 => &mut self.handoff_overhead,
-            4 => &mut self.mean_duration,
+            1 => &mut self.block_bytes,
+            2 => &mut self.handoff_overhead,
+            3 => &mut self.mean_duration,
             _ => {
                 let Onboard { latency, bandwidth } = &mut self.onboard[(nth - SCALARS) / 2];
                 if (nth - SCALARS).is_multiple_of(2) { latency } else { bandwidth }
@@ -289,7 +297,7 @@ mod tests {
         assert_eq!(mean([prefill(1.0), Speeds::default()], Duration::ZERO), Some(1.0));
         assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_MAX_AGE / 2), Some(1.0));
         assert_eq!(mean([prefill(2.0), Speeds::default()], MEANS_MAX_AGE * 2), Some(2.0));
-        let with_step = Speeds { step: Measured::of(1.0), ..prefill(3.0) };
+        let with_step = Speeds { mean_duration: Measured::of(1.0), ..prefill(3.0) };
         assert_eq!(mean([with_step, Speeds::default()], MEANS_MAX_AGE * 2), Some(3.0));
     }
 
@@ -299,7 +307,7 @@ mod tests {
         let mut with_disk = measured(300.0);
         with_disk.set_onboard(Level::G3, 0.5, 1e9);
         let [own, _, newcomer] = filled([measured(100.0), with_disk, Speeds::default()]);
-        assert_eq!((newcomer.prefill.get(), newcomer.step.get()), (Some(200.0), None));
+        assert_eq!((newcomer.prefill.get(), newcomer.mean_duration.get()), (Some(200.0), None));
         assert_eq!((newcomer.from(Level::G3), newcomer.from(Level::G2)), (Some((0.5, 1e9)), None));
         assert_eq!(newcomer.from(Level::G1), None, "G1 is never onboarded from");
         assert_eq!(own.prefill.get(), Some(100.0), "its own measurement is kept");

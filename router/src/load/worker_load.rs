@@ -4,32 +4,27 @@
 //! the report is contained in it and does not count again. In between it is unknown whether the report contains the
 //! request, so the larger of both counts is used: nothing counts twice. While reports are missing, only bookings count.
 
+use super::demand::Demand;
+use super::model_stats::ModelStats;
+use super::output_lengths::ExpectedOutput;
+use super::prefill_time::{PrefillGroup, PrefillWork};
 use super::published::PublishedLoad;
 use super::stats::{LOWER_TIERS, LoadStats, MeasuredMask, Speeds, lower_tier};
+use super::step_time::StepTime;
 use super::timestamp::Timestamp;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::plane::Load;
 
-/// What a request needs from a worker.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Demand {
-    /// Prompt tokens to compute on the worker.
-    pub(crate) prefill_tokens: u64,
-    /// G1 blocks for prompt and output.
-    pub(crate) blocks: u64,
-    /// Prompts to compute on the worker: 1 until the first token.
-    pub(crate) prompts: u64,
-    /// Sequences: 1 for a request that decodes on the worker.
-    pub(crate) sequences: u64,
-}
-
 /// Load of one worker, shared by the requests and the feed.
 pub(crate) struct WorkerLoad {
     state: Mutex<State>,
+    /// What is learned of the model, once the worker serves one.
+    model: OnceLock<Arc<ModelStats>>,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
 }
@@ -51,7 +46,15 @@ struct State {
     /// Sum over bookings that the latest report may contain and that have ended since. Without prefill: it is unknown
     /// how much of it was left to compute at the time of the report.
     ended_since_report: Demand,
-    step: Option<f64>,
+    /// Duration of decode steps and of prompts, relative to those on an average worker.
+    step_pace: Option<f64>,
+    prefill_pace: Option<f64>,
+    /// The prompts that were done last.
+    prefills: Option<PrefillGroup>,
+    /// Mean of what the sequences had still to generate, at the latest report.
+    rest_tokens: Option<f64>,
+    /// Seconds from one token of a request to the next.
+    token_interval: Option<f64>,
     handoff_overhead: Option<f64>,
     mean_duration: Option<f64>,
 }
@@ -74,7 +77,11 @@ struct OpenBooking {
     /// When the request was sent to the worker; `None` while its prefill runs on another worker.
     sent: Option<Instant>,
     in_report: InReport,
-    started: bool,
+    /// When the first token was received.
+    started: Option<Instant>,
+    /// Prompt tokens that are cached on the worker; `None` if the time of the prompt says nothing of its prefill.
+    cached_tokens: Option<u64>,
+    output: ExpectedOutput,
     /// The request waits in another router, or is about to be sent by it.
     remote: bool,
 }
@@ -97,16 +104,27 @@ const STALE_AFTER: Duration = Duration::from_secs(3);
 const SILENT_AFTER: Duration = Duration::from_secs(5);
 /// Weight of a new measurement in the exponentially weighted moving averages: about the last ten count.
 const EWMA_WEIGHT: f64 = 0.1;
+/// The same for the pace of a worker: about the last hundred count, because one step or prompt says more of itself than
+/// of the worker.
+const PACE_WEIGHT: f64 = 0.01;
+/// Range of a measured pace: beyond it the measurement is wrong.
+const PACES: (f64, f64) = (0.05, 20.0);
 
 impl WorkerLoad {
-    /// Adds a booking. Returns its number.
-    pub(crate) fn book(&self, demand: Demand, now: Instant) -> u64 {
-        self.lock().book(demand, now, false)
+    /// Has the worker's measurements count for a model.
+    pub(crate) fn learn_for(&self, model: &Arc<ModelStats>) {
+        // A worker keeps its model.
+        let _ = self.model.set(model.clone());
+    }
+
+    /// Adds a booking. `cached_tokens`: of the prompt, if the worker computes the rest of it. Returns its number.
+    pub(crate) fn book(&self, demand: Demand, cached_tokens: Option<u64>, output: ExpectedOutput, now: Instant) -> u64 {
+        self.lock().book(demand, cached_tokens, output, now, false)
     }
 
     /// Adds a booking of another router. Returns its number.
     pub(crate) fn book_remote(&self, demand: Demand, now: Instant) -> u64 {
-        self.lock().book(demand, now, true)
+        self.lock().book(demand, None, ExpectedOutput::default(), now, true)
     }
 
     /// Sum of the bookings of other routers that are not sent yet.
@@ -137,7 +155,10 @@ impl WorkerLoad {
     pub(crate) fn revise(&self, number: u64, prefill_tokens: u64) {
         self.lock().change(number, |booking| {
             booking.demand.prefill_tokens = prefill_tokens;
+            booking.demand.timed_tokens = 0;
+            booking.demand.prefill_micros = 0;
             booking.demand.prompts = 1;
+            booking.cached_tokens = None;
         });
     }
 
@@ -151,26 +172,44 @@ impl WorkerLoad {
     }
 
     /// The first token was received: no prefill is left.
-    pub(crate) fn started(&self, number: u64) {
-        self.lock().change(number, |booking| {
+    pub(crate) fn started(&self, number: u64, now: Instant) {
+        let mut state = self.lock();
+        if let Some(model) = self.model.get()
+            && let Some(group) = state.prefilled(number, &model.step_time(), now)
+            && let Some(ratio) = model.prefill_measured(&group)
+        {
+            pace(&mut state.prefill_pace, ratio);
+        }
+        state.change(number, |booking| {
             booking.demand.prefill_tokens = 0;
+            booking.demand.timed_tokens = 0;
+            booking.demand.prefill_micros = 0;
             booking.demand.prompts = 0;
-            booking.started = true;
+            booking.started = Some(now);
             booking.remote = false;
         });
     }
 
-    /// Removes a booking.
-    pub(crate) fn release(&self, number: u64, now: Instant) {
+    /// Removes a booking. `generated`: tokens that the request has generated, 0 when unknown.
+    pub(crate) fn release(&self, number: u64, generated: u64, now: Instant) {
         let mut state = self.lock();
         let mut left = Demand::default();
         state.change(number, |booking| left = std::mem::take(&mut booking.demand));
         let Some(booking) = state.open.remove(&number) else { return };
         if booking.in_report != InReport::No {
-            state.ended_since_report.add(Demand { prefill_tokens: 0, prompts: 0, ..left });
+            state.ended_since_report.add(Demand {
+                prefill_tokens: 0,
+                timed_tokens: 0,
+                prefill_micros: 0,
+                prompts: 0,
+                ..left
+            });
         }
-        if booking.started {
+        if let Some(started) = booking.started {
             average(&mut state.mean_duration, (now - booking.booked).as_secs_f64());
+            if generated > 1 {
+                average(&mut state.token_interval, (now - started).as_secs_f64() / (generated - 1) as f64);
+            }
         }
     }
 
@@ -187,8 +226,12 @@ impl WorkerLoad {
                 None => {}
             });
         }
-        if let Some(step) = load.decode_step_seconds.filter(|step| *step > 0.0 && load.running > 0) {
-            average(&mut state.step, step / f64::from(load.running));
+        state.rest_tokens = state.rest_tokens(load.decode_step_seconds, now);
+        if let Some([sequences, context_tokens, seconds]) = state.step_sample(&load)
+            && let Some(model) = self.model.get()
+        {
+            let ratio = model.step_measured(sequences, context_tokens, seconds);
+            pace(&mut state.step_pace, ratio);
         }
         state.ended_since_report = Demand::default();
         state.report = Some((load, now));
@@ -269,7 +312,7 @@ impl WorkerLoad {
 
 impl Default for WorkerLoad {
     fn default() -> Self {
-        let load = Self { state: Mutex::default(), published: PublishedLoad::default() };
+        let load = Self { state: Mutex::default(), model: OnceLock::new(), published: PublishedLoad::default() };
         drop(load.lock());
         load
     }
@@ -310,21 +353,25 @@ impl State {
             not_in_report,
             maybe_in_report,
             ended_since_report,
-            step,
+            rest_tokens,
             handoff_overhead,
             mean_duration,
             ..
         } = self;
-        let (step, handoff_overhead, mean_duration) =
-            ((*step).into(), (*handoff_overhead).into(), (*mean_duration).into());
+        let (handoff_overhead, mean_duration) = ((*handoff_overhead).into(), (*mean_duration).into());
         let mut stats = LoadStats {
             waiting_tokens: count(total.prefill_tokens),
             prompts: count(total.prompts),
             sequences: count(total.sequences),
             active_blocks: count(total.blocks),
-            total_blocks: 0,
+            context_tokens: count(total.context_tokens),
+            rest_tokens: (*rest_tokens).into(),
+            waiting_seconds: total.waiting_seconds(total.prefill_tokens),
+            step_pace: self.step_pace.into(),
+            prefill_pace: self.prefill_pace.into(),
             queued: [0; LOWER_TIERS],
-            speeds: Speeds { step, handoff_overhead, mean_duration, ..Speeds::default() },
+            speeds: Speeds { handoff_overhead, mean_duration, ..Speeds::default() },
+            ..LoadStats::default()
         };
         let Some((load, _)) = &self.report else { return stats };
         // A stale report may still be larger than the bookings, which do not contain other routers' running requests.
@@ -334,11 +381,29 @@ impl State {
         };
         let sequences = u64::from(load.running) + u64::from(load.waiting);
         stats.waiting_tokens = join(load.waiting_tokens, |demand| demand.prefill_tokens);
+        // An engine finds out what is cached of a prompt when it leaves the queue, so while prompts are queued it
+        // reports more than is to be computed. The bookings know it, and are all that there is, unless the report
+        // contains requests of others.
+        let in_report = |of: fn(&Demand) -> u64| of(total) - of(not_in_report);
+        let booked = in_report(|demand| demand.sequences).max(in_report(|demand| demand.prompts));
+        if load.waiting > 0 && sequences <= booked + ended_since_report.sequences {
+            stats.waiting_tokens = stats.waiting_tokens.min(count(total.prefill_tokens));
+        }
+        stats.waiting_seconds = total.waiting_seconds(stats.waiting_tokens.into());
         // The report omits prompts that are being computed, so the router's own bookings are a lower bound.
         stats.prompts = join(u64::from(load.waiting), |demand| demand.prompts).max(count(total.prompts));
         stats.sequences = join(sequences, |demand| demand.sequences);
         stats.active_blocks = join(load.active_blocks, |demand| demand.blocks);
+        // Requests that wait for the batch hold no blocks yet, but are before any new one.
+        let waiting = (total.blocks * u64::from(load.waiting)).checked_div(total.sequences).unwrap_or(0);
+        stats.active_blocks = stats.active_blocks.saturating_add(count(waiting));
         stats.total_blocks = count(load.total_blocks);
+        // The bookings know the contexts; sequences of others are taken to have as much each.
+        if total.sequences > 0 {
+            let each = total.context_tokens as f64 / total.sequences as f64;
+            stats.context_tokens = count((each * f64::from(stats.sequences)) as u64);
+        }
+        stats.sequences_max = load.sequences_max;
         stats.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0).into();
         stats.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
         for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
@@ -350,11 +415,67 @@ impl State {
         stats
     }
 
-    fn book(&mut self, demand: Demand, booked: Instant, remote: bool) -> u64 {
+    /// What the sequences have still to generate, on average; `None` without any.
+    fn rest_tokens(&self, step: Option<f64>, now: Instant) -> Option<f64> {
+        let interval = self.token_interval.or(step).filter(|interval| *interval > 0.0)?;
+        let (mut sum, mut sequences) = (0.0, 0.0);
+        for booking in self.open.values().filter(|booking| booking.demand.sequences > 0) {
+            let running = booking.started.map_or(0.0, |started| (now - started).as_secs_f64());
+            sum += booking.output.rest(running / interval);
+            sequences += 1.0;
+        }
+        (sequences > 0.0).then(|| sum / sequences)
+    }
+
+    /// The decode step of a report, if it is a new one: sequences, tokens of context, seconds.
+    fn step_sample(&self, load: &Load) -> Option<[f64; 3]> {
+        let seconds = load.decode_step_seconds.filter(|step| *step > 0.0 && load.running > 0)?;
+        let is_known = self.report.as_ref().is_some_and(|(before, _)| before.decode_step_seconds == Some(seconds));
+        let (running, total) = (f64::from(load.running), self.total);
+        let context_tokens = total.context_tokens as f64 * running / total.sequences as f64;
+        (!is_known && total.sequences > 0).then_some([running, context_tokens, seconds])
+    }
+
+    /// Records that a prompt is done. Returns the prompts that were done before it, if that group is complete.
+    /// `step`: of an average worker.
+    fn prefilled(&mut self, number: u64, step: &StepTime, now: Instant) -> Option<PrefillGroup> {
+        let booking = self.open.get(&number)?;
+        let (sent, cached_tokens) = (booking.sent?, booking.cached_tokens?);
+        let work = PrefillWork::of(booking.demand.prefill_tokens, cached_tokens);
+        // Where requests wait for memory or for a place in the batch, their times say nothing of prefill.
+        let is_full = |(load, _): &(Load, Instant)| {
+            (load.sequences_max > 0 && load.running >= load.sequences_max)
+                || (load.waiting > 0 && load.active_blocks * 10 > load.total_blocks * 9)
+        };
+        if self.report.as_ref().is_some_and(is_full) {
+            self.prefills = None;
+            return None;
+        }
+        let (sequences, context_tokens) = self.total.decoding();
+        let step = step.seconds(sequences, context_tokens) * self.step_pace.unwrap_or(1.0);
+        PrefillGroup::add(&mut self.prefills, work, step, sent, now)
+    }
+
+    fn book(
+        &mut self,
+        demand: Demand,
+        cached_tokens: Option<u64>,
+        output: ExpectedOutput,
+        booked: Instant,
+        remote: bool,
+    ) -> u64 {
         self.last += 1;
-        let nothing = Demand::default();
-        let booking =
-            OpenBooking { demand: nothing, booked, sent: None, in_report: InReport::No, started: false, remote };
+        let (nothing, in_report) = (Demand::default(), InReport::No);
+        let booking = OpenBooking {
+            demand: nothing,
+            booked,
+            sent: None,
+            in_report,
+            started: None,
+            cached_tokens,
+            output,
+            remote,
+        };
         self.open.insert(self.last, booking);
         self.change(self.last, |booking| booking.demand = demand);
         self.last
@@ -381,25 +502,9 @@ impl State {
     }
 }
 
-impl Demand {
-    pub(crate) fn plus(mut self, other: Self) -> Self {
-        self.add(other);
-        self
-    }
-
-    pub(crate) fn add(&mut self, other: Self) {
-        self.prefill_tokens += other.prefill_tokens;
-        self.prompts += other.prompts;
-        self.blocks += other.blocks;
-        self.sequences += other.sequences;
-    }
-
-    pub(crate) fn sub(&mut self, other: Self) {
-        self.prefill_tokens -= other.prefill_tokens;
-        self.prompts -= other.prompts;
-        self.blocks -= other.blocks;
-        self.sequences -= other.sequences;
-    }
+fn pace(value: &mut Option<f64>, measured: f64) {
+    let (measured, before) = (measured.clamp(PACES.0, PACES.1), value.unwrap_or(1.0));
+    *value = Some(before + (measured - before) * PACE_WEIGHT);
 }
 
 /// The count as decisions read it, saturated at `u32::MAX`.
@@ -412,83 +517,4 @@ fn average(value: &mut Option<f64>, newest: f64) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const REQUEST: Demand = Demand { prefill_tokens: 100, prompts: 1, blocks: 10, sequences: 1 };
-
-    fn report(waiting_tokens: u64) -> Load {
-        Load { waiting_tokens, ..Load::default() }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_booking_and_the_report_of_it_count_once() {
-        let load = WorkerLoad::default();
-        let number = load.book(REQUEST, Instant::now());
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
-        load.sent(number, Instant::now());
-        load.report(report(0), Instant::now());
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 100, "the report is as old as the request");
-        load.report(report(100), Instant::now());
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 100, "the report may contain it, so it counts once");
-        tokio::time::advance(IN_REPORT_AFTER).await;
-        load.report(Load { running: 2, active_blocks: 25, ..report(80) }, Instant::now());
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 80);
-        load.release(number, Instant::now());
-        let stats = load.stats(Instant::now());
-        assert_eq!((stats.sequences, stats.active_blocks), (1, 15), "it has ended since the report");
-        load.report(Load { running: 1, active_blocks: 15, ..report(0) }, Instant::now());
-        assert_eq!(load.stats(Instant::now()).sequences, 1, "the next report contains its end");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn reading_keeps_the_version_and_started_requests_are_local() {
-        let (load, now) = (WorkerLoad::default(), Instant::now());
-        let number = load.book_remote(REQUEST, now);
-        let version = load.version();
-        assert_eq!((load.remote(), load.latest(now)), (REQUEST, None));
-        assert_eq!(load.version(), version);
-        load.started(number);
-        assert_eq!(load.remote(), Demand::default());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn an_unsent_booking_counts_beside_any_report() {
-        let load = WorkerLoad::default();
-        let number = load.book(Demand { prefill_tokens: 0, prompts: 0, ..REQUEST }, Instant::now());
-        tokio::time::advance(Duration::from_secs(1)).await;
-        load.report(report(0), Instant::now());
-        assert_eq!(load.stats(Instant::now()).active_blocks, 10);
-        load.revise(number, 100);
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_stale_report_leaves_the_bookings_to_count() {
-        let load = WorkerLoad::default();
-        load.report(report(0), Instant::now());
-        let number = load.book(REQUEST, Instant::now());
-        load.sent(number, Instant::now());
-        tokio::time::advance(Duration::from_secs(1)).await;
-        load.report(report(0), Instant::now());
-        tokio::time::advance(STALE_AFTER + Duration::from_millis(1)).await;
-        assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
-        assert!(!load.is_silent(Instant::now()));
-        tokio::time::advance(SILENT_AFTER).await;
-        assert!(load.is_silent(Instant::now()));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn the_first_token_frees_the_prefill_and_the_release_the_rest() {
-        let load = WorkerLoad::default();
-        let number = load.book(REQUEST, Instant::now());
-        load.started(number);
-        let stats = load.stats(Instant::now());
-        assert_eq!((stats.waiting_tokens, stats.active_blocks, stats.sequences), (0, 10, 1));
-        tokio::time::advance(Duration::from_secs(2)).await;
-        load.release(number, Instant::now());
-        let stats = load.stats(Instant::now());
-        assert_eq!((stats.active_blocks, stats.sequences), (0, 0));
-        assert_eq!(stats.speeds.mean_duration.get(), Some(2.0));
-    }
-}
+mod tests;

@@ -2,7 +2,8 @@
 //!
 //! Not here: how the pick is made (`select`).
 
-use super::cost::{Cost, Prompt};
+use super::cost::Cost;
+use super::prompt::Prompt;
 use crate::index::WorkerOverlap;
 use crate::load::{LoadStats, ServiceEstimate};
 use crate::problem::Problem;
@@ -81,6 +82,8 @@ pub enum Term {
     Queue,
     /// Waiting until enough blocks are free.
     MemoryWait,
+    /// Waiting for a place in the batch.
+    BatchWait,
     /// Computing the tokens that are not cached.
     Prefill,
     /// Onboarding cached blocks from slower tiers.
@@ -89,8 +92,10 @@ pub enum Term {
     TierQueue,
     /// Transferring blocks from the prefill worker.
     KvTransfer,
-    /// Sharing decode steps with other sequences.
+    /// Longer steps because of the sequences on the worker.
     Decode,
+    /// Longer steps of these sequences because of the request.
+    DecodeSlowdown,
     /// Delay of decoding sequences while the prompt is computed.
     DecodeStall,
     /// Delay of later prompts on the same worker.
@@ -219,11 +224,13 @@ impl Features<'_> {
             }
             Term::Queue => cost.queue,
             Term::MemoryWait => cost.memory_wait,
+            Term::BatchWait => cost.batch_wait,
             Term::Prefill => cost.prefill,
             Term::Onboard => cost.onboard,
             Term::TierQueue => cost.tier_queue,
             Term::KvTransfer => cost.kv_transfer,
             Term::Decode => cost.decode,
+            Term::DecodeSlowdown => cost.decode_slowdown,
             Term::DecodeStall => cost.decode_stall,
             Term::QueueExternality => cost.queue_externality,
             Term::Sequences => stats.sequences.into(),
@@ -326,8 +333,10 @@ mod tests {
 
     #[test]
     fn scores_are_seconds_and_an_overlap_counts_in_favour() {
-        let (cost, prompt) =
-            (Cost { queue: 0.5, ..Cost::default() }, Prompt { tokens: 100, block_size: 10, blocks: 12 });
+        let (cost, prompt) = (
+            Cost { queue: 0.5, ..Cost::default() },
+            Prompt { tokens: 100, block_size: 10, blocks: 12, output_tokens: 20.0 },
+        );
         let speeds = Speeds { prefill: Measured::of(100.0), ..Speeds::default() };
         let stats = LoadStats { sequences: 3, active_blocks: 25, total_blocks: 100, speeds, ..LoadStats::default() };
         let features = Features {

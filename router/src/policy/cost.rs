@@ -1,27 +1,33 @@
-//! Cost of a placement: the estimated time to first token, term by term, and the time that it takes from other
-//! requests.
+//! Cost of a placement: the estimated time to first token and between tokens, term by term, and the time that it takes
+//! from other requests. docs/routing.md derives the terms from the objective.
 //!
 //! Pure: a prompt and a worker's service times in, seconds out.
 
+use super::capacity;
+use super::prompt::Prompt;
 use crate::index::{LEVELS, WorkerOverlap};
-use crate::load::ServiceEstimate;
+use crate::load::{PrefillTime, PromptArrivals, ServiceEstimate, StepTime};
 use kvbm::Level;
 
-/// The properties of a prompt that its cost depends on.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Prompt {
-    /// Length in tokens.
-    pub(crate) tokens: u64,
-    /// Tokens per block.
-    pub(crate) block_size: u64,
-    /// Blocks for the prompt and its expected output.
-    pub(crate) blocks: u64,
+/// What the time between tokens of this request and of others is worth, and how a batch changes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DecodePricing {
+    /// Duration of a step on an average worker.
+    pub(crate) step: StepTime,
+    /// Duration of computing a prompt on an average worker, once it was measured.
+    pub(crate) prefill: Option<PrefillTime>,
+    /// Seconds of first token that a second per step of this request is worth.
+    pub(crate) own_steps: f64,
+    /// Seconds of first token that a second of delay of one decoding sequence is worth.
+    pub(crate) others_delay: f64,
+    /// Prompts that arrive.
+    pub(crate) arrivals: PromptArrivals,
 }
 
 /// Remaining work for a prompt with a given cached prefix; the same for all workers with equal prefixes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RemainingWork {
-    prompt: Prompt,
+    pub(crate) prompt: Prompt,
     pub(crate) held: WorkerOverlap,
     /// Tokens to compute.
     uncached: f64,
@@ -36,7 +42,9 @@ pub(crate) struct Cost {
     pub(crate) queue: f64,
     /// Waiting until blocks are free.
     pub(crate) memory_wait: f64,
-    /// Computing the tokens that are not cached.
+    /// Waiting for a place in the batch.
+    pub(crate) batch_wait: f64,
+    /// Computing the tokens that are not cached, in steps that the batch shares.
     pub(crate) prefill: f64,
     /// Onboarding cached blocks from slower tiers.
     pub(crate) onboard: f64,
@@ -44,33 +52,22 @@ pub(crate) struct Cost {
     pub(crate) tier_queue: f64,
     /// Transferring blocks from the prefill worker.
     pub(crate) kv_transfer: f64,
-    /// Sharing steps with the sequences that decode on the worker.
+    /// Longer steps because of the sequences that decode on the worker, compared with an idle average worker.
     pub(crate) decode: f64,
+    /// Longer steps of these sequences because of this one.
+    pub(crate) decode_slowdown: f64,
     /// Delay of later prompts that queue behind this one.
     pub(crate) queue_externality: f64,
     /// Delay of decoding sequences while this prompt is computed.
     pub(crate) decode_stall: f64,
-}
-
-/// Expected output tokens of a request, for memory and admission cost, unless it asks for fewer: most answers are
-/// shorter, and blocks are allocated as they fill.
-pub(crate) const OUTPUT_TOKENS: u64 = 256;
-/// Decode steps whose delay by other sequences counts. With fewer, a batch of dozens looks as good as an idle worker;
-/// with many more, a long cached prefix is given up for a slightly smaller batch.
-const DECODE_STEPS: f64 = 4.0;
-/// Upper bound in seconds of the wait for blocks: by then the engine has preempted or rejected a request.
-const MEMORY_WAIT_MAX: f64 = 60.0;
-
-impl Prompt {
-    /// Tokens that are not in `held`. At least one: the last token is always computed, for its logits.
-    pub(crate) fn uncached(&self, held: WorkerOverlap) -> u64 {
-        self.tokens.saturating_sub(u64::from(held.total()) * self.block_size).max(1)
-    }
-
-    /// Blocks for the output alone.
-    pub(crate) fn output_blocks(&self) -> u64 {
-        self.blocks.saturating_sub(self.tokens.div_ceil(self.block_size))
-    }
+    /// Probability that the worker is full.
+    pub(crate) full: f64,
+    /// The part of `prefill` without the steps of the batch.
+    pub(crate) compute: f64,
+    /// The part of `prefill` for which later prompts wait.
+    pub(crate) steps_and_compute: f64,
+    /// What a further copy of a prefix that many requests share saves them; not above 0.
+    pub(crate) replication: f64,
 }
 
 impl RemainingWork {
@@ -81,10 +78,10 @@ impl RemainingWork {
 }
 
 impl Cost {
-    /// Cost of prefill and decode on one worker. `weight` scales the delay of other requests.
+    /// Cost of prefill and decode on one worker, without the stall of its decode.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
-    pub(crate) fn aggregated(work: &RemainingWork, estimate: &ServiceEstimate, weight: f64) -> Self {
+    pub(crate) fn aggregated(work: &RemainingWork, estimate: &ServiceEstimate, pricing: &DecodePricing) -> Self {
         let (mut onboard, mut tier_queue) = (0.0, 0.0);
         let mut slower = work.slower;
         while slower != 0 {
@@ -97,36 +94,62 @@ impl Cost {
             onboard += alone;
             tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
         }
+        let compute = estimate.compute(pricing.prefill, work.uncached, work.prompt.tokens as f64 - work.uncached);
+        let step = estimate.step(&pricing.step);
+        let (first_steps, per_token_steps) =
+            pricing.prefill.map_or((0.0, 0.0), |prefill| (prefill.first_steps, prefill.per_token_steps));
+        let steps_and_compute = compute + per_token_steps * work.uncached * step;
+        let wait = capacity::wait(&work.prompt, work.held, estimate);
+        let (decode, decode_slowdown) = pricing.decode(&work.prompt, estimate, wait.full);
         Self {
             queue: estimate.queue,
-            memory_wait: memory_wait(work, estimate),
-            prefill: work.uncached * estimate.token,
+            memory_wait: wait.memory,
+            batch_wait: wait.batch,
+            prefill: steps_and_compute + first_steps * step,
             onboard,
             tier_queue,
-            decode: weight * DECODE_STEPS * estimate.batch,
+            decode,
+            decode_slowdown,
+            full: wait.full,
+            compute,
+            steps_and_compute,
+            queue_externality: queue_externality(
+                steps_and_compute,
+                estimate.queue,
+                estimate.prompts,
+                &pricing.arrivals,
+            ),
             ..Self::default()
         }
     }
 
     /// Cost with prefill on another worker at cost `prefill`, then decode on this worker, which has `held` cached.
-    pub(crate) fn disaggregated(prefill: &Self, work: &RemainingWork, estimate: &ServiceEstimate, weight: f64) -> Self {
+    pub(crate) fn disaggregated(
+        prefill: &Self,
+        work: &RemainingWork,
+        estimate: &ServiceEstimate,
+        pricing: &DecodePricing,
+    ) -> Self {
         let RemainingWork { prompt, held, .. } = work;
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total()));
         let transfer = estimate.transfer(Level::Peer, blocks);
         // With nothing to transfer there is no wait, and the wait is never longer than recomputing takes.
         let recompute = (blocks * prompt.block_size) as f64 * estimate.token;
         let tier_queue = estimate.backlog(Level::Peer).min((recompute - transfer).max(0.0));
-        let decode = Self::aggregated(work, estimate, weight);
+        let decode = Self::aggregated(work, estimate, pricing);
         // The queue of the decode worker advances while the prompt is computed on the prefill worker: only the rest of
         // it counts.
         let left = (decode.busy() - prefill.first_token()).max(0.0);
         let memory_wait = decode.memory_wait.min(left);
+        let batch_wait = decode.batch_wait.min(left - memory_wait);
         Self {
-            queue: prefill.queue + left - memory_wait,
+            queue: prefill.queue + left - memory_wait - batch_wait,
             memory_wait: prefill.memory_wait + memory_wait,
+            batch_wait: prefill.batch_wait + batch_wait,
             kv_transfer: transfer + estimate.handoff_overhead,
             tier_queue: prefill.tier_queue + tier_queue,
             decode: decode.decode,
+            decode_slowdown: decode.decode_slowdown,
             decode_stall: 0.0,
             ..*prefill
         }
@@ -134,7 +157,8 @@ impl Cost {
 
     /// Total cost.
     pub(crate) fn total(&self) -> f64 {
-        self.first_token() + self.decode + self.decode_stall + self.queue_externality
+        let Self { decode, decode_slowdown, decode_stall, queue_externality, replication, .. } = self;
+        self.first_token() + decode + decode_slowdown + decode_stall + queue_externality + replication
     }
 
     /// The request's own time to first token.
@@ -148,38 +172,54 @@ impl Cost {
     }
 
     fn busy(&self) -> f64 {
-        self.queue + self.memory_wait
+        self.queue + self.memory_wait + self.batch_wait
     }
 }
 
-/// Delay of later prompts by a prompt of `prefill` seconds. As many prompts are expected to arrive during its wait as
-/// are queued now: `here` on this worker, plus the `mean` over all workers. The first alone would send all long prompts
-/// to workers without short ones; the second alone lets prompts stay where they queue too long. On an idle fleet the
-/// term is 0 and only the request's own first token counts; on a full one it matters that no prefix is computed twice.
-pub(crate) fn queue_externality(prefill: f64, here: u32, mean: f64) -> f64 {
-    prefill * (f64::from(here) + mean)
+impl DecodePricing {
+    /// Cost of one sequence like this request on a worker, to it and to another one in equal parts.
+    pub(crate) fn per_sequence(&self, prompt: &Prompt) -> f64 {
+        let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
+        let added = self.step.per_sequence + self.step.per_context_token * own_context;
+        added * (self.own_steps + self.others_delay * prompt.output_tokens) / 2.0
+    }
+
+    /// The request's own longer steps, and those of the sequences beside it.
+    #[inline]
+    fn decode(&self, prompt: &Prompt, estimate: &ServiceEstimate, full: f64) -> (f64, f64) {
+        let step = &self.step;
+        let (own_steps, others_delay) = (self.own_steps + full * prompt.output_tokens, self.others_delay + full);
+        let (sequences, rest) = (f64::from(estimate.sequences), f64::from(estimate.rest_tokens));
+        let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
+        let added = step.per_sequence + step.per_context_token * own_context;
+        let others = step.per_sequence * sequences + step.per_context_token * f64::from(estimate.context_tokens);
+        // Steps in which both this and another sequence are in the batch: the expected smaller one of two exponentially
+        // distributed lives.
+        let shared_steps = prompt.output_tokens * rest / (prompt.output_tokens + rest);
+        let alone = step.base + added;
+        let mean_step = alone + others * shared_steps / prompt.output_tokens;
+        let own = own_steps * (mean_step * estimate.step_pace() - alone);
+        (own, others_delay * sequences * shared_steps * added * estimate.step_pace())
+    }
 }
 
-/// Wait until enough blocks are free. Blocks are freed at the rate of blocks in use over the mean duration of a
-/// request.
-#[inline]
-fn memory_wait(work: &RemainingWork, estimate: &ServiceEstimate) -> f64 {
-    if work.prompt.blocks <= u64::from(estimate.free_blocks) { 0.0 } else { wait_for_memory(work, estimate) }
-}
-
-#[cold]
-fn wait_for_memory(RemainingWork { prompt, held, .. }: &RemainingWork, estimate: &ServiceEstimate) -> f64 {
-    let work = prompt.blocks.saturating_sub(u64::from(held.in_g1()));
-    let short = work.saturating_sub(estimate.free_blocks.into()) as f64;
-    (estimate.mean_duration * short / f64::from(estimate.active_blocks.max(1))).min(MEMORY_WAIT_MAX)
+/// Delay of later prompts by a prompt that takes `seconds` behind a queue of `queue` seconds with `here` prompts: so
+/// many seconds for each that arrives before the queue is empty. These are those that arrive at the mean rate, and,
+/// because prompts come in bursts, as many more as are queued now.
+fn queue_externality(seconds: f64, queue: f64, here: u32, arrivals: &PromptArrivals) -> f64 {
+    seconds * (f64::from(here) + arrivals.behind(queue, seconds))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{LoadStats, Measured, Speeds, defaults};
+    use crate::load::{LoadStats, Measured, Speeds};
 
-    const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110 };
+    const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110, output_tokens: 100.0 };
+    /// Steps of 10 ms, 1 ms more for each sequence and for each thousand tokens of context.
+    const STEP: StepTime = StepTime { base: 0.01, per_sequence: 0.001, per_context_token: 1e-6 };
+    const PRICING: DecodePricing =
+        DecodePricing { step: STEP, prefill: None, own_steps: 20.0, others_delay: 0.2, arrivals: PromptArrivals::NONE };
 
     fn stats(waiting_tokens: u32) -> LoadStats {
         let speeds = Speeds { prefill: Measured::of(1000.0), block_bytes: Measured::of(1000.0), ..Speeds::default() };
@@ -187,13 +227,20 @@ mod tests {
     }
 
     fn aggregated(held: [u32; LEVELS.len()], stats: &LoadStats) -> Cost {
-        Cost::aggregated(&RemainingWork::of(PROMPT, WorkerOverlap::of(held)), &ServiceEstimate::of(stats), 1.0)
+        Cost::aggregated(&RemainingWork::of(PROMPT, WorkerOverlap::of(held)), &ServiceEstimate::of(stats), &PRICING)
     }
 
     #[test]
     fn terms_are_seconds() {
         let cost = aggregated([40, 0, 0, 0, 0], &stats(500));
-        let want = Cost { queue: 0.5, prefill: 0.6, decode: cost.decode, ..Cost::default() };
+        let want = Cost {
+            queue: 0.5,
+            prefill: 0.6,
+            compute: 0.6,
+            steps_and_compute: 0.6,
+            decode: cost.decode,
+            ..Cost::default()
+        };
         assert!(cost == want && (cost.total() - 1.1).abs() < 1e-9, "{cost:?}");
     }
 
@@ -228,7 +275,7 @@ mod tests {
             let mut stats = LoadStats { queued: [0, 0, 0, 0, queued], ..stats(0) };
             stats.speeds.set_onboard(Level::Peer, 0.01, 1e6);
             let work = RemainingWork::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]));
-            Cost::disaggregated(&Cost::default(), &work, &ServiceEstimate::of(&stats), 1.0)
+            Cost::disaggregated(&Cost::default(), &work, &ServiceEstimate::of(&stats), &PRICING)
         };
         let (idle, busy, flooded) = (cost(40, 0), cost(40, 100), cost(40, 1_000_000));
         // One millisecond per block; sixty blocks take 0.6 seconds to compute.
@@ -244,9 +291,10 @@ mod tests {
     fn the_decode_queue_left_after_the_remote_prefill_counts() {
         let prefill = Cost { queue: 0.5, memory_wait: 0.1, prefill: 1.0, ..Cost::default() };
         let costs = |waiting, active_blocks| {
-            let estimate = ServiceEstimate::of(&LoadStats { active_blocks, total_blocks: 170, ..stats(waiting) });
+            let load = LoadStats { active_blocks, total_blocks: 170, sequences: 1, ..stats(waiting) };
+            let estimate = ServiceEstimate::of(&load);
             let work = RemainingWork::of(PROMPT, WorkerOverlap::default());
-            (Cost::aggregated(&work, &estimate, 1.0), Cost::disaggregated(&prefill, &work, &estimate, 1.0))
+            (Cost::aggregated(&work, &estimate, &PRICING), Cost::disaggregated(&prefill, &work, &estimate, &PRICING))
         };
         let is = |cost: &Cost, queue: f64, memory_wait: f64| {
             assert!(
@@ -269,9 +317,10 @@ mod tests {
 
     #[test]
     fn longer_queues_make_a_cached_prefix_worth_a_longer_wait() {
-        let cost = |cached, waiting, prompts| {
+        let cost = |cached, waiting, prompts: u32| {
             let mut cost = aggregated([cached, 0, 0, 0, 0], &stats(waiting));
-            cost.queue_externality = queue_externality(cost.prefill, prompts, prompts as f64);
+            let arrivals = PromptArrivals::new(prompts.into(), 0.0);
+            cost.queue_externality = queue_externality(cost.prefill, cost.queue, prompts, &arrivals);
             cost.total()
         };
         // The cached prefix saves half a second; its worker's queue takes three quarters longer.
@@ -280,16 +329,43 @@ mod tests {
     }
 
     #[test]
+    fn prompts_share_their_steps_with_the_batch() {
+        let prefill = PrefillTime { per_token: 0.001, per_pair: 0.0, per_token_steps: 0.01, first_steps: 1.5 };
+        let pricing = DecodePricing { prefill: Some(prefill), ..PRICING };
+        let work = RemainingWork::of(PROMPT, WorkerOverlap::of([40, 0, 0, 0, 0]));
+        let cost =
+            |sequences| Cost::aggregated(&work, &ServiceEstimate::of(&LoadStats { sequences, ..stats(0) }), &pricing);
+        let (idle, busy) = (cost(0), cost(10));
+        // Steps take 10 ms without sequences and 20 ms with ten. The prompt has seven and a half, of which one and a
+        // half delay no later prompt.
+        let is = |value: f64, expected: f64| assert!((value - expected).abs() < 1e-6, "{expected}: {idle:?} {busy:?}");
+        is(idle.prefill, 0.675);
+        is(busy.prefill, 0.75);
+        is(busy.steps_and_compute, 0.72);
+        // Sequences stand still for this long.
+        is(idle.compute, 0.6);
+        is(busy.compute, 0.6);
+    }
+
+    #[test]
     fn a_full_prompt_still_computes_one_token() {
         assert_eq!(PROMPT.uncached(WorkerOverlap::of([100, 0, 0, 0, 0])), 1);
     }
 
     #[test]
-    fn a_full_worker_costs_the_wait_for_blocks() {
-        let full = LoadStats { active_blocks: 100, total_blocks: 150, ..stats(0) };
-        let short = aggregated([0; 5], &full).memory_wait;
-        assert!((short - defaults::MEAN_DURATION * 60.0 / 100.0).abs() < 1e-9, "{short}");
-        let cached = aggregated([60, 0, 0, 0, 0], &full).memory_wait;
-        assert!(cached < 1e-9, "cached blocks need no free blocks");
+    fn sequences_cost_in_both_directions() {
+        let cost = |sequences, rest_tokens| {
+            let context_tokens = sequences * 2000;
+            let rest_tokens = Measured::of(rest_tokens);
+            aggregated([100, 0, 0, 0, 0], &LoadStats { sequences, context_tokens, rest_tokens, ..stats(0) })
+        };
+        assert!(cost(0, 100.0).decode.abs() < 1e-9 && cost(0, 100.0).decode_slowdown.abs() < 1e-9);
+        // Each of ten adds 3 ms to a step, in half of the steps; twenty steps count.
+        let ten = cost(10, 100.0);
+        assert!((ten.decode - 20.0 * 10.0 * 0.003 / 2.0).abs() < 1e-9, "{ten:?}");
+        // This one adds 1 + 1.05 ms to fifty steps of each of ten, of which a second is worth 0.2 s.
+        assert!((ten.decode_slowdown - 0.2 * 10.0 * 50.0 * 0.00205).abs() < 1e-9, "{ten:?}");
+        let ending = cost(10, 10.0);
+        assert!(ending.decode < ten.decode / 4.0 && ending.decode_slowdown < ten.decode_slowdown / 4.0, "{ending:?}");
     }
 }

@@ -4,15 +4,16 @@
 //! same inputs for the few workers that need them.
 
 use super::composition::{Features, Policy};
-use super::cost::{Cost, OUTPUT_TOKENS, Prompt, RemainingWork};
+use super::cost::{Cost, DecodePricing, RemainingWork};
+use super::disaggregate;
 use super::disaggregate::ServingMode;
 use super::inputs::{Eligibility, FleetView, cacheable};
+use super::prompt::Prompt;
 use super::select::{Candidate, SelectionContext, Why, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
-use super::{cost, disaggregate};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::WorkerOverlap;
-use crate::load::{Demand, WorkerSnapshot};
+use crate::load::{Demand, SharedPrefix, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
@@ -23,8 +24,12 @@ use worker::plane::Role;
 pub(crate) struct PlacementRequest<'a> {
     /// Length of the prompt in tokens.
     pub(crate) tokens: usize,
-    /// Maximum output tokens per choice, if the request limits them.
-    pub(crate) max_tokens: Option<u32>,
+    /// Expected output tokens per choice.
+    pub(crate) output_tokens: f64,
+    /// Mean output tokens of all requests of the model.
+    pub(crate) mean_output_tokens: f64,
+    /// The prefix of the prompt that many requests share, if there is one.
+    pub(crate) shared: Option<SharedPrefix>,
     /// Number of choices (`n`) to generate.
     pub(crate) choices: u32,
     pub(crate) work: &'a Work,
@@ -49,6 +54,8 @@ pub(crate) struct ScoredWorker<'a> {
     /// Cost with prefill on another worker.
     pub(crate) disaggregated: Option<Cost>,
     pub(crate) serving_mode: ServingMode,
+    /// The time of its prefill is learned, and not a default.
+    is_prefill_measured: bool,
 }
 
 /// A decision, before its reservation.
@@ -79,23 +86,44 @@ struct DecisionContext<'a> {
     prompts: Vec<(Prompt, usize)>,
     /// Remaining work for each distinct cached prefix.
     remaining: &'a [RemainingWork],
-    /// Mean number of queued prompts per worker.
-    waiting: f64,
+    pricing: DecodePricing,
+    replication: Option<Replication>,
+}
+
+/// A shared prefix and its copies.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Replication {
+    pub(crate) shared: SharedPrefix,
+    /// Workers that hold it.
+    pub(crate) copies: u32,
+    /// Mean number of sequences on these.
+    holder_sequences: f64,
+    /// What each sequence by which a worker has fewer than the holders is worth, in seconds; 0 when there is nothing to
+    /// share, because no worker has the prefix, or all have.
+    per_sequence: f64,
 }
 
 impl<'a> PlacementRequest<'a> {
-    /// `until`: when the first token should be there.
-    pub(crate) fn of(request: &'a Request, until: Option<Instant>, now: Instant) -> Self {
-        let Request { tokens, stop, work, .. } = request;
+    /// `until`: when the first token should be there; `output_tokens`: expected of the request; `mean_output_tokens`:
+    /// of all requests of the model.
+    pub(crate) fn of(
+        request: &'a Request,
+        until: Option<Instant>,
+        output_tokens: f64,
+        mean_output_tokens: f64,
+        now: Instant,
+    ) -> Self {
+        let Request { tokens, work, .. } = request;
         let within = until.map(|until| until.saturating_duration_since(now).as_secs_f64());
         let may_split = matches!(work, Work::Generate) && request.sampling.prompt_logprobs.is_none();
-        Self { tokens: tokens.len(), max_tokens: stop.max_tokens, choices: request.choices(), work, may_split, within }
+        let (tokens, choices) = (tokens.len(), request.choices());
+        Self { tokens, output_tokens, mean_output_tokens, shared: None, choices, work, may_split, within }
     }
 
     fn prompt(&self, card: &ModelCard) -> Prompt {
         let (tokens, block_size) = (self.tokens as u64, card.block_size as u64);
-        let output = self.max_tokens.map_or(OUTPUT_TOKENS, |max| u64::from(max).min(OUTPUT_TOKENS));
-        Prompt { tokens, block_size, blocks: (tokens + output * u64::from(self.choices)).div_ceil(block_size) }
+        let output = (self.output_tokens as u64).max(1) * u64::from(self.choices);
+        Prompt { tokens, block_size, blocks: (tokens + output).div_ceil(block_size), output_tokens: self.output_tokens }
     }
 }
 
@@ -115,8 +143,10 @@ pub(crate) fn decide<'a>(
         (prompt, from)
     };
     let prompts = pool.schemes().iter().enumerate().map(prompt_in).collect();
-    let context =
-        DecisionContext { tuning, entries: pool.entries(), prompts, remaining, waiting: fleet.mean_prompts(), fleet };
+    let pricing = pricing(tuning, &request, &fleet);
+    let mut context =
+        DecisionContext { tuning, entries: pool.entries(), prompts, remaining, pricing, replication: None, fleet };
+    context.replication = request.shared.map(|shared| context.replication(shared));
 
     prefill_candidates.clear();
     if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
@@ -171,6 +201,11 @@ impl<'a> Decision<'a> {
         self.context.row(entry as usize, self.prefill.as_ref())
     }
 
+    /// The shared prefix of the prompt and its copies, if there is one.
+    pub(crate) fn replication(&self) -> Option<&Replication> {
+        self.context.replication.as_ref()
+    }
+
     /// The lowest cost in seconds among the candidates that were not chosen.
     pub(crate) fn runner_up(&self) -> f64 {
         let others = self.candidates.iter().filter(|other| other.entry as usize != self.chosen.at);
@@ -219,6 +254,27 @@ impl<'a> DecisionContext<'a> {
         }
     }
 
+    /// The copies of a shared prefix.
+    fn replication(&self, shared: SharedPrefix) -> Replication {
+        let (mut copies, mut sequences) = (0_u32, 0_u64);
+        for (entry, snapshot) in self.entries.iter().zip(self.fleet.snapshots()) {
+            if self.work(entry).held.total() >= shared.blocks {
+                copies += 1;
+                sequences += u64::from(snapshot.estimate.sequences);
+            }
+        }
+        // A copy can take a share only of requests that others serve now.
+        let prompt = self.prompts.first().filter(|_| copies > 0 && (copies as usize) < self.entries.len());
+        let each = prompt.map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
+        Replication {
+            shared,
+            copies,
+            holder_sequences: sequences as f64 / f64::from(copies.max(1)),
+            // The difference shrinks as the copy takes its share: half of it is saved on average.
+            per_sequence: each / 2.0 * shared.requests / f64::from(copies + 1),
+        }
+    }
+
     /// Scores one worker together with a prefill worker, or by a composition.
     #[inline(never)]
     fn scored(&self, at: usize, prefill: Option<&ScoredWorker<'_>>) -> Candidate {
@@ -241,12 +297,14 @@ impl<'a> DecisionContext<'a> {
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and every figure stays in a register")]
     #[inline(always)]
     fn aggregated(&self, entry: &WorkerEntry, work: &RemainingWork, snapshot: &WorkerSnapshot) -> Cost {
-        let (weight, estimate) = (self.tuning.decode_interference_weight, &snapshot.estimate);
-        let mut aggregated = Cost::aggregated(work, estimate, weight);
-        aggregated.queue_externality =
-            cost::queue_externality(aggregated.prefill, estimate.prompts, self.waiting + self.tuning.prefix_affinity);
+        let (pricing, estimate) = (&self.pricing, &snapshot.estimate);
+        let mut aggregated = Cost::aggregated(work, estimate, pricing);
+        let others_delay = pricing.others_delay + aggregated.full;
         aggregated.decode_stall =
-            disaggregate::decode_stall(aggregated.prefill, entry.role, estimate.sequences, weight);
+            disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
+        if let Some(replication) = self.replication.as_ref().filter(|replication| replication.per_sequence > 0.0) {
+            aggregated.replication = replication.saving(&work.prompt, work.held, estimate.sequences, &aggregated);
+        }
         aggregated
     }
 
@@ -263,21 +321,42 @@ impl<'a> DecisionContext<'a> {
             aggregated,
             disaggregated: None,
             serving_mode: ServingMode::Aggregated,
+            is_prefill_measured: self.pricing.prefill.is_some(),
         };
         // Blocks can be transferred only between workers with the same hash scheme.
         if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.entry.scheme == entry.scheme) {
-            let disaggregated = Cost::disaggregated(
-                &prefill.aggregated,
-                work,
-                &snapshot.estimate,
-                self.tuning.decode_interference_weight,
-            );
+            let disaggregated = Cost::disaggregated(&prefill.aggregated, work, &snapshot.estimate, &self.pricing);
             row.serving_mode =
                 disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.aggregated, &disaggregated);
             row.disaggregated = Some(disaggregated);
         }
         row
     }
+}
+
+impl Replication {
+    /// What later requests save when a worker with this many sequences computes the prefix, as a negative cost. It is
+    /// at most what the placement costs because the worker does not have the prefix.
+    fn saving(&self, prompt: &Prompt, held: WorkerOverlap, sequences: u32, cost: &Cost) -> f64 {
+        let missing = self.shared.blocks.saturating_sub(held.total());
+        if missing == 0 {
+            return 0.0;
+        }
+        let share = f64::from(missing) * prompt.block_size as f64 / prompt.uncached(held) as f64;
+        let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * share.min(1.0);
+        let fewer = (self.holder_sequences - f64::from(sequences)).max(0.0);
+        -(self.per_sequence * fewer).min(caused)
+    }
+}
+
+/// What the time between tokens is worth for a request.
+fn pricing(tuning: &Tuning, request: &PlacementRequest<'_>, fleet: &FleetView<'_>) -> DecodePricing {
+    let decode_tokens = tuning.decode_tokens;
+    // A single token has no time between tokens.
+    let own_steps = decode_tokens * (1.0 - request.output_tokens.max(1.0).recip());
+    let others_delay = decode_tokens / request.mean_output_tokens.max(1.0);
+    let (step, prefill, arrivals) = (fleet.step_time(), fleet.prefill_time(), fleet.arrivals());
+    DecodePricing { step, prefill, own_steps, others_delay, arrivals }
 }
 
 /// The fields that the selection reads.
@@ -309,13 +388,34 @@ impl<'a> ScoredWorker<'a> {
     pub(crate) fn demand(&self) -> Demand {
         let here = self.serving_mode == ServingMode::Aggregated;
         let prefill_tokens = if here { self.uncached() } else { 0 };
-        Demand { prefill_tokens, prompts: u64::from(here), blocks: self.prompt.blocks, sequences: 1 }
+        let blocks = self.prompt.blocks.saturating_sub(u64::from(self.held.in_g1()));
+        let context_tokens = self.prompt.tokens + (self.prompt.output_tokens / 2.0) as u64;
+        let (timed_tokens, prefill_micros) = if here { self.timed() } else { (0, 0) };
+        let prompts = u64::from(here);
+        Demand { prefill_tokens, timed_tokens, prefill_micros, prompts, blocks, sequences: 1, context_tokens }
     }
 
     /// Demand of the prompt on a worker that only prefills.
     pub(crate) fn prefill_demand(&self) -> Demand {
         let blocks = self.prompt.tokens.div_ceil(self.prompt.block_size);
-        Demand { prefill_tokens: self.uncached(), prompts: 1, blocks, sequences: 0 }
+        let (timed_tokens, prefill_micros) = self.timed();
+        Demand {
+            prefill_tokens: self.uncached(),
+            timed_tokens,
+            prefill_micros,
+            prompts: 1,
+            blocks,
+            ..Demand::default()
+        }
+    }
+
+    /// Prompt tokens that are not cached, and the time for which later prompts wait for them in microseconds. None
+    /// before prompts were measured: a default of a speed does not outlive the first report of it.
+    fn timed(&self) -> (u64, u64) {
+        if !self.is_prefill_measured {
+            return (0, 0);
+        }
+        (self.uncached(), (self.aggregated.steps_and_compute * 1e6).round() as u64)
     }
 
     /// Prompt tokens that are not cached on this worker.

@@ -18,16 +18,17 @@ pub(crate) enum ServingMode {
     Disaggregated,
 }
 
-/// Delay of other requests while a prompt takes `prefill` seconds on a worker with `sequences` decoding.
-pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, weight: f64) -> f64 {
-    let share = match role {
-        Role::Prefill => 0.0,
-        // A decode worker expects sequences to arrive while the prompt is computed.
-        Role::Decode => 1.0,
-        // The more sequences, the likelier that one of them waits.
-        Role::Both => f64::from(sequences) / (f64::from(sequences) + 1.0),
+/// Delay of decoding sequences while a prompt takes `prefill` seconds on a worker with `sequences`, of which a second
+/// is worth `others_delay`. Those that are queued before it decode by then.
+#[inline]
+pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, others_delay: f64) -> f64 {
+    let stalled = match role {
+        Role::Prefill => 0,
+        // A decode worker expects a sequence to arrive while the prompt is computed.
+        Role::Decode => sequences.max(1),
+        Role::Both => sequences,
     };
-    weight * share * prefill
+    others_delay * f64::from(stalled) * prefill
 }
 
 /// Decides for one decode worker. `missing`: full prompt blocks that it has not cached; without any there is nothing to
@@ -44,7 +45,6 @@ pub(crate) fn decide(mode: Disaggregation, missing: u64, aggregated: &Cost, disa
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::settings::Preset;
 
     fn costs(tokens: f64, role: Role, sequences: u32, prefill_queue: f64) -> (Cost, Cost) {
         let prefill = tokens / 1000.0;
@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn a_busy_prefill_worker_sends_prompts_back() {
         assert_eq!(auto(1000.0, Role::Decode, 4, 0.5), ServingMode::Disaggregated);
-        assert_eq!(auto(1000.0, Role::Decode, 4, 1.0), ServingMode::Aggregated);
+        assert_eq!(auto(1000.0, Role::Decode, 4, 4.0), ServingMode::Aggregated);
     }
 
     #[test]
@@ -77,19 +77,15 @@ mod tests {
     }
 
     #[test]
-    fn the_latency_preset_disaggregates_shorter_prompts() {
-        let serving_mode = |preset: Preset| {
-            let (prefill, weight) = (0.06, preset.settings().decode_interference_weight);
-            let aggregated =
-                Cost { prefill, decode_stall: decode_stall(prefill, Role::Both, 1, weight), ..Cost::default() };
-            decide(Disaggregation::Auto, 1, &aggregated, &Cost { prefill, kv_transfer: 0.05, ..Cost::default() })
+    fn a_delay_that_is_worth_more_disaggregates_shorter_prompts() {
+        let serving_mode = |others_delay| {
+            let (prefill, kv_transfer) = (0.06, 0.05);
+            let decode_stall = decode_stall(prefill, Role::Both, 4, others_delay);
+            let aggregated = Cost { prefill, decode_stall, ..Cost::default() };
+            decide(Disaggregation::Auto, 1, &aggregated, &Cost { prefill, kv_transfer, ..Cost::default() })
         };
-        assert_eq!(
-            serving_mode(Preset::Balanced),
-            ServingMode::Aggregated,
-            "one decoding sequence stalled for 60 ms, half of the time"
-        );
-        assert_eq!(serving_mode(Preset::Latency), ServingMode::Disaggregated);
+        assert_eq!(serving_mode(0.1), ServingMode::Aggregated);
+        assert_eq!(serving_mode(0.5), ServingMode::Disaggregated);
     }
 
     #[test]

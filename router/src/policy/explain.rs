@@ -3,7 +3,7 @@
 
 use super::composition::{Composition, Filter, Policy, Term};
 use super::cost::Cost;
-use super::decide::{Decision, ScoredWorker};
+use super::decide::{Decision, Replication, ScoredWorker};
 use super::disaggregate::ServingMode;
 use super::select::Candidate;
 use crate::fleet::PromptTokens;
@@ -48,6 +48,12 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
             .map(|row| considered(&row, policy, decision.prompt_tokens()))
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
+        expected_output_tokens: row.prompt.output_tokens as u64,
+        shared_prefix: decision.replication().map(|Replication { shared, copies, .. }| Shared {
+            tokens: u64::from(shared.blocks) * row.prompt.block_size,
+            requests_per_minute: shared.requests as u64,
+            copies: *copies,
+        }),
     };
     loop {
         // Strings and numbers in plain structs always serialize.
@@ -87,6 +93,19 @@ struct Explanation {
     candidates: Vec<Considered>,
     #[serde(skip_serializing_if = "is_zero")]
     not_shown: usize,
+    /// Expected output tokens.
+    expected_output_tokens: u64,
+    /// The prefix of the prompt that many requests share.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shared_prefix: Option<Shared>,
+}
+
+#[derive(Serialize)]
+struct Shared {
+    tokens: u64,
+    requests_per_minute: u64,
+    /// Workers that hold it.
+    copies: u32,
 }
 
 #[derive(Serialize)]
@@ -148,13 +167,16 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy, tokens: PromptTokens) -> 
     let terms = [
         ("queue", queue),
         ("memory_wait", memory_wait),
+        ("batch_wait", cost.batch_wait),
         ("prefill", prefill),
         ("onboard", onboard),
         ("tier_queue", tier_queue),
         ("kv_transfer", kv_transfer),
         ("decode", decode),
+        ("decode_slowdown", cost.decode_slowdown),
         ("decode_stall", decode_stall),
         ("queue_externality", cost.queue_externality),
+        ("replication", cost.replication),
     ];
     Considered {
         worker: row.worker().id().to_string(),
@@ -164,7 +186,11 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy, tokens: PromptTokens) -> 
             _ => None,
         },
         cost_s: round(cost.total()),
-        terms_s: terms.into_iter().map(|(name, term)| (name, round(term))).filter(|(_, term)| *term > 0.0).collect(),
+        terms_s: terms
+            .into_iter()
+            .map(|(name, term)| (name, round(term)))
+            .filter(|(_, term)| term.abs() > 0.0)
+            .collect(),
         cached_blocks: row.held.by_level().map(|(level, blocks)| (level.name(), blocks)).collect(),
         uncached_tokens: row.uncached(),
         index: row.entry.remark(tokens),

@@ -5,7 +5,7 @@
 use crate::booking::InflightPrefixes;
 use crate::fleet::{ModelPool, PromptTokens, WorkerEntry};
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
-use crate::load::{SnapshotCache, WorkerSnapshot};
+use crate::load::{PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
@@ -84,9 +84,19 @@ impl<'a> FleetView<'a> {
         }
     }
 
-    /// Mean number of queued prompts per worker.
-    pub(crate) fn mean_prompts(&self) -> f64 {
-        self.snapshots.mean_prompts()
+    /// Duration of a decode step on an average worker.
+    pub(crate) fn step_time(&self) -> StepTime {
+        self.pool.stats().step_time()
+    }
+
+    /// Duration of computing a prompt on an average worker, once it was measured.
+    pub(crate) fn prefill_time(&self) -> Option<PrefillTime> {
+        self.pool.stats().prefill_time()
+    }
+
+    /// Prompts that arrive.
+    pub(crate) fn arrivals(&self) -> PromptArrivals {
+        self.snapshots.arrivals()
     }
 }
 

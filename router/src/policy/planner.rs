@@ -168,6 +168,11 @@ impl Targets {
         let seconds = |target: HumanDuration| target.as_secs_f64();
         Self { ttft: slo.ttft.map_or(DEFAULT_TTFT, seconds), itl: slo.itl.map_or(DEFAULT_ITL, seconds) }
     }
+
+    /// The target of the first token divided by that between tokens: a number of tokens.
+    pub(crate) fn ratio(&self) -> f64 {
+        self.ttft / self.itl
+    }
 }
 
 impl Need {

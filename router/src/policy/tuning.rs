@@ -23,8 +23,6 @@ pub enum Disaggregation {
 pub(crate) struct Tuning {
     pub(crate) policy: Policy,
     pub(crate) disaggregation: Disaggregation,
-    /// Weight of a delay of decoding sequences, relative to a request's own time to first token.
-    pub(crate) decode_interference_weight: f64,
-    /// Number of prompts that are assumed to queue behind each prompt, beyond those that do.
-    pub(crate) prefix_affinity: f64,
+    /// Seconds of first token that a second between tokens is worth, as a mean over a request.
+    pub(crate) decode_tokens: f64,
 }

@@ -1,7 +1,7 @@
 //! A router over a fleet without engines, to measure routing decisions: `examples/decide.rs` measures their time,
 //! `tests/allocations.rs` their allocations. Public for these only.
 
-use super::router::StubEngine;
+use super::stub_engine::StubEngine;
 use crate::dispatch::place;
 use crate::fleet::Worker;
 use crate::hash::splitmix64;
@@ -95,7 +95,7 @@ impl DecisionBenchmark {
     /// Places the request as the live router does, including its reservation. Dropping the result releases the
     /// reservation.
     pub fn decide(&self) -> impl Sized {
-        place(&self.core, &self.request, &[], None).map_err(|error| error.to_string()).expect("there are workers")
+        place(&self.core, &self.request, true, &[], None).map_err(|error| error.to_string()).expect("there are workers")
     }
 
     /// Hashes the prompt's blocks.

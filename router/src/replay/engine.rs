@@ -8,6 +8,11 @@
 //! prefix, because a trace does not identify them. A prompt from a prefill worker is onboarded over the links of both
 //! workers, which transfer one prompt at a time.
 
+mod sequence;
+mod steps;
+
+use self::sequence::{Sequence, blocks_needed};
+use self::steps::{Steps, nanoseconds};
 use super::lru::Lru;
 use super::options::QueueOrder;
 use super::pool::Pool;
@@ -53,38 +58,6 @@ pub(super) struct Environment {
     pub(super) store: Option<Lru>,
     /// Time at which each worker's link is free to send, by worker.
     pub(super) send_link_free_ns: Vec<u64>,
-}
-
-/// The current step, or several steps that differ only in the length of the context.
-#[derive(Clone, Copy, Default)]
-struct Steps {
-    began_ns: u64,
-    count: u64,
-    /// Prompt tokens that the step computes, without the last tokens of transferred prompts, which say nothing about
-    /// the speed of prefill.
-    prompt_tokens: u64,
-    /// Seconds of the first step, and by how much each following step is longer.
-    first_s: f64,
-    growth_s: f64,
-}
-
-#[derive(Clone)]
-struct Sequence {
-    request: u32,
-    stage: Stage,
-    /// The worker that computed the prompt, if not this one.
-    prefill_worker: Option<usize>,
-    /// Prompt tokens that are computed or were found in a cache.
-    computed_tokens: u64,
-    /// Leading blocks that are registered in the pool and referenced by this sequence.
-    registered: usize,
-    /// Allocated blocks that are not shared: prompt blocks not computed yet, and output.
-    private_blocks: u64,
-    generated_tokens: u64,
-    /// Time at which onboarding ends.
-    ready_ns: u64,
-    /// Blocks that are being onboarded until `ready_ns`. They follow the registered ones.
-    onboarding: usize,
 }
 
 /// A block was stored in a tier, or removed from it.
@@ -428,6 +401,7 @@ impl Engine {
             waiting_tokens: self.waiting_tokens,
             running: self.running.len() as u32,
             waiting: self.waiting.len() as u32,
+            paused: 0,
             sequences_max: profile.max_num_seqs as u32,
             active_blocks: self.pool.in_use(),
             total_blocks: profile.blocks(),
@@ -511,65 +485,6 @@ impl Engine {
             }
         }
     }
-}
-
-impl Steps {
-    fn seconds(&self, nth: u64) -> f64 {
-        self.first_s + nth as f64 * self.growth_s
-    }
-
-    /// End of each step, in order.
-    fn ends(&self) -> impl Iterator<Item = u64> {
-        let ends = |at: &mut u64, nth| {
-            *at += nanoseconds(self.seconds(nth));
-            Some(*at)
-        };
-        (0..self.count).scan(self.began_ns, ends)
-    }
-
-    /// End of the last step.
-    fn end(&self) -> u64 {
-        self.ends().last().unwrap_or(self.began_ns)
-    }
-}
-
-impl Sequence {
-    /// Blocks that this stage of the request needs, including output.
-    fn blocks(&self, spec: &RequestSpec) -> u64 {
-        if self.stage == Stage::Prefill { spec.blocks.len() as u64 } else { blocks_needed(spec) }
-    }
-
-    /// Whether this stage of the request is complete.
-    fn is_finished(&self, spec: &RequestSpec) -> bool {
-        if self.stage == Stage::Prefill {
-            self.computed_tokens == spec.input_tokens
-        } else {
-            self.generated_tokens >= spec.output_tokens
-        }
-    }
-
-    /// Registers the next block, which was computed or onboarded.
-    fn register(&mut self, blocks: &[u32], pool: &mut Pool, effects: &mut Effects) {
-        let parent = self.registered.checked_sub(1).map(|at| blocks[at]);
-        let block = blocks[self.registered];
-        if pool.register(block, parent) {
-            effects.changes.push(BlockChange { level: Level::G1, block, stored: true });
-        }
-        self.registered += 1;
-        self.private_blocks -= 1;
-    }
-}
-
-/// Blocks that a request needs, including output.
-fn blocks_needed(spec: &RequestSpec) -> u64 {
-    // Output does not continue in the prompt's last block, even when that is partly filled, because the trace
-    // identifies it.
-    spec.blocks.len() as u64 + spec.output_tokens.div_ceil(BLOCK_TOKENS)
-}
-
-/// Converts seconds, rounded up to at least one nanosecond so that virtual time advances.
-fn nanoseconds(seconds: f64) -> u64 {
-    (seconds * 1e9).max(1.0) as u64
 }
 
 fn update_ewma(value: &mut Option<f64>, sample: f64) {

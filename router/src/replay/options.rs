@@ -4,7 +4,7 @@ use super::baselines::Peer;
 use super::profile::Profile;
 use super::results::Slo;
 use crate::policy::Policy;
-use crate::settings::{Preset, Settings};
+use crate::settings::Settings;
 use std::num::NonZero;
 use std::time::Duration;
 use worker::plane::Role;
@@ -87,11 +87,6 @@ impl PolicyUnderTest {
     /// All policies of this router, then those of other routers.
     pub fn all() -> Vec<Self> {
         Policy::ALL.into_iter().map(Self::Policy).chain(Peer::ALL.map(Self::Peer)).collect()
-    }
-
-    /// The presets. `balanced` has the default settings, and so equals `kv`.
-    pub fn presets() -> [Self; 3] {
-        Preset::ALL.map(|preset| Self::Settings(preset.name(), Box::new(preset.settings())))
     }
 
     /// Name in output.

@@ -4,6 +4,7 @@ use super::admission::{AdmissionDecision, AdmissionDriver};
 use super::baselines::{Baseline, Report};
 use super::plane::Message;
 use super::planner::{Planned, PlannerDriver};
+use super::stub_engine::StubEngine;
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
 use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
@@ -19,12 +20,11 @@ use crate::policy::{
     Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
 };
 use crate::settings::{ResolvedSettings, Settings};
-use futures::future::BoxFuture;
 use kvbm::{Epoch, Level, Run, SequenceHash};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{self, ModelCard, OutputStream, Priority, Readiness, Request, Work};
+use worker::engine::{Priority, Work};
 use worker::plane::{Instance, ReservationUpdate, Role, RouterId, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
@@ -98,47 +98,10 @@ struct Feed {
 const EPOCH: Epoch = Epoch(1);
 const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
+/// A trace names no tenants.
+const TENANT: &str = "";
 /// Distinguishes the reservation on a prefill worker from that on the decode worker of the same request.
 const REMOTE_PREFILL_BIT: u64 = 1 << 32;
-
-/// Takes the place of a worker's engine. The simulation never calls it.
-pub(crate) struct StubEngine;
-
-impl StubEngine {
-    /// A model card with this `shared_id` and block size.
-    pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
-        Arc::new(ModelCard {
-            id: model.to_owned(),
-            identity: model.to_owned(),
-            created: 0,
-            context: usize::MAX,
-            block_size,
-            vocabulary: 0,
-            eos: Vec::new(),
-            tokenizer: None,
-            chat_template: None,
-            special_tokens: Vec::new(),
-            sampling: worker::engine::SamplingDefaults::default(),
-            random_weights: true,
-            is_relayed: false,
-            has_exact_blocks: true,
-        })
-    }
-}
-
-impl engine::Engine for StubEngine {
-    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
-        Box::pin(std::future::ready(Err(engine::Error::Unavailable("simulated".to_owned()))))
-    }
-
-    fn models(&self) -> Vec<Arc<ModelCard>> {
-        Vec::new()
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::NotReady("simulated".to_owned())
-    }
-}
 
 impl SimulatedRouter {
     pub(super) fn new(policy: &PolicyUnderTest, options: &Options, requests: usize, seed: u64) -> Self {
@@ -194,7 +157,7 @@ impl SimulatedRouter {
     /// Places an arriving request and passes it to the admission queue, if there is one.
     pub(super) fn arrive(&mut self, now_ns: u64, request: u32, requests: &[RequestSpec]) -> Vec<Action> {
         let (now, spec, mut actions) = (self.instant(now_ns), &requests[request as usize], Vec::new());
-        let Some(queued) = self.place(now, now, request, spec, &mut actions) else { return vec![Action::Reject] };
+        let Some(queued) = self.place(now, None, request, spec, &mut actions) else { return vec![Action::Reject] };
         let fleet = self.fleet.snapshot();
         match &mut self.admission {
             None => self.dispatch(now, request, &mut actions),
@@ -239,7 +202,7 @@ impl SimulatedRouter {
             Resolution::Reroute => {
                 // The request's own reservation must not count against the new placement.
                 let spec = &requests[request as usize];
-                let arrived_at = self.cancel_placement(now, request, spec, actions).unwrap_or(now);
+                let arrived_at = self.cancel_placement(now, request, spec, actions);
                 match self.place(now, arrived_at, request, spec, actions) {
                     Some(queued) => {
                         if let Some(driver) = &mut self.admission {
@@ -287,7 +250,7 @@ impl SimulatedRouter {
         let Some(Placement { decode, prefill: Some(prefill), .. }) = &self.placements[request as usize] else {
             return Vec::new();
         };
-        self.workers[prefill.worker].load.started(prefill.number);
+        self.workers[prefill.worker].load.started(prefill.number, now);
         let mut actions = vec![Action::Publish(ReservationUpdate::Started(prefill.shared_id))];
         self.send_stage(now, request, decode, Stage::Decode, &mut actions);
         actions
@@ -306,7 +269,7 @@ impl SimulatedRouter {
             baseline.finished(decode.worker, request, spec);
         }
         for reservation in [Some(decode), prefill].into_iter().flatten() {
-            actions.push(Action::Publish(self.release(now, &reservation)));
+            actions.push(Action::Publish(self.release(now, &reservation, 0)));
         }
         Some(arrived_at)
     }
@@ -332,16 +295,17 @@ impl SimulatedRouter {
         }
     }
 
-    fn release(&self, now: Instant, reservation: &Reservation) -> ReservationUpdate {
-        self.workers[reservation.worker].load.release(reservation.number, now);
+    fn release(&self, now: Instant, reservation: &Reservation, generated: u64) -> ReservationUpdate {
+        self.workers[reservation.worker].load.release(reservation.number, generated, now);
         ReservationUpdate::Released(reservation.shared_id)
     }
 
-    /// Places a request that may wait. A late one reserves nothing until it is admitted.
+    /// Places a request that may wait. A late one reserves nothing until it is admitted. `arrived_at`: `None` if it
+    /// arrives now.
     fn place(
         &mut self,
         now: Instant,
-        arrived_at: Instant,
+        arrived_at: Option<Instant>,
         request: u32,
         spec: &RequestSpec,
         actions: &mut Vec<Action>,
@@ -358,7 +322,7 @@ impl SimulatedRouter {
     fn reserve(
         &mut self,
         now: Instant,
-        arrived_at: Instant,
+        arrived_at: Option<Instant>,
         request: u32,
         spec: &RequestSpec,
         actions: &mut Vec<Action>,
@@ -370,13 +334,23 @@ impl SimulatedRouter {
         let pool = fleet.pool(MODEL)?;
         let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, &[], now);
         let random = splitmix64(self.seed ^ self.fleet.choices());
-        // As in the live router, the length of the output is unknown.
+        // As in the live router, the length of the output is not known, but learned.
+        let stats = pool.stats().clone();
+        let (output, mean_output_tokens) = stats.expect_output(TENANT, None);
+        let output_tokens = output.tokens();
+        let hashes = overlaps.hashes(0);
+        let name = |at: usize| hashes[at].short();
+        let is_new = arrived_at.is_none();
+        let shared = stats.shared_prefix(hashes.len(), BLOCK_TOKENS as usize, name, is_new, now.into());
+        let arrived_at = arrived_at.unwrap_or(now);
         let deadline = self.deadline.map(|deadline| arrived_at + deadline);
         let target = self.target.map(|target| arrived_at + target);
         let within = deadline.or(target).map(|until| until.saturating_duration_since(now).as_secs_f64());
         let placement_request = PlacementRequest {
             tokens: spec.input_tokens as usize,
-            max_tokens: None,
+            output_tokens,
+            mean_output_tokens,
+            shared,
             choices: 1,
             work: &Work::Generate,
             may_split: true,
@@ -402,15 +376,23 @@ impl SimulatedRouter {
         let row = decision.row(at as u32);
         let prefill_row = decision.prefill_worker(&row);
         self.planner.prompt_placed(row.uncached());
-        let mut book = |row: &ScoredWorker<'_>, shared_id, demand, hashes| {
+        let mut book = |row: &ScoredWorker<'_>, shared_id, demand: Demand, hashes| {
             let worker = row.worker();
             self.fleet.choose(worker);
-            let number = worker.load.book(demand, now);
+            let cached_tokens = (demand.prompts > 0).then(|| row.cached());
+            let number = worker.load.book(demand, cached_tokens, output.clone(), now);
             let inflight = self.inflight.add(worker.slot, hashes, BLOCK_TOKENS as usize, row.held.total());
-            let Demand { prefill_tokens, blocks, sequences, .. } = demand;
+            let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = demand;
             let (worker, decodes, anchors) = (worker.id(), sequences > 0, inflight.anchors().to_vec());
-            let placed =
-                ReservationUpdate::Placed { number: shared_id, worker, prefill_tokens, blocks, decodes, anchors };
+            let placed = ReservationUpdate::Placed {
+                number: shared_id,
+                worker,
+                prefill_tokens,
+                blocks,
+                decodes,
+                context_tokens,
+                anchors,
+            };
             actions.push(Action::Publish(placed));
             Reservation { worker: row.at, number, shared_id, demand, _inflight: inflight }
         };
@@ -421,20 +403,19 @@ impl SimulatedRouter {
             .map(|prefill_row| book(prefill_row, shared_id | REMOTE_PREFILL_BIT, prefill_row.prefill_demand(), hashes));
         let ticket = Ticket {
             model: MODEL.into(),
-            tenant: "".into(),
+            tenant: TENANT.into(),
             priority: Priority::Normal,
             deadline,
             target,
             queue_deadline: arrived_at
                 + self.admission.as_ref().map(AdmissionDriver::max_queue_time).unwrap_or_default(),
             tokens: spec.input_tokens,
-            max_tokens: None,
             choices: 1,
         };
         let route =
             Route { decode: row.worker().id(), prefill: prefill_row.map(|prefill_row| prefill_row.worker().id()) };
         let held = [row.demand(), prefill_row.map(ScoredWorker::prefill_demand).unwrap_or_default()];
-        let queued = ticket.placed(route, held, decision.min_service_seconds(&row), now);
+        let queued = ticket.placed(route, held, output_tokens as u64, decision.min_service_seconds(&row), now);
         let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing());
         self.placements[request as usize] =
             Some(Placement { decode, prefill, transfer_s, prefilled_at: None, arrived_at, permit: None });
@@ -449,21 +430,24 @@ impl SimulatedRouter {
             return Vec::new();
         };
         let (load, shared_id) = (&self.workers[decode.worker].load, decode.shared_id);
-        load.started(decode.number);
+        load.started(decode.number, now);
         if let Some(prefilled_at) = prefilled_at {
             load.handed_off(((now - *prefilled_at).as_secs_f64() - *transfer_s).max(0.0));
         }
         if let Some(baseline) = &mut self.baseline {
             baseline.started(decode.worker, request);
         }
-        let released = prefill.take().map(|prefill| self.release(now, &prefill));
+        let released = prefill.take().map(|prefill| self.release(now, &prefill, 0));
         [ReservationUpdate::Started(shared_id)].into_iter().chain(released).collect()
     }
 
     /// Releases what a finished request holds.
     pub(super) fn finished(&mut self, now_ns: u64, request: u32, spec: &RequestSpec) {
         let Some(Placement { decode, permit, .. }) = self.placements[request as usize].take() else { return };
-        self.release(self.instant(now_ns), &decode);
+        self.release(self.instant(now_ns), &decode, spec.output_tokens);
+        if let Some(pool) = self.fleet.snapshot().pool(MODEL) {
+            pool.stats().output_ended(&TENANT.into(), spec.output_tokens);
+        }
         self.planner.request_finished(spec.output_tokens);
         if let (Some(driver), Some(permit)) = (&mut self.admission, permit) {
             driver.leave(permit);

@@ -227,7 +227,9 @@ async fn worst(policy: Policy, roles: &[Role]) -> f64 {
 async fn conversations_return_to_their_blocks() {
     let two = [Role::Decode, Role::Decode];
     let (kv, turns) = (worst(Policy::Kv, &two).await, worst(Policy::RoundRobin, &two).await);
-    assert!(kv <= 1.1, "{kv:.2} times the least possible");
+    // The system prompt on the second worker is 7 % by itself, and a conversation leaves a worker that decodes all
+    // others.
+    assert!(kv <= 1.2, "{kv:.2} times the least possible");
     assert!(turns > 1.5, "round robin: {turns:.2}");
 }
 

@@ -131,8 +131,11 @@ async fn admission_queues_of_two_routers_do_not_deadlock() {
 #[tokio::test(start_paused = true)]
 async fn an_equal_prompt_queues_behind_another_routers_request() {
     let (_harness, routers, engines) = harness(4, 2).await;
+    // Without other prompts nothing would wait for what is computed again.
+    send(&routers[0], 3).await;
+    let other = engines.iter().position(|engine| engine.requests() == 1).unwrap();
     send(&routers[1], 1).await;
-    let holder = engines.iter().position(|engine| engine.requests() == 1).unwrap();
+    let holder = (0..engines.len()).find(|at| *at != other && engines[*at].requests() == 1).unwrap();
     send(&routers[0], 1).await;
     assert_eq!(engines[holder].requests(), 2, "waiting costs no more than computing it again");
     send(&routers[0], 2).await;

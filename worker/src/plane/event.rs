@@ -66,6 +66,9 @@ pub enum ReservationUpdate {
         blocks: u64,
         /// Whether the worker decodes the request.
         decodes: bool,
+        /// Tokens of context that its decode steps read: the prompt and half of the expected output.
+        #[serde(default)]
+        context_tokens: u64,
         /// Checkpoint hashes: short hashes of some of the prompt's blocks. The worker will hold these blocks and all
         /// before them.
         anchors: Vec<u64>,
@@ -125,6 +128,10 @@ pub struct Load {
     pub running: u32,
     /// Requests accepted and not yet in the batch.
     pub waiting: u32,
+    /// Requests that left the batch because their output is not read. They use no blocks, and other requests do not
+    /// wait for them.
+    #[serde(default)]
+    pub paused: u32,
     /// Maximum number of requests in the batch; 0 when unknown.
     pub sequences_max: u32,
     /// G1 blocks in use by requests.
@@ -139,6 +146,13 @@ pub struct Load {
     pub block_bytes: u64,
     /// Measured onboarding, per tier.
     pub onboard: Vec<OnboardSpeed>,
+}
+
+impl Load {
+    /// Whether the worker has no request.
+    pub fn is_idle(&self) -> bool {
+        self.running == 0 && self.waiting == 0 && self.paused == 0
+    }
 }
 
 /// Measured speed of onboarding from a tier.

@@ -73,7 +73,7 @@ impl Worker {
     pub async fn drain(mut self) {
         self.deregister.cancel();
         // An error means that the engine has stopped, so it is idle.
-        let _ = self.load.wait_for(|load| load.running == 0 && load.waiting == 0).await;
+        let _ = self.load.wait_for(Load::is_idle).await;
         drop(self.stop);
         // A reporter that panicked has logged it, and its lease is dropped.
         let _ = self.task.await;

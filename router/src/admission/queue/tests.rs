@@ -35,7 +35,6 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
         target: None,
         queue_deadline: now + Duration::from_hours(1),
         tokens,
-        max_tokens: None,
         choices: 1,
     };
     QueuedRequest {
@@ -44,7 +43,18 @@ fn on(worker: u64, tenant: &str, tokens: u64) -> QueuedRequest {
         is_late: false,
         cost_tokens: tokens,
         route: Route { decode: WorkerId(worker), prefill: None },
-        reserved: [Demand { prefill_tokens: tokens, sequences: 1, blocks: tokens / 16, prompts: 1 }, Demand::default()],
+        reserved: [
+            Demand {
+                prefill_tokens: tokens,
+                sequences: 1,
+                blocks: tokens / 16,
+                prompts: 1,
+                context_tokens: tokens,
+                timed_tokens: 0,
+                prefill_micros: 0,
+            },
+            Demand::default(),
+        ],
         placed: now,
     }
 }
@@ -166,10 +176,11 @@ fn request_waits_until_the_route_can_meet_its_deadline() {
 
 #[test]
 fn cost_is_computed_tokens_and_output_of_all_choices() {
-    let ticket = Ticket { max_tokens: Some(20), choices: 3, ..request("a", 1000).ticket };
+    let ticket = Ticket { choices: 3, ..request("a", 1000).ticket };
     let amount = |prefill_tokens| Demand { prefill_tokens, ..Demand::default() };
     let route = Route { decode: WorkerId(1), prefill: Some(WorkerId(2)) };
-    assert_eq!(ticket.placed(route, [amount(0), amount(300)], 0.0, Instant::now()).cost_tokens, 300 + 3 * 20);
+    let placed = ticket.placed(route, [amount(0), amount(300)], 20, 0.0, Instant::now());
+    assert_eq!(placed.cost_tokens, 300 + 3 * 20);
 }
 
 #[test]

@@ -21,7 +21,7 @@ async fn reports_during_a_decision_count_for_the_next_one() {
     let mut scratch = Scratch::default();
     let decision = decide(
         tuning,
-        PlacementRequest::of(&request, None, Instant::now()),
+        PlacementRequest::of(&request, None, 256.0, 256.0, Instant::now()),
         fleet(),
         &mut scratch,
         SelectionContext::default(),
@@ -40,7 +40,7 @@ async fn reports_during_a_decision_count_for_the_next_one() {
     drop(decision);
     let next = decide(
         tuning,
-        PlacementRequest::of(&request, None, Instant::now()),
+        PlacementRequest::of(&request, None, 256.0, 256.0, Instant::now()),
         fleet(),
         &mut scratch,
         SelectionContext::default(),

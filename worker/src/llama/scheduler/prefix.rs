@@ -35,11 +35,16 @@ impl PrefixLoader {
     }
 
     async fn attach_prefix(&self, sequence: &mut Sequence) {
+        let ticket = match &sequence.request.work {
+            Work::Resume(handoff) => HandoffTicket::decode(handoff),
+            Work::Generate | Work::Prefill | Work::Relay(_) => None,
+        };
+        if let Some(ticket) = &ticket {
+            sequence.limit_cached(ticket);
+        }
         let tokens = sequence.attach(self.manager.lookup(sequence.missing_hashes()), &self.manager);
         sequence.report_cached(Level::G1, tokens);
-        if let Work::Resume(handoff) = &sequence.request.work
-            && let Some(ticket) = HandoffTicket::decode(handoff)
-        {
+        if let Some(ticket) = ticket {
             self.onboard_from_peer(sequence, &ticket).await;
         }
         sequence.start_onboarding(&self.manager, &self.stats);

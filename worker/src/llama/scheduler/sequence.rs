@@ -5,6 +5,7 @@ use super::output::OutputSender;
 use super::stats::{EngineStats, RequestStats};
 use super::step::PromptScores;
 use crate::engine::{Logprobs, ModelCard, PromptReport, Request, Work};
+use crate::handoff::HandoffTicket;
 use crate::llama::model::Sampler;
 use kvbm::{BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, Recompute, SequenceHash};
 use std::ops::Range;
@@ -36,6 +37,9 @@ pub(in crate::llama) struct Sequence {
     /// Leading tokens of a resumed prompt that were counted in the report before their blocks were given up. They are
     /// not counted again when they are found again.
     pub(super) reported_tokens: usize,
+    /// Maximum cached tokens in the report. The others were computed for this request, here or by a prefill worker,
+    /// even if they come from a tier that the prefill worker has stored them in.
+    max_cached: usize,
     /// `None` while a step samples with it.
     pub(super) sampler: Option<Sampler>,
     /// Prompt tokens whose logits have given the log-probability of the token after them.
@@ -74,6 +78,7 @@ impl Sequence {
             blocked_since: None,
             unread_since: None,
             reported_tokens: 0,
+            max_cached: request.tokens.len(),
             computed: 0,
             scored: 0,
             sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
@@ -238,9 +243,15 @@ impl Sequence {
         }
     }
 
+    /// Limits the cached tokens of the report to those that the prefill worker found.
+    pub(super) fn limit_cached(&mut self, ticket: &HandoffTicket) {
+        let found: usize = ticket.cached.iter().map(|(_, tokens)| *tokens as usize).sum();
+        self.max_cached = found.min(self.prompt);
+    }
+
     /// Counts attached tokens in the prompt's report, until the report is sent.
     pub(super) fn report_cached(&mut self, level: Level, tokens: usize) {
-        let left = (self.prompt as u32).saturating_sub(self.report.cached_tokens());
+        let left = (self.max_cached as u32).saturating_sub(self.report.cached_tokens());
         let tokens = (tokens as u32).min(left);
         if tokens > 0 && self.output.is_report_due() {
             self.report.cached.push((level, tokens));

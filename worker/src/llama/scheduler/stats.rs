@@ -103,9 +103,9 @@ impl EngineStats {
         Load {
             number: 0,
             waiting_tokens: self.waiting_tokens.load(Relaxed),
-            // A worker drains until none is left, so paused requests count as running.
-            running: self.running.load(Relaxed) + self.paused.load(Relaxed),
+            running: self.running.load(Relaxed),
             waiting: self.waiting() as u32,
+            paused: self.paused.load(Relaxed),
             sequences_max: sequences_max as u32,
             active_blocks: self.active_blocks.load(Relaxed),
             total_blocks: manager.capacity() as u64,

@@ -129,6 +129,21 @@ async fn blocks_of_an_unknown_peer_are_recomputed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn blocks_computed_by_the_prefill_worker_are_not_cached() {
+    let talk = Conversation::draw(&mut Rng(8)).await;
+    let harness = Harness::new(Shape::default());
+    // The blocks are here before the transfer, as if they came through a shared tier.
+    harness.run(&talk.second, 1).await;
+    for found in [0, 16] {
+        let ticket = HandoffTicket { peer: WorkerId(99), cached: vec![(Level::G1, found)] };
+        let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
+        let report = answer.report;
+        assert_eq!((report.handed_over, report.cached_tokens()), (0, found));
+        assert_eq!(report.computed as usize, talk.second.len() - found as usize);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn identical_prompts_are_computed_once() {
     let harness = Harness::new(Shape { chunk: 64, ..Shape::default() });
     let prompt = Rng(5).tokens(640);

@@ -3,6 +3,7 @@
 use super::*;
 use crate::engine::{Error, OutputStream};
 use crate::llama::UnreadOutput;
+use crate::plane::Load;
 use std::time::Duration;
 
 /// An unread sequence is paused at once, and fails after `limit`.
@@ -39,6 +40,10 @@ async fn a_batch_full_of_unread_streams_serves_another_request() {
     }
     paused(&harness, unread.len() as u64).await;
     assert_eq!(harness.manager.available(), harness.manager.capacity(), "paused sequences hold no blocks");
+    // The router sees a free batch.
+    let mut load = harness.engine.load();
+    let is_free = |load: &Load| (load.running, load.waiting, load.paused) == (0, 0, unread.len() as u32);
+    drop(completes(load.wait_for(is_free)).await.unwrap());
     let prompt = rng.tokens(300);
     let answer = completes(harness.run(&prompt, 20)).await;
     assert_eq!(answer.ids, Harness::new(Shape::default()).run(&prompt, 20).await.ids);
@@ -64,9 +69,8 @@ async fn an_unread_stream_fails_at_the_limit() {
     let harness = Harness::new(Shape { engine: settings(Duration::ZERO), ..Shape::default() });
     let mut stream = start(&harness, &Rng(44).tokens(20), 600).await;
     let mut load = harness.engine.load();
-    let gone = load.wait_for(|load| {
-        harness.count("blockyard_worker_output_timeouts_total", "w") == 1 && load.running + load.waiting == 0
-    });
+    let gone =
+        load.wait_for(|load| harness.count("blockyard_worker_output_timeouts_total", "w") == 1 && load.is_idle());
     drop(completes(gone).await.unwrap());
     assert_eq!(harness.manager.available(), harness.manager.capacity());
     let last = loop {

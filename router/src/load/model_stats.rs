@@ -1,0 +1,67 @@
+//! What is learned of a model from all of its workers and requests: the durations of decode steps and of prompts,
+//! the lengths of outputs, and the demand for prefixes.
+
+use super::output_lengths::{ExpectedOutput, OutputLengths};
+use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
+use super::prefix_demand::{PrefixDemand, SharedPrefix};
+use super::step_time::{StepTime, StepTimeFit};
+use super::timestamp::Timestamp;
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// Measurements of one model, shared by the lists of its workers over time.
+#[derive(Debug, Default)]
+pub(crate) struct ModelStats {
+    steps: Mutex<StepTimeFit>,
+    prefills: Mutex<PrefillTimeFit>,
+    outputs: Mutex<OutputLengths>,
+    prefixes: Mutex<PrefixDemand>,
+}
+
+impl ModelStats {
+    /// Records a decode step. Returns its duration relative to the expected one.
+    pub(super) fn step_measured(&self, sequences: f64, context_tokens: f64, seconds: f64) -> f64 {
+        let mut steps = self.steps.lock();
+        steps.add(sequences, context_tokens, seconds);
+        seconds / steps.step_time().unwrap_or_default().seconds(sequences, context_tokens)
+    }
+
+    /// Records the time of prompts. Returns it relative to the expected one, if there is one.
+    pub(super) fn prefill_measured(&self, group: &PrefillGroup) -> Option<f64> {
+        self.prefills.lock().add(group)
+    }
+
+    /// Duration of a decode step on an average worker.
+    pub(crate) fn step_time(&self) -> StepTime {
+        self.steps.lock().step_time().unwrap_or_default()
+    }
+
+    /// Duration of computing a prompt on an average worker; `None` until enough prompts were measured.
+    pub(crate) fn prefill_time(&self) -> Option<PrefillTime> {
+        self.prefills.lock().prefill_time()
+    }
+
+    /// Expected output of a request of a tenant, and the mean of all requests.
+    pub(crate) fn expect_output(&self, tenant: &str, max_tokens: Option<u32>) -> (ExpectedOutput, f64) {
+        let outputs = self.outputs.lock();
+        (ExpectedOutput::new(outputs.of(tenant).clone(), max_tokens), outputs.all().mean(f64::INFINITY))
+    }
+
+    /// The prefix of a prompt that is worth most to have on another worker, if any is shared. Counts the demand for its
+    /// prefixes if the prompt `is_new`.
+    pub(crate) fn shared_prefix(
+        &self,
+        blocks: usize,
+        block_size: usize,
+        hash: impl Fn(usize) -> u64,
+        is_new: bool,
+        now: Timestamp,
+    ) -> Option<SharedPrefix> {
+        self.prefixes.lock().shared(blocks, block_size, hash, is_new, now)
+    }
+
+    /// Records the output of a request that has ended.
+    pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64) {
+        self.outputs.lock().record(tenant, tokens);
+    }
+}

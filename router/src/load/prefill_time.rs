@@ -1,0 +1,186 @@
+//! Duration of computing a prompt as a function of its uncached tokens, of the tokens before each of them, and of the
+//! batch that decodes beside it; fitted to the prompts of all workers of a model.
+//!
+//! `u` tokens after `c` cached ones compute for `per_token · u + per_pair · u (c + u / 2)` seconds: the matrices, and
+//! attention over all tokens before. An engine computes them in steps, of a limited number of tokens each, in which the
+//! batch decodes, too. So a prompt also takes `first_steps + per_token_steps · u` times what a decode step of that
+//! batch takes. A speed in tokens per second, as a worker reports it, holds for the prompts and the batch of the last
+//! steps only: it differs several times with both.
+//!
+//! **Measuring.** A worker computes prompts in the order of their arrival. So a prompt takes the time from when it was
+//! sent, or from when the prompt before it was done if that is later, to its first token. Prompts that are done
+//! together count as one.
+
+use super::least_squares::LeastSquares;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// The coefficients. None is negative.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct PrefillTime {
+    /// Seconds for each uncached token.
+    pub(crate) per_token: f64,
+    /// Seconds for each pair of an uncached token and a token before it.
+    pub(crate) per_pair: f64,
+    /// Steps of the batch for each uncached token.
+    pub(crate) per_token_steps: f64,
+    /// Steps of the batch for a prompt of any length: the rest of the one that runs when it arrives, and its last.
+    pub(crate) first_steps: f64,
+}
+
+/// What was measured so far.
+#[derive(Debug, Default)]
+pub(super) struct PrefillTimeFit(LeastSquares<4>);
+
+/// Work of one or several prompts.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub(super) struct PrefillWork {
+    tokens: f64,
+    pairs: f64,
+}
+
+/// The prompts of one worker that were done last, and since when it computed them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PrefillGroup {
+    began: Instant,
+    ended: Instant,
+    work: PrefillWork,
+    /// Seconds of a decode step of the batch beside them.
+    step: f64,
+}
+
+/// Units of the features, so that they are of similar size.
+const TOKENS_UNIT: f64 = 1024.0;
+const PAIRS_UNIT: f64 = TOKENS_UNIT * TOKENS_UNIT;
+/// First tokens that are not further apart come from the same step.
+const SAME_STEP: Duration = Duration::from_millis(1);
+/// Measurements from which on the fit is used; until then the speed that a worker reports is better.
+const MIN_MEASUREMENTS: u64 = 16;
+/// Measured times are limited to this multiple of what is expected: a wait for memory is not computing.
+const MAX_RATIO: f64 = 4.0;
+
+impl PrefillTime {
+    /// Seconds that `uncached` tokens after `cached` ones compute, without the steps of a batch.
+    #[inline]
+    pub(crate) fn compute(&self, uncached: f64, cached: f64) -> f64 {
+        uncached * (self.per_token + self.per_pair * (cached + uncached / 2.0))
+    }
+}
+
+impl PrefillWork {
+    pub(super) fn of(uncached: u64, cached: u64) -> Self {
+        let (tokens, cached) = (uncached as f64, cached as f64);
+        Self { tokens, pairs: tokens * (cached + tokens / 2.0) }
+    }
+}
+
+impl PrefillGroup {
+    /// Adds a prompt that was sent and is now done. `step`: seconds of a decode step of the batch. Returns the group
+    /// before it, if that is complete.
+    pub(super) fn add(
+        before: &mut Option<Self>,
+        work: PrefillWork,
+        step: f64,
+        sent: Instant,
+        now: Instant,
+    ) -> Option<Self> {
+        if let Some(group) = before.as_mut().filter(|group| now.saturating_duration_since(group.ended) <= SAME_STEP) {
+            group.work.tokens += work.tokens;
+            group.work.pairs += work.pairs;
+            group.began = group.began.min(sent);
+            return None;
+        }
+        let began = before.as_ref().map_or(sent, |group| group.ended.max(sent));
+        before.replace(Self { began, ended: now, work, step })
+    }
+
+    fn seconds(&self) -> f64 {
+        self.ended.saturating_duration_since(self.began).as_secs_f64()
+    }
+}
+
+impl PrefillTimeFit {
+    /// Adds the time of a group of prompts. Returns it relative to the expected time, once there is one.
+    pub(super) fn add(&mut self, group: &PrefillGroup) -> Option<f64> {
+        let PrefillGroup { work: PrefillWork { tokens, pairs }, step, .. } = *group;
+        let features = [step, tokens / TOKENS_UNIT * step, tokens / TOKENS_UNIT, pairs / PAIRS_UNIT];
+        let expected =
+            self.0.coefficients().map(|found| found.iter().zip(features).map(|(found, feature)| found * feature).sum());
+        let expected = expected.filter(|expected: &f64| *expected > 0.0 && self.0.measurements() >= MIN_MEASUREMENTS);
+        let seconds = expected.map_or(group.seconds(), |expected| group.seconds().min(MAX_RATIO * expected));
+        self.0.add(features, seconds);
+        expected.map(|expected| seconds / expected)
+    }
+
+    /// The coefficients; `None` before enough measurements, or when they say nothing of the tokens.
+    pub(super) fn prefill_time(&self) -> Option<PrefillTime> {
+        let [first_steps, per_token_steps, per_token, per_pair] =
+            self.0.coefficients().filter(|_| self.0.measurements() >= MIN_MEASUREMENTS)?;
+        let time = PrefillTime {
+            per_token: per_token / TOKENS_UNIT,
+            per_pair: per_pair / PAIRS_UNIT,
+            per_token_steps: per_token_steps / TOKENS_UNIT,
+            first_steps,
+        };
+        (time.per_token + time.per_pair > 0.0).then_some(time)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PER_TOKEN: f64 = 3.6e-5;
+    const PER_PAIR: f64 = 1.8e-9;
+    const STEP: f64 = 0.02;
+
+    /// Steps are limited to 2,048 tokens.
+    const PER_TOKEN_STEPS: f64 = 1.0 / 2048.0;
+
+    /// Computes prompts one after the other, without a pause if `is_busy`, beside batches of different sizes.
+    fn fitted(is_busy: bool) -> PrefillTimeFit {
+        let start = Instant::now();
+        let (mut fit, mut last, mut now) = (PrefillTimeFit::default(), None, start);
+        for nth in 0..400_u64 {
+            let (uncached, cached) = (64 + nth * 7919 % 8000, nth * 104_729 % 30_000);
+            let work = PrefillWork::of(uncached, cached);
+            // On a busy worker all prompts are there from the beginning.
+            let sent = if is_busy { start } else { now };
+            let step = 0.007 + (nth * 31 % 17) as f64 * 0.002;
+            let steps = 1.0 + work.tokens * PER_TOKEN_STEPS;
+            now += Duration::from_secs_f64(steps * step + work.tokens * PER_TOKEN + work.pairs * PER_PAIR);
+            if let Some(group) = PrefillGroup::add(&mut last, work, step, sent, now) {
+                fit.add(&group);
+            }
+            if !is_busy {
+                now += Duration::from_secs(1);
+            }
+        }
+        fit
+    }
+
+    #[test]
+    fn coefficients_are_found_on_idle_and_on_busy_workers() {
+        assert_eq!(PrefillTimeFit::default().prefill_time(), None);
+        for is_busy in [false, true] {
+            let time = fitted(is_busy).prefill_time().unwrap();
+            assert!((time.per_token / PER_TOKEN - 1.0).abs() < 0.05, "{time:?}");
+            assert!((time.per_pair / PER_PAIR - 1.0).abs() < 0.05, "{time:?}");
+            assert!((time.per_token_steps / PER_TOKEN_STEPS - 1.0).abs() < 0.1, "{time:?}");
+            assert!((time.first_steps - 1.0).abs() < 0.1, "{time:?}");
+        }
+    }
+
+    #[test]
+    fn prompts_of_one_step_count_once_and_waits_are_limited() {
+        let (mut fit, now) = (fitted(false), Instant::now());
+        let (work, mut last) = (PrefillWork::of(1000, 0), None);
+        let done = now + Duration::from_millis(100);
+        assert!(PrefillGroup::add(&mut last, work, STEP, now, done).is_none());
+        assert!(PrefillGroup::add(&mut last, work, STEP, now, done).is_none());
+        let group = PrefillGroup::add(&mut last, work, STEP, done, done + Duration::from_mins(1)).unwrap();
+        assert!((group.work.tokens - 2000.0).abs() < 1e-9 && (group.seconds() - 0.1).abs() < 1e-9);
+        assert!(fit.add(&group).is_some_and(|ratio| ratio < 1.5));
+        assert_eq!(fit.add(&last.unwrap()), Some(MAX_RATIO));
+    }
+}

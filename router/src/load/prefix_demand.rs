@@ -1,0 +1,180 @@
+//! How often prefixes are asked for: a count-min sketch (Cormode and Muthukrishnan, 2005) with exponentially decaying
+//! counters, in bounded memory.
+//!
+//! A prefix is identified by the hash of its last block, which commits to everything before it. Of each prompt some
+//! depths are counted, at equal distances.
+
+use super::timestamp::Timestamp;
+use crate::hash::splitmix64;
+
+/// The sketch: rows of counters, each row with a hash function of its own.
+#[derive(Debug)]
+pub(crate) struct PrefixDemand {
+    counters: Box<[Counter]>,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Counter {
+    requests: f32,
+    /// Sum of the weights that requests had, if one had come at each time since the first: seconds.
+    seconds: f32,
+    /// When both were decayed last, as [`Timestamp::bits`].
+    at: u64,
+}
+
+/// A prefix that many requests share.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct SharedPrefix {
+    /// Length in blocks.
+    pub(crate) blocks: u32,
+    /// Requests that are expected to ask for it within the next [`HORIZON`]: as many as in the last.
+    pub(crate) requests: f64,
+}
+
+const ROWS: usize = 4;
+/// Counters per row. With a hundred new prompts per second a third of the counters are in use, and all four of a new
+/// prompt with a probability of 1 %. The sketch has 1 MiB.
+const WIDTH: usize = 16_384;
+/// Time constant of the decay, and the time for which a demand is taken to last: long enough to repay a copy that takes
+/// seconds, and short enough that a hot set which has moved on is forgotten within minutes.
+pub(crate) const HORIZON: f64 = 60.0;
+/// Seconds for which a prefix is taken to have been asked for at least: a few requests at the same time are a burst,
+/// not a rate.
+const MIN_SECONDS: f64 = 1.0;
+/// Tokens between counted depths: computing fewer takes less than a step of a large model.
+const DEPTH_TOKENS: usize = 1024;
+/// Maximum number of counted depths; of a longer prompt they are further apart.
+const DEPTHS_MAX: usize = 32;
+/// Requests per [`HORIZON`] below which a prefix is not shared.
+const MIN_REQUESTS: f64 = 2.0;
+
+impl Default for PrefixDemand {
+    fn default() -> Self {
+        Self { counters: vec![Counter::default(); ROWS * WIDTH].into() }
+    }
+}
+
+impl PrefixDemand {
+    /// The prefix of a prompt that saves most work when another worker has it: length times requests is largest. The
+    /// prompt has this many blocks, of which `hash` names each. It is counted if it `is_new`: not when it is placed
+    /// again.
+    pub(crate) fn shared(
+        &mut self,
+        blocks: usize,
+        block_size: usize,
+        hash: impl Fn(usize) -> u64,
+        is_new: bool,
+        now: Timestamp,
+    ) -> Option<SharedPrefix> {
+        let stride = (DEPTH_TOKENS / block_size.max(1)).max(blocks.div_ceil(DEPTHS_MAX)).max(1);
+        let mut best: Option<SharedPrefix> = None;
+        let work = |prefix: &SharedPrefix| f64::from(prefix.blocks) * prefix.requests;
+        for depth in (stride..=blocks).step_by(stride) {
+            let requests = self.requests(hash(depth - 1), is_new, now);
+            if requests < MIN_REQUESTS {
+                // No longer prefix has more requests. It is not counted, either: the next request that gets here will
+                // find this depth counted.
+                break;
+            }
+            let prefix = SharedPrefix { blocks: depth as u32, requests };
+            if best.as_ref().is_none_or(|best| work(best) < work(&prefix)) {
+                best = Some(prefix);
+            }
+        }
+        best
+    }
+
+    /// How often a hash will be counted within [`HORIZON`] at its present rate. Counts it if it `is_new`.
+    fn requests(&mut self, hash: u64, is_new: bool, now: Timestamp) -> f64 {
+        let mut positions = [0; ROWS];
+        let mut random = hash;
+        for (row, position) in positions.iter_mut().enumerate() {
+            random = splitmix64(random);
+            *position = row * WIDTH + (random as usize) % WIDTH;
+        }
+        let decayed = |counter: &Counter| {
+            if counter.at == 0 {
+                return (0.0, 0.0);
+            }
+            let elapsed = now.bits().saturating_sub(counter.at) as f64 / 1e9;
+            let keep = (-elapsed / HORIZON).exp();
+            let seconds = HORIZON + (f64::from(counter.seconds) - HORIZON) * keep;
+            (f64::from(counter.requests) * keep, seconds)
+        };
+        let counts = positions.map(|at| decayed(&self.counters[at]));
+        let least = counts.iter().map(|(requests, _)| *requests).fold(f64::INFINITY, f64::min);
+        // The counter that was begun last is the least polluted by other prefixes.
+        let seconds = counts.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+        let counted = if is_new { least + 1.0 } else { least };
+        if is_new {
+            // Conservative update: no counter is raised beyond what the least one shows.
+            for (at, (requests, seconds)) in positions.into_iter().zip(counts) {
+                let requests = requests.max(counted) as f32;
+                self.counters[at] = Counter { requests, seconds: seconds as f32, at: now.bits() };
+            }
+        }
+        if counted < MIN_REQUESTS { counted } else { counted * HORIZON / (seconds + MIN_SECONDS) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::time::Instant;
+
+    const BLOCK: usize = 512;
+
+    /// A name for each block of a prompt that shares its first `shared` blocks with all others.
+    fn names(shared: usize, own: u64) -> impl Fn(usize) -> u64 {
+        move |at| splitmix64(if at < shared { at as u64 } else { own << 32 | at as u64 })
+    }
+
+    #[test]
+    fn the_shared_part_is_found_and_its_rate_is_known_early() {
+        let (mut demand, start) = (PrefixDemand::default(), Instant::now());
+        let mut found = None;
+        for nth in 0..200_u64 {
+            let now = start + Duration::from_millis(100 * nth);
+            found = demand.shared(64, BLOCK, names(32, nth + 1), true, now.into());
+        }
+        let found = found.unwrap();
+        assert_eq!(found.blocks, 32);
+        // Ten a second for twenty seconds: 600 in the next minute.
+        assert!((found.requests / 600.0 - 1.0).abs() < 0.1, "{found:?}");
+    }
+
+    #[test]
+    fn prompts_without_a_common_beginning_share_nothing() {
+        let (mut demand, now) = (PrefixDemand::default(), Instant::now());
+        for nth in 0..500 {
+            assert_eq!(demand.shared(64, BLOCK, names(0, nth + 1), true, now.into()), None, "prompt {nth}");
+        }
+    }
+
+    #[test]
+    fn a_prefix_that_is_no_longer_asked_for_is_forgotten() {
+        let (mut demand, start) = (PrefixDemand::default(), Instant::now());
+        for _ in 0..100 {
+            demand.shared(8, BLOCK, names(8, 1), true, start.into());
+        }
+        let later = start + Duration::from_mins(10);
+        assert_eq!(demand.shared(8, BLOCK, names(8, 1), true, later.into()), None);
+    }
+
+    #[test]
+    fn a_prompt_that_is_placed_again_is_not_counted_again() {
+        let (mut demand, now) = (PrefixDemand::default(), Instant::now());
+        let mut requests = |is_new| demand.shared(8, BLOCK, names(8, 1), is_new, now.into()).map(|it| it.requests);
+        let last = (0..10).filter_map(|_| requests(true)).last();
+        assert!(last.is_some());
+        assert_eq!((requests(false), requests(false)), (last, last));
+    }
+
+    #[test]
+    fn a_burst_is_not_a_rate() {
+        let (mut demand, now) = (PrefixDemand::default(), Instant::now());
+        let last = (0..20).filter_map(|_| demand.shared(2, BLOCK, names(2, 1), true, now.into())).last().unwrap();
+        assert!(last.requests <= 20.0 * HORIZON / MIN_SECONDS, "{last:?}");
+    }
+}

@@ -1,0 +1,90 @@
+//! How many prompts arrive, and how busy workers are with them.
+
+use super::prefix_demand::HORIZON;
+use super::timestamp::Timestamp;
+
+/// Averages over [`MEAN_SECONDS`].
+#[derive(Default)]
+pub(super) struct PromptFlow {
+    /// Decayed number of prompts, and the sum of the weights that prompts had, if one had come at each time: seconds.
+    prompts: f64,
+    seconds: f64,
+    /// Share of the workers with queued prompts.
+    busy: f64,
+    at: Option<Timestamp>,
+}
+
+/// Prompts that arrive, as one decision sees them.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct PromptArrivals {
+    /// Per second and worker.
+    rate: f64,
+    /// Seconds until a second of queued work is done, while further prompts arrive.
+    drain: f64,
+}
+
+/// Time constant of the averages: longer than a burst or the cold start of a cache, after which the queues are what
+/// they were before, and shorter than most changes of traffic.
+const MEAN_SECONDS: f64 = 30.0;
+/// Seconds for which prompts are taken to have arrived at least: the first ones are no rate.
+const MIN_SECONDS: f64 = 1.0;
+
+impl PromptFlow {
+    /// Counts a prompt. `busy`: share of the workers with queued prompts.
+    pub(super) fn arrived(&mut self, busy: f64, now: Timestamp) {
+        let elapsed = self.at.map_or(0, |at| now.bits().saturating_sub(at.bits())) as f64 / 1e9;
+        let keep = (-elapsed / MEAN_SECONDS).exp();
+        self.prompts = self.prompts * keep + 1.0;
+        self.seconds = MEAN_SECONDS + (self.seconds - MEAN_SECONDS) * keep;
+        self.busy += (busy - self.busy) * (1.0 - keep);
+        self.at = Some(now);
+    }
+
+    pub(super) fn arrivals(&self, workers: usize) -> PromptArrivals {
+        // The prompt that is being placed is not one of those that come behind it.
+        let others = (self.prompts - 1.0).max(0.0);
+        PromptArrivals::new(others / (self.seconds + MIN_SECONDS) / workers.max(1) as f64, self.busy)
+    }
+}
+
+impl PromptArrivals {
+    /// No prompt arrives.
+    #[cfg(test)]
+    pub(crate) const NONE: Self = Self { rate: 0.0, drain: 1.0 };
+
+    /// `rate`: per second and worker; `busy`: share of the time in which a worker has queued prompts.
+    pub(crate) fn new(rate: f64, busy: f64) -> Self {
+        Self { rate, drain: (1.0 - busy).max(0.0).recip() }
+    }
+
+    /// Prompts that arrive before a queue of `queue` seconds and a prompt of `seconds` behind it are computed, of the
+    /// latter the half on average. A queue that does not drain lasts as long as a demand is taken to last.
+    #[inline]
+    pub(crate) fn behind(&self, queue: f64, seconds: f64) -> f64 {
+        self.rate * ((queue + seconds / 2.0) * self.drain).min(HORIZON)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::time::Instant;
+
+    #[test]
+    fn rate_and_load_are_averages_from_the_first_seconds_on() {
+        let (mut flow, start) = (PromptFlow::default(), Instant::now());
+        (0..600_u32)
+            .for_each(|nth| flow.arrived(f64::from(nth % 2), (start + Duration::from_millis(100) * nth).into()));
+        let PromptArrivals { rate, drain } = flow.arrivals(5);
+        assert!((rate - 2.0).abs() < 0.2 && (drain - 1.0 / 0.57).abs() < 0.2, "ten a second on five: {rate} {drain}");
+    }
+
+    #[test]
+    fn prompts_queue_behind_until_the_queue_is_empty() {
+        let arrivals = PromptArrivals::new(2.0, 0.5);
+        assert!((arrivals.behind(1.0, 0.5) - 5.0).abs() < 1e-9);
+        assert!(arrivals.behind(0.0, 0.5) < arrivals.behind(0.0, 1.0) && PromptArrivals::NONE.behind(9.0, 9.0) == 0.0);
+        assert!((PromptArrivals::new(2.0, 1.0).behind(1.0, 0.5) - 2.0 * HORIZON).abs() < 1e-9, "it never drains");
+    }
+}

@@ -1,0 +1,102 @@
+use super::*;
+
+const REQUEST: Demand = Demand {
+    prefill_tokens: 100,
+    timed_tokens: 0,
+    prefill_micros: 0,
+    prompts: 1,
+    blocks: 10,
+    sequences: 1,
+    context_tokens: 150,
+};
+
+fn report(waiting_tokens: u64) -> Load {
+    Load { waiting_tokens, ..Load::default() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_booking_and_the_report_of_it_count_once() {
+    let load = WorkerLoad::default();
+    let number = load.book(REQUEST, None, ExpectedOutput::default(), Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
+    load.sent(number, Instant::now());
+    load.report(report(0), Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100, "the report is as old as the request");
+    load.report(report(100), Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100, "the report may contain it, so it counts once");
+    tokio::time::advance(IN_REPORT_AFTER).await;
+    load.report(Load { running: 2, active_blocks: 25, ..report(80) }, Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 80);
+    load.release(number, 0, Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.sequences, stats.active_blocks), (1, 15), "it has ended since the report");
+    load.report(Load { running: 1, active_blocks: 15, ..report(0) }, Instant::now());
+    assert_eq!(load.stats(Instant::now()).sequences, 1, "the next report contains its end");
+}
+
+#[tokio::test(start_paused = true)]
+async fn reading_keeps_the_version_and_started_requests_are_local() {
+    let (load, now) = (WorkerLoad::default(), Instant::now());
+    let number = load.book_remote(REQUEST, now);
+    let version = load.version();
+    assert_eq!((load.remote(), load.latest(now)), (REQUEST, None));
+    assert_eq!(load.version(), version);
+    load.started(number, Instant::now());
+    assert_eq!(load.remote(), Demand::default());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_unsent_booking_counts_beside_any_report() {
+    let load = WorkerLoad::default();
+    let computed = Demand { prefill_tokens: 0, prompts: 0, ..REQUEST };
+    let number = load.book(computed, None, ExpectedOutput::default(), Instant::now());
+    tokio::time::advance(Duration::from_secs(1)).await;
+    load.report(report(0), Instant::now());
+    assert_eq!(load.stats(Instant::now()).active_blocks, 10);
+    load.revise(number, 100);
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stale_report_leaves_the_bookings_to_count() {
+    let load = WorkerLoad::default();
+    load.report(report(0), Instant::now());
+    let number = load.book(REQUEST, None, ExpectedOutput::default(), Instant::now());
+    load.sent(number, Instant::now());
+    tokio::time::advance(Duration::from_secs(1)).await;
+    load.report(report(0), Instant::now());
+    tokio::time::advance(STALE_AFTER + Duration::from_millis(1)).await;
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
+    assert!(!load.is_silent(Instant::now()));
+    tokio::time::advance(SILENT_AFTER).await;
+    assert!(load.is_silent(Instant::now()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_first_token_frees_the_prefill_and_the_release_the_rest() {
+    let load = WorkerLoad::default();
+    let number = load.book(REQUEST, None, ExpectedOutput::default(), Instant::now());
+    load.started(number, Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.waiting_tokens, stats.active_blocks, stats.sequences), (0, 10, 1));
+    tokio::time::advance(Duration::from_secs(2)).await;
+    load.release(number, 0, Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.active_blocks, stats.sequences), (0, 0));
+    assert_eq!(stats.speeds.mean_duration.get(), Some(2.0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn cached_tokens_in_a_report_are_not_waiting() {
+    let load = WorkerLoad::default();
+    let number = load.book(REQUEST, Some(5000), ExpectedOutput::default(), Instant::now());
+    load.sent(number, Instant::now());
+    tokio::time::advance(IN_REPORT_AFTER).await;
+    // The engine has not looked for cached blocks yet.
+    load.report(Load { waiting: 1, ..report(5100) }, Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 100);
+    load.report(Load { running: 1, ..report(60) }, Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 60, "a part of it is computed");
+    load.report(Load { waiting: 2, ..report(8100) }, Instant::now());
+    assert_eq!(load.stats(Instant::now()).waiting_tokens, 8100, "one is not of this router");
+}

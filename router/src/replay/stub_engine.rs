@@ -1,0 +1,44 @@
+//! An engine in name only: the live fleet wants one of each worker.
+
+use futures::future::BoxFuture;
+use std::sync::Arc;
+use worker::engine::{self, ModelCard, OutputStream, Readiness, Request};
+
+/// Takes the place of a worker's engine. The simulation never calls it.
+pub(crate) struct StubEngine;
+
+impl StubEngine {
+    /// A model card with this `shared_id` and block size.
+    pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
+        Arc::new(ModelCard {
+            id: model.to_owned(),
+            identity: model.to_owned(),
+            created: 0,
+            context: usize::MAX,
+            block_size,
+            vocabulary: 0,
+            eos: Vec::new(),
+            tokenizer: None,
+            chat_template: None,
+            special_tokens: Vec::new(),
+            sampling: worker::engine::SamplingDefaults::default(),
+            random_weights: true,
+            is_relayed: false,
+            has_exact_blocks: true,
+        })
+    }
+}
+
+impl engine::Engine for StubEngine {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
+        Box::pin(std::future::ready(Err(engine::Error::Unavailable("simulated".to_owned()))))
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        Vec::new()
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::NotReady("simulated".to_owned())
+    }
+}
