@@ -83,8 +83,9 @@ def test_predicted_cached_tokens_are_those_that_vllm_reports(gateway, client):
     assert sum(reported) > 5_000, "most of the prompts are repeated"
     turns = [turn for conversation in conversations for turn in zip(conversation.workers, conversation.workers[1:])]
     moves = sum(before != after for before, after in turns)
-    # A move can pay where a server looks slow: speeds are learned, and the machine is shared.
-    assert moves <= 25, "conversations stay on the server that has their prefix"
+    # A move can pay where a server looks slow: speeds are learned, and the machine is shared. Costs that are less than
+    # 2 ms apart are ties. Without regard to prefixes, half of the 90 turns would be moves.
+    assert moves <= 35, "conversations stay on the server that has their prefix"
     workers = {worker for conversation in conversations for worker in conversation.workers}
     assert len(workers) == 2, "new prompts are spread over the servers"
 

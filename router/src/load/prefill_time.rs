@@ -112,7 +112,8 @@ impl PrefillTimeFit {
         expected.map(|expected| seconds / expected)
     }
 
-    /// The coefficients; `None` before enough measurements, or when they say nothing of the tokens.
+    /// The coefficients; `None` before enough measurements, or when the number of tokens explains nothing. Beside a batch
+    /// that does not change, steps and computing cannot be told apart: the tokens may be in `per_token_steps` only.
     pub(super) fn prefill_time(&self) -> Option<PrefillTime> {
         let [first_steps, per_token_steps, per_token, per_pair] =
             self.0.coefficients().filter(|_| self.0.measurements() >= MIN_MEASUREMENTS)?;
@@ -122,7 +123,7 @@ impl PrefillTimeFit {
             per_token_steps: per_token_steps / TOKENS_UNIT,
             first_steps,
         };
-        (time.per_token + time.per_pair > 0.0).then_some(time)
+        (time.per_token + time.per_pair + time.per_token_steps > 0.0).then_some(time)
     }
 }
 
@@ -169,6 +170,50 @@ mod tests {
             assert!((time.per_token_steps / PER_TOKEN_STEPS - 1.0).abs() < 0.1, "{time:?}");
             assert!((time.first_steps - 1.0).abs() < 0.1, "{time:?}");
         }
+    }
+
+    #[test]
+    fn a_batch_that_does_not_change_tells_no_steps_from_computing() {
+        // Like the first measurements of a real engine: milliseconds, uncached tokens.
+        const MEASURED: [(f64, f64); 24] = [
+            (37.0, 209.0),
+            (27.1, 54.0),
+            (24.4, 47.0),
+            (27.9, 38.0),
+            (39.1, 55.0),
+            (38.7, 337.0),
+            (27.7, 52.0),
+            (31.8, 148.0),
+            (27.8, 37.0),
+            (31.3, 146.0),
+            (33.0, 58.0),
+            (42.2, 143.0),
+            (37.1, 118.0),
+            (33.1, 166.0),
+            (31.1, 138.0),
+            (28.8, 144.0),
+            (30.2, 129.0),
+            (28.0, 43.0),
+            (36.6, 331.0),
+            (30.9, 144.0),
+            (33.4, 243.0),
+            (28.8, 39.0),
+            (38.0, 325.0),
+            (27.2, 46.0),
+        ];
+        let (mut fit, mut last, mut now) = (PrefillTimeFit::default(), None, Instant::now());
+        for (milliseconds, tokens) in MEASURED {
+            let sent = now;
+            now += Duration::from_secs_f64(milliseconds / 1e3);
+            let work = PrefillWork::of(tokens as u64, 0);
+            if let Some(group) = PrefillGroup::add(&mut last, work, 0.011, sent, now) {
+                fit.add(&group);
+            }
+            now += Duration::from_secs(1);
+        }
+        let time = fit.prefill_time().expect("the tokens explain the time, by steps or without");
+        let seconds = |tokens| time.compute(tokens, 0.0) + (time.first_steps + time.per_token_steps * tokens) * 0.011;
+        assert!((seconds(300.0) / 0.037 - 1.0).abs() < 0.15 && (seconds(50.0) / 0.028 - 1.0).abs() < 0.15, "{time:?}");
     }
 
     #[test]
