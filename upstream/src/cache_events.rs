@@ -267,7 +267,8 @@ impl Sink for Rank {
     }
 
     fn new_epoch(&mut self) {
-        tracing::info!(upstream = %self.cache.server, rank = self.number, "the engine restarted; its cache is empty");
+        let (upstream, rank) = (&self.cache.server, self.number);
+        tracing::info!(%upstream, rank, "the engine ended or restarted; its cache is empty");
         self.view.restart(&mut self.changes);
         self.warned = false;
         self.cache.restarted.notify_one();

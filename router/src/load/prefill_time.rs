@@ -112,8 +112,8 @@ impl PrefillTimeFit {
         expected.map(|expected| seconds / expected)
     }
 
-    /// The coefficients; `None` before enough measurements, or when the number of tokens explains nothing. Beside a batch
-    /// that does not change, steps and computing cannot be told apart: the tokens may be in `per_token_steps` only.
+    /// The coefficients; `None` before enough measurements, or when the number of tokens explains nothing. Beside a
+    /// batch that does not change, steps and computing cannot be told apart: the tokens may count in steps only.
     pub(super) fn prefill_time(&self) -> Option<PrefillTime> {
         let [first_steps, per_token_steps, per_token, per_pair] =
             self.0.coefficients().filter(|_| self.0.measurements() >= MIN_MEASUREMENTS)?;

@@ -19,12 +19,16 @@
 //! | replayed, last applied number | dropped | dropped; after a new connection it must be the same batch |
 //! | end of the replay | nothing | `Apply` held batches; a hole in them: `Replay` again, then `Stale` |
 //! | replay failed | nothing | not confirmed: `NewEpoch`; then `Apply` held batches; a hole: `Stale` |
+//! | nothing listens at its address | once: `NewEpoch` | the same, without what was held |
 //! | connected | `Replay` from the last applied number; without replay: `NewEpoch` | the same, without what was held |
 //!
 //! **A new connection may lead to a new process.** Its numbers do not tell: it may have published more than the old
 //! one. So the replay begins with the last applied batch. If the publisher has another batch with this number, or none,
 //! it is a new process. If it cannot be asked, it is taken for one: a block that is not known costs a hit, but blocks
 //! that are gone attract requests.
+//!
+//! **Where nothing listens, the process has ended**, and its blocks with it. They are forgotten then, and not when the
+//! next connection is made: the next process may answer requests before its publisher is reached.
 //!
 //! **Stale** means that batches were lost for good: the view may contain blocks that the engine has removed, and lack
 //! others, until the engine clears its cache or restarts. Later batches are still applied.
@@ -44,7 +48,7 @@ pub enum Action {
         /// Number of the first batch.
         from: u64,
     },
-    /// The publisher is a new process: its engine has no blocks of before.
+    /// The publisher has ended or is a new process: its engine has no blocks of before.
     NewEpoch,
     /// Batches are lost, so the view is unreliable until a batch clears it, or a new epoch.
     Stale,
@@ -96,6 +100,14 @@ impl Follower {
         if self.replay {
             self.request(self.last.is_some(), VecDeque::new());
         } else if self.last.is_some() {
+            self.restart();
+        }
+        self.take()
+    }
+
+    /// Nothing listens at the publisher's address.
+    pub fn refused(&mut self) -> Vec<Action> {
+        if self.last.is_some() {
             self.restart();
         }
         self.take()

@@ -39,9 +39,10 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 pub trait Sink: Send {
     /// A connection to the publisher was made.
     fn connected(&mut self) {}
-    /// The connection was lost, or none could be made. The view stays valid until the publisher is known to be new.
+    /// The connection was lost, or none could be made. The view stays valid until the publisher is known to have
+    /// ended or to be new.
     fn disconnected(&mut self) {}
-    /// The engine is a new process, and has no blocks of before.
+    /// The engine has ended, or is a new process. It has no blocks of before.
     fn new_epoch(&mut self);
     /// Batches are lost: which blocks the engine has is not known any more.
     fn stale(&mut self);
@@ -85,7 +86,12 @@ pub async fn run(source: Source, mut sink: impl Sink) -> Infallible {
                     backoff = MIN_BACKOFF;
                 }
             }
-            Err(error) => tracing::debug!(publisher = %source.live, %error, "no kv event connection"),
+            Err(error) => {
+                tracing::debug!(publisher = %source.live, %error, "no kv event connection");
+                if error.is_refused() && follower.refused().contains(&Action::NewEpoch) {
+                    sink.new_epoch();
+                }
+            }
         }
         sink.disconnected();
         sleep(backoff).await;

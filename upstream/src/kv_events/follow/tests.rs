@@ -127,6 +127,16 @@ fn a_reconnection_to_the_same_process_goes_on() {
 }
 
 #[test]
+fn a_process_that_does_not_listen_any_more_has_ended() {
+    let mut follower = following(3);
+    assert_eq!(follower.refused(), [Action::NewEpoch]);
+    assert_eq!(follower.refused(), [], "nothing is left to forget");
+    assert_eq!(follower.connected(), [replay(0)]);
+    assert_eq!(replayed(&mut follower, 0), [apply(0)]);
+    assert_eq!(Follower::new(true).refused(), [], "nothing was known");
+}
+
+#[test]
 fn another_batch_with_the_last_number_is_a_restart() {
     let mut follower = following(3);
     follower.connected();

@@ -34,6 +34,13 @@ pub(super) enum Failure {
     TooMany,
 }
 
+impl Failure {
+    /// Whether nothing listens at the address.
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(self, Self::Io(error) if error.kind() == io::ErrorKind::ConnectionRefused)
+    }
+}
+
 pub(super) struct Connection {
     stream: TcpStream,
     decoder: Decoder,

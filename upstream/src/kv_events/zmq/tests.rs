@@ -200,6 +200,23 @@ async fn a_restarted_publisher_begins_a_new_epoch() {
 }
 
 #[tokio::test]
+async fn blocks_of_a_process_that_has_ended_are_forgotten() {
+    let mut fixture = Fixture::new(true).await;
+    let live = fixture.subscriber().await;
+    fixture.answer(0, 1, 0..3).await;
+    fixture.expect((0..3).map(|number| call(1, number))).await;
+    let address = fixture.live.local_addr().unwrap();
+    fixture.live = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    drop(live);
+    // The lost connection, and two attempts to connect.
+    fixture.expect([Call::Disconnected, Call::NewEpoch, Call::Disconnected, Call::Disconnected]).await;
+    fixture.live = TcpListener::bind(address).await.unwrap();
+    let _live = fixture.subscriber().await;
+    fixture.answer(0, 2, 0..1).await;
+    fixture.expect([call(2, 0)]).await;
+}
+
+#[tokio::test]
 async fn a_gap_is_stale_when_the_replay_socket_is_gone() {
     let mut fixture = Fixture::new(true).await;
     let mut live = fixture.subscriber().await;
