@@ -87,6 +87,9 @@ pub struct Upstream {
     pub resolve: Resolve,
     /// A file that contains the API key for the server. Default none: it asks for no key.
     pub api_key_file: Option<PathBuf>,
+    /// A file with the certificates of the authorities that may sign the server's. Default none: those of the operating
+    /// system.
+    pub ca_file: Option<PathBuf>,
     /// Whether the server's KV events are followed. Default `auto`.
     pub kv_events: KvEvents,
     /// Whether the server keeps tenants apart. Default `auto`.

@@ -10,5 +10,5 @@ mod outbox;
 mod reservation;
 
 pub(crate) use inflight::{InflightPrefix, InflightPrefixes};
-pub(crate) use outbox::ReplicaOutbox;
+pub(crate) use outbox::{ReplicaOutbox, placed};
 pub(crate) use reservation::Booking;

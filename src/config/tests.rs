@@ -273,6 +273,9 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     };
     assert_eq!(config.upstreams, [expected]);
     assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
+    let (config, origins) = load_file("[[upstreams]]\nurl = 'https://a'\nca_file = '/srv/ca.pem'\n").unwrap();
+    assert_eq!(config.upstreams[0].ca_file, Some("/srv/ca.pem".into()));
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
     let auto = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = 'auto'\n").unwrap().0;
     assert_eq!(auto.upstreams[0].kv_events, KvEvents::Auto);
     let (config, origins) = load_file("upstreams = ['http://a']\n[tokenizers]\n'org/m.1' = '/srv/m'\n").unwrap();
@@ -284,6 +287,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         ("block_size = 0", "block_size"),
         ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),
         ("[[upstreams]]\nurl = 'https://b'\nhttp = 'h2c'", "HTTP/2 without TLS"),
+        ("ca_file = 'ca.pem'", "ca_file: only a server with https://"),
     ] {
         let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
         assert!(error.contains(named), "{error}");

@@ -1,6 +1,7 @@
 //! An upstream as text: a URL, or a table with a URL.
 
 use super::{CacheSalt, HttpVersion, KvEvents, Resolve, Upstream};
+use ::upstream::Authorities;
 use ::upstream::kv_events::{Endpoint, Source};
 use ::upstream::relay::client::{Protocol, Settings};
 use serde::de::value::MapAccessDeserializer;
@@ -18,6 +19,7 @@ impl Upstream {
             url,
             resolve: Resolve::default(),
             api_key_file: None,
+            ca_file: None,
             kv_events: KvEvents::default(),
             cache_salt: CacheSalt::default(),
             block_size: None,
@@ -25,18 +27,24 @@ impl Upstream {
         }
     }
 
-    /// How to connect to the server at these addresses; none: at those of its host.
-    pub fn connection(&self, addresses: Vec<IpAddr>) -> Settings {
+    /// How to connect to the server at these addresses; none: at those of its host. `authorities`: those that may sign
+    /// its certificate; `None`: those of the operating system.
+    pub fn connection(&self, addresses: Vec<IpAddr>, authorities: Option<&Authorities>) -> Settings {
         let protocol = match self.http {
             HttpVersion::Auto => Protocol::Negotiated,
             HttpVersion::H2c => Protocol::Http2,
         };
-        Settings { protocol, addresses, ..Settings::default() }
+        Settings { protocol, addresses, roots: authorities.map(Authorities::roots), ..Settings::default() }
     }
 
     /// The API key for the server.
     pub fn api_key(&self) -> io::Result<Option<String>> {
         self.api_key_file.as_ref().map(|path| Ok(fs::read_to_string(path)?.trim().to_owned())).transpose()
+    }
+
+    /// The authorities that may sign the server's certificate.
+    pub fn authorities(&self) -> io::Result<Option<Authorities>> {
+        self.ca_file.as_ref().map(|path| Authorities::read(path)).transpose()
     }
 
     fn of_url(url: &str) -> Result<http::Uri, String> {
@@ -74,6 +82,7 @@ struct Table {
     #[serde(default)]
     resolve: Resolve,
     api_key_file: Option<PathBuf>,
+    ca_file: Option<PathBuf>,
     kv_events: Option<String>,
     kv_events_replay: Option<String>,
     #[serde(default)]
@@ -87,10 +96,14 @@ impl TryFrom<Table> for Upstream {
     type Error = String;
 
     fn try_from(table: Table) -> Result<Self, String> {
-        let Table { url, resolve, api_key_file, kv_events, kv_events_replay, cache_salt, block_size, http } = table;
+        let Table { url, resolve, api_key_file, ca_file, kv_events, kv_events_replay, cache_salt, block_size, http } =
+            table;
         let url = Self::of_url(&url)?;
         if http == HttpVersion::H2c && url.scheme_str() == Some("https") {
             return Err("http: `h2c` is HTTP/2 without TLS; with https:// it is negotiated".to_owned());
+        }
+        if ca_file.is_some() && url.scheme_str() != Some("https") {
+            return Err("ca_file: only a server with https:// shows a certificate".to_owned());
         }
         let host = url.host().unwrap_or_default();
         let endpoint = |key: &str, text: &str| {
@@ -109,7 +122,7 @@ impl TryFrom<Table> for Upstream {
                 KvEvents::At { live, replay }
             }
         };
-        Ok(Self { url, resolve, api_key_file, kv_events, cache_salt, block_size, http })
+        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, block_size, http })
     }
 }
 
@@ -139,13 +152,16 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 8)?;
+        let mut table = serializer.serialize_struct("Upstream", 9)?;
         table.serialize_field("url", &self.url.to_string())?;
         if self.resolve != Resolve::default() {
             table.serialize_field("resolve", &self.resolve)?;
         }
         if let Some(path) = &self.api_key_file {
             table.serialize_field("api_key_file", path)?;
+        }
+        if let Some(path) = &self.ca_file {
+            table.serialize_field("ca_file", path)?;
         }
         match &self.kv_events {
             KvEvents::Auto => {}

@@ -21,6 +21,7 @@ use server::Server;
 use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::net::IpAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -30,7 +31,7 @@ use tokio_util::task::TaskTracker;
 use upstream::relay::client::Client;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{Lookup, NamedServers};
-use upstream::{Metrics, Salts};
+use upstream::{Authorities, Metrics, Salts};
 use worker::serve::Planes;
 
 /// Time for one resolution. The operating system asks each name server for 5 s.
@@ -85,6 +86,7 @@ struct Running {
 pub struct CheckedUpstream {
     upstream: Upstream,
     api_key: Option<HeaderValue>,
+    authorities: Option<Authorities>,
     /// Requests have tenants, whose blocks must be kept apart.
     has_tenants: bool,
 }
@@ -130,7 +132,11 @@ impl Upstreams {
     /// Checks each table, without an effect. `has_tenants`: requests have tenants.
     pub fn check(configured: &[Upstream], has_tenants: bool) -> anyhow::Result<Vec<CheckedUpstream>> {
         let check = |(number, upstream): (usize, &Upstream)| {
-            Client::new(&upstream.url, &upstream.connection(Vec::new()))
+            let authorities = upstream.authorities().with_context(|| {
+                let path = upstream.ca_file.as_deref().unwrap_or(Path::new(""));
+                format!("upstreams.{number}.ca_file: {}", path.display())
+            })?;
+            Client::new(&upstream.url, &upstream.connection(Vec::new(), authorities.as_ref()))
                 .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.url))?;
             let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
             let header = |key: String| {
@@ -138,7 +144,8 @@ impl Upstreams {
                     format!("upstreams.{number}.api_key_file: the key has characters that no header may have")
                 })
             };
-            Ok(CheckedUpstream { upstream: upstream.clone(), api_key: api_key.map(header).transpose()?, has_tenants })
+            let api_key = api_key.map(header).transpose()?;
+            Ok(CheckedUpstream { upstream: upstream.clone(), api_key, authorities, has_tenants })
         };
         configured.iter().enumerate().map(check).collect()
     }

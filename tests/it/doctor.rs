@@ -125,6 +125,9 @@ async fn a_server_that_cannot_be_reached_is_named() {
     let plain = Vllm::start().await;
     let tls = checks(Upstream::new(uri(&plain.server.uri().to_string().replace("http:", "https:")))).await;
     expect(&tls, "tls", Status::Problem, "write http://");
+    let https = uri(&plain.server.uri().to_string().replace("http:", "https:"));
+    let unreadable = checks(Upstream { ca_file: Some("/no/such/ca".into()), ..Upstream::new(https) }).await;
+    expect(&unreadable, "ca_file", Status::Problem, "upstreams.0.ca_file");
 }
 
 #[tokio::test]

@@ -115,6 +115,23 @@ async fn a_server_may_speak_http_2_without_tls() {
 }
 
 #[tokio::test]
+async fn a_server_may_have_an_authority_of_its_own() {
+    // Another gateway is the server with TLS.
+    let pem = Path::new("upstream/src/relay/client/tests");
+    let server = server([Script::chat(&["Hello"], None)]).await;
+    let mut config =
+        Config { upstreams: vec![Upstream::new(server.uri())], ..Config::with_cache(Path::new("/nonexistent")) };
+    config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    config.frontend.tls_cert_file = Some(pem.join("localhost.pem"));
+    config.frontend.tls_key_file = Some(pem.join("localhost.key"));
+    let behind = Node::start(&config).await.unwrap();
+    let url: http::Uri = format!("https://localhost:{}", behind.address().port()).parse().unwrap();
+    let gateway = Gateway::of(vec![Upstream { ca_file: Some(pem.join("localhost.pem")), ..Upstream::new(url) }]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(completions(&server).len(), 1);
+}
+
+#[tokio::test]
 async fn a_stream_of_several_choices_is_not_asked_for_usage() {
     let server = server([Script::chat(&["Hello"], None)]).await;
     let gateway = Gateway::start(&[&server]).await;

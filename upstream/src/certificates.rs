@@ -1,20 +1,50 @@
-//! The certificates that a server with TLS shows, for checks of a set-up.
+//! Certificates of servers with TLS, and of the authorities that sign them.
 //!
 //! Not here: connections for requests (`relay`), which check certificates in the same way.
 
 use http::Uri;
 use hyper_rustls::ConfigBuilderExt;
+use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
+use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
+/// The authorities of a file, which may sign the certificate of a server.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Authorities(Vec<CertificateDer<'static>>);
+
 /// Time for TCP and TLS. Requests have 2 s; a check may take longer.
 const TIMEOUT: Duration = Duration::from_secs(5);
+
+impl Authorities {
+    /// Reads a file in PEM format with one certificate or several.
+    pub fn read(path: &Path) -> io::Result<Self> {
+        let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&std::fs::read(path)?).collect();
+        let certificates = parsed.map_err(|error| io::Error::other(format!("not in PEM format: {error}")))?;
+        if certificates.is_empty() {
+            return Err(io::Error::other("no certificate in PEM format (BEGIN CERTIFICATE)"));
+        }
+        let mut roots = RootCertStore::empty();
+        for certificate in &certificates {
+            roots.add(certificate.clone()).map_err(|error| io::Error::other(format!("not a certificate: {error}")))?;
+        }
+        Ok(Self(certificates))
+    }
+
+    /// The store of certificates that TLS checks with.
+    pub fn roots(&self) -> RootCertStore {
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(self.0.iter().cloned());
+        roots
+    }
+}
 
 /// The certificates of the server at these addresses, its own first; `None` without TLS, and for certificates that are
 /// not accepted. `roots`: the authorities that may sign them; `None`: those of the operating system.

@@ -34,7 +34,7 @@ mod salts;
 mod tokenize;
 
 pub use cache_events::{CacheEvents, ModelLog};
-pub use certificates::certificates;
+pub use certificates::{Authorities, certificates};
 pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};

@@ -30,6 +30,13 @@ pub(crate) struct ReplicatedReservation {
 /// have to do.
 const CHANGES_MAX: usize = 4096;
 
+/// What other routers are told of a new reservation.
+pub(crate) fn placed(number: u64, worker: WorkerId, amount: Demand, prefix: &InflightPrefix) -> ReservationUpdate {
+    let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = amount;
+    let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());
+    ReservationUpdate::Placed { number, worker, prefill_tokens, blocks, decodes, context_tokens, anchors }
+}
+
 impl ReplicaOutbox {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self { pending: Mutex::default(), changed: Notify::new() })
@@ -45,19 +52,9 @@ impl ReplicaOutbox {
         let mut pending = self.lock();
         pending.last += 1;
         let number = pending.last;
-        let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = amount;
         // The anchors are copied only if there are peers.
         if pending.has_peers {
-            let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());
-            pending.send(ReservationUpdate::Placed {
-                number,
-                worker,
-                prefill_tokens,
-                blocks,
-                decodes,
-                context_tokens,
-                anchors,
-            });
+            pending.send(placed(number, worker, amount, prefix));
             self.changed.notify_one();
         }
         ReplicatedReservation { outbox: self.clone(), number }

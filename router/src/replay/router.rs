@@ -8,7 +8,7 @@ use super::stub_engine::StubEngine;
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
 use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
-use crate::booking::{InflightPrefix, InflightPrefixes};
+use crate::booking::{InflightPrefix, InflightPrefixes, placed};
 use crate::control::replicas::PeerRouters;
 use crate::control::{Outcome, SourceCursor};
 use crate::fleet::{Fleet, Worker};
@@ -382,18 +382,7 @@ impl SimulatedRouter {
             let cached_tokens = (demand.prompts > 0).then(|| row.cached());
             let number = worker.load.book(demand, cached_tokens, output.clone(), now);
             let inflight = self.inflight.add(worker.slot, hashes, BLOCK_TOKENS as usize, row.held.total());
-            let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = demand;
-            let (worker, decodes, anchors) = (worker.id(), sequences > 0, inflight.anchors().to_vec());
-            let placed = ReservationUpdate::Placed {
-                number: shared_id,
-                worker,
-                prefill_tokens,
-                blocks,
-                decodes,
-                context_tokens,
-                anchors,
-            };
-            actions.push(Action::Publish(placed));
+            actions.push(Action::Publish(placed(shared_id, worker.id(), demand, &inflight)));
             Reservation { worker: row.at, number, shared_id, demand, _inflight: inflight }
         };
         let (shared_id, hashes) = (u64::from(request), overlaps.hashes(0));

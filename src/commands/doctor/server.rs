@@ -15,7 +15,7 @@ use upstream::relay::client::Client;
 use upstream::relay::error::RelayError;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{NamedServers, system_lookup};
-use upstream::{DiscoverError, ListedModel, UNKNOWN_CONTEXT, certificates, discover};
+use upstream::{Authorities, DiscoverError, ListedModel, UNKNOWN_CONTEXT, certificates, discover};
 
 /// Time for the resolution of a name. Resolvers give up after 5 s by default.
 const DNS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -87,6 +87,15 @@ pub(super) async fn examine(
     findings: &mut Findings,
 ) {
     let Some(api_key) = api_key(upstream, at, findings) else { return };
+    let authorities = match upstream.authorities() {
+        Ok(authorities) => authorities,
+        Err(error) => {
+            let path = upstream.ca_file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+            let fix = format!("correct upstreams.{at}.ca_file: a file in PEM format that this user can read");
+            findings.problem("ca_file", format!("{path}: {error}"), fix);
+            return;
+        }
+    };
     if !connects(upstream, &addresses, findings).await {
         return;
     }
@@ -95,7 +104,7 @@ pub(super) async fn examine(
         Some(IpAddr::V4(address)) => address.to_string(),
         None => upstream.url.host().unwrap_or_default().to_owned(),
     };
-    let client = match Client::new(&upstream.url, &upstream.connection(addresses.clone())) {
+    let client = match Client::new(&upstream.url, &upstream.connection(addresses.clone(), authorities.as_ref())) {
         Ok(client) => client,
         Err(error) => {
             findings.problem("url", error.to_string(), format!("correct upstreams.{at}.url"));
@@ -104,7 +113,7 @@ pub(super) async fn examine(
     };
     let listed = discover(&client, api_key.as_ref()).await;
     let Some(models) = answered(upstream, at, listed, findings) else { return };
-    let shown = certificates(&upstream.url, &addresses, None).await;
+    let shown = certificates(&upstream.url, &addresses, authorities.as_ref().map(Authorities::roots)).await;
     if let Some(expiry) = shown.and_then(|shown| CertificateExpiry::of(&shown)) {
         findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
     }
@@ -190,8 +199,10 @@ fn answered(
         format!("correct upstreams.{at}.url: expected the root of a server with OpenAI's API, without /v1");
     match error {
         DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls && detail.contains("certificate") => {
-            let fix = "let SSL_CERT_FILE name the file of the authority that signed the server's certificate, and let \
-                       the URL have the name in it";
+            let fix = format!(
+                "let upstreams.{at}.ca_file name the file of the authority that signed the server's certificate, and \
+                 let the URL have the name in it"
+            );
             findings.problem("tls", detail, fix);
         }
         DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls => {

@@ -119,8 +119,9 @@ impl Server {
 
     /// Keeps the server's models registered until `stop`. Then their running requests finish.
     pub(super) async fn run(self, stop: CancellationToken) {
-        let settings = self.upstream.upstream.connection(self.addresses.clone());
-        let client = match Client::new(&self.upstream.upstream.url, &settings) {
+        let CheckedUpstream { upstream, authorities, .. } = &self.upstream;
+        let settings = upstream.connection(self.addresses.clone(), authorities.as_ref());
+        let client = match Client::new(&upstream.url, &settings) {
             Ok(client) => client,
             Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
         };

@@ -178,6 +178,14 @@ async fn a_table_that_cannot_be_used_is_named() {
     let wrong = Upstream { api_key_file: Some("/nonexistent/key".into()), ..good.clone() };
     let error = Upstreams::check(&[good, wrong], false).unwrap_err();
     assert!(format!("{error:#}").starts_with("upstreams.1.api_key_file: "), "{error:#}");
+    let https = Upstream::new("https://127.0.0.1:1".parse().unwrap());
+    let empty = tempfile::NamedTempFile::new().unwrap();
+    for (file, problem) in [(Path::new("/nonexistent/ca"), "No such file"), (empty.path(), "BEGIN CERTIFICATE")] {
+        let wrong = Upstream { ca_file: Some(file.into()), ..https.clone() };
+        let error = format!("{:#}", Upstreams::check(&[wrong], false).unwrap_err());
+        let named = format!("upstreams.0.ca_file: {}", file.display());
+        assert!(error.starts_with(&named) && error.contains(problem), "{error}");
+    }
 }
 
 #[tokio::test]

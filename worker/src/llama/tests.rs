@@ -8,7 +8,9 @@ use crate::handoff::Peers;
 use crate::plane::WorkerId;
 use futures::StreamExt;
 use futures::future::join_all;
-use harness::{ANSWER, Conversation, Harness, Rng, Shape, cases, disk, keeps_unread, log, runtime, shared};
+use harness::{
+    ANSWER, Conversation, Harness, Rng, Shape, cases, disk, keeps_unread, log, runtime, shared, unless_stalled,
+};
 use kvbm::{ChainKey, Domain, EventLog, Level, Tier};
 use std::path::Path;
 use std::sync::Arc;

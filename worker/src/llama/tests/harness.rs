@@ -43,6 +43,17 @@ pub(super) struct Shape {
     pub(super) engine: Settings,
 }
 
+/// Repeats a trial that loads blocks until it has a result. A load that does not begin within 100 ms is abandoned, and a
+/// busy machine can stop a thread for longer than that.
+pub(super) async fn unless_stalled<T>(trial: impl AsyncFn() -> Option<T>) -> T {
+    for _ in 0..10 {
+        if let Some(result) = trial().await {
+            return result;
+        }
+    }
+    panic!("no trial loads the blocks");
+}
+
 /// Settings under which an unread sequence stays in the batch and keeps its blocks.
 pub(super) fn keeps_unread() -> Settings {
     let never = std::time::Duration::from_hours(1);

@@ -62,19 +62,25 @@ async fn a_partly_loaded_prefix_changes_nothing() {
 async fn a_handoff_changes_nothing() {
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
-        let peers = Peers::default();
-        let prefill = Harness::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
-        let decode = Harness::new(Shape { worker: 2, peers, ..Shape::default() });
-        // Computing the blocks again takes longer than any transfer.
-        decode.assume_slow_prefill();
-        let mut prefill_request = request(&*prefill.engine, &talk.second, 1);
-        prefill_request.work = Work::Prefill;
-        let mut stream = prefill.engine.generate(prefill_request).await.unwrap();
-        let Some(Ok(Output::Handoff(handoff))) = stream.next().await else { panic!("a prefill ends with a handoff") };
-        let answer = decode.run_as(Work::Resume(handoff), &talk.second, ANSWER).await;
-        answer.must_equal(&talk.answers[1], &format!("seed {seed}, handoff"), None);
-        assert_eq!(answer.report.handed_over as usize, (talk.second.len() - 1) / 16 * 16);
-        assert_eq!(answer.report.cached_tokens(), 0, "tokens computed for the request do not count as cached");
+        let hand_over = async || {
+            let peers = Peers::default();
+            let prefill = Harness::new(Shape { worker: 1, peers: peers.clone(), ..Shape::default() });
+            let decode = Harness::new(Shape { worker: 2, peers, ..Shape::default() });
+            // Computing the blocks again takes longer than any transfer.
+            decode.assume_slow_prefill();
+            let mut prefill_request = request(&*prefill.engine, &talk.second, 1);
+            prefill_request.work = Work::Prefill;
+            let mut stream = prefill.engine.generate(prefill_request).await.unwrap();
+            let Some(Ok(Output::Handoff(handoff))) = stream.next().await else {
+                panic!("a prefill ends with a handoff")
+            };
+            let answer = decode.run_as(Work::Resume(handoff), &talk.second, ANSWER).await;
+            answer.must_equal(&talk.answers[1], &format!("seed {seed}, handoff"), None);
+            assert_eq!(answer.report.cached_tokens(), 0, "tokens computed for the request do not count as cached");
+            answer.report.handed_over as usize
+        };
+        let all = (talk.second.len() - 1) / 16 * 16;
+        unless_stalled(async || (hand_over().await == all).then_some(())).await;
     }
 }
 
