@@ -43,8 +43,8 @@ pub(super) struct Shape {
     pub(super) engine: Settings,
 }
 
-/// Repeats a trial that loads blocks until it has a result. A load that does not begin within 100 ms is abandoned, and a
-/// busy machine can stop a thread for longer than that.
+/// Repeats a trial that loads blocks until it has a result. A load that does not begin within 100 ms is abandoned, and
+/// a busy machine can stop a thread for longer than that.
 pub(super) async fn unless_stalled<T>(trial: impl AsyncFn() -> Option<T>) -> T {
     for _ in 0..10 {
         if let Some(result) = trial().await {
