@@ -328,7 +328,9 @@ async fn a_block_as_large_as_a_segment_is_stored_despite_carry_over() {
     for seed in 0..20 {
         store(&*tier, chain_of(fingerprint(), seed, 1, 55_000)).await;
     }
-    assert!(last() - before <= 40, "{} segments for twenty blocks", last() - before);
+    // Two for each, and more where carry-over begins between them.
+    let segments = last() - before;
+    assert!(segments <= 60, "{segments} segments for twenty blocks");
 }
 
 #[tokio::test]
