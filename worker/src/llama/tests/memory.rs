@@ -29,7 +29,7 @@ async fn a_preempted_sequence_onboards_while_it_waits() {
     unless_stalled(onboards_while_it_waits).await;
 }
 
-/// `None` if its blocks were not loaded.
+/// `None` if a request ended before the next one began, or if the blocks were not loaded.
 async fn onboards_while_it_waits() -> Option<()> {
     let mut rng = Rng(13);
     let harness = Harness::new(Shape { g1: 60, g2: 400, engine: keeps_unread(), ..Shape::default() });
@@ -44,13 +44,18 @@ async fn onboards_while_it_waits() -> Option<()> {
         // sees it in the batch.
         running += 1;
         let preempted = || harness.count("blockyard_worker_preemptions_total", "w") > 0;
-        harness.engine.load().wait_for(|load| load.running == running || preempted()).await.unwrap();
-        (prompt, stream)
+        let joins = async {
+            while harness.engine.load().borrow().running != running && !preempted() {
+                tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(20), joins).await.ok()?;
+        Some((prompt, stream))
     };
     // 56 of 60 blocks at first. The first two need 22 more, so the youngest is preempted.
-    let (_, mut long) = start(320, 600).await;
-    let (_, short) = start(128, 200).await;
-    let (prompt, victim) = start(448, 40).await;
+    let (_, mut long) = start(320, 600).await?;
+    let (_, short) = start(128, 200).await?;
+    let (prompt, victim) = start(448, 40).await?;
     let victim = tokio::spawn(collect(victim));
     let mut short = std::pin::pin!(collect(short));
     loop {
