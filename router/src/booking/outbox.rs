@@ -30,7 +30,7 @@ pub(crate) struct ReplicatedReservation {
 /// have to do.
 const CHANGES_MAX: usize = 4096;
 
-/// What other routers are told of a new reservation.
+/// The message to other routers about a new reservation.
 pub(crate) fn placed(number: u64, worker: WorkerId, amount: Demand, prefix: &InflightPrefix) -> ReservationUpdate {
     let Demand { prefill_tokens, blocks, sequences, context_tokens, .. } = amount;
     let (decodes, anchors) = (sequences > 0, prefix.anchors().to_vec());

@@ -177,7 +177,7 @@ mod tests {
         assert!(is_near(speeds.prefill_tokens_per_second(), 10_000.0, 0.1), "{speeds:?}");
         let mut alike = Speeds::default();
         (0..200).for_each(|_| alike.prefilled(200, 0.04));
-        assert!(is_near(alike.prefill_tokens_per_second(), 5000.0, 1e-9), "no constant can be told from one length");
+        assert!(is_near(alike.prefill_tokens_per_second(), 5000.0, 1e-9), "one length does not determine the constant");
     }
 
     #[test]
