@@ -113,7 +113,7 @@ impl PrefillTimeFit {
     }
 
     /// The coefficients; `None` before enough measurements, or when the number of tokens explains nothing. Beside a
-    /// batch that does not change, steps and computing cannot be told apart: the tokens may count in steps only.
+    /// batch that does not change, steps and computing cannot be separated: the tokens may count in steps only.
     pub(super) fn prefill_time(&self) -> Option<PrefillTime> {
         let [first_steps, per_token_steps, per_token, per_pair] =
             self.0.coefficients().filter(|_| self.0.measurements() >= MIN_MEASUREMENTS)?;
