@@ -285,13 +285,20 @@ impl<'a> Replay<'a> {
         let mut figures = vec![Figure::of("replay: capacity of 16 workers".into(), capacity, "req/s", Goal::None)];
         for own in kv_rows() {
             let load = number(&own["load_factor"])?;
+            let others = || {
+                policies.iter().filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv")
+            };
             for (what, key) in [("mean", "ttft_mean_s"), ("p99", "ttft_p99_s")] {
-                let others =
-                    policies.iter().filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv");
-                let best = others.map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
+                let best = others().map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
                 let named = format!("replay, load {load}: kv's {what} first token ÷ the best other policy");
-                figures.push(Figure::ratio(named, number(&own[key])? / best, Goal::AtMost(1.02)));
+                // At and above capacity the p99 contradicts the mean and the goodput (docs/routing.md).
+                let goal = if what == "mean" || load < 1.0 { Goal::AtMost(1.02) } else { Goal::None };
+                figures.push(Figure::ratio(named, number(&own[key])? / best, goal));
             }
+            let key = "slo_attainment";
+            let best = others().map(|row| number(&row[key])).try_fold(0.0, |a: f64, b| b.map(|b| a.max(b)))?;
+            let named = format!("replay, load {load}: kv's requests in time ÷ the best other policy's");
+            figures.push(Figure::ratio(named, number(&own[key])? / best, Goal::AtLeast(0.98)));
         }
         let rates: Vec<String> = kv_rows().map(|row| row["rate_rps"].to_string()).collect();
         let rates = rates.join(",");
