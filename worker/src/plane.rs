@@ -9,6 +9,7 @@ mod event;
 mod id;
 mod lease;
 pub mod local;
+mod offers;
 
 pub use event::{Event, EventBody, Load, OnboardSpeed, ReservationUpdate, Topic};
 pub use id::{RouterId, Source, StoreId, WorkerId};
