@@ -1,9 +1,11 @@
-"""Starts object stores for the tests of the object tier, runs a command, and stops the stores.
+"""Starts the servers that tests need, runs a command, and stops the servers.
 
     run.py COMMAND ARGUMENT...
 
-The command gets the URLs in KVBM_TEST_MOTO (S3 and the S3 API of Google Cloud Storage) and KVBM_TEST_AZURITE (Azure
-Blob). Both have a bucket or container `kvbmtests`. The exit status is the command's, or 1 if a server does not start.
+The command gets the URLs of object stores in KVBM_TEST_MOTO (S3 and the S3 API of Google Cloud Storage) and
+KVBM_TEST_AZURITE (Azure Blob). Both have a bucket or container `kvbmtests`. It gets the URL of a NATS server with
+JetStream in WORKER_TEST_NATS, and in WORKER_TEST_NATS_SERVER the program, for tests that stop servers or need a
+configuration of their own. The exit status is the command's, or 1 if a server does not start.
 """
 
 import base64
@@ -92,8 +94,16 @@ def azurite():
     return found
 
 
+def nats_server():
+    """The program that pip installs beside Python."""
+    found = pathlib.Path(sys.executable).parent / "nats-server"
+    if not found.exists():
+        sys.exit(f"servers: {found} is not there; `make test` installs it (pip install --requirement requirements.txt)")
+    return found
+
+
 def main(command):
-    moto_port, azure_port = free_port(), free_port()
+    moto_port, azure_port, nats_port = free_port(), free_port(), free_port()
     moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(moto_port)]
     with contextlib.ExitStack() as up:
         folder = up.enter_context(tempfile.TemporaryDirectory(prefix="blockyard-servers-"))
@@ -103,7 +113,15 @@ def main(command):
         put(f"{s3}/{BUCKET}", {})
         blob = up.enter_context(server("azurite", azure, azure_port, folder)) + f"/{ACCOUNT}"
         make_container(blob)
-        environment = os.environ | {"KVBM_TEST_MOTO": s3, "KVBM_TEST_AZURITE": blob}
+        program = nats_server()
+        nats = [program, "-js", "-sd", f"{folder}/nats", "-a", "127.0.0.1", "-p", str(nats_port)]
+        up.enter_context(server("nats", nats, nats_port, folder))
+        environment = os.environ | {
+            "KVBM_TEST_MOTO": s3,
+            "KVBM_TEST_AZURITE": blob,
+            "WORKER_TEST_NATS": f"nats://127.0.0.1:{nats_port}",
+            "WORKER_TEST_NATS_SERVER": str(program),
+        }
         return subprocess.run(command, env=environment).returncode
 
 

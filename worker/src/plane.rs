@@ -9,6 +9,7 @@ mod event;
 mod id;
 mod lease;
 pub mod local;
+pub mod nats;
 mod offers;
 
 pub use event::{Event, EventBody, Load, OnboardSpeed, ReservationUpdate, Topic};
@@ -75,6 +76,8 @@ pub enum Membership {
 /// # Contract
 /// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process ends and the
 ///   lease expires.
+/// - The latest epoch of a worker id is registered. `register` MUST fail with `Refused` if another process has registered
+///   the same epoch or a later one; the lease of a former epoch has no effect from then on.
 /// - `watch` MUST first yield a `Joined` for each registered instance, then every change, in order and without loss.
 pub trait Discovery: Send + Sync + 'static {
     /// Registers a worker for as long as the lease is kept.
@@ -132,6 +135,9 @@ pub enum PlaneError {
     /// The source or instance is not registered.
     #[error("{0} is not registered")]
     Absent(String),
+    /// The registration is refused: another process serves under the id.
+    #[error("registration refused: {0}")]
+    Refused(String),
     /// The plane itself does not answer.
     #[error("control plane unavailable: {0}")]
     Unavailable(String),

@@ -6,11 +6,11 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 mod discovery {
-    crate::plane::contract::discovery_contract!(async { crate::plane::local::LocalDiscovery::default() });
+    crate::plane::contract::discovery_contract!(async { Some(crate::plane::local::LocalDiscovery::default()) });
 }
 
 mod events {
-    crate::plane::contract::events_contract!(async { crate::plane::local::LocalEvents::default() });
+    crate::plane::contract::events_contract!(async { Some(crate::plane::local::LocalEvents::default()) });
 }
 
 fn load(number: u64) -> Event {

@@ -1,0 +1,268 @@
+//! The connection to NATS: options, checks of the server, and the state of the connection.
+
+use super::ConnectError;
+use super::bucket::Bucket;
+use super::metrics::{Lost, Metrics};
+use super::settings::{Credentials, Settings, secret};
+use super::subjects::Subjects;
+use async_nats::jetstream::{Context, ContextBuilder};
+use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, ServerAddr, ServerError};
+use kvbm::splitmix::SplitMix64;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// A connection to NATS, shared by both planes of a process. It reconnects by itself for as long as it is kept.
+pub struct Connection {
+    pub(super) client: Client,
+    pub(super) bucket: Bucket,
+    pub(super) subjects: Subjects,
+    pub(super) settings: Settings,
+    pub(super) metrics: Metrics,
+    /// Identifies this process among those that ever connected.
+    pub(super) process: String,
+    link: watch::Receiver<Link>,
+    denied: Denied,
+}
+
+/// State of the connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Link {
+    pub(super) connected: bool,
+    /// Number of times that the connection was made.
+    pub(super) generation: u64,
+}
+
+/// The last permission that the server denied; it answers nothing to the denied request itself.
+type Denied = Arc<Mutex<Option<String>>>;
+
+/// An answer of a NATS server or of another process takes milliseconds, and seconds while a cluster elects a leader.
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// A connection that is lost without a sign is noticed after three of these.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Longest delay between attempts to reconnect: a fraction of a lease, so that leases are renewed soon after an outage.
+const MAX_RECONNECT_DELAY: Duration = Duration::from_secs(1);
+
+/// Delay between attempts of [`Connection::open`], each of which tries all servers.
+const OPEN_DELAY: Duration = Duration::from_millis(500);
+
+/// Messages received and not yet processed, per subscription. Tasks of this module process them at once, so this is
+/// the burst that arrives while the process gets no CPU.
+const RECEIVE_QUEUE: usize = 16_384;
+
+/// The smallest `max_payload` that works: the largest event has 1024 blocks of 16 bytes.
+const MIN_MESSAGE_BYTES: usize = 64 << 10;
+
+impl Connection {
+    /// Connects, checks the server, and opens the bucket of the instances or creates it. Tries for
+    /// [`Settings::connect_timeout`].
+    pub async fn open(settings: Settings, metrics: Metrics) -> Result<Arc<Self>, ConnectError> {
+        settings.check()?;
+        let subjects = Subjects::new(&settings.prefix, &settings.bucket);
+        let servers = addresses(&settings)?;
+        let (sender, mut link) = watch::channel(Link::default());
+        let denied = Denied::default();
+        let options = with_callbacks(options(&settings, &subjects).await?, sender, metrics.clone(), &denied);
+        let deadline = Instant::now() + settings.connect_timeout;
+        let client = connect(&options, &servers, &settings, deadline).await?;
+        // Followers compare their view again after each connection, so the first must be counted before they start.
+        let _ = link.wait_for(|link| link.generation > 0).await;
+        check_server(&client)?;
+        let jetstream: Context = ContextBuilder::new().timeout(ANSWER_TIMEOUT).build(client.clone());
+        let bucket = Bucket::open(jetstream, &settings, subjects.clone(), deadline).await?;
+        let inbox = client.new_inbox();
+        let process = inbox.rsplit('.').next().unwrap_or_default().to_owned();
+        let info = client.server_info();
+        let prefix = &settings.prefix;
+        tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
+        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied }))
+    }
+
+    pub(super) fn link(&self) -> watch::Receiver<Link> {
+        self.link.clone()
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.link.borrow().connected
+    }
+
+    /// The text of an error, with the permission that the server denied last, which may be its cause.
+    pub(super) fn explain(&self, error: String) -> String {
+        match &*self.denied.lock() {
+            Some(denied) => format!("{error} (last denied by the server: {denied})"),
+            None => error,
+        }
+    }
+}
+
+/// Waits until a time, or for ever.
+pub(super) async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => tokio::time::sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn addresses(settings: &Settings) -> Result<Vec<ServerAddr>, ConnectError> {
+    let parse = |server: &String| {
+        let address = server.parse::<ServerAddr>();
+        address.map_err(|error| ConnectError::Setting { key: "servers", problem: format!("{server}: {error}") })
+    };
+    settings.servers.iter().map(parse).collect()
+}
+
+async fn options(settings: &Settings, subjects: &Subjects) -> Result<ConnectOptions, ConnectError> {
+    let mut options = ConnectOptions::new()
+        .name(concat!("blockyard ", env!("CARGO_PKG_VERSION")))
+        .custom_inbox_prefix(subjects.inbox())
+        .ping_interval(PING_INTERVAL)
+        .subscription_capacity(RECEIVE_QUEUE)
+        .request_timeout(Some(ANSWER_TIMEOUT));
+    options = match &settings.credentials {
+        Credentials::Anonymous => options,
+        Credentials::UserPassword { user, password_file } => {
+            options.user_and_password(user.clone(), secret(password_file).await?)
+        }
+        Credentials::Token(file) => options.token(secret(file).await?),
+        Credentials::Nkey(file) => options.nkey(secret(file).await?),
+        Credentials::CredentialsFile(file) => {
+            let text = secret(file).await?;
+            let invalid = |_| ConnectError::File {
+                path: file.clone(),
+                error: "expected a credentials file with a JWT and the seed of a user".to_owned(),
+            };
+            options.credentials(&text).map_err(invalid)?
+        }
+    };
+    if let Some(tls) = &settings.tls {
+        options = options.require_tls(true);
+        if let Some(file) = &tls.ca_file {
+            options = options.add_root_certificates(file.clone());
+        }
+        if let Some(client) = &tls.client {
+            options = options.add_client_certificate(client.cert_file.clone(), client.key_file.clone());
+        }
+    }
+    Ok(options)
+}
+
+fn with_callbacks(
+    options: ConnectOptions,
+    link: watch::Sender<Link>,
+    metrics: Metrics,
+    denied: &Denied,
+) -> ConnectOptions {
+    let denied = Arc::clone(denied);
+    options.reconnect_delay_callback(reconnect_delay).event_callback(move |event| {
+        match event {
+            Event::Connected => {
+                let first = link.borrow().generation == 0;
+                link.send_modify(|link| *link = Link { connected: true, generation: link.generation + 1 });
+                metrics.connected.set(1);
+                // An old denial does not explain a new error.
+                *denied.lock() = None;
+                if !first {
+                    metrics.reconnects.inc();
+                    tracing::info!("nats connected again");
+                }
+            }
+            Event::Disconnected => {
+                link.send_modify(|link| link.connected = false);
+                metrics.connected.set(0);
+                tracing::warn!("nats is away; the last view of instances and caches is used until it is back");
+            }
+            Event::SlowConsumer(_) => metrics.lost(Lost::ReceiveQueue, 1),
+            Event::ServerError(ServerError::Other(problem)) => {
+                tracing::warn!(problem, "nats server reports an error");
+                *denied.lock() = Some(problem);
+            }
+            Event::ServerError(problem) => tracing::warn!(%problem, "nats server reports an error"),
+            Event::ClientError(problem) => tracing::debug!(%problem, "nats connection attempt failed"),
+            Event::Closed | Event::Draining | Event::LameDuckMode => {}
+        }
+        std::future::ready(())
+    })
+}
+
+/// Doubles from milliseconds, with jitter: after an outage all processes reconnect at once.
+fn reconnect_delay(attempts: usize) -> Duration {
+    let delay = Duration::from_millis(1u64 << attempts.min(10)).min(MAX_RECONNECT_DELAY);
+    let seed = u64::from(std::process::id()) ^ attempts as u64;
+    delay.mul_f64(0.5 + 0.5 * SplitMix64::new(seed).uniform())
+}
+
+async fn connect(
+    options: &ConnectOptions,
+    servers: &[ServerAddr],
+    settings: &Settings,
+    deadline: Instant,
+) -> Result<Client, ConnectError> {
+    let names = || settings.servers.join(", ");
+    loop {
+        let error = match options.clone().connect(servers).await {
+            Ok(client) => return Ok(client),
+            Err(error) => error,
+        };
+        let problem = error.to_string();
+        if matches!(
+            error.kind(),
+            ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication | ConnectErrorKind::Tls
+        ) {
+            return Err(ConnectError::Refused { servers: names(), problem });
+        }
+        if Instant::now() + OPEN_DELAY >= deadline {
+            return Err(ConnectError::Unreachable { servers: names(), problem });
+        }
+        tracing::warn!(servers = names(), problem, "nats cannot be reached yet");
+        tokio::time::sleep(OPEN_DELAY).await;
+    }
+}
+
+fn check_server(client: &Client) -> Result<(), ConnectError> {
+    let info = client.server_info();
+    let server = if info.server_name.is_empty() { info.host.clone() } else { info.server_name.clone() };
+    if !has_key_expiry(&info.version) {
+        return Err(ConnectError::OldServer { server, version: info.version });
+    }
+    if info.max_payload < MIN_MESSAGE_BYTES {
+        return Err(ConnectError::SmallMessages { server, limit: info.max_payload, needed: MIN_MESSAGE_BYTES });
+    }
+    Ok(())
+}
+
+/// Whether a server of this version expires single keys: 2.11 and later.
+fn has_key_expiry(version: &str) -> bool {
+    let mut parts = version.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (2, 11)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_before_2_11_are_too_old() {
+        for (version, new_enough) in [
+            ("2.9.10", false),
+            ("2.10.29", false),
+            ("2.11.0", true),
+            ("2.15.1", true),
+            ("3.0.0-RC.1", true),
+            ("", false),
+        ] {
+            assert_eq!(has_key_expiry(version), new_enough, "{version}");
+        }
+    }
+
+    #[test]
+    fn reconnect_delays_grow_up_to_a_limit() {
+        assert!(reconnect_delay(1) < Duration::from_millis(3));
+        for attempts in [10, 64, usize::MAX] {
+            assert!((MAX_RECONNECT_DELAY / 2..=MAX_RECONNECT_DELAY).contains(&reconnect_delay(attempts)));
+        }
+    }
+}

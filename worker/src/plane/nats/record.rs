@@ -1,0 +1,160 @@
+//! The record of an instance in the bucket, as JSON, and the rule which process may write it.
+//!
+//! A record is written with each renewal and sent to every follower, so it is small: the texts of the model, megabytes
+//! of tokenizer, are named by their hash and fetched once (see [`texts`](super::texts)).
+
+use super::texts::{Texts, TextsRef};
+use super::{Address, PROTOCOL};
+use crate::engine::ModelCard;
+use crate::plane::Instance;
+use bytes::Bytes;
+use kvbm::Epoch;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// The record of one worker.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub(super) struct Record {
+    protocol: u8,
+    /// The process that renews the record.
+    process: String,
+    pub(super) address: Address,
+    /// The texts that are not in the model of `instance`.
+    pub(super) texts: Option<TextsRef>,
+    instance: Instance,
+}
+
+/// The fields that every protocol number has: what decides who may write the record.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+pub(super) struct RecordHead {
+    pub(super) protocol: u64,
+    process: String,
+    instance: InstanceHead,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+struct InstanceHead {
+    epoch: Epoch,
+}
+
+/// Why a record cannot be used.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub(super) enum RecordError {
+    #[error("protocol number {0}, this process has {PROTOCOL}")]
+    Protocol(u64),
+    #[error("not a record: {0}")]
+    Invalid(String),
+}
+
+/// Who wrote the last record of a worker, compared with a process and epoch that want to write it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Writer {
+    /// The process itself, in this epoch or a former one.
+    Own,
+    /// Another process in a former epoch: it ended, or has to give way.
+    Former,
+    /// Another process in this epoch or a later one.
+    Other,
+}
+
+impl Record {
+    pub(super) fn new(instance: &Instance, address: &Address, process: &str) -> (Self, Option<Texts>) {
+        let texts = Texts::of(&instance.model);
+        let model = ModelCard { tokenizer: None, chat_template: None, ..ModelCard::clone(&instance.model) };
+        let record = Self {
+            protocol: PROTOCOL,
+            process: process.to_owned(),
+            address: address.clone(),
+            texts: texts.as_ref().map(Texts::reference),
+            instance: Instance { model: Arc::new(model), ..instance.clone() },
+        };
+        (record, texts)
+    }
+
+    pub(super) fn encode(&self) -> Bytes {
+        serde_json::to_vec(self).expect("a record has only string keys").into()
+    }
+
+    pub(super) fn decode(json: &[u8]) -> Result<Self, RecordError> {
+        let head = RecordHead::decode(json)?;
+        if head.protocol != u64::from(PROTOCOL) {
+            return Err(RecordError::Protocol(head.protocol));
+        }
+        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+    }
+
+    /// The instance with its texts.
+    pub(super) fn into_instance(self, texts: Option<&Texts>) -> Instance {
+        let Some(texts) = texts else { return self.instance };
+        let model = texts.clone().add_to(ModelCard::clone(&self.instance.model));
+        Instance { model: Arc::new(model), ..self.instance }
+    }
+}
+
+impl RecordHead {
+    pub(super) fn decode(json: &[u8]) -> Result<Self, RecordError> {
+        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+    }
+
+    /// Epochs decide between processes with the same worker id. A restarted worker has a later epoch, and must not wait
+    /// until the lease of its predecessor expires; from outside, a second worker with the same id looks the same. So
+    /// the later epoch is registered, and the former one stops renewing and does not come back.
+    pub(super) fn writer(&self, process: &str, epoch: Epoch) -> Writer {
+        match self.instance.epoch {
+            written if written > epoch => Writer::Other,
+            _ if self.process == process => Writer::Own,
+            written if written < epoch => Writer::Former,
+            _ => Writer::Other,
+        }
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.instance.epoch
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plane::contract::instance;
+
+    fn record(epoch: u64) -> Record {
+        Record::new(&instance(7, epoch), &Address("http://host:1".into()), "p").0
+    }
+
+    #[test]
+    fn records_survive_encoding_and_lack_the_texts() {
+        let mut full = instance(7, 3);
+        let model = ModelCard {
+            tokenizer: Some("TOKENIZER".into()),
+            chat_template: Some("TEMPLATE".into()),
+            ..ModelCard::clone(&full.model)
+        };
+        full.model = Arc::new(model);
+        let (record, texts) = Record::new(&full, &Address("http://host:1".into()), "p");
+        let json = record.encode();
+        let text = String::from_utf8_lossy(&json).into_owned();
+        assert!(!text.contains("TOKENIZER") && !text.contains("TEMPLATE"), "{text}");
+        let decoded = Record::decode(&json).unwrap();
+        assert_eq!(decoded, record);
+        assert_eq!(decoded.into_instance(texts.as_ref()), full);
+    }
+
+    #[test]
+    fn another_protocol_number_is_refused_by_its_number() {
+        let json = String::from_utf8(record(1).encode().to_vec()).unwrap();
+        for other in [0, 2, 300] {
+            let json = json.replace("\"protocol\":1", &format!("\"protocol\":{other}"));
+            assert_eq!(Record::decode(json.as_bytes()), Err(RecordError::Protocol(other)));
+        }
+        assert!(matches!(Record::decode(b"{}"), Err(RecordError::Invalid(_))));
+    }
+
+    #[test]
+    fn the_later_epoch_may_write_and_the_former_may_not() {
+        let head = RecordHead::decode(&record(5).encode()).unwrap();
+        let writer = |process, epoch| head.writer(process, Epoch(epoch));
+        assert_eq!([writer("p", 5), writer("p", 6), writer("p", 4)], [Writer::Own, Writer::Own, Writer::Other]);
+        assert_eq!([writer("q", 5), writer("q", 6), writer("q", 4)], [Writer::Other, Writer::Former, Writer::Other]);
+    }
+}

@@ -1,0 +1,291 @@
+//! The registrations of this process: one task writes, renews and deletes their records, and starts watchers, in the
+//! order in which it was asked.
+//!
+//! ```text
+//!   register ──▶ held ──renew──▶ held              expired meanwhile: registered again
+//!                  │ renew: a later epoch            ──▶ superseded: the lease has no effect from then on
+//!                  └ lease dropped                   ──▶ deleted, if the record is still that of this epoch
+//! ```
+//!
+//! Every write names the revision that it replaces (compare and set), so a process that was frozen cannot overwrite the
+//! record of its successor. Order matters within a process: a watcher that starts after a lease was dropped must not
+//! see its instance.
+
+use super::Address;
+use super::bucket::{Last, WriteError};
+use super::connection::{Connection, until};
+use super::metrics::Renewal;
+use super::record::{Record, RecordHead, Writer};
+use super::watcher::Watcher;
+use crate::plane::{Instance, Lease, PlaneError, WorkerId};
+use bytes::Bytes;
+use futures::future::join_all;
+use kvbm::Epoch;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+use tokio_util::sync::DropGuard;
+
+/// A command to the registrar.
+pub(super) enum Command {
+    Register(Box<Instance>, oneshot::Sender<Result<Lease, PlaneError>>),
+    Release(WorkerId, LeaseId),
+    Watch(Box<Watcher>),
+    /// Confirm that all commands before this one were carried out.
+    Confirm(oneshot::Sender<()>),
+}
+
+/// Number of a lease in this process.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct LeaseId(u64);
+
+/// Sends commands. Unbounded, because a lease is dropped without waiting; workers register rarely.
+pub(super) type Commands = mpsc::UnboundedSender<Command>;
+
+pub(super) struct Registrar {
+    connection: Arc<Connection>,
+    address: Address,
+    /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
+    commands: mpsc::WeakUnboundedSender<Command>,
+    held: BTreeMap<WorkerId, Held>,
+    last_lease: LeaseId,
+}
+
+/// A registration.
+struct Held {
+    lease: LeaseId,
+    epoch: Epoch,
+    record: Bytes,
+    revision: u64,
+    renew_at: Instant,
+    /// Serves the texts of its model.
+    _texts: Option<DropGuard>,
+}
+
+/// What became of a renewal.
+enum Renewed {
+    Written(u64, Renewal),
+    Superseded(String),
+    Failed(String),
+}
+
+/// Attempts to write a record that others write at the same time.
+const MAX_ATTEMPTS: usize = 5;
+
+impl Registrar {
+    /// Starts the task, which ends when the sender and all leases are dropped.
+    pub(super) fn start(connection: Arc<Connection>, address: Address) -> Commands {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let registrar = Self {
+            connection,
+            address,
+            commands: commands.downgrade(),
+            held: BTreeMap::new(),
+            last_lease: LeaseId::default(),
+        };
+        tokio::spawn(registrar.run(receiver));
+        commands
+    }
+
+    async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+        let mut link = self.connection.link();
+        link.mark_unchanged();
+        loop {
+            let due = self.held.values().map(|held| held.renew_at).min();
+            tokio::select! {
+                biased;
+                command = commands.recv() => match command {
+                    Some(command) => self.carry_out(command).await,
+                    None => return,
+                },
+                Ok(()) = link.changed() => {
+                    if link.borrow_and_update().connected {
+                        // Leases may have expired meanwhile.
+                        self.held.values_mut().for_each(|held| held.renew_at = Instant::now());
+                    }
+                }
+                () = until(due) => self.renew_due().await,
+            }
+        }
+    }
+
+    async fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Register(instance, reply) => {
+                let registered = self.register(*instance).await;
+                // If the caller has given up, the lease is dropped here.
+                drop(reply.send(registered));
+            }
+            Command::Release(id, lease) => self.release(id, lease).await,
+            Command::Watch(watcher) => watcher.start().await,
+            Command::Confirm(reply) => {
+                // The caller may have given up.
+                let _ = reply.send(());
+            }
+        }
+    }
+
+    async fn register(&mut self, instance: Instance) -> Result<Lease, PlaneError> {
+        let connection = Arc::clone(&self.connection);
+        if !connection.is_connected() {
+            return Err(PlaneError::Unavailable("not connected to nats".to_owned()));
+        }
+        let (record, texts) = Record::new(&instance, &self.address, &connection.process);
+        let record = record.encode();
+        let limit = connection.client.max_payload() / 2;
+        if record.len() > limit {
+            let problem = format!("the record of worker {} has {} bytes, over {limit}", instance.id, record.len());
+            return Err(PlaneError::Refused(problem));
+        }
+        // Before the record is visible: its readers ask for the texts at once.
+        let texts = match texts {
+            Some(texts) => Some(texts.serve(&connection).await.map_err(PlaneError::Unavailable)?),
+            None => None,
+        };
+        let revision = write(&connection, &instance, &record).await?;
+        self.last_lease.0 += 1;
+        let held = Held {
+            lease: self.last_lease,
+            epoch: instance.epoch,
+            record,
+            revision,
+            renew_at: self.next_renewal(),
+            _texts: texts,
+        };
+        self.held.insert(instance.id, held);
+        let (id, lease, commands) = (instance.id, self.last_lease, self.commands.upgrade());
+        Ok(Lease::new(move || {
+            if let Some(commands) = commands {
+                // An error means that the task has ended with its runtime; then the lease expires.
+                let _ = commands.send(Command::Release(id, lease));
+            }
+        }))
+    }
+
+    async fn release(&mut self, id: WorkerId, lease: LeaseId) {
+        // A worker that registered again has a newer lease; the old one must not deregister it.
+        if self.held.get(&id).is_none_or(|held| held.lease != lease) {
+            return;
+        }
+        let Some(mut held) = self.held.remove(&id) else { return };
+        let lease_time = self.connection.settings.lease;
+        for _ in 0..MAX_ATTEMPTS {
+            match self.connection.bucket.delete(id, held.revision, lease_time).await {
+                Ok(()) | Err(WriteError::NoBucket) => return,
+                Err(WriteError::Conflict) => match self.connection.bucket.last(id).await {
+                    // A renewal whose answer was lost.
+                    Ok(last) if writer(&last, &self.connection, held.epoch) == Some(Writer::Own) => {
+                        held.revision = last.revision;
+                    }
+                    Ok(_) => return,
+                    Err(error) => return log_release(id, &self.connection.explain(error)),
+                },
+                Err(WriteError::Failed(error)) => return log_release(id, &self.connection.explain(error)),
+            }
+        }
+    }
+
+    async fn renew_due(&mut self) {
+        let now = Instant::now();
+        let connection = &self.connection;
+        let due = self.held.iter().filter(|(_, held)| held.renew_at <= now);
+        let renewals = due.map(|(id, held)| async move { (*id, renew(connection, *id, held).await) });
+        for (id, renewed) in join_all(renewals).await {
+            let next = self.next_renewal();
+            let metrics = &self.connection.metrics;
+            match (renewed, self.held.get_mut(&id)) {
+                (Renewed::Written(revision, outcome), Some(held)) => {
+                    (held.revision, held.renew_at) = (revision, next);
+                    metrics.renewal(outcome);
+                    if matches!(outcome, Renewal::Registered) {
+                        tracing::info!(worker = %id, "the lease had expired; the worker registered again");
+                    }
+                }
+                (Renewed::Failed(error), Some(held)) => {
+                    held.renew_at = next;
+                    metrics.renewal(Renewal::Failed);
+                    let error = self.connection.explain(error);
+                    tracing::warn!(worker = %id, error, "the lease cannot be renewed now");
+                }
+                (Renewed::Superseded(by), _) => {
+                    self.held.remove(&id);
+                    metrics.renewal(Renewal::Superseded);
+                    tracing::error!(worker = %id, by, "another process registered this worker id; requests go there");
+                }
+                (_, None) => {}
+            }
+        }
+    }
+
+    fn next_renewal(&self) -> Instant {
+        Instant::now() + self.connection.settings.renewal_interval()
+    }
+}
+
+fn log_release(id: WorkerId, error: &str) {
+    tracing::warn!(worker = %id, error, "the worker cannot be deregistered; its lease expires");
+}
+
+/// The writer of the last record, compared with this process; `None` without a record that can be read.
+fn writer(last: &Last, connection: &Connection, epoch: Epoch) -> Option<Writer> {
+    let head = RecordHead::decode(last.value.as_deref()?).ok()?;
+    Some(head.writer(&connection.process, epoch))
+}
+
+/// Writes the record of an instance, if no other process has registered its epoch or a later one.
+async fn write(connection: &Connection, instance: &Instance, record: &Bytes) -> Result<u64, PlaneError> {
+    let (id, bucket) = (instance.id, &connection.bucket);
+    let unavailable = |error| PlaneError::Unavailable(connection.explain(error));
+    for _ in 0..MAX_ATTEMPTS {
+        let last = bucket.last(id).await.map_err(unavailable)?;
+        if writer(&last, connection, instance.epoch) == Some(Writer::Other) {
+            return Err(PlaneError::Refused(taken(id, &last)));
+        }
+        match bucket.put(id, record.clone(), last.revision, connection.settings.lease).await {
+            Ok(revision) => return Ok(revision),
+            Err(WriteError::Conflict) => {}
+            Err(WriteError::NoBucket) => bucket.create_again().await.map_err(unavailable)?,
+            Err(WriteError::Failed(error)) => return Err(unavailable(error)),
+        }
+    }
+    Err(PlaneError::Unavailable(format!("the record of worker {id} changes all the time")))
+}
+
+fn taken(id: WorkerId, last: &Last) -> String {
+    let epoch = last.value.as_deref().and_then(|value| RecordHead::decode(value).ok());
+    let epoch = epoch.map_or(0, |head| head.epoch().0);
+    format!(
+        "another process serves as worker {id}, since epoch {epoch}; give each worker an id of its own, or wait until \
+         that process ends or its lease expires"
+    )
+}
+
+async fn renew(connection: &Connection, id: WorkerId, held: &Held) -> Renewed {
+    let (bucket, lease) = (&connection.bucket, connection.settings.lease);
+    match bucket.put(id, held.record.clone(), held.revision, lease).await {
+        Ok(revision) => return Renewed::Written(revision, Renewal::Renewed),
+        Err(WriteError::Failed(error)) => return Renewed::Failed(error),
+        Err(WriteError::NoBucket) => {
+            if let Err(error) = bucket.create_again().await {
+                return Renewed::Failed(error);
+            }
+        }
+        Err(WriteError::Conflict) => {}
+    }
+    // The lease has expired, the answer to a renewal was lost, or another process has registered.
+    let last = match bucket.last(id).await {
+        Ok(last) => last,
+        Err(error) => return Renewed::Failed(error),
+    };
+    let writer = writer(&last, connection, held.epoch);
+    if writer == Some(Writer::Other) {
+        return Renewed::Superseded(taken(id, &last));
+    }
+    let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
+    match bucket.put(id, held.record.clone(), last.revision, lease).await {
+        Ok(revision) => Renewed::Written(revision, outcome),
+        Err(WriteError::Failed(error)) => Renewed::Failed(error),
+        Err(WriteError::Conflict | WriteError::NoBucket) => Renewed::Failed("the record changed meanwhile".to_owned()),
+    }
+}

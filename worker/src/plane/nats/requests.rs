@@ -1,0 +1,146 @@
+//! Asks sources for ranges of their logs and for snapshots.
+//!
+//! A log has a subject of its own for each epoch, so a request reaches the processes that offer this epoch, and the
+//! server itself answers if there is none. Which epoch of a source is the latest is asked of all processes that offer
+//! one; answers are awaited until none arrives for [`GATHER`]. A process that answers later than that is not
+//! considered: a follower refuses the snapshot of a former epoch and asks again.
+
+use super::codec::{self, CodecError, LogAnswer, LogRequest};
+use super::connection::{ANSWER_TIMEOUT, Connection};
+use super::metrics::Refused;
+use super::transfers;
+use crate::plane::{PlaneError, Source};
+use async_nats::{Request, RequestErrorKind, StatusCode};
+use bytes::Bytes;
+use futures::StreamExt;
+use kvbm::{Epoch, Numbered, Snapshot};
+use std::time::Duration;
+
+/// Time after an answer in which another process may answer too: several round trips in a cluster.
+const GATHER: Duration = Duration::from_millis(50);
+
+/// Time for making a snapshot: seconds for tens of millions of blocks.
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Largest accepted snapshot: 32 million blocks.
+const MAX_SNAPSHOT_BYTES: u64 = 512 << 20;
+
+pub(super) async fn range(
+    connection: &Connection,
+    source: Source,
+    epoch: Epoch,
+    after: u64,
+) -> Result<Option<Vec<Numbered>>, PlaneError> {
+    let request = LogRequest::Range { after };
+    match ask(connection, source, epoch, request, ANSWER_TIMEOUT).await? {
+        Some((LogAnswer::Range { events }, rest)) => decode_range(&rest, events).map(Some),
+        Some((LogAnswer::Truncated, _)) => Ok(None),
+        Some((LogAnswer::Absent, _)) | None => {
+            // Only other epochs of the source are offered, or none.
+            latest_epoch(connection, source).await?;
+            Ok(None)
+        }
+        Some((other, _)) => Err(unexpected(other)),
+    }
+}
+
+pub(super) async fn snapshot(connection: &Connection, source: Source) -> Result<Snapshot, PlaneError> {
+    let epoch = latest_epoch(connection, source).await?;
+    let (snapshot, bytes, first) =
+        match ask(connection, source, epoch, LogRequest::OpenSnapshot, SNAPSHOT_TIMEOUT).await? {
+            Some((LogAnswer::Snapshot { snapshot, bytes }, first)) if bytes <= MAX_SNAPSHOT_BYTES => {
+                (snapshot, bytes, first)
+            }
+            Some((LogAnswer::Busy, _)) => {
+                return Err(PlaneError::Unavailable(format!("{source} sends too many snapshots now")));
+            }
+            Some((LogAnswer::Absent, _)) | None => return Err(PlaneError::Absent(source.to_string())),
+            Some((other, _)) => return Err(unexpected(other)),
+        };
+    let pieces = transfers::fetch(first, bytes, async |offset| {
+        let request = LogRequest::ReadSnapshot { snapshot, offset };
+        match ask(connection, source, epoch, request, ANSWER_TIMEOUT).await {
+            Ok(Some((LogAnswer::Piece, piece))) => Ok(piece),
+            Ok(Some((other, _))) => Err(unexpected(other).to_string()),
+            Ok(None) => Err(format!("{source} has left")),
+            Err(error) => Err(error.to_string()),
+        }
+    });
+    let encoded = pieces.await.map_err(PlaneError::Unavailable)?;
+    let decoded = transfers::decode_snapshot(encoded).await;
+    decoded.map_err(|error| refused(connection, source, error))
+}
+
+/// The latest epoch that a process offers.
+async fn latest_epoch(connection: &Connection, source: Source) -> Result<Epoch, PlaneError> {
+    let Connection { client, subjects, .. } = connection;
+    let unavailable = |error: String| PlaneError::Unavailable(error);
+    let inbox = client.new_inbox();
+    let mut answers = client.subscribe(inbox.clone()).await.map_err(|error| unavailable(error.to_string()))?;
+    let request = codec::encode(&LogRequest::Epoch).into();
+    let sent = client.publish_with_reply(subjects.log(source), inbox, request).await;
+    sent.map_err(|error| unavailable(error.to_string()))?;
+    let (mut latest, mut refusal) = (None, None);
+    let mut first = Some(in_time(answers.next()).await?);
+    loop {
+        let answer = match first.take() {
+            Some(answer) => answer,
+            None => match tokio::time::timeout(GATHER, answers.next()).await {
+                Ok(answer) => answer,
+                Err(_) => break,
+            },
+        };
+        let Some(answer) = answer.filter(|answer| answer.status != Some(StatusCode::NO_RESPONDERS)) else { break };
+        match codec::decode(&answer.payload) {
+            Ok(LogAnswer::Epoch(epoch)) => latest = latest.max(Some(epoch)),
+            Ok(_) => {}
+            Err(error) => refusal = Some(refused(connection, source, error)),
+        }
+    }
+    latest.ok_or_else(|| refusal.unwrap_or_else(|| PlaneError::Absent(source.to_string())))
+}
+
+/// Asks the log of an epoch; `None` if no process offers it.
+async fn ask(
+    connection: &Connection,
+    source: Source,
+    epoch: Epoch,
+    request: LogRequest,
+    timeout: Duration,
+) -> Result<Option<(LogAnswer, Bytes)>, PlaneError> {
+    let subject = connection.subjects.log_of_epoch(source, epoch);
+    let request = Request::new().payload(codec::encode(&request).into()).timeout(Some(timeout));
+    let answer = match connection.client.send_request(subject, request).await {
+        Ok(answer) => answer.payload,
+        Err(error) if error.kind() == RequestErrorKind::NoResponders => return Ok(None),
+        Err(error) => return Err(PlaneError::Unavailable(format!("{source}: {error}"))),
+    };
+    let (decoded, rest) = codec::decode_head(&answer).map_err(|error| refused(connection, source, error))?;
+    Ok(Some((decoded, answer.slice_ref(rest))))
+}
+
+fn decode_range(encoded: &[u8], events: u32) -> Result<Vec<Numbered>, PlaneError> {
+    let mut rest = encoded;
+    let mut next = || {
+        let (event, after) = codec::decode_head(rest)?;
+        rest = after;
+        Ok(event)
+    };
+    let decoded: Result<_, CodecError> = (0..events).map(|_| next()).collect();
+    decoded.map_err(|error| PlaneError::Unavailable(error.to_string()))
+}
+
+fn unexpected(answer: LogAnswer) -> PlaneError {
+    PlaneError::Unavailable(format!("unexpected answer: {answer:?}"))
+}
+
+fn refused(connection: &Connection, source: Source, error: CodecError) -> PlaneError {
+    connection.metrics.refused(Refused::Log);
+    PlaneError::Unavailable(format!("{source}: {error}"))
+}
+
+/// Waits as long as an answer may take.
+pub(super) async fn in_time<T>(answer: impl Future<Output = T>) -> Result<T, PlaneError> {
+    let answer = tokio::time::timeout(ANSWER_TIMEOUT, answer).await;
+    answer.map_err(|_| PlaneError::Unavailable("no answer from nats in time".to_owned()))
+}

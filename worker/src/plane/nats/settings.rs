@@ -1,0 +1,167 @@
+//! Settings of the connection to NATS, and reading the secrets that they name.
+
+use super::ConnectError;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How to reach NATS and what to use there. All processes of a deployment have the same prefix, bucket and lease.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Settings {
+    /// URLs of the servers of one cluster, `nats://host:4222` or `tls://host:4222`. One is enough to find the others.
+    pub servers: Vec<String>,
+    /// TLS beyond what the scheme of a URL says. `None`: TLS with the certificates of the system for `tls://`, else no
+    /// TLS.
+    pub tls: Option<Tls>,
+    /// How the process authenticates.
+    pub credentials: Credentials,
+    /// The first tokens of every subject, so that deployments can share an account.
+    pub prefix: String,
+    /// The JetStream KV bucket of the instances.
+    pub bucket: String,
+    /// Replicas of the bucket if this process creates it: 1, or 3 in a cluster.
+    pub replicas: usize,
+    /// An instance that is not renewed for this long has left. Whole seconds, because NATS has no finer expiry. A third
+    /// of it is the interval of renewals.
+    pub lease: Duration,
+    /// How long [`Connection::open`](super::Connection::open) tries to reach a server.
+    pub connect_timeout: Duration,
+}
+
+/// TLS of the connection.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Tls {
+    /// PEM file with the certificate authority of the servers; `None`: the certificates of the system.
+    pub ca_file: Option<PathBuf>,
+    /// PEM files with the certificate and the key of this process, for servers that verify clients.
+    pub client: Option<ClientCertificate>,
+}
+
+/// PEM files of a client certificate.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ClientCertificate {
+    /// The certificate, followed by those that signed it.
+    pub cert_file: PathBuf,
+    /// Its key.
+    pub key_file: PathBuf,
+}
+
+/// Authentication. Secrets are in files, so that none is in a configuration, a URL or a log.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum Credentials {
+    /// None, or the client certificate alone.
+    #[default]
+    Anonymous,
+    /// A user and the file with its password.
+    UserPassword {
+        /// The user.
+        user: String,
+        /// File with the password; a newline at the end does not count.
+        password_file: PathBuf,
+    },
+    /// The file with a token.
+    Token(PathBuf),
+    /// The file with the seed of an nkey, `SU…`.
+    Nkey(PathBuf),
+    /// A credentials file: the JWT of a user and the seed of its nkey.
+    CredentialsFile(PathBuf),
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            servers: vec!["nats://127.0.0.1:4222".to_owned()],
+            tls: None,
+            credentials: Credentials::default(),
+            prefix: "blockyard".to_owned(),
+            bucket: "blockyard".to_owned(),
+            replicas: 1,
+            // Two renewals may be lost before an instance expires, and a death is noticed within seconds.
+            lease: Duration::from_secs(6),
+            connect_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Two renewals and their answers must fit into a lease.
+const MIN_LEASE: Duration = Duration::from_secs(2);
+
+/// Replicas that JetStream supports.
+const MAX_REPLICAS: usize = 5;
+
+impl Settings {
+    pub(super) fn check(&self) -> Result<(), ConnectError> {
+        let wrong = |key, problem: &str| Err(ConnectError::Setting { key, problem: problem.to_owned() });
+        let word =
+            |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || ['-', '_'].contains(&c));
+        if self.servers.is_empty() {
+            return wrong("servers", "no server is named; expected a URL such as nats://host:4222");
+        }
+        if self.servers.iter().any(|server| server.contains('@')) {
+            return wrong("servers", "a URL contains a user or a token; name them in the credentials instead");
+        }
+        if !self.prefix.split('.').all(word) {
+            return wrong("prefix", "expected letters, digits, '-' and '_', in tokens separated by '.'");
+        }
+        if !word(&self.bucket) {
+            return wrong("bucket", "expected letters, digits, '-' and '_'");
+        }
+        if !(1..=MAX_REPLICAS).contains(&self.replicas) {
+            return wrong("replicas", "expected 1 to 5");
+        }
+        if self.lease < MIN_LEASE || self.lease.subsec_nanos() != 0 {
+            return wrong("lease", "expected whole seconds, at least 2");
+        }
+        Ok(())
+    }
+
+    /// Interval of renewals.
+    pub(super) fn renewal_interval(&self) -> Duration {
+        self.lease / 3
+    }
+}
+
+/// Reads a file with a secret, without the newline at its end.
+pub(super) async fn secret(path: &Path) -> Result<String, ConnectError> {
+    let text = tokio::fs::read_to_string(path).await;
+    let text = text.map_err(|error| ConnectError::File { path: path.to_owned(), error: error.to_string() })?;
+    let secret = text.trim();
+    if secret.is_empty() {
+        return Err(ConnectError::File { path: path.to_owned(), error: "the file is empty".to_owned() });
+    }
+    Ok(secret.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut Settings)) -> &'static str {
+        let mut settings = Settings::default();
+        change(&mut settings);
+        match settings.check() {
+            Err(ConnectError::Setting { key, .. }) => key,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn wrong_settings_are_refused_by_name() {
+        assert!(Settings::default().check().is_ok());
+        assert_eq!(refused(|settings| settings.servers.clear()), "servers");
+        assert_eq!(refused(|settings| settings.servers = vec!["nats://user:secret@host".into()]), "servers");
+        assert_eq!(refused(|settings| settings.prefix = "a..b".into()), "prefix");
+        assert_eq!(refused(|settings| settings.prefix = "a.>".into()), "prefix");
+        assert_eq!(refused(|settings| settings.bucket = "a.b".into()), "bucket");
+        assert_eq!(refused(|settings| settings.replicas = 0), "replicas");
+        assert_eq!(refused(|settings| settings.lease = Duration::from_millis(2500)), "lease");
+        assert_eq!(refused(|settings| settings.lease = Duration::from_secs(1)), "lease");
+    }
+
+    #[tokio::test]
+    async fn secrets_are_read_without_their_newline() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert!(secret(file.path()).await.is_err_and(|error| error.to_string().contains("empty")));
+        std::fs::write(file.path(), "s3cret\n").unwrap();
+        assert_eq!(secret(file.path()).await.unwrap(), "s3cret");
+    }
+}

@@ -1,0 +1,112 @@
+//! Names of subjects. The source of an event is in its subject and nowhere else, so the permissions of an account
+//! decide who may speak for which source.
+//!
+//! ```text
+//!   <prefix>.events.<topic>.<kind>.<id>     events of a source; kind: worker, store, router
+//!   <prefix>.logs.<kind>.<id>               asks which epochs of a source's log are offered
+//!   <prefix>.logs.<kind>.<id>.<epoch>       asks one of these logs
+//!   <prefix>.texts.<hash>                   asks for a tokenizer and a chat template
+//!   <prefix>.inbox.>                        answers
+//!   $KV.<bucket>.instances.<id>             the record of a worker
+//! ```
+
+use crate::plane::{RouterId, Source, StoreId, Topic, WorkerId};
+use kvbm::Epoch;
+
+/// Makes the subjects of one prefix and bucket.
+#[derive(Clone, Debug)]
+pub(super) struct Subjects {
+    prefix: String,
+    bucket: String,
+}
+
+impl Subjects {
+    pub(super) fn new(prefix: &str, bucket: &str) -> Self {
+        Self { prefix: prefix.to_owned(), bucket: bucket.to_owned() }
+    }
+
+    pub(super) fn inbox(&self) -> String {
+        format!("{}.inbox", self.prefix)
+    }
+
+    /// All events of a topic.
+    pub(super) fn topic(&self, topic: Topic) -> String {
+        format!("{}.events.{}.*.*", self.prefix, name(topic))
+    }
+
+    pub(super) fn event(&self, topic: Topic, source: Source) -> String {
+        format!("{}.events.{}.{}", self.prefix, name(topic), tokens(source))
+    }
+
+    pub(super) fn log(&self, source: Source) -> String {
+        format!("{}.logs.{}", self.prefix, tokens(source))
+    }
+
+    pub(super) fn log_of_epoch(&self, source: Source, epoch: Epoch) -> String {
+        format!("{}.{}", self.log(source), epoch.0)
+    }
+
+    pub(super) fn texts(&self, hash: &str) -> String {
+        format!("{}.texts.{hash}", self.prefix)
+    }
+
+    pub(super) fn instance(&self, id: WorkerId) -> String {
+        format!("$KV.{}.instances.{}", self.bucket, id.0)
+    }
+
+    /// The records of all workers.
+    pub(super) fn instances(&self) -> String {
+        format!("$KV.{}.instances.*", self.bucket)
+    }
+}
+
+fn name(topic: Topic) -> &'static str {
+    match topic {
+        Topic::Cache => "cache",
+        Topic::Reservations => "reservations",
+        Topic::RoleRequests => "role_requests",
+    }
+}
+
+fn tokens(source: Source) -> String {
+    match source {
+        Source::Worker(id) => format!("worker.{}", id.0),
+        Source::Store(id) => format!("store.{}", id.0),
+        Source::Router(id) => format!("router.{}", id.0),
+    }
+}
+
+/// The source that the last two tokens of an event's subject name.
+pub(super) fn source(subject: &str) -> Option<Source> {
+    let mut tokens = subject.rsplit('.');
+    let id = tokens.next()?.parse().ok()?;
+    match tokens.next()? {
+        "worker" => Some(Source::Worker(WorkerId(id))),
+        "store" => Some(Source::Store(StoreId(id))),
+        "router" => Some(Source::Router(RouterId(id))),
+        _ => None,
+    }
+}
+
+/// The worker that the last token of a record's subject names.
+pub(super) fn worker(subject: &str) -> Option<WorkerId> {
+    subject.rsplit('.').next()?.parse().ok().map(WorkerId)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_subject_of_an_event_names_its_source() {
+        let subjects = Subjects::new("a.b", "c");
+        for id in [0, 7, u64::MAX] {
+            for of in [Source::Worker(WorkerId(id)), Source::Store(StoreId(id)), Source::Router(RouterId(id))] {
+                assert_eq!(source(&subjects.event(Topic::Cache, of)), Some(of));
+            }
+        }
+        assert_eq!(subjects.event(Topic::Cache, Source::Worker(WorkerId(7))), "a.b.events.cache.worker.7");
+        assert_eq!(worker(&subjects.instance(WorkerId(7))), Some(WorkerId(7)));
+        assert_eq!((source("a.events.cache.other.1"), source("a.events.cache.worker.x")), (None, None));
+    }
+}

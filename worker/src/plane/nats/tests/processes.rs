@@ -1,0 +1,148 @@
+//! Several processes: their connections, and the end of one.
+
+use super::*;
+use crate::plane::contract::{engine, instance, next, soon};
+use crate::plane::{Discovery, Lease, Membership, PlaneError, Role, WorkerId};
+use kvbm::Epoch;
+use tokio::runtime::Runtime;
+
+/// A worker in a runtime of its own, so that it can end as a process does: without deregistering.
+pub(super) struct Process {
+    runtime: Option<Runtime>,
+    _lease: Lease,
+}
+
+impl Process {
+    pub(super) async fn start(settings: Settings, id: u64, epoch: u64) -> Result<Self, PlaneError> {
+        let runtime = Runtime::new().unwrap();
+        let registered = runtime.spawn(async move {
+            let discovery = discovery_of(&connect(settings).await);
+            discovery.register(instance(id, epoch), engine()).await
+        });
+        match registered.await.unwrap() {
+            Ok(lease) => Ok(Self { runtime: Some(runtime), _lease: lease }),
+            Err(error) => {
+                runtime.shutdown_background();
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends all its tasks and connections.
+    pub(super) fn kill(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // A runtime must not wait for its tasks where a test is async.
+        self.runtime.take().unwrap().shutdown_background();
+    }
+}
+
+#[tokio::test]
+async fn a_killed_process_leaves_when_its_lease_expires() {
+    let Some(server) = shared() else { return };
+    let settings = short_lease(settings(&server));
+    let other = discovery_of(&connect(settings.clone()).await);
+    let _other = other.register(instance(2, 1), engine()).await.unwrap();
+    let mut watch = watch(settings.clone()).await;
+    assert_eq!(next(&mut watch).await, (2, 1, true));
+    let process = Process::start(settings.clone(), 1, 1).await.unwrap();
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    process.kill();
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+    let _again = Process::start(settings, 1, 2).await.unwrap();
+    assert_eq!(next(&mut watch).await, (1, 2, true));
+}
+
+#[tokio::test]
+async fn a_restarted_worker_does_not_wait_for_its_old_lease() {
+    let Some(server) = shared() else { return };
+    let settings = settings(&server);
+    let mut watch = watch(settings.clone()).await;
+    let first = Process::start(settings.clone(), 1, 1).await.unwrap();
+    first.kill();
+    let _second = Process::start(settings, 1, 2).await.unwrap();
+    assert_eq!([next(&mut watch).await, next(&mut watch).await], [(1, 1, true), (1, 2, true)]);
+}
+
+#[tokio::test]
+async fn of_two_workers_with_one_id_the_later_epoch_serves() {
+    let Some(server) = shared() else { return };
+    let settings = short_lease(settings(&server));
+    let (first, registry) = open(settings.clone()).await.unwrap();
+    let first = discovery_of(&first);
+    let second = discovery_of(&connect(settings.clone()).await);
+    let mut watch = watch(settings).await;
+    let old = first.register(instance(1, 5), engine()).await.unwrap();
+    for refused in [4, 5] {
+        let error = second.register(instance(1, refused), engine()).await.unwrap_err();
+        assert!(matches!(&error, PlaneError::Refused(text) if text.contains("another process serves as worker w1")));
+    }
+    let new = second.register(instance(1, 6), engine()).await.unwrap();
+    assert_eq!([next(&mut watch).await, next(&mut watch).await], [(1, 5, true), (1, 6, true)]);
+    until("the former process notices", async || {
+        counter(&registry, "blockyard_nats_lease_renewals_total", "superseded") == 1
+    })
+    .await;
+    drop(old);
+    first.settled().await;
+    let _other = first.register(instance(2, 1), engine()).await.unwrap();
+    assert_eq!(next(&mut watch).await, (2, 1, true), "the old lease did not deregister the new epoch");
+    drop(new);
+    assert_eq!(next(&mut watch).await, (1, 6, false));
+}
+
+#[tokio::test]
+async fn a_worker_whose_record_was_lost_registers_again() {
+    let Some(server) = shared() else { return };
+    let settings = short_lease(settings(&server));
+    let (connection, registry) = open(settings.clone()).await.unwrap();
+    let _lease = discovery_of(&connection).register(instance(1, 1), engine()).await.unwrap();
+    let mut watch = watch(settings).await;
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    // As an expiry while the process was frozen. A renewal may come in between.
+    until("the record is deleted", async || {
+        let revision = connection.bucket.last(WorkerId(1)).await.unwrap().revision;
+        connection.bucket.delete(WorkerId(1), revision, connection.settings.lease).await.is_ok()
+    })
+    .await;
+    assert_eq!([next(&mut watch).await, next(&mut watch).await], [(1, 1, false), (1, 1, true)]);
+    assert_eq!(counter(&registry, "blockyard_nats_lease_renewals_total", "registered_again"), 1);
+}
+
+#[tokio::test]
+async fn a_role_changes_within_the_epoch() {
+    let Some(server) = shared() else { return };
+    let settings = settings(&server);
+    let discovery = discovery_of(&connect(settings.clone()).await);
+    let mut watch = watch(settings).await;
+    let old = discovery.register(instance(1, 1), engine()).await.unwrap();
+    let prefill = crate::plane::Instance { role: Role::Prefill, ..instance(1, 1) };
+    let new = discovery.register(prefill, engine()).await.unwrap();
+    drop(old);
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    let Membership::Joined(joined, _) = soon(&mut watch).await else { panic!("it left") };
+    assert_eq!((joined.epoch, joined.role), (Epoch(1), Role::Prefill));
+    drop(new);
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+}
+
+#[tokio::test]
+async fn an_instance_arrives_with_its_tokenizer() {
+    let Some(server) = shared() else { return };
+    let settings = settings(&server);
+    let connection = connect(settings.clone()).await;
+    let mut sent = instance(1, 1);
+    let tokenizer: String = (0..60_000).map(|n| format!("{n},")).collect();
+    let model = Arc::make_mut(&mut sent.model);
+    (model.tokenizer, model.chat_template) = (Some(tokenizer.into()), Some("{{ messages }}".to_owned()));
+    let _lease = discovery_of(&connection).register(sent.clone(), engine()).await.unwrap();
+    let record = connection.bucket.last(WorkerId(1)).await.unwrap().value.unwrap();
+    assert!(record.len() < 1024, "a record is renewed every few seconds: {} bytes", record.len());
+    let mut watch = watch(settings).await;
+    let Membership::Joined(joined, _) = soon(&mut watch).await else { panic!("it left") };
+    assert_eq!(*joined, sent);
+}

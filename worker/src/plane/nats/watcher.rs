@@ -1,0 +1,207 @@
+//! Follows the bucket for one watcher, and reports changes of its view.
+//!
+//! The server sends the last revision of every key, then all changes. After each new connection, and when the server
+//! sends nothing for too long, the watcher begins again with all keys and compares them with its view: so nothing is
+//! lost, and nothing is reported twice.
+
+use super::Address;
+use super::Connector;
+use super::bucket::{self, Change};
+use super::connection::{ANSWER_TIMEOUT, Connection, Link, until};
+use super::metrics::Refused;
+use super::record::{Record, RecordError};
+use super::subjects;
+use super::texts::{Texts, TextsCache};
+use super::view::View;
+use crate::plane::{Instance, Membership, WorkerId};
+use async_nats::jetstream::Message;
+use async_nats::jetstream::consumer::push::Ordered;
+use bytes::Bytes;
+use futures::StreamExt;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+pub(super) struct Watcher {
+    connection: Arc<Connection>,
+    view: View,
+    records: BTreeMap<WorkerId, KnownRecord>,
+    texts: TextsCache,
+    /// Unbounded, because the contract forbids loss; workers register and leave rarely.
+    changes: mpsc::UnboundedSender<Membership>,
+}
+
+/// The last record of a worker.
+struct KnownRecord {
+    value: Bytes,
+    /// Kept for other instances of the same model.
+    _texts: Option<Arc<Texts>>,
+}
+
+/// Why following ended.
+enum Ended {
+    /// The watcher was dropped.
+    Dropped,
+    /// The keys must be listed again.
+    ListAgain,
+}
+
+type LinkReceiver = watch::Receiver<Link>;
+
+/// Delay between attempts to follow the bucket while the server does not answer.
+const RETRY_DELAY: Duration = Duration::from_millis(500);
+
+impl Watcher {
+    pub(super) fn new(
+        connection: Arc<Connection>,
+        connector: Connector,
+        changes: mpsc::UnboundedSender<Membership>,
+    ) -> Self {
+        let view = View::new(connector, connection.settings.lease);
+        Self { connection, view, records: BTreeMap::new(), texts: TextsCache::default(), changes }
+    }
+
+    /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
+    pub(super) async fn start(self) {
+        let mut link = self.connection.link();
+        link.mark_unchanged();
+        let follow = tokio::time::timeout(ANSWER_TIMEOUT, self.connection.bucket.follow()).await;
+        let first = follow.ok().and_then(Result::ok);
+        tokio::spawn(self.run(first, link));
+    }
+
+    async fn run(mut self, mut first: Option<(u64, Ordered)>, mut link: LinkReceiver) {
+        loop {
+            let follow = match first.take() {
+                Some(follow) => Ok(follow),
+                None if link.wait_for(|link| link.connected).await.is_err() => return,
+                None => self.connection.bucket.follow().await,
+            };
+            let ended = match follow {
+                Ok((keys, messages)) => self.follow(keys, messages, &mut link).await,
+                Err(error) => {
+                    let error = self.connection.explain(error);
+                    tracing::warn!(error, "cannot follow the instances; the last view is used");
+                    tokio::select! {
+                        () = self.changes.closed() => Ended::Dropped,
+                        () = tokio::time::sleep(RETRY_DELAY) => Ended::ListAgain,
+                    }
+                }
+            };
+            match ended {
+                Ended::Dropped => return,
+                Ended::ListAgain => {}
+            }
+        }
+    }
+
+    async fn follow(&mut self, keys: u64, mut messages: Ordered, link: &mut LinkReceiver) -> Ended {
+        let changes = self.changes.clone();
+        let max_silence = self.connection.settings.lease * 2;
+        let mut silent_at = Instant::now() + max_silence;
+        self.view.begin_list(Instant::now());
+        if keys == 0 {
+            self.end_list();
+        }
+        loop {
+            let due = self.view.next_due();
+            tokio::select! {
+                biased;
+                () = changes.closed() => return Ended::Dropped,
+                Ok(()) = link.changed() => {
+                    if link.borrow_and_update().connected {
+                        return Ended::ListAgain;
+                    }
+                }
+                message = messages.next() => {
+                    let Some(Ok(message)) = message else { return Ended::ListAgain };
+                    silent_at = Instant::now() + max_silence;
+                    self.message(&message).await;
+                }
+                () = until(due) => {
+                    let left = self.view.due(Instant::now());
+                    self.report(left);
+                }
+                // Its messages may be lost with the server that had the consumer. Without instances there are none.
+                () = tokio::time::sleep_until(silent_at) => {
+                    if self.connection.is_connected() {
+                        return Ended::ListAgain;
+                    }
+                    silent_at = Instant::now() + max_silence;
+                }
+            }
+        }
+    }
+
+    async fn message(&mut self, message: &Message) {
+        self.view.heard(Instant::now());
+        if let Some(id) = subjects::worker(&message.subject) {
+            let change = bucket::change(message.headers.as_ref(), message.payload.clone());
+            let change = match change {
+                Change::Put(value) => self.put(id, value).await,
+                Change::Deleted => {
+                    self.records.remove(&id);
+                    self.view.removed(id)
+                }
+                Change::Expired => self.view.expired(id, Instant::now()),
+            };
+            self.report(change);
+        }
+        // The messages of the list count down to zero; a renewal meanwhile is one of them.
+        if self.view.is_listing() && message.info().is_ok_and(|info| info.pending == 0) {
+            self.end_list();
+        }
+    }
+
+    fn end_list(&mut self) {
+        let left = self.view.end_list(Instant::now());
+        self.report(left);
+    }
+
+    async fn put(&mut self, id: WorkerId, value: Bytes) -> Option<Membership> {
+        // Most records are renewals.
+        if self.records.get(&id).is_some_and(|known| known.value == value) && self.view.renewed(id) {
+            return None;
+        }
+        let (instance, address, texts) = match self.read(id, &value).await {
+            Ok(read) => read,
+            Err(problem) => {
+                // Each renewal brings the record again: it is refused once, unless its texts can still arrive.
+                let known = self.records.insert(id, KnownRecord { value: value.clone(), _texts: None });
+                if known.is_none_or(|known| known.value != value) {
+                    self.connection.metrics.refused(Refused::Instance);
+                    tracing::warn!(worker = %id, problem, "the instance is not used");
+                }
+                return self.view.removed(id);
+            }
+        };
+        self.records.insert(id, KnownRecord { value, _texts: texts });
+        self.view.registered(instance, address)
+    }
+
+    async fn read(&mut self, id: WorkerId, value: &Bytes) -> Result<(Instance, Address, Option<Arc<Texts>>), String> {
+        let record = Record::decode(value).map_err(|error: RecordError| error.to_string())?;
+        let texts = match &record.texts {
+            Some(texts) => Some(self.texts.get(&self.connection, texts).await?),
+            None => None,
+        };
+        let address = record.address.clone();
+        let instance = record.into_instance(texts.as_deref());
+        if instance.id != id {
+            return Err(format!("the record is that of {}", instance.id));
+        }
+        Ok((instance, address, texts))
+    }
+
+    fn report(&mut self, changes: impl IntoIterator<Item = Membership>) {
+        for change in changes {
+            if let Membership::Left(id, _) = &change {
+                self.records.remove(id);
+            }
+            // The watcher may have been dropped.
+            let _ = self.changes.send(change);
+        }
+    }
+}
