@@ -157,6 +157,7 @@ const ROOMS: [(&str, Rooms); 6] = [
         &[
             ("llama", &["handoff", "metrics", "plane", "engine"]),
             ("serve", &["plane", "engine"]),
+            ("remote", &["plane", "engine"]),
             ("handoff", &["plane", "engine"]),
             ("metrics", &["engine"]),
             ("plane", &["engine"]),

@@ -8,6 +8,7 @@
 //!
 //! [`engine`] holds the central trait of the system, [`Engine`](engine::Engine). [`llama`] is the native engine.
 //! [`plane`] holds the traits between processes, discovery and events. [`serve`] registers an engine on the planes.
+//! [`remote`] carries requests to workers in other processes.
 //! [`handoff`] moves prefilled blocks from one worker to another.
 
 pub mod engine;
@@ -15,4 +16,5 @@ pub mod handoff;
 pub mod llama;
 pub mod metrics;
 pub mod plane;
+pub mod remote;
 pub mod serve;

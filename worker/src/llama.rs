@@ -23,7 +23,7 @@ mod settings;
 #[cfg(test)]
 mod reference;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use engine::LlamaEngine;
 pub use loader::{Builtin, BuiltinError, FolderError, TokenizerFiles, folder_name};

@@ -100,6 +100,17 @@ impl Domain {
         (self.root != Self::shared().root).then(|| blake3::Hash::from_bytes(salt).to_hex()[..32].to_owned())
     }
 
+    /// The keys of the domain, for another process of the same deployment. Who has them can compute the hashes of guessed
+    /// prompts of the tenant, so they are never logged, and cross a network only where it is trusted or encrypted.
+    pub fn secret_parts(&self) -> ([u8; 32], [u8; 32]) {
+        (self.key, self.root)
+    }
+
+    /// The domain with these [`secret_parts`](Self::secret_parts).
+    pub fn of_secret_parts((key, root): ([u8; 32], [u8; 32])) -> Self {
+        Self { key, root }
+    }
+
     /// The public id, which block headers contain. It selects the domain's data key and quota.
     pub fn id(&self) -> DomainId {
         if self.key == Self::shared().key {

@@ -42,7 +42,7 @@ pub struct Tokens {
 }
 
 /// Log-probabilities (natural logarithm) at one position, from the distribution before temperature and filters.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Logprobs {
     /// Log-probability of the chosen token.
     pub chosen: f32,
@@ -53,7 +53,7 @@ pub struct Logprobs {
 }
 
 /// The token that ended a request.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct EndToken {
     /// The id of the end-of-sequence or stop token.
     pub id: u32,

@@ -3,6 +3,7 @@
 use super::HttpRequest;
 use bytes::Bytes;
 use kvbm::{Domain, Priority, Retention};
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::Instant;
@@ -150,7 +151,7 @@ pub enum Work {
 pub struct Handoff(pub Bytes);
 
 /// How the next token is chosen. The choice is a function of seed and position.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: f32,
@@ -198,7 +199,7 @@ impl Default for Sampling {
 }
 
 /// When a request ends. Not here: stop *strings*. The frontend, which has the text, drops the stream for them.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct StopConditions {
     /// Generate at most this many tokens; `None`: up to the context. With 0 only the prompt is computed.
     pub max_tokens: Option<u32>,

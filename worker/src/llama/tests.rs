@@ -15,7 +15,7 @@ use kvbm::{ChainKey, Domain, EventLog, Level, Tier};
 use std::path::Path;
 use std::sync::Arc;
 
-mod harness;
+pub(crate) mod harness;
 mod memory;
 mod reuse;
 mod scores;

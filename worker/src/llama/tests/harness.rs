@@ -23,8 +23,8 @@ pub(super) fn runtime() -> Arc<Runtime> {
 }
 
 /// An engine with its memory, tiers and metrics.
-pub(super) struct Harness {
-    pub(super) engine: Arc<LlamaEngine>,
+pub(crate) struct Harness {
+    pub(crate) engine: Arc<LlamaEngine>,
     pub(super) manager: BlockManager,
     pub(super) memory: Memory,
     pub(super) host: Option<HostTier>,
@@ -32,7 +32,7 @@ pub(super) struct Harness {
     pub(super) registry: prometheus::Registry,
 }
 
-pub(super) struct Shape {
+pub(crate) struct Shape {
     pub(super) worker: u64,
     pub(super) chunk: usize,
     pub(super) g1: usize,
@@ -76,7 +76,7 @@ impl Default for Shape {
 }
 
 impl Harness {
-    pub(super) fn new(shape: Shape) -> Self {
+    pub(crate) fn new(shape: Shape) -> Self {
         let runtime = runtime();
         let registry = prometheus::Registry::new();
         let kvbm_metrics = kvbm::Metrics::new(&registry).unwrap();

@@ -1,0 +1,35 @@
+//! Requests to a worker in another process: an [`Engine`](crate::engine::Engine) on one side of HTTP/2, the engines of
+//! a process on the other.
+//!
+//! ```text
+//!   router ──▶ RemoteEngine ── POST /workers/<id>/generate ──▶ RequestServer ──▶ engine of the worker
+//!                 ▲                                                 │
+//!                 └────── outputs, as many per frame as are ready ◀─┘
+//! ```
+//!
+//! A request is one HTTP/2 stream. Dropping the stream of outputs resets it, and the worker stops computing. An output
+//! that is not read fills the window of its stream, and the worker stops generating for it. The address of a worker is
+//! found by [discovery](crate::plane::Discovery).
+//!
+//! Not here: accepting connections (the HTTP server of the program does), retries and time limits (the router's).
+
+#![forbid(unsafe_code)]
+
+mod client;
+mod secret;
+mod server;
+mod wire;
+
+pub use client::RemoteEngine;
+pub use secret::{Secret, SecretError};
+pub use server::{RequestServer, ResponseBody};
+
+/// Number of the protocol of requests and outputs. It changes with every incompatible change of one of them; a request
+/// with another number is refused.
+pub const PROTOCOL: u8 = 1;
+
+/// The header with the number of the protocol.
+const PROTOCOL_HEADER: &str = "x-blockyard-protocol";
+
+#[cfg(test)]
+mod tests;

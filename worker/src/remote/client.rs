@@ -1,0 +1,104 @@
+//! The engine of a worker in another process.
+
+mod connections;
+mod outputs;
+
+use super::wire;
+use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
+use crate::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use crate::plane::nats::Address;
+use crate::plane::{Instance, WorkerId};
+use bytes::Bytes;
+use connections::Connections;
+use futures::StreamExt;
+use futures::future::BoxFuture;
+use http::header::AUTHORIZATION;
+use http::{HeaderValue, StatusCode};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Incoming;
+use std::fmt::Display;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// A worker in another process. Nothing is connected until the first request.
+pub struct RemoteEngine {
+    worker: WorkerId,
+    model: Arc<ModelCard>,
+    path: String,
+    secret: Option<Secret>,
+    connections: Connections,
+}
+
+/// Longest text of an error that is read.
+const MAX_ERROR_BYTES: usize = 64 << 10;
+
+impl RemoteEngine {
+    /// The engine of `instance`, whose process listens at `address`.
+    pub fn new(instance: &Instance, address: &Address, secret: Option<Secret>) -> Self {
+        Self {
+            worker: instance.id,
+            model: Arc::clone(&instance.model),
+            path: format!("/workers/{}/generate", instance.id.0),
+            secret,
+            connections: Connections::new(&address.0),
+        }
+    }
+
+    fn unavailable(&self, problem: impl Display) -> Error {
+        Error::Unavailable(format!("worker {}: {problem}", self.worker))
+    }
+
+    fn request(&self, body: Bytes) -> http::Request<Full<Bytes>> {
+        let mut request = http::Request::new(Full::new(body));
+        *request.method_mut() = http::Method::POST;
+        *request.uri_mut() = self.connections.uri(&self.path);
+        let headers = request.headers_mut();
+        headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
+        if let Some(secret) = &self.secret {
+            headers.insert(AUTHORIZATION, secret.header());
+        }
+        request
+    }
+
+    async fn send(&self, request: Request) -> Result<OutputStream, Error> {
+        let body = wire::encode_request(&request, Instant::now())
+            .map_err(|wire::NotSent| self.unavailable("relayed requests cannot be sent to it"))?;
+        let connection = self.connections.get().await.map_err(|error| self.unavailable(error))?;
+        let (response, stream) = connection.send(self.request(body)).await.map_err(|error| self.unavailable(error))?;
+        match response.status() {
+            StatusCode::OK => Ok(outputs::stream(self.worker, response.into_body(), stream).boxed()),
+            StatusCode::UNPROCESSABLE_ENTITY => Err(match error_body(response.into_body()).await {
+                Ok(body) => wire::decode_error(&body).unwrap_or_else(|error| self.unavailable(error)),
+                Err(error) => self.unavailable(error),
+            }),
+            status => {
+                let body = error_body(response.into_body()).await.unwrap_or_default();
+                let text = String::from_utf8_lossy(&body);
+                Err(self.unavailable(format_args!("status {}: {}", status.as_u16(), text.trim())))
+            }
+        }
+    }
+}
+
+async fn error_body(body: Incoming) -> Result<Bytes, String> {
+    Limited::new(body, MAX_ERROR_BYTES)
+        .collect()
+        .await
+        .map(http_body_util::Collected::to_bytes)
+        .map_err(|error| error.to_string())
+}
+
+impl Engine for RemoteEngine {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        Box::pin(self.send(request))
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        vec![Arc::clone(&self.model)]
+    }
+
+    /// Discovery says whether the worker is there.
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}

@@ -1,0 +1,177 @@
+//! The engines of this process, for requests of other processes.
+
+use super::wire;
+use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
+use crate::engine::{Engine, OutputStream};
+use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
+use bytes::{Bytes, BytesMut};
+use futures::StreamExt;
+use futures::future::BoxFuture;
+use futures::stream::BoxStream;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Limited};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::error::Error as StdError;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::time::Instant;
+
+/// Answers requests for the engines of this process.
+pub struct RequestServer {
+    /// With the number of the registration that inserted it.
+    engines: Mutex<BTreeMap<WorkerId, (u64, Arc<dyn Engine>)>>,
+    secret: Option<Secret>,
+}
+
+/// Registers workers at another discovery, and serves them while their leases live.
+struct Served {
+    server: Arc<RequestServer>,
+    inner: Arc<dyn Discovery>,
+    registrations: Mutex<u64>,
+}
+
+/// The body of a response.
+pub struct ResponseBody(Content);
+
+enum Content {
+    Text(Option<Bytes>),
+    Outputs(OutputStream),
+    Ended,
+}
+
+/// Largest request: a prompt of ten million tokens.
+const MAX_REQUEST_BYTES: usize = 64 << 20;
+
+/// A frame is sent when it has this many bytes, even if more outputs are ready: a quarter of a stream's window.
+const MAX_FRAME_BYTES: usize = 16 << 10;
+
+impl RequestServer {
+    /// A server for requests with this secret; `None`: for all requests.
+    pub fn new(secret: Option<Secret>) -> Arc<Self> {
+        Arc::new(Self { engines: Mutex::default(), secret })
+    }
+
+    /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
+    pub fn discovery(self: &Arc<Self>, inner: Arc<dyn Discovery>) -> Arc<dyn Discovery> {
+        Arc::new(Served { server: Arc::clone(self), inner, registrations: Mutex::default() })
+    }
+
+    /// Answers `POST /workers/<worker>/generate`.
+    pub async fn respond<B>(&self, worker: &str, headers: &HeaderMap, body: B) -> Response<ResponseBody>
+    where
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<Box<dyn StdError + Send + Sync>>,
+    {
+        let error = |status, why: &str| response(status, Content::Text(Some(Bytes::copy_from_slice(why.as_bytes()))));
+        if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
+            return error(StatusCode::UNAUTHORIZED, "the request does not have the secret of the worker");
+        }
+        let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
+        if protocol != PROTOCOL.to_string() {
+            let why = format!("the request has protocol number {protocol}, this worker {PROTOCOL}");
+            return error(StatusCode::BAD_REQUEST, &why);
+        }
+        let engine = worker
+            .parse()
+            .ok()
+            .and_then(|id| self.engines.lock().get(&WorkerId(id)).map(|(_, engine)| Arc::clone(engine)));
+        let Some(engine) = engine else {
+            return error(StatusCode::NOT_FOUND, "no worker with this id takes requests here");
+        };
+        let request = match Limited::new(body, MAX_REQUEST_BYTES).collect().await {
+            Ok(body) => wire::decode_request(&body.to_bytes(), Instant::now()),
+            Err(problem) => return error(StatusCode::BAD_REQUEST, &problem.to_string()),
+        };
+        let Ok(request) = request else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
+        match engine.generate(request).await {
+            Ok(outputs) => response(StatusCode::OK, Content::Outputs(outputs)),
+            Err(error) => response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error)))),
+        }
+    }
+}
+
+fn response(status: StatusCode, content: Content) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody(content));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    response
+}
+
+impl Discovery for Served {
+    fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
+        Box::pin(async move {
+            let (id, registration) = (instance.id, {
+                let mut last = self.registrations.lock();
+                *last += 1;
+                *last
+            });
+            // Before it is visible: a request may come as soon as it is.
+            let before = self.server.engines.lock().insert(id, (registration, Arc::clone(&engine)));
+            let lease = match self.inner.register(instance, engine).await {
+                Ok(lease) => lease,
+                Err(error) => {
+                    let mut engines = self.server.engines.lock();
+                    match before {
+                        Some(before) => engines.insert(id, before),
+                        None => engines.remove(&id),
+                    };
+                    return Err(error);
+                }
+            };
+            let server = Arc::clone(&self.server);
+            Ok(Lease::new(move || {
+                drop(lease);
+                let mut engines = server.engines.lock();
+                // A later registration of the same worker stays.
+                if engines.get(&id).is_some_and(|(current, _)| *current == registration) {
+                    engines.remove(&id);
+                }
+            }))
+        })
+    }
+
+    fn watch(&self) -> BoxStream<'static, Membership> {
+        self.inner.watch()
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    /// The outputs that are ready, as one frame.
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        let outputs = match &mut self.0 {
+            Content::Ended => return Poll::Ready(None),
+            Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            Content::Outputs(outputs) => outputs,
+        };
+        let mut encoded = BytesMut::new();
+        let ended = loop {
+            match outputs.poll_next_unpin(context) {
+                Poll::Ready(Some(output)) => wire::encode_output(output, &mut encoded),
+                Poll::Ready(None) => break true,
+                Poll::Pending => break false,
+            }
+            if encoded.len() >= MAX_FRAME_BYTES {
+                break false;
+            }
+        };
+        if ended {
+            self.0 = Content::Ended;
+        }
+        match (encoded.is_empty(), ended) {
+            (false, _) => Poll::Ready(Some(Ok(Frame::data(encoded.freeze())))),
+            (true, true) => Poll::Ready(None),
+            (true, false) => Poll::Pending,
+        }
+    }
+}

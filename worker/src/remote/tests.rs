@@ -1,0 +1,251 @@
+//! Both sides over real sockets.
+
+use super::*;
+use crate::engine::contract::{self, collect, request};
+use crate::engine::{Engine, Error, Output, OutputStream, Readiness, Request, Tokens};
+use crate::llama::tests::harness::{Harness, Shape};
+use crate::plane::local::LocalDiscovery;
+use crate::plane::nats::Address;
+use crate::plane::{Instance, Lease};
+use bytes::Bytes;
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt, stream};
+use http::{HeaderMap, HeaderValue};
+use http_body_util::{BodyExt, Full};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+/// Generates one token each time it is polled, without end, and counts.
+#[derive(Default)]
+struct Endless {
+    generated: Arc<AtomicUsize>,
+    running: Arc<AtomicUsize>,
+}
+
+/// Counts a running stream until dropped.
+struct Running(Arc<AtomicUsize>);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Engine for Endless {
+    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        self.running.fetch_add(1, Ordering::SeqCst);
+        let (running, generated) = (Running(Arc::clone(&self.running)), Arc::clone(&self.generated));
+        let tokens = stream::repeat_with(move || {
+            let _ = &running;
+            let id = generated.fetch_add(1, Ordering::SeqCst) as u32;
+            Ok(Output::Tokens(Tokens { ids: vec![id], ..Tokens::default() }))
+        });
+        async { Ok(tokens.boxed()) }.boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
+        vec![crate::plane::contract::instance(1, 1).model]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+/// A process with one registered worker, and an engine for it in another process.
+struct Pair {
+    remote: RemoteEngine,
+    address: Address,
+    instance: Instance,
+    lease: Lease,
+    accepting: JoinHandle<()>,
+}
+
+impl Pair {
+    async fn of(engine: Arc<dyn Engine>, ours: Option<Secret>, theirs: Option<Secret>) -> Self {
+        let server = RequestServer::new(ours);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = Address(format!("http://{}", listener.local_addr().unwrap()));
+        let model = engine.models().swap_remove(0);
+        let instance = Instance { model, ..crate::plane::contract::instance(7, 1) };
+        let lease =
+            server.discovery(Arc::new(LocalDiscovery::default())).register(instance.clone(), engine).await.unwrap();
+        let accepting = tokio::spawn(accept(listener, server));
+        Self { remote: RemoteEngine::new(&instance, &address, theirs), address, instance, lease, accepting }
+    }
+
+    async fn open(engine: Arc<dyn Engine>) -> Self {
+        Self::of(engine, None, None).await
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept(listener: TcpListener, server: Arc<RequestServer>) {
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        let (socket, _) = listener.accept().await.unwrap();
+        let server = Arc::clone(&server);
+        connections.spawn(async move {
+            let service = service_fn(move |request: http::Request<hyper::body::Incoming>| {
+                let server = Arc::clone(&server);
+                async move {
+                    let (head, body) = request.into_parts();
+                    let worker = head.uri.path().split('/').nth(2).unwrap_or_default().to_owned();
+                    Ok::<_, Infallible>(server.respond(&worker, &head.headers, body).await)
+                }
+            });
+            let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+            let _ = builder.serve_connection(TokioIo::new(socket), service).await;
+        });
+    }
+}
+
+fn secret(text: &str) -> Option<Secret> {
+    Some(Secret::new(text).unwrap())
+}
+
+async fn failure(engine: &RemoteEngine) -> String {
+    match engine.generate(request(engine, &[1], 1)).await {
+        Err(Error::Unavailable(text)) => text,
+        Err(other) => panic!("{other:?}"),
+        Ok(_) => panic!("it was accepted"),
+    }
+}
+
+/// Waits until a condition holds; panics when it does not.
+async fn until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(tokio::time::Instant::now() < deadline, "it never happened: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_remote_engine_keeps_the_contract() {
+    let harness = Harness::new(Shape::default());
+    let pair = Pair::open(Arc::clone(&harness.engine) as Arc<dyn Engine>).await;
+    let remote = RemoteEngine::new(&pair.instance, &pair.address, None);
+    contract::check(Arc::new(remote)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dropped_stream_stops_the_engine() {
+    let engine = Arc::new(Endless::default());
+    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    assert!(outputs.next().await.unwrap().is_ok());
+    drop(outputs);
+    until("the engine stops", || engine.running.load(Ordering::SeqCst) == 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_output_that_is_not_read_delays_no_other() {
+    let engine = Arc::new(Endless::default());
+    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let mut unread = Vec::new();
+    // More than fit on one connection.
+    for _ in 0..120 {
+        unread.push(pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap());
+    }
+    let (generated, before) = (&engine.generated, AtomicUsize::new(usize::MAX));
+    // All windows are full when nothing is generated for a while.
+    until("generation stops", || {
+        std::thread::sleep(Duration::from_millis(200));
+        before.swap(generated.load(Ordering::SeqCst), Ordering::SeqCst) == generated.load(Ordering::SeqCst)
+    })
+    .await;
+    let read = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    assert_eq!(read.take(20_000).filter(|output| futures::future::ready(output.is_ok())).count().await, 20_000);
+    until("the others are kept", || engine.running.load(Ordering::SeqCst) == 120).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
+    let engine = Arc::new(Endless::default());
+    let mut pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    assert!(outputs.next().await.unwrap().is_ok());
+    pair.accepting.abort();
+    let mut last = None;
+    while let Some(output) = outputs.next().await {
+        last = Some(output);
+    }
+    assert!(matches!(last, Some(Err(Error::Failed(_)))), "{last:?}");
+    until("the port is free", || std::net::TcpListener::bind(&pair.address.0["http://".len()..]).is_ok()).await;
+    assert!(failure(&pair.remote).await.contains("w7"));
+    let server = RequestServer::new(None);
+    let listener = TcpListener::bind(&pair.address.0["http://".len()..]).await.unwrap();
+    let discovery = server.discovery(Arc::new(LocalDiscovery::default()));
+    pair.lease = discovery.register(pair.instance.clone(), engine).await.unwrap();
+    pair.accepting = tokio::spawn(accept(listener, server));
+    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    assert!(outputs.next().await.unwrap().is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_without_the_secret_are_rejected() {
+    let (ours, other) = ("0123456789abcdef", "another-secret-of-16");
+    for (theirs, accepted) in [(secret(ours), true), (secret(other), false), (None, false)] {
+        let engine = Arc::new(Endless::default());
+        let pair = Pair::of(Arc::clone(&engine) as Arc<dyn Engine>, secret(ours), theirs).await;
+        if accepted {
+            assert!(pair.remote.generate(request(&pair.remote, &[1], 1)).await.is_ok());
+        } else {
+            assert!(failure(&pair.remote).await.contains("status 401"));
+            assert_eq!(engine.generated.load(Ordering::SeqCst), 0);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_left_takes_no_requests() {
+    let mut pair = Pair::open(Arc::new(Endless::default())).await;
+    let mut running = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    pair.lease = Lease::new(|| ());
+    assert!(failure(&pair.remote).await.contains("status 404"));
+    assert!(running.next().await.unwrap().is_ok(), "running requests go on");
+}
+
+#[tokio::test]
+async fn another_protocol_number_is_refused_by_its_number() {
+    let server = RequestServer::new(None);
+    for protocol in ["0", "2", "x"] {
+        let headers = HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(protocol))]);
+        let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
+        assert_eq!(response.status(), 400);
+        let text = response.into_body().collect().await.unwrap().to_bytes();
+        let expected = format!("protocol number {protocol}, this worker {PROTOCOL}");
+        assert!(String::from_utf8_lossy(&text).contains(&expected), "{text:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_address_is_an_error_of_the_request() {
+    for address in ["", "host", "https://host:1", "http://host", "http://127.0.0.1:1"] {
+        let instance = crate::plane::contract::instance(7, 1);
+        let remote = RemoteEngine::new(&instance, &Address(address.to_owned()), None);
+        assert!(failure(&remote).await.contains("worker w7"), "{address}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn impossible_requests_name_the_engine_s_reason() {
+    let harness = Harness::new(Shape::default());
+    let pair = Pair::open(Arc::clone(&harness.engine) as Arc<dyn Engine>).await;
+    let all = collect(pair.remote.generate(request(&pair.remote, &[1, 2, 3], 4)).await.unwrap()).await.unwrap();
+    assert_eq!(all.ids.len(), 4);
+    let empty = pair.remote.generate(request(&pair.remote, &[], 1)).await;
+    assert!(matches!(empty.err(), Some(Error::Invalid { field: "prompt", .. })));
+}
