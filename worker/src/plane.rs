@@ -76,8 +76,8 @@ pub enum Membership {
 /// # Contract
 /// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process ends and the
 ///   lease expires.
-/// - The latest epoch of a worker id is registered. `register` MUST fail with `Refused` if another process has registered
-///   the same epoch or a later one; the lease of a former epoch has no effect from then on.
+/// - The latest epoch of a worker id is registered. `register` MUST fail with `Refused` if another process has
+///   registered the same epoch or a later one; the lease of a former epoch has no effect from then on.
 /// - `watch` MUST first yield a `Joined` for each registered instance, then every change, in order and without loss.
 pub trait Discovery: Send + Sync + 'static {
     /// Registers a worker for as long as the lease is kept.

@@ -285,9 +285,8 @@ impl<'a> Replay<'a> {
         let mut figures = vec![Figure::of("replay: capacity of 16 workers".into(), capacity, "req/s", Goal::None)];
         for own in kv_rows() {
             let load = number(&own["load_factor"])?;
-            let others = || {
-                policies.iter().filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv")
-            };
+            let others =
+                || policies.iter().filter(|row| row["load_factor"] == own["load_factor"] && row["policy"] != "kv");
             for (what, key) in [("mean", "ttft_mean_s"), ("p99", "ttft_p99_s")] {
                 let best = others().map(|row| number(&row[key])).try_fold(f64::INFINITY, |a, b| b.map(|b| a.min(b)))?;
                 let named = format!("replay, load {load}: kv's {what} first token ÷ the best other policy");

@@ -100,8 +100,8 @@ impl Domain {
         (self.root != Self::shared().root).then(|| blake3::Hash::from_bytes(salt).to_hex()[..32].to_owned())
     }
 
-    /// The keys of the domain, for another process of the same deployment. Who has them can compute the hashes of guessed
-    /// prompts of the tenant, so they are never logged, and cross a network only where it is trusted or encrypted.
+    /// The keys of the domain, for another process of the same deployment. Who has them can compute the hashes of
+    /// guessed prompts of the tenant, so they are never logged, and cross only networks that are trusted or encrypted.
     pub fn secret_parts(&self) -> ([u8; 32], [u8; 32]) {
         (self.key, self.root)
     }
