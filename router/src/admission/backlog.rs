@@ -68,6 +68,9 @@ struct Inflow {
     last: Option<Instant>,
 }
 
+/// Share of the drain rate that a lower class gets at least.
+const GUARANTEED_RATE: f64 = LOWER_CLASS_SHARE / (1.0 + LOWER_CLASS_SHARE);
+
 /// Time constant of an inflow: as long as most requests may wait, so that a short burst does not count as lasting
 /// load.
 const HORIZON: Duration = Duration::from_mins(1);
@@ -180,10 +183,10 @@ impl Backlogs {
         Some(backlog.seconds(request.priority as usize, weight, before, request.cost_tokens, rate, now))
     }
 
-    /// Estimated time until requests of this cost have left the queue, of all models.
-    pub(super) fn drain(&self, cost: f64, now: Instant) -> Option<Duration> {
+    /// Estimated time until requests of this cost have left the queue for those of a class, of all models.
+    pub(super) fn drain(&self, class: usize, cost: f64, now: Instant) -> Option<Duration> {
         let waiting = self.models.values().filter(|backlog| !backlog.is_empty());
-        let rate: f64 = waiting.filter_map(|backlog| backlog.per_second(now)).sum();
+        let rate: f64 = waiting.filter_map(|backlog| backlog.class_rate(class, now)).sum();
         (rate > 0.0).then(|| seconds(cost / rate))
     }
 
@@ -197,8 +200,9 @@ impl Backlogs {
         now: Instant,
     ) -> Option<Duration> {
         let backlog = self.models.get(&request.model)?;
-        let weights = backlog.classes[request.priority as usize].weights;
-        Some(seconds(cost * (weights / weight).max(1.0) / backlog.per_second(now)?))
+        let class = request.priority as usize;
+        let weights = backlog.classes[class].weights;
+        Some(seconds(cost * (weights / weight).max(1.0) / backlog.class_rate(class, now)?))
     }
 
     /// Requests that will exceed their time in the queue even if the rate is better than measured by its standard
@@ -252,6 +256,14 @@ impl Backlog {
         Some(measured.map_or(bound, |measured| measured.min(bound))).filter(|rate| *rate > 0.0)
     }
 
+    /// The part of [`Self::per_second`] that a class gets: what the inflow of the classes above it leaves, at least what
+    /// is guaranteed to it.
+    fn class_rate(&self, class: usize, now: Instant) -> Option<f64> {
+        let (rate, above) = (self.per_second(now)?, &self.classes[class + 1..]);
+        let free = rate - above.iter().map(|class| class.inflow.per_second(now)).sum::<f64>();
+        Some(free.max(rate * GUARANTEED_RATE))
+    }
+
     /// Estimated wait of a request of this cost behind `before` of its own tenant.
     fn seconds(&self, class: usize, weight: f64, before: u64, cost: u64, rate: f64, now: Instant) -> Duration {
         let own = &self.classes[class];
@@ -264,7 +276,7 @@ impl Backlog {
         let waiting: u64 = above.iter().map(|class| class.cost).sum();
         let free = rate - above.iter().map(|class| class.inflow.per_second(now)).sum::<f64>();
         let all = if free > 0.0 { (waiting as f64 + before) / free } else { f64::INFINITY };
-        let guaranteed = (before + cost as f64) / (rate * LOWER_CLASS_SHARE / (1.0 + LOWER_CLASS_SHARE));
+        let guaranteed = (before + cost as f64) / (rate * GUARANTEED_RATE);
         seconds(if above.is_empty() { all } else { all.min(guaranteed) })
     }
 }

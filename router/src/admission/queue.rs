@@ -345,7 +345,8 @@ impl FairQueue {
         let of_tenant = self.tenants.get(&request.tenant).map_or(0, |tenant| tenant.waiting);
         let short = |waiting: u64, most: u64| (waiting + request.tokens).saturating_sub(most) as f64 * each;
         let most = tenant.max_queued_tokens.unwrap_or(u64::MAX);
-        let space = self.backlogs.drain(short(self.tokens, limits.max_queued_tokens), now);
+        let class = request.priority as usize;
+        let space = self.backlogs.drain(class, short(self.tokens, limits.max_queued_tokens), now);
         let own = self.backlogs.drain_tenant(request, tenant.weight, short(of_tenant, most), now);
         let wait = self.excess_wait(limits, request, now);
         let Some(until) = [space, own, wait].into_iter().flatten().max() else { return RETRY_AFTER_MIN };

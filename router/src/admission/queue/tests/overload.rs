@@ -37,6 +37,23 @@ fn retry_after_is_the_time_until_the_queue_has_space() {
 }
 
 #[test]
+fn retry_after_of_a_lower_class_is_by_the_rate_that_it_gets() {
+    let start = Instant::now();
+    let mut queue = measured(start);
+    let now = at(start, 2.0);
+    let limits = Settings { max_queue_time: HumanDuration::secs(1000), ..limits(4700) };
+    // The class may have a tenth of the queue.
+    let mut low = || enter(&mut queue, &limits, with(Priority::Low, request("c", 94)), None, now);
+    (0..5).for_each(|_| assert!(matches!(low(), Outcome::Queued(..))));
+    let mut rejected = || match low() {
+        Outcome::Rejected(Rejection::QueueFull(after)) => after.as_secs(),
+        other => panic!("{other:?}"),
+    };
+    // Of 100 tokens per second, the inflow to the class above leaves 19.
+    assert_eq!([rejected(), rejected()], [3, 8], "and not 1, which would be the time at the whole rate");
+}
+
+#[test]
 fn retry_after_an_unknown_rate_is_a_second() {
     let mut queue = FairQueue::default();
     let limits = limits(100);
