@@ -181,14 +181,14 @@ async fn first_token(engine: &dyn Engine) -> Result<Duration> {
 
 fn main() -> Result<()> {
     let tokens = f64::from(TOKENS) * STREAMS as f64;
-    let micros = |time: Duration| time.as_secs_f64() * 1e6 / tokens;
+    let micros = |from: Duration, to: Duration| to.saturating_sub(from).as_secs_f64() * 1e6 / tokens;
     let (here, (there, address)) = (runtime()?, worker()?);
     let (direct, direct_first) = here.block_on(async {
         let engine = Steps(steps());
         read_all(&engine).await?;
         let before = cpu()?;
         read_all(&engine).await?;
-        Ok::<_, Box<dyn StdError>>((micros(cpu()? - before), first_token(&engine).await?))
+        Ok::<_, Box<dyn StdError>>((micros(before, cpu()?), first_token(&engine).await?))
     })?;
     let (frontend, remote_worker, remote_first) = here.block_on(async {
         let engine = RemoteEngine::new(&instance(), &address, None);
@@ -197,7 +197,7 @@ fn main() -> Result<()> {
         read_all(&engine).await?;
         let after = (cpu()?, cpu_of(&there)?);
         let first = first_token(&engine).await?;
-        Ok::<_, Box<dyn StdError>>((micros(after.0 - before.0), micros(after.1 - before.1), first))
+        Ok::<_, Box<dyn StdError>>((micros(before.0, after.0), micros(before.1, after.1), first))
     })?;
     let added = (remote_first.saturating_sub(direct_first)).as_secs_f64() * 1e6;
     let worker = remote_worker - direct;

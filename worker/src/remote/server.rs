@@ -23,10 +23,12 @@ use tokio::time::Instant;
 
 /// Answers requests for the engines of this process.
 pub struct RequestServer {
-    /// With the number of the registration that inserted it.
-    engines: Mutex<BTreeMap<WorkerId, (u64, Arc<dyn Engine>)>>,
+    engines: Mutex<BTreeMap<WorkerId, Registered>>,
     secret: Option<Secret>,
 }
+
+/// An engine, with the number of the registration that inserted it.
+type Registered = (u64, Arc<dyn Engine>);
 
 /// Registers workers at another discovery, and serves them while their leases live.
 struct Served {

@@ -111,8 +111,8 @@ async fn accept(listener: TcpListener, server: Arc<RequestServer>) {
     }
 }
 
-fn secret(text: &str) -> Option<Secret> {
-    Some(Secret::new(text).unwrap())
+fn secret(text: &str) -> Secret {
+    Secret::new(text).unwrap()
 }
 
 async fn failure(engine: &RemoteEngine) -> String {
@@ -125,7 +125,7 @@ async fn failure(engine: &RemoteEngine) -> String {
 
 /// Waits until a condition holds; panics when it does not.
 async fn until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    let deadline = tokio::time::Instant::now() + Duration::from_mins(1);
     while !holds() {
         assert!(tokio::time::Instant::now() < deadline, "it never happened: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -197,9 +197,9 @@ async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_without_the_secret_are_rejected() {
     let (ours, other) = ("0123456789abcdef", "another-secret-of-16");
-    for (theirs, accepted) in [(secret(ours), true), (secret(other), false), (None, false)] {
+    for (theirs, accepted) in [(Some(secret(ours)), true), (Some(secret(other)), false), (None, false)] {
         let engine = Arc::new(Endless::default());
-        let pair = Pair::of(Arc::clone(&engine) as Arc<dyn Engine>, secret(ours), theirs).await;
+        let pair = Pair::of(Arc::clone(&engine) as Arc<dyn Engine>, Some(secret(ours)), theirs).await;
         if accepted {
             assert!(pair.remote.generate(request(&pair.remote, &[1], 1)).await.is_ok());
         } else {

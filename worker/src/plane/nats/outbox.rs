@@ -100,6 +100,6 @@ mod tests {
         }
         assert!(outbox.pop().is_none());
         let lost = registry.gather().into_iter().find(|family| family.name() == "blockyard_nats_events_lost_total");
-        assert_eq!(lost.unwrap().get_metric()[0].get_counter().get_value(), 3.0);
+        assert_eq!(lost.unwrap().get_metric()[0].get_counter().get_value() as u64, 3);
     }
 }

@@ -103,14 +103,15 @@ async fn is_quiet<T>(stream: &mut BoxStream<'static, T>, time: Duration) -> bool
 /// The value of a counter with this label.
 fn counter(registry: &Registry, name: &str, label: &str) -> u64 {
     let families = registry.gather();
-    let metrics = families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+    let metrics =
+        families.iter().filter(|family| family.name() == name).flat_map(prometheus::proto::MetricFamily::get_metric);
     let of = metrics.filter(|metric| label.is_empty() || metric.get_label().iter().any(|pair| pair.value() == label));
     of.map(|metric| metric.get_counter().get_value() as u64).sum()
 }
 
 /// Waits until a condition holds; panics when it does not.
 async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    let deadline = tokio::time::Instant::now() + Duration::from_mins(1);
     while !holds().await {
         assert!(tokio::time::Instant::now() < deadline, "it never happened: {what}");
         tokio::time::sleep(Duration::from_millis(50)).await;

@@ -135,7 +135,9 @@ fn the_encoding_of_this_protocol_number_does_not_change() {
     assert_eq!(super::super::PROTOCOL, 1);
     let mut encoded = BytesMut::from(&encode_request(&request(), Instant::now()).unwrap()[..]);
     encode_output(Ok(Output::Tokens(tokens())), &mut encoded);
-    errors().iter().for_each(|error| encoded.extend_from_slice(&encode_error(error)));
+    for error in errors() {
+        encoded.extend_from_slice(&encode_error(&error));
+    }
     assert_eq!(blake3::hash(&encoded).to_hex()[..16], *"fe8a0155e1981d69");
 }
 
