@@ -256,8 +256,8 @@ impl Backlog {
         Some(measured.map_or(bound, |measured| measured.min(bound))).filter(|rate| *rate > 0.0)
     }
 
-    /// The part of [`Self::per_second`] that a class gets: what the inflow of the classes above it leaves, at least what
-    /// is guaranteed to it.
+    /// The part of [`Self::per_second`] that a class gets: what the inflow of the classes above it leaves, at least
+    /// what is guaranteed to it.
     fn class_rate(&self, class: usize, now: Instant) -> Option<f64> {
         let (rate, above) = (self.per_second(now)?, &self.classes[class + 1..]);
         let free = rate - above.iter().map(|class| class.inflow.per_second(now)).sum::<f64>();
