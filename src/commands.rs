@@ -6,4 +6,5 @@ pub mod calibrate;
 pub mod cli;
 pub mod doctor;
 pub mod key;
+pub mod output;
 pub mod replay;

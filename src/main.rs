@@ -3,7 +3,7 @@
 use anyhow::Context;
 use blockyard::admin;
 use blockyard::commands::cli::{Cli, Command, Serve};
-use blockyard::commands::{bench, cache, calibrate, doctor, key, replay};
+use blockyard::commands::{bench, cache, calibrate, doctor, key, output, replay};
 use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
 use blockyard::node::{Node, preflight};
 use blockyard::process::log_writer::{self, LineQueue};
@@ -44,12 +44,11 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
     let (config, origins) = Config::load_to_serve(&sources)?;
     if serve.print_config {
         preflight(&config)?;
-        if serve.json {
-            println!("{:#}", config::as_json(&config, &origins));
+        return output::print(&if serve.json {
+            format!("{:#}\n", config::as_json(&config, &origins))
         } else {
-            print!("{}", config::as_toml(&config, &origins));
-        }
-        return Ok(());
+            config::as_toml(&config, &origins)
+        });
     }
     kvbm::heap::return_large_allocations();
     machine::limit_umask(config.shared_folders());

@@ -9,6 +9,7 @@ mod expect;
 mod raw;
 mod tiers;
 
+use crate::commands::output;
 use crate::config::{ByteSize, Config, Flag, Sources};
 use crate::process::with_causes;
 use anyhow::anyhow;
@@ -124,12 +125,7 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
         }
         report
     })?;
-    if io.json {
-        println!("{:#}", report.json);
-    } else {
-        print!("{}", report.text);
-    }
-    Ok(())
+    output::print(&if io.json { format!("{:#}\n", report.json) } else { report.text })
 }
 
 /// The result, as JSON and as text.

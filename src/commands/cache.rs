@@ -1,6 +1,7 @@
 //! `blockyard cache`: lists, verifies and collects stored blocks, also while other processes serve from the store. It
 //! prints results to standard output and progress to standard error.
 
+use crate::commands::output;
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
@@ -13,7 +14,7 @@ use kvbm::{Clock, DomainId, Level, SequenceHash, SetDigest, disk};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashSet};
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -299,13 +300,10 @@ fn progress(of: &str) -> impl Fn(u64, u64) {
     }
 }
 
-/// Prints the result; a closed pipe is not an error.
+/// Prints the result.
 fn print(target: &Target, value: &Value, text: impl FnOnce() -> String) -> anyhow::Result<()> {
     let text = if target.json { format!("{value}\n") } else { text() };
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
-    }
+    output::print(&text)
 }
 
 /// Inspects each folder of G3 that contains a log.

@@ -1,12 +1,13 @@
 //! `blockyard calibrate`: estimates the speed of workers from a trace of served requests. It prints the profile to
 //! standard output and the accuracy of the estimate to standard error.
 
+use crate::commands::output;
 use crate::commands::replay::{open, profile};
 use anyhow::{Context, bail};
 use router::Recorded;
 use router::replay::{self, Calibration, Profile};
 use serde::Serialize;
-use std::io::{BufRead, Write, stdout};
+use std::io::BufRead;
 use std::path::PathBuf;
 
 /// `blockyard calibrate`.
@@ -85,7 +86,7 @@ pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     } else {
         toml::to_string(&profile)?
     };
-    stdout().write_all(text.as_bytes()).context("standard output")
+    output::print(&text)
 }
 
 /// The requests of one model, and its name.

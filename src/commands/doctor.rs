@@ -19,11 +19,12 @@ mod server;
 pub use findings::{Check, Status};
 
 use crate::commands::cli::Configured;
+use crate::commands::output;
 use crate::config::{Config, Sources};
 use clap::Args;
 use findings::Findings;
 use futures::future::join_all;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -79,10 +80,7 @@ pub fn run(doctor: &Doctor) -> anyhow::Result<Outcome> {
     } else {
         findings::table(&checks, io::stdout().is_terminal())
     };
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(error.into()),
-        _ => {}
-    }
+    output::print(&text)?;
     let has_problems = checks.iter().any(|check| check.status == Status::Problem);
     Ok(if has_problems { Outcome::Problems } else { Outcome::Sound })
 }

@@ -1,5 +1,7 @@
 //! `blockyard key`: adds, lists and removes API keys in a key file. Running servers follow the file.
 
+use crate::commands::output;
+use anyhow::Context;
 use clap::{Args, Subcommand};
 use frontend::{ApiKey, KeyEntry, KeyFile};
 use serde_json::json;
@@ -77,11 +79,18 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                 file.keys.push(entry);
                 Ok(())
             })?;
-            println!("{}", key.reveal());
+            // The entry holds only a hash, so a key that nobody read is of no use.
+            output::print_to_the_end(&format!("{}\n", key.reveal())).with_context(|| {
+                format!(
+                    "the key could not be written to standard output and cannot be shown again; remove it with \
+                     `blockyard key remove {name} --file {}`",
+                    file.path.display()
+                )
+            })?;
             eprintln!("This is the only time that the key of {name:?} is shown. Clients send it as");
             eprintln!("  Authorization: Bearer KEY");
         }
-        Command::List { file, json } => list(&KeyFile::read(&file.path)?.keys, *json),
+        Command::List { file, json } => return list(&KeyFile::read(&file.path)?.keys, *json),
         Command::Remove { name, file } => {
             let path = &file.path;
             // A missing file is a typing error, and not to be created.
@@ -98,7 +107,7 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn list(keys: &[KeyEntry], as_json: bool) {
+fn list(keys: &[KeyEntry], as_json: bool) -> anyhow::Result<()> {
     if as_json {
         let key = |key: &KeyEntry| {
             json!({
@@ -110,8 +119,7 @@ fn list(keys: &[KeyEntry], as_json: bool) {
                 "tokens_per_minute": key.tokens_per_minute,
             })
         };
-        println!("{:#}", json!(keys.iter().map(key).collect::<Vec<_>>()));
-        return;
+        return output::print(&format!("{:#}\n", json!(keys.iter().map(key).collect::<Vec<_>>())));
     }
     let row = |key: &KeyEntry| {
         [
@@ -127,10 +135,11 @@ fn list(keys: &[KeyEntry], as_json: bool) {
     let rows: Vec<_> = std::iter::once(head).chain(keys.iter().map(row)).collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or_default();
     let widths: [usize; 5] = std::array::from_fn(width);
-    for row in &rows {
+    let line = |row: &[String; 6]| {
         let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}"));
-        println!("{}  {}", cells.collect::<Vec<_>>().join("  "), row[5]);
-    }
+        format!("{}  {}\n", cells.collect::<Vec<_>>().join("  "), row[5])
+    };
+    output::print(&rows.iter().map(line).collect::<String>())
 }
 
 fn or_none(value: Option<impl Display>) -> String {

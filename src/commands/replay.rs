@@ -1,6 +1,7 @@
 //! `blockyard replay`: replays a trace through the router with simulated workers. It prints the results to standard
 //! output and the progress to standard error.
 
+use crate::commands::output;
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
@@ -285,7 +286,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         policies,
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
-    stdout().write_all(text.as_bytes()).context("standard output")
+    output::print(&text)
 }
 
 fn traffic(args: &Replay) -> anyhow::Result<Traffic> {

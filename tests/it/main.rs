@@ -1,6 +1,7 @@
 //! Scenarios over the whole program.
 
 mod cache;
+mod closed_output;
 mod configuration;
 mod connections;
 mod crash_recovery;
