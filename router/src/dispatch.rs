@@ -6,12 +6,16 @@
 //!     └──────────────── rejected, failed, left ────────────────────┘
 //! ```
 //!
+//! A stream whose worker fails after the first output is continued on another worker.
+//!
 //! Everything that a request holds (reservations, legs, its permit) lives in the future or the stream that the client
 //! holds, so dropping either at any point cancels both legs and releases what was reserved.
 //!
 //! Not here: the order of queued requests, the choice of a worker, and background tasks.
 
 pub(crate) mod admit;
+mod attempt;
+mod continued;
 mod place;
 mod prediction;
 mod serve;

@@ -13,6 +13,7 @@ use worker::plane::WorkerId;
 pub(crate) struct Metrics {
     pub(crate) requests: IntCounterVec,
     pub(crate) retries: IntCounterVec,
+    pub(crate) stream_moves: IntCounterVec,
     pub(crate) disaggregated_requests: IntCounterVec,
     pub(crate) decision_seconds: Histogram,
     pub(crate) predicted_tokens: IntCounter,
@@ -103,6 +104,12 @@ impl Metrics {
                 "Retries on another worker before the first output, by reason: busy (the worker rejected the request), \
                  error.",
                 &["reason"],
+            )?,
+            stream_moves: counters(
+                "blockyard_router_stream_moves_total",
+                "Streams whose worker failed after the first output, by outcome: continued (on another worker), \
+                 failed.",
+                &["outcome"],
             )?,
             disaggregated_requests: counters(
                 "blockyard_router_disaggregated_requests_total",

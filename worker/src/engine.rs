@@ -42,7 +42,8 @@ use std::time::Duration;
 ///   the batch and its memory to other requests, and MAY end it with [`Error::Unread`] after half a minute.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one
 ///   step.
-/// - The same request with the same seed MUST give the same tokens, whatever else is running.
+/// - The same request with the same seed MUST give the same tokens, whatever else is running, also when another engine
+///   has generated the first of them.
 /// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
 ///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the

@@ -273,6 +273,7 @@ pub(super) async fn respond(
             id: Arc::clone(&context.id),
             model,
             tokens,
+            generated_tokens: 0,
             domain,
             sampling: Sampling::default(),
             stop: StopConditions { max_tokens: routing.max_tokens, ..StopConditions::default() },

@@ -191,6 +191,7 @@ fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choic
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },
         model: model.clone(),
         tokens: request.prompts[prompt].clone(),
+        generated_tokens: 0,
         sampling,
         stop: stop.clone(),
         work: Work::Generate,

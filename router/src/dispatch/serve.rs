@@ -1,37 +1,21 @@
-//! Serves a request: admission, sending over one leg or two, retries, and the stream of its output.
+//! Serves a request: admission, attempts on one worker after the other, and the stream of its output.
 
 use super::admit::admit;
-use super::place::{Placement, RemotePrefill, place, stall_timeout};
+use super::attempt::{FirstOutput, MAX_ATTEMPTS, attempt, stream};
+use super::continued::Continued;
+use super::place::{Placement, place};
 use crate::admission::Permit;
-use crate::booking::Booking;
-use crate::fleet::{Fleet, HealthSignal, Worker};
-use crate::load::ModelStats;
+use crate::fleet::HealthSignal;
 use crate::state::Core;
 use crate::trace::RequestTrace;
-use futures::{StreamExt, future, stream};
+use futures::StreamExt;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, timeout, timeout_at};
-use worker::engine::{Error, Handoff, Output, OutputStream, Request, Work};
-use worker::plane::WorkerId;
-
-/// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
-/// probably the request's own fault.
-const MAX_ATTEMPTS: usize = 3;
-/// Time that a worker which has left discovery gets for the first output of a request: it may still be finishing its
-/// requests.
-const LEAVE_GRACE: Duration = Duration::from_secs(2);
-/// Interval at which a worker that is overdue is checked.
-const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The first output of a request, and the rest of its stream.
-struct FirstOutput {
-    first: Output,
-    rest: OutputStream,
-}
+use tokio::time::{Instant, timeout_at};
+use worker::engine::{Error, OutputStream, Request, Work};
 
 /// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
-pub(crate) async fn serve(core: &Core, request: Request) -> Result<OutputStream, Error> {
+pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
     match request.attributes.deadline {
         Some(deadline) => {
             timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::DeadlineExceeded))
@@ -40,7 +24,7 @@ pub(crate) async fn serve(core: &Core, request: Request) -> Result<OutputStream,
     }
 }
 
-async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Error> {
+async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
     let mut trace = core.recorder.begin(Instant::now());
     let (first, permit) = admit(core, &request).await?;
     let mut next = Some(first);
@@ -59,10 +43,11 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
             trace.dispatched();
         }
         match attempt(core, &request, &placement, &tried).await {
-            Ok(first) => return Ok(stream(core, &request, placement, permit, first, trace)),
+            Ok(first) => return Ok(to_the_end(core, request, placement, permit, first, trace)),
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
+                let failed = placement.decode.id();
                 drop(placement);
                 core.admission.notify();
                 if verdict == HealthSignal::Neutral {
@@ -71,8 +56,7 @@ async fn try_workers(core: &Core, request: Request) -> Result<OutputStream, Erro
                 let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
                 tracing::info!(
-                    request_id = %request.id, worker = ?tried.last(), %error,
-                    "request failed; trying another worker"
+                    request_id = %request.id, worker = %failed, %error, "request failed; trying another worker"
                 );
                 last = Some(preferred_error(last, error));
             }
@@ -98,229 +82,19 @@ fn back_pressure(error: &Error) -> Option<Duration> {
     }
 }
 
-/// Gets the first output: from the decode worker alone, or after a remote prefill.
-async fn attempt(
-    core: &Core,
-    request: &Request,
-    placement: &Placement,
-    tried: &[WorkerId],
-) -> Result<FirstOutput, Error> {
-    let Placement { decode, booking, sibling_bookings, prefill, uncached, first_output, .. } = placement;
-    sibling_bookings.iter().for_each(Booking::dequeued);
-    let or_stalled = stalled(&core.fleet, decode, &request.model, tried, *first_output);
-    let mut request = request.clone();
-    let Some(remote) = prefill else {
-        return start(decode, booking, request, or_stalled).await;
-    };
-    booking.dequeued();
-    let outcome = core.metrics.disaggregated_requests.clone();
-    match prefill_leg(core, remote, &request).await {
-        Ok((handoff, blocks)) => {
-            request.work = Work::Resume(handoff);
-            let since = Instant::now();
-            // Time in the decode worker's own queue does not belong to the hand-over, so it is measured on idle
-            // workers only.
-            let was_free = decode.is_free(since);
-            let started = start(decode, booking, request, or_stalled).await?;
-            // The decode worker has the blocks: the prefill worker may release them.
-            drop(blocks);
-            if was_free {
-                decode.load.handed_off((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
-            }
-            outcome.with_label_values(&["remote_prefill"]).inc();
-            Ok(started)
-        }
-        Err(error) => {
-            tracing::info!(
-                request_id = %request.id, worker = %remote.member.id(), %error,
-                "remote prefill failed; the decode worker computes the prompt"
-            );
-            remote.member.note(HealthSignal::of(&error));
-            core.admission.notify();
-            outcome.with_label_values(&["local_fallback"]).inc();
-            booking.revise(*uncached);
-            start(decode, booking, request, or_stalled).await
-        }
-    }
-}
-
-/// Has the prefill worker compute the prompt's blocks. It keeps them until the returned stream is dropped.
-async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> Result<(Handoff, OutputStream), Error> {
-    let request = Request { work: Work::Prefill, explain: false, ..request.clone() };
-    let never = future::pending();
-    let started = timeout(remote.stall_timeout, start(&remote.member, &remote.booking, request, never)).await;
-    let FirstOutput { first, rest } = started.map_err(|_| {
-        remote.member.note(HealthSignal::Hung);
-        Error::Failed(format!("no hand-over within {:?}", remote.stall_timeout))
-    })??;
-    // The prompt is computed: what remains on the worker is blocks, not work.
-    remote.booking.started();
-    core.admission.notify();
-    match first {
-        Output::Handoff(handoff) => {
-            remote.member.succeeded();
-            remote.prediction.computed(&core.index, &remote.member, None);
-            Ok((handoff, rest))
-        }
-        _ => Err(Error::Failed("a prefill returned other output than a hand-over".to_owned())),
-    }
-}
-
-/// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
-/// serve this request. When all workers are slow none is better, and the request stays where it is.
-async fn stalled(fleet: &Fleet, member: &Worker, model: &str, tried: &[WorkerId], expected: f64) {
-    let since = Instant::now();
-    tokio::time::sleep(stall_timeout(expected)).await;
-    loop {
-        let (now, roster) = (Instant::now(), fleet.snapshot());
-        let is_better = |other: &&Arc<Worker>| {
-            // None of the prompts that were sent to it waits.
-            let free = || other.load.stats(now).prompts == 0;
-            *other.instance.model.id == *model
-                && !tried.contains(&other.id())
-                && !roster.is_cordoned(other.id())
-                && (!other.is_ejected(now) || member.is_ejected(now))
-                && (other.active_since(since) || free())
-        };
-        if !member.active_since(since) && roster.workers().find(is_better).is_some() {
-            return member.note(HealthSignal::Hung);
-        }
-        tokio::time::sleep(STALL_POLL_INTERVAL).await;
-    }
-}
-
-/// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
-async fn start(
-    member: &Worker,
-    booking: &Booking,
+/// The stream of a request, continued on another worker if its worker fails. Relayed streams are not continued.
+fn to_the_end(
+    core: &Arc<Core>,
     request: Request,
-    stalled: impl Future<Output = ()>,
-) -> Result<FirstOutput, Error> {
-    let output = async {
-        booking.sent();
-        let mut rest = member.engine.generate(request).await?;
-        match rest.next().await {
-            Some(first) => Ok(FirstOutput { first: first?, rest }),
-            None => Err(Error::Failed("the stream ended before the first output".to_owned())),
-        }
-    };
-    let left = async {
-        member.lease_ended.cancelled().await;
-        tokio::time::sleep(LEAVE_GRACE).await;
-    };
-    tokio::select! {
-        biased;
-        started = output => started,
-        () = left => Err(Error::Unavailable(format!("worker {} left", member.id()))),
-        () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
-    }
-}
-
-/// The reservation of a request that generates. Dropping it records the length of the output.
-struct Generation {
-    booking: Booking,
-    stats: Arc<ModelStats>,
-    tenant: Arc<str>,
-    /// Choices that one relayed response contains.
-    choices: u64,
-}
-
-impl Drop for Generation {
-    fn drop(&mut self) {
-        let tokens = self.booking.output_tokens() / self.choices;
-        if tokens > 0 {
-            self.stats.output_ended(&self.tenant, tokens);
-        }
-    }
-}
-
-/// The client's stream: the first output with the explanation, then the rest. It holds the reservation and the permit.
-fn stream(
-    core: &Core,
-    request: &Request,
     placement: Placement,
     permit: Arc<Permit>,
-    FirstOutput { mut first, rest }: FirstOutput,
+    first: FirstOutput,
     trace: Option<RequestTrace>,
 ) -> OutputStream {
-    let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
-        placement;
-    drop(prefill);
-    // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
-    let is_relayed = matches!(first, Output::Head(_));
-    let sibling_bookings = is_relayed.then_some(sibling_bookings);
-    booking.started();
-    let choices = if is_relayed { u64::from(request.choices()).max(1) } else { 1 };
-    let generation = Generation { booking, stats, tenant: request.attributes.tenant.clone(), choices };
-    sibling_bookings.iter().flatten().for_each(Booking::started);
-    core.admission.notify();
-    decode.succeeded();
-    let report = match &first {
-        Output::Tokens(tokens) => tokens.prompt.as_ref(),
-        _ => None,
-    };
-    let mut trace = trace.zip(line).map(|(mut trace, line)| {
-        trace.started(line, report);
-        trace
-    });
-    let found = report.map(|report| u64::from(report.cached_tokens()));
-    prediction.computed(&core.index, &decode, found);
-    if let Some(found) = found {
-        prediction.compare(&core.metrics, &decode, found);
+    let worker = placement.decode.id();
+    let stream = stream(core, &request, placement, Arc::clone(&permit), first, trace);
+    match request.work {
+        Work::Generate => Continued::new(core, request, permit, worker, stream).boxed(),
+        Work::Prefill | Work::Resume(_) | Work::Relay(_) => stream,
     }
-    let worker = Arc::clone(&decode.name);
-    match &mut first {
-        Output::Tokens(tokens) => {
-            tokens.explain = explanation;
-            if let Some(report) = &mut tokens.prompt {
-                report.worker = Some(worker);
-            }
-        }
-        Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
-        Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
-    }
-    let metrics = Arc::clone(&core.metrics);
-    let mut held = Some((generation, sibling_bookings, permit));
-    stream::once(future::ready(Ok(first)))
-        .chain(rest)
-        .inspect(move |item| {
-            let mut is_last = item.is_err();
-            let tokens = match item {
-                Ok(Output::Tokens(tokens)) => {
-                    is_last = tokens.finish.is_some();
-                    tokens.ids.len()
-                }
-                // The end of a relayed response reports what the first output of another does.
-                Ok(Output::End(report)) => {
-                    is_last = true;
-                    if let Some(found) = report.cached_tokens {
-                        prediction.compare(&metrics, &decode, found.into());
-                    }
-                    if report.failed {
-                        decode.note(HealthSignal::Fault);
-                    }
-                    report.completion_tokens.unwrap_or_default() as usize
-                }
-                Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_)) => 0,
-                Err(error) => {
-                    decode.note(HealthSignal::of(error));
-                    0
-                }
-            };
-            if item.is_ok() {
-                decode.touch();
-                totals.output(tokens);
-                if let Some((generation, ..)) = &held {
-                    generation.booking.add_output(tokens);
-                }
-                if let Some(trace) = &mut trace {
-                    trace.output(tokens);
-                }
-            }
-            // Released at the last item, although a client may hold the stream for longer.
-            if is_last {
-                drop((held.take(), trace.take()));
-            }
-        })
-        .boxed()
 }

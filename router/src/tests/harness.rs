@@ -32,6 +32,8 @@ pub(crate) enum Behaviour {
     Refuse(Error),
     /// The stream yields this error instead of an output.
     Break(Error),
+    /// The stream yields a token, and then this error.
+    BreakLater(Error),
     /// The stream ends without an output.
     End,
     /// The stream never yields an output.
@@ -128,6 +130,8 @@ impl Engine for FakeEngine {
                     tokio::time::sleep(takes).await;
                 }
                 let report = compute(&cache, &request);
+                // The output is 1, 2; another engine may have generated a part of it.
+                let next = request.generated_tokens as u32 + 1;
                 let pause = |item| async move {
                     tokio::time::sleep(Duration::from_millis(10)).await;
                     item
@@ -137,13 +141,17 @@ impl Engine for FakeEngine {
                         let handoff = Handoff(Bytes::from(format!("{} tokens", request.tokens.len())));
                         stream::once(async { Ok(Output::Handoff(handoff)) }).chain(stream::pending()).boxed()
                     }
-                    (Behaviour::Serve, _) => stream::iter([
-                        tokens(vec![1], Some(report), None),
-                        tokens(vec![2], None, None),
-                        tokens(vec![], None, Some(FinishReason::Length)),
-                    ])
-                    .then(pause)
-                    .boxed(),
+                    (Behaviour::Serve, _) => {
+                        let mut items: Vec<_> = (next..=2).map(|id| tokens(vec![id], None, None)).collect();
+                        items.push(tokens(vec![], None, Some(FinishReason::Length)));
+                        if let Ok(Output::Tokens(first)) = &mut items[0] {
+                            first.prompt = Some(report);
+                        }
+                        stream::iter(items).then(pause).boxed()
+                    }
+                    (Behaviour::BreakLater(error), _) => {
+                        stream::iter([tokens(vec![next], Some(report), None), Err(error)]).then(pause).boxed()
+                    }
                     (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
                     (Behaviour::End, _) => stream::empty().boxed(),
                     (Behaviour::Hang | Behaviour::Refuse(_), _) => stream::pending().boxed(),
@@ -259,12 +267,14 @@ impl Harness {
     /// Sends a request and collects all tokens.
     pub(crate) async fn answer(&self, request: Request) -> Result<Vec<u32>, Error> {
         let mut stream = self.ask(request).await?;
-        let mut ids = Vec::new();
+        let (mut ids, mut reports) = (Vec::new(), 0);
         while let Some(item) = stream.next().await {
             if let Output::Tokens(tokens) = item? {
                 ids.extend(tokens.ids);
+                reports += u32::from(tokens.prompt.is_some());
             }
         }
+        assert_eq!(reports, 1, "a stream has one report of its prompt");
         Ok(ids)
     }
 
@@ -333,6 +343,7 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         attributes: RequestAttributes::default(),
         explain: false,
         group: None,
+        generated_tokens: 0,
     }
 }
 

@@ -49,6 +49,52 @@ async fn a_worker_that_fails_before_its_first_output_is_replaced() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_stream_whose_worker_fails_is_continued_on_another() {
+    let harness = defaults();
+    let (a, b) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
+    for failing in [&a, &b] {
+        failing.set_behaviour(Behaviour::BreakLater(failed()));
+        for family in 0..4 {
+            assert_eq!(harness.answer(prompt(family, 100)).await, Ok(vec![1, 2]));
+        }
+        failing.set_behaviour(Behaviour::Serve);
+    }
+    let moves = harness.metric("blockyard_router_stream_moves_total");
+    assert!(moves >= 2, "{moves} streams moved");
+    assert_eq!((harness.load(1), harness.load(2), a.open(), b.open()), ((0, 0, 0), (0, 0, 0), 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_fails_on_every_worker_ends_with_the_error() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=5 {
+        workers.push(harness.worker(id, Role::Both).await);
+    }
+    for worker in &workers {
+        worker.set_behaviour(Behaviour::BreakLater(failed()));
+    }
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(failed()));
+    assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 3, "moved twice");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_nothing_can_continue_ends_with_the_error_of_its_worker() {
+    let harness = defaults();
+    let worker = harness.worker(1, Role::Both).await;
+    worker.set_behaviour(Behaviour::BreakLater(failed()));
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(failed()));
+    let unread = Error::Unread(Duration::from_secs(30));
+    let other = harness.worker(2, Role::Both).await;
+    for worker in [&worker, &other] {
+        worker.set_behaviour(Behaviour::BreakLater(unread.clone()));
+    }
+    let before = worker.requests() + other.requests();
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(unread), "the client does not read");
+    assert_eq!(worker.requests() + other.requests() - before, 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn attempts_are_limited_and_ejected_workers_still_serve() {
     let harness = defaults();
     let mut workers = Vec::new();

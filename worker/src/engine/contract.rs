@@ -9,6 +9,7 @@ pub(crate) async fn check(engine: Arc<dyn Engine>) {
     impossible_requests_are_rejected(&*engine).await;
     streams_end_with_one_finish(&*engine).await;
     equal_seeds_give_equal_tokens_in_a_batch(&*engine).await;
+    another_engine_continues_with_the_same_tokens(&*engine).await;
     stop_tokens_end_the_stream_unsent(&*engine).await;
     a_prefill_stream_stays_open_after_the_handoff(&*engine).await;
 }
@@ -75,6 +76,25 @@ async fn equal_seeds_give_equal_tokens_in_a_batch(engine: &dyn Engine) {
     assert_eq!((&alone.ids, &alone.logprobs), (&beside[0].ids, &beside[0].logprobs));
     assert!(beside.iter().any(|other| other.ids != alone.ids), "other seeds give other tokens");
     assert!(alone.logprobs.iter().all(|each| each.top.len() == 2 && each.chosen <= 0.0));
+}
+
+async fn another_engine_continues_with_the_same_tokens(engine: &dyn Engine) {
+    let sampling = [
+        Sampling { temperature: 0.0, ..Sampling::default() },
+        Sampling { seed: Some(3), frequency_penalty: 0.7, repetition_penalty: 1.3, ..Sampling::default() },
+    ];
+    for sampling in sampling {
+        let mut whole = request(engine, &prompt(40), 20);
+        whole.sampling = sampling;
+        let undisturbed = run(engine, whole.clone()).await;
+        for generated_tokens in [1, 9, 19] {
+            let tokens = [&prompt(40)[..], &undisturbed.ids[..generated_tokens]].concat().into();
+            let rest = run(engine, Request { tokens, generated_tokens, ..whole.clone() }).await;
+            assert_eq!(rest.ids, undisturbed.ids[generated_tokens..], "after {generated_tokens} tokens");
+            let report = rest.prompt.expect("the first item has the report of the prompt");
+            assert_eq!(report.computed + report.cached_tokens(), 40);
+        }
+    }
 }
 
 async fn stop_tokens_end_the_stream_unsent(engine: &dyn Engine) {

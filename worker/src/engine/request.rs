@@ -15,8 +15,11 @@ pub struct Request {
     pub id: Arc<str>,
     /// The model's id, as in its [`ModelCard`](super::ModelCard).
     pub model: Arc<str>,
-    /// The prompt.
+    /// The prompt, and after it the tokens that `generated_tokens` counts.
     pub tokens: Arc<[u32]>,
+    /// How many of the last `tokens` another engine has generated for this request, until it failed; else 0. They count
+    /// as output: for `max_tokens`, `min_tokens` and penalties, and the engine does not return them again.
+    pub generated_tokens: usize,
     /// The cache domain of the prompt's blocks.
     pub domain: Domain,
     /// How the next token is chosen.
@@ -90,6 +93,7 @@ impl Request {
             id: id.into(),
             model: model.into(),
             tokens: prompt.into(),
+            generated_tokens: 0,
             domain: Domain::shared(),
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             stop: StopConditions { max_tokens: Some(tokens), ignore_eos: true, ..StopConditions::default() },

@@ -77,7 +77,7 @@ impl LlamaEngine {
             let problem = format!("the native engine has no endpoint {}", http.target.path());
             return Err(Error::Invalid { field: "model", problem });
         }
-        if request.tokens.is_empty() {
+        if request.tokens.len() <= request.generated_tokens {
             return Err(Error::Invalid { field: "prompt", problem: "has no tokens".into() });
         }
         if let Some(token) = request.tokens.iter().find(|token| **token as usize >= card.vocabulary) {

@@ -29,6 +29,7 @@ struct WireRequest {
     id: Arc<str>,
     model: Arc<str>,
     tokens: Arc<[u32]>,
+    generated_tokens: usize,
     /// Tenant key and root of the cache domain.
     domain: ([u8; 32], [u8; 32]),
     sampling: Sampling,
@@ -112,6 +113,7 @@ pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, N
         id: Arc::clone(&request.id),
         model: Arc::clone(&request.model),
         tokens: Arc::clone(&request.tokens),
+        generated_tokens: request.generated_tokens,
         domain: request.domain.secret_parts(),
         sampling: request.sampling.clone(),
         stop: request.stop.clone(),
@@ -139,6 +141,7 @@ pub(super) fn decode_request(bytes: &[u8], now: Instant) -> Result<Request, Inva
         id: wire.id,
         model: wire.model,
         tokens: wire.tokens,
+        generated_tokens: wire.generated_tokens,
         domain: Domain::of_secret_parts(wire.domain),
         sampling: wire.sampling,
         stop: wire.stop,

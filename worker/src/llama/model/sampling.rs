@@ -63,11 +63,18 @@ impl Sampler {
         } else {
             likeliest
         };
-        if self.penalises() {
-            *self.counts.entry(token).or_default() += 1;
-        }
+        self.count(&[token]);
         let logprobs = raw.map(|raw| logprobs(&raw, token, self.sampling.logprobs.unwrap_or(0)));
         (token, logprobs)
+    }
+
+    /// Counts tokens that were generated before.
+    pub(crate) fn count(&mut self, generated: &[u32]) {
+        if self.penalises() {
+            for token in generated {
+                *self.counts.entry(*token).or_default() += 1;
+            }
+        }
     }
 
     fn penalises(&self) -> bool {

@@ -66,11 +66,14 @@ impl Sequence {
         stats: RequestStats,
     ) -> Self {
         let root = ChainKey::root(&request.domain, &card.identity, None);
-        let left = card.context - request.tokens.len();
+        let prompt = request.tokens.len() - request.generated_tokens;
+        let left = card.context - prompt;
+        let mut sampler = Sampler::new(&request.sampling, seed, &request.tokens[..prompt]);
+        sampler.count(&request.tokens[prompt..]);
         Self {
             domain: request.domain.id(),
             tokens: request.tokens.to_vec(),
-            prompt: request.tokens.len(),
+            prompt,
             chain: HashChain::new(root, card.block_size, &request.tokens),
             blocks: BlockTable::default(),
             onboarding: None,
@@ -78,10 +81,10 @@ impl Sequence {
             blocked_since: None,
             unread_since: None,
             reported_tokens: 0,
-            max_cached: request.tokens.len(),
+            max_cached: prompt,
             computed: 0,
             scored: 0,
-            sampler: Some(Sampler::new(&request.sampling, seed, &request.tokens)),
+            sampler: Some(sampler),
             output,
             report: PromptReport::default(),
             accepted: Instant::now(),

@@ -1,0 +1,169 @@
+//! Continues a stream on another worker when its worker fails after the first output.
+//!
+//! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Not here: streams of
+//! relayed requests, which are bytes.
+
+use super::attempt::{MAX_ATTEMPTS, attempt, stream};
+use super::place::place;
+use crate::admission::Permit;
+use crate::fleet::HealthSignal;
+use crate::state::Core;
+use futures::future::BoxFuture;
+use futures::{FutureExt, Stream, StreamExt};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Sampling, Work};
+use worker::plane::WorkerId;
+
+/// The stream of a request, on one worker after the other.
+pub(super) struct Continued {
+    core: Arc<Core>,
+    /// As the client asked for it.
+    request: Request,
+    /// Tokens that were sent.
+    generated: Vec<u32>,
+    /// How often the stream has moved.
+    moves: usize,
+    /// Held until the last item.
+    permit: Option<Arc<Permit>>,
+    state: State,
+}
+
+enum State {
+    /// A worker generates.
+    Streaming(WorkerId, OutputStream),
+    /// Another worker is sought.
+    Moving(BoxFuture<'static, Result<(WorkerId, OutputStream), Error>>),
+    Ended,
+}
+
+/// Moves of one stream. A request on which every worker fails must end.
+const MAX_MOVES: usize = 2;
+
+impl Continued {
+    /// The stream of a request whose first output came from `worker`.
+    pub(super) fn new(
+        core: &Arc<Core>,
+        request: Request,
+        permit: Arc<Permit>,
+        worker: WorkerId,
+        stream: OutputStream,
+    ) -> Self {
+        let (core, state) = (Arc::clone(core), State::Streaming(worker, stream));
+        Self { core, request, generated: Vec::new(), moves: 0, permit: Some(permit), state }
+    }
+
+    /// Whether another worker may continue after this error.
+    fn may_move(&self, error: &Error) -> bool {
+        self.moves < MAX_MOVES && HealthSignal::of(error) == HealthSignal::Fault && self.permit.is_some()
+    }
+
+    /// The request for the rest of the output.
+    fn rest(&self) -> Request {
+        let request = &self.request;
+        Request {
+            tokens: [&request.tokens[..], &self.generated].concat().into(),
+            generated_tokens: self.generated.len(),
+            // They were sent with the first output.
+            sampling: Sampling { prompt_logprobs: None, ..request.sampling.clone() },
+            explain: false,
+            work: Work::Generate,
+            // The first token was in time, and the other choices have been sent.
+            attributes: RequestAttributes { deadline: None, ..request.attributes.clone() },
+            group: None,
+            ..request.clone()
+        }
+    }
+
+    fn start_move(&mut self, from: WorkerId, error: &Error, permit: Arc<Permit>) {
+        self.moves += 1;
+        let (core, request) = (Arc::clone(&self.core), self.rest());
+        tracing::warn!(
+            request_id = %request.id, worker = %from, generated_tokens = request.generated_tokens, %error,
+            "worker failed in mid-stream; another one continues"
+        );
+        let cause = error.clone();
+        let moving = async move { continue_elsewhere(core, request, permit, from).await.map_err(|_| cause) };
+        self.state = State::Moving(moving.boxed());
+    }
+}
+
+/// Sends the rest of a request to a worker other than `failed`.
+async fn continue_elsewhere(
+    core: Arc<Core>,
+    request: Request,
+    permit: Arc<Permit>,
+    failed: WorkerId,
+) -> Result<(WorkerId, OutputStream), Error> {
+    let mut tried = vec![failed];
+    let outcome = loop {
+        let placement = match place(&core, &request, false, &tried, None) {
+            Ok(placement) => placement,
+            Err(error) => break Err(error),
+        };
+        let worker = placement.decode.id();
+        tried.push(worker);
+        match attempt(&core, &request, &placement, &tried).await {
+            Ok(first) => break Ok((worker, stream(&core, &request, placement, permit, first, None))),
+            Err(error) => {
+                let signal = HealthSignal::of(&error);
+                placement.decode.note(signal);
+                drop(placement);
+                core.admission.notify();
+                if signal == HealthSignal::Neutral || tried.len() > MAX_ATTEMPTS {
+                    break Err(error);
+                }
+            }
+        }
+    };
+    let label = if outcome.is_ok() { "continued" } else { "failed" };
+    core.metrics.stream_moves.with_label_values(&[label]).inc();
+    outcome
+}
+
+impl Stream for Continued {
+    type Item = Result<Output, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            match &mut self.state {
+                State::Ended => return Poll::Ready(None),
+                State::Moving(moving) => match ready!(moving.poll_unpin(context)) {
+                    Ok((worker, stream)) => self.state = State::Streaming(worker, stream),
+                    Err(error) => {
+                        (self.state, self.permit) = (State::Ended, None);
+                        return Poll::Ready(Some(Err(error)));
+                    }
+                },
+                State::Streaming(worker, stream) => {
+                    let worker = *worker;
+                    let mut item = ready!(stream.poll_next_unpin(context));
+                    match &mut item {
+                        Some(Ok(Output::Tokens(tokens))) => {
+                            if self.moves > 0 {
+                                // The client has the report of the prompt.
+                                tokens.prompt = None;
+                            }
+                            self.generated.extend_from_slice(&tokens.ids);
+                            if tokens.finish.is_some() {
+                                self.permit = None;
+                            }
+                        }
+                        Some(Err(error)) => {
+                            if self.may_move(error)
+                                && let Some(permit) = self.permit.clone()
+                            {
+                                self.start_move(worker, error, permit);
+                                continue;
+                            }
+                            self.permit = None;
+                        }
+                        _ => {}
+                    }
+                    return Poll::Ready(item);
+                }
+            }
+        }
+    }
+}
