@@ -18,7 +18,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-vllm lint fmt doc setup advisories
+.PHONY: help run demo-cluster test test-vllm lint fmt doc setup advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
 
 help: ## List the targets
@@ -60,6 +60,10 @@ fmt: ## Format everything
 
 doc: ## Build the API documentation into target/doc
 	cargo doc --locked --workspace --no-deps --document-private-items
+
+demo-cluster: $(VENV)/.ready ## Two frontends and four workers as processes, with NATS and an S3 server: shows that it works
+	cargo build --locked --release
+	$(VENV)/bin/python $(SERVERS)/demo_cluster.py target/release/blockyard $(ARGS)
 
 bench: bench-kvbm bench-ttft bench-routing ## The benchmarks without a trace; takes minutes, wants an idle machine
 

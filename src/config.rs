@@ -8,6 +8,7 @@
 
 mod alias;
 mod check;
+mod cluster;
 mod error;
 mod file;
 mod load;
@@ -16,8 +17,9 @@ mod suggest;
 mod upstream;
 mod values;
 
+pub use cluster::{Cluster, Nats};
 pub use error::{Error, Errors};
-pub use load::{Flag, Sources};
+pub use load::{Flag, Purpose, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
 pub use units::{ByteSize, HumanDuration};
 pub use values::{Budget, Invalid, Listen, Model, Threads, Workers};
@@ -74,6 +76,10 @@ pub struct Config {
     pub frontend: frontend::Settings,
     /// The admin API.
     pub admin: Admin,
+    /// Requests between frontends and workers in separate processes.
+    pub cluster: Cluster,
+    /// The connection to NATS of frontends and workers in separate processes.
+    pub nats: Nats,
     /// The log.
     pub log: Log,
 }
@@ -405,6 +411,8 @@ impl Config {
             router: router::Settings::default(),
             frontend: frontend::Settings::default(),
             admin: Admin::default(),
+            cluster: Cluster::default(),
+            nats: Nats::default(),
             log: Log::default(),
         }
     }

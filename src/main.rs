@@ -2,23 +2,28 @@
 
 use anyhow::Context;
 use blockyard::admin;
-use blockyard::commands::cli::{Cli, Command, Serve};
+use blockyard::commands::cli::{Cli, Command, Printed, Serving};
 use blockyard::commands::{bench, cache, calibrate, doctor, key, output, replay};
-use blockyard::config::{self, Config, Log, LogFormat, Origins, Sources};
-use blockyard::node::{Node, preflight};
+use blockyard::config::{self, Config, Log, LogFormat, Origins, Purpose, Sources};
+use blockyard::node::banner::Banner;
+use blockyard::node::{Node, Process, WorkerNode, preflight};
 use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
 use blockyard::reload::{Apply, Reload, SetLogFilter};
 use std::io::{IsTerminal, Write};
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tracing_subscriber::EnvFilter;
+use worker::plane::nats::LIBRARY_LOG_TARGET;
 
 fn main() -> ExitCode {
     let outcome = match Cli::of_process().command {
-        Command::Serve(serve) => run(&serve),
+        Command::Serve(serve) => run(serve.serving()),
+        Command::Frontend(frontend) => run(frontend.serving()),
+        Command::Worker(worker) => run(worker.serving()),
         Command::Doctor(doctor) => match doctor::run(&doctor) {
             Ok(doctor::Outcome::Sound) => Ok(()),
             Ok(doctor::Outcome::Problems) => return ExitCode::FAILURE,
@@ -39,12 +44,11 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(serve: &Serve) -> anyhow::Result<()> {
-    let sources = serve.sources();
-    let (config, origins) = Config::load_to_serve(&sources)?;
-    if serve.print_config {
-        preflight(&config)?;
-        return output::print(&if serve.json {
+fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
+    let (config, origins) = Config::load_for(&sources, purpose)?;
+    if printed.print_config {
+        preflight(&config, purpose)?;
+        return output::print(&if printed.json {
             format!("{:#}\n", config::as_json(&config, &origins))
         } else {
             config::as_toml(&config, &origins)
@@ -57,31 +61,45 @@ fn run(serve: &Serve) -> anyhow::Result<()> {
     panics::install_hook();
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let outcome = runtime.block_on(run_node(sources, (config, origins), set_log_filter, serve.json));
+    let outcome = runtime.block_on(async {
+        // Before anything else: process 1 of a container has no default action for signals.
+        let mut signals = Signals::listen()?;
+        match purpose {
+            Purpose::Worker => run_worker(&config, &mut signals, printed).await,
+            _ => run_node(purpose, sources, (config, origins), set_log_filter, &mut signals, printed).await,
+        }
+    });
     // Threads that still run (a long step of the engine) must not delay the end.
     runtime.shutdown_background();
     outcome
 }
 
+/// Runs `serve` or `frontend`.
 async fn run_node(
+    purpose: Purpose,
     sources: Sources,
     loaded: (Config, Origins),
     set_log_filter: SetLogFilter,
-    json: bool,
+    signals: &mut Signals,
+    printed: Printed,
 ) -> anyhow::Result<()> {
-    // Before anything else: process 1 of a container has no default action for signals.
-    let mut signals = Signals::listen()?;
     let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
-    let mut node = tokio::select! {
+    let starting = async {
+        match purpose {
+            Purpose::Frontend => Node::start_frontend(&loaded.0).await,
+            _ => Node::start(&loaded.0).await,
+        }
+    };
+    let node = tokio::select! {
         biased;
         () = signals.end() => return Ok(()),
-        node = Node::start(&loaded.0) => node?,
+        node = starting => node?,
     };
     let targets = (Arc::clone(node.router()), node.upstreams().cloned());
     let reload = Reload::new(sources, loaded, targets, set_log_filter, node.registry())?;
     // Aborted when this function returns.
     let mut background = JoinSet::new();
-    let mut banner = node.banner().as_json();
+    let mut admin_address = None;
     background.spawn(Arc::clone(&reload).watch());
     if let Some(at) = admin {
         let (address, serving) = {
@@ -90,23 +108,51 @@ async fn run_node(
                 .await?
         };
         background.spawn(serving);
-        banner["admin_address"] = address.to_string().into();
+        admin_address = Some(address);
         tracing::info!(%address, "admin API listening");
     }
-    let banner = if json { banner.to_string() } else { node.banner().to_string() };
+    print_banner(node.banner(), admin_address, printed);
+    until_stopped(node, signals, || drop(reload.now("SIGHUP"))).await
+}
+
+/// Runs `worker`.
+async fn run_worker(config: &Config, signals: &mut Signals, printed: Printed) -> anyhow::Result<()> {
+    let node = tokio::select! {
+        biased;
+        () = signals.end() => return Ok(()),
+        node = WorkerNode::start(config) => node?,
+    };
+    print_banner(node.banner(), None, printed);
+    until_stopped(node, signals, || tracing::warn!("SIGHUP: a worker reads its configuration at its start only")).await
+}
+
+fn print_banner(banner: &Banner, admin_address: Option<SocketAddr>, printed: Printed) {
+    let text = if printed.json {
+        let mut banner = banner.as_json();
+        if let Some(address) = admin_address {
+            banner["admin_address"] = address.to_string().into();
+        }
+        banner.to_string()
+    } else {
+        banner.to_string()
+    };
     // A server does not stop because nothing reads its standard output.
-    if let Err(error) = writeln!(std::io::stdout(), "{banner}") {
+    if let Err(error) = writeln!(std::io::stdout(), "{text}") {
         tracing::debug!(%error, "cannot write to standard output");
     }
+}
+
+/// Waits until the process is to stop or has failed, and stops it in order.
+async fn until_stopped(mut node: impl Process, signals: &mut Signals, reload: impl Fn()) -> anyhow::Result<()> {
     let outcome = loop {
         tokio::select! {
             biased;
             request = signals.next() => match request {
                 SignalRequest::Interrupt => break Ok(false),
                 SignalRequest::Terminate => break Ok(true),
-                SignalRequest::Reload => drop(reload.now("SIGHUP")),
+                SignalRequest::Reload => reload(),
             },
-            // What audit below is closed in order all the same.
+            // The other components are stopped in order all the same.
             error = node.failed() => break Err(error),
         }
     };
@@ -161,8 +207,9 @@ fn filter_setter<E: std::fmt::Display>(
 }
 
 fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
-    // The certificate library repeats an error with every request; the tier logs it once.
-    EnvFilter::try_new(format!("rustls_platform_verifier=off,{directives}"))
+    // The certificate library repeats an error with every request; the tier logs it once. The planes log the connection
+    // to NATS themselves.
+    EnvFilter::try_new(format!("rustls_platform_verifier=off,{LIBRARY_LOG_TARGET}=warn,{directives}"))
         .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
 }
 

@@ -2,12 +2,14 @@
 //!
 //! `generate` is the path of every request that generates. `chat` and `completions` parse their own fields and encode
 //! their responses; `sse` streams them. `relay` passes requests to engines that have the API themselves. `routes`
-//! composes endpoints and middleware. `caller` is what the API key of a request allows.
+//! composes endpoints and middleware. `caller` is what the API key of a request allows. `internal` is the API of
+//! processes that serve no clients.
 
 mod caller;
 mod chat;
 mod completions;
 mod generate;
+mod internal;
 mod operations;
 mod prompt_logprobs;
 mod relay;
@@ -15,4 +17,5 @@ mod routes;
 mod sse;
 mod tokenize;
 
+pub use internal::{Health, internal_router};
 pub use routes::{OpenError, guard_admin, router, router_with_tokenizers};

@@ -6,7 +6,7 @@ use crate::commands::calibrate::Calibrate;
 use crate::commands::doctor::Doctor;
 use crate::commands::key::Key;
 use crate::commands::replay::Replay;
-use crate::config::{Flag, Sources};
+use crate::config::{Flag, Purpose, Sources};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use std::path::PathBuf;
@@ -60,7 +60,7 @@ impl Cli {
 
 /// The error, with a hint for each flag of another server.
 fn with_hints(mut error: clap::Error, words: &[String]) -> clap::Error {
-    let is_serve = words.get(1).is_some_and(|word| word == "serve");
+    let is_serve = words.get(1).is_some_and(|word| ["serve", "worker", "frontend"].contains(&word.as_str()));
     if !is_serve || error.kind() != ErrorKind::UnknownArgument {
         return error;
     }
@@ -94,6 +94,18 @@ pub enum Command {
     /// Without --model it serves `small`, a built-in model with made-up weights: it computes real attention, and its
     /// text is meaningless. Ctrl-C stops it after running requests have finished. A second Ctrl-C stops it at once.
     Serve(Serve),
+
+    /// Run a frontend and a router for workers in other processes, which are found over NATS.
+    ///
+    /// It starts without workers, and serves requests once there are some. Several frontends may run; each routes to
+    /// all workers.
+    Frontend(Frontend),
+
+    /// Run workers for frontends in other processes: a model, the engine and its tiers.
+    ///
+    /// It registers its workers over NATS and takes requests of frontends over HTTP/2. SIGTERM deregisters them first;
+    /// running requests finish and blocks are written.
+    Worker(Worker),
 
     /// Check what `serve` with the same flags depends on: configuration, servers, KV events, tiers.
     ///
@@ -130,6 +142,13 @@ pub struct Serve {
     #[command(flatten)]
     configured: Configured,
 
+    #[command(flatten)]
+    printed: Printed,
+}
+
+/// What a command that serves prints on standard output.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct Printed {
     /// Print the configuration with the origin of each value, and exit
     #[arg(long)]
     pub print_config: bool,
@@ -137,6 +156,93 @@ pub struct Serve {
     /// Print the banner, or the configuration, as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// `blockyard frontend`.
+#[derive(Args, Debug, Default)]
+#[command(args_override_self = true)]
+pub struct Frontend {
+    /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Option<String>,
+
+    #[command(flatten)]
+    cluster: ClusterFlags,
+
+    #[command(flatten)]
+    any: AnyKey,
+
+    #[command(flatten)]
+    printed: Printed,
+}
+
+/// `blockyard worker`.
+#[derive(Args, Debug, Default)]
+#[command(args_override_self = true)]
+pub struct Worker {
+    /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a built-in model: tiny, small or bench
+    /// [default: small]
+    #[arg(long, value_name = "DIR|NAME")]
+    model: Option<String>,
+
+    /// Folder of built-in models and the SSD tier, of this process alone
+    /// [default: blockyard in the user's cache folder]
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<String>,
+
+    /// Object store that several nodes share, like `s3://bucket/prefix`, or a folder: nodes load blocks that others
+    /// computed
+    #[arg(long, value_name = "URL|DIR")]
+    g4: Option<String>,
+
+    /// Number of workers in this process [default: both:1]
+    #[arg(long, value_name = "both:N")]
+    workers: Option<String>,
+
+    /// Address and port for frontends; with port 0 the system chooses one [default: 127.0.0.1:8100]
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Option<String>,
+
+    /// URL at which frontends reach this process, the same after a restart [default: the address of --listen]
+    #[arg(long, value_name = "http://HOST:PORT")]
+    advertise: Option<String>,
+
+    #[command(flatten)]
+    cluster: ClusterFlags,
+
+    #[command(flatten)]
+    any: AnyKey,
+
+    #[command(flatten)]
+    printed: Printed,
+}
+
+/// The flags of frontends and workers in separate processes.
+#[derive(Args, Debug, Default)]
+struct ClusterFlags {
+    /// URL of a NATS server; may be repeated for the servers of a cluster [default: `nats://127.0.0.1:4222`]
+    #[arg(long, value_name = "URL")]
+    nats: Vec<String>,
+
+    /// File with the secret that frontends send and workers require
+    #[arg(long, value_name = "FILE")]
+    secret_file: Option<String>,
+}
+
+/// The flags with which any key can be set.
+#[derive(Args, Debug, Default)]
+struct AnyKey {
+    /// Log filter, like `debug` or `info,kvbm=debug` [default: info]
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+
+    /// A TOML file of configuration
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// Sets any key of the configuration; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<Flag>,
 }
 
 /// The flags that set keys of the configuration.
@@ -169,23 +275,67 @@ pub struct Configured {
     #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
-    /// Log filter, like `debug` or `info,kvbm=debug` [default: info]
-    #[arg(long, value_name = "FILTER")]
-    log: Option<String>,
+    #[command(flatten)]
+    any: AnyKey,
+}
 
-    /// A TOML file of configuration
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-
-    /// Sets any key of the configuration; may be repeated
-    #[arg(long, value_name = "KEY=VALUE")]
-    set: Vec<Flag>,
+/// A command that serves: what it runs, its configuration, and what it prints.
+pub struct Serving {
+    /// The command.
+    pub purpose: Purpose,
+    /// The sources of its configuration.
+    pub sources: Sources,
+    /// What it prints.
+    pub printed: Printed,
 }
 
 impl Serve {
-    /// The sources of the configuration.
-    pub fn sources(&self) -> Sources {
-        self.configured.sources()
+    /// What the command runs.
+    pub fn serving(&self) -> Serving {
+        Serving { purpose: Purpose::Serve, sources: self.configured.sources(), printed: self.printed }
+    }
+}
+
+impl Frontend {
+    /// What the command runs.
+    pub fn serving(&self) -> Serving {
+        let flags = [("--listen", "listen", &self.listen)];
+        let sources = self.any.sources(&flags, self.cluster.flags());
+        Serving { purpose: Purpose::Frontend, sources, printed: self.printed }
+    }
+}
+
+impl Worker {
+    /// What the command runs.
+    pub fn serving(&self) -> Serving {
+        let flags = [
+            ("--model", "model", &self.model),
+            ("--data-dir", "data_dir", &self.data_dir),
+            ("--g4", "tiers.g4.url", &self.g4),
+            ("--workers", "workers", &self.workers),
+            ("--listen", "cluster.listen", &self.listen),
+            ("--advertise", "cluster.advertise", &self.advertise),
+        ];
+        let sources = self.any.sources(&flags, self.cluster.flags());
+        Serving { purpose: Purpose::Worker, sources, printed: self.printed }
+    }
+}
+
+impl ClusterFlags {
+    fn flags(&self) -> impl Iterator<Item = Flag> + use<> {
+        let nats = (!self.nats.is_empty()).then(|| Flag::list("--nats", "nats.servers", &self.nats));
+        let secret = self.secret_file.as_ref().map(|file| Flag::own("--secret-file", "cluster.secret_file", file));
+        nats.into_iter().chain(secret)
+    }
+}
+
+impl AnyKey {
+    /// The sources of the configuration. Flags such as `--listen` come last, so that they override `--set`.
+    fn sources(&self, flags: &[(&str, &str, &Option<String>)], more: impl IntoIterator<Item = Flag>) -> Sources {
+        let log = [("--log", "log.filter", &self.log)];
+        let flags = flags.iter().chain(&log);
+        let flags = flags.filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
+        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(flags).chain(more).collect())
     }
 }
 
@@ -198,13 +348,9 @@ impl Configured {
             ("--g4", "tiers.g4.url", &self.g4),
             ("--listen", "listen", &self.listen),
             ("--workers", "workers", &self.workers),
-            ("--log", "log.filter", &self.log),
         ];
-        let flags = flags.into_iter().filter_map(|(name, key, value)| Some(Flag::own(name, key, value.as_deref()?)));
         let upstreams = (!self.upstream.is_empty()).then(|| Flag::list("--upstream", "upstreams", &self.upstream));
-        let flags = flags.chain(upstreams);
-        // Flags such as `--listen` come last, so that they override `--set`.
-        Sources::of_process(self.config.clone(), self.set.iter().cloned().chain(flags).collect())
+        self.any.sources(&flags, upstreams)
     }
 }
 
@@ -264,7 +410,7 @@ mod tests {
     fn the_last_of_two_flags_wins_and_each_set_applies() {
         let line = "blockyard serve --listen 1 --listen 2 --set log.filter=warn --set router.seed=3";
         let Command::Serve(serve) = Cli::try_parse_from(line.split(' ')).unwrap().command else { panic!("not serve") };
-        let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..serve.sources() };
+        let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..serve.serving().sources };
         let (config, _) = Config::load(&flags).unwrap();
         assert_eq!((config.listen.port, config.log.filter.as_str(), config.router.seed), (2, "warn", 3));
     }

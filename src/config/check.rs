@@ -93,12 +93,14 @@ impl Config {
             }
         }
         problems.extend(self.router.check());
+        problems.extend(self.nats.problems());
+        problems.extend(self.cluster.problems());
         problems
     }
 
     /// Additional checks of `serve`: sections for unknown models or tenants, one port used twice, and G1 switched off.
     pub(super) fn problems_of_serving(&self) -> Vec<Problem> {
-        let Self { router, frontend, tiers, listen, admin, .. } = self;
+        let Self { router, frontend, listen, admin, .. } = self;
         let mut problems = Vec::new();
         if self.upstreams.is_empty()
             && let Some(name) = self.aliases.keys().next()
@@ -125,13 +127,16 @@ impl Config {
                 problems.push(Problem::new(key, problem));
             }
         }
-        if tiers.g1 == Budget::Off {
-            problems.push(Problem::new("tiers.g1", "the engine computes in it; expected a size, or `auto`"));
-        }
+        problems.extend(self.problem_of_g1());
         if admin.listen.as_ref().is_some_and(|admin| admin.port != 0 && admin == listen) {
             problems.push(Problem::new("admin.listen", "the front door listens there; expected another port"));
         }
         problems
+    }
+
+    pub(super) fn problem_of_g1(&self) -> Option<Problem> {
+        let problem = || Problem::new("tiers.g1", "the engine computes in it; expected a size, or `auto`");
+        (self.tiers.g1 == Budget::Off).then(problem)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The loader: collects the layers, merges them, and reports all errors with their origins.
 
 use super::file::File;
-use super::{Config, Encryption, Error, Errors, Origins, Secret, suggest};
+use super::{Config, Encryption, Error, Errors, Origins, Secret, Workers, suggest};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Num, Value};
 use figment::{Figment, Metadata, Profile, Provider};
@@ -96,10 +96,14 @@ impl Config {
         Self::load_for(sources, Purpose::Serve)
     }
 
-    fn load_for(sources: &Sources, purpose: Purpose) -> Result<(Self, Origins), Errors> {
+    /// The same, with the additional checks of a command.
+    pub fn load_for(sources: &Sources, purpose: Purpose) -> Result<(Self, Origins), Errors> {
         // Without a cache folder `data_dir` must be set. The empty default path shows that it was not set.
         let cache = sources.cache();
-        let defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
+        let mut defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
+        if purpose == Purpose::Worker {
+            defaults.workers = Workers::one();
+        }
         let (file, mut errors) = match sources.file.as_deref().map(File::read).transpose() {
             Ok(file) => (file, Vec::new()),
             // The content of the file is unknown, so other errors could be consequences of this one.
@@ -130,7 +134,12 @@ impl Config {
         if let Some(Encryption { keys: KeySource::Env(name) }) = &config.tiers.encryption {
             config.master_keys = sources.variable(name).map(|keys| Secret(keys.to_owned()));
         }
-        let serving = if purpose == Purpose::Serve { config.problems_of_serving() } else { Vec::new() };
+        let serving = match purpose {
+            Purpose::Tools => Vec::new(),
+            Purpose::Serve => config.problems_of_serving(),
+            Purpose::Frontend => config.problems_of_frontend(),
+            Purpose::Worker => config.problems_of_worker(),
+        };
         errors.extend(config.problems().into_iter().chain(serving).map(|wrong| with_origin(&merged, wrong)));
         if !errors.is_empty() {
             return Err(Errors(errors));
@@ -141,12 +150,16 @@ impl Config {
 }
 
 /// What a configuration is loaded for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Purpose {
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Purpose {
     /// Commands that use a part of the configuration.
     Tools,
-    /// `serve`, and `serve --print-config`.
+    /// `serve`: all components in one process.
     Serve,
+    /// `frontend`: the API and the router.
+    Frontend,
+    /// `worker`: the native engine and its tiers.
+    Worker,
 }
 
 /// All layers merged over the defaults, and the configuration file.

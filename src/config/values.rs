@@ -137,6 +137,11 @@ impl Workers {
     /// Limit of workers in one process. A larger number is most likely a mistake.
     const MAX: usize = 64;
 
+    /// One worker that prefills and decodes.
+    pub(super) fn one() -> Self {
+        Self(vec![(Role::Both, 1)])
+    }
+
     /// The role of each worker, prefill first.
     pub fn roles(&self) -> impl Iterator<Item = Role> {
         self.0.iter().flat_map(|(role, count)| std::iter::repeat_n(*role, *count))

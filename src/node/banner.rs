@@ -1,4 +1,4 @@
-//! The text that `serve` prints when it is ready: for people, or as one line of JSON.
+//! The text that `serve`, `frontend` and `worker` print when they are ready: for people, or as one line of JSON.
 
 use crate::config::{ByteSize, SharedFlash};
 use crate::node::sizes::Sizes;
@@ -9,16 +9,16 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use worker::engine::ModelCard;
-use worker::plane::Role;
+use worker::plane::{Role, WorkerId};
 
 /// The facts about a node that the banner shows.
 #[derive(Clone, Debug)]
 pub struct Banner {
-    /// Address of the OpenAI-compatible API.
+    /// Address of the OpenAI-compatible API; of workers, the address for requests of frontends.
     pub address: SocketAddr,
     /// Whether the API speaks HTTPS.
     pub has_tls: bool,
-    /// Whether requests need an API key.
+    /// Whether requests need an API key; of workers, the secret.
     pub needs_key: bool,
     /// What serves.
     pub serves: Serves,
@@ -36,6 +36,36 @@ pub enum Serves {
     Native(Box<NativeFacts>),
     /// Servers of other processes.
     Upstreams(Vec<UpstreamFacts>),
+    /// Workers of other processes, found over NATS.
+    Cluster(ClusterFacts),
+    /// Workers of this process, for frontends in other processes.
+    Workers(Box<WorkerFacts>),
+}
+
+/// Where a frontend finds workers.
+#[derive(Clone, Debug)]
+pub struct ClusterFacts {
+    /// URLs of the NATS servers.
+    pub nats: Vec<String>,
+    /// The first tokens of the subjects.
+    pub prefix: String,
+    /// The models of the workers that were found; empty if there are none yet.
+    pub models: Vec<String>,
+}
+
+/// The workers of a process, and where frontends find them.
+#[derive(Clone, Debug)]
+pub struct WorkerFacts {
+    /// The engine and its tiers.
+    pub native: NativeFacts,
+    /// The id of each worker.
+    pub ids: Vec<WorkerId>,
+    /// The URL at which frontends reach them.
+    pub url: String,
+    /// URLs of the NATS servers.
+    pub nats: Vec<String>,
+    /// The first tokens of the subjects.
+    pub prefix: String,
 }
 
 /// A server behind the gateway.
@@ -86,6 +116,17 @@ impl Banner {
                     |one: &UpstreamFacts| json!({ "url": one.url, "servers": one.servers, "models": one.models });
                 json!({ "upstreams": upstreams.iter().map(upstream).collect::<Vec<_>>() })
             }
+            Serves::Cluster(ClusterFacts { nats, prefix, models }) => {
+                json!({ "nats": { "servers": nats, "prefix": prefix }, "models": models })
+            }
+            Serves::Workers(facts) => {
+                let WorkerFacts { native, ids, url, nats, prefix } = &**facts;
+                let mut json = native.as_json();
+                json["nats"] = json!({ "servers": nats, "prefix": prefix });
+                json["advertised"] = url.as_str().into();
+                json["worker_ids"] = json!(ids);
+                json
+            }
         };
         let facts = facts.as_object().cloned().unwrap_or_default();
         object.as_object_mut().expect("it was made as an object").extend(facts);
@@ -102,6 +143,9 @@ impl Banner {
     }
 
     fn write_address(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Serves::Workers(workers) = &self.serves {
+            return writeln!(f, "  address  {}, for frontends", workers.url);
+        }
         writeln!(f, "  address  {}", self.url())?;
         if !self.needs_key && !self.address.ip().is_loopback() {
             writeln!(f, "           WARNING: {OPEN_TO_ALL}")?;
@@ -116,7 +160,22 @@ impl Banner {
             Serves::Upstreams(upstreams) => {
                 upstreams.iter().find_map(|upstream| upstream.models.first()).map_or("MODEL", |model| model)
             }
+            Serves::Cluster(cluster) => cluster.models.first().map_or("MODEL", |model| model),
+            Serves::Workers(workers) => &workers.native.model.id,
         }
+    }
+
+    fn write_native(&self, native: &NativeFacts, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "  model    {}, context of {} tokens", native.model.id, native.model.context)?;
+        if native.model.random_weights {
+            writeln!(
+                f,
+                "           its weights are random and its text is meaningless; load a real model with --model DIR"
+            )?;
+        }
+        self.write_address(f)?;
+        writeln!(f, "  workers  {}", native.workers())?;
+        writeln!(f, "  tiers    {}", native.tiers())
     }
 }
 
@@ -170,19 +229,7 @@ impl fmt::Display for Banner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "blockyard {}", env!("CARGO_PKG_VERSION"))?;
         match &self.serves {
-            Serves::Native(native) => {
-                writeln!(f, "  model    {}, context of {} tokens", native.model.id, native.model.context)?;
-                if native.model.random_weights {
-                    writeln!(
-                        f,
-                        "           its weights are random and its text is meaningless; load a real model with \
-                         --model DIR"
-                    )?;
-                }
-                self.write_address(f)?;
-                writeln!(f, "  workers  {}", native.workers())?;
-                writeln!(f, "  tiers    {}", native.tiers())?;
-            }
+            Serves::Native(native) => self.write_native(native, f)?,
             Serves::Upstreams(upstreams) => {
                 self.write_address(f)?;
                 for UpstreamFacts { url, servers, models } in upstreams {
@@ -190,6 +237,18 @@ impl fmt::Display for Banner {
                     let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
                     writeln!(f, "  upstream {url}: {models}{servers}")?;
                 }
+            }
+            Serves::Cluster(ClusterFacts { nats, prefix, models }) => {
+                self.write_address(f)?;
+                writeln!(f, "  nats     {}, prefix {prefix}", nats.join(", "))?;
+                let none = "none yet; start workers with `blockyard worker`".to_owned();
+                writeln!(f, "  models   {}", if models.is_empty() { none } else { models.join(", ") })?;
+            }
+            Serves::Workers(facts) => {
+                self.write_native(&facts.native, f)?;
+                let ids = facts.ids.iter().map(WorkerId::to_string).collect::<Vec<_>>().join(", ");
+                writeln!(f, "  nats     {}, prefix {}", facts.nats.join(", "), facts.prefix)?;
+                return writeln!(f, "  ids      {ids}");
             }
         }
         writeln!(f, "\ntry it:")?;

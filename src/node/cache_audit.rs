@@ -12,7 +12,8 @@ use worker::plane::{StoreId, WorkerId};
 
 /// The router and the tiers of this process.
 pub struct CacheAudit {
-    pub(super) router: Arc<Router>,
+    /// `None` in a process without a router.
+    pub(super) router: Option<Arc<Router>>,
     pub(super) workers: Vec<(WorkerId, BlockManager)>,
     pub(super) stores: Vec<(StoreId, Level, DigestOf)>,
 }
@@ -44,7 +45,7 @@ impl CacheAudit {
         for (holder, level, digest) in own.chain(shared) {
             tiers.insert((holder, level), (Some(SetDigest::default()), Some(digest)));
         }
-        for (holder, level, indexed) in self.router.index_digests() {
+        for (holder, level, indexed) in self.router.iter().flat_map(|router| router.index_digests()) {
             tiers.entry((holder, level)).or_default().0 = indexed;
         }
         let place = |((holder, tier), (indexed, actual)): ((Holder, Level), _)| TierAudit {

@@ -27,7 +27,7 @@ impl Health {
         let _ = self.shared.set(tiers);
     }
 
-    fn degraded(&self) -> Vec<String> {
+    pub(super) fn degraded(&self) -> Vec<String> {
         let panics = panics::counts().into_iter();
         let panics = panics
             .map(|(component, count)| format!("{component}: {count} panics since the start; the log has the details"));

@@ -2,6 +2,7 @@
 
 use super::banner::NativeFacts;
 use super::health::Health;
+use super::scope::Scope;
 use super::sizes::{self, Needs, Sizes};
 use super::stores::Stores;
 use super::transforms::Transforms;
@@ -34,6 +35,7 @@ impl Native {
     pub(super) async fn start(
         config: &Config,
         planes: Planes,
+        scope: Scope,
         health: &Health,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
@@ -53,14 +55,15 @@ impl Native {
         let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
         let blocks = kvbm::Metrics::new(registry)?;
         let transforms = Transforms::open(config, &blocks).await?;
-        let stores = Stores::open(config, &disks, &shares, &planes, &transforms, needs.block, registry).await?;
+        let stores =
+            Stores::open(config, &disks, &shares, (&planes, &scope), &transforms, needs.block, registry).await?;
         stores.observe(registry)?;
         stores.watch(health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, registry)?;
         let shared = shared.with_quotas(shares);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
-            workers.push(shared.start(number as u64 + 1, role).await?);
+            workers.push(shared.start(scope.worker(number as u64 + 1), role).await?);
         }
         let shred_watch = transforms.follow_shreds(workers.iter().map(|worker| worker.blocks().1));
         let facts = NativeFacts {

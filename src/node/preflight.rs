@@ -6,7 +6,7 @@
 use super::sizes::{self, Disk, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{model, quotas, transforms};
-use crate::config::{Config, Listen};
+use crate::config::{Config, Listen, Purpose};
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
 use anyhow::{Context, anyhow, bail};
@@ -41,11 +41,18 @@ impl fmt::Display for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Refuses a configuration that a node could not start with, with all reasons. Blocks while it reads files.
-pub fn preflight(config: &Config) -> Result<(), Refused> {
+/// Refuses a configuration that a command could not start with, with all reasons. Blocks while it reads files.
+pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     let mut problems = Vec::new();
     let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err());
-    check(address("listen", &config.listen));
+    if purpose == Purpose::Worker {
+        check(address("cluster.listen", &config.cluster.listen));
+    } else {
+        check(address("listen", &config.listen));
+    }
+    if purpose != Purpose::Serve {
+        check(super::planes::secret(config).map(drop));
+    }
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));
     }
@@ -54,7 +61,7 @@ pub fn preflight(config: &Config) -> Result<(), Refused> {
     if let Some(keys) = &config.frontend.api_keys_file {
         check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
     }
-    if !config.upstreams.is_empty() {
+    if purpose == Purpose::Frontend || !config.upstreams.is_empty() {
         check(super::tokenizers::load(config).map(drop));
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }

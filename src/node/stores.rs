@@ -3,6 +3,7 @@
 use super::cache_audit::DigestOf;
 use super::gc::{GcMetrics, g3_5_gc_scheduler, gc_scheduler};
 use super::health::Health;
+use super::scope::Scope;
 use super::sizes::Disk;
 use super::store_metrics::StoreMetrics;
 use super::transforms::Transforms;
@@ -62,7 +63,7 @@ impl Stores {
         config: &Config,
         disks: &[Disk],
         shares: &Quotas,
-        planes: &Planes,
+        (planes, scope): (&Planes, &Scope),
         transforms: &Transforms,
         block_bytes: u64,
         registry: &Registry,
@@ -80,7 +81,7 @@ impl Stores {
             let folders: Vec<&Path> = disks.iter().map(|disk| disk.folder.as_path()).collect();
             let weak = Arc::downgrade(&tier);
             let digest = Arc::new(move || weak.upgrade().map(|tier| tier.set_digest()));
-            stores.add(folder_id("g3", &folders), transforms.wrap(tier), digest, log, planes);
+            stores.add(scope.store(&folders_name("g3", &folders)), transforms.wrap(tier), digest, log, planes);
         }
         let requests = config.tiers.g4.request_timeout.0;
         if let Some(flash) = &config.tiers.g3_5 {
@@ -88,7 +89,7 @@ impl Stores {
             let settings =
                 object::Settings { level: Level::G3_5, capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g3_5.path", at: StoreLocation::Folder(flash.path.clone()), settings };
-            let tier = stores.share(&shared, shares, config, planes, transforms).await?;
+            let tier = stores.share(&shared, shares, config, (planes, scope), transforms).await?;
             tier.set_max_block_bytes(Header::max_stored_bytes(block_bytes));
             stores.start_gc(&gc_metrics, &tier, &shared.at, g3_5_gc_scheduler(config, flash)?);
             if config.tiers.g4.url.as_ref().is_some_and(|shared| same_place(&flash.path, shared)) {
@@ -99,7 +100,7 @@ impl Stores {
             let capacity = config.tiers.g4.capacity.map(|budget| budget.0);
             let settings = object::Settings { capacity, request_timeout: requests, ..Default::default() };
             let shared = Shared { key: "tiers.g4.url", at: location.clone(), settings };
-            let tier = stores.share(&shared, shares, config, planes, transforms).await?;
+            let tier = stores.share(&shared, shares, config, (planes, scope), transforms).await?;
             tier.set_max_block_bytes(Header::max_stored_bytes(block_bytes));
             if let Some(scheduler) = gc_scheduler(config)? {
                 stores.start_gc(&gc_metrics, &tier, location, scheduler);
@@ -166,14 +167,14 @@ impl Stores {
         shared: &Shared,
         shares: &Quotas,
         config: &Config,
-        planes: &Planes,
+        (planes, scope): (&Planes, &Scope),
         transforms: &Transforms,
     ) -> anyhow::Result<Arc<ObjectTier>> {
         let log = Arc::new(EventLog::new(epoch_now()));
         let tier = open_shared(shared, config, Arc::clone(&log), transforms).await?;
         tier.set_quotas(shares);
         self.shared.push(Arc::downgrade(&tier));
-        let id = shared_id(shared.settings.level, &shared.at);
+        let id = scope.store(&shared_name(shared.settings.level, &shared.at));
         let weak = Arc::downgrade(&tier);
         let digest = Arc::new(move || weak.upgrade().map(|tier| tier.set_digest()));
         self.add(id, transforms.wrap(tier.clone()), digest, log, planes);
@@ -339,25 +340,23 @@ async fn open_shared(
 
 /// Whether the folder of G3.5 is the store of G4.
 pub(super) fn same_place(flash: &Path, shared: &StoreLocation) -> bool {
-    shared_id(Level::G3_5, &StoreLocation::Folder(flash.into())) == shared_id(Level::G3_5, shared)
+    shared_name(Level::G3_5, &StoreLocation::Folder(flash.into())) == shared_name(Level::G3_5, shared)
 }
 
-/// The id of a store that other processes share.
-fn shared_id(level: Level, location: &StoreLocation) -> StoreId {
+/// The name of a store that other processes share.
+fn shared_name(level: Level, location: &StoreLocation) -> Fingerprint {
     match location {
-        StoreLocation::Folder(folder) => folder_id(level.name(), &[folder]),
-        StoreLocation::Cloud { .. } => store_id(level.name(), [("url", location.to_string().as_bytes())]),
+        StoreLocation::Folder(folder) => folders_name(level.name(), &[folder]),
+        StoreLocation::Cloud { .. } => store_name(level.name(), [("url", location.to_string().as_bytes())]),
     }
 }
 
-/// The id of a store in local folders, the same in every process that opens the same folders.
-fn folder_id(kind: &str, folders: &[&Path]) -> StoreId {
+/// The name of a store in local folders, the same in every process that opens the same folders.
+fn folders_name(kind: &str, folders: &[&Path]) -> Fingerprint {
     let folders: Vec<_> = folders.iter().map(|at| at.canonicalize().unwrap_or_else(|_| (*at).into())).collect();
-    store_id(kind, folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes())))
+    store_name(kind, folders.iter().map(|folder| ("folder", folder.as_os_str().as_encoded_bytes())))
 }
 
-fn store_id<'a>(kind: &'a str, locations: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> StoreId {
-    let name = Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(locations));
-    let [a, b, c, d, e, f, g, h, ..] = *name.as_bytes();
-    StoreId(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
+fn store_name<'a>(kind: &'a str, locations: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> Fingerprint {
+    Fingerprint::of([("store", kind.as_bytes())].into_iter().chain(locations))
 }

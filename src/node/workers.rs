@@ -65,8 +65,7 @@ impl Shared {
     }
 
     /// Starts a worker and registers it.
-    pub(super) async fn start(&self, number: u64, role: Role) -> anyhow::Result<RunningWorker> {
-        let id = WorkerId(number);
+    pub(super) async fn start(&self, id: WorkerId, role: Role) -> anyhow::Result<RunningWorker> {
         let epoch = epoch_now();
         let log = Arc::new(EventLog::new(epoch));
         let block = self.runtime.block_bytes();

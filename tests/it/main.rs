@@ -2,6 +2,7 @@
 
 mod cache;
 mod closed_output;
+mod cluster;
 mod configuration;
 mod connections;
 mod crash_recovery;

@@ -4,7 +4,7 @@
 
 use crate::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, SharedFlash, Sources};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process};
 use blockyard::reload::Reload;
 use kvbm::object::StoreLocation;
 use prometheus::proto::MetricType;

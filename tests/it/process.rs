@@ -137,15 +137,18 @@ pub(crate) fn client() -> reqwest::Client {
 
 /// `blockyard serve` with these arguments and without our environment.
 pub(crate) fn program(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
-    command.arg("serve").args(arguments).env_clear().env("HOME", "/nonexistent");
-    command
+    command("serve", arguments)
 }
 
 /// `blockyard doctor` with these arguments and without our environment.
 pub(crate) fn doctor(arguments: &[&str]) -> Command {
+    command("doctor", arguments)
+}
+
+/// A command of the program with these arguments and without our environment.
+pub(crate) fn command(name: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
-    command.arg("doctor").args(arguments).env_clear().env("HOME", "/nonexistent");
+    command.arg(name).args(arguments).env_clear().env("HOME", "/nonexistent");
     command
 }
 

@@ -5,7 +5,7 @@
 
 use super::process::{client, program};
 use blockyard::config::{Budget, ByteSize, Compression, Config, Encryption, HumanDuration, Listen, SharedFlash};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process};
 use kvbm::crypt::KeySource;
 use kvbm::object::StoreLocation;
 use serde_json::{Value, json};

@@ -4,7 +4,7 @@
 
 use super::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, TenantQuota, Tiers};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process};
 use serde_json::{Value, json};
 
 /// A node that serves `tiny` to tenants named by the header `x-tenant`.

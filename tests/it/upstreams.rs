@@ -4,7 +4,7 @@
 
 use super::process::client;
 use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, Listen, Upstream};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process};
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use serde_json::{Value, json};
 use std::num::NonZero;

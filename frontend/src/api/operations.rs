@@ -13,6 +13,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Method, Uri};
 use axum::response::{IntoResponse, Response};
 use exposition::Format;
+use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
@@ -31,8 +32,12 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, shutdown: Option<E
     }
     let stale = state.keys.as_ref().is_some_and(|keys| keys.is_stale());
     let stale = stale.then(|| "frontend.api_keys_file cannot be read; the log has the reason".to_owned());
-    match state.engine.readiness() {
-        Readiness::Ready => match state.engine.degraded().into_iter().chain(stale).collect::<Vec<_>>() {
+    respond_ready(state.engine.readiness(), || state.engine.degraded().into_iter().chain(stale).collect())
+}
+
+pub(super) fn respond_ready(readiness: Readiness, degraded: impl FnOnce() -> Vec<String>) -> Response {
+    match readiness {
+        Readiness::Ready => match degraded() {
             none if none.is_empty() => Json(json!({ "status": "ok" })).into_response(),
             degraded => Json(json!({ "status": "ok", "degraded": degraded })).into_response(),
         },
@@ -42,8 +47,12 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, shutdown: Option<E
 
 /// `GET /metrics`: the Prometheus text format, or OpenMetrics when `Accept` prefers it.
 pub(crate) async fn metrics(State(state): State<Arc<AppState>>, headers: HeaderMap) -> Response {
-    let format = Format::negotiated(&headers);
-    match format.write(&state.registry) {
+    respond_metrics(&state.registry, &headers)
+}
+
+pub(super) fn respond_metrics(registry: &Registry, headers: &HeaderMap) -> Response {
+    let format = Format::negotiated(headers);
+    match format.write(registry) {
         Ok(text) => ([(CONTENT_TYPE, format.content_type())], text).into_response(),
         Err(error) => Error::Failed(error.to_string()).into_response(),
     }

@@ -160,7 +160,6 @@ impl<H: Handler<T, Arc<AppState>>, T> Handler<T, Arc<AppState>> for Layered<H> {
 /// A web page cannot send that header to another site without a preflight request, which is rejected. `settings` names
 /// the hosts of this server.
 pub fn guard_admin(router: Router, settings: &Settings) -> Router {
-    let access = Arc::new(AccessRules { origins: Vec::new(), ..AccessRules::new(settings) });
     let header = async |request: Request, next: Next| {
         if request.headers().contains_key(ADMIN) {
             next.run(request).await
@@ -168,11 +167,14 @@ pub fn guard_admin(router: Router, settings: &Settings) -> Router {
             Error::NoAdminHeader.into_response()
         }
     };
-    router
-        .fallback(operations::no_route)
-        .method_not_allowed_fallback(operations::no_method)
-        .layer(from_fn(header))
-        .layer(from_fn_with_state(access, async |State(access): State<Arc<AccessRules>>, request, next: Next| {
-            access::check(&access, request, async |request| next.run(request).await).await
-        }))
+    let router = router.fallback(operations::no_route).method_not_allowed_fallback(operations::no_method);
+    check_access(router.layer(from_fn(header)), settings)
+}
+
+/// Adds the access checks; pages of other sites may use nothing.
+pub(super) fn check_access(router: Router, settings: &Settings) -> Router {
+    let access = Arc::new(AccessRules { origins: Vec::new(), ..AccessRules::new(settings) });
+    router.layer(from_fn_with_state(access, async |State(access): State<Arc<AccessRules>>, request, next: Next| {
+        access::check(&access, request, async |request| next.run(request).await).await
+    }))
 }

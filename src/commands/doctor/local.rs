@@ -1,7 +1,7 @@
 //! Checks of this machine: configuration, ports, memory, and for the native engine model, disks and stores.
 
 use super::findings::{self, Check, Findings};
-use crate::config::{ByteSize, Config, Errors, Listen};
+use crate::config::{ByteSize, Config, Errors, Listen, Purpose};
 use crate::node::{self, NativeSizes, native_sizes, preflight};
 use crate::process::machine::{self, Machine};
 use futures::future::join_all;
@@ -35,7 +35,8 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     let (checked, native) = (config.clone(), config.upstreams.is_empty());
     // Reads files of the model and asks the system.
     let blocking = move || {
-        let refused: Vec<String> = preflight(&checked).err().iter().flat_map(node::Refused::reasons).collect();
+        let refused: Vec<String> =
+            preflight(&checked, Purpose::Serve).err().iter().flat_map(node::Refused::reasons).collect();
         let sizes = if native && refused.is_empty() { native_sizes(&checked).ok() } else { None };
         (refused, sizes)
     };

@@ -50,6 +50,9 @@ use std::sync::Arc;
 /// a message with another number is refused.
 pub const PROTOCOL: u8 = 1;
 
+/// The target under which the client library of NATS logs. This module logs the state of the connection itself.
+pub const LIBRARY_LOG_TARGET: &str = "async_nats";
+
 /// The URL of a worker's endpoint for requests.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Address(pub String);

@@ -89,29 +89,34 @@ const MIN_LEASE: Duration = Duration::from_secs(2);
 const MAX_REPLICAS: usize = 5;
 
 impl Settings {
-    pub(super) fn check(&self) -> Result<(), ConnectError> {
-        let wrong = |key, problem: &str| Err(ConnectError::Setting { key, problem: problem.to_owned() });
+    /// The first setting with a wrong value: its name, and what is expected.
+    pub fn problem(&self) -> Option<(&'static str, &'static str)> {
         let word =
             |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || ['-', '_'].contains(&c));
         if self.servers.is_empty() {
-            return wrong("servers", "no server is named; expected a URL such as nats://host:4222");
+            return Some(("servers", "no server is named; expected a URL such as nats://host:4222"));
         }
         if self.servers.iter().any(|server| server.contains('@')) {
-            return wrong("servers", "a URL contains a user or a token; name them in the credentials instead");
+            return Some(("servers", "a URL contains a user or a token; name them in the credentials instead"));
         }
         if !self.prefix.split('.').all(word) {
-            return wrong("prefix", "expected letters, digits, '-' and '_', in tokens separated by '.'");
+            return Some(("prefix", "expected letters, digits, '-' and '_', in tokens separated by '.'"));
         }
         if !word(&self.bucket) {
-            return wrong("bucket", "expected letters, digits, '-' and '_'");
+            return Some(("bucket", "expected letters, digits, '-' and '_'"));
         }
         if !(1..=MAX_REPLICAS).contains(&self.replicas) {
-            return wrong("replicas", "expected 1 to 5");
+            return Some(("replicas", "expected 1 to 5"));
         }
         if self.lease < MIN_LEASE || self.lease.subsec_nanos() != 0 {
-            return wrong("lease", "expected whole seconds, at least 2");
+            return Some(("lease", "expected whole seconds, at least 2"));
         }
-        Ok(())
+        None
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConnectError> {
+        let wrong = |(key, problem): (_, &str)| Err(ConnectError::Setting { key, problem: problem.to_owned() });
+        self.problem().map_or(Ok(()), wrong)
     }
 
     /// Interval of renewals.

@@ -1,0 +1,207 @@
+//! Frontends and workers in separate processes: how they reach NATS and each other.
+
+use super::{Config, HumanDuration, Listen};
+use router::Problem;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+use worker::plane::nats::{ClientCertificate, Credentials, Settings, Tls};
+
+/// Requests between frontends and workers.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cluster {
+    /// Address and port at which a worker takes requests of frontends. Default `127.0.0.1:8100`: other machines cannot
+    /// reach it.
+    pub listen: Listen,
+    /// URL at which frontends reach this worker, like `http://10.0.0.7:8100`. Ids of workers and of their stores are
+    /// derived from it, so it should be the same after a restart. Default: the address of `cluster.listen`.
+    pub advertise: Option<String>,
+    /// A file with the secret that frontends send and workers require, the same for all processes. Default none:
+    /// workers take requests of every process that reaches them.
+    pub secret_file: Option<PathBuf>,
+}
+
+/// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Nats {
+    /// URLs of the servers of one cluster, `nats://host:4222` or `tls://host:4222`. One is enough to find the others.
+    pub servers: Vec<String>,
+    /// The first tokens of every subject.
+    pub prefix: String,
+    /// The JetStream key-value bucket of the workers.
+    pub bucket: String,
+    /// Replicas of the bucket if this process creates it: 1, or 3 in a cluster.
+    pub replicas: usize,
+    /// A worker that does not renew its record for this long has left.
+    pub lease: HumanDuration,
+    /// How long the start waits for a server.
+    pub connect_timeout: HumanDuration,
+    /// User, with `password_file`.
+    pub user: Option<String>,
+    /// A file with the password of `user`.
+    pub password_file: Option<PathBuf>,
+    /// A file with a token.
+    pub token_file: Option<PathBuf>,
+    /// A file with the seed of an nkey.
+    pub nkey_file: Option<PathBuf>,
+    /// A credentials file: the JWT of a user and the seed of its nkey.
+    pub credentials_file: Option<PathBuf>,
+    /// A PEM file with the certificate authorities of the servers. Default: those of the operating system.
+    pub ca_file: Option<PathBuf>,
+    /// A PEM file with the certificate of this process, for servers that verify clients.
+    pub cert_file: Option<PathBuf>,
+    /// A PEM file with the key of `cert_file`.
+    pub key_file: Option<PathBuf>,
+}
+
+/// An orchestrator restarts a process that does not start.
+const MAX_CONNECT_TIMEOUT: Duration = Duration::from_hours(1);
+
+/// A worker that died is noticed after this time at the latest.
+const MAX_LEASE: Duration = Duration::from_mins(10);
+
+impl Default for Cluster {
+    fn default() -> Self {
+        Self { listen: Listen { host: "127.0.0.1".into(), port: 8100 }, advertise: None, secret_file: None }
+    }
+}
+
+impl Default for Nats {
+    fn default() -> Self {
+        let Settings { servers, prefix, bucket, replicas, lease, connect_timeout, .. } = Settings::default();
+        Self {
+            servers,
+            prefix,
+            bucket,
+            replicas,
+            lease: HumanDuration(lease),
+            connect_timeout: HumanDuration(connect_timeout),
+            user: None,
+            password_file: None,
+            token_file: None,
+            nkey_file: None,
+            credentials_file: None,
+            ca_file: None,
+            cert_file: None,
+            key_file: None,
+        }
+    }
+}
+
+impl Nats {
+    /// The settings of the planes.
+    pub fn settings(&self) -> Settings {
+        let client = self.cert_file.clone().zip(self.key_file.clone());
+        let client = client.map(|(cert_file, key_file)| ClientCertificate { cert_file, key_file });
+        let has_tls = self.ca_file.is_some() || client.is_some();
+        Settings {
+            servers: self.servers.clone(),
+            tls: has_tls.then(|| Tls { ca_file: self.ca_file.clone(), client }),
+            credentials: self.credentials(),
+            prefix: self.prefix.clone(),
+            bucket: self.bucket.clone(),
+            replicas: self.replicas,
+            lease: self.lease.0,
+            connect_timeout: self.connect_timeout.0,
+        }
+    }
+
+    fn credentials(&self) -> Credentials {
+        if let (Some(user), Some(password_file)) = (self.user.clone(), self.password_file.clone()) {
+            return Credentials::UserPassword { user, password_file };
+        }
+        let token = self.token_file.clone().map(Credentials::Token);
+        let nkey = self.nkey_file.clone().map(Credentials::Nkey);
+        token.or(nkey).or_else(|| self.credentials_file.clone().map(Credentials::CredentialsFile)).unwrap_or_default()
+    }
+
+    /// All invalid values.
+    pub(super) fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        if let Some((key, problem)) = self.settings().problem() {
+            problems.push(Problem::new(format!("nats.{key}"), problem));
+        }
+        let both = |(one, has_one): (&str, bool), (other, has_other): (&str, bool)| {
+            (has_one != has_other).then(|| {
+                let (set, missing) = if has_one { (one, other) } else { (other, one) };
+                Problem::new(format!("nats.{set}"), format!("nats.{missing} is needed with it"))
+            })
+        };
+        problems.extend(both(("user", self.user.is_some()), ("password_file", self.password_file.is_some())));
+        problems.extend(both(("cert_file", self.cert_file.is_some()), ("key_file", self.key_file.is_some())));
+        let ways = [
+            ("user", self.user.is_some()),
+            ("token_file", self.token_file.is_some()),
+            ("nkey_file", self.nkey_file.is_some()),
+            ("credentials_file", self.credentials_file.is_some()),
+        ];
+        let mut ways = ways.into_iter().filter_map(|(key, is_set)| is_set.then_some(key));
+        if let (Some(first), Some(second)) = (ways.next(), ways.next()) {
+            let problem = format!("nats.{first} is set too; expected one way to authenticate");
+            problems.push(Problem::new(format!("nats.{second}"), problem));
+        }
+        problems.extend((self.lease.0 > MAX_LEASE).then(|| Problem::new("nats.lease", "expected at most \"10m\"")));
+        let timeout = self.connect_timeout.0;
+        if timeout.is_zero() || timeout > MAX_CONNECT_TIMEOUT {
+            problems.push(Problem::new("nats.connect_timeout", "expected above 0 and at most \"1h\""));
+        }
+        problems
+    }
+}
+
+impl Cluster {
+    /// All invalid values.
+    pub(super) fn problems(&self) -> Vec<Problem> {
+        let wrong = self.advertise.as_ref().filter(|url| !is_worker_url(url));
+        let problem = "expected http://HOST:PORT, as frontends reach this process";
+        wrong.map(|_| Problem::new("cluster.advertise", problem)).into_iter().collect()
+    }
+}
+
+/// Whether a URL has the form `http://host:port`.
+fn is_worker_url(url: &str) -> bool {
+    let Ok(uri) = url.parse::<http::Uri>() else { return false };
+    let has_port = uri.authority().is_some_and(|authority| authority.port().is_some());
+    uri.scheme_str() == Some("http") && has_port && uri.query().is_none() && url.matches('/').count() == 2
+}
+
+impl Config {
+    /// Additional checks of `blockyard frontend`.
+    pub(super) fn problems_of_frontend(&self) -> Vec<Problem> {
+        let problem = "`blockyard frontend` sends requests to workers that it finds over NATS; for a gateway of other \
+                       servers use `blockyard serve`";
+        let upstreams = (!self.upstreams.is_empty()).then(|| Problem::new("upstreams", problem));
+        upstreams.into_iter().collect()
+    }
+
+    /// Additional checks of `blockyard worker`.
+    pub(super) fn problems_of_worker(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        if !self.upstreams.is_empty() {
+            let problem = "`blockyard worker` serves a model; for a gateway of other servers use `blockyard serve`";
+            problems.push(Problem::new("upstreams", problem));
+        }
+        if self.workers.roles().any(|role| role != worker::plane::Role::Both) {
+            let problem = "blocks are not handed over between processes yet, so the workers of a process prefill and \
+                           decode; expected `both:N`";
+            problems.push(Problem::new("workers", problem));
+        }
+        problems.extend(self.problem_of_g1());
+        if self.admin.listen.is_some() {
+            problems.push(Problem::new("admin.listen", "the admin API is one of `serve` and `frontend`"));
+        }
+        if self.cluster.advertise.is_none() && is_unspecified(&self.cluster.listen.host) {
+            let problem = "frontends need an address to connect to; expected http://HOST:PORT, where HOST is the name \
+                           or the address of this machine";
+            problems.push(Problem::new("cluster.advertise", problem));
+        }
+        problems
+    }
+}
+
+/// Whether a host stands for all addresses of the machine.
+fn is_unspecified(host: &str) -> bool {
+    host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
+}

@@ -1,0 +1,111 @@
+//! The HTTP server of a process: its port, its limit of connections, and its end.
+
+use super::banner;
+use crate::config::{Config, Listen};
+use crate::process::machine;
+use anyhow::{Context, anyhow, bail};
+use axum::Router;
+use frontend::{Server, Shutdown};
+use prometheus::Registry;
+use std::io;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+/// A running HTTP server. Dropping it closes it at once.
+pub(super) struct HttpServer {
+    server: Server,
+    task: JoinHandle<io::Result<()>>,
+    close_on_drop: CloseOnDrop,
+}
+
+/// Closes the HTTP server when dropped.
+struct CloseOnDrop(Shutdown);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close(Duration::ZERO);
+    }
+}
+
+impl HttpServer {
+    pub(super) fn start(server: Server, listener: TcpListener, app: Router) -> Self {
+        let close_on_drop = CloseOnDrop(Shutdown::default());
+        let task = tokio::spawn({
+            let (server, shutdown) = (server.clone(), close_on_drop.0.clone());
+            async move { server.serve(listener, app, shutdown).await }
+        });
+        Self { server, task, close_on_drop }
+    }
+
+    /// The server, with the limits of the frontend.
+    pub(super) fn server(&self) -> &Server {
+        &self.server
+    }
+
+    /// Makes `/ready` answer 503, and refuses new requests of clients.
+    pub(super) fn announce_shutdown(&self) {
+        self.close_on_drop.0.announce();
+    }
+
+    /// Accepts no more connections, and waits `drain` for running requests. The server logs when they take longer.
+    pub(super) async fn close(&mut self, drain: Duration) {
+        self.close_on_drop.0.close(drain);
+        if !self.task.is_finished() {
+            let _ = (&mut self.task).await;
+        }
+    }
+
+    /// Resolves when the server has failed, with the reason.
+    pub(super) async fn failed(&mut self) -> anyhow::Error {
+        match (&mut self.task).await {
+            Ok(Ok(())) => anyhow!("the HTTP server stopped"),
+            Ok(Err(error)) => anyhow::Error::from(error).context("the HTTP server failed"),
+            Err(panic) => anyhow::Error::from(panic).context("the HTTP server failed"),
+        }
+    }
+}
+
+/// The server of the configuration, with at most as many connections as open files allow.
+pub(super) fn server(config: &Config, registry: &Registry) -> anyhow::Result<(Server, frontend::Settings)> {
+    let mut settings = config.frontend.clone();
+    settings.max_connections = max_connections(settings.max_connections, machine::open_files());
+    Ok((Server::new(&settings, registry)?, settings))
+}
+
+/// The limit of connections: at most half of the limit of open `files`, since tiers and object stores need files too.
+fn max_connections(wanted: usize, files: Option<u64>) -> usize {
+    let fit = files.map_or(usize::MAX, |files| usize::try_from(files / 2).unwrap_or(usize::MAX).max(1));
+    if fit < wanted {
+        tracing::warn!(
+            max_connections = fit,
+            configured = wanted,
+            "the limit of open files allows fewer connections than configured"
+        );
+    }
+    fit.min(wanted)
+}
+
+/// Opens the port of the OpenAI-compatible API, and warns if other machines can use it without a key.
+pub(super) async fn listen_to_clients(config: &Config) -> anyhow::Result<TcpListener> {
+    let listener = listen(&config.listen).await?;
+    let address = listener.local_addr()?;
+    if !address.ip().is_loopback() && !config.frontend.needs_key() {
+        tracing::warn!(%address, "{}", banner::OPEN_TO_ALL);
+    }
+    Ok(listener)
+}
+
+/// Opens a port. The error says what to change.
+pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
+    match TcpListener::bind((at.host.as_str(), at.port)).await {
+        Ok(listener) => Ok(listener),
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
+            bail!("{at} is in use by another program; stop it, or listen elsewhere: --listen {other}")
+        }
+        Err(error) => {
+            Err(error).with_context(|| format!("cannot listen on {at}; choose another address: --listen ADDR:PORT"))
+        }
+    }
+}

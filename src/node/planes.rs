@@ -1,0 +1,39 @@
+//! The planes of a process: in memory if it runs all components, else on NATS.
+
+use crate::config::Config;
+use anyhow::Context;
+use prometheus::Registry;
+use std::sync::Arc;
+use worker::plane::local::{LocalDiscovery, LocalEvents};
+use worker::plane::nats::{Address, Connection, Connector, Metrics, NatsDiscovery, NatsEvents};
+use worker::remote::{RemoteEngine, Secret};
+use worker::serve::Planes;
+
+/// The planes on NATS.
+pub(super) struct NatsPlanes {
+    pub(super) discovery: Arc<NatsDiscovery>,
+    pub(super) events: Arc<NatsEvents>,
+}
+
+/// The planes of a process that runs all components.
+pub(super) fn local() -> Planes {
+    Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) }
+}
+
+/// Connects to NATS. Workers of this process, if there are any, are registered with `address`.
+pub(super) async fn open(config: &Config, address: Address, registry: &Registry) -> anyhow::Result<NatsPlanes> {
+    let secret = secret(config)?;
+    let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
+    let connector: Connector =
+        Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, secret.clone())));
+    let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector);
+    Ok(NatsPlanes { discovery: Arc::new(discovery), events: Arc::new(NatsEvents::new(connection)) })
+}
+
+/// The secret that frontends send and workers require. Blocks while it reads the file.
+pub(super) fn secret(config: &Config) -> anyhow::Result<Option<Secret>> {
+    let Some(path) = &config.cluster.secret_file else { return Ok(None) };
+    let key = || format!("cluster.secret_file = \"{}\"", path.display());
+    let text = std::fs::read_to_string(path).with_context(key)?;
+    Ok(Some(Secret::new(&text).with_context(key)?))
+}

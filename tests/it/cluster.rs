@@ -1,0 +1,319 @@
+//! Frontends and workers in separate processes, over a real NATS server.
+//!
+//! `make test` starts the server (`tests/servers/run.py`) and passes its URL in the environment; without it these tests
+//! print that they were skipped.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::process::{Process, client, command};
+use futures::StreamExt;
+use serde_json::{Value, json};
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// Processes that find each other over NATS, under a prefix of their own.
+struct Cluster {
+    nats: Vec<String>,
+    folder: TempDir,
+    secret: PathBuf,
+}
+
+/// The address of a worker, which stays the same when it is started again.
+struct Seat {
+    data: String,
+    listen: String,
+}
+
+impl Cluster {
+    /// `None` without a NATS server.
+    fn new() -> Option<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let Ok(server) = std::env::var("WORKER_TEST_NATS") else {
+            // Not `eprintln`: the test harness captures it.
+            let _ = writeln!(std::io::stderr(), "SKIPPED: no NATS server in WORKER_TEST_NATS; `make test` starts one");
+            return None;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let secret = folder.path().join("secret");
+        std::fs::write(&secret, "0123456789abcdef0123456789abcdef\n").unwrap();
+        // Tests share the server.
+        let name = format!("it{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let nats = [server, format!("nats.prefix={name}"), format!("nats.bucket={name}")];
+        Some(Self { nats: nats.to_vec(), folder, secret })
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let [server, prefix, bucket] = &self.nats[..] else { panic!("three settings") };
+        let secret = self.secret.to_str().unwrap();
+        let common = ["--json", "--nats", server, "--set", prefix, "--set", bucket, "--secret-file", secret];
+        common.map(str::to_owned).to_vec()
+    }
+
+    fn seat(&self, name: &str) -> Seat {
+        // The port is free again when the socket is closed.
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        Seat { data: self.folder.path().join(name).to_str().unwrap().to_owned(), listen: address.to_string() }
+    }
+
+    async fn worker(&self, seat: &Seat) -> Process {
+        let own = ["--model", "tiny", "--data-dir", &seat.data, "--listen", &seat.listen];
+        let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=32MiB", "--set", "tiers.g3=64MiB"];
+        let common = self.arguments();
+        let common: Vec<&str> = common.iter().map(String::as_str).collect();
+        Process::launch(command("worker", &[&own[..], &sizes[..], &common[..]].concat())).await
+    }
+
+    /// A frontend, once it knows a worker.
+    async fn frontend(&self) -> Process {
+        let common = self.arguments();
+        let common: Vec<&str> = common.iter().map(String::as_str).collect();
+        let own = ["--listen", "127.0.0.1:0", "--set", "frontend.shutdown_delay=0s"];
+        Process::launch(command("frontend", &[&own[..], &common[..]].concat())).await
+    }
+}
+
+fn prompt(seed: u32) -> Vec<u32> {
+    (0..300).map(|i| (i * 7 + seed * 131) % 400 + 5).collect()
+}
+
+/// Asks until the answer has cached tokens: events of other processes arrive a moment after what they describe.
+async fn until_cached(process: &Process, prompt: &[u32]) -> (Value, u64) {
+    loop {
+        let (choice, cached) = process.client.complete(prompt).await.unwrap();
+        if cached > 0 {
+            return (choice, cached);
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn any_frontend_routes_to_the_worker_that_has_the_blocks() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (first, second) = (cluster.seat("a"), cluster.seat("b"));
+    let (first, second) = tokio::join!(cluster.worker(&first), cluster.worker(&second));
+    let (left, right) = tokio::join!(cluster.frontend(), cluster.frontend());
+    // Both workers compute some prompts, each once.
+    for seed in 0..8 {
+        let (choice, cached) = left.client.complete(&prompt(seed)).await.unwrap();
+        assert_eq!(cached, 0);
+        // The other frontend learns of the blocks by events.
+        let (again, cached) = until_cached(&right, &prompt(seed)).await;
+        assert_eq!((choice["text"].clone(), cached), (again["text"].clone(), 288));
+    }
+    let requests =
+        async |process: &Process| process.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await;
+    assert!(requests(&first).await > 0.0 && requests(&second).await > 0.0, "both workers served");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_go_on_when_a_worker_is_killed_and_its_blocks_are_found_after_a_restart() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (seat, other) = (cluster.seat("a"), cluster.seat("b"));
+    let mut worker = cluster.worker(&seat).await;
+    let mut frontend = cluster.frontend().await;
+    let (choice, _) = frontend.client.complete(&prompt(1)).await.unwrap();
+    // A clean stop writes the blocks to G3 and deregisters the worker.
+    worker.stop();
+    let other = cluster.worker(&other).await;
+    while frontend.client.ask(&prompt(2)).await.unwrap()["choices"].is_null() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let mut worker = cluster.worker(&seat).await;
+    let (again, cached) = until_cached(&frontend, &prompt(1)).await;
+    assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288), "from the SSD of the restarted worker");
+    worker.kill();
+    let (elsewhere, _) = frontend.client.complete(&prompt(1)).await.unwrap();
+    assert_eq!(elsewhere["text"], choice["text"], "another worker answers before the lease of the dead one expires");
+    frontend.stop();
+    drop(other);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_says_what_is_wrong() {
+    let Some(mut cluster) = Cluster::new() else { return };
+    let worker = cluster.worker(&cluster.seat("a")).await;
+    let http = client();
+    for (path, header, expected) in [
+        ("/workers/1/generate", "Bearer wrong-wrong-wrong-wrong", 401),
+        ("/v1/completions", "Bearer 0123456789abcdef0123456789abcdef", 404),
+    ] {
+        let url = format!("{}{path}", worker.client.url);
+        let response = http.post(url).header("authorization", header).header("x-blockyard-protocol", "1").send();
+        assert_eq!(response.await.unwrap().status().as_u16(), expected, "{path}");
+    }
+    let rebinding = http.get(format!("{}/metrics", worker.client.url)).header("host", "attacker.example").send();
+    assert_eq!(rebinding.await.unwrap().status().as_u16(), 403, "on loopback only loopback hosts");
+    std::fs::write(cluster.folder.path().join("other"), "another secret".repeat(4).replace(' ', "-")).unwrap();
+    cluster.secret = cluster.folder.path().join("other");
+    let frontend = cluster.frontend().await;
+    let answer = frontend.client.ask(&prompt(1)).await.unwrap();
+    assert!(answer["error"]["message"].as_str().unwrap().contains("secret"), "{answer}");
+}
+
+#[test]
+fn wrong_settings_are_refused_before_anything_starts() {
+    let refused = |name: &str, arguments: &[&str]| {
+        let output = command(name, arguments).output().unwrap();
+        assert!(!output.status.success(), "{name} {arguments:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let cases: [(&str, &[&str], &str); 8] = [
+        ("worker", &["--workers", "prefill:1,decode:1"], "both:N"),
+        ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
+        ("worker", &["--advertise", "https://host:1"], "http://HOST:PORT"),
+        ("worker", &["--set", "admin.listen=127.0.0.1:0"], "admin.listen"),
+        ("worker", &["--secret-file", "no/such/file"], "cluster.secret_file"),
+        ("frontend", &["--nats", "nats://user:password@host:4222"], "credentials"),
+        ("frontend", &["--set", "nats.user=me"], "nats.password_file"),
+        ("frontend", &["--set", "upstreams=[\"http://host:8000\"]"], "blockyard serve"),
+    ];
+    for (name, arguments, expected) in cases {
+        let arguments = [&["--print-config", "--set", "data_dir=data"], arguments].concat();
+        let error = refused(name, &arguments);
+        assert!(error.contains(expected), "{name} {arguments:?}: {error}");
+    }
+    let unreachable = ["--nats", "nats://127.0.0.1:1", "--set", "nats.connect_timeout=10ms", "--listen", "127.0.0.1:0"];
+    assert!(refused("frontend", &unreachable).contains("cannot be reached"));
+}
+
+#[test]
+fn the_help_shows_the_real_defaults() {
+    use clap::CommandFactory;
+    let mut program = blockyard::commands::cli::Cli::command();
+    let config = blockyard::config::Config::with_cache("".as_ref());
+    let mut help = |name: &str| program.find_subcommand_mut(name).unwrap().render_long_help().to_string();
+    assert!(help("frontend").contains(&format!("[default: {}]", config.listen)));
+    let worker = help("worker");
+    for default in [config.cluster.listen.to_string(), config.model.to_string(), "both:1".to_owned()] {
+        assert!(worker.contains(&format!("[default: {default}]")), "{default} is not in:\n{worker}");
+    }
+    assert!(worker.contains(&config.nats.servers[0]));
+    let printed = command("worker", &["--print-config", "--json", "--data-dir", "data"]).output().unwrap();
+    let printed: Value = serde_json::from_slice(&printed.stdout).unwrap();
+    assert_eq!(printed["workers"]["value"], json!("both:1"), "{printed}");
+}
+
+/// A stream of completions: the text of each choice so far, and whether it has ended.
+struct Streamed {
+    body: futures::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
+    unread: String,
+    texts: Vec<String>,
+    ended: bool,
+}
+
+impl Streamed {
+    async fn start(process: &Process, body: &Value) -> Self {
+        let url = format!("{}/v1/completions", process.client.url);
+        let response = client().post(url).json(body).send().await.unwrap();
+        assert!(response.status().is_success(), "{:?}", response.text().await);
+        let choices = body["n"].as_u64().unwrap_or(1) as usize;
+        let body = response.bytes_stream().boxed();
+        Self { body, unread: String::new(), texts: vec![String::new(); choices], ended: false }
+    }
+
+    /// Reads the next part of the body.
+    async fn read(&mut self) {
+        let part = self.body.next().await.expect("the stream has its end").unwrap();
+        self.unread.push_str(std::str::from_utf8(&part).unwrap());
+        while let Some((event, rest)) = self.unread.split_once("\n\n") {
+            let data = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event}"));
+            if data == "[DONE]" {
+                self.ended = true;
+            } else {
+                let chunk: Value = serde_json::from_str(data).unwrap();
+                assert!(chunk["error"].is_null(), "{chunk}");
+                for choice in chunk["choices"].as_array().unwrap() {
+                    let at = choice["index"].as_u64().unwrap() as usize;
+                    self.texts[at].push_str(choice["text"].as_str().unwrap());
+                }
+            }
+            self.unread = String::from(rest);
+        }
+    }
+
+    async fn read_to_the_end(mut self) -> Vec<String> {
+        while !self.ended {
+            self.read().await;
+        }
+        self.texts
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_goes_on_when_its_worker_is_killed() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let mut workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    let greedy = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
+        "ignore_eos": true, "stream": true});
+    let seeded = json!({"model": "tiny", "prompt": prompt(2), "max_tokens": 1000, "temperature": 1, "seed": 5,
+        "frequency_penalty": 0.5, "n": 2, "ignore_eos": true, "stream": true});
+    for request in [greedy, seeded] {
+        let mut stream = Streamed::start(&frontend, &request).await;
+        while stream.texts.iter().any(|text| text.len() < 100) {
+            stream.read().await;
+        }
+        // The one that computes is killed.
+        let busy = async |at: usize| workers[at].client.metric("blockyard_worker_requests_running", "").await > 0.0;
+        let at = usize::from(!busy(0).await);
+        workers[at].kill();
+        let texts = stream.read_to_the_end().await;
+        assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
+        workers[at] = cluster.worker(&seats[at]).await;
+        until_workers(&frontend, 2).await;
+        let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
+        assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    }
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "failed").await < 1.0);
+}
+
+/// Waits until a frontend knows this number of workers that are alive.
+async fn until_workers(frontend: &Process, count: usize) {
+    while frontend.client.metric("blockyard_router_workers", "").await < count as f64 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_request_fails_while_workers_are_restarted_one_after_the_other() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let mut workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    let stop = Arc::new(AtomicBool::new(false));
+    let clients = (0..4_u32).map(|nth| {
+        let (client, stop) = (frontend.client.clone(), Arc::clone(&stop));
+        tokio::spawn(async move {
+            let mut answered = 0_u32;
+            while !stop.load(Ordering::Relaxed) {
+                let answer = client.ask(&prompt(nth * 1000 + answered)).await.unwrap();
+                assert!(answer["choices"][0]["text"].is_string(), "{answer}");
+                answered += 1;
+            }
+            answered
+        })
+    });
+    let clients: Vec<_> = clients.collect();
+    for round in 0..4 {
+        let at = round % 2;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        tokio::task::block_in_place(|| workers[at].stop());
+        workers[at] = cluster.worker(&seats[at]).await;
+        until_workers(&frontend, 2).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    for client in clients {
+        assert!(client.await.unwrap() > 0);
+    }
+}
