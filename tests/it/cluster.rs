@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+mod faults;
+
 use super::process::{Process, client, command};
 use futures::StreamExt;
 use serde_json::{Value, json};
@@ -32,19 +34,24 @@ struct Seat {
 impl Cluster {
     /// `None` without a NATS server.
     fn new() -> Option<Self> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let Ok(server) = std::env::var("WORKER_TEST_NATS") else {
             // Not `eprintln`: the test harness captures it.
             let _ = writeln!(std::io::stderr(), "SKIPPED: no NATS server in WORKER_TEST_NATS; `make test` starts one");
             return None;
         };
+        Some(Self::at(server))
+    }
+
+    /// Processes at a NATS server.
+    fn at(server: String) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         let folder = tempfile::tempdir().unwrap();
         let secret = folder.path().join("secret");
         std::fs::write(&secret, "0123456789abcdef0123456789abcdef\n").unwrap();
         // Tests share the server.
         let name = format!("it{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let nats = [server, format!("nats.prefix={name}"), format!("nats.bucket={name}")];
-        Some(Self { nats: nats.to_vec(), folder, secret })
+        Self { nats: nats.to_vec(), folder, secret }
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -61,11 +68,15 @@ impl Cluster {
     }
 
     async fn worker(&self, seat: &Seat) -> Process {
+        self.worker_at(seat, &[]).await
+    }
+
+    async fn worker_at(&self, seat: &Seat, more: &[&str]) -> Process {
         let own = ["--model", "tiny", "--data-dir", &seat.data, "--listen", &seat.listen];
         let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=32MiB", "--set", "tiers.g3=64MiB"];
         let common = self.arguments();
         let common: Vec<&str> = common.iter().map(String::as_str).collect();
-        Process::launch(command("worker", &[&own[..], &sizes[..], &common[..]].concat())).await
+        Process::launch(command("worker", &[&own[..], &sizes[..], &common[..], more].concat())).await
     }
 
     /// A frontend, once it knows a worker.
@@ -222,10 +233,12 @@ impl Streamed {
         let part = self.body.next().await.expect("the stream has its end").unwrap();
         self.unread.push_str(std::str::from_utf8(&part).unwrap());
         while let Some((event, rest)) = self.unread.split_once("\n\n") {
-            let data = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event}"));
+            // A line with a colon at its start keeps the connection alive.
+            let data = event.strip_prefix("data: ").unwrap_or_default();
+            assert!(!data.is_empty() || event.starts_with(':'), "{event}");
             if data == "[DONE]" {
                 self.ended = true;
-            } else {
+            } else if !data.is_empty() {
                 let chunk: Value = serde_json::from_str(data).unwrap();
                 assert!(chunk["error"].is_null(), "{chunk}");
                 for choice in chunk["choices"].as_array().unwrap() {
@@ -263,8 +276,7 @@ async fn a_stream_goes_on_when_its_worker_is_killed() {
             stream.read().await;
         }
         // The one that computes is killed.
-        let busy = async |at: usize| workers[at].client.metric("blockyard_worker_requests_running", "").await > 0.0;
-        let at = usize::from(!busy(0).await);
+        let at = busy(&workers).await;
         workers[at].kill();
         let texts = stream.read_to_the_end().await;
         assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
@@ -274,6 +286,11 @@ async fn a_stream_goes_on_when_its_worker_is_killed() {
         assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
     }
     assert!(frontend.client.metric("blockyard_router_stream_moves_total", "failed").await < 1.0);
+}
+
+/// The position of the worker that computes.
+async fn busy(workers: &[Process; 2]) -> usize {
+    usize::from(workers[0].client.metric("blockyard_worker_requests_running", "").await < 1.0)
 }
 
 /// Waits until a frontend knows this number of workers that are alive.

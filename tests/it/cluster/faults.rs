@@ -1,0 +1,141 @@
+//! What happens to requests when parts of a deployment fail: NATS, a worker that freezes, a frontend, an address that
+//! two workers claim.
+
+use super::*;
+use std::process::{Child, Command, Stdio};
+
+/// A NATS server of this test, which can be stopped and started again.
+struct Nats {
+    program: String,
+    folder: TempDir,
+    port: u16,
+    process: Child,
+}
+
+impl Nats {
+    /// `None` without the program.
+    async fn start() -> Option<Self> {
+        let Ok(program) = std::env::var("WORKER_TEST_NATS_SERVER") else {
+            let _ = writeln!(std::io::stderr(), "SKIPPED: no program in WORKER_TEST_NATS_SERVER; `make test` sets it");
+            return None;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let process = Self::spawn(&program, &folder, port).await;
+        Some(Self { program, folder, port, process })
+    }
+
+    async fn spawn(program: &str, folder: &TempDir, port: u16) -> Child {
+        let mut command = Command::new(program);
+        command.args(["-js", "-a", "127.0.0.1", "-p", &port.to_string(), "-sd"]).arg(folder.path());
+        let process = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        while tokio::net::TcpStream::connect(("127.0.0.1", port)).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        process
+    }
+
+    fn stop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    async fn start_again(&mut self) {
+        self.process = Self::spawn(&self.program, &self.folder, self.port).await;
+    }
+}
+
+impl Drop for Nats {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_are_served_while_nats_is_away() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
+    let worker = cluster.worker(&cluster.seat("a")).await;
+    let frontend = cluster.frontend().await;
+    let (choice, _) = frontend.client.complete(&prompt(1)).await.unwrap();
+    nats.stop();
+    while frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // Longer than a lease.
+    for _ in 0..16 {
+        let (again, cached) = frontend.client.complete(&prompt(1)).await.unwrap();
+        assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288));
+        assert!(frontend.client.get("/ready").await.0 && worker.client.get("/ready").await.0);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    nats.start_again().await;
+    let other = cluster.worker(&cluster.seat("b")).await;
+    until_workers(&frontend, 2).await;
+    until_cached(&frontend, &prompt(1)).await;
+    drop(other);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
+        "ignore_eos": true, "stream": true});
+    let mut stream = Streamed::start(&frontend, &request).await;
+    while stream.texts[0].len() < 100 {
+        stream.read().await;
+    }
+    let frozen = &workers[busy(&workers).await];
+    frozen.signal("STOP");
+    // Pings of the connection find it after 20 s.
+    let texts = stream.read_to_the_end().await;
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
+    frozen.signal("CONT");
+    until_workers(&frontend, 2).await;
+    let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    while frozen.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_stop_computing_for_a_frontend_that_was_killed() {
+    let Some(cluster) = Cluster::new() else { return };
+    let worker = cluster.worker(&cluster.seat("a")).await;
+    let (mut killed, other) = tokio::join!(cluster.frontend(), cluster.frontend());
+    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 10_000, "temperature": 0,
+        "ignore_eos": true, "stream": true});
+    let mut stream = Streamed::start(&killed, &request).await;
+    while stream.texts[0].len() < 100 {
+        stream.read().await;
+    }
+    killed.kill();
+    while worker.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(worker.client.metric("blockyard_worker_generated_tokens_total", "").await < 10_000.0);
+    other.client.complete(&prompt(1)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_two_processes_at_one_url_the_later_one_serves() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (first, second) = (cluster.seat("a"), cluster.seat("b"));
+    let url = format!("http://{}", second.listen);
+    let before = cluster.worker_at(&first, &["--advertise", &url]).await;
+    let after = cluster.worker_at(&second, &["--advertise", &url]).await;
+    let frontend = cluster.frontend().await;
+    for seed in 0..4 {
+        frontend.client.complete(&prompt(seed)).await.unwrap();
+    }
+    assert!(after.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await > 0.0);
+    while before.client.metric("blockyard_nats_lease_renewals_total", "superseded").await < 1.0 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
