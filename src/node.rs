@@ -67,6 +67,7 @@ use upstream::resolve::system_lookup;
 use upstreams::Known;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
+use worker::handoff::Peers;
 use worker::plane::RouterId;
 use worker::plane::nats::Address;
 use worker::serve::Planes;
@@ -205,7 +206,7 @@ impl Node {
     }
 
     async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
-        let native = Native::start(config, planes, Scope::Process, health, &self.registry).await?;
+        let native = Native::start(config, planes, Scope::Process, Peers::default(), health, &self.registry).await?;
         let discovered = timeout(DISCOVERY_TIMEOUT, until_discovered(&self.router)).await;
         discovered.context("the router has not discovered the workers")?;
         let (router, stores) = (Arc::clone(&self.router), native.stores.digests());

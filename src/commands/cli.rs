@@ -195,8 +195,8 @@ pub struct Worker {
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
 
-    /// Number of workers in this process [default: both:1]
-    #[arg(long, value_name = "both:N")]
+    /// Number of workers of each role in this process, like prefill:1, decode:1 or both:2 [default: both:1]
+    #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
     /// Address and port for frontends; with port 0 the system chooses one [default: 127.0.0.1:8100]

@@ -127,6 +127,9 @@ impl Config {
                 problems.push(Problem::new(key, problem));
             }
         }
+        if !self.workers.decode() {
+            problems.push(Problem::new("workers", super::Workers::NONE_DECODES));
+        }
         problems.extend(self.problem_of_g1());
         if admin.listen.as_ref().is_some_and(|admin| admin.port != 0 && admin == listen) {
             problems.push(Problem::new("admin.listen", "the front door listens there; expected another port"));

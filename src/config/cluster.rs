@@ -183,11 +183,6 @@ impl Config {
             let problem = "`blockyard worker` serves a model; for a gateway of other servers use `blockyard serve`";
             problems.push(Problem::new("upstreams", problem));
         }
-        if self.workers.roles().any(|role| role != worker::plane::Role::Both) {
-            let problem = "blocks are not handed over between processes yet, so the workers of a process prefill and \
-                           decode; expected `both:N`";
-            problems.push(Problem::new("workers", problem));
-        }
         problems.extend(self.problem_of_g1());
         if self.admin.listen.is_some() {
             problems.push(Problem::new("admin.listen", "the admin API is one of `serve` and `frontend`"));

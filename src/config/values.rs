@@ -173,13 +173,26 @@ impl FromStr for Workers {
     type Err = Invalid;
 
     fn from_str(text: &str) -> Result<Self, Invalid> {
-        Self::of(text, Self::MAX)
+        Self::roles_of(text, Self::MAX)
     }
 }
 
 impl Workers {
-    /// Parses the number of workers of each role, at most `most` in all.
+    /// Parses the number of workers of each role, at most `most` in all. At least one must decode.
     pub(crate) fn of(text: &str, most: usize) -> Result<Self, Invalid> {
+        let workers = Self::roles_of(text, most)?;
+        if workers.decode() { Ok(workers) } else { Err(Invalid(Self::NONE_DECODES.into())) }
+    }
+
+    /// The problem of a fleet in which no worker decodes.
+    pub(super) const NONE_DECODES: &str = "no worker would decode; add `decode:1`, or use `both:1`";
+
+    /// Whether a worker decodes.
+    pub(super) fn decode(&self) -> bool {
+        self.roles().any(|role| role != Role::Prefill)
+    }
+
+    fn roles_of(text: &str, most: usize) -> Result<Self, Invalid> {
         let wrong = || {
             Invalid(
                 r#"expected roles with the number of workers of each, like "prefill:1,decode:2" or "both:1""#.into(),
@@ -196,10 +209,8 @@ impl Workers {
         if workers.roles().nth(most).is_some() {
             return Err(Invalid(format!("at most {most} workers fit into one process")));
         }
-        let decodes = workers.roles().any(|role| role != Role::Prefill);
-        decodes
-            .then_some(workers)
-            .ok_or_else(|| Invalid("no worker would decode; add `decode:1`, or use `both:1`".into()))
+        let has_workers = workers.count() > 0;
+        has_workers.then_some(workers).ok_or_else(|| Invalid("there would be no worker; expected `both:1`".into()))
     }
 }
 
@@ -314,8 +325,7 @@ mod tests {
         assert_eq!("both:3".parse::<Workers>().unwrap().roles().collect::<Vec<_>>(), [Role::Both; 3]);
         assert_eq!(Workers::default().to_string(), "prefill:1,decode:2");
         for (text, hint) in [
-            ("prefill:2", "no worker would decode"),
-            ("both:0", "no worker would decode"),
+            ("both:0", "no worker"),
             ("both:65", "at most 64"),
             ("prefil:1", "like"),
             ("3", "like"),
@@ -323,5 +333,6 @@ mod tests {
         ] {
             assert!(reads::<Workers>(text).contains(hint), "{text}: {}", reads::<Workers>(text));
         }
+        assert!(Workers::of("prefill:2", 9).is_err_and(|error| error.to_string().contains("no worker would decode")));
     }
 }

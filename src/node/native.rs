@@ -18,6 +18,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
+use worker::handoff::Peers;
 use worker::plane::WorkerId;
 use worker::serve::Planes;
 
@@ -36,6 +37,7 @@ impl Native {
         config: &Config,
         planes: Planes,
         scope: Scope,
+        peers: Peers,
         health: &Health,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
@@ -60,7 +62,7 @@ impl Native {
         stores.observe(registry)?;
         stores.watch(health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, registry)?;
-        let shared = shared.with_quotas(shares);
+        let shared = shared.with_quotas(shares).with_peers(peers);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
             workers.push(shared.start(scope.worker(number as u64 + 1), role).await?);

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   frontends ── POST /workers/<id>/generate ──▶ RequestServer ─▶ worker … worker      planes on NATS
+//!   decode workers ── POST /workers/<id>/blocks ──▶      └──────▶ memory of the worker
 //! ```
 //!
 //! Shutdown deregisters the workers first, so that routers choose others, and closes the HTTP server last.
@@ -29,8 +30,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use worker::engine::Readiness;
+use worker::handoff::{OtherProcesses, Peers};
 use worker::plane::nats::{Address, NatsDiscovery};
-use worker::remote::RequestServer;
+use worker::remote::{RemotePeer, RequestServer, Secret};
 use worker::serve::Planes;
 
 /// The workers of a process. Dropping it stops them at once; [`Process::shutdown`] stops them in order.
@@ -68,16 +70,20 @@ impl WorkerNode {
         register_process_metrics(&registry)?;
         let health = Arc::new(WorkerHealth { registered: AtomicBool::new(false), tiers: Health::default() });
         let (server, settings) = http_server::server(config, &registry)?;
-        let requests = RequestServer::new(planes::secret(config)?);
-        let routes = Router::new().route("/workers/{worker}/generate", post(generate)).with_state(requests.clone());
+        let (url, secret) = (advertised(config, address), planes::secret(config)?);
+        let peers = peers(url.clone(), secret.clone());
+        let requests = RequestServer::new(secret, peers.clone());
+        let routes = Router::new()
+            .route("/workers/{worker}/generate", post(generate))
+            .route("/workers/{worker}/blocks", post(blocks))
+            .with_state(requests.clone());
         let app = internal_router(routes, Arc::clone(&health) as _, registry.clone(), &settings);
         // The engine of a remote worker connects without TLS. From here on an early return closes the HTTP server.
         let http = HttpServer::start(server.without_tls(), listener, app);
 
-        let url = advertised(config, address);
         let NatsPlanes { discovery, events } = planes::open(config, Address(url.clone()), &registry).await?;
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
-        let native = Native::start(config, planes, Scope::of(&url), &health.tiers, &registry).await?;
+        let native = Native::start(config, planes, Scope::of(&url), peers, &health.tiers, &registry).await?;
         health.registered.store(true, Ordering::Relaxed);
         let audit = Arc::new(CacheAudit { router: None, workers: native.managers(), stores: native.stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), native.stores.weak())?))?;
@@ -157,4 +163,19 @@ async fn generate(
 ) -> Response<Body> {
     let (head, body) = request.into_parts();
     requests.respond(&worker, &head.headers, body).await.map(Body::new)
+}
+
+async fn blocks(
+    State(requests): State<Arc<RequestServer>>,
+    Path(worker): Path<String>,
+    request: Request,
+) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    requests.respond_blocks(&worker, &head.headers, body).await.map(Body::new)
+}
+
+/// The workers of all processes, as sources of prefilled blocks.
+fn peers(url: String, secret: Option<Secret>) -> Peers {
+    let connect = Box::new(move |worker, url: &str| Arc::new(RemotePeer::new(worker, url, secret.clone())) as _);
+    Peers::with_other_processes(OtherProcesses { url, connect })
 }

@@ -64,6 +64,11 @@ impl Shared {
         Self { shares, ..self }
     }
 
+    /// Hands blocks over to and from these workers.
+    pub(super) fn with_peers(self, peers: Peers) -> Self {
+        Self { peers, ..self }
+    }
+
     /// Starts a worker and registers it.
     pub(super) async fn start(&self, id: WorkerId, role: Role) -> anyhow::Result<RunningWorker> {
         let epoch = epoch_now();

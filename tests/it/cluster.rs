@@ -81,10 +81,14 @@ impl Cluster {
 
     /// A frontend, once it knows a worker.
     async fn frontend(&self) -> Process {
+        self.frontend_with(&[]).await
+    }
+
+    async fn frontend_with(&self, more: &[&str]) -> Process {
         let common = self.arguments();
         let common: Vec<&str> = common.iter().map(String::as_str).collect();
         let own = ["--listen", "127.0.0.1:0", "--set", "frontend.shutdown_delay=0s"];
-        Process::launch(command("frontend", &[&own[..], &common[..]].concat())).await
+        Process::launch(command("frontend", &[&own[..], &common[..], more].concat())).await
     }
 }
 
@@ -175,7 +179,7 @@ fn wrong_settings_are_refused_before_anything_starts() {
         String::from_utf8(output.stderr).unwrap()
     };
     let cases: [(&str, &[&str], &str); 8] = [
-        ("worker", &["--workers", "prefill:1,decode:1"], "both:N"),
+        ("worker", &["--workers", "prefill:0"], "no worker"),
         ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
         ("worker", &["--advertise", "https://host:1"], "http://HOST:PORT"),
         ("worker", &["--set", "admin.listen=127.0.0.1:0"], "admin.listen"),

@@ -157,7 +157,7 @@ const ROOMS: [(&str, Rooms); 6] = [
         &[
             ("llama", &["handoff", "metrics", "plane", "engine"]),
             ("serve", &["plane", "engine"]),
-            ("remote", &["plane", "engine"]),
+            ("remote", &["handoff", "plane", "engine"]),
             ("handoff", &["plane", "engine"]),
             ("metrics", &["engine"]),
             ("plane", &["engine"]),

@@ -28,6 +28,7 @@ use worker::engine::{
     Engine, Error, FinishReason, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, SamplingDefaults,
     Tokens,
 };
+use worker::handoff::Peers;
 use worker::plane::local::LocalDiscovery;
 use worker::plane::nats::Address;
 use worker::plane::{Instance, Role, WorkerId};
@@ -131,7 +132,7 @@ fn worker() -> Result<(tokio::runtime::Handle, Address)> {
         runtime.block_on(async move {
             let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
             let address = Address(format!("http://{}", listener.local_addr().expect("it has an address")));
-            let server = RequestServer::new(None);
+            let server = RequestServer::new(None, Peers::default());
             let discovery = server.discovery(Arc::new(LocalDiscovery::default()));
             let _lease = discovery.register(instance(), Arc::new(Steps(steps()))).await.expect("it registers");
             sender.send((handle, address)).expect("the program waits");

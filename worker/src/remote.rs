@@ -11,16 +11,21 @@
 //! that is not read fills the window of its stream, and the worker stops generating for it. The address of a worker is
 //! found by [discovery](crate::plane::Discovery).
 //!
+//! A decode worker reads the blocks of a prefill worker from its memory: [`RemotePeer`], a tier over HTTP/1.1.
+//!
 //! Not here: accepting connections (the HTTP server of the program does), retries and time limits (the router's).
 
 #![forbid(unsafe_code)]
 
+mod blocks;
 mod client;
+mod peer;
 mod secret;
 mod server;
 mod wire;
 
 pub use client::RemoteEngine;
+pub use peer::RemotePeer;
 pub use secret::{Secret, SecretError};
 pub use server::{RequestServer, ResponseBody};
 

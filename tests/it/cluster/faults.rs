@@ -124,6 +124,46 @@ async fn workers_stop_computing_for_a_frontend_that_was_killed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn prompts_are_prefilled_in_another_process_until_that_is_killed() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (first, second) = (cluster.seat("a"), cluster.seat("b"));
+    let mut prefill = cluster.worker_at(&first, &["--workers", "prefill:1"]).await;
+    let decode = cluster.worker_at(&second, &["--workers", "decode:1"]).await;
+    let frontend = cluster.frontend_with(&["--set", "router.disaggregation=always"]).await;
+    until_workers(&frontend, 2).await;
+    let handed_over = async || decode.client.metric("blockyard_tier_transfer_bytes_total", "tier=\"peer\"").await;
+    let mut answered = Vec::new();
+    // A hand-over that does not begin in time is abandoned, and the prompt computed.
+    while handed_over().await == 0.0 {
+        let seed = answered.len() as u32;
+        answered.push(frontend.client.complete(&prompt(seed)).await.unwrap().0["text"].clone());
+    }
+    let remote = "outcome=\"remote_prefill\"";
+    assert!(frontend.client.metric("blockyard_router_disaggregated_requests_total", remote).await > 0.0);
+    assert!(prefill.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await > 0.0);
+    prefill.kill();
+    // The decode worker computes the prompts itself, also before the lease of the other one expires.
+    let fresh = cluster.seat("c");
+    for seed in 100..103 {
+        frontend.client.complete(&prompt(seed)).await.unwrap();
+    }
+    let alone = cluster.worker(&fresh).await;
+    drop(decode);
+    until_workers(&frontend, 1).await;
+    for (seed, text) in answered.into_iter().enumerate() {
+        let choice = loop {
+            let answer = frontend.client.ask(&prompt(seed as u32)).await.unwrap();
+            if answer["choices"][0]["text"].is_string() {
+                break answer["choices"][0]["text"].clone();
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        };
+        assert_eq!(choice, text, "a worker that does both gives the same text");
+    }
+    drop(alone);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn of_two_processes_at_one_url_the_later_one_serves() {
     let Some(cluster) = Cluster::new() else { return };
     let (first, second) = (cluster.seat("a"), cluster.seat("b"));

@@ -51,6 +51,7 @@ impl LlamaEngine {
             settings,
             stats: Arc::clone(&stats),
             metrics,
+            peers: peers.clone(),
         };
         let scheduler = Scheduler::new(resources, report, inbox);
         tokio::spawn(async move {

@@ -1,8 +1,10 @@
 //! The engines of this process, for requests of other processes.
 
+use super::blocks::{self, BlockFrames};
 use super::wire;
 use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
 use crate::engine::{Engine, OutputStream};
+use crate::handoff::Peers;
 use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
@@ -24,6 +26,8 @@ use tokio::time::Instant;
 /// Answers requests for the engines of this process.
 pub struct RequestServer {
     engines: Mutex<BTreeMap<WorkerId, Registered>>,
+    /// The memory of the workers, for workers of other processes.
+    peers: Peers,
     secret: Option<Secret>,
 }
 
@@ -43,19 +47,23 @@ pub struct ResponseBody(Content);
 enum Content {
     Text(Option<Bytes>),
     Outputs(OutputStream),
+    Blocks(BlockFrames),
     Ended,
 }
 
 /// Largest request: a prompt of ten million tokens.
 const MAX_REQUEST_BYTES: usize = 64 << 20;
 
+/// Largest request for blocks: a million blocks.
+const MAX_BLOCKS_BYTES: usize = 16 << 20;
+
 /// A frame is sent when it has this many bytes, even if more outputs are ready: a quarter of a stream's window.
 const MAX_FRAME_BYTES: usize = 16 << 10;
 
 impl RequestServer {
-    /// A server for requests with this secret; `None`: for all requests.
-    pub fn new(secret: Option<Secret>) -> Arc<Self> {
-        Arc::new(Self { engines: Mutex::default(), secret })
+    /// A server for requests with this secret; `None`: for all requests. The blocks of workers in `peers` can be read.
+    pub fn new(secret: Option<Secret>, peers: Peers) -> Arc<Self> {
+        Arc::new(Self { engines: Mutex::default(), peers, secret })
     }
 
     /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
@@ -69,14 +77,8 @@ impl RequestServer {
         B: Body<Data = Bytes> + Send,
         B::Error: Into<Box<dyn StdError + Send + Sync>>,
     {
-        let error = |status, why: &str| response(status, Content::Text(Some(Bytes::copy_from_slice(why.as_bytes()))));
-        if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
-            return error(StatusCode::UNAUTHORIZED, "the request does not have the secret of the worker");
-        }
-        let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
-        if protocol != PROTOCOL.to_string() {
-            let why = format!("the request has protocol number {protocol}, this worker {PROTOCOL}");
-            return error(StatusCode::BAD_REQUEST, &why);
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
         }
         let engine = worker
             .parse()
@@ -95,6 +97,44 @@ impl RequestServer {
             Err(error) => response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error)))),
         }
     }
+
+    /// Answers `POST /workers/<worker>/blocks`.
+    pub async fn respond_blocks<B>(&self, worker: &str, headers: &HeaderMap, body: B) -> Response<ResponseBody>
+    where
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<Box<dyn StdError + Send + Sync>>,
+    {
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
+        }
+        let Some(memory) = worker.parse().ok().and_then(|id| self.peers.find_local(WorkerId(id))) else {
+            return error(StatusCode::NOT_FOUND, "no worker with this id is here");
+        };
+        let hashes = match Limited::new(body, MAX_BLOCKS_BYTES).collect().await {
+            Ok(body) => blocks::decode_request(&body.to_bytes()),
+            Err(problem) => return error(StatusCode::BAD_REQUEST, &problem.to_string()),
+        };
+        match hashes {
+            Ok((fingerprint, hashes)) => {
+                response(StatusCode::OK, Content::Blocks(BlockFrames::new(memory.load(fingerprint, hashes))))
+            }
+            Err(problem) => error(StatusCode::BAD_REQUEST, &problem.to_string()),
+        }
+    }
+
+    /// Why a request is refused: its secret or its protocol number is another one.
+    fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
+        if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
+            return Some((StatusCode::UNAUTHORIZED, "the request does not have the secret of the worker".to_owned()));
+        }
+        let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
+        let why = || format!("the request has protocol number {protocol}, this worker {PROTOCOL}");
+        (protocol != PROTOCOL.to_string()).then(|| (StatusCode::BAD_REQUEST, why()))
+    }
+}
+
+fn error(status: StatusCode, why: &str) -> Response<ResponseBody> {
+    response(status, Content::Text(Some(Bytes::copy_from_slice(why.as_bytes()))))
 }
 
 fn response(status: StatusCode, content: Content) -> Response<ResponseBody> {
@@ -154,6 +194,7 @@ impl Body for ResponseBody {
         let outputs = match &mut self.0 {
             Content::Ended => return Poll::Ready(None),
             Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            Content::Blocks(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Outputs(outputs) => outputs,
         };
         let mut encoded = BytesMut::new();

@@ -1,8 +1,11 @@
 //! Both sides over real sockets.
 
+mod peers;
+
 use super::*;
 use crate::engine::contract::{self, collect, request};
 use crate::engine::{Engine, Error, Output, OutputStream, Readiness, Request, Tokens};
+use crate::handoff::Peers;
 use crate::llama::tests::harness::{Harness, Shape};
 use crate::plane::local::LocalDiscovery;
 use crate::plane::nats::Address;
@@ -69,7 +72,7 @@ struct Pair {
 
 impl Pair {
     async fn of(engine: Arc<dyn Engine>, ours: Option<Secret>, theirs: Option<Secret>) -> Self {
-        let server = RequestServer::new(ours);
+        let server = RequestServer::new(ours, Peers::default());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = Address(format!("http://{}", listener.local_addr().unwrap()));
         let model = engine.models().swap_remove(0);
@@ -185,7 +188,7 @@ async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
     assert!(matches!(last, Some(Err(Error::Failed(_)))), "{last:?}");
     until("the port is free", || std::net::TcpListener::bind(&pair.address.0["http://".len()..]).is_ok()).await;
     assert!(failure(&pair.remote).await.contains("w7"));
-    let server = RequestServer::new(None);
+    let server = RequestServer::new(None, Peers::default());
     let listener = TcpListener::bind(&pair.address.0["http://".len()..]).await.unwrap();
     let discovery = server.discovery(Arc::new(LocalDiscovery::default()));
     pair.lease = discovery.register(pair.instance.clone(), engine).await.unwrap();
@@ -220,7 +223,7 @@ async fn a_worker_that_left_takes_no_requests() {
 
 #[tokio::test]
 async fn another_protocol_number_is_refused_by_its_number() {
-    let server = RequestServer::new(None);
+    let server = RequestServer::new(None, Peers::default());
     for protocol in ["0", "2", "x"] {
         let headers = HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(protocol))]);
         let response = server.respond("7", &headers, Full::new(Bytes::new())).await;

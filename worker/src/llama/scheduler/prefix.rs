@@ -52,7 +52,7 @@ impl PrefixLoader {
 
     /// Loads the blocks that a prefill worker computed. What that worker found cached counts as cached here too.
     async fn onboard_from_peer(&self, sequence: &mut Sequence, ticket: &HandoffTicket) {
-        let Some(peer) = self.peers.find(ticket.peer) else {
+        let Some(peer) = self.peers.find(ticket) else {
             tracing::warn!(
                 peer = %ticket.peer, request_id = %sequence.request.id,
                 "prefill worker is not reachable; recomputing the prompt"

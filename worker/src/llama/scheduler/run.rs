@@ -20,7 +20,7 @@ use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::step::{self, StepInput, StepOutput};
 use crate::engine::{EndToken, Error, FinishReason, Output, Work};
-use crate::handoff::HandoffTicket;
+use crate::handoff::Peers;
 use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
 use crate::llama::settings::Settings;
@@ -48,6 +48,7 @@ pub(in crate::llama) struct Resources {
     pub(in crate::llama) settings: Settings,
     pub(in crate::llama) stats: Arc<EngineStats>,
     pub(in crate::llama) metrics: EngineMetrics,
+    pub(in crate::llama) peers: Peers,
 }
 
 pub(in crate::llama) struct Scheduler {
@@ -58,6 +59,7 @@ pub(in crate::llama) struct Scheduler {
     settings: Settings,
     stats: Arc<EngineStats>,
     metrics: EngineMetrics,
+    peers: Peers,
     /// Dropped with the scheduler, which tells the receivers that the engine has stopped.
     load: watch::Sender<Load>,
     inbox: mpsc::Receiver<Sequence>,
@@ -75,7 +77,7 @@ impl Scheduler {
         load: watch::Sender<Load>,
         inbox: mpsc::Receiver<Sequence>,
     ) -> Self {
-        let Resources { worker, runtime, kv_cache, manager, settings, stats, metrics } = resources;
+        let Resources { worker, runtime, kv_cache, manager, settings, stats, metrics, peers } = resources;
         Self {
             worker,
             runtime,
@@ -84,6 +86,7 @@ impl Scheduler {
             settings,
             stats,
             metrics,
+            peers,
             load,
             inbox,
             waiting: VecDeque::new(),
@@ -452,7 +455,7 @@ impl Scheduler {
         sequence.close_report();
         self.metrics.prompt_cached(&sequence.report);
         self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
-        let ticket = HandoffTicket { peer: self.worker, cached: sequence.report.cached.clone() };
+        let ticket = self.peers.ticket(self.worker, sequence.report.cached.clone());
         sequence.output.send_handoff(Output::Handoff(ticket.encode()));
         // Only the blocks are kept; the request no longer counts as pending.
         let Sequence { output, blocks, .. } = sequence;

@@ -33,19 +33,19 @@ pub(crate) struct Harness {
 }
 
 pub(crate) struct Shape {
-    pub(super) worker: u64,
-    pub(super) chunk: usize,
-    pub(super) g1: usize,
-    pub(super) g2: usize,
-    pub(super) lower: Vec<Arc<dyn Tier>>,
-    pub(super) peers: Peers,
-    pub(super) clock: Clock,
-    pub(super) engine: Settings,
+    pub(crate) worker: u64,
+    pub(crate) chunk: usize,
+    pub(crate) g1: usize,
+    pub(crate) g2: usize,
+    pub(crate) lower: Vec<Arc<dyn Tier>>,
+    pub(crate) peers: Peers,
+    pub(crate) clock: Clock,
+    pub(crate) engine: Settings,
 }
 
 /// Repeats a trial that loads blocks until it has a result. A load that does not begin within 100 ms is abandoned, and
 /// a busy machine can stop a thread for longer than that.
-pub(super) async fn unless_stalled<T>(trial: impl AsyncFn() -> Option<T>) -> T {
+pub(crate) async fn unless_stalled<T>(trial: impl AsyncFn() -> Option<T>) -> T {
     for _ in 0..10 {
         if let Some(result) = trial().await {
             return result;
@@ -101,7 +101,7 @@ impl Harness {
 
     /// Records a prefill speed of one second per prompt token, so that loading is always quicker than computing. The
     /// weight of this measurement exceeds that of all prompts of a test.
-    pub(super) fn assume_slow_prefill(&self) {
+    pub(crate) fn assume_slow_prefill(&self) {
         self.engine.stats.record_step(1 << 24, std::time::Duration::from_secs(1 << 24));
     }
 

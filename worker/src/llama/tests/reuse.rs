@@ -127,7 +127,7 @@ async fn blocks_of_an_unknown_peer_are_recomputed() {
     let mut rng = Rng(7);
     let talk = Conversation::draw(&mut rng).await;
     let peers = Peers::default();
-    let ticket = HandoffTicket { peer: WorkerId(99), cached: vec![(Level::G1, 16)] };
+    let ticket = HandoffTicket { peer: WorkerId(99), url: None, cached: vec![(Level::G1, 16)] };
     let harness = Harness::new(Shape { peers, ..Shape::default() });
     let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
     answer.must_equal(&talk.answers[1], "unknown peer", None);
@@ -141,7 +141,7 @@ async fn blocks_computed_by_the_prefill_worker_are_not_cached() {
     // The blocks are here before the transfer, as if they came through a shared tier.
     harness.run(&talk.second, 1).await;
     for found in [0, 16] {
-        let ticket = HandoffTicket { peer: WorkerId(99), cached: vec![(Level::G1, found)] };
+        let ticket = HandoffTicket { peer: WorkerId(99), url: None, cached: vec![(Level::G1, found)] };
         let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
         let report = answer.report;
         assert_eq!((report.handed_over, report.cached_tokens()), (0, found));

@@ -1,0 +1,158 @@
+//! Blocks on their way to another process: each has an index, whether it was found, its header and its payload.
+//!
+//! The payload is written from where it lies and verified by the receiver, like that of any tier.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use futures::StreamExt;
+use futures::stream::BoxStream;
+use kvbm::{Block, Fingerprint, Header, Loaded, SequenceHash};
+use std::collections::VecDeque;
+use std::task::{Context, Poll};
+
+/// Why bytes are no blocks, or no request for blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the message has no valid blocks")]
+pub(super) struct InvalidBlocks;
+
+/// Bytes before a header: the index and whether the block was found.
+const PREFIX: usize = 5;
+
+const FINGERPRINT_BYTES: usize = 32;
+const HASH_BYTES: usize = 16;
+
+/// Encodes a request for blocks.
+pub(super) fn encode_request(fingerprint: Fingerprint, hashes: &[SequenceHash]) -> Bytes {
+    let mut bytes = BytesMut::with_capacity(FINGERPRINT_BYTES + hashes.len() * HASH_BYTES);
+    bytes.put_slice(fingerprint.as_bytes());
+    for hash in hashes {
+        bytes.put_slice(hash.as_bytes());
+    }
+    bytes.freeze()
+}
+
+pub(super) fn decode_request(bytes: &[u8]) -> Result<(Fingerprint, Vec<SequenceHash>), InvalidBlocks> {
+    let (fingerprint, hashes) = bytes.split_first_chunk::<FINGERPRINT_BYTES>().ok_or(InvalidBlocks)?;
+    let (hashes, rest) = hashes.as_chunks::<HASH_BYTES>();
+    let hashes = hashes.iter().map(|hash| SequenceHash::from_bytes(*hash)).collect();
+    if rest.is_empty() { Ok((Fingerprint::from_bytes(*fingerprint), hashes)) } else { Err(InvalidBlocks) }
+}
+
+/// The frames of a response: heads and payloads in turn.
+pub(super) struct BlockFrames {
+    loads: BoxStream<'static, Loaded>,
+    ready: VecDeque<Bytes>,
+}
+
+impl BlockFrames {
+    pub(super) fn new(loads: BoxStream<'static, Loaded>) -> Self {
+        Self { loads, ready: VecDeque::new() }
+    }
+
+    /// The next frame; `None` after the last.
+    pub(super) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        loop {
+            if let Some(frame) = self.ready.pop_front() {
+                return Poll::Ready(Some(frame));
+            }
+            let Some((index, loaded)) = std::task::ready!(self.loads.poll_next_unpin(context)) else {
+                return Poll::Ready(None);
+            };
+            // The receiver computes a block that cannot be read.
+            let block = loaded.ok().flatten();
+            let mut head = BytesMut::with_capacity(PREFIX + Header::LEN);
+            head.put_u32_le(index as u32);
+            head.put_u8(block.is_some().into());
+            if let Some(block) = &block {
+                head.put_slice(&block.header.encode());
+            }
+            self.ready.push_back(head.freeze());
+            self.ready.extend(block.map(|block| block.payload).filter(|payload| !payload.is_empty()));
+        }
+    }
+}
+
+/// Takes the next block from what has arrived; `None`: more bytes are needed. `max_payload` bounds the memory of one.
+pub(super) fn decode_block(
+    arrived: &mut BytesMut,
+    max_payload: u64,
+) -> Result<Option<(usize, Option<Block>)>, InvalidBlocks> {
+    let Some(prefix) = arrived.first_chunk::<PREFIX>() else { return Ok(None) };
+    let [a, b, c, d, found] = *prefix;
+    let index = u32::from_le_bytes([a, b, c, d]) as usize;
+    match found {
+        0 => {
+            arrived.advance(PREFIX);
+            return Ok(Some((index, None)));
+        }
+        1 => {}
+        _ => return Err(InvalidBlocks),
+    }
+    let Some(header) = arrived[PREFIX..].first_chunk::<{ Header::LEN }>() else { return Ok(None) };
+    let header = Header::decode(header).map_err(|_| InvalidBlocks)?;
+    if header.length > max_payload {
+        return Err(InvalidBlocks);
+    }
+    let whole = PREFIX + Header::LEN + header.length as usize;
+    if arrived.len() < whole {
+        arrived.reserve(whole - arrived.len());
+        return Ok(None);
+    }
+    arrived.advance(PREFIX + Header::LEN);
+    let payload = arrived.split_to(header.length as usize).freeze();
+    Ok(Some((index, Some(Block { header, payload }))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::future::poll_fn;
+    use proptest::prelude::*;
+
+    fn block(n: u8) -> Block {
+        let fingerprint = Fingerprint::from_bytes([7; 32]);
+        Block::new(SequenceHash::from_bytes([n; 16]), None, fingerprint, Bytes::from(vec![n; 3000 + usize::from(n)]))
+    }
+
+    #[tokio::test]
+    async fn blocks_arrive_in_any_pieces() {
+        let loads: Vec<Loaded> = vec![(1, Ok(Some(block(1)))), (0, Ok(None)), (2, Ok(Some(block(2))))];
+        let mut frames = BlockFrames::new(futures::stream::iter(loads).boxed());
+        let mut sent = Vec::new();
+        while let Some(frame) = poll_fn(|context| frames.poll_next(context)).await {
+            sent.extend_from_slice(&frame);
+        }
+        for size in [1, 7, 100, 5000, 10_000] {
+            let (mut arrived, mut blocks) = (BytesMut::new(), Vec::new());
+            for piece in sent.chunks(size) {
+                arrived.extend_from_slice(piece);
+                while let Some((index, block)) = decode_block(&mut arrived, 1 << 20).unwrap() {
+                    blocks.push((index, block.map(|block| block.payload)));
+                }
+            }
+            assert_eq!(blocks, [(1, Some(block(1).payload)), (0, None), (2, Some(block(2).payload))]);
+            assert!(arrived.is_empty());
+        }
+    }
+
+    #[test]
+    fn requests_survive_encoding_and_a_large_payload_is_refused_before_it_arrives() {
+        let (fingerprint, hashes) =
+            (Fingerprint::from_bytes([3; 32]), vec![block(1).header.hash, block(2).header.hash]);
+        let encoded = encode_request(fingerprint, &hashes);
+        assert_eq!(decode_request(&encoded), Ok((fingerprint, hashes)));
+        assert!(decode_request(&encoded[..40]).is_err() && decode_request(&encoded[..20]).is_err());
+        let mut arrived = BytesMut::from(&[0, 0, 0, 0, 1][..]);
+        arrived.extend_from_slice(&block(1).header.encode());
+        assert!(decode_block(&mut arrived.clone(), 3001).is_ok_and(|block| block.is_none()));
+        assert!(decode_block(&mut arrived, 3000).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_are_refused_or_decoded(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let mut arrived = BytesMut::from(&bytes[..]);
+            while let Ok(Some(_)) = decode_block(&mut arrived, 1 << 16) {}
+            let _ = decode_request(&bytes);
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! The memory of a worker, read from another process.
+
+use super::*;
+use crate::engine::Work;
+use crate::handoff::{OtherProcesses, Peers};
+use crate::llama::tests::harness::unless_stalled;
+use crate::plane::WorkerId;
+use kvbm::{Block, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
+
+/// Serves the blocks of `peers` over HTTP/1.1 and counts connections.
+async fn serve(peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize>, JoinHandle<()>) {
+    let server = RequestServer::new(secret, peers);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (url, connections) = (format!("http://{}", listener.local_addr().unwrap()), Arc::new(AtomicUsize::new(0)));
+    let counted = Arc::clone(&connections);
+    let accepting = tokio::spawn(async move {
+        let mut tasks = tokio::task::JoinSet::new();
+        loop {
+            let (socket, _) = listener.accept().await.unwrap();
+            counted.fetch_add(1, Ordering::SeqCst);
+            let server = Arc::clone(&server);
+            tasks.spawn(async move {
+                let service = service_fn(move |request: http::Request<hyper::body::Incoming>| {
+                    let server = Arc::clone(&server);
+                    async move {
+                        let (head, body) = request.into_parts();
+                        let worker = head.uri.path().split('/').nth(2).unwrap_or_default().to_owned();
+                        Ok::<_, Infallible>(server.respond_blocks(&worker, &head.headers, body).await)
+                    }
+                });
+                let _ =
+                    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service).await;
+            });
+        }
+    });
+    (url, connections, accepting)
+}
+
+/// Yields each requested block but every third, and then, if it is to, nothing more for ever.
+struct Memory {
+    ends: bool,
+}
+
+fn fingerprint() -> Fingerprint {
+    Fingerprint::from_bytes([7; 32])
+}
+
+fn block(hash: SequenceHash) -> Block {
+    let payload = vec![hash.as_bytes()[0]; 300_000];
+    Block::new(hash, None, fingerprint(), payload.into())
+}
+
+fn hashes(count: u8) -> Vec<SequenceHash> {
+    (0..count).map(|n| SequenceHash::from_bytes([n; 16])).collect()
+}
+
+impl Tier for Memory {
+    fn level(&self) -> Level {
+        Level::Peer
+    }
+
+    fn holds(&self, _: Fingerprint, hashes: &[SequenceHash]) -> usize {
+        hashes.len()
+    }
+
+    fn load(&self, _: Fingerprint, hashes: Vec<SequenceHash>) -> futures::stream::BoxStream<'static, Loaded> {
+        let count = if self.ends { hashes.len() } else { hashes.len() / 2 };
+        let found = |(at, hash): (usize, SequenceHash)| (at, Ok((at % 3 != 2).then(|| block(hash))));
+        let loaded = stream::iter(hashes.into_iter().enumerate().take(count).map(found));
+        if self.ends { loaded.boxed() } else { loaded.chain(stream::pending()).boxed() }
+    }
+
+    fn store(&self, _: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
+        async { Vec::new() }.boxed()
+    }
+
+    fn discard(&self, _: Fingerprint, _: SequenceHash) {}
+
+    fn expire(&self, _: Date) -> usize {
+        0
+    }
+
+    fn usage(&self) -> Usage {
+        Usage::default()
+    }
+}
+
+fn memory(ends: bool) -> Peers {
+    let peers = Peers::default();
+    peers.insert(WorkerId(1), Arc::new(Memory { ends }));
+    peers
+}
+
+#[tokio::test]
+async fn every_block_arrives_once_over_one_connection() {
+    let (url, connections, _accepting) = serve(memory(true), Some(secret("0123456789abcdef"))).await;
+    let peer = RemotePeer::new(WorkerId(1), &url, Some(secret("0123456789abcdef")));
+    for _ in 0..3 {
+        let mut loaded: Vec<Loaded> = peer.load(fingerprint(), hashes(20)).collect().await;
+        loaded.sort_by_key(|(index, _)| *index);
+        assert_eq!(loaded.len(), 20);
+        for ((index, block), hash) in loaded.into_iter().zip(hashes(20)) {
+            let block = block.unwrap();
+            assert_eq!(block.is_some(), index % 3 != 2, "block {index}");
+            if let Some(block) = block {
+                block.verify(hash, fingerprint()).unwrap();
+            }
+        }
+    }
+    assert_eq!(connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn each_block_that_cannot_be_read_is_an_error_once() {
+    let (url, _, accepting) = serve(memory(false), Some(secret("0123456789abcdef"))).await;
+    let gone = RemotePeer::new(WorkerId(1), "http://127.0.0.1:1", None);
+    let wrong = RemotePeer::new(WorkerId(1), &url, Some(secret("fedcba9876543210")));
+    let absent = RemotePeer::new(WorkerId(2), &url, Some(secret("0123456789abcdef")));
+    for peer in [gone, wrong, absent] {
+        let loaded: Vec<Loaded> = peer.load(fingerprint(), hashes(5)).collect().await;
+        assert!(loaded.len() == 5 && loaded.iter().all(|(_, block)| block.is_err()));
+    }
+    let peer = RemotePeer::new(WorkerId(1), &url, Some(secret("0123456789abcdef")));
+    let mut loads = peer.load(fingerprint(), hashes(20));
+    let mut indexes = Vec::new();
+    for _ in 0..10 {
+        let (index, block) = loads.next().await.unwrap();
+        assert!(block.is_ok());
+        indexes.push(index);
+    }
+    // The process ends in mid-transfer.
+    accepting.abort();
+    while let Some((index, block)) = loads.next().await {
+        assert!(block.is_err());
+        indexes.push(index);
+    }
+    indexes.sort_unstable();
+    assert_eq!(indexes, (0..20).collect::<Vec<_>>());
+}
+
+#[tokio::test]
+async fn a_corrupt_block_is_not_asked_for_again() {
+    let peer = RemotePeer::new(WorkerId(1), "http://127.0.0.1:1", None);
+    assert_eq!(peer.holds(fingerprint(), &hashes(4)), 4);
+    peer.discard(fingerprint(), hashes(4)[2]);
+    assert_eq!(peer.holds(fingerprint(), &hashes(4)), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hand_over_between_processes_changes_nothing() {
+    let prompt: Vec<u32> = (0..300).map(|at| at * 7 % 100).collect();
+    let alone = Harness::new(Shape::default());
+    let expected = collect(alone.engine.generate(request(&*alone.engine, &prompt, 12)).await.unwrap()).await.unwrap();
+    let hand_over = async || {
+        // Each side knows the other by its URL only.
+        let others = |url: &str| OtherProcesses {
+            url: url.to_owned(),
+            connect: Box::new(|worker, url: &str| Arc::new(RemotePeer::new(worker, url, None)) as _),
+        };
+        let listed = Peers::default();
+        let (url, _, _accepting) = serve(listed.clone(), None).await;
+        let prefill_peers = Peers::with_other_processes(others(&url));
+        let prefill = Harness::new(Shape { worker: 1, peers: prefill_peers.clone(), ..Shape::default() });
+        listed.insert(WorkerId(1), prefill_peers.find_local(WorkerId(1)).unwrap());
+        let peers = Peers::with_other_processes(others("http://127.0.0.1:1"));
+        let decode = Harness::new(Shape { worker: 2, peers, ..Shape::default() });
+        decode.assume_slow_prefill();
+        let ask = |harness: &Harness, work| Request { work, ..request(&*harness.engine, &prompt, 12) };
+        let mut prefill_stream = prefill.engine.generate(ask(&prefill, Work::Prefill)).await.unwrap();
+        let Some(Ok(Output::Handoff(handoff))) = prefill_stream.next().await else { panic!("no hand-over") };
+        let answer = decode.engine.generate(ask(&decode, Work::Resume(handoff))).await.unwrap();
+        let answer = collect(answer).await.unwrap();
+        assert_eq!(answer.ids, expected.ids);
+        answer.prompt.unwrap().handed_over
+    };
+    unless_stalled(async || (hand_over().await == 288).then_some(())).await;
+}
