@@ -19,7 +19,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run demo-cluster test test-vllm lint fmt doc setup advisories
-.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream bench-faults
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,10 @@ bench: bench-kvbm bench-ttft bench-routing ## The benchmarks without a trace; ta
 bench-kvbm: ## Benchmarks of the block manager, each figure beside its goal (ARGS="--json" for JSON)
 	cargo build --locked --release -p kvbm -p worker --examples
 	cargo run --locked --release --quiet $(BENCH) --bin kvbm -- $(ARGS)
+
+bench-faults: $(VENV)/.ready ## Frontends and workers as processes under load, while parts of them fail (ARGS="--json" for JSON)
+	cargo build --locked --release
+	$(VENV)/bin/python $(SERVERS)/bench_faults.py target/release/blockyard $(ARGS)
 
 bench-router: ## Benchmarks of the router, each figure beside its goal, an hour; TRACE=FILE for all (ARGS="--only workloads")
 	@test -z "$(TRACE)" || test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }

@@ -1,0 +1,144 @@
+"""A deployment on one machine, as processes: NATS, frontends, workers with a shared object store. For demonstrations and
+benchmarks."""
+
+import contextlib
+import json
+import pathlib
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+import run
+
+BUCKET = "demo"
+MAX_START_SECONDS = 60
+MAX_STOP_SECONDS = 40
+
+
+def fetch(url, body=None, timeout=60):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        return response.read().decode()
+
+
+class Process:
+    """A process of the program, once it is ready."""
+
+    def __init__(self, folder, name, url, command, environment):
+        self.name, self.url = name, url
+        self.log = pathlib.Path(folder) / f"{name}.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def until_ready(self):
+        deadline = time.monotonic() + MAX_START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                fetch(f"{self.url}/ready")
+                return self
+            time.sleep(0.05)
+        sys.exit(f"deployment: {self.name} is not ready:\n{self.log.read_text()[-4000:]}")
+
+    def stop(self):
+        self.process.terminate()
+        status = self.process.wait(MAX_STOP_SECONDS)
+        if status != 0:
+            sys.exit(f"deployment: {self.name} ended with status {status}:\n{self.log.read_text()[-4000:]}")
+
+    def metric(self, name, label=""):
+        lines = (line for line in fetch(f"{self.url}/metrics").splitlines() if line.split("{")[0].split(" ")[0] == name)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if label in line)
+
+
+class Deployment:
+    """`workers`: the number of workers, or the value of `--workers` for each."""
+
+    def __init__(self, program, folder, s3, workers, frontends):
+        self.program, self.folder, self.s3 = program, folder, s3
+        self.roles = ["both:1"] * workers if isinstance(workers, int) else workers
+        self.count = frontends
+        self.workers, self.frontends, self.nats = [], [], contextlib.ExitStack()
+        self.secret = pathlib.Path(folder) / "secret"
+        self.secret.write_text(secrets.token_hex(32))
+        self.nats_port = run.free_port()
+        self.ports = [run.free_port() for _ in range(len(self.roles) + frontends)]
+        self.environment = {
+            "HOME": str(folder),
+            "AWS_ACCESS_KEY_ID": "demo",
+            "AWS_SECRET_ACCESS_KEY": "demo",
+        }
+
+    def start(self):
+        self.start_nats()
+        self.workers = [self.worker(nth) for nth in range(len(self.roles))]
+        self.frontends = [self.frontend(nth) for nth in range(self.count)]
+        for process in self.workers + self.frontends:
+            process.until_ready()
+        self.until_known()
+
+    def start_nats(self):
+        nats = [run.nats_server(), "-js", "-sd", f"{self.folder}/nats", "-a", "127.0.0.1", "-p", str(self.nats_port)]
+        self.nats = contextlib.ExitStack()
+        self.nats.enter_context(run.server("nats", nats, self.nats_port, self.folder))
+
+    def until_known(self):
+        """Waits until all frontends know all workers."""
+        for frontend in self.frontends:
+            known = lambda: frontend.metric("blockyard_router_workers") == len(self.roles)
+            until(known, "a frontend knows all workers")
+
+    def common(self):
+        return ["--nats", f"nats://127.0.0.1:{self.nats_port}", "--secret-file", str(self.secret)]
+
+    def worker(self, nth):
+        url = f"http://127.0.0.1:{self.ports[nth]}"
+        tiers = ["tiers.g1=64MiB", "tiers.g2=64MiB", "tiers.g3=off", f"tiers.g4.endpoint={self.s3}"]
+        command = [self.program, "worker", "--model", "tiny", "--data-dir", f"{self.folder}/worker-{nth + 1}"]
+        command += ["--listen", url.removeprefix("http://"), "--workers", self.roles[nth], "--g4", f"s3://{BUCKET}/blocks"]
+        command += self.common()
+        for tier in tiers:
+            command += ["--set", tier]
+        return Process(self.folder, f"worker-{nth + 1}", url, command, self.environment)
+
+    def frontend(self, nth):
+        url = f"http://127.0.0.1:{self.ports[len(self.roles) + nth]}"
+        command = [self.program, "frontend", "--listen", url.removeprefix("http://")] + self.common()
+        command += ["--set", "frontend.shutdown_delay=0s"]
+        return Process(self.folder, f"frontend-{nth + 1}", url, command, self.environment)
+
+    def stop(self):
+        for process in self.frontends + self.workers:
+            process.stop()
+        self.nats.close()
+
+    def kill(self):
+        for process in self.frontends + self.workers:
+            process.process.kill()
+        self.nats.close()
+
+
+@contextlib.contextmanager
+def deployment(program, workers, frontends):
+    """A deployment with an S3 server, not started yet. Its processes are killed at the end."""
+    port = run.free_port()
+    moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with tempfile.TemporaryDirectory(prefix="blockyard-cluster-") as folder:
+        with run.server("moto", moto, port, folder) as s3:
+            run.put(f"{s3}/{BUCKET}", {})
+            processes = Deployment(str(pathlib.Path(program).resolve()), folder, s3, workers, frontends)
+            try:
+                yield processes
+            finally:
+                processes.kill()
+
+
+def until(condition, what):
+    deadline = time.monotonic() + MAX_START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit(f"deployment: it did not happen in {MAX_START_SECONDS} s that {what}")
+        time.sleep(0.05)
