@@ -1,6 +1,6 @@
 //! `docs/configuration.md`, `docs/routing.md` and the help agree with the program; wrong configurations are rejected.
 
-use blockyard::config::{Config, defaults};
+use blockyard::config::{Config, Purpose, Sources, defaults};
 use std::collections::BTreeMap;
 
 const PAGE: &str = include_str!("../../docs/configuration.md");
@@ -27,6 +27,28 @@ fn serve_help_shows_the_real_defaults() {
     let Config { model, listen, workers, log, .. } = Config::with_cache("".as_ref());
     for default in [model.to_string(), listen.to_string(), workers.to_string(), log.filter] {
         assert!(help.contains(&format!("[default: {default}]")), "[default: {default}] is not in:\n{help}");
+    }
+}
+
+#[test]
+fn the_sample_configurations_are_valid() {
+    let samples = [
+        ("laptop", Purpose::Serve),
+        ("vllm-host", Purpose::Serve),
+        ("nfs", Purpose::Serve),
+        ("frontend", Purpose::Frontend),
+        ("worker", Purpose::Worker),
+    ];
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/samples");
+    assert_eq!(std::fs::read_dir(&folder).expect("there are samples").count(), samples.len());
+    for (name, purpose) in samples {
+        let file = Some(folder.join(format!("{name}.toml")));
+        let environment = vec![("HOME".to_owned(), "/home/user".to_owned())];
+        // As the comment in the file says: each worker gets its own address.
+        let advertise = ("BLOCKYARD_CLUSTER__ADVERTISE".to_owned(), "http://10.0.0.7:8100".to_owned());
+        let environment = [environment, vec![advertise]].concat();
+        let loaded = Config::load_for(&Sources { file, environment, flags: Vec::new() }, purpose);
+        assert!(loaded.is_ok(), "{name}: {}", loaded.err().map(|errors| errors.to_string()).unwrap_or_default());
     }
 }
 
