@@ -13,6 +13,7 @@ mod index_audit;
 mod keys;
 mod layers;
 mod metrics;
+mod monitoring;
 mod overload;
 mod process;
 mod reload;
