@@ -5,7 +5,6 @@
 
 use super::demand::decoding;
 use super::output_lengths::DEFAULT_OUTPUT_TOKENS;
-use super::prefill_time::PrefillTime;
 use super::stats::{LOWER_TIERS, LoadStats, Speeds, lower_tier};
 use super::step_time::StepTime;
 use kvbm::Level;
@@ -16,12 +15,12 @@ use kvbm::Level;
 pub(crate) struct ServiceEstimate {
     /// Seconds until the queued prompts are computed.
     pub(crate) queue: f64,
-    /// Seconds of prefill per prompt token, as the worker reports it.
-    pub(crate) token: f64,
-    /// G1 blocks that are not in use; `u32::MAX` when the total is unknown.
-    pub(crate) free_blocks: u32,
-    /// Free blocks below which a request may have to wait for memory; `u32::MAX` when the batch may be full.
-    pub(crate) margin_blocks: u32,
+    /// Tokens of context that a step reads now: those of the sequences whose prompts are computed.
+    decoding_context: f64,
+    /// Sequences that decode now.
+    decoding: u32,
+    /// Blocks of a request up to which it waits neither for memory nor for a place in the batch.
+    pub(crate) spare_blocks: u32,
     /// Requests that wait for their first token.
     pub(crate) prompts: u32,
     /// Sequences that decode or wait to decode.
@@ -34,12 +33,16 @@ pub(crate) struct ServiceEstimate {
     step_pace: f32,
     /// Duration of prompts, in the same way.
     prefill_pace: f32,
+    /// Seconds of prefill per prompt token, as the worker reports it.
+    pub(crate) token: f64,
     /// Onboarding by source tier, from G2 on.
     transfers: [TierTransfer; LOWER_TIERS],
     /// Seconds from the end of a remote prefill to the first token, without the transfer.
     pub(crate) handoff_overhead: f64,
     /// Mean seconds from placement to end of a request.
     pub(crate) mean_duration: f64,
+    /// Standard deviation of the number of sequences.
+    pub(crate) deviation: f64,
     /// G1 blocks in use or booked by requests.
     pub(crate) active_blocks: u32,
     /// G1 blocks in all; 0 when unknown.
@@ -97,16 +100,21 @@ impl ServiceEstimate {
         let is_batch_far = f64::from(*sequences) + 1.0 + MARGIN_DEVIATIONS * deviation < f64::from(sequences_max);
         let margin_blocks =
             if is_batch_far { (MARGIN_DEVIATIONS * f64::from(*active_blocks) / deviation) as u32 } else { u32::MAX };
+        let free_blocks = if *total_blocks == 0 { u32::MAX } else { total_blocks.saturating_sub(*active_blocks) };
+        let (decoding, decoding_context) =
+            decoding((*sequences).into(), (*prompts).into(), stats.context_tokens.into());
         Self {
             token,
             queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * token),
-            free_blocks: if *total_blocks == 0 { u32::MAX } else { total_blocks.saturating_sub(*active_blocks) },
+            decoding_context,
+            decoding: decoding as u32,
+            spare_blocks: free_blocks.saturating_sub(margin_blocks),
+            deviation,
             active_blocks: *active_blocks,
             prompts: *prompts,
             sequences: *sequences,
             context_tokens: stats.context_tokens,
             sequences_max,
-            margin_blocks,
             rest_tokens: stats.rest_tokens.or(DEFAULT_OUTPUT_TOKENS) as f32,
             step_pace: stats.step_pace.or(1.0) as f32,
             prefill_pace: stats.prefill_pace.or(1.0) as f32,
@@ -124,10 +132,11 @@ impl ServiceEstimate {
     }
 
     /// Seconds that a prompt computes of which this many tokens are not cached, without the steps of the batch.
+    /// `average`: on an average worker, once it was measured.
     #[inline]
-    pub(crate) fn compute(&self, average: Option<PrefillTime>, uncached: f64, cached: f64) -> f64 {
+    pub(crate) fn compute(&self, average: Option<f64>, uncached: f64) -> f64 {
         match average {
-            Some(average) => average.compute(uncached, cached) * f64::from(self.prefill_pace),
+            Some(average) => average * f64::from(self.prefill_pace),
             None => uncached * self.token,
         }
     }
@@ -135,9 +144,7 @@ impl ServiceEstimate {
     /// Seconds of a step of the sequences that decode here now. `average`: on an average worker.
     #[inline]
     pub(crate) fn step(&self, average: &StepTime) -> f64 {
-        let (sequences, context_tokens) =
-            decoding(self.sequences.into(), self.prompts.into(), self.context_tokens.into());
-        average.seconds(sequences, context_tokens) * self.step_pace()
+        average.seconds(self.decoding.into(), self.decoding_context) * self.step_pace()
     }
 
     /// Seconds to onboard a number of blocks from a tier with an empty queue.

@@ -30,7 +30,7 @@ const MAX_DEVIATIONS: f64 = 8.0;
 #[expect(clippy::inline_always, reason = "a thousand times per decision, and nearly always neither limit is near")]
 #[inline(always)]
 pub(super) fn wait(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstimate) -> CapacityWait {
-    if u64::from(estimate.free_blocks) > prompt.blocks + u64::from(estimate.margin_blocks) {
+    if u64::from(estimate.spare_blocks) > prompt.blocks {
         return CapacityWait::default();
     }
     near(prompt, held, estimate)
@@ -40,17 +40,23 @@ pub(super) fn wait(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstim
 fn near(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstimate) -> CapacityWait {
     let places = f64::from(estimate.sequences_max) - f64::from(estimate.sequences) - 1.0;
     let (active, count) = (f64::from(estimate.active_blocks), f64::from(estimate.sequences.max(1)));
+    let count_deviation = estimate.deviation;
     let needed = prompt.blocks.saturating_sub(u64::from(held.in_g1())) as f64;
-    let wait = |left: f64, deviation: f64, occupied: f64| {
-        (estimate.mean_duration * deviation * normal_loss(left / deviation) / occupied).min(WAIT_MAX)
+    let wait = |left_in_deviations: f64, deviation: f64, occupied: f64| {
+        if left_in_deviations > MAX_DEVIATIONS {
+            return 0.0;
+        }
+        (estimate.mean_duration * deviation * normal_loss(left_in_deviations) / occupied).min(WAIT_MAX)
     };
     let (mut memory, mut left_in_deviations) = (0.0, f64::INFINITY);
-    if estimate.free_blocks != u32::MAX && estimate.active_blocks > 0 {
-        let (left, deviation) = (f64::from(estimate.total_blocks) - active - needed, active / count.sqrt());
-        (memory, left_in_deviations) = (wait(left, deviation, active), left / deviation);
+    if estimate.total_blocks > 0 && estimate.active_blocks > 0 {
+        let deviation = active / count_deviation;
+        left_in_deviations = (f64::from(estimate.total_blocks) - active - needed) / deviation;
+        memory = wait(left_in_deviations, deviation, active);
     }
-    let full = exceeds((places / count.sqrt()).min(left_in_deviations));
-    CapacityWait { memory, batch: wait(places, count.sqrt(), count), full }
+    let places_in_deviations = places / count_deviation;
+    let full = exceeds(places_in_deviations.min(left_in_deviations));
+    CapacityWait { memory, batch: wait(places_in_deviations, count_deviation, count), full }
 }
 
 /// Probability that a standard normal variable exceeds `z`: the logistic approximation, with an error below 0.01.
@@ -61,9 +67,6 @@ fn exceeds(z: f64) -> f64 {
 /// Expected excess of a standard normal variable over `z`. The exponent is a quadratic fit whose error is below 3 % of
 /// the value for `z` from 0 to 4.
 fn normal_loss(z: f64) -> f64 {
-    if z > MAX_DEVIATIONS {
-        return 0.0;
-    }
     let loss = |z: f64| (-0.9189 - z * (1.1813 + 0.379 * z)).exp();
     if z >= 0.0 { loss(z) } else { loss(-z) - z }
 }

@@ -31,6 +31,12 @@ pub(crate) struct RemainingWork {
     pub(crate) held: WorkerOverlap,
     /// Tokens to compute.
     uncached: f64,
+    /// Seconds of computing them on an average worker without the steps of the batch, once prompts were measured.
+    compute: Option<f64>,
+    /// Steps of the batch that they share.
+    steps: f64,
+    /// Share of them that belongs to the shared prefix of the prompt; 0 if that is cached, or there is none.
+    pub(crate) shared: f64,
     /// A bit for each tier below G1 with blocks to onboard.
     slower: u32,
 }
@@ -71,9 +77,20 @@ pub(crate) struct Cost {
 }
 
 impl RemainingWork {
-    pub(crate) fn of(prompt: Prompt, held: WorkerOverlap) -> Self {
+    /// `average`: duration of computing a prompt on an average worker, once it was measured; `shared_blocks`: length
+    /// of the shared prefix of the prompt.
+    pub(crate) fn of(prompt: Prompt, held: WorkerOverlap, average: Option<PrefillTime>, shared_blocks: u32) -> Self {
         let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.per_level()[at] > 0) << at);
-        Self { prompt, held, uncached: prompt.uncached(held) as f64, slower }
+        let (uncached, missing) = (prompt.uncached(held) as f64, shared_blocks.saturating_sub(held.total()));
+        Self {
+            prompt,
+            held,
+            uncached,
+            compute: average.map(|average| average.compute(uncached, prompt.tokens as f64 - uncached)),
+            steps: average.map_or(0.0, |average| average.per_token_steps) * uncached,
+            shared: (f64::from(missing) * prompt.block_size as f64 / uncached).min(1.0),
+            slower,
+        }
     }
 }
 
@@ -94,11 +111,10 @@ impl Cost {
             onboard += alone;
             tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
         }
-        let compute = estimate.compute(pricing.prefill, work.uncached, work.prompt.tokens as f64 - work.uncached);
+        let compute = estimate.compute(work.compute, work.uncached);
         let step = estimate.step(&pricing.step);
-        let (first_steps, per_token_steps) =
-            pricing.prefill.map_or((0.0, 0.0), |prefill| (prefill.first_steps, prefill.per_token_steps));
-        let steps_and_compute = compute + per_token_steps * work.uncached * step;
+        let first_steps = pricing.prefill.map_or(0.0, |prefill| prefill.first_steps);
+        let steps_and_compute = compute + work.steps * step;
         let wait = capacity::wait(&work.prompt, work.held, estimate);
         let (decode, decode_slowdown) = pricing.decode(&work.prompt, estimate, wait.full);
         Self {
@@ -227,7 +243,8 @@ mod tests {
     }
 
     fn aggregated(held: [u32; LEVELS.len()], stats: &LoadStats) -> Cost {
-        Cost::aggregated(&RemainingWork::of(PROMPT, WorkerOverlap::of(held)), &ServiceEstimate::of(stats), &PRICING)
+        let work = RemainingWork::of(PROMPT, WorkerOverlap::of(held), PRICING.prefill, 0);
+        Cost::aggregated(&work, &ServiceEstimate::of(stats), &PRICING)
     }
 
     #[test]
@@ -274,7 +291,7 @@ mod tests {
         let cost = |held, queued| {
             let mut stats = LoadStats { queued: [0, 0, 0, 0, queued], ..stats(0) };
             stats.speeds.set_onboard(Level::Peer, 0.01, 1e6);
-            let work = RemainingWork::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]));
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::of([held, 0, 0, 0, 0]), None, 0);
             Cost::disaggregated(&Cost::default(), &work, &ServiceEstimate::of(&stats), &PRICING)
         };
         let (idle, busy, flooded) = (cost(40, 0), cost(40, 100), cost(40, 1_000_000));
@@ -293,7 +310,7 @@ mod tests {
         let costs = |waiting, active_blocks| {
             let load = LoadStats { active_blocks, total_blocks: 170, sequences: 1, ..stats(waiting) };
             let estimate = ServiceEstimate::of(&load);
-            let work = RemainingWork::of(PROMPT, WorkerOverlap::default());
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, 0);
             (Cost::aggregated(&work, &estimate, &PRICING), Cost::disaggregated(&prefill, &work, &estimate, &PRICING))
         };
         let is = |cost: &Cost, queue: f64, memory_wait: f64| {
@@ -332,7 +349,7 @@ mod tests {
     fn prompts_share_their_steps_with_the_batch() {
         let prefill = PrefillTime { per_token: 0.001, per_pair: 0.0, per_token_steps: 0.01, first_steps: 1.5 };
         let pricing = DecodePricing { prefill: Some(prefill), ..PRICING };
-        let work = RemainingWork::of(PROMPT, WorkerOverlap::of([40, 0, 0, 0, 0]));
+        let work = RemainingWork::of(PROMPT, WorkerOverlap::of([40, 0, 0, 0, 0]), Some(prefill), 0);
         let cost =
             |sequences| Cost::aggregated(&work, &ServiceEstimate::of(&LoadStats { sequences, ..stats(0) }), &pricing);
         let (idle, busy) = (cost(0), cost(10));

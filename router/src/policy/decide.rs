@@ -137,13 +137,14 @@ pub(crate) fn decide<'a>(
 ) -> Option<Decision<'a>> {
     let (Scratch { remaining, prefill_candidates, candidates }, pool) = (scratch, fleet.pool());
     remaining.clear();
+    let (pricing, shared) = (pricing(tuning, &request, &fleet), request.shared.map_or(0, |shared| shared.blocks));
     let prompt_in = |(scheme, card): (usize, &Arc<ModelCard>)| {
         let (prompt, from) = (request.prompt(card), remaining.len());
-        remaining.extend(fleet.distinct_overlaps(scheme).iter().map(|held| RemainingWork::of(prompt, *held)));
+        let work = |held: &WorkerOverlap| RemainingWork::of(prompt, *held, pricing.prefill, shared);
+        remaining.extend(fleet.distinct_overlaps(scheme).iter().map(work));
         (prompt, from)
     };
     let prompts = pool.schemes().iter().enumerate().map(prompt_in).collect();
-    let pricing = pricing(tuning, &request, &fleet);
     let mut context =
         DecisionContext { tuning, entries: pool.entries(), prompts, remaining, pricing, replication: None, fleet };
     context.replication = request.shared.map(|shared| context.replication(shared));
@@ -258,7 +259,7 @@ impl<'a> DecisionContext<'a> {
     fn replication(&self, shared: SharedPrefix) -> Replication {
         let (mut copies, mut sequences) = (0_u32, 0_u64);
         for (entry, snapshot) in self.entries.iter().zip(self.fleet.snapshots()) {
-            if self.work(entry).held.total() >= shared.blocks {
+            if self.work(entry).shared <= 0.0 {
                 copies += 1;
                 sequences += u64::from(snapshot.estimate.sequences);
             }
@@ -303,7 +304,7 @@ impl<'a> DecisionContext<'a> {
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
         if let Some(replication) = self.replication.as_ref().filter(|replication| replication.per_sequence > 0.0) {
-            aggregated.replication = replication.saving(&work.prompt, work.held, estimate.sequences, &aggregated);
+            aggregated.replication = replication.saving(work, estimate.sequences, &aggregated);
         }
         aggregated
     }
@@ -337,13 +338,11 @@ impl<'a> DecisionContext<'a> {
 impl Replication {
     /// What later requests save when a worker with this many sequences computes the prefix, as a negative cost. It is
     /// at most what the placement costs because the worker does not have the prefix.
-    fn saving(&self, prompt: &Prompt, held: WorkerOverlap, sequences: u32, cost: &Cost) -> f64 {
-        let missing = self.shared.blocks.saturating_sub(held.total());
-        if missing == 0 {
+    fn saving(&self, work: &RemainingWork, sequences: u32, cost: &Cost) -> f64 {
+        if work.shared <= 0.0 {
             return 0.0;
         }
-        let share = f64::from(missing) * prompt.block_size as f64 / prompt.uncached(held) as f64;
-        let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * share.min(1.0);
+        let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * work.shared;
         let fewer = (self.holder_sequences - f64::from(sequences)).max(0.0);
         -(self.per_sequence * fewer).min(caused)
     }
