@@ -30,8 +30,8 @@ pub(super) struct Simulation<'a> {
     router_messages: VecDeque<(usize, Vec<ReservationUpdate>)>,
     workers: Vec<Worker>,
     environment: Environment,
-    /// Events and reports in transit, in order, by source.
-    in_transit: Vec<VecDeque<Message>>,
+    /// Events and reports in transit. All have the same delay, so they arrive in the order of sending.
+    in_transit: VecDeque<InTransit>,
     /// Arrivals still to come, the latest first. An arrival precedes other events of the same time.
     arrivals: Vec<(u64, u32)>,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
@@ -47,6 +47,15 @@ pub(super) struct Simulation<'a> {
     disaggregated: bool,
     /// Number of role changes; `None` when the planner applies none.
     role_changes: Option<u64>,
+}
+
+/// A message from a worker or the store to the routers.
+struct InTransit {
+    at_ns: u64,
+    /// Order among everything that is scheduled for the same time.
+    number: u64,
+    from: usize,
+    message: Message,
 }
 
 struct Worker {
@@ -66,7 +75,8 @@ enum Event {
     /// Blocks have been onboarded: worker and generation.
     WaitEnd(u32, u64),
     Heartbeat(u32),
-    Message(u32),
+    /// The first message in transit arrives.
+    Message,
     RouterMessage,
     /// A snapshot arrives: router and source.
     Snapshot(u32, u32),
@@ -121,7 +131,7 @@ impl<'a> Simulation<'a> {
                 store: profile.shared.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
                 send_link_free_ns: vec![0; count],
             },
-            in_transit: (0..=count).map(|_| VecDeque::new()).collect(),
+            in_transit: VecDeque::new(),
             arrivals: Vec::new(),
             events: BinaryHeap::new(),
             scheduled_count: 0,
@@ -200,9 +210,14 @@ impl<'a> Simulation<'a> {
 
     /// Removes and returns the next event.
     fn next_event(&mut self) -> Option<(u64, Event)> {
-        let events = self.events.peek().map_or(u64::MAX, |Reverse((at, ..))| *at);
-        if let Some((at, request)) = self.arrivals.pop_if(|(at, _)| *at <= events) {
+        let event = self.events.peek().map_or((u64::MAX, u64::MAX), |Reverse((at, number, _))| (*at, *number));
+        let message = self.in_transit.front().map_or((u64::MAX, u64::MAX), |first| (first.at_ns, first.number));
+        let next_ns = event.0.min(message.0);
+        if let Some((at, request)) = self.arrivals.pop_if(|(at, _)| *at <= next_ns) {
             return Some((at, Event::Arrival(request)));
+        }
+        if message < event {
+            return Some((message.0, Event::Message));
         }
         self.events.pop().map(|Reverse((at, _, event))| (at, event))
     }
@@ -281,9 +296,9 @@ impl<'a> Simulation<'a> {
                     self.deliver_updates(now, from, &updates);
                 }
             }
-            Event::Message(from) => {
-                if let Some(message) = self.in_transit[from as usize].pop_front() {
-                    self.deliver(now, from as usize, message);
+            Event::Message => {
+                if let Some(InTransit { from, message, .. }) = self.in_transit.pop_front() {
+                    self.deliver(now, from, message);
                 }
             }
             Event::Snapshot(router, from) => {
@@ -444,8 +459,9 @@ impl<'a> Simulation<'a> {
         if self.event_delay_ns == 0 {
             self.deliver(now, from, message);
         } else {
-            self.in_transit[from].push_back(message);
-            self.schedule(now + self.event_delay_ns, Event::Message(from as u32));
+            self.scheduled_count += 1;
+            let (at_ns, number) = (now + self.event_delay_ns, self.scheduled_count);
+            self.in_transit.push_back(InTransit { at_ns, number, from, message });
         }
     }
 
