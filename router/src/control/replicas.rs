@@ -78,6 +78,9 @@ impl PeerRouters {
                     // This router cannot send to a worker that it has not seen join.
                     let Some(local) = workers.get(worker) else { continue };
                     let prompts = u64::from(prefill_tokens > 0);
+                    if let Some(pool) = workers.pool(&local.instance.model.id).filter(|_| prompts > 0) {
+                        pool.prompt_placed_elsewhere(now.into());
+                    }
                     let demand = Demand {
                         prefill_tokens,
                         blocks,

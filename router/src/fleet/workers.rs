@@ -275,6 +275,11 @@ impl ModelPool {
         snapshots
     }
 
+    /// Counts a prompt that another router has placed.
+    pub(crate) fn prompt_placed_elsewhere(&self, now: Timestamp) {
+        self.snapshots.lock().prompt_arrived(now);
+    }
+
     /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.
     fn take(&mut self, worker: &Arc<Worker>, cordoned: bool) {
         let Instance { model: card, role, .. } = &*worker.instance;

@@ -16,7 +16,7 @@ pub(crate) struct SnapshotCache {
     all: Vec<WorkerSnapshot>,
     /// Workers with queued prompts.
     busy: u64,
-    /// Prompts that arrive: one per decision.
+    /// Prompts that arrive: one per decision of this router or of another one.
     flow: PromptFlow,
     /// Means that replace missing measurements.
     fleet_means: FleetMeans,
@@ -72,6 +72,11 @@ impl SnapshotCache {
             *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
         }
         self.update_means(measured, now);
+        self.prompt_arrived(now);
+    }
+
+    /// Counts a prompt that was placed, by this router or by another one.
+    pub(crate) fn prompt_arrived(&mut self, now: Timestamp) {
         self.flow.arrived(self.busy as f64 / self.all.len().max(1) as f64, now);
     }
 
