@@ -158,8 +158,8 @@ impl Deployment {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Resolve {
-    /// Each address is a server. The default: only so are the caches of the servers behind a name told apart. A name
-    /// with one address is one server either way.
+    /// Each address is a server. The default: only so is it known which server behind a name has
+    /// which blocks. A name with one address is one server either way.
     #[default]
     All,
     /// All addresses lead to the same server, or to a load balancer.

@@ -79,7 +79,7 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                 file.keys.push(entry);
                 Ok(())
             })?;
-            // The entry holds only a hash, so a key that nobody read is of no use.
+            // The entry holds only a hash, so a key that was not shown is of no use.
             output::print_to_the_end(&format!("{}\n", key.reveal())).with_context(|| {
                 format!(
                     "the key could not be written to standard output and cannot be shown again; remove it with \

@@ -8,7 +8,7 @@
 //! A list of such objects, each with `data_parallel_rank`, is understood too, also in a field `sources`.
 //!
 //! A request names the rank that is to serve it in a header, as the position among the ranks of the server. So the
-//! ranks can be told apart only if the server lists a publisher for each of them.
+//! ranks can be distinguished only if the server lists a publisher for each of them.
 //!
 //! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
 

@@ -1,6 +1,6 @@
 //! Blocks on their way to another process: each has an index, whether it was found, its header and its payload.
 //!
-//! The payload is written from where it lies and verified by the receiver, like that of any tier.
+//! The payload is written without a copy, and verified by the receiver, like that of any tier.
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use futures::StreamExt;
