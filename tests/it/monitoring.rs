@@ -1,4 +1,4 @@
-//! The dashboard and the alerts in `deploy` ask for series that the program exposes.
+//! The dashboard, the alerts and the recording rules in `deploy` ask for series that the program exposes.
 //!
 //! `metrics.rs` checks that `docs/metrics.md` lists exactly these; those of NATS are in `docs/nats.md`.
 
@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 const DASHBOARD: &str = include_str!("../../deploy/grafana/blockyard.json");
 const ALERTS: &str = include_str!("../../deploy/prometheus/alerts.yaml");
+const RULES: &str = include_str!("../../deploy/prometheus/rules.yaml");
 const PAGES: [&str; 2] = [include_str!("../../docs/metrics.md"), include_str!("../../docs/nats.md")];
 
 /// Type and labels of each documented metric. Tables have the columns name, type and labels.
@@ -82,6 +83,13 @@ fn every_panel_asks_for_series_that_exist() {
 fn every_alert_asks_for_series_that_exist() {
     let expressions: Vec<&str> = ALERTS.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).collect();
     assert_eq!(expressions.len(), ALERTS.matches("- alert: ").count());
+    expressions.into_iter().for_each(check);
+}
+
+#[test]
+fn every_recording_rule_asks_for_series_that_exist() {
+    let expressions: Vec<&str> = RULES.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).collect();
+    assert_eq!(expressions.len(), RULES.matches("- record: ").count());
     expressions.into_iter().for_each(check);
 }
 
