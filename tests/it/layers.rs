@@ -134,7 +134,7 @@ const ROOMS: [(&str, Rooms); 6] = [
     (
         "upstream",
         &[
-            ("engine", &["load_reports", "load", "salts", "relay"]),
+            ("engine", &["load_reports", "probe", "metrics", "load", "salts", "relay"]),
             ("load_reports", &["load", "ask", "relay"]),
             ("cache_events", &["metrics", "salts", "kv_events"]),
             ("kv_sources", &["ask", "relay", "kv_events"]),
@@ -143,6 +143,7 @@ const ROOMS: [(&str, Rooms); 6] = [
             ("certificates", &[]),
             ("resolve", &[]),
             ("conversation", &[]),
+            ("probe", &["metrics"]),
             ("metrics", &["kv_events"]),
             ("tokenize", &["ask", "relay"]),
             ("ask", &["relay"]),

@@ -2,6 +2,8 @@
 
 use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
+use crate::metrics::Metrics;
+use crate::probe::Probes;
 use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
@@ -54,12 +56,21 @@ pub struct UpstreamEngine {
     settings: UpstreamSettings,
     card: Arc<ModelCard>,
     load: LoadCounter,
+    probes: Probes,
+}
+
+/// On which connection a health check is sent.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Via {
+    /// One that is open, if there is one.
+    Any,
+    New,
 }
 
 impl UpstreamEngine {
     /// The model of `card` on the server behind `client`.
-    pub fn new(client: Client, settings: UpstreamSettings, card: Arc<ModelCard>) -> Self {
-        Self { client, settings, card, load: LoadCounter::new() }
+    pub fn new(client: Client, settings: UpstreamSettings, card: Arc<ModelCard>, metrics: Metrics) -> Self {
+        Self { client, settings, card, load: LoadCounter::new(), probes: Probes::new(metrics) }
     }
 
     /// Adds what the server reports to the load of the engine.
@@ -130,11 +141,15 @@ impl UpstreamEngine {
     }
 
     /// The status of the server's own health check. Servers without one are asked for their models.
-    async fn health(&self) -> Result<(), Error> {
+    async fn health(&self, via: Via) -> Result<(), Error> {
         for path in ["/health", "/v1/models"] {
             let headers = headers::request(&HeaderMap::new(), self.settings.api_key.as_ref());
             let path = PathAndQuery::from_static(path);
-            let response = self.client.send(Method::GET, &path, headers, Bytes::new()).await.map_err(error_of)?;
+            let response = match via {
+                Via::Any => self.client.send(Method::GET, &path, headers, Bytes::new()).await,
+                Via::New => self.client.send_on_new_connection(Method::GET, &path, headers, Bytes::new()).await,
+            };
+            let response = response.map_err(error_of)?;
             match response.status() {
                 status if status.is_success() => return Ok(()),
                 StatusCode::NOT_FOUND => {}
@@ -161,7 +176,7 @@ impl Engine for UpstreamEngine {
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
         // An idle engine has no other changes of its load.
         self.load.refresh();
-        self.health().boxed()
+        self.probes.hedge(self.health(Via::Any), self.health(Via::New)).boxed()
     }
 }
 
@@ -225,3 +240,6 @@ fn error_of(error: RelayError) -> Error {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

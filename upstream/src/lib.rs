@@ -3,7 +3,8 @@
 //! ```text
 //!   Engine::generate(Work::Relay) ─▶ engine ─▶ relay: body and headers, connection, response
 //!                                       │
-//!   models: what the server serves ─────┴─▶ load: what was sent to it and has not ended
+//!   models: what the server serves ─────┼─▶ load: what was sent to it and has not ended
+//!                                       └─▶ probe: whether it is healthy
 //!   resolve: which servers a name stands for
 //!     └── ask, tokenize: requests of this program itself
 //!
@@ -27,6 +28,7 @@ mod load;
 mod load_reports;
 mod metrics;
 mod models;
+mod probe;
 pub mod relay;
 pub mod resolve;
 mod salt_support;

@@ -7,6 +7,15 @@ use prometheus::{IntCounterVec, Opts, Registry};
 #[derive(Clone)]
 pub struct Metrics {
     ignored_blocks: IntCounterVec,
+    hedged_probes: IntCounterVec,
+}
+
+/// Which of two health checks had a good answer first.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Answered {
+    First,
+    Second,
+    Neither,
 }
 
 impl Metrics {
@@ -15,8 +24,24 @@ impl Metrics {
         let help = "Blocks in KV events of upstreams that the index does not get, by reason.";
         let ignored_blocks =
             IntCounterVec::new(Opts::new("blockyard_upstream_kv_blocks_ignored_total", help), &["reason"])?;
-        registry.register(Box::new(ignored_blocks.clone()))?;
-        Ok(Self { ignored_blocks })
+        let help = "Second health checks of upstreams, because the first one failed or took longer than usual, by \
+                    which of the two had a good answer.";
+        let hedged_probes =
+            IntCounterVec::new(Opts::new("blockyard_upstream_hedged_probes_total", help), &["answered"])?;
+        for counter in [&ignored_blocks, &hedged_probes] {
+            registry.register(Box::new(counter.clone()))?;
+        }
+        Ok(Self { ignored_blocks, hedged_probes })
+    }
+
+    /// Counts a second health check.
+    pub(crate) fn hedged_probe(&self, answered: Answered) {
+        let label = match answered {
+            Answered::First => "first",
+            Answered::Second => "second",
+            Answered::Neither => "neither",
+        };
+        self.hedged_probes.with_label_values(&[label]).inc();
     }
 
     /// Counts what was ignored since `before`.

@@ -106,6 +106,22 @@ async fn health_checks_find_an_idle_worker_that_stalls() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_health_check_without_an_answer_fails_after_ten_seconds() {
+    let (harness, a, b) = two().await;
+    a.set_behaviour(Behaviour::Hang);
+    let mut seconds = 0;
+    while probes(&a) == 0 {
+        pass(&harness, &[&a, &b], 1).await;
+        seconds += 1;
+    }
+    assert!((30..=31).contains(&seconds), "idle for {seconds} s");
+    pass(&harness, &[&a, &b], 8).await;
+    assert!(!is_ejected(&harness, 1));
+    pass(&harness, &[&a, &b], 3).await;
+    assert!(is_ejected(&harness, 1) && !is_ejected(&harness, 2));
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_overloaded_worker_is_avoided_until_its_retry_after() {
     let (harness, a, b) = two().await;
     a.set_behaviour(Behaviour::Refuse(Error::Overloaded { retry_after: Duration::from_secs(20) }));

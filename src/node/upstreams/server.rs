@@ -348,7 +348,8 @@ impl Server {
             rank: cache.rank,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };
-        let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(card)));
+        let metrics = self.shared.metrics.clone();
+        let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(card), metrics));
         let (load, reported) = (engine.load(), engine.add_reports(&of.reports));
         let (id, epoch) = (worker_id(&self.key, &card.id, cache.rank), log.epoch());
         let instance = Instance { id, epoch, role: Role::Both, model: Arc::clone(card), stores: Vec::new() };

@@ -147,9 +147,7 @@ impl Client {
         body: Bytes,
     ) -> Result<Response<Body>, RelayError> {
         let shared = &*self.0;
-        if shared.prefix.len() + path.as_str().len() > MAX_PATH {
-            return Err(RelayError::Answered(Box::new(Answer::uri_too_long())));
-        }
+        shared.check_path(path)?;
         if let Some(sender) = shared.http2.get() {
             let request = shared.http2_request(&method, path, &headers, &body)?;
             match Box::pin(http2::send(sender, request)).await {
@@ -172,16 +170,24 @@ impl Client {
                 outcome => return of_http1(outcome),
             }
         }
-        // Boxed, because the futures of TLS and HTTP/2 take 150 KB, and most requests need none.
-        let connected = Box::pin(shared.connector.connect(shared.origin.clone())).await;
-        match connected.map_err(|error| RelayError::Unreachable(chain(&*error)))? {
-            Connected::Http1(socket) => of_http1(http1::send(socket, outgoing(), Arc::clone(&shared.idle)).await),
-            Connected::Http2(socket) => {
-                let request = shared.http2_request(&method, path, &headers, &body)?;
-                let answer = async { http2::send(shared.http2.begin(socket).await?, request).await };
-                of_http2(Box::pin(answer).await)
-            }
-        }
+        let http2 = || shared.http2_request(&method, path, &headers, &body);
+        shared.send_on_new_connection(outgoing, http2).await
+    }
+
+    /// The same on a connection of its own, while those that are open may be dead. Later requests use it too.
+    pub async fn send_on_new_connection(
+        &self,
+        method: Method,
+        path: &PathAndQuery,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<Response<Body>, RelayError> {
+        let shared = &*self.0;
+        shared.check_path(path)?;
+        let target = [&shared.prefix, path.as_str()];
+        let http1 = || http1::Outgoing::new(method.clone(), target, &shared.host, &headers, body.clone());
+        let http2 = || shared.http2_request(&method, path, &headers, &body);
+        shared.send_on_new_connection(http1, http2).await
     }
 
     /// Sends a request and relays its answer. An answer that is no success is an error.
@@ -200,7 +206,31 @@ impl Client {
         Err(RelayError::Answered(Box::new(Answer::read(response).await)))
     }
 }
+
 impl Shared {
+    fn check_path(&self, path: &PathAndQuery) -> Result<(), RelayError> {
+        let is_too_long = self.prefix.len() + path.as_str().len() > MAX_PATH;
+        if is_too_long { Err(RelayError::Answered(Box::new(Answer::uri_too_long()))) } else { Ok(()) }
+    }
+
+    /// Connects, and sends the request in the version that the connection has.
+    async fn send_on_new_connection(
+        &self,
+        http1: impl FnOnce() -> http1::Outgoing,
+        http2: impl FnOnce() -> Result<Request<Full<Bytes>>, RelayError>,
+    ) -> Result<Response<Body>, RelayError> {
+        // Boxed, because the futures of TLS and HTTP/2 take 150 KB, and most requests need none.
+        let connected = Box::pin(self.connector.connect(self.origin.clone())).await;
+        match connected.map_err(|error| RelayError::Unreachable(chain(&*error)))? {
+            Connected::Http1(socket) => of_http1(http1::send(socket, http1(), Arc::clone(&self.idle)).await),
+            Connected::Http2(socket) => {
+                let request = http2()?;
+                let answer = async { http2::send(self.http2.begin(socket).await?, request).await };
+                of_http2(Box::pin(answer).await)
+            }
+        }
+    }
+
     fn http2_request(
         &self,
         method: &Method,
