@@ -100,6 +100,8 @@ pub struct Upstream {
     pub kv_events: KvEvents,
     /// Whether the server keeps tenants apart. Default `auto`.
     pub cache_salt: CacheSalt,
+    /// Which endpoints the server has. Default `auto`.
+    pub role: UpstreamRole,
     /// Tokens per KV block. Default: what the server says, else 16.
     pub block_size: Option<NonZero<u32>>,
     /// The version of HTTP. Default `auto`.
@@ -128,6 +130,21 @@ pub enum CacheSalt {
     On,
     /// It gets none: tenants share its cache.
     Off,
+}
+
+/// Which endpoints a server has, where servers of one model have different ones.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UpstreamRole {
+    /// Those in its API description; all if it has none.
+    #[default]
+    Auto,
+    /// All, whatever its API description says.
+    Both,
+    /// Those that generate text, such as chat and completions, and not those of pooling models.
+    Generate,
+    /// Those of pooling models, such as embeddings, score and rerank, and not those that generate text.
+    Pooling,
 }
 
 /// What a further name of a model stands for.

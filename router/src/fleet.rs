@@ -7,6 +7,7 @@
 //! Not here: the tasks that update it (`control`), and the load of the workers (`load`).
 
 mod assumed_cache;
+mod endpoints;
 mod estimated_cache;
 mod event_accuracy;
 mod health;

@@ -3,6 +3,7 @@
 mod conversations;
 mod cordon;
 mod disaggregation;
+mod endpoints;
 mod event_accuracy;
 mod events;
 pub(crate) mod harness;

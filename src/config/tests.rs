@@ -258,7 +258,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
     assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
     let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
-        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\n";
+        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
     let kv_events =
@@ -269,6 +269,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         http: HttpVersion::H2c,
         kv_events,
         block_size: NonZero::new(32),
+        role: UpstreamRole::Pooling,
         ..of_url[0].clone()
     };
     assert_eq!(config.upstreams, [expected]);
@@ -285,6 +286,8 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
         ("block_size = 0", "block_size"),
+        ("role = 'decode'", "role: `decode` is not supported yet: KV blocks are not handed over between servers"),
+        ("role = 'embed'", "role: `embed`; expected `auto`, `both`, `generate` or `pooling`"),
         ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),
         ("[[upstreams]]\nurl = 'https://b'\nhttp = 'h2c'", "HTTP/2 without TLS"),
         ("ca_file = 'ca.pem'", "ca_file: only a server with https://"),

@@ -1,6 +1,6 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::{CacheSalt, HttpVersion, KvEvents, Resolve, Upstream};
+use super::{CacheSalt, HttpVersion, KvEvents, Resolve, Upstream, UpstreamRole};
 use ::upstream::Authorities;
 use ::upstream::kv_events::{Endpoint, Source};
 use ::upstream::relay::client::{Protocol, Settings};
@@ -22,6 +22,7 @@ impl Upstream {
             ca_file: None,
             kv_events: KvEvents::default(),
             cache_salt: CacheSalt::default(),
+            role: UpstreamRole::default(),
             block_size: None,
             http: HttpVersion::default(),
         }
@@ -87,6 +88,7 @@ struct Table {
     kv_events_replay: Option<String>,
     #[serde(default)]
     cache_salt: CacheSalt,
+    role: Option<String>,
     block_size: Option<NonZero<u32>>,
     #[serde(default)]
     http: HttpVersion,
@@ -96,8 +98,8 @@ impl TryFrom<Table> for Upstream {
     type Error = String;
 
     fn try_from(table: Table) -> Result<Self, String> {
-        let Table { url, resolve, api_key_file, ca_file, kv_events, kv_events_replay, cache_salt, block_size, http } =
-            table;
+        let Table { url, resolve, api_key_file, ca_file, kv_events, kv_events_replay, cache_salt, .. } = table;
+        let (role, block_size, http) = (UpstreamRole::of(table.role.as_deref())?, table.block_size, table.http);
         let url = Self::of_url(&url)?;
         if http == HttpVersion::H2c && url.scheme_str() == Some("https") {
             return Err("http: `h2c` is HTTP/2 without TLS; with https:// it is negotiated".to_owned());
@@ -122,7 +124,23 @@ impl TryFrom<Table> for Upstream {
                 KvEvents::At { live, replay }
             }
         };
-        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, block_size, http })
+        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, role, block_size, http })
+    }
+}
+
+impl UpstreamRole {
+    fn of(name: Option<&str>) -> Result<Self, String> {
+        match name {
+            None | Some("auto") => Ok(Self::Auto),
+            Some("both") => Ok(Self::Both),
+            Some("generate") => Ok(Self::Generate),
+            Some("pooling") => Ok(Self::Pooling),
+            Some(stage @ ("prefill" | "decode")) => Err(format!(
+                "role: `{stage}` is not supported yet: KV blocks are not handed over between servers, so each server \
+                 prefills and decodes its own requests; leave out role"
+            )),
+            Some(other) => Err(format!("role: `{other}`; expected `auto`, `both`, `generate` or `pooling`")),
+        }
     }
 }
 
@@ -152,7 +170,7 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 9)?;
+        let mut table = serializer.serialize_struct("Upstream", 10)?;
         table.serialize_field("url", &self.url.to_string())?;
         if self.resolve != Resolve::default() {
             table.serialize_field("resolve", &self.resolve)?;
@@ -175,6 +193,9 @@ impl Serialize for Upstream {
         }
         if self.cache_salt != CacheSalt::default() {
             table.serialize_field("cache_salt", &self.cache_salt)?;
+        }
+        if self.role != UpstreamRole::default() {
+            table.serialize_field("role", &self.role)?;
         }
         if let Some(size) = &self.block_size {
             table.serialize_field("block_size", size)?;

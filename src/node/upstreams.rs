@@ -8,6 +8,7 @@
 //! **A server that is no longer listed is deregistered, and its running requests finish.** This holds for a table that
 //! was removed or changed, and for an address that a name no longer has.
 
+mod api;
 mod server;
 
 use super::aliases::Aliases;

@@ -138,7 +138,7 @@ const ROOMS: [(&str, Rooms); 6] = [
             ("load_reports", &["load", "ask", "relay"]),
             ("cache_events", &["metrics", "salts", "kv_events"]),
             ("kv_sources", &["ask", "relay", "kv_events"]),
-            ("salt_support", &["ask", "relay"]),
+            ("api_description", &["ask", "relay"]),
             ("models", &["ask", "relay"]),
             ("certificates", &[]),
             ("resolve", &[]),

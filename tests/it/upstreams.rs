@@ -132,6 +132,27 @@ async fn a_server_may_have_an_authority_of_its_own() {
 }
 
 #[tokio::test]
+async fn servers_of_one_model_may_have_different_endpoints() {
+    let answer = |text: &str| Script::json(200, &json!({ "object": text }));
+    let (generates, pools) = (server([]).await, server([]).await);
+    for (server, path) in [(&generates, "/v1/chat/completions"), (&pools, "/v1/embeddings")] {
+        server.set_page("/openapi.json", Script::json(200, &json!({ "paths": { path: {} } })));
+        server.set_page("/v1/chat/completions", Script::json(404, &json!({ "detail": "Not Found" })));
+        server.set_page("/v1/embeddings", Script::json(404, &json!({ "detail": "Not Found" })));
+        server.set_page(path, answer(path));
+    }
+    let gateway = Gateway::start(&[&generates, &pools]).await;
+    for number in 0..4 {
+        let body = json!({ "model": "org/m", "input": format!("text {number}") }).to_string();
+        let embedded = gateway.post("/v1/embeddings", &body).await;
+        assert_eq!(embedded.json::<Value>().await.unwrap()["object"], "/v1/embeddings");
+        let chatted = gateway.post("/v1/chat/completions", &chat(&format!("text {number}"), false)).await;
+        assert_eq!(chatted.json::<Value>().await.unwrap()["object"], "/v1/chat/completions");
+    }
+    assert_eq!((completions(&generates).len(), completions(&pools).len()), (4, 4));
+}
+
+#[tokio::test]
 async fn a_stream_of_several_choices_is_not_asked_for_usage() {
     let server = server([Script::chat(&["Hello"], None)]).await;
     let gateway = Gateway::start(&[&server]).await;

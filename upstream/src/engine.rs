@@ -18,8 +18,8 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use std::sync::Arc;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
-    Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport, Request,
-    ResponseHead, Work,
+    EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
+    Request, ResponseHead, Work,
 };
 use worker::plane::Load;
 
@@ -35,6 +35,8 @@ pub struct UpstreamSettings {
     pub salts: Arc<Salts>,
     /// Whether the server knows the field `cache_salt`. Else a client's own passes as it is.
     pub takes_salts: bool,
+    /// The only kind of endpoints that the server has; `None`: it may have any.
+    pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
     pub rank: Option<Rank>,
     /// Notified when the server cannot be reached or answers 404: it may have restarted with another model.
@@ -171,6 +173,10 @@ impl Engine for UpstreamEngine {
 
     fn readiness(&self) -> Readiness {
         Readiness::Ready
+    }
+
+    fn only(&self) -> Option<EndpointKind> {
+        self.settings.only
     }
 
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {

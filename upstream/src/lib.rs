@@ -17,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+mod api_description;
 pub mod ask;
 mod cache_events;
 mod certificates;
@@ -31,10 +32,10 @@ mod models;
 mod probe;
 pub mod relay;
 pub mod resolve;
-mod salt_support;
 mod salts;
 mod tokenize;
 
+pub use api_description::ApiDescription;
 pub use cache_events::{CacheEvents, ModelLog};
 pub use certificates::{Authorities, certificates};
 pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
@@ -42,6 +43,5 @@ pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;
 pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
-pub use salt_support::takes_salts;
 pub use salts::Salts;
 pub use tokenize::TokenizeClient;

@@ -15,7 +15,7 @@ pub use error::Error;
 pub use kvbm::{Domain, Priority, Retention};
 pub use model_card::{ModelCard, SamplingDefaults};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
-pub use relay::{ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
+pub use relay::{EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
 };
@@ -67,6 +67,12 @@ pub trait Engine: Send + Sync + 'static {
 
     /// Whether requests can be served now.
     fn readiness(&self) -> Readiness;
+
+    /// The only kind of endpoints that the engine has for relayed requests. `None`: it may have any. A request for the
+    /// other kind is sent to it only if the model has no engine for that.
+    fn only(&self) -> Option<EndpointKind> {
+        None
+    }
 
     /// Checks that requests are computed, with the least work that shows it: a request for one token.
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {

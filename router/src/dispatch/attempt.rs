@@ -38,7 +38,7 @@ pub(super) async fn attempt(
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, sibling_bookings, prefill, uncached, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
-    let or_stalled = stalled(&core.fleet, decode, &request.model, tried, *first_output);
+    let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
     let mut request = request.clone();
     let Some(remote) = prefill else {
         return start(decode, booking, request, or_stalled).await;
@@ -99,7 +99,7 @@ async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> 
 
 /// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
 /// serve this request. When all workers are slow none is better, and the request stays where it is.
-async fn stalled(fleet: &Fleet, member: &Worker, model: &str, tried: &[WorkerId], expected: f64) {
+async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerId], expected: f64) {
     let since = Instant::now();
     tokio::time::sleep(stall_timeout(expected)).await;
     loop {
@@ -107,7 +107,8 @@ async fn stalled(fleet: &Fleet, member: &Worker, model: &str, tried: &[WorkerId]
         let is_better = |other: &&Arc<Worker>| {
             // None of the prompts that were sent to it waits.
             let free = || other.load.stats(now).prompts == 0;
-            *other.instance.model.id == *model
+            *other.instance.model.id == *request.model
+                && (other.has_endpoint(request) || !member.has_endpoint(request))
                 && !tried.contains(&other.id())
                 && !roster.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))

@@ -100,7 +100,7 @@ pub(crate) fn place(
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let view = FleetView::new(pool, &overlaps, prompt, tried, now);
+    let view = FleetView::new(pool, &overlaps, prompt, pool.endpoints().required(request), tried, now);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));

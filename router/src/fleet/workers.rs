@@ -1,5 +1,6 @@
 //! The workers by model: a snapshot that readers take whole and the feed replaces (read-copy-update).
 
+use super::endpoints::{self, Endpoints};
 use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
 use super::health::{Health, HealthSignal};
@@ -12,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use worker::engine::{Engine, ModelCard};
+use worker::engine::{EndpointKind, Engine, ModelCard, Request};
 use worker::plane::{Instance, Load, Role, WorkerId};
 
 /// A worker during one epoch (one life of its process).
@@ -93,6 +94,11 @@ impl Worker {
 
     pub(crate) fn id(&self) -> WorkerId {
         self.instance.id
+    }
+
+    /// Whether it may have the endpoint of a request.
+    pub(crate) fn has_endpoint(&self, request: &Request) -> bool {
+        endpoints::has(self.engine.only(), endpoints::kind(request))
     }
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
@@ -204,6 +210,8 @@ pub(crate) struct ModelPool {
     context: usize,
     /// Whether any of them has the role to prefill.
     has_prefill_workers: bool,
+    /// Their endpoints, and those of cordoned workers, which are away for a time.
+    endpoints: Endpoints,
     /// Snapshots of their load for decisions.
     snapshots: Mutex<SnapshotCache>,
     /// What is learned of the model.
@@ -222,6 +230,7 @@ pub(crate) struct WorkerEntry {
     pub(crate) scheme: u32,
     pub(crate) role: Role,
     pub(crate) context: usize,
+    only: Option<EndpointKind>,
 }
 
 impl WorkerEntry {
@@ -232,6 +241,12 @@ impl WorkerEntry {
             PromptTokens::Known => self.slot,
             PromptTokens::Estimated => self.texts,
         }
+    }
+
+    /// Whether the worker may have endpoints of this kind.
+    #[inline]
+    pub(crate) fn has_endpoint(&self, kind: Option<EndpointKind>) -> bool {
+        endpoints::has(self.only, kind)
     }
 
     /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
@@ -262,6 +277,11 @@ impl ModelPool {
         self.has_prefill_workers
     }
 
+    /// The endpoints of the workers.
+    pub(crate) fn endpoints(&self) -> &Endpoints {
+        &self.endpoints
+    }
+
     /// What is learned of the model.
     pub(crate) fn stats(&self) -> &Arc<ModelStats> {
         &self.stats
@@ -289,6 +309,8 @@ impl ModelPool {
             self.schemes.len() - 1
         });
         self.context = self.context.max(card.context);
+        let only = worker.engine.only();
+        self.endpoints.add(only);
         if cordoned {
             return;
         }
@@ -297,7 +319,8 @@ impl ModelPool {
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
         load.learn_for(&self.stats);
-        self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role: *role, context: card.context });
+        let (role, context) = (*role, card.context);
+        self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role, context, only });
     }
 }
 

@@ -10,7 +10,7 @@ use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
 use tokio::time::Instant;
-use worker::engine::ModelCard;
+use worker::engine::{EndpointKind, ModelCard};
 use worker::plane::WorkerId;
 
 /// Whether a worker is a candidate.
@@ -20,7 +20,7 @@ pub(crate) enum Eligibility {
     Eligible,
     /// A candidate only when no eligible worker is left.
     Ejected,
-    /// Never a candidate: the prompt exceeds its context, or the request failed on it before.
+    /// Never a candidate: the prompt exceeds its context, the request failed on it before, or it has no such endpoint.
     Excluded,
 }
 
@@ -29,21 +29,23 @@ pub(crate) struct FleetView<'a> {
     pool: &'a ModelPool,
     overlaps: &'a Overlaps,
     tokens: usize,
+    endpoint: Option<EndpointKind>,
     excluded: &'a [WorkerId],
     snapshots: MutexGuard<'a, SnapshotCache>,
 }
 
 impl<'a> FleetView<'a> {
-    /// Refreshes and locks the load snapshots. `tokens`: length of the prompt; `excluded`: workers that were tried
-    /// before.
+    /// Refreshes and locks the load snapshots. `tokens`: length of the prompt; `endpoint`: the kind that a worker must
+    /// have; `excluded`: workers that were tried before.
     pub(crate) fn new(
         pool: &'a ModelPool,
         overlaps: &'a Overlaps,
         tokens: usize,
+        endpoint: Option<EndpointKind>,
         excluded: &'a [WorkerId],
         now: Instant,
     ) -> Self {
-        Self { pool, overlaps, tokens, excluded, snapshots: pool.snapshots(now.into()) }
+        Self { pool, overlaps, tokens, endpoint, excluded, snapshots: pool.snapshots(now.into()) }
     }
 
     pub(crate) fn pool(&self) -> &'a ModelPool {
@@ -75,7 +77,7 @@ impl<'a> FleetView<'a> {
     /// Whether a worker is a candidate.
     #[inline]
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
-        if self.tokens >= entry.context || self.excluded.contains(&entry.id) {
+        if self.tokens >= entry.context || self.excluded.contains(&entry.id) || !entry.has_endpoint(self.endpoint) {
             Eligibility::Excluded
         } else if snapshot.ejected {
             Eligibility::Ejected

@@ -332,7 +332,7 @@ impl SimulatedRouter {
         overlaps.extend(&self.inflight);
         let fleet = self.fleet.snapshot();
         let pool = fleet.pool(MODEL)?;
-        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, &[], now);
+        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, None, &[], now);
         let random = splitmix64(self.seed ^ self.fleet.choices());
         // As in the live router, the length of the output is not known, but learned.
         let stats = pool.stats().clone();

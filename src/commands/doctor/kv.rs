@@ -11,7 +11,7 @@ use crate::node::START_VLLM;
 use futures::future::join_all;
 use std::num::NonZero;
 use upstream::kv_events::{ReachError, Source, reach, reach_replay};
-use upstream::{DEFAULT_BLOCK_SIZE, KvSources, takes_salts};
+use upstream::{ApiDescription, DEFAULT_BLOCK_SIZE, KvSources};
 
 /// Checks the KV events of a server that answers.
 pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, findings: &mut Findings) {
@@ -132,9 +132,9 @@ async fn salts(server: &Server<'_>, at: usize, findings: &mut Findings) -> bool 
             findings.ok("cache_salt", "off in the configuration: tenants share the cache of this server");
             false
         }
-        CacheSalt::Auto => match takes_salts(&server.client, server.api_key.as_ref()).await {
-            Some(true) => true,
-            Some(false) => {
+        CacheSalt::Auto => match ApiDescription::ask(&server.client, server.api_key.as_ref()).await {
+            Some(ApiDescription { has_cache_salt: true, .. }) => true,
+            Some(_) => {
                 let fix = format!(
                     "set upstreams.{at}.cache_salt: \"on\" if the server knows the field all the same, \"off\" if \
                      tenants may share its cache; or serve without tenants (frontend.tenant_header, \

@@ -15,8 +15,9 @@
 //! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other
 //! ranks are one worker together.
 
+use super::api::Api;
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
-use crate::config::{CacheSalt, KvEvents};
+use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
 use frontend::RegisteredTokenizer;
 use kvbm::EventLog;
@@ -32,7 +33,7 @@ use tokio_util::sync::CancellationToken;
 use upstream::relay::client::Client;
 use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Rank, ReportedLoad,
-    TokenizeClient, UpstreamEngine, UpstreamSettings, discover, takes_salts,
+    TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
 };
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, PlaneError, Role, WorkerId};
@@ -45,11 +46,6 @@ const MAX_MODELS: usize = 1 << 12;
 pub(crate) const START_VLLM: &str = "start vLLM with --kv-events-config \
     '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\
     \"replay_endpoint\":\"tcp://*:5558\"}'";
-
-/// Why a server without salts gets no requests of tenants.
-const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but the server's \
-    /openapi.json has no field cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" \
-    if the server has the field all the same, \"off\" if tenants may share the cache";
 
 /// One server.
 pub(super) struct Server {
@@ -73,7 +69,7 @@ struct Answer {
 /// A server that has answered.
 struct Registered {
     kv: KvSources,
-    takes_salts: bool,
+    api: Api,
     models: BTreeMap<String, RegisteredModel>,
     caches: Vec<Cache>,
     reports: Arc<LoadReports>,
@@ -215,12 +211,12 @@ impl Server {
                     .all(|(card, facts)| was.models.get(&card.id).is_some_and(|model| model.facts == *facts))
         };
         if registered.as_ref().is_none_or(|was| !is_same(was)) {
-            let takes_salts = self.takes_salts(client).await?;
+            let api = Api::of(&self.upstream, client).await?;
             if let Some(former) = registered.take() {
                 tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
                 former.models.into_values().for_each(|model| self.drain(model));
             }
-            *registered = Some(self.start(client, answer.kv.unwrap_or_default(), takes_salts));
+            *registered = Some(self.start(client, answer.kv.unwrap_or_default(), api));
         }
         let Some(current) = registered else { return Ok(()) };
         let is_listed = |id: &String, model: &RegisteredModel| {
@@ -252,21 +248,8 @@ impl Server {
         Ok(())
     }
 
-    /// Whether requests for the server get salts, or why it cannot be used.
-    async fn takes_salts(&self, client: &Client) -> Result<bool, &'static str> {
-        match self.upstream.upstream.cache_salt {
-            CacheSalt::On => Ok(true),
-            CacheSalt::Off => Ok(false),
-            CacheSalt::Auto => match takes_salts(client, self.upstream.api_key.as_ref()).await {
-                None => Err("/openapi.json did not answer"),
-                Some(false) if self.upstream.has_tenants => Err(NO_SALTS),
-                Some(takes_salts) => Ok(takes_salts),
-            },
-        }
-    }
-
     /// Follows the KV events and the load reports of a server that has no models yet.
-    fn start(&self, client: &Client, kv: KvSources, takes_salts: bool) -> Registered {
+    fn start(&self, client: &Client, kv: KvSources, api: Api) -> Registered {
         if kv.sources.is_empty() {
             let remedy = match self.upstream.upstream.kv_events {
                 KvEvents::Off => "set kv_events = \"auto\" in [[upstreams]]",
@@ -301,7 +284,7 @@ impl Server {
             }
             caches.push(cache);
         }
-        Registered { kv, takes_salts, models: BTreeMap::new(), caches, reports, following }
+        Registered { kv, api, models: BTreeMap::new(), caches, reports, following }
     }
 
     async fn register(&self, client: &Client, to: &mut Registered, mut card: ModelCard, facts: ModelFacts) {
@@ -344,7 +327,8 @@ impl Server {
         let settings = UpstreamSettings {
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
-            takes_salts: of.takes_salts,
+            takes_salts: of.api.takes_salts,
+            only: of.api.only,
             rank: cache.rank,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };

@@ -5,7 +5,7 @@ use http::uri::PathAndQuery;
 use serde_json::json;
 use std::net::SocketAddr;
 use upstream::relay::fake::{FakeEngine, Script};
-use worker::engine::{Engine, HttpRequest, Output, Request, Work};
+use worker::engine::{EndpointKind, Engine, HttpRequest, Output, Request, Work};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Discovery, Instance, Membership, WorkerId};
 
@@ -264,6 +264,25 @@ async fn a_rank_that_requests_can_name_is_a_worker() {
         left.push(harness.left().await);
     }
     assert!(!left.contains(&alone.id), "one rank is the server");
+}
+
+#[tokio::test]
+async fn a_server_has_the_endpoints_that_it_describes_or_that_are_configured() {
+    use crate::config::UpstreamRole;
+    let server = any_server().await;
+    let paths = json!({ "/v1/embeddings": {}, "/score": {} });
+    server.set_page("/openapi.json", Script::json(200, &json!({ "paths": paths })));
+    for (role, only) in [
+        (UpstreamRole::Auto, Some(EndpointKind::Pooling)),
+        (UpstreamRole::Both, None),
+        (UpstreamRole::Generate, Some(EndpointKind::Generate)),
+        (UpstreamRole::Pooling, Some(EndpointKind::Pooling)),
+    ] {
+        let mut harness = Harness::new();
+        let upstream = Upstream { role, ..Upstream::new(server.uri()) };
+        harness.upstreams.apply(Upstreams::check(&[upstream], false).unwrap());
+        assert_eq!(harness.joined().await.1.only(), only, "{role:?}");
+    }
 }
 
 #[tokio::test]

@@ -27,6 +27,53 @@ pub struct HttpRequest {
     pub private_fields: &'static [&'static str],
 }
 
+/// A kind of endpoints. A server may have those of one kind only: vLLM has them by the runner of its model.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EndpointKind {
+    /// The output is text.
+    Generate,
+    /// The output is a vector or a score of each input.
+    Pooling,
+}
+
+impl EndpointKind {
+    /// The paths of the endpoints.
+    pub const fn paths(self) -> &'static [&'static str] {
+        match self {
+            Self::Generate => &[
+                "/v1/chat/completions",
+                "/v1/chat/completions/batch",
+                "/v1/completions",
+                "/v1/responses",
+                "/v1/messages",
+                "/v1/messages/count_tokens",
+                "/generate",
+            ],
+            Self::Pooling => &[
+                "/v1/embeddings",
+                "/v2/embed",
+                "/encode",
+                "/pooling",
+                "/classify",
+                "/v1/classify",
+                "/score",
+                "/v1/score",
+                "/rerank",
+                "/v1/rerank",
+                "/v2/rerank",
+            ],
+        }
+    }
+}
+
+impl HttpRequest {
+    /// The kind of its endpoint. `None`: an endpoint that any server may have, such as one for tokens or files.
+    pub fn kind(&self) -> Option<EndpointKind> {
+        let path = self.target.path();
+        [EndpointKind::Generate, EndpointKind::Pooling].into_iter().find(|kind| kind.paths().contains(&path))
+    }
+}
+
 /// Status and headers of a relayed response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ResponseHead {

@@ -1,0 +1,131 @@
+//! Servers of one model with different endpoints.
+
+use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, settle};
+use crate::settings::Settings;
+use futures::future::BoxFuture;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method};
+use std::sync::Arc;
+use std::time::Duration;
+use worker::engine::{EndpointKind, Engine, Error, HttpRequest, ModelCard, OutputStream, Readiness, Request, Work};
+use worker::plane::{Discovery, Instance, Lease, Role, WorkerId};
+
+/// A server with endpoints of this kind only, or of both.
+struct Server {
+    inner: Arc<FakeEngine>,
+    only: Option<EndpointKind>,
+}
+
+impl Engine for Server {
+    fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        self.inner.generate(request)
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        self.inner.models()
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+
+    fn only(&self) -> Option<EndpointKind> {
+        self.only
+    }
+}
+
+/// Replaces a worker of the harness by one with these endpoints.
+async fn join(harness: &Harness, id: u64, only: Option<EndpointKind>) -> (Arc<FakeEngine>, Lease) {
+    let inner = harness.relayed_worker(id).await;
+    let instance = Instance {
+        id: WorkerId(id),
+        epoch: inner.log.epoch(),
+        role: Role::Both,
+        model: Arc::new(ModelCard { is_relayed: true, ..card(MODEL) }),
+        stores: Vec::new(),
+    };
+    let server = Arc::new(Server { inner: inner.clone(), only });
+    let lease = harness.roster.register(instance, server).await.unwrap();
+    settle().await;
+    (inner, lease)
+}
+
+fn asked(path: &'static str, family: u32) -> Request {
+    let http = HttpRequest {
+        method: Method::POST,
+        target: PathAndQuery::from_static(path),
+        headers: HeaderMap::new(),
+        body: "{}".into(),
+        is_stream: true,
+        private_fields: &[],
+    };
+    Request { work: Work::Relay(Arc::new(http)), ..prompt(family, 100) }
+}
+
+const CHAT: &str = "/v1/chat/completions";
+const EMBED: &str = "/v1/embeddings";
+
+#[tokio::test(start_paused = true)]
+async fn requests_go_to_servers_with_their_endpoint() {
+    let harness = Harness::new(Settings::default());
+    let (generates, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    for family in 0..4 {
+        harness.answer(asked(CHAT, family)).await.unwrap();
+        assert_eq!((generates.requests(), pools.requests()), (family as usize + 1, family as usize));
+        harness.answer(asked(EMBED, 10 + family)).await.unwrap();
+        assert_eq!((generates.requests(), pools.requests()), (family as usize + 1, family as usize + 1));
+    }
+    // An endpoint that any server may have.
+    for family in 20..24 {
+        harness.answer(asked("/tokenize", family)).await.unwrap();
+    }
+    assert!(generates.requests() > 4 && pools.requests() > 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_fails_is_not_replaced_by_one_without_the_endpoint() {
+    let harness = Harness::new(Settings::default());
+    let (generates, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    pools.set_behaviour(Behaviour::Refuse(Error::Failed("out of memory".into())));
+    for family in 0..5 {
+        let error = harness.answer(asked(EMBED, family)).await.unwrap_err();
+        assert_eq!(error.to_string(), Error::Failed("out of memory".into()).to_string());
+    }
+    assert_eq!((generates.requests(), pools.requests()), (0, 5), "also while its circuit breaker is open");
+    harness.router.cordon(WorkerId(2)).unwrap();
+    assert!(harness.answer(asked(EMBED, 9)).await.is_err(), "nor while it is cordoned");
+    assert_eq!(generates.requests(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_server_that_has_the_endpoint_one_of_the_others_answers() {
+    let harness = Harness::new(Settings::default());
+    let (generates, lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
+    harness.answer(asked(EMBED, 1)).await.unwrap();
+    assert_eq!(generates.requests(), 1);
+    let (unknown, _lease) = join(&harness, 2, None).await;
+    for family in 2..6 {
+        harness.answer(asked(EMBED, family)).await.unwrap();
+    }
+    assert_eq!((generates.requests(), unknown.requests()), (1, 4), "its endpoints are not known");
+    drop(lease);
+    harness.roster.expire(WorkerId(1));
+    settle().await;
+    harness.answer(asked(CHAT, 7)).await.unwrap();
+    assert_eq!(unknown.requests(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_server_is_not_replaced_by_one_without_the_endpoint() {
+    let harness = Arc::new(Harness::new(Settings::default()));
+    let (_, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    pools.set_behaviour(Behaviour::Hang);
+    let asking = harness.clone();
+    let mut answer = tokio::spawn(async move { asking.answer(asked(EMBED, 1)).await });
+    assert!(tokio::time::timeout(Duration::from_mins(2), &mut answer).await.is_err(), "it waits");
+    assert_eq!(pools.requests(), 1);
+    answer.abort();
+}

@@ -1,0 +1,45 @@
+//! The API of a server, as its description and the configuration say.
+
+use super::CheckedUpstream;
+use crate::config::{CacheSalt, UpstreamRole};
+use upstream::ApiDescription;
+use upstream::relay::client::Client;
+use worker::engine::EndpointKind;
+
+/// Why a server without salts gets no requests of tenants.
+const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or frontend.api_keys_file), but the server's \
+    /openapi.json has no field cache_salt, so tenants would share its cache; set cache_salt in [[upstreams]]: \"on\" \
+    if the server has the field all the same, \"off\" if tenants may share the cache";
+
+/// The API of a server.
+#[derive(Clone, Copy)]
+pub(super) struct Api {
+    /// Requests for the server get salts.
+    pub(super) takes_salts: bool,
+    /// The only kind of endpoints that it has.
+    pub(super) only: Option<EndpointKind>,
+}
+
+impl Api {
+    /// The API of a server, or why the server cannot be used.
+    pub(super) async fn of(upstream: &CheckedUpstream, client: &Client) -> Result<Self, &'static str> {
+        let CheckedUpstream { upstream, api_key, has_tenants, .. } = upstream;
+        let is_asked = upstream.cache_salt == CacheSalt::Auto || upstream.role == UpstreamRole::Auto;
+        let described = if is_asked { ApiDescription::ask(client, api_key.as_ref()).await } else { None };
+        let takes_salts = match upstream.cache_salt {
+            CacheSalt::On => true,
+            CacheSalt::Off => false,
+            CacheSalt::Auto => match described.ok_or("/openapi.json did not answer")?.has_cache_salt {
+                false if *has_tenants => return Err(NO_SALTS),
+                takes_salts => takes_salts,
+            },
+        };
+        let only = match upstream.role {
+            UpstreamRole::Auto => described.and_then(|described| described.only),
+            UpstreamRole::Both => None,
+            UpstreamRole::Generate => Some(EndpointKind::Generate),
+            UpstreamRole::Pooling => Some(EndpointKind::Pooling),
+        };
+        Ok(Self { takes_salts, only })
+    }
+}
