@@ -26,6 +26,9 @@ use worker::plane::Load;
 /// Endpoints whose streams end with the usage when the request asks for it in `stream_options`.
 const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions"];
 
+/// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
+const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
+
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
 pub struct UpstreamSettings {
@@ -50,6 +53,8 @@ pub struct Rank {
     pub position: u32,
     /// Its number among the ranks of all servers of the deployment, by which metrics name it.
     pub number: u32,
+    /// Identifies the server: its ranks have the same.
+    pub server: u64,
 }
 
 /// One model of one server.
@@ -94,7 +99,7 @@ impl UpstreamEngine {
         let (body, usage) =
             self.body(http, &request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
-        if let Some(rank) = self.settings.rank {
+        if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
@@ -175,6 +180,11 @@ impl Engine for UpstreamEngine {
         Readiness::Ready
     }
 
+    fn chosen_by(&self, request: &Request) -> Option<u64> {
+        let Work::Relay(http) = &request.work else { return None };
+        self.settings.rank.filter(|_| !is_by_rank(http)).map(|rank| rank.server)
+    }
+
     fn only(&self) -> Option<EndpointKind> {
         self.settings.only
     }
@@ -184,6 +194,10 @@ impl Engine for UpstreamEngine {
         self.load.refresh();
         self.probes.hedge(self.health(Via::Any), self.health(Via::New)).boxed()
     }
+}
+
+fn is_by_rank(http: &HttpRequest) -> bool {
+    WITH_RANK.contains(&http.target.path())
 }
 
 /// Whether the client asked for the usage at the end of its stream.

@@ -74,6 +74,12 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// The server that chooses which of its engines computes a request, as a number that these engines share. `None`:
+    /// this engine computes it.
+    fn chosen_by(&self, _request: &Request) -> Option<u64> {
+        None
+    }
+
     /// Checks that requests are computed, with the least work that shows it: a request for one token.
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {
         Box::pin(async {

@@ -181,8 +181,11 @@ fn book(
         let random = splitmix64(core.fleet.choices());
         Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
     });
-    // A relayed response that is not a stream says nothing of the first token.
-    let is_timed = prefill_row.is_none() && !matches!(&request.work, Work::Relay(http) if !http.is_stream);
+    // A relayed response that is not a stream says nothing of the first token, and neither do the cached tokens of one
+    // worker if another computes the prompt.
+    let is_timed = prefill_row.is_none()
+        && decode_prediction.is_of_one_worker()
+        && !matches!(&request.work, Work::Relay(http) if !http.is_stream);
     let cached_tokens = is_timed.then(|| row.cached());
     let generation = match &request.work {
         Work::Relay(http) if !http.is_stream => row.snapshot.estimate.mean_duration,

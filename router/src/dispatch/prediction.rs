@@ -1,4 +1,7 @@
 //! Compares the cache hits that a decision predicted with those that the worker reports.
+//!
+//! Where a server chooses which of its workers (its data-parallel ranks) computes a prompt, nothing is compared, because
+//! it is not known whose cache the report is about. Each of these workers may have the prompt afterwards.
 
 use crate::booking::InflightPrefixes;
 use crate::fleet::{CacheView, Worker};
@@ -6,6 +9,7 @@ use crate::index::Index;
 use crate::metrics::Metrics;
 use crate::policy::{Decision, Overlaps, ScoredWorker, ServingMode};
 use kvbm::SequenceHash;
+use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::Request;
 
@@ -21,6 +25,8 @@ pub(crate) struct HitPrediction {
     /// Prompt tokens in full blocks, and those of them that the worker had not announced.
     full: u64,
     unannounced: u64,
+    /// The workers of which a server chooses the one that computes the prompt. Empty: the worker computes it.
+    one_of: Vec<Arc<Worker>>,
     /// Hashes of the prompt's blocks, if they are to be recorded as sent.
     hashes: Vec<SequenceHash>,
     /// Seconds per prompt token on the worker.
@@ -45,7 +51,8 @@ impl HitPrediction {
         let is_inflight = inflight.contains(member.announced, names, block_size as usize);
         // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
         let has_estimated_tokens = request.attributes.has_estimated_tokens;
-        let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks);
+        let one_of = decision.chosen_by_server(request);
+        let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks) && one_of.is_empty();
         let is_alone = !is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated;
         let by_text = has_estimated_tokens && member.texts.is_some();
         let noted = by_text || member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
@@ -55,10 +62,16 @@ impl HitPrediction {
             announced: (is_alone && is_comparable).then_some(announced),
             full,
             unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
+            one_of,
             hashes: if noted { names.to_vec() } else { Vec::new() },
             seconds_per_token: row.snapshot.estimate.token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }
+    }
+
+    /// Whether it is known that the worker computes the prompt.
+    pub(crate) fn is_of_one_worker(&self) -> bool {
+        self.one_of.is_empty()
     }
 
     /// Records that the worker has computed the prompt. `found`: cached tokens that it reports.
@@ -67,7 +80,11 @@ impl HitPrediction {
         if self.unannounced > 0 && found.is_none_or(|found| found < self.full) {
             member.estimated_cache.computed(self.placed);
         }
-        if !self.hashes.is_empty() {
+        if self.hashes.is_empty() {
+            return;
+        }
+        let mine = self.is_of_one_worker().then_some(member);
+        for member in mine.into_iter().chain(self.one_of.iter().map(|worker| &**worker)) {
             let capacity_blocks = member.load.stats(Instant::now()).total_blocks as usize;
             member.estimated_cache.sent(index, member.id(), &self.hashes, capacity_blocks);
         }
@@ -75,6 +92,9 @@ impl HitPrediction {
 
     /// Compares the prediction with the cached tokens that the first output reports.
     pub(crate) fn compare(&self, metrics: &Metrics, member: &Worker, found: u64) {
+        if !self.is_of_one_worker() {
+            return;
+        }
         let missing = self.cached.saturating_sub(found);
         metrics.predicted_tokens.inc_by(self.cached);
         metrics.actual_tokens.inc_by(found);

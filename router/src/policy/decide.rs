@@ -197,6 +197,14 @@ impl<'a> Decision<'a> {
         self.context.fleet.prompt_tokens()
     }
 
+    /// The workers one of which computes the request, where not the router chooses it but the server that they are of,
+    /// and the chosen worker is one of them. Else empty.
+    pub(crate) fn chosen_by_server(&self, request: &Request) -> Vec<Arc<Worker>> {
+        let Some(server) = self.chosen.worker().engine.chosen_by(request) else { return Vec::new() };
+        let workers = self.context.entries.iter().map(|entry| &entry.worker);
+        workers.filter(|worker| worker.engine.chosen_by(request) == Some(server)).cloned().collect()
+    }
+
     /// A worker with the terms of its cost.
     pub(crate) fn row(&self, entry: u32) -> ScoredWorker<'a> {
         self.context.row(entry as usize, self.prefill.as_ref())

@@ -1,4 +1,4 @@
-//! Servers of one model with different endpoints.
+//! Servers of one model with different endpoints, and servers that choose the rank of a request themselves.
 
 use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, settle};
 use crate::settings::Settings;
@@ -10,19 +10,32 @@ use std::time::Duration;
 use worker::engine::{EndpointKind, Engine, Error, HttpRequest, ModelCard, OutputStream, Readiness, Request, Work};
 use worker::plane::{Discovery, Instance, Lease, Role, WorkerId};
 
-/// A server with endpoints of this kind only, or of both.
+/// A server with endpoints of this kind only, or of both; or a rank of the server `ranks_of`, which chooses the rank of
+/// all requests but chats.
+#[derive(Default)]
 struct Server {
-    inner: Arc<FakeEngine>,
     only: Option<EndpointKind>,
+    ranks_of: Option<u64>,
+    inner: Option<Arc<FakeEngine>>,
+}
+
+impl Server {
+    fn only(kind: EndpointKind) -> Self {
+        Self { only: Some(kind), ..Self::default() }
+    }
+
+    fn inner(&self) -> &FakeEngine {
+        self.inner.as_ref().expect("it has joined")
+    }
 }
 
 impl Engine for Server {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        self.inner.generate(request)
+        self.inner().generate(request)
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
-        self.inner.models()
+        self.inner().models()
     }
 
     fn readiness(&self) -> Readiness {
@@ -32,10 +45,15 @@ impl Engine for Server {
     fn only(&self) -> Option<EndpointKind> {
         self.only
     }
+
+    fn chosen_by(&self, request: &Request) -> Option<u64> {
+        let Work::Relay(http) = &request.work else { return None };
+        self.ranks_of.filter(|_| http.target.path() != CHAT)
+    }
 }
 
-/// Replaces a worker of the harness by one with these endpoints.
-async fn join(harness: &Harness, id: u64, only: Option<EndpointKind>) -> (Arc<FakeEngine>, Lease) {
+/// Adds a worker of such a server.
+async fn join(harness: &Harness, id: u64, server: Server) -> (Arc<FakeEngine>, Lease) {
     let inner = harness.relayed_worker(id).await;
     let instance = Instance {
         id: WorkerId(id),
@@ -44,8 +62,8 @@ async fn join(harness: &Harness, id: u64, only: Option<EndpointKind>) -> (Arc<Fa
         model: Arc::new(ModelCard { is_relayed: true, ..card(MODEL) }),
         stores: Vec::new(),
     };
-    let server = Arc::new(Server { inner: inner.clone(), only });
-    let lease = harness.roster.register(instance, server).await.unwrap();
+    let server = Server { inner: Some(inner.clone()), ..server };
+    let lease = harness.roster.register(instance, Arc::new(server)).await.unwrap();
     settle().await;
     (inner, lease)
 }
@@ -63,13 +81,14 @@ fn asked(path: &'static str, family: u32) -> Request {
 }
 
 const CHAT: &str = "/v1/chat/completions";
+const RESPONSES: &str = "/v1/responses";
 const EMBED: &str = "/v1/embeddings";
 
 #[tokio::test(start_paused = true)]
 async fn requests_go_to_servers_with_their_endpoint() {
     let harness = Harness::new(Settings::default());
-    let (generates, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
-    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    let (generates, _lease) = join(&harness, 1, Server::only(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Server::only(EndpointKind::Pooling)).await;
     for family in 0..4 {
         harness.answer(asked(CHAT, family)).await.unwrap();
         assert_eq!((generates.requests(), pools.requests()), (family as usize + 1, family as usize));
@@ -86,8 +105,8 @@ async fn requests_go_to_servers_with_their_endpoint() {
 #[tokio::test(start_paused = true)]
 async fn a_server_that_fails_is_not_replaced_by_one_without_the_endpoint() {
     let harness = Harness::new(Settings::default());
-    let (generates, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
-    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    let (generates, _lease) = join(&harness, 1, Server::only(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Server::only(EndpointKind::Pooling)).await;
     pools.set_behaviour(Behaviour::Refuse(Error::Failed("out of memory".into())));
     for family in 0..5 {
         let error = harness.answer(asked(EMBED, family)).await.unwrap_err();
@@ -102,10 +121,10 @@ async fn a_server_that_fails_is_not_replaced_by_one_without_the_endpoint() {
 #[tokio::test(start_paused = true)]
 async fn without_a_server_that_has_the_endpoint_one_of_the_others_answers() {
     let harness = Harness::new(Settings::default());
-    let (generates, lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
+    let (generates, lease) = join(&harness, 1, Server::only(EndpointKind::Generate)).await;
     harness.answer(asked(EMBED, 1)).await.unwrap();
     assert_eq!(generates.requests(), 1);
-    let (unknown, _lease) = join(&harness, 2, None).await;
+    let (unknown, _lease) = join(&harness, 2, Server::default()).await;
     for family in 2..6 {
         harness.answer(asked(EMBED, family)).await.unwrap();
     }
@@ -120,12 +139,44 @@ async fn without_a_server_that_has_the_endpoint_one_of_the_others_answers() {
 #[tokio::test(start_paused = true)]
 async fn a_slow_server_is_not_replaced_by_one_without_the_endpoint() {
     let harness = Arc::new(Harness::new(Settings::default()));
-    let (_, _lease) = join(&harness, 1, Some(EndpointKind::Generate)).await;
-    let (pools, _lease) = join(&harness, 2, Some(EndpointKind::Pooling)).await;
+    let (_, _lease) = join(&harness, 1, Server::only(EndpointKind::Generate)).await;
+    let (pools, _lease) = join(&harness, 2, Server::only(EndpointKind::Pooling)).await;
     pools.set_behaviour(Behaviour::Hang);
     let asking = harness.clone();
     let mut answer = tokio::spawn(async move { asking.answer(asked(EMBED, 1)).await });
     assert!(tokio::time::timeout(Duration::from_mins(2), &mut answer).await.is_err(), "it waits");
     assert_eq!(pools.requests(), 1);
     answer.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_rank_is_assumed_where_the_server_chooses_it() {
+    let (predicted, actual) =
+        ("blockyard_router_prefix_predicted_tokens_total", "blockyard_router_prefix_actual_tokens_total");
+    for path in [CHAT, RESPONSES] {
+        let harness = Harness::new(Settings::default());
+        let rank = || Server { ranks_of: Some(7), ..Server::default() };
+        let (one, _lease) = join(&harness, 1, rank()).await;
+        let (two, _lease) = join(&harness, 2, rank()).await;
+        let (other, _lease) = join(&harness, 3, Server::default()).await;
+        for worker in [&one, &two, &other] {
+            worker.cache_blocks(&[]);
+        }
+        harness.router.cordon(WorkerId(3)).unwrap();
+        let mut text = Request { tokens: prompt(1, 1600).tokens, ..asked(path, 1) };
+        text.attributes.has_estimated_tokens = true;
+        harness.answer(text.clone()).await.unwrap();
+        harness.router.uncordon(WorkerId(3)).unwrap();
+        let decision = harness.explain(text).await;
+        let rows = decision["candidates"].as_array().unwrap();
+        let mut cached: Vec<_> = rows.iter().map(|row| 1600 - row["uncached_tokens"].as_u64().unwrap()).collect();
+        cached.sort_unstable();
+        let sums = [harness.metric(predicted), harness.metric(actual)];
+        if path == CHAT {
+            assert_eq!((cached, sums), (vec![0, 0, 1584], [1584; 2]));
+        } else {
+            assert_eq!((cached, sums), (vec![0, 1584, 1584], [0; 2]), "either rank may have it");
+        }
+        assert_eq!(other.requests(), 0, "the requests stay with the server");
+    }
 }

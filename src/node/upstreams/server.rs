@@ -13,7 +13,8 @@
 //! estimates the cache.
 //!
 //! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other
-//! ranks are one worker together.
+//! ranks are one worker together. Where the server chooses the rank of a request, the engines of its ranks say so
+//! ([`Engine::chosen_by`]).
 
 use super::api::Api;
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
@@ -271,9 +272,9 @@ impl Server {
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
         following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
-        let mut caches = Vec::new();
+        let (server, mut caches) = (worker_id(&self.key, "", None).0, Vec::new());
         for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
-            let cache = cache(Some(Rank { position, number: *number }));
+            let cache = cache(Some(Rank { position, number: *number, server }));
             following.spawn(Arc::clone(&cache.events).follow(vec![source.clone()]));
             caches.push(cache);
         }

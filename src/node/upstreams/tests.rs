@@ -252,6 +252,19 @@ async fn a_rank_that_requests_can_name_is_a_worker() {
     let sent = server.requests().into_iter().filter(|request| request.method == Method::POST);
     let ranks: Vec<_> = sent.map(|request| request.headers["x-data-parallel-rank"].clone()).collect();
     assert_eq!(ranks, ["0", "1"], "the client's rank is replaced");
+    // vLLM chooses the rank of this request whatever the header says.
+    http.headers.remove("x-data-parallel-rank");
+    let of_path = |path: &'static str| {
+        let http = HttpRequest { target: PathAndQuery::from_static(path), ..http.clone() };
+        Request { work: Work::Relay(Arc::new(http)), ..request() }
+    };
+    let (chat, response) = (of_path("/v1/chat/completions"), of_path("/v1/responses"));
+    assert_eq!([one.1.chosen_by(&chat), other.1.chosen_by(&chat)], [None; 2]);
+    assert!(one.1.chosen_by(&response).is_some());
+    assert_eq!(one.1.chosen_by(&response), other.1.chosen_by(&response));
+    assert!(one.1.generate(response).await.unwrap().count().await > 1);
+    let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
+    assert_eq!((sent.uri.path(), sent.headers.get("x-data-parallel-rank")), ("/v1/responses", None));
     server.set_page("/kv_event_sources", Script::json(200, &json!([source(2)])));
     let mut left = Vec::new();
     let alone = loop {
