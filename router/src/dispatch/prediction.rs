@@ -1,7 +1,7 @@
 //! Compares the cache hits that a decision predicted with those that the worker reports.
 //!
-//! Where a server chooses which of its workers (its data-parallel ranks) computes a prompt, nothing is compared, because
-//! it is not known whose cache the report is about. Each of these workers may have the prompt afterwards.
+//! Where a server chooses which of its workers (its data-parallel ranks) computes a prompt, nothing is compared: it is
+//! not known whose cache the report is about. Each of these workers may have the prompt afterwards.
 
 use crate::booking::InflightPrefixes;
 use crate::fleet::{CacheView, Worker};
