@@ -19,21 +19,21 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// Processes that find each other over NATS, under a prefix of their own.
-struct Cluster {
+pub(crate) struct Cluster {
     nats: Vec<String>,
     folder: TempDir,
     secret: PathBuf,
 }
 
 /// The address of a worker, which stays the same when it is started again.
-struct Seat {
+pub(crate) struct Seat {
     data: String,
     listen: String,
 }
 
 impl Cluster {
     /// `None` without a NATS server.
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         let Ok(server) = std::env::var("WORKER_TEST_NATS") else {
             // Not `eprintln`: the test harness captures it.
             let _ = writeln!(std::io::stderr(), "SKIPPED: no NATS server in WORKER_TEST_NATS; `make test` starts one");
@@ -61,7 +61,7 @@ impl Cluster {
         common.map(str::to_owned).to_vec()
     }
 
-    fn seat(&self, name: &str) -> Seat {
+    pub(crate) fn seat(&self, name: &str) -> Seat {
         // The port is free again when the socket is closed.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         Seat { data: self.folder.path().join(name).to_str().unwrap().to_owned(), listen: address.to_string() }
@@ -71,7 +71,7 @@ impl Cluster {
         self.worker_at(seat, &[]).await
     }
 
-    async fn worker_at(&self, seat: &Seat, more: &[&str]) -> Process {
+    pub(crate) async fn worker_at(&self, seat: &Seat, more: &[&str]) -> Process {
         let own = ["--model", "tiny", "--data-dir", &seat.data, "--listen", &seat.listen];
         let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=32MiB", "--set", "tiers.g3=64MiB"];
         let common = self.arguments();
@@ -84,7 +84,7 @@ impl Cluster {
         self.frontend_with(&[]).await
     }
 
-    async fn frontend_with(&self, more: &[&str]) -> Process {
+    pub(crate) async fn frontend_with(&self, more: &[&str]) -> Process {
         let common = self.arguments();
         let common: Vec<&str> = common.iter().map(String::as_str).collect();
         let own = ["--listen", "127.0.0.1:0", "--set", "frontend.shutdown_delay=0s"];
@@ -215,7 +215,7 @@ fn the_help_shows_the_real_defaults() {
 }
 
 /// A stream of completions: the text of each choice so far, and whether it has ended.
-struct Streamed {
+pub(crate) struct Streamed {
     body: futures::stream::BoxStream<'static, reqwest::Result<bytes::Bytes>>,
     unread: String,
     texts: Vec<String>,
@@ -223,7 +223,7 @@ struct Streamed {
 }
 
 impl Streamed {
-    async fn start(process: &Process, body: &Value) -> Self {
+    pub(crate) async fn start(process: &Process, body: &Value) -> Self {
         let url = format!("{}/v1/completions", process.client.url);
         let response = client().post(url).json(body).send().await.unwrap();
         assert!(response.status().is_success(), "{:?}", response.text().await);
@@ -233,7 +233,7 @@ impl Streamed {
     }
 
     /// Reads the next part of the body.
-    async fn read(&mut self) {
+    pub(crate) async fn read(&mut self) {
         let part = self.body.next().await.expect("the stream has its end").unwrap();
         self.unread.push_str(std::str::from_utf8(&part).unwrap());
         while let Some((event, rest)) = self.unread.split_once("\n\n") {
@@ -254,7 +254,7 @@ impl Streamed {
         }
     }
 
-    async fn read_to_the_end(mut self) -> Vec<String> {
+    pub(crate) async fn read_to_the_end(mut self) -> Vec<String> {
         while !self.ended {
             self.read().await;
         }
@@ -298,7 +298,7 @@ async fn busy(workers: &[Process; 2]) -> usize {
 }
 
 /// Waits until a frontend knows this number of workers that are alive.
-async fn until_workers(frontend: &Process, count: usize) {
+pub(crate) async fn until_workers(frontend: &Process, count: usize) {
     while frontend.client.metric("blockyard_router_workers", "").await < count as f64 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

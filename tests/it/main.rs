@@ -17,6 +17,7 @@ mod monitoring;
 mod overload;
 mod process;
 mod reload;
+mod scenarios;
 mod serve;
 mod shred;
 mod stop_soak;

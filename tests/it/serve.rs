@@ -1,5 +1,5 @@
-//! Whole nodes inside the test process, and the real program: requests, restarts, shared tiers, disaggregation,
-//! startup errors.
+//! Whole nodes inside the test process, and the real program: settings of tiers, explanations, startup errors. What
+//! also holds for separate processes is in `scenarios`.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -121,27 +121,6 @@ fn cached(answer: &Value) -> u64 {
     answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
-    let data = tempfile::tempdir().unwrap();
-    let harness = Harness::start(config(data.path())).await;
-    let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8,
-        "temperature": 0});
-    let whole = harness.answer("/v1/chat/completions", &body).await;
-    assert_eq!(whole["usage"]["completion_tokens"], 8);
-    body["stream"] = true.into();
-    let events = harness.post("/v1/chat/completions", &body).await.text().await.unwrap();
-    let data: Vec<_> = events.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
-    assert_eq!(data.last(), Some(&"[DONE]"));
-    let text: String = data[..data.len() - 1]
-        .iter()
-        .map(|line| serde_json::from_str::<Value>(line).unwrap())
-        .filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned()))
-        .collect();
-    assert_eq!(text, whole["choices"][0]["message"]["content"].as_str().unwrap());
-    harness.node.shutdown().await;
-}
-
 /// A node listens before its model is loaded; this is the listener without a model.
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_before_the_model_is_loaded_get_503() {
@@ -165,42 +144,6 @@ async fn requests_before_the_model_is_loaded_get_503() {
     assert_eq!(refused.status(), 503, "not 404: the model may still be loading");
     stop.close(Duration::ZERO);
     server.await.unwrap().unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_second_turn_hits_the_blocks_of_the_first() {
-    let data = tempfile::tempdir().unwrap();
-    let harness = Harness::start(aggregated(data.path())).await;
-    let mut messages = vec![json!({"role": "user", "content": "tell me a story of a wagon ".repeat(20)})];
-    let mut before = 0;
-    for turn in 0..3 {
-        let body = json!({"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0});
-        let answer = harness.answer("/v1/chat/completions", &body).await;
-        let (prompt, cached) = (answer["usage"]["prompt_tokens"].as_u64().unwrap(), cached(&answer));
-        assert!(cached + 32 >= before, "turn {turn}: {cached} cached of {before} tokens of the last prompt");
-        assert_eq!(cached == 0, turn == 0);
-        before = prompt;
-        messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
-        messages.push(json!({"role": "user", "content": "and then?"}));
-    }
-    harness.node.shutdown().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_restarted_node_answers_from_its_ssd() {
-    let data = tempfile::tempdir().unwrap();
-    let first = Harness::start(config(data.path())).await;
-    let (texts, cold) = first.complete_all().await;
-    assert_eq!(cold, 0);
-    first.node.shutdown().await;
-    let second = Harness::start(config(data.path())).await;
-    let (again, _) = second.complete_all().await;
-    assert_eq!(again, texts);
-    assert!(second.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g3""#]).await > 0.0);
-    assert!(
-        second.metric("blockyard_tier_transfer_bytes_total", &[r#"tier="g3""#, r#"direction="onboard""#]).await > 0.0
-    );
-    second.node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -232,26 +175,6 @@ async fn encrypted_blocks_survive_a_restart_only_with_their_key() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_hits_blocks_that_another_put_into_the_shared_store() {
-    let (one, two, shared) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let sharing = |data: &Path| {
-        let mut config = aggregated(data);
-        config.tiers.g4.url = Some(StoreLocation::Folder(shared.path().into()));
-        config
-    };
-    let writer = Harness::start(sharing(one.path())).await;
-    // The reader starts before the blocks exist, so it must follow later manifests.
-    let reader = Harness::start(sharing(two.path())).await;
-    let (texts, _) = writer.complete_all().await;
-    writer.node.shutdown().await;
-    reader.wait_for_blocks_in("g4").await;
-    let (again, _) = reader.complete_all().await;
-    assert_eq!(again, texts);
-    assert!(reader.metric("blockyard_tier_hit_blocks_total", &[r#"tier="g4""#]).await > 0.0);
-    reader.node.shutdown().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn shared_flash_is_read_before_the_object_store() {
     let [one, two, flash, shared] = [(); 4].map(|()| tempfile::tempdir().unwrap());
     let sharing = |data: &Path| {
@@ -275,10 +198,10 @@ async fn shared_flash_is_read_before_the_object_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_remote_prefill_gives_the_same_answer() {
-    let data = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+async fn a_remote_prefill_is_explained() {
+    let data = tempfile::tempdir().unwrap();
     let disaggregated = {
-        let mut config = config(data[0].path());
+        let mut config = config(data.path());
         config.router.disaggregation = router::Disaggregation::Always;
         Harness::start(config).await
     };
@@ -291,38 +214,17 @@ async fn a_remote_prefill_gives_the_same_answer() {
             let answer: Value = response.json().await.unwrap();
             let from_peer = [r#"tier="peer""#, r#"direction="onboard""#];
             if disaggregated.metric("blockyard_tier_transfer_bytes_total", &from_peer).await > 0.0 {
-                return (body, serde_json::from_str::<Value>(&explained).unwrap(), answer);
+                return (serde_json::from_str::<Value>(&explained).unwrap(), answer);
             }
         }
         unreachable!("prompts do not end");
     };
     let handoff = tokio::time::timeout(Duration::from_mins(5), first_handoff).await;
-    let (body, explained, answer) = handoff.expect("a prompt is handed over within five minutes");
+    let (explained, answer) = handoff.expect("a prompt is handed over within five minutes");
     assert_eq!(explained["disaggregation"]["prefill"], "w1", "{explained}");
     assert_ne!(explained["chosen"], "w1", "{explained}");
     assert_eq!(cached(&answer), 0, "blocks computed by the prefill worker for this request are not cached tokens");
     disaggregated.node.shutdown().await;
-
-    let single = Harness::start(aggregated(data[1].path())).await;
-    let local = single.answer("/v1/completions", &body).await;
-    assert_eq!(local["choices"][0]["text"], answer["choices"][0]["text"]);
-    single.node.shutdown().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_running_request_is_finished_when_the_node_stops() {
-    let data = tempfile::tempdir().unwrap();
-    let harness = Harness::start(aggregated(data.path())).await;
-    let body = json!({"model": "tiny", "prompt": prompt(5, 64), "max_tokens": 100, "stream": true});
-    let mut response = harness.post("/v1/completions", &body).await;
-    let mut text = response.chunk().await.unwrap().unwrap().to_vec();
-    let stopping = tokio::spawn(harness.node.shutdown());
-    while let Some(chunk) = response.chunk().await.unwrap() {
-        text.extend(chunk);
-    }
-    let text = String::from_utf8(text).unwrap();
-    assert!(text.contains(r#""finish_reason":"length""#) && text.ends_with("data: [DONE]\n\n"), "{text}");
-    stopping.await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,0 +1,307 @@
+//! Scenarios that hold for every way to run the program, from one source: embedded (one `serve`), and distributed (a
+//! frontend and a worker process for each worker, over a real NATS server). Only what clients can see is compared.
+
+#![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
+
+use super::cluster::{Cluster, Seat, Streamed, until_workers};
+use super::process::{Client, Process, client};
+use serde_json::{Value, json};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// How the parts of a deployment are divided into processes.
+#[derive(Clone, Copy)]
+enum Layout {
+    Embedded,
+    Distributed,
+}
+
+/// Each scenario as a test of each layout.
+macro_rules! scenarios {
+    ($($name:ident)*) => {
+        mod embedded {$(
+            #[tokio::test(flavor = "multi_thread")]
+            async fn $name() {
+                super::$name(super::Layout::Embedded).await;
+            }
+        )*}
+        mod distributed {$(
+            #[tokio::test(flavor = "multi_thread")]
+            async fn $name() {
+                super::$name(super::Layout::Distributed).await;
+            }
+        )*}
+    };
+}
+
+scenarios! {
+    a_chat_is_answered_whole_and_streamed_with_the_same_text
+    a_second_turn_hits_the_blocks_of_the_first
+    a_prompt_is_answered_from_the_ssd_after_a_restart
+    blocks_in_the_shared_store_are_found_by_another_deployment
+    a_remote_prefill_gives_the_same_text
+    a_running_stream_ends_before_the_deployment_stops
+    all_choices_of_a_request_are_streamed
+    a_client_that_disconnects_stops_the_computation
+}
+
+/// Roles of the workers, and further arguments.
+#[derive(Clone, Default)]
+struct Options {
+    roles: Vec<&'static str>,
+    /// Of `serve`, or of each worker.
+    worker: Vec<String>,
+    /// Of `serve`, or of the frontend.
+    frontend: Vec<String>,
+}
+
+/// A running deployment. Its folders and addresses outlive a stop.
+struct Deployment {
+    options: Options,
+    place: Place,
+    /// `serve`, or the frontend.
+    api: Process,
+    /// Worker processes of a distributed deployment.
+    workers: Vec<Process>,
+}
+
+enum Place {
+    Embedded(TempDir),
+    Distributed(Cluster, Vec<Seat>),
+}
+
+fn strs(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+impl Deployment {
+    /// `None` if this machine lacks a server that the layout needs.
+    async fn start(layout: Layout, options: Options) -> Option<Self> {
+        let place = match layout {
+            Layout::Embedded => Place::Embedded(tempfile::tempdir().unwrap()),
+            Layout::Distributed => {
+                let cluster = Cluster::new()?;
+                let seats = (0..options.roles.len()).map(|nth| cluster.seat(&format!("worker-{nth}"))).collect();
+                Place::Distributed(cluster, seats)
+            }
+        };
+        let (api, workers) = launch(&place, &options).await;
+        Some(Self { options, place, api, workers })
+    }
+
+    fn client(&self) -> &Client {
+        &self.api.client
+    }
+
+    /// Stops everything as an operator does: the API first, then the workers.
+    fn stop(&mut self) {
+        tokio::task::block_in_place(|| {
+            self.api.stop();
+            self.workers.iter_mut().for_each(Process::stop);
+        });
+    }
+
+    /// Starts it again after [`stop`](Self::stop), with the same folders.
+    async fn start_again(&mut self) {
+        (self.api, self.workers) = launch(&self.place, &self.options).await;
+    }
+
+    /// The sum of a metric of workers, over all processes that have some.
+    async fn worker_metric(&self, name: &str, label: &str) -> f64 {
+        let mut sum = 0.0;
+        let embedded = self.workers.is_empty().then_some(&self.api);
+        for process in self.workers.iter().chain(embedded) {
+            sum += process.client.metric(name, label).await;
+        }
+        sum
+    }
+
+    async fn answer(&self, path: &str, body: &Value) -> Value {
+        let response = client().post(format!("{}{path}", self.client().url)).json(body).send().await.unwrap();
+        let (status, body) = (response.status(), response.text().await.unwrap());
+        assert!(status.is_success(), "{status}: {body}");
+        serde_json::from_str(&body).unwrap()
+    }
+}
+
+async fn launch(place: &Place, options: &Options) -> (Process, Vec<Process>) {
+    match place {
+        Place::Embedded(data) => {
+            let roles = options.roles.join(",");
+            let own = ["--workers", &roles, "--set", "tiers.g1=32MiB", "--set", "tiers.g2=32MiB"];
+            let own = [&own[..], &["--set", "tiers.g3=64MiB"]].concat();
+            let arguments = [&own[..], &strs(&options.worker), &strs(&options.frontend)].concat();
+            (Process::start(data.path(), &arguments, &[]).await, Vec::new())
+        }
+        Place::Distributed(cluster, seats) => {
+            let mut workers = Vec::new();
+            for (seat, role) in seats.iter().zip(&options.roles) {
+                let arguments = [&["--workers", role][..], &strs(&options.worker)].concat();
+                workers.push(cluster.worker_at(seat, &arguments).await);
+            }
+            let frontend = cluster.frontend_with(&strs(&options.frontend)).await;
+            until_workers(&frontend, workers.len()).await;
+            (frontend, workers)
+        }
+    }
+}
+
+fn one_worker() -> Options {
+    Options { roles: vec!["both:1"], ..Options::default() }
+}
+
+/// Token ids of every vocabulary, different for each `seed`.
+fn prompt(seed: u32, tokens: u32) -> Vec<u32> {
+    (0..tokens).map(|nth| 10 + (seed * 31 + nth * 7) % 500).collect()
+}
+
+fn cached(answer: &Value) -> u64 {
+    answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+}
+
+/// Waits for what other processes learn by events. The limit is for a machine that runs several suites at once.
+async fn within_minutes(what: &str, condition: impl AsyncFn() -> bool) {
+    let wait = async {
+        while !condition().await {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    assert!(tokio::time::timeout(Duration::from_mins(5), wait).await.is_ok(), "{what}");
+}
+
+async fn a_chat_is_answered_whole_and_streamed_with_the_same_text(layout: Layout) {
+    let Some(deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8,
+        "temperature": 0});
+    let whole = deployment.answer("/v1/chat/completions", &body).await;
+    assert_eq!(whole["usage"]["completion_tokens"], 8);
+    body["stream"] = true.into();
+    let url = format!("{}/v1/chat/completions", deployment.client().url);
+    let events = client().post(url).json(&body).send().await.unwrap().text().await.unwrap();
+    let data: Vec<_> = events.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+    assert_eq!(data.last(), Some(&"[DONE]"));
+    let chunks = data[..data.len() - 1].iter().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let text: String =
+        chunks.filter_map(|chunk| Some(chunk["choices"][0]["delta"]["content"].as_str()?.to_owned())).collect();
+    assert_eq!(text, whole["choices"][0]["message"]["content"].as_str().unwrap());
+}
+
+async fn a_second_turn_hits_the_blocks_of_the_first(layout: Layout) {
+    let Some(deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let mut messages = vec![json!({"role": "user", "content": "tell me a story of a wagon ".repeat(20)})];
+    let mut before = 0;
+    for turn in 0..3 {
+        let body = json!({"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0});
+        let answer = deployment.answer("/v1/chat/completions", &body).await;
+        assert!(cached(&answer) + 32 >= before, "turn {turn}: {} cached of {before} before", cached(&answer));
+        assert_eq!(cached(&answer) == 0, turn == 0);
+        before = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+        messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
+        messages.push(json!({"role": "user", "content": "and then?"}));
+    }
+}
+
+async fn a_prompt_is_answered_from_the_ssd_after_a_restart(layout: Layout) {
+    let Some(mut deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let mut texts = Vec::new();
+    for seed in 0..4 {
+        let (choice, cached) = deployment.client().complete(&prompt(seed, 640)).await.unwrap();
+        assert_eq!(cached, 0);
+        texts.push(choice["text"].clone());
+    }
+    deployment.stop();
+    deployment.start_again().await;
+    // Blocks that load too slowly are computed, so not every prompt must be cached.
+    let mut hits = 0;
+    for (seed, text) in texts.iter().enumerate() {
+        let (choice, cached) = deployment.client().complete(&prompt(seed as u32, 640)).await.unwrap();
+        assert_eq!(choice["text"], *text);
+        hits += cached;
+    }
+    assert!(hits > 0, "no prompt was cached after the restart");
+    assert!(deployment.worker_metric("blockyard_tier_hit_blocks_total", "tier=\"g3\"").await > 0.0);
+}
+
+async fn blocks_in_the_shared_store_are_found_by_another_deployment(layout: Layout) {
+    let shared = tempfile::tempdir().unwrap();
+    let store = vec!["--g4".to_owned(), shared.path().to_str().unwrap().to_owned()];
+    let options = Options { worker: store, ..one_worker() };
+    let Some(mut writer) = Deployment::start(layout, options.clone()).await else { return };
+    // The reader starts before the blocks exist, so it must follow later manifests.
+    let Some(reader) = Deployment::start(layout, options).await else { return };
+    let mut texts = Vec::new();
+    for seed in 0..4 {
+        texts.push(writer.client().complete(&prompt(seed, 640)).await.unwrap().0["text"].clone());
+    }
+    // A clean stop writes what is pending.
+    writer.stop();
+    let all = async || reader.worker_metric("blockyard_tier_blocks", "tier=\"g4\"").await >= 4.0 * 39.0;
+    within_minutes("the reader sees the blocks of the writer", all).await;
+    for (seed, text) in texts.iter().enumerate() {
+        let (choice, _) = reader.client().complete(&prompt(seed as u32, 640)).await.unwrap();
+        assert_eq!(choice["text"], *text);
+    }
+    assert!(reader.worker_metric("blockyard_tier_hit_blocks_total", "tier=\"g4\"").await > 0.0);
+}
+
+async fn a_remote_prefill_gives_the_same_text(layout: Layout) {
+    let split = Options {
+        roles: vec!["prefill:1", "decode:1"],
+        frontend: ["--set", "router.disaggregation=always"].map(str::to_owned).to_vec(),
+        ..Options::default()
+    };
+    let Some(split) = Deployment::start(layout, split).await else { return };
+    let Some(single) = Deployment::start(layout, one_worker()).await else { return };
+    // A hand-over that does not begin in time is abandoned, and the prompt computed: then the next one is tried.
+    let mut texts = Vec::new();
+    let handed_over = async || split.worker_metric("blockyard_tier_transfer_bytes_total", "tier=\"peer\"").await;
+    while handed_over().await == 0.0 {
+        assert!(texts.len() < 100, "no prompt of a hundred was handed over");
+        let (choice, cached) = split.client().complete(&prompt(texts.len() as u32, 1500)).await.unwrap();
+        assert_eq!(cached, 0, "blocks that were computed for this request are not cached tokens");
+        texts.push(choice["text"].clone());
+    }
+    for (seed, text) in texts.iter().enumerate() {
+        let (choice, _) = single.client().complete(&prompt(seed as u32, 1500)).await.unwrap();
+        assert_eq!(choice["text"], *text);
+    }
+}
+
+async fn a_running_stream_ends_before_the_deployment_stops(layout: Layout) {
+    let Some(mut deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let body = json!({"model": "tiny", "prompt": prompt(5, 64), "max_tokens": 400, "temperature": 0,
+        "ignore_eos": true, "stream": true});
+    let undisturbed = Streamed::start(&deployment.api, &body).await.read_to_the_end().await;
+    let mut stream = Streamed::start(&deployment.api, &body).await;
+    stream.read().await;
+    let reading = tokio::spawn(stream.read_to_the_end());
+    deployment.stop();
+    assert_eq!(reading.await.unwrap(), undisturbed);
+}
+
+async fn all_choices_of_a_request_are_streamed(layout: Layout) {
+    let Some(deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let body = json!({"model": "tiny", "prompt": prompt(6, 200), "max_tokens": 40, "temperature": 1, "seed": 3, "n": 4,
+        "ignore_eos": true, "stream": true});
+    let texts = Streamed::start(&deployment.api, &body).await.read_to_the_end().await;
+    let mut whole = body;
+    whole["stream"] = false.into();
+    let answer = deployment.answer("/v1/completions", &whole).await;
+    let mut choices = answer["choices"].as_array().unwrap().clone();
+    choices.sort_by_key(|choice| choice["index"].as_u64());
+    let same: Vec<&str> = choices.iter().map(|choice| choice["text"].as_str().unwrap()).collect();
+    assert_eq!(texts, same);
+}
+
+async fn a_client_that_disconnects_stops_the_computation(layout: Layout) {
+    let Some(deployment) = Deployment::start(layout, one_worker()).await else { return };
+    let body = json!({"model": "tiny", "prompt": prompt(7, 64), "max_tokens": 10_000, "ignore_eos": true,
+        "stream": true});
+    let mut stream = Streamed::start(&deployment.api, &body).await;
+    stream.read().await;
+    drop(stream);
+    let idle = async || deployment.worker_metric("blockyard_worker_requests_running", "").await < 1.0;
+    within_minutes("the request ends", idle).await;
+    let generated = deployment.worker_metric("blockyard_worker_generated_tokens_total", "").await;
+    assert!(generated < 10_000.0, "{generated} tokens were generated for a client that was gone");
+}
