@@ -20,7 +20,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run demo-cluster test test-vllm lint fmt doc setup advisories
-.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream bench-faults
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream bench-faults bench-cluster
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,10 @@ bench-kvbm: ## Benchmarks of the block manager, each figure beside its goal (ARG
 bench-faults: $(VENV)/.ready ## Frontends and workers as processes under load, while parts of them fail (ARGS="--json" for JSON)
 	cargo build --locked --release
 	$(VENV)/bin/python $(SERVERS)/bench_faults.py target/release/blockyard $(ARGS)
+
+bench-cluster: $(VENV)/.ready ## Prompt tokens computed by one process, and by frontends and workers (ARGS="--json" for JSON)
+	cargo build --locked --release
+	$(VENV)/bin/python $(SERVERS)/bench_cluster.py target/release/blockyard $(ARGS)
 
 bench-router: ## Benchmarks of the router, each figure beside its goal, an hour; TRACE=FILE for all (ARGS="--only workloads")
 	@test -z "$(TRACE)" || test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }

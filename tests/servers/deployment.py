@@ -55,10 +55,12 @@ class Process:
 
 
 class Deployment:
-    """`workers`: the number of workers, or the value of `--workers` for each."""
+    """`workers`: the number of workers, or the value of `--workers` for each. `memory`: of G1, and of G2, per worker.
+    `shared_store`: whether the workers have G4."""
 
-    def __init__(self, program, folder, s3, workers, frontends):
+    def __init__(self, program, folder, s3, workers, frontends, model="tiny", memory="64MiB", shared_store=True):
         self.program, self.folder, self.s3 = program, folder, s3
+        self.model, self.memory, self.shared_store = model, memory, shared_store
         self.roles = ["both:1"] * workers if isinstance(workers, int) else workers
         self.count = frontends
         self.workers, self.frontends, self.nats = [], [], contextlib.ExitStack()
@@ -96,10 +98,13 @@ class Deployment:
 
     def worker(self, nth):
         url = f"http://127.0.0.1:{self.ports[nth]}"
-        tiers = ["tiers.g1=64MiB", "tiers.g2=64MiB", "tiers.g3=off", f"tiers.g4.endpoint={self.s3}"]
-        command = [self.program, "worker", "--model", "tiny", "--data-dir", f"{self.folder}/worker-{nth + 1}"]
-        command += ["--listen", url.removeprefix("http://"), "--workers", self.roles[nth], "--g4", f"s3://{BUCKET}/blocks"]
+        tiers = [f"tiers.g1={self.memory}", f"tiers.g2={self.memory}", "tiers.g3=off"]
+        command = [self.program, "worker", "--model", self.model, "--data-dir", f"{self.folder}/worker-{nth + 1}"]
+        command += ["--listen", url.removeprefix("http://"), "--workers", self.roles[nth]]
         command += self.common()
+        if self.shared_store:
+            command += ["--g4", f"s3://{BUCKET}/blocks"]
+            tiers.append(f"tiers.g4.endpoint={self.s3}")
         for tier in tiers:
             command += ["--set", tier]
         return Process(self.folder, f"worker-{nth + 1}", url, command, self.environment)
@@ -122,14 +127,14 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def deployment(program, workers, frontends):
+def deployment(program, workers, frontends, **settings):
     """A deployment with an S3 server, not started yet. Its processes are killed at the end."""
     port = run.free_port()
     moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryDirectory(prefix="blockyard-cluster-") as folder:
         with run.server("moto", moto, port, folder) as s3:
             run.put(f"{s3}/{BUCKET}", {})
-            processes = Deployment(str(pathlib.Path(program).resolve()), folder, s3, workers, frontends)
+            processes = Deployment(str(pathlib.Path(program).resolve()), folder, s3, workers, frontends, **settings)
             try:
                 yield processes
             finally:
