@@ -1,7 +1,7 @@
 //! The configuration: one tree, in which each crate owns its section, and one loader.
 //!
 //! ```text
-//!   defaults  <  --config FILE  <  BLOCKYARD_SECTION__KEY  <  flags, --set section.key=value
+//!   defaults  <  OTEL_…  <  --config FILE  <  BLOCKYARD_SECTION__KEY  <  flags, --set section.key=value
 //! ```
 //! Only the loader reads the environment. Each value is parsed by its type. An unknown key or an impossible value is an
 //! error that names the key, the value, its origin, and what would be right.
@@ -14,6 +14,7 @@ mod file;
 mod load;
 mod print;
 mod suggest;
+mod traces;
 mod upstream;
 mod values;
 
@@ -21,6 +22,7 @@ pub use cluster::{Cluster, Nats};
 pub use error::{Error, Errors};
 pub use load::{Flag, Purpose, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
+pub use traces::{OtelVariables, Tracing};
 pub use units::{ByteSize, HumanDuration};
 pub use values::{Budget, Invalid, Listen, Model, Threads, Workers};
 
@@ -82,6 +84,8 @@ pub struct Config {
     pub nats: Nats,
     /// The log.
     pub log: Log,
+    /// Export of spans of requests.
+    pub tracing: Tracing,
 }
 
 /// A server with OpenAI's API: a URL, or a table.
@@ -431,6 +435,7 @@ impl Config {
             cluster: Cluster::default(),
             nats: Nats::default(),
             log: Log::default(),
+            tracing: Tracing::default(),
         }
     }
 

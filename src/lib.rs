@@ -13,5 +13,6 @@ pub mod admin;
 pub mod commands;
 pub mod config;
 pub mod node;
+pub mod otlp;
 pub mod process;
 pub mod reload;

@@ -46,6 +46,7 @@ pub use upstreams::{CheckedUpstream, Upstreams};
 pub use worker_node::WorkerNode;
 
 use crate::config::{Config, Purpose};
+use crate::otlp::{self, Exporter};
 use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::Context;
@@ -58,6 +59,7 @@ use planes::NatsPlanes;
 use prometheus::Registry;
 use router::Router;
 use scope::Scope;
+use spans::Tracer;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -88,6 +90,9 @@ pub struct Node {
     shutdown_delay: Duration,
     /// End of the shutdown timeout, once the shutdown was announced.
     deadline: Option<Instant>,
+    tracer: Tracer,
+    /// Sends the spans of the process, if there is a collector.
+    exporter: Option<Exporter>,
 }
 
 /// Share of the shutdown timeout that running requests get. The remainder is for writing blocks.
@@ -129,7 +134,8 @@ impl Node {
         check(config, Purpose::Serve).await?;
         let registry = Registry::new();
         let (planes, upstream_metrics) = (planes::local(), upstream::Metrics::new(&registry)?);
-        let (mut node, Parts { health, aliases, tokenizers }) = Self::open(config, listener, &planes, registry).await?;
+        let (mut node, Parts { health, aliases, tokenizers }) =
+            Self::open(config, Purpose::Serve, listener, &planes, registry).await?;
         if config.upstreams.is_empty() {
             node.start_native(config, planes, &health).await?;
         } else {
@@ -149,7 +155,7 @@ impl Node {
         let no_address = Address(String::new());
         let NatsPlanes { discovery, events } = planes::open(config, no_address, &registry).await?;
         let planes = Planes { discovery, events };
-        let (mut node, _) = Self::open(config, listener, &planes, registry).await?;
+        let (mut node, _) = Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
         // Not an error: workers may start later.
         let _ = timeout(WORKERS_TIMEOUT, until_discovered(&node.router)).await;
         node.banner.serves = Serves::Cluster(ClusterFacts {
@@ -163,12 +169,14 @@ impl Node {
     /// Opens the HTTP server and the router.
     async fn open(
         config: &Config,
+        purpose: Purpose,
         listener: TcpListener,
         planes: &Planes,
         registry: Registry,
     ) -> anyhow::Result<(Self, Parts)> {
         let address = listener.local_addr()?;
         register_process_metrics(&registry)?;
+        let (tracer, exporter) = otlp::start(config, purpose, &address.to_string(), &registry)?;
         let router = Router::new(
             router_id(),
             Arc::clone(&planes.discovery),
@@ -183,7 +191,8 @@ impl Node {
         let loaded = config.clone();
         let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded)).await;
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
-        let app = frontend::router_with_tokenizers(engine, Arc::clone(&tokenizers), registry.clone(), settings)?;
+        let parts = frontend::Parts { tokenizers: Arc::clone(&tokenizers), tracer: tracer.clone() };
+        let app = frontend::router_with(parts, engine, registry.clone(), settings)?;
         let node = Self {
             banner: Banner {
                 address,
@@ -201,12 +210,15 @@ impl Node {
             shutdown_timeout: config.shutdown_timeout.0,
             shutdown_delay: config.frontend.shutdown_delay.0,
             deadline: None,
+            tracer,
+            exporter,
         };
         Ok((node, Parts { health, aliases, tokenizers }))
     }
 
     async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
-        let native = Native::start(config, planes, Scope::Process, Peers::default(), health, &self.registry).await?;
+        let (scope, peers, tracer) = (Scope::Process, Peers::default(), self.tracer.clone());
+        let native = Native::start(config, planes, scope, (peers, tracer), health, &self.registry).await?;
         let discovered = timeout(DISCOVERY_TIMEOUT, until_discovered(&self.router)).await;
         discovered.context("the router has not discovered the workers")?;
         let (router, stores) = (Arc::clone(&self.router), native.stores.digests());
@@ -302,6 +314,14 @@ impl Process for Node {
         if let Some(stores) = stores {
             stores.close(deadline).await;
         }
+        flush_spans(self.exporter, deadline).await;
+    }
+}
+
+/// Sends the last spans, within what is left of the shutdown timeout.
+async fn flush_spans(exporter: Option<Exporter>, deadline: Instant) {
+    if let Some(exporter) = exporter {
+        exporter.flush(deadline.saturating_duration_since(Instant::now())).await;
     }
 }
 

@@ -18,4 +18,4 @@ mod sse;
 mod tokenize;
 
 pub use internal::{Health, internal_router};
-pub use routes::{OpenError, guard_admin, router, router_with_tokenizers};
+pub use routes::{OpenError, Parts, guard_admin, router, router_with};

@@ -51,7 +51,7 @@ mod tiny_tokenizer;
 mod tokenizers;
 mod watch;
 
-pub use api::{Health, OpenError, guard_admin, internal_router, router, router_with_tokenizers};
+pub use api::{Health, OpenError, Parts, guard_admin, internal_router, router, router_with};
 pub use http::{CertificateExpiry, Server, ServerError, Shutdown, TlsError, check_tls};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};

@@ -71,7 +71,8 @@
 //! // Another engine onboards them from the memory of this one.
 //! let other: Arc<dyn DeviceBlocks> = Arc::new(Device(Mutex::new([[0; 64]; 4])));
 //! let decode = BlockManager::new(other, None, vec![], Arc::new(EventLog::new(Epoch(1))), metrics);
-//! assert_eq!(decode.onboard_from(&manager.peer(), &hashes, recompute).await.blocks.len(), 2);
+//! let untraced = spans::Context::none();
+//! assert_eq!(decode.onboard_from(&manager.peer(), &hashes, recompute, &untraced).await.blocks.len(), 2);
 //! # }
 //! ```
 //!

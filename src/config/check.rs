@@ -95,6 +95,7 @@ impl Config {
         problems.extend(self.router.check());
         problems.extend(self.nats.problems());
         problems.extend(self.cluster.problems());
+        problems.extend(self.tracing.problems());
         problems
     }
 

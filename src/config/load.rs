@@ -1,7 +1,7 @@
 //! The loader: collects the layers, merges them, and reports all errors with their origins.
 
 use super::file::File;
-use super::{Config, Encryption, Error, Errors, Origins, Secret, Workers, suggest};
+use super::{Config, Encryption, Error, Errors, Origins, OtelVariables, Secret, Tracing, Workers, suggest};
 use figment::error::Kind;
 use figment::value::{Dict, Map, Num, Value};
 use figment::{Figment, Metadata, Profile, Provider};
@@ -109,7 +109,10 @@ impl Config {
             // The content of the file is unknown, so other errors could be consequences of this one.
             Err(errors) => return Err(Errors(errors)),
         };
-        let mut layers: Vec<Layer> = file.iter().map(Layer::file).collect();
+        // Variables of the platform, which other programs read too, stand below what is written for this one.
+        let otel = Tracing::keys_of_environment(|name| sources.variable(name));
+        let otel = otel.map(|(name, key, value)| Layer::one(&format!("environment {name}"), key, value.into()));
+        let mut layers: Vec<Layer> = otel.chain(file.iter().map(Layer::file)).collect();
         for (name, value) in &sources.environment {
             let is_other = name == API_KEY || name.strip_prefix(PREFIX).is_some_and(is_kubernetes_variable);
             if let Some(key) = name.strip_prefix(PREFIX).filter(|_| !is_other) {
@@ -134,6 +137,10 @@ impl Config {
         if let Some(Encryption { keys: KeySource::Env(name) }) = &config.tiers.encryption {
             config.master_keys = sources.variable(name).map(|keys| Secret(keys.to_owned()));
         }
+        config.tracing.variables = OtelVariables {
+            headers: sources.variable("OTEL_EXPORTER_OTLP_HEADERS").map(|headers| Secret(headers.to_owned())),
+            resource_attributes: sources.variable("OTEL_RESOURCE_ATTRIBUTES").map(str::to_owned),
+        };
         let serving = match purpose {
             Purpose::Tools => Vec::new(),
             Purpose::Serve => config.problems_of_serving(),

@@ -14,6 +14,7 @@ use anyhow::{Context, anyhow};
 use futures::future::join_all;
 use kvbm::{BlockManager, permissions};
 use prometheus::Registry;
+use spans::Tracer;
 use std::ffi::OsStr;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
@@ -37,7 +38,7 @@ impl Native {
         config: &Config,
         planes: Planes,
         scope: Scope,
-        peers: Peers,
+        (peers, tracer): (Peers, Tracer),
         health: &Health,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
@@ -62,7 +63,7 @@ impl Native {
         stores.observe(registry)?;
         stores.watch(health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, registry)?;
-        let shared = shared.with_quotas(shares).with_peers(peers);
+        let shared = shared.with_quotas(shares).with_peers(peers).with_tracer(tracer);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
             workers.push(shared.start(scope.worker(number as u64 + 1), role).await?);

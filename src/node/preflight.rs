@@ -7,6 +7,7 @@ use super::sizes::{self, Disk, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{model, quotas, transforms};
 use crate::config::{Config, Listen, Purpose};
+use crate::otlp;
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
 use anyhow::{Context, anyhow, bail};
@@ -56,6 +57,7 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));
     }
+    check(otlp::check(config));
     check(trace_file(config));
     check(frontend::check_tls(&config.frontend).map(drop).map_err(anyhow::Error::from));
     if let Some(keys) = &config.frontend.api_keys_file {

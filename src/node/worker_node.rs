@@ -15,8 +15,9 @@ use super::native::Native;
 use super::planes::{self, NatsPlanes};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{Process, check, register_process_metrics};
+use super::{Process, check, flush_spans, register_process_metrics};
 use crate::config::{Config, Purpose};
+use crate::otlp::{self, Exporter};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
@@ -46,6 +47,8 @@ pub struct WorkerNode {
     /// Read by the metrics.
     audit: Arc<CacheAudit>,
     shutdown_timeout: Duration,
+    /// Sends the spans of the process, if there is a collector.
+    exporter: Option<Exporter>,
 }
 
 /// What `/ready` says: 200 while the workers are registered.
@@ -72,7 +75,8 @@ impl WorkerNode {
         let (server, settings) = http_server::server(config, &registry)?;
         let (url, secret) = (advertised(config, address), planes::secret(config)?);
         let peers = peers(url.clone(), secret.clone());
-        let requests = RequestServer::new(secret, peers.clone());
+        let (tracer, exporter) = otlp::start(config, Purpose::Worker, &address.to_string(), &registry)?;
+        let requests = RequestServer::traced(secret, peers.clone(), tracer.clone());
         let routes = Router::new()
             .route("/workers/{worker}/generate", post(generate))
             .route("/workers/{worker}/blocks", post(blocks))
@@ -83,7 +87,7 @@ impl WorkerNode {
 
         let NatsPlanes { discovery, events } = planes::open(config, Address(url.clone()), &registry).await?;
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
-        let native = Native::start(config, planes, Scope::of(&url), peers, &health.tiers, &registry).await?;
+        let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
         health.registered.store(true, Ordering::Relaxed);
         let audit = Arc::new(CacheAudit { router: None, workers: native.managers(), stores: native.stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), native.stores.weak())?))?;
@@ -100,7 +104,16 @@ impl WorkerNode {
             needs_key: config.cluster.secret_file.is_some(),
             serves: Serves::Workers(Box::new(facts)),
         };
-        Ok(Self { banner, http, health, native, discovery, audit, shutdown_timeout: config.shutdown_timeout.0 })
+        Ok(Self {
+            banner,
+            http,
+            health,
+            native,
+            discovery,
+            audit,
+            shutdown_timeout: config.shutdown_timeout.0,
+            exporter,
+        })
     }
 
     /// The banner that `worker` prints.
@@ -129,6 +142,7 @@ impl Process for WorkerNode {
         self.http.close(LAST_OUTPUTS).await;
         drop(self.audit);
         stores.close(deadline).await;
+        flush_spans(self.exporter, deadline).await;
     }
 }
 

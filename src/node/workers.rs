@@ -6,6 +6,7 @@ use crate::config::ByteSize;
 use anyhow::Context;
 use kvbm::{BlockManager, Epoch, EventLog, HostTier, Quotas, Tier};
 use prometheus::Registry;
+use spans::Tracer;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 use worker::engine::Engine;
@@ -26,6 +27,7 @@ pub(super) struct Shared {
     settings: Settings,
     blocks: kvbm::Metrics,
     engines: worker::metrics::Metrics,
+    tracer: Tracer,
 }
 
 /// A running worker, with its block manager.
@@ -56,6 +58,7 @@ impl Shared {
             settings,
             blocks,
             engines: worker::metrics::Metrics::new(registry)?,
+            tracer: Tracer::off(),
         })
     }
 
@@ -67,6 +70,11 @@ impl Shared {
     /// Hands blocks over to and from these workers.
     pub(super) fn with_peers(self, peers: Peers) -> Self {
         Self { peers, ..self }
+    }
+
+    /// Traces offloads.
+    pub(super) fn with_tracer(self, tracer: Tracer) -> Self {
+        Self { tracer, ..self }
     }
 
     /// Starts a worker and registers it.
@@ -83,7 +91,7 @@ impl Shared {
         let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
         let host = host.map(|host| host.with_quotas(&self.shares));
         let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
-        let manager = manager.with_quotas(&self.shares);
+        let manager = manager.with_quotas(&self.shares).with_tracer(self.tracer.clone());
         self.peers.insert(id, manager.peer());
         let engine = LlamaEngine::start(
             id,

@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 mod faults;
+mod traces;
 
 use super::process::{Process, client, command};
 use futures::StreamExt;

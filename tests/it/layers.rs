@@ -11,12 +11,12 @@ use std::process::Command;
 const EDGES: [(&str, &[&str]); 8] = [
     ("units", &[]),
     ("spans", &[]),
-    ("kvbm", &[]),
-    ("worker", &["kvbm"]),
-    ("upstream", &["worker", "kvbm"]),
-    ("router", &["worker", "kvbm", "units"]),
-    ("frontend", &["worker", "units"]),
-    ("blockyard", &["frontend", "router", "upstream", "worker", "kvbm", "units"]),
+    ("kvbm", &["spans"]),
+    ("worker", &["kvbm", "spans"]),
+    ("upstream", &["worker", "kvbm", "spans"]),
+    ("router", &["worker", "kvbm", "units", "spans"]),
+    ("frontend", &["worker", "units", "spans"]),
+    ("blockyard", &["frontend", "router", "upstream", "worker", "kvbm", "units", "spans"]),
 ];
 
 /// Rooms of a crate: each a file beside a folder of its name, or a file alone.
@@ -31,7 +31,8 @@ const ROOMS: [(&str, Rooms); 6] = [
             ("commands", &["node", "config", "process"]),
             ("admin", &["reload", "node", "config"]),
             ("reload", &["node", "config"]),
-            ("node", &["config", "process"]),
+            ("node", &["otlp", "config", "process"]),
+            ("otlp", &["config"]),
             ("config", &[]),
             ("process", &[]),
         ],

@@ -3,6 +3,7 @@
 mod cache;
 mod closed_output;
 mod cluster;
+mod collector;
 mod configuration;
 mod connections;
 mod crash_recovery;
@@ -23,5 +24,6 @@ mod shred;
 mod stop_soak;
 mod tenants;
 mod trace_replay;
+mod traces;
 mod unread_log;
 mod upstreams;

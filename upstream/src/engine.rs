@@ -102,6 +102,8 @@ impl UpstreamEngine {
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
         }
+        headers::set_request_id(&mut headers, &request.id);
+        spans::inject(&request.attributes.trace, &mut headers);
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let items = relay.map_err(|error| {
             let changed = match &error {

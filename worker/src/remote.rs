@@ -21,6 +21,7 @@ mod blocks;
 mod client;
 mod peer;
 mod secret;
+mod served;
 mod server;
 mod wire;
 

@@ -16,6 +16,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
 use serde::Serialize;
+use spans::Kind;
 use std::fmt::Write;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -124,8 +125,11 @@ pub(crate) async fn handle<E: Endpoint>(
     let tenant_domain = state.domains.of(&tenant);
     let job = EncodeJob::new(peek_salts(&fields).fold(tenant_domain.clone(), |domain, salt| domain.salted(&salt)));
     let _cancel_on_drop = job.cancel_on_drop();
+    let mut span = context.trace().span("tokenize", Kind::Internal);
     let Parsed { prompts, mut params, unknown, endpoint } =
         permit.run(move || E::parse(fields, &model_to_parse, envelope, &job)).await?;
+    span.set("gen_ai.usage.input_tokens", prompts.iter().map(|tokens| tokens.len()).sum::<usize>());
+    drop(span);
     drop(permit);
     state.metrics.unknown_fields.with_label_values(&[E::PATH]).inc_by(unknown);
     // The header wins: proxies and operators set it, while a client library may fill the fields.

@@ -29,6 +29,7 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
 use response_body::{Relay, RelayBody};
+use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
@@ -123,7 +124,14 @@ impl Incoming {
                         let question = prompt.filter(|_| is_asked).and_then(|prompt| prompt.question(&tokenizers.id));
                         Ok(Routing { question, ..Routing::read(fields, tokens) })
                     };
-                    if is_tokenized { permit.run(read).await? } else { permit.scan(read).await? }
+                    if is_tokenized {
+                        let mut span = context.trace().span("tokenize", Kind::Internal);
+                        let routing = permit.run(read).await?;
+                        routing.describe(&mut span);
+                        routing
+                    } else {
+                        permit.scan(read).await?
+                    }
                 } else {
                     permit.scan(move || Ok(Routing::read(fields, None))).await?
                 }
@@ -183,6 +191,18 @@ impl TokenSource {
             Self::Estimate => "estimate",
         }
     }
+}
+
+impl Routing {
+    fn describe(&self, span: &mut Span) {
+        describe_tokens(span, &self.tokens, self.source);
+    }
+}
+
+/// Adds the tokens of a prompt to the span in which they were found.
+fn describe_tokens(span: &mut Span, tokens: &[u32], source: TokenSource) {
+    span.set("gen_ai.usage.input_tokens", tokens.len());
+    span.set("blockyard.tokens.source", source.label());
 }
 
 /// The handler of every route that this program does not have. Without a relayed model it answers that there is no such
@@ -258,12 +278,14 @@ pub(super) async fn respond(
     let domain = routing.salts.iter().fold(domain, |domain, salt| domain.salted(salt));
     let start = async {
         let (mut tokens, mut source) = (routing.tokens, routing.source);
-        if let Some(question) = &routing.question
-            && let Some(answer) = state.tokenizers.ask(&card, &domain, question).await
-        {
-            (tokens, source) = (answer, TokenSource::Engine);
-            if is_charged {
-                context.correct_prompt(tokens.len());
+        if let Some(question) = &routing.question {
+            let mut span = context.trace().span("tokenize", Kind::Client);
+            if let Some(answer) = state.tokenizers.ask(&card, &domain, question).await {
+                (tokens, source) = (answer, TokenSource::Engine);
+                describe_tokens(&mut span, &tokens, source);
+                if is_charged {
+                    context.correct_prompt(tokens.len());
+                }
             }
         }
         if !tokens.is_empty() {
@@ -287,6 +309,7 @@ pub(super) async fn respond(
             })),
             attributes: RequestAttributes {
                 has_estimated_tokens: source == TokenSource::Estimate,
+                trace: context.trace(),
                 ..routing.attributes
             },
             explain,

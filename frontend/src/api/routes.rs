@@ -26,6 +26,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures::future::BoxFuture;
 use prometheus::Registry;
+use spans::Tracer;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use worker::engine::Engine;
@@ -54,13 +55,21 @@ pub enum OpenError {
 /// runtime, whose task follows changes of the file.
 pub fn router(engine: Arc<dyn Engine>, registry: Registry, settings: Settings) -> Result<Router, OpenError> {
     let tokenizers = Arc::new(Tokenizers::new(BTreeMap::new(), &registry)?);
-    router_with_tokenizers(engine, tokenizers, registry, settings)
+    router_with(Parts { tokenizers, tracer: Tracer::off() }, engine, registry, settings)
 }
 
-/// As [`router`], with the tokenizers of relayed models.
-pub fn router_with_tokenizers(
+/// What the API uses besides an engine.
+pub struct Parts {
+    /// The tokenizers of relayed models.
+    pub tokenizers: Arc<Tokenizers>,
+    /// Begins the traces of requests.
+    pub tracer: Tracer,
+}
+
+/// As [`router`], with these parts.
+pub fn router_with(
+    Parts { tokenizers, tracer }: Parts,
     engine: Arc<dyn Engine>,
-    tokenizers: Arc<Tokenizers>,
     registry: Registry,
     settings: Settings,
 ) -> Result<Router, OpenError> {
@@ -73,7 +82,7 @@ pub fn router_with_tokenizers(
     let keys = ApiKeys::open(settings.api_keys_file.clone(), settings.api_key, metrics.key_reloads.clone())?;
     let metrics_need_key = settings.metrics_need_key;
     let layers = Arc::new(Layers {
-        observer: Observer::new(metrics.clone()),
+        observer: Observer::new(metrics.clone(), tracer),
         uploads: UploadLimits::new(&settings),
         access: AccessRules::new(&settings),
         authentication: keys.clone().map(|keys| Authentication { keys, metrics_need_key }),

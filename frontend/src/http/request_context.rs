@@ -14,6 +14,7 @@ use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use parking_lot::{Mutex, MutexGuard};
+use spans::{Kind, Tracer};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -37,6 +38,8 @@ pub(crate) struct RequestContext {
     /// The client's `x-request-id`, or a generated id.
     pub(crate) id: Arc<str>,
     pub(crate) span: Span,
+    /// The span of the trace, until the last byte of the response.
+    trace: spans::Span,
     pub(crate) arrived: Instant,
     /// The route; `None` for a path without one.
     route: Option<MatchedPath>,
@@ -61,11 +64,12 @@ pub(crate) struct RequestContext {
 pub(crate) struct Observer {
     metrics: Arc<Metrics>,
     log_limits: Arc<LogLimits>,
+    tracer: Tracer,
 }
 
 impl Observer {
-    pub(crate) fn new(metrics: Metrics) -> Self {
-        Self { metrics: Arc::new(metrics), log_limits: Arc::default() }
+    pub(crate) fn new(metrics: Metrics, tracer: Tracer) -> Self {
+        Self { metrics: Arc::new(metrics), log_limits: Arc::default(), tracer }
     }
 }
 
@@ -191,6 +195,40 @@ impl RequestContext {
         self.log_fields.lock()
     }
 
+    /// Where spans of the request belong.
+    pub(crate) fn trace(&self) -> spans::Context {
+        self.trace.context()
+    }
+
+    /// Completes the span of the trace. `sent`: the status that the client got.
+    fn describe(&mut self, status: u16, sent: u16) {
+        if !self.trace.is_recorded() {
+            return;
+        }
+        let (trace, fields) = (&mut self.trace, self.log_fields.get_mut());
+        trace.set_some("http.response.status_code", Some(sent).filter(|sent| *sent != 0));
+        if let Some(model) = self.model.get() {
+            trace.set("gen_ai.request.model", model);
+            trace.set_some("gen_ai.usage.input_tokens", fields.prompt_tokens);
+            trace.set("gen_ai.usage.output_tokens", fields.completion_tokens);
+            trace.set_some("gen_ai.usage.cache_read.input_tokens", fields.cached_tokens);
+            trace
+                .set_some("gen_ai.response.finish_reasons", fields.finish_reason.map(|reason| vec![reason.to_owned()]));
+        }
+        trace.set_some("blockyard.time_to_first_token_s", fields.ttft_s);
+        trace.set_some("blockyard.worker", fields.worker.as_ref());
+        trace.set_some("blockyard.tenant", fields.tenant.as_ref());
+        match &fields.error {
+            // Of a server, statuses below 500 are no errors, by OpenTelemetry's conventions of HTTP.
+            Some(error) if status >= 500 => {
+                trace.set("error.type", error.code.map_or_else(|| status.to_string(), str::to_owned));
+                trace.fail(&error.message);
+            }
+            _ if status == CLIENT_CLOSED => trace.set("blockyard.client_disconnected", true),
+            _ => {}
+        }
+    }
+
     /// Writes the log line.
     fn log(&self, status: u16) {
         let fields = self.log_fields();
@@ -200,6 +238,7 @@ impl RequestContext {
                 tracing::$level!(
                     parent: None,
                     request_id = &*self.id,
+                    trace_id = self.trace.trace_id().map(tracing::field::display),
                     endpoint = self.endpoint(),
                     status,
                     model = model.map(|model| &**model),
@@ -247,8 +286,8 @@ impl RequestContext {
 impl Drop for RequestContext {
     fn drop(&mut self) {
         let interrupted = self.streaming.load(Ordering::Relaxed);
-        let status =
-            Some(self.status.load(Ordering::Relaxed)).filter(|s| *s != 0 && !interrupted).unwrap_or(CLIENT_CLOSED);
+        let sent = self.status.load(Ordering::Relaxed);
+        let status = Some(sent).filter(|s| *s != 0 && !interrupted).unwrap_or(CLIENT_CLOSED);
         if self.is_counted {
             self.metrics.in_flight.dec();
         }
@@ -259,6 +298,7 @@ impl Drop for RequestContext {
             self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
         }
         self.log(status);
+        self.describe(status, sent);
     }
 }
 
@@ -277,9 +317,11 @@ pub(crate) async fn observe(
     if is_counted {
         observer.metrics.in_flight.inc();
     }
+    let trace = if is_counted { begin_trace(&observer.tracer, &request, &id) } else { spans::Span::default() };
     let context = Arc::new(RequestContext {
         id: id.clone(),
         span: span.clone(),
+        trace,
         arrived: Instant::now(),
         route,
         is_counted,
@@ -305,6 +347,35 @@ pub(crate) async fn observe(
     response
 }
 
+/// The span of a request, within the client's trace if it names one.
+fn begin_trace(tracer: &Tracer, request: &Request, id: &Arc<str>) -> spans::Span {
+    if !tracer.is_on() {
+        return spans::Span::default();
+    }
+    let mut span = tracer.root("HTTP", Kind::Server, spans::extract(request.headers()));
+    if span.is_recorded() {
+        let (method, route) = (request.method().as_str(), request.extensions().get::<MatchedPath>());
+        let route = route.map(MatchedPath::as_str);
+        span.rename(|| [Some(method), route].into_iter().flatten().collect::<Vec<_>>().join(" "));
+        span.set("http.request.method", method);
+        span.set_some("http.route", route);
+        span.set("url.path", request.uri().path());
+        span.set("blockyard.request_id", id);
+        span.set_some("gen_ai.operation.name", operation(request.uri().path()));
+    }
+    span
+}
+
+/// The name that OpenTelemetry's conventions of generative AI have for an endpoint.
+fn operation(path: &str) -> Option<&'static str> {
+    match path {
+        "/v1/chat/completions" | "/v1/messages" | "/v1/responses" => Some("chat"),
+        "/v1/completions" => Some("text_completion"),
+        "/v1/embeddings" => Some("embeddings"),
+        _ => None,
+    }
+}
+
 fn endpoint(route: Option<&MatchedPath>) -> &str {
     route.map_or("unmatched", MatchedPath::as_str)
 }
@@ -321,5 +392,5 @@ fn request_id(headers: &HeaderMap) -> Arc<str> {
         (1..=128).contains(&id.len()) && id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.:/+=".contains(&b))
     };
     let from_client = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok()).filter(is_valid);
-    from_client.map_or_else(|| request_id::generate().into(), Arc::from)
+    from_client.map_or_else(request_id::generate, Arc::from)
 }

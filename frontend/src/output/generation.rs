@@ -73,7 +73,7 @@ impl Generation {
         let groups: Vec<_> = request.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
         let engine_request = |choice: usize| Request {
             group: groups[choice / n].map(|group| group.choice((choice % n) as u32)),
-            ..engine_request(&request, &context.id, &model, choice, choices)
+            ..engine_request(&request, &context, &model, choice, choices)
         };
         let assembler = |choice| ChoiceAssembler::new(choice, &request.model.vocabulary, &request.params);
         let firsts = (0..choices).step_by(n).map(|choice| engine.generate(engine_request(choice)));
@@ -170,7 +170,14 @@ fn deferred_choice(engine: Arc<dyn Engine>, request: Request, assembler: ChoiceA
         .boxed()
 }
 
-fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choice: usize, choices: usize) -> Request {
+fn engine_request(
+    request: &GenerationRequest,
+    context: &RequestContext,
+    model: &Arc<str>,
+    choice: usize,
+    choices: usize,
+) -> Request {
+    let id = &*context.id;
     let GenerationParams { sampling, stop, n, priority, session, retention, .. } = &request.params;
     let prompt = choice / *n as usize;
     let nth = choice % *n as usize;
@@ -186,6 +193,7 @@ fn engine_request(request: &GenerationRequest, id: &str, model: &Arc<str>, choic
         deadline: request.deadline.filter(|_| nth == 0),
         has_estimated_tokens: false,
         retention: *retention,
+        trace: context.trace(),
     };
     Request {
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },

@@ -8,6 +8,7 @@ use bytes::Bytes;
 use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown, Tokenizers};
 use futures::future::BoxFuture;
 use serde_json::json;
+use spans::Tracer;
 use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
@@ -274,7 +275,8 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
         let registry = prometheus::Registry::new();
         let tokenizers = Arc::new(Tokenizers::new(BTreeMap::new(), &registry).unwrap());
         let _server = tokenizers.add_server(&card, None, Arc::new(FiveTokens)).await;
-        let router = frontend::router_with_tokenizers(engine, tokenizers, registry, keys.settings()).unwrap();
+        let parts = frontend::Parts { tokenizers, tracer: Tracer::off() };
+        let router = frontend::router_with(parts, engine, registry, keys.settings()).unwrap();
         let mut statuses = Vec::new();
         for _ in 0..3 {
             statuses.push(send(&router, with_key(completion(prompt.clone()), &key)).await.status.as_u16());

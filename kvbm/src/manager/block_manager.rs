@@ -13,9 +13,10 @@ use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
 use crate::tier::{Quotas, Tier, Usage};
+use spans::{Context, Tracer};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
@@ -78,6 +79,7 @@ impl BlockManager {
             poisoned: AtomicBool::new(false),
             corrupt_log: LogLimit::default(),
             unresponsive_log: LogLimit::default(),
+            tracer: OnceLock::new(),
         });
         let offload = Arc::new(OffloadWorkers::new(core.clone()));
         Self(Arc::new(Inner {
@@ -98,6 +100,14 @@ impl BlockManager {
         let core = &self.0.core;
         core.pool.set_quotas(quotas.for_tier(Level::G1, core.device.block_bytes() as u64));
         self.0.offload.set_weights(quotas);
+        self
+    }
+
+    /// Records offloads to tiers below G2 as traces of their own.
+    #[must_use]
+    pub fn with_tracer(self, tracer: Tracer) -> Self {
+        // Set once, before there are blocks.
+        let _ = self.0.core.tracer.set(tracer);
         self
     }
 
@@ -177,27 +187,36 @@ impl BlockManager {
     }
 
     /// Begins to load `hashes`, which follow the blocks that the caller holds, into G1 from all tiers at once. `wake`
-    /// is notified when the engine should not wait any more. `None`: no tier holds the first of them.
+    /// is notified when the engine should not wait any more. `trace` gets a span per tier. `None`: no tier holds the
+    /// first of them.
     pub fn start_onboarding(
         &self,
         hashes: &[SequenceHash],
         recompute: Recompute,
         wake: Arc<Notify>,
+        trace: &Context,
     ) -> Option<Onboarding> {
         let is_below = hashes.first().is_some_and(|first| self.count_in_tiers(&[*first]) > 0);
         let (onboarder, sources) = (self.0.onboarder.clone(), self.0.sources().to_vec());
-        is_below.then(|| Onboarding::start(onboarder, sources, hashes.to_vec(), recompute, wake))
+        is_below.then(|| Onboarding::start(onboarder, sources, hashes.to_vec(), recompute, wake, trace.clone()))
     }
 
     /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1, for no longer than computing
     /// them would take (plus `WaitBudget::BASE` when a tier turns out not to answer).
     pub async fn onboard(&self, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        onboard(&self.0.onboarder, self.0.sources().to_vec(), hashes, recompute).await
+        onboard(&self.0.onboarder, self.0.sources().to_vec(), hashes, recompute, Context::none()).await
     }
 
-    /// [`BlockManager::onboard`] from one tier, which may be another manager's: a peer, at hand-over.
-    pub async fn onboard_from(&self, tier: &Arc<dyn Tier>, hashes: &[SequenceHash], recompute: Recompute) -> Onboarded {
-        onboard(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, recompute).await
+    /// [`BlockManager::onboard`] from one tier, which may be another manager's: a peer, at hand-over. `trace` gets a
+    /// span.
+    pub async fn onboard_from(
+        &self,
+        tier: &Arc<dyn Tier>,
+        hashes: &[SequenceHash],
+        recompute: Recompute,
+        trace: &Context,
+    ) -> Onboarded {
+        onboard(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, recompute, trace.clone()).await
     }
 
     /// This manager's G1 and G2 as a tier that others may read. It is empty once the last handle to the manager is

@@ -5,8 +5,9 @@ use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, DeviceBlocks, HostTier};
 use crate::tier::Tier;
-use std::sync::Arc;
+use spans::Tracer;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// The tiers of one engine.
 pub(super) struct Core {
@@ -22,6 +23,8 @@ pub(super) struct Core {
     pub(super) corrupt_log: LogLimit,
     /// Limits log lines about tiers that do not answer.
     pub(super) unresponsive_log: LogLimit,
+    /// Unset: nothing is traced.
+    pub(super) tracer: OnceLock<Tracer>,
 }
 
 impl Core {

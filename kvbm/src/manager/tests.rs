@@ -160,4 +160,5 @@ const fn ms(seconds_per_block_ms: u64) -> Recompute {
     Recompute { seconds_per_block: Some(seconds_per_block_ms as f64 / 1e3), deadline: None }
 }
 
+const UNTRACED: spans::Context = spans::Context::none();
 const UNKNOWN: Recompute = Recompute { seconds_per_block: None, deadline: None };

@@ -6,6 +6,7 @@ use crate::booking::Booking;
 use crate::metrics::GaugeGuard;
 use crate::policy::explain;
 use crate::state::Core;
+use spans::Kind;
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{Error, Request};
@@ -58,6 +59,8 @@ async fn admit_or_queue(
         leave(core, ticket, is_late, &placement);
         return Ok((placement, permit));
     };
+    let mut span = request.attributes.trace.span("admission queue", Kind::Internal);
+    span.set("blockyard.queue.reason", why);
     let _waiting = GaugeGuard::new(core.metrics.admission_queue_requests.with_label_values(&[&*request.model]));
     loop {
         match resolution.await {
@@ -70,7 +73,11 @@ async fn admit_or_queue(
                 is_late = queued.is_late;
                 resolution = admission.requeue(limits, &permit, queued);
             }
-            Ok(Resolution::Reject(rejection)) => return Err(admission.rejected(ticket.priority, rejection)),
+            Ok(Resolution::Reject(rejection)) => {
+                let error = admission.rejected(ticket.priority, rejection);
+                span.fail(&error);
+                return Err(error);
+            }
             Err(_) => return Err(Error::Unavailable("the router has stopped".to_owned())),
         }
     }

@@ -8,6 +8,7 @@ use crate::load::ModelStats;
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::{StreamExt, future, stream};
+use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
@@ -27,6 +28,8 @@ const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) struct FirstOutput {
     first: Output,
     rest: OutputStream,
+    /// Ends with the stream.
+    span: Span,
 }
 
 /// Gets the first output: from the decode worker alone, or after a remote prefill.
@@ -36,10 +39,41 @@ pub(super) async fn attempt(
     placement: &Placement,
     tried: &[WorkerId],
 ) -> Result<FirstOutput, Error> {
-    let Placement { decode, booking, sibling_bookings, prefill, uncached, first_output, .. } = placement;
+    let Placement { decode, sibling_bookings, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
     let mut request = request.clone();
+    let mut span = attempt_span(&request, placement, tried.len());
+    request.attributes.trace = span.context();
+    let outcome = send(core, request, placement, or_stalled).await;
+    if let Err(error) = &outcome {
+        span.fail(error);
+    }
+    outcome.map(|first| FirstOutput { span, ..first })
+}
+
+/// The span of one attempt, from its prefill to its last output.
+fn attempt_span(request: &Request, placement: &Placement, number: usize) -> Span {
+    let mut span = request.attributes.trace.span("attempt", Kind::Client);
+    if span.is_recorded() {
+        span.set("gen_ai.request.model", &request.model);
+        span.set("blockyard.worker", &placement.decode.name);
+        span.set("blockyard.attempt", number);
+        if request.generated_tokens > 0 {
+            span.set("blockyard.continued_after_tokens", request.generated_tokens);
+        }
+    }
+    span
+}
+
+/// Sends the request over one leg or two.
+async fn send(
+    core: &Core,
+    mut request: Request,
+    placement: &Placement,
+    or_stalled: impl Future<Output = ()>,
+) -> Result<FirstOutput, Error> {
+    let Placement { decode, booking, prefill, uncached, .. } = placement;
     let Some(remote) = prefill else {
         return start(decode, booking, request, or_stalled).await;
     };
@@ -63,7 +97,8 @@ pub(super) async fn attempt(
         }
         Err(error) => {
             tracing::info!(
-                request_id = %request.id, worker = %remote.member.id(), %error,
+                request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
+                worker = %remote.member.id(), %error,
                 "remote prefill failed; the decode worker computes the prompt"
             );
             remote.member.note(HealthSignal::of(&error));
@@ -77,10 +112,22 @@ pub(super) async fn attempt(
 
 /// Has the prefill worker compute the prompt's blocks. It keeps them until the returned stream is dropped.
 async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> Result<(Handoff, OutputStream), Error> {
-    let request = Request { work: Work::Prefill, explain: false, ..request.clone() };
+    let mut request = Request { work: Work::Prefill, explain: false, ..request.clone() };
+    let mut span = request.attributes.trace.span("remote prefill", Kind::Client);
+    span.set("blockyard.worker", &remote.member.name);
+    request.attributes.trace = span.context();
+    let outcome = hand_over(core, remote, request).await;
+    if let Err(error) = &outcome {
+        span.fail(error);
+    }
+    outcome
+}
+
+/// Waits for the hand-over of a prefill.
+async fn hand_over(core: &Core, remote: &RemotePrefill, request: Request) -> Result<(Handoff, OutputStream), Error> {
     let never = future::pending();
     let started = timeout(remote.stall_timeout, start(&remote.member, &remote.booking, request, never)).await;
-    let FirstOutput { first, rest } = started.map_err(|_| {
+    let FirstOutput { first, rest, .. } = started.map_err(|_| {
         remote.member.note(HealthSignal::Hung);
         Error::Failed(format!("no hand-over within {:?}", remote.stall_timeout))
     })??;
@@ -132,7 +179,7 @@ async fn start(
         booking.sent();
         let mut rest = member.engine.generate(request).await?;
         match rest.next().await {
-            Some(first) => Ok(FirstOutput { first: first?, rest }),
+            Some(first) => Ok(FirstOutput { first: first?, rest, span: Span::default() }),
             None => Err(Error::Failed("the stream ended before the first output".to_owned())),
         }
     };
@@ -173,7 +220,7 @@ pub(super) fn stream(
     request: &Request,
     placement: Placement,
     permit: Arc<Permit>,
-    FirstOutput { mut first, rest }: FirstOutput,
+    FirstOutput { mut first, rest, span }: FirstOutput,
     trace: Option<RequestTrace>,
 ) -> OutputStream {
     let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
@@ -213,7 +260,7 @@ pub(super) fn stream(
         Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
     }
     let metrics = Arc::clone(&core.metrics);
-    let mut held = Some((generation, sibling_bookings, permit));
+    let mut held = Some((generation, sibling_bookings, permit, span));
     stream::once(future::ready(Ok(first)))
         .chain(rest)
         .inspect(move |item| {
@@ -237,6 +284,9 @@ pub(super) fn stream(
                 Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_)) => 0,
                 Err(error) => {
                     decode.note(HealthSignal::of(error));
+                    if let Some((.., span)) = &mut held {
+                        span.fail(error);
+                    }
                     0
                 }
             };

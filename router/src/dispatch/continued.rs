@@ -80,7 +80,8 @@ impl Continued {
         self.moves += 1;
         let (core, request) = (Arc::clone(&self.core), self.rest());
         tracing::warn!(
-            request_id = %request.id, worker = %from, generated_tokens = request.generated_tokens, %error,
+            request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
+            worker = %from, generated_tokens = request.generated_tokens, %error,
             "worker failed in mid-stream; another one continues"
         );
         let cause = error.clone();

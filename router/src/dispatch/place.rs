@@ -12,6 +12,7 @@ use crate::policy::{
 use crate::state::Core;
 use crate::trace::Line;
 use kvbm::Level;
+use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -80,6 +81,22 @@ pub(crate) fn place(
     tried: &[WorkerId],
     until: Option<Instant>,
 ) -> Result<Placement, Error> {
+    let mut span = request.attributes.trace.span("route", Kind::Internal);
+    let placed = choose(core, request, is_new, tried, until, &mut span);
+    if let Err(error) = &placed {
+        span.fail(error);
+    }
+    placed
+}
+
+fn choose(
+    core: &Core,
+    request: &Request,
+    is_new: bool,
+    tried: &[WorkerId],
+    until: Option<Instant>,
+    span: &mut Span,
+) -> Result<Placement, Error> {
     let since = std::time::Instant::now();
     let roster = core.fleet.snapshot();
     let pool = roster.pool(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
@@ -117,10 +134,25 @@ pub(crate) fn place(
         SelectionContext { random: draw, session },
     )
     .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
+    if span.is_recorded() {
+        describe(span, tuning.policy.name(), &decision);
+    }
     let learned = (pool.stats(), &output);
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, learned);
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
+}
+
+/// Adds the decision to the span of the routing.
+fn describe(span: &mut Span, policy: &str, decision: &Decision<'_>) {
+    let row = &decision.chosen;
+    span.set("blockyard.routing.policy", policy);
+    span.set("blockyard.routing.reason", decision.why.name());
+    span.set("blockyard.routing.candidates", decision.candidates.len());
+    span.set("blockyard.routing.predicted_cached_tokens", row.cached());
+    span.set("blockyard.routing.cost_s", row.cost().total());
+    span.set("blockyard.worker", &row.worker().name);
+    span.set_some("blockyard.prefill_worker", decision.prefill_worker(row).map(|prefill| &prefill.worker().name));
 }
 
 impl Placement {
@@ -143,6 +175,11 @@ fn book(
     let row = &decision.chosen;
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
     let explanation = wanted.then(|| explain::line(policy, decision, tried));
+    let trace_id = request.attributes.trace.trace_id();
+    let explanation = explanation.map(|line| match trace_id {
+        Some(id) => explain::traced(&line, &id),
+        None => line,
+    });
     if let Some(line) = &explanation {
         tracing::debug!(request_id = %request.id, decision = %line, "request placed");
     }

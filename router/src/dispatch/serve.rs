@@ -56,7 +56,9 @@ async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream,
                 let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
                 tracing::info!(
-                    request_id = %request.id, worker = %failed, %error, "request failed; trying another worker"
+                    request_id = %request.id,
+                    trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
+                    worker = %failed, %error, "request failed; trying another worker"
                 );
                 last = Some(preferred_error(last, error));
             }

@@ -9,6 +9,7 @@ use super::select::Candidate;
 use crate::fleet::PromptTokens;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use worker::plane::WorkerId;
@@ -64,6 +65,12 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
         explanation.candidates.pop();
         explanation.not_shown += 1;
     }
+}
+
+/// Adds to an explanation the trace of the request.
+pub(crate) fn traced(line: &str, trace_id: &dyn fmt::Display) -> Arc<str> {
+    let open = line.strip_suffix('}').unwrap_or(line);
+    format!("{open},\"trace_id\":\"{trace_id}\"}}").into()
 }
 
 /// Adds to an explanation how long the request was queued, for which reason, and whether it was late then.

@@ -39,6 +39,9 @@ const PRIVATE: &str = "x-blockyard-";
 /// The data-parallel rank that is to serve a request, as vLLM and SGLang read it.
 const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
+/// The id of a request, which vLLM takes over.
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
 /// Whether a relayed body is that of the engine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Body {
@@ -63,6 +66,15 @@ pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> Heade
         headers.insert(header::AUTHORIZATION, value.clone());
     }
     headers
+}
+
+/// Names the request as the gateway does in its log, in place of an id that the gateway did not accept.
+pub fn set_request_id(headers: &mut HeaderMap, id: &str) {
+    if headers.get(REQUEST_ID).is_none_or(|sent| sent != id)
+        && let Ok(id) = HeaderValue::from_str(id)
+    {
+        headers.insert(REQUEST_ID, id);
+    }
 }
 
 /// Names the data-parallel rank that is to serve a request, in place of one that the client names.

@@ -28,7 +28,7 @@ pub struct Request {
     pub stop: StopConditions,
     /// Which part of the work the engine does.
     pub work: Work,
-    /// Tenant, session, priority, deadline and retention.
+    /// Tenant, session, priority, deadline, retention and trace.
     pub attributes: RequestAttributes,
     /// Whether the router explains its decision in [`Tokens::explain`](super::Tokens::explain).
     pub explain: bool,
@@ -105,7 +105,7 @@ impl Request {
     }
 }
 
-/// Tenant, session, priority, deadline and retention of a request.
+/// Tenant, session, priority, deadline, retention and trace of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RequestAttributes {
     /// The tenant that the fair queue counts the request for; empty: none.
@@ -120,6 +120,8 @@ pub struct RequestAttributes {
     pub retention: Retention,
     /// The tokens of the request are an estimate, and not those that the engine will compute.
     pub has_estimated_tokens: bool,
+    /// Where spans of the request belong; empty if it is not traced.
+    pub trace: spans::Context,
 }
 
 /// What tells the requests of one conversation from others, before a prompt is tokenized.

@@ -48,7 +48,7 @@ impl RemoteEngine {
         Error::Unavailable(format!("worker {}: {problem}", self.worker))
     }
 
-    fn request(&self, body: Bytes) -> http::Request<Full<Bytes>> {
+    fn request(&self, body: Bytes, trace: &spans::Context) -> http::Request<Full<Bytes>> {
         let mut request = http::Request::new(Full::new(body));
         *request.method_mut() = http::Method::POST;
         *request.uri_mut() = self.connections.uri(&self.path);
@@ -57,6 +57,7 @@ impl RemoteEngine {
         if let Some(secret) = &self.secret {
             headers.insert(AUTHORIZATION, secret.header());
         }
+        spans::inject(trace, headers);
         request
     }
 
@@ -64,7 +65,8 @@ impl RemoteEngine {
         let body = wire::encode_request(&request, Instant::now())
             .map_err(|wire::NotSent| self.unavailable("relayed requests cannot be sent to it"))?;
         let connection = self.connections.get().await.map_err(|error| self.unavailable(error))?;
-        let (response, stream) = connection.send(self.request(body)).await.map_err(|error| self.unavailable(error))?;
+        let message = self.request(body, &request.attributes.trace);
+        let (response, stream) = connection.send(message).await.map_err(|error| self.unavailable(error))?;
         match response.status() {
             StatusCode::OK => Ok(outputs::stream(self.worker, response.into_body(), stream).boxed()),
             StatusCode::UNPROCESSABLE_ENTITY => Err(match error_body(response.into_body()).await {

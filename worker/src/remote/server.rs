@@ -1,6 +1,7 @@
 //! The engines of this process, for requests of other processes.
 
 use super::blocks::{self, BlockFrames};
+use super::served::ServedRequest;
 use super::wire;
 use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
 use crate::engine::{Engine, OutputStream};
@@ -15,6 +16,7 @@ use http::{HeaderMap, HeaderValue, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Limited};
 use parking_lot::Mutex;
+use spans::Tracer;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::error::Error as StdError;
@@ -29,6 +31,7 @@ pub struct RequestServer {
     /// The memory of the workers, for workers of other processes.
     peers: Peers,
     secret: Option<Secret>,
+    tracer: Tracer,
 }
 
 /// An engine, with the number of the registration that inserted it.
@@ -46,7 +49,7 @@ pub struct ResponseBody(Content);
 
 enum Content {
     Text(Option<Bytes>),
-    Outputs(OutputStream),
+    Outputs(OutputStream, Box<ServedRequest>),
     Blocks(BlockFrames),
     Ended,
 }
@@ -63,7 +66,12 @@ const MAX_FRAME_BYTES: usize = 16 << 10;
 impl RequestServer {
     /// A server for requests with this secret; `None`: for all requests. The blocks of workers in `peers` can be read.
     pub fn new(secret: Option<Secret>, peers: Peers) -> Arc<Self> {
-        Arc::new(Self { engines: Mutex::default(), peers, secret })
+        Self::traced(secret, peers, Tracer::off())
+    }
+
+    /// The same, with spans in the traces of requests.
+    pub fn traced(secret: Option<Secret>, peers: Peers, tracer: Tracer) -> Arc<Self> {
+        Arc::new(Self { engines: Mutex::default(), peers, secret, tracer })
     }
 
     /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
@@ -80,21 +88,25 @@ impl RequestServer {
         if let Some((status, why)) = self.refusal(headers) {
             return error(status, &why);
         }
-        let engine = worker
-            .parse()
-            .ok()
-            .and_then(|id| self.engines.lock().get(&WorkerId(id)).map(|(_, engine)| Arc::clone(engine)));
-        let Some(engine) = engine else {
+        let engine = worker.parse().ok().map(WorkerId).and_then(|id| {
+            let engine = self.engines.lock().get(&id).map(|(_, engine)| Arc::clone(engine));
+            Some((id, engine?))
+        });
+        let Some((id, engine)) = engine else {
             return error(StatusCode::NOT_FOUND, "no worker with this id takes requests here");
         };
         let request = match Limited::new(body, MAX_REQUEST_BYTES).collect().await {
             Ok(body) => wire::decode_request(&body.to_bytes(), Instant::now()),
             Err(problem) => return error(StatusCode::BAD_REQUEST, &problem.to_string()),
         };
-        let Ok(request) = request else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
+        let Ok(mut request) = request else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
+        let mut served = ServedRequest::begin(&self.tracer, headers, id, &mut request);
         match engine.generate(request).await {
-            Ok(outputs) => response(StatusCode::OK, Content::Outputs(outputs)),
-            Err(error) => response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error)))),
+            Ok(outputs) => response(StatusCode::OK, Content::Outputs(outputs, Box::new(served))),
+            Err(error) => {
+                served.fail(&error);
+                response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error))))
+            }
         }
     }
 
@@ -191,16 +203,19 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let outputs = match &mut self.0 {
+        let (outputs, served) = match &mut self.0 {
             Content::Ended => return Poll::Ready(None),
             Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
             Content::Blocks(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
-            Content::Outputs(outputs) => outputs,
+            Content::Outputs(outputs, served) => (outputs, served),
         };
         let mut encoded = BytesMut::new();
         let ended = loop {
             match outputs.poll_next_unpin(context) {
-                Poll::Ready(Some(output)) => wire::encode_output(output, &mut encoded),
+                Poll::Ready(Some(output)) => {
+                    served.output(&output);
+                    wire::encode_output(output, &mut encoded);
+                }
                 Poll::Ready(None) => break true,
                 Poll::Pending => break false,
             }

@@ -147,7 +147,7 @@ pub(super) fn error_response(error: &Error, lines: &LogLimit) -> Bytes {
     let id = request_id::generate();
     if let Some(suppressed) = lines.admit() {
         tracing::info!(
-            request_id = id,
+            request_id = &*id,
             status = status.as_u16(),
             code = error.body().code(),
             %error,

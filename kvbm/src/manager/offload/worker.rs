@@ -10,6 +10,7 @@ use crate::pool::HostTier;
 use crate::table::BlockSet;
 use crate::tier::{Quotas, StoreError, Tier};
 use futures::FutureExt;
+use spans::Kind;
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::sync::Arc;
@@ -163,18 +164,26 @@ impl Core {
         let (reading, wanted) = (self.clone(), hashes.len());
         let blocks: Vec<Block> = blocking(move || reading.in_memory(&hashes).into_iter().flatten().collect()).await;
         self.metrics.offload_dropped(tier.level(), wanted - blocks.len());
-        if blocks.is_empty() {
+        let offered = blocks.len();
+        if offered == 0 {
             return None;
         }
         let start = Instant::now();
+        let mut span = self.tracer.get().map(|tracer| tracer.root("offload", Kind::Internal, None)).unwrap_or_default();
         let current = |block: &Block| !self.pool.is_purged(block.header.domain, since);
         let (stored, rejected, error) = match time::timeout(STORE_TIMEOUT, store(&*tier, blocks.clone(), current)).await
         {
             Ok(answer) => answer,
-            Err(elapsed) => (0, blocks.len(), Some(StoreError::Io(elapsed.into()))),
+            Err(elapsed) => (0, offered, Some(StoreError::Io(elapsed.into()))),
         };
         self.metrics.offload_dropped(tier.level(), rejected);
         self.metrics.moved(tier.level(), Direction::Offload, stored, start.elapsed());
+        span.set("blockyard.tier", tier.level().name());
+        span.set("blockyard.blocks", offered - rejected);
+        span.set("blockyard.bytes", stored);
+        if let Some(error) = &error {
+            span.fail(error);
+        }
         error
     }
 }

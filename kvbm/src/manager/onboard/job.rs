@@ -1,14 +1,16 @@
 //! One load to be made, and what all loads of a manager share.
 
 use super::shared::Shared;
-use crate::block::SequenceHash;
+use crate::block::{Level, SequenceHash};
 use crate::manager::inflight::InflightLoads;
 use crate::manager::locate::{Located, locate, located_len, tier_runs};
 use crate::manager::offload::OffloadWorkers;
 use crate::manager::plan::{Plan, TierSpeed, plan};
 use crate::manager::shared::Core;
 use crate::manager::sources::Source;
+use spans::{Context, Kind};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -45,6 +47,7 @@ pub(super) struct LoadJob {
     pub(super) shared: Arc<Shared>,
     /// The number of purges of G1 when the job was made: blocks of domains that are purged later are not registered.
     pub(super) purges: u64,
+    pub(super) trace: Context,
 }
 
 impl Onboarder {
@@ -75,6 +78,18 @@ impl LoadJob {
         plan.head = plan.head.min(slots);
         plan.tail = plan.tail.min(slots - plan.head);
         (located, plan)
+    }
+}
+
+impl LoadJob {
+    /// Records a span for what one tier has loaded.
+    pub(super) fn trace_load(&self, level: Level, (since, took): (Instant, Duration), blocks: usize) {
+        let name = if level == Level::Peer { "hand-over" } else { "onboard" };
+        let mut span = self.trace.span_since(name, Kind::Internal, since);
+        span.set("blockyard.tier", level.name());
+        span.set("blockyard.blocks", blocks);
+        span.set("blockyard.bytes", blocks * self.onboarder.core.device.block_bytes());
+        span.end_at(since + took);
     }
 }
 

@@ -10,6 +10,7 @@ use crate::manager::offload::OffloadWorkers;
 use crate::manager::sources::Source;
 use crate::pool::CachedBlocks;
 use futures::FutureExt;
+use spans::Context;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use tokio::sync::{Notify, SemaphorePermit};
@@ -40,17 +41,18 @@ pub struct Onboarded {
 }
 
 impl Onboarding {
-    /// Begins to load `hashes`. `wake` is notified when the engine should not wait any more.
+    /// Begins to load `hashes`. `wake` is notified when the engine should not wait any more. `trace` gets the spans.
     pub(in crate::manager) fn start(
         onboarder: Arc<Onboarder>,
         sources: Vec<Source>,
         hashes: Vec<SequenceHash>,
         recompute: Recompute,
         wake: Arc<Notify>,
+        trace: Context,
     ) -> Self {
         let shared = Arc::new(Shared::new(wake));
         let (offload, purges) = (onboarder.offload.clone(), onboarder.core.pool.purges());
-        let job = LoadJob { onboarder, sources, hashes, recompute, shared: shared.clone(), purges };
+        let job = LoadJob { onboarder, sources, hashes, recompute, shared: shared.clone(), purges, trace };
         let task = tokio::spawn(async move {
             let proceed = ProceedOnDrop(&job);
             if AssertUnwindSafe(load(&job)).catch_unwind().await.is_err() {
@@ -108,9 +110,10 @@ pub(in crate::manager) async fn onboard(
     sources: Vec<Source>,
     hashes: &[SequenceHash],
     recompute: Recompute,
+    trace: Context,
 ) -> Onboarded {
     let wake = Arc::new(Notify::new());
-    let onboarding = Onboarding::start(onboarder.clone(), sources, hashes.to_vec(), recompute, wake.clone());
+    let onboarding = Onboarding::start(onboarder.clone(), sources, hashes.to_vec(), recompute, wake.clone(), trace);
     onboarding.start_waiting();
     while onboarding.should_wait() {
         wake.notified().await;

@@ -87,7 +87,7 @@ async fn first_token_after(
 ) -> (Duration, usize) {
     let wake = Arc::new(Notify::new());
     let all: Vec<SequenceHash> = range.clone().map(hash).collect();
-    let onboarding = harness.manager.start_onboarding(&all, recompute, wake.clone());
+    let onboarding = harness.manager.start_onboarding(&all, recompute, wake.clone(), &UNTRACED);
     match waited {
         None => {}
         Some(Duration::ZERO) => tokio::task::yield_now().await,
@@ -251,7 +251,7 @@ async fn blocks_are_loaded_before_the_engine_is_ready() {
     let device = ThrottledTier::new(20, COMPUTE * 2, 0..100).await;
     let harness = Harness::new(400, 0, vec![device]);
     let wake = Arc::new(Notify::new());
-    let onboarding = harness.manager.start_onboarding(&hashes(100), ms(10), wake.clone()).unwrap();
+    let onboarding = harness.manager.start_onboarding(&hashes(100), ms(10), wake.clone(), &UNTRACED).unwrap();
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(harness.manager.next_cached(&hashes(100)[99..]), Some(0), "slower than computing, and in G1 in time");
     let start = Instant::now();
@@ -270,7 +270,7 @@ async fn loads_ahead_share_a_quarter_of_the_device() {
     let harness = Harness::new(80, 0, vec![device]);
     let begin = |range: std::ops::Range<usize>| {
         let hashes: Vec<_> = range.map(hash).collect();
-        harness.manager.start_onboarding(&hashes, ms(10), Arc::new(Notify::new())).unwrap()
+        harness.manager.start_onboarding(&hashes, ms(10), Arc::new(Notify::new()), &UNTRACED).unwrap()
     };
     let (first, second, third) = (begin(0..50), begin(50..60), begin(60..70));
     tokio::time::sleep(Duration::from_secs(1)).await;

@@ -72,7 +72,7 @@ async fn blocks_being_written_need_no_further_slot() {
     let metrics = Metrics::new(&Registry::new()).unwrap();
     let manager = BlockManager::new(device.clone(), None, vec![below], log(), metrics);
     let wake = Arc::new(Notify::new());
-    let onboarding = manager.start_onboarding(&hashes(8), UNKNOWN, wake.clone()).unwrap();
+    let onboarding = manager.start_onboarding(&hashes(8), UNKNOWN, wake.clone(), &UNTRACED).unwrap();
     device.wait_for_write().await;
     onboarding.start_waiting();
     for _ in 0..100 {
@@ -91,7 +91,7 @@ async fn dropping_an_onboarding_releases_loaded_blocks_at_once() {
     let below = placed(Level::G3, 1, 0);
     below.fill(0..8).await;
     let harness = Harness::new(32, 32, vec![below]);
-    let onboarding = harness.manager.start_onboarding(&hashes(8), UNKNOWN, Arc::default()).unwrap();
+    let onboarding = harness.manager.start_onboarding(&hashes(8), UNKNOWN, Arc::default(), &UNTRACED).unwrap();
     while onboarding.held_blocks() < 8 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -109,7 +109,7 @@ async fn a_load_without_free_slots_releases_its_claim() {
     let below = placed(Level::G3, 1, 0);
     below.fill(0..8).await;
     let harness = Harness::new(16, 0, vec![below]);
-    let waiting = harness.manager.start_onboarding(&hashes(4), UNKNOWN, Arc::default()).unwrap();
+    let waiting = harness.manager.start_onboarding(&hashes(4), UNKNOWN, Arc::default(), &UNTRACED).unwrap();
     // The blocks are requested, and arrive later.
     tokio::task::yield_now().await;
     let all = harness.manager.allocate(16).unwrap();
@@ -128,7 +128,7 @@ async fn loads_without_free_slots_are_not_repeated() {
     // Its speed is measured from here on: with computing as fast, the tail is worth loading.
     drop(harness.manager.onboard(&hashes(8), UNKNOWN).await);
     drop(harness.manager.allocate(128));
-    let begin = || harness.manager.start_onboarding(&hashes(8), ms(20), Arc::default()).unwrap();
+    let begin = || harness.manager.start_onboarding(&hashes(8), ms(20), Arc::default(), &UNTRACED).unwrap();
     let waiting: Vec<_> = (0..4).map(|_| begin()).collect();
     tokio::task::yield_now().await;
     let all = harness.manager.allocate(128).unwrap();
@@ -155,7 +155,7 @@ async fn a_block_written_after_a_cancellation_counts_as_a_hit() {
     let device = GatedDevice::new(32);
     let registry = Registry::new();
     let manager = BlockManager::new(device.clone(), None, vec![below], log(), Metrics::new(&registry).unwrap());
-    let onboarding = manager.start_onboarding(&hashes(8), UNKNOWN, Arc::default()).unwrap();
+    let onboarding = manager.start_onboarding(&hashes(8), UNKNOWN, Arc::default(), &UNTRACED).unwrap();
     device.wait_for_write().await;
     let rest = manager.allocate(manager.available()).unwrap();
     for _ in 0..20 {

@@ -15,7 +15,7 @@ async fn a_peer_serves_its_memory_and_is_read_only() {
     let peer = prefill.manager.peer();
     assert_eq!(peer.holds(fingerprint(), &hashes(10)), 8);
     assert_eq!(peer.holds(Fingerprint::from_bytes([0; 32]), &hashes(10)), 0);
-    let onboarded = decode.manager.onboard_from(&peer, &hashes(10), ms(10)).await;
+    let onboarded = decode.manager.onboard_from(&peer, &hashes(10), ms(10), &UNTRACED).await;
     assert_eq!(onboarded.from, [(Level::Peer, 8)]);
     decode.assert_sound(&onboarded.blocks);
     let block = Block::new(hash(0), None, fingerprint(), content(hash(0)).into());
@@ -52,7 +52,7 @@ async fn a_peer_with_another_fingerprint_is_not_used() {
     let slot = other.allocate(1).unwrap().pop().unwrap();
     drop(other.register(slot.complete(hash(0), None, BlockAttrs::default())));
     let harness = Harness::new(8, 0, vec![]);
-    let onboarded = harness.manager.onboard_from(&other.peer(), &hashes(1), ms(10)).await;
+    let onboarded = harness.manager.onboard_from(&other.peer(), &hashes(1), ms(10), &UNTRACED).await;
     assert!(onboarded.blocks.is_empty(), "another engine's bytes");
 }
 

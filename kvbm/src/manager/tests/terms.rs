@@ -43,7 +43,7 @@ async fn a_block_not_to_be_stored_is_only_handed_over() {
     let prefill = Harness::new(4, 4, vec![ours.clone()]);
     let decode = Harness::new(4, 4, vec![theirs.clone()]);
     drop(prefill.compute_for(0..3, secret));
-    let onboarded = decode.manager.onboard_from(&prefill.manager.peer(), &hashes(3), UNKNOWN).await;
+    let onboarded = decode.manager.onboard_from(&prefill.manager.peer(), &hashes(3), UNKNOWN, &UNTRACED).await;
     assert_eq!(onboarded.blocks.len(), 3);
     for harness in [&prefill, &decode] {
         harness.manager.flush().await;
@@ -84,7 +84,7 @@ async fn an_expired_block_is_a_miss_in_every_tier() {
     // Before any expiry task ran: expiry is checked when a block is served.
     assert_eq!(harness.manager.lookup(&hashes(3)).len() + cold.manager.lookup(&hashes(1)).len(), 0);
     assert_eq!(harness.host.as_ref().unwrap().holds(fingerprint(), &hashes(3)), 0);
-    assert_eq!(cold.manager.onboard_from(&peer, &hashes(3), UNKNOWN).await.blocks.len(), 0);
+    assert_eq!(cold.manager.onboard_from(&peer, &hashes(3), UNKNOWN, &UNTRACED).await.blocks.len(), 0);
     assert_eq!(ssd.holds(fingerprint(), &hashes(3)), 3, "a tier without a clock");
     assert_eq!(cold.manager.onboard(&hashes(3), UNKNOWN).await.blocks.len(), 0);
     assert!(ssd.holds(fingerprint(), &hashes(3)) < 3, "discarded when it was read");

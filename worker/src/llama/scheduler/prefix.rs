@@ -55,12 +55,14 @@ impl PrefixLoader {
         let Some(peer) = self.peers.find(ticket) else {
             tracing::warn!(
                 peer = %ticket.peer, request_id = %sequence.request.id,
+                trace_id = sequence.request.attributes.trace.trace_id().map(tracing::field::display),
                 "prefill worker is not reachable; recomputing the prompt"
             );
             return;
         };
         let recompute = sequence.recompute(&self.stats);
-        let onboarded = self.manager.onboard_from(&peer, sequence.missing_hashes(), recompute).await;
+        let trace = &sequence.request.attributes.trace;
+        let onboarded = self.manager.onboard_from(&peer, sequence.missing_hashes(), recompute, trace).await;
         let before = sequence.computed as u32;
         let handed: usize = self.attach(sequence, onboarded).map(|(_, tokens)| tokens).sum();
         sequence.report.handed_over = handed as u32;

@@ -149,6 +149,7 @@ impl Scheduler {
                 "request paused: the client does not read its output"
             );
             self.metrics.paused();
+            sequence.phase.event("paused");
             sequence.pause();
             self.paused.push_back(sequence);
             self.sequence_left = true;
@@ -229,6 +230,7 @@ impl Scheduler {
             if sequence.joined.is_none() {
                 // A preempted sequence joins again; its queue time is that of the first time.
                 sequence.joined = Some(Instant::now());
+                sequence.enter_phase("prefill");
                 self.metrics.joined(sequence.accepted.elapsed());
             }
             self.running.push(sequence);
@@ -327,7 +329,8 @@ impl Scheduler {
         }
         self.sequence_left |= !finished.is_empty();
         for (index, ending) in finished.into_iter().rev() {
-            let sequence = self.running.remove(index);
+            let mut sequence = self.running.remove(index);
+            sequence.phase.set("gen_ai.usage.output_tokens", sequence.generated());
             self.metrics.decoded(sequence.first_token.map(|at| at.elapsed()).unwrap_or_default());
             sequence.output.finish(ending, &sequence.report);
         }
@@ -386,6 +389,7 @@ impl Scheduler {
             request_id = %youngest.request.id, computed_tokens = youngest.computed,
             "request preempted: no free KV block"
         );
+        youngest.phase.event("preempted");
         youngest.release();
         self.waiting.push_front(youngest);
     }
@@ -431,6 +435,8 @@ impl Scheduler {
         }
         if sequence.first_token.is_none() {
             sequence.first_token = Some(Instant::now());
+            sequence.describe_prefill();
+            sequence.enter_phase("decode");
             self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         }
         let Some((sampler, token, logprobs)) = output.next else {
@@ -453,6 +459,7 @@ impl Scheduler {
     /// Sends the handoff to the router, and keeps the blocks until the stream is dropped.
     fn hand_off(&self, mut sequence: Sequence) {
         sequence.close_report();
+        sequence.describe_prefill();
         self.metrics.prompt_cached(&sequence.report);
         self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         let ticket = self.peers.ticket(self.worker, sequence.report.cached.clone());

@@ -8,6 +8,7 @@ use crate::engine::{Logprobs, ModelCard, PromptReport, Request, Work};
 use crate::handoff::HandoffTicket;
 use crate::llama::model::Sampler;
 use kvbm::{BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, Recompute, SequenceHash};
+use spans::{Kind, Span};
 use std::ops::Range;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -54,6 +55,8 @@ pub(in crate::llama) struct Sequence {
     pub(super) stats: RequestStats,
     /// Tokens that may be generated: `max_tokens`, at most what the context leaves.
     pub(super) limit: usize,
+    /// The span of the phase: queue, prefill or decode.
+    pub(super) phase: Span,
 }
 
 impl Sequence {
@@ -91,9 +94,22 @@ impl Sequence {
             joined: None,
             first_token: None,
             stats,
+            phase: request.attributes.trace.span("engine queue", Kind::Internal),
             limit: request.stop.max_tokens.map_or(left, |most| left.min(most as usize)),
             request,
         }
+    }
+
+    /// Ends the span of the phase, and begins that of the next one.
+    pub(super) fn enter_phase(&mut self, name: &'static str) {
+        self.phase = self.request.attributes.trace.span(name, Kind::Internal);
+    }
+
+    /// Adds to the span of the prefill where the prompt's tokens came from.
+    pub(super) fn describe_prefill(&mut self) {
+        self.phase.set("gen_ai.usage.input_tokens", self.prompt);
+        self.phase.set("gen_ai.usage.cache_read.input_tokens", self.report.cached_tokens());
+        self.phase.set("blockyard.handed_over_tokens", self.report.handed_over);
     }
 
     /// Tokens that are to be computed before the next token can be chosen, or before the handoff.
@@ -177,7 +193,8 @@ impl Sequence {
     /// Starts onboarding of the missing blocks that lower tiers hold.
     pub(super) fn start_onboarding(&mut self, manager: &BlockManager, stats: &EngineStats) {
         self.yielded = false;
-        let onboarding = manager.start_onboarding(self.missing_hashes(), self.recompute(stats), stats.notifier());
+        let (hashes, trace) = (self.missing_hashes(), &self.request.attributes.trace);
+        let onboarding = manager.start_onboarding(hashes, self.recompute(stats), stats.notifier(), trace);
         let first_block = self.blocks.len();
         self.onboarding = onboarding.map(|handle| ActiveOnboarding { handle, first_block });
     }

@@ -253,6 +253,7 @@ impl Loading<'_> {
             if stats.registered > 0 {
                 core.metrics.moved(tier.level(), Direction::Onboard, stats.registered as u64 * bytes, sample.elapsed);
             }
+            self.job.trace_load(tier.level(), (self.begun + stats.since, sample.elapsed), stats.registered);
             throughput.cancelled(stats.requested - stats.answered);
             core.metrics.missed(tier.level(), stats.requested - stats.answered);
             *stats = SourceStats::default();

@@ -1,0 +1,94 @@
+//! Where spans of traces are sent, and how many traces are recorded.
+
+use super::Secret;
+use router::Problem;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Export of spans to an OpenTelemetry collector.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tracing {
+    /// URL to which spans are sent, as OTLP over HTTP in JSON; without a path `/v1/traces`. Default none: nothing is
+    /// traced.
+    pub endpoint: Option<String>,
+    /// Share of the traces that is recorded where the client does not say. Default 1: all, as OpenTelemetry's default.
+    pub sample_ratio: f64,
+    /// A file with headers for the collector, one `name: value` per line. Default none.
+    pub headers_file: Option<PathBuf>,
+    /// A file with the certificates of the authorities that may sign the collector's. Default none: those of the
+    /// operating system.
+    pub ca_file: Option<PathBuf>,
+    /// Name of the service in traces. Default: `blockyard-` and the command.
+    pub service_name: Option<String>,
+    /// What the environment says beside these keys.
+    #[serde(skip)]
+    pub variables: OtelVariables,
+}
+
+/// Standard variables of OpenTelemetry that are no keys of the configuration.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct OtelVariables {
+    /// `OTEL_EXPORTER_OTLP_HEADERS`: `name=value,…`, with keys of the collector. Never printed.
+    pub headers: Option<Secret>,
+    /// `OTEL_RESOURCE_ATTRIBUTES`: `name=value,…`.
+    pub resource_attributes: Option<String>,
+}
+
+/// The path of an endpoint that has none.
+const PATH: &str = "/v1/traces";
+
+impl Default for Tracing {
+    fn default() -> Self {
+        Self {
+            endpoint: None,
+            sample_ratio: 1.0,
+            headers_file: None,
+            ca_file: None,
+            service_name: None,
+            variables: OtelVariables::default(),
+        }
+    }
+}
+
+impl Tracing {
+    /// The endpoint with its path.
+    pub fn url(&self) -> Option<http::Uri> {
+        let uri: http::Uri = self.endpoint.as_ref()?.parse().ok()?;
+        if uri.path() == "/" {
+            format!("{}{PATH}", uri.to_string().trim_end_matches('/')).parse().ok()
+        } else {
+            Some(uri)
+        }
+    }
+
+    /// The variables that stand for a key, weakest first, each with its key and value.
+    pub(super) fn keys_of_environment<'a>(
+        variable: impl Fn(&str) -> Option<&'a str>,
+    ) -> impl Iterator<Item = (&'static str, &'static str, String)> {
+        let general = variable("OTEL_EXPORTER_OTLP_ENDPOINT").map(|base| {
+            let url = format!("{}{PATH}", base.trim_end_matches('/'));
+            ("OTEL_EXPORTER_OTLP_ENDPOINT", "tracing.endpoint", url)
+        });
+        let same = |name, key| variable(name).map(|value| (name, key, value.to_owned()));
+        let traces = same("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "tracing.endpoint");
+        let service = same("OTEL_SERVICE_NAME", "tracing.service_name");
+        general.into_iter().chain(traces).chain(service)
+    }
+
+    /// All invalid values.
+    pub(super) fn problems(&self) -> Vec<Problem> {
+        let is_url = |text: &String| {
+            let uri = text.parse::<http::Uri>().ok();
+            uri.is_some_and(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some())
+        };
+        let endpoint = self.endpoint.as_ref().filter(|text| !is_url(text)).map(|_| {
+            let expected = "expected the URL of a collector that takes OTLP over HTTP, like http://127.0.0.1:4318";
+            Problem::new("tracing.endpoint", expected)
+        });
+        let ratio = Problem::unless_within("tracing.sample_ratio", self.sample_ratio, 0.0..=1.0);
+        let name = self.service_name.as_ref().filter(|name| name.is_empty());
+        let name = name.map(|_| Problem::new("tracing.service_name", "expected a name"));
+        endpoint.into_iter().chain(ratio).chain(name).collect()
+    }
+}

@@ -1,0 +1,99 @@
+//! Export of spans: OTLP over HTTP in JSON, in batches, on a task beside the requests.
+//!
+//! A collector that is slow or away delays no request: spans that find the queue full are dropped and counted, and the
+//! log says once that exporting fails, and once that it works again.
+//!
+//! Not the crates of the OpenTelemetry project: their batch processor does not say how many spans it dropped, and their
+//! spans cost allocations where a request is not sampled. What remains of them here is one message in JSON.
+
+mod exporter;
+mod message;
+mod metrics;
+
+pub use exporter::Exporter;
+
+use crate::config::{Config, Purpose};
+use anyhow::{Context, bail};
+use exporter::Collector;
+use http::header::{HeaderMap, HeaderName, HeaderValue};
+use message::Resource;
+use metrics::Metrics;
+use prometheus::Registry;
+use spans::{Sampling, Tracer};
+use upstream::Authorities;
+use upstream::relay::client::{Client, Settings};
+
+/// The tracer of a process, and its exporter if there is a collector.
+pub fn start(
+    config: &Config,
+    purpose: Purpose,
+    instance: &str,
+    registry: &Registry,
+) -> anyhow::Result<(Tracer, Option<Exporter>)> {
+    let metrics = Metrics::new(registry)?;
+    let Some(collector) = collector(config)? else { return Ok((Tracer::off(), None)) };
+    let (tracer, queue) = Tracer::new(Sampling::ratio(config.tracing.sample_ratio));
+    metrics.read_dropped(queue.dropped());
+    let resource = Resource::new(service_name(config, purpose), instance, &config.tracing.variables);
+    Ok((tracer, Some(Exporter::spawn(queue, collector, resource, metrics))))
+}
+
+/// Checks the keys of a configuration, without an effect. Blocks while it reads files.
+pub fn check(config: &Config) -> anyhow::Result<()> {
+    collector(config).map(drop)
+}
+
+fn collector(config: &Config) -> anyhow::Result<Option<Collector>> {
+    let tracing = &config.tracing;
+    let Some(url) = tracing.url() else { return Ok(None) };
+    let authorities = tracing
+        .ca_file
+        .as_ref()
+        .map(|path| Authorities::read(path).with_context(|| format!("tracing.ca_file = \"{}\"", path.display())));
+    let settings = Settings {
+        roots: authorities.transpose()?.map(|authorities| authorities.roots()),
+        max_idle: 1,
+        ..Settings::default()
+    };
+    let client = Client::new(&exporter::origin(&url), &settings)
+        .with_context(|| format!("tracing.endpoint = \"{url}\" cannot be used"))?;
+    let path = url.path_and_query().cloned().context("tracing.endpoint has no path")?;
+    Ok(Some(Collector { client, path, headers: headers(config)?, url }))
+}
+
+/// The headers of the file, or else those of the environment.
+fn headers(config: &Config) -> anyhow::Result<HeaderMap> {
+    let (pairs, source): (Vec<(String, String)>, _) =
+        match (&config.tracing.headers_file, &config.tracing.variables.headers) {
+            (Some(path), _) => {
+                let key = || format!("tracing.headers_file = \"{}\"", path.display());
+                let text = std::fs::read_to_string(path).with_context(key)?;
+                let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+                let pair = |line: &str| line.split_once(':').map(|(name, value)| (name.into(), value.trim().into()));
+                let pairs: Option<_> = lines.map(pair).collect();
+                (pairs.context("expected a line `name: value` for each header").with_context(key)?, key())
+            }
+            (None, Some(list)) => (message::pairs(&list.0), "environment OTEL_EXPORTER_OTLP_HEADERS".to_owned()),
+            (None, None) => return Ok(HeaderMap::new()),
+        };
+    let mut headers = HeaderMap::new();
+    for (name, value) in pairs {
+        let (Ok(name), Ok(mut value)) = (name.trim().parse::<HeaderName>(), HeaderValue::try_from(value)) else {
+            bail!("{source}: `{}` is no header", name.trim());
+        };
+        value.set_sensitive(true);
+        headers.insert(name, value);
+    }
+    Ok(headers)
+}
+
+fn service_name(config: &Config, purpose: Purpose) -> &str {
+    config.tracing.service_name.as_deref().unwrap_or(match purpose {
+        Purpose::Frontend => "blockyard-frontend",
+        Purpose::Worker => "blockyard-worker",
+        Purpose::Serve | Purpose::Tools => "blockyard-serve",
+    })
+}
+
+#[cfg(test)]
+mod tests;

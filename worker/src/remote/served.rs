@@ -1,0 +1,125 @@
+//! One request of another process: its span and its log line, which ends when its response does.
+
+use crate::engine::{Error, FinishReason, Output, PromptReport, Request, Work};
+use crate::plane::WorkerId;
+use http::HeaderMap;
+use spans::{Kind, Span, TraceId, Tracer};
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// A request that is being answered. When it is dropped before its last output, the request counts as cancelled.
+pub(super) struct ServedRequest {
+    id: Arc<str>,
+    worker: WorkerId,
+    work: &'static str,
+    prompt_tokens: usize,
+    accepted: Instant,
+    span: Span,
+    report: Option<PromptReport>,
+    completion_tokens: usize,
+    end: Option<End>,
+}
+
+enum End {
+    Finished(FinishReason),
+    HandedOver,
+    Failed(Error),
+}
+
+impl ServedRequest {
+    /// Begins to observe a request, and makes its span the parent of those that the engine records.
+    pub(super) fn begin(tracer: &Tracer, headers: &HeaderMap, worker: WorkerId, request: &mut Request) -> Self {
+        // Only frontends begin traces.
+        let caller = tracer.is_on().then(|| spans::extract(headers)).flatten();
+        let span = caller.map(|caller| tracer.root("worker request", Kind::Server, Some(caller)));
+        let mut span = span.unwrap_or_default();
+        let work = match request.work {
+            Work::Generate => "generate",
+            Work::Prefill => "prefill",
+            Work::Resume(_) => "resume",
+            Work::Relay(_) => "relay",
+        };
+        if span.is_recorded() {
+            span.set("blockyard.worker", worker.to_string());
+            span.set("blockyard.work", work);
+            span.set("blockyard.request_id", &request.id);
+        }
+        request.attributes.trace = span.context();
+        Self {
+            id: Arc::clone(&request.id),
+            worker,
+            work,
+            prompt_tokens: request.tokens.len() - request.generated_tokens.min(request.tokens.len()),
+            accepted: Instant::now(),
+            span,
+            report: None,
+            completion_tokens: 0,
+            end: None,
+        }
+    }
+
+    /// Records an output before it is sent.
+    pub(super) fn output(&mut self, output: &Result<Output, Error>) {
+        match output {
+            Ok(Output::Tokens(tokens)) => {
+                self.completion_tokens += tokens.ids.len();
+                if tokens.prompt.is_some() {
+                    self.report.clone_from(&tokens.prompt);
+                }
+                self.end = tokens.finish.map(End::Finished).or(self.end.take());
+            }
+            Ok(Output::Handoff(_)) => self.end = Some(End::HandedOver),
+            Ok(Output::Head(_) | Output::Body(_) | Output::End(_)) => {}
+            Err(error) => self.fail(error),
+        }
+    }
+
+    pub(super) fn fail(&mut self, error: &Error) {
+        self.span.fail(error);
+        self.end = Some(End::Failed(error.clone()));
+    }
+
+    fn log(&self) {
+        let trace_id = self.span.trace_id();
+        let (finish_reason, error) = match &self.end {
+            Some(End::Finished(FinishReason::Length)) => (Some("length"), None),
+            Some(End::Finished(FinishReason::Stop | FinishReason::StopToken(_))) => (Some("stop"), None),
+            Some(End::HandedOver) => (Some("handed_over"), None),
+            Some(End::Failed(error)) => (None, Some(error)),
+            None => (None, None),
+        };
+        macro_rules! line {
+            ($level:ident, $message:literal) => {
+                tracing::$level!(
+                    request_id = &*self.id,
+                    trace_id = trace_id.as_ref().map(tracing::field::display::<&TraceId>),
+                    worker = %self.worker,
+                    work = self.work,
+                    prompt_tokens = self.prompt_tokens,
+                    cached_tokens = self.report.as_ref().map(PromptReport::cached_tokens),
+                    handed_over_tokens = self.report.as_ref().map(|report| report.handed_over),
+                    completion_tokens = self.completion_tokens,
+                    finish_reason,
+                    duration_s = self.accepted.elapsed().as_secs_f64(),
+                    error = error.map(tracing::field::display),
+                    $message
+                )
+            };
+        }
+        match (&self.end, error) {
+            (_, Some(Error::Failed(_) | Error::Unavailable(_))) => line!(warn, "request failed"),
+            (_, Some(_)) => line!(info, "request rejected"),
+            (Some(_), None) => line!(info, "request finished"),
+            (None, None) => line!(info, "request cancelled"),
+        }
+    }
+}
+
+impl Drop for ServedRequest {
+    fn drop(&mut self) {
+        if self.span.is_recorded() {
+            self.span.set("gen_ai.usage.output_tokens", self.completion_tokens);
+        }
+        self.log();
+    }
+}
