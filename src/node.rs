@@ -287,8 +287,8 @@ impl Process for Node {
         self.http.failed().await
     }
 
-    /// Refuses new requests, and waits `frontend.shutdown_delay` (within the shutdown timeout) so that load balancers
-    /// notice.
+    /// Makes `/ready` fail, and serves new requests for `frontend.shutdown_delay` (within the shutdown timeout) so that
+    /// load balancers notice.
     async fn announce_shutdown(&mut self) {
         let now = Instant::now();
         self.deadline = Some(now + self.shutdown_timeout);

@@ -43,7 +43,7 @@ impl HttpServer {
         &self.server
     }
 
-    /// Makes `/ready` answer 503, and refuses new requests of clients.
+    /// Makes `/ready` answer 503.
     pub(super) fn announce_shutdown(&self) {
         self.close_on_drop.0.announce();
     }

@@ -63,14 +63,16 @@ pub(crate) async fn check(
     response
 }
 
-/// Middleware: rejects new requests during shutdown, and everything but health checks and metrics on reserved
-/// connections.
+/// Middleware: rejects new requests once the listener is closed, and everything but health checks and metrics on
+/// reserved connections. Until then a server that shuts down serves requests of those that have not noticed yet.
 pub(crate) async fn admit(request: Request, next: impl AsyncFnOnce(Request) -> Response) -> Response {
     let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
-    let stopping = request.extensions().get::<Shutdown>().is_some_and(Shutdown::is_announced);
+    let shutdown = request.extensions().get::<Shutdown>();
+    let stopping = shutdown.is_some_and(Shutdown::is_announced);
+    let closed = shutdown.is_some_and(Shutdown::is_closed);
     let reserved = request.extensions().get::<ConnectionInfo>().is_some_and(|connection| connection.reserved);
     let http1 = request.version() < Version::HTTP_2;
-    let rejection = match (is_health_check, stopping, reserved) {
+    let rejection = match (is_health_check, closed, reserved) {
         _ if request.uri().path_and_query().is_some_and(|path| path.as_str().len() > MAX_URL_BYTES) => {
             Some(Error::UrlTooLong(MAX_URL_BYTES))
         }

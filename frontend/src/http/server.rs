@@ -3,7 +3,7 @@
 //! ```text
 //!   accept ─ admission ─ connection task: TLS, hyper over `Stream`, with a watchdog over `Activity`
 //!
-//!   running ─ announce ─▶ refusing: /ready and new requests get 503, the listener is open
+//!   running ─ announce ─▶ leaving: /ready gets 503, new requests are served
 //!           ─ close ────▶ draining: no listener, running requests finish; aborted at the drain deadline
 //! ```
 //! Each connection has time limits for its request headers, for idling and for a client that does not read. Not here:
@@ -59,21 +59,21 @@ struct Stages {
 }
 
 impl Shutdown {
-    /// Rejects new requests from now on, and makes `/ready` respond 503. The listener stays open, so that load
-    /// balancers get responses until they have noticed.
+    /// Makes `/ready` respond 503 from now on. New requests are served, each on a connection that closes afterwards, so
+    /// that none fails until load balancers have noticed.
     pub fn announce(&self) {
         self.0.announced.cancel();
     }
 
-    /// Closes the listener. Running requests may finish within `drain`; then they are aborted with an error. Only the
-    /// first call has an effect.
+    /// Closes the listener, and rejects new requests of open connections. Running ones may finish within `drain`; then
+    /// they are aborted with an error. Only the first call has an effect.
     pub fn close(&self, drain: Duration) {
         let _ = self.0.drain.set(drain);
         self.0.announced.cancel();
         self.0.closed.cancel();
     }
 
-    /// Whether new requests are rejected.
+    /// Whether the server shuts down.
     pub(crate) fn is_announced(&self) -> bool {
         self.0.announced.is_cancelled()
     }
@@ -84,7 +84,8 @@ impl Shutdown {
         async move { stages.forced.cancelled().await }
     }
 
-    fn is_closed(&self) -> bool {
+    /// Whether the listener is closed, and new requests are rejected.
+    pub(crate) fn is_closed(&self) -> bool {
         self.0.closed.is_cancelled()
     }
 
