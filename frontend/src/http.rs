@@ -12,4 +12,4 @@ pub(crate) mod upload;
 
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
-pub use server::{CertificateExpiry, Server, ServerError, Shutdown, TlsError, check_tls};
+pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls};

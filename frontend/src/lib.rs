@@ -49,10 +49,9 @@ mod state;
 #[path = "../tests/it/tiny_tokenizer.rs"]
 mod tiny_tokenizer;
 mod tokenizers;
-mod watch;
 
 pub use api::{Health, OpenError, Parts, guard_admin, internal_router, router, router_with};
-pub use http::{CertificateExpiry, Server, ServerError, Shutdown, TlsError, check_tls};
+pub use http::{ClientCertificate, Server, ServerError, Shutdown, check_tls};
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};
 pub use params::{CacheDomains, SecretError};

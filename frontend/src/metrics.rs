@@ -165,10 +165,6 @@ pub(crate) struct ConnectionMetrics {
     pub(crate) open: IntGauge,
     pub(crate) closed: IntCounterVec,
     pub(crate) accept_errors: IntCounterVec,
-    /// Reloads of the TLS certificate, by outcome.
-    pub(crate) certificate_reloads: IntCounterVec,
-    /// When the TLS certificate expires, in seconds since 1970.
-    pub(crate) certificate_expiry: IntGaugeVec,
 }
 
 impl ConnectionMetrics {
@@ -177,24 +173,10 @@ impl ConnectionMetrics {
             open: IntGauge::new("blockyard_frontend_open_connections", "Connections that are open.")?,
             closed: counters("connections_closed_total", "Connections that ended, by what ended them.", &["reason"])?,
             accept_errors: counters("accept_errors_total", "Connections that could not be accepted.", &["error"])?,
-            certificate_reloads: counters(
-                "certificate_reloads_total",
-                "Changes of the files of the TLS certificate, by outcome: applied or rejected.",
-                &["outcome"],
-            )?,
-            certificate_expiry: IntGaugeVec::new(
-                Opts::new(
-                    "blockyard_frontend_certificate_expiry_timestamp_seconds",
-                    "When the first of the certificates in the file expires, in seconds since 1970.",
-                ),
-                &["file"],
-            )?,
         };
         registry.register(Box::new(metrics.open.clone()))?;
         registry.register(Box::new(metrics.closed.clone()))?;
         registry.register(Box::new(metrics.accept_errors.clone()))?;
-        registry.register(Box::new(metrics.certificate_reloads.clone()))?;
-        registry.register(Box::new(metrics.certificate_expiry.clone()))?;
         Ok(metrics)
     }
 }

@@ -12,15 +12,11 @@
 mod activity;
 mod connection;
 mod connections;
-mod expiry;
 mod repoll;
-mod socket;
 mod stream;
-mod tls;
 
+pub use connection::ClientCertificate;
 pub(crate) use connection::ConnectionInfo;
-pub use expiry::CertificateExpiry;
-pub use tls::{TlsError, check_tls};
 
 use crate::limits::LogLimit;
 use crate::metrics::ConnectionMetrics;
@@ -33,10 +29,10 @@ use std::future::Future;
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tls::Tls;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use transport::{CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
 
 /// Time for the last bytes of aborted requests to reach slow clients after the drain deadline.
 const LAST_BYTES: Duration = Duration::from_secs(2);
@@ -106,7 +102,7 @@ pub struct Server {
     /// Rate limit of log lines of requests that were rejected before they reached a router.
     rejected_lines: Arc<LogLimit>,
     /// `None`: connections have no TLS.
-    tls: Option<Arc<Tls>>,
+    tls: Option<Arc<ServerTls>>,
 }
 
 /// Why a server cannot be made.
@@ -144,8 +140,17 @@ impl Server {
         };
         let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
         let metrics = ConnectionMetrics::new(registry)?;
-        let tls = Tls::open(settings, &metrics)?;
-        Ok(Self { limits, metrics, rejected_lines, tls })
+        let server = Self { limits, metrics, rejected_lines, tls: None };
+        let certificates = CertificateMetrics::new("frontend", registry)?;
+        match tls_files(settings)? {
+            Some(files) => Ok(server.with_tls(files, certificates)?),
+            None => Ok(server),
+        }
+    }
+
+    /// The same server for a port with the certificate of these files.
+    pub fn with_tls(self, files: ServerFiles, metrics: CertificateMetrics) -> Result<Self, TlsError> {
+        Ok(Self { tls: Some(Arc::new(ServerTls::open(files, metrics)?)), ..self })
     }
 
     /// The same server for a port without TLS.
@@ -242,6 +247,18 @@ impl Server {
             metrics.closed.with_label_values(&[reason]).inc();
         });
     }
+}
+
+/// The certificate of the API's port; `None` if there is none.
+fn tls_files(settings: &Settings) -> Result<Option<ServerFiles>, TlsError> {
+    let certificate = ("frontend.tls_cert_file", settings.tls_cert_file.clone());
+    let key = ("frontend.tls_key_file", settings.tls_key_file.clone());
+    Ok(Identity::of(certificate, key)?.map(|identity| ServerFiles { identity, clients: None }))
+}
+
+/// Checks that the files of `settings` can be used, if there are any, and returns when the certificate expires. Blocks.
+pub fn check_tls(settings: &Settings) -> Result<Option<CertificateExpiry>, TlsError> {
+    tls_files(settings)?.map_or(Ok(None), |files| files.check())
 }
 
 /// Counts an open connection until dropped.

@@ -2,13 +2,13 @@
 
 use super::file::{KeyEntry, KeyFile, KeyFileError};
 use super::{Key, KeyHash};
-use crate::watch::WatchedFiles;
 use parking_lot::RwLock;
 use prometheus::IntCounterVec;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use transport::WatchedFiles;
 
 /// The name of the key from the environment.
 const FROM_ENVIRONMENT: &str = "BLOCKYARD_API_KEY";

@@ -1,9 +1,9 @@
 //! The results of checks, and how they are printed.
 
-use frontend::CertificateExpiry;
 use serde::Serialize;
 use std::fmt::Write;
 use std::time::SystemTime;
+use transport::CertificateExpiry;
 
 /// The result of one check.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]

@@ -3,13 +3,13 @@
 use super::findings::{self, Findings};
 use super::{Probing, kv};
 use crate::config::{Resolve, Upstream};
-use frontend::CertificateExpiry;
 use http::{HeaderValue, StatusCode};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use transport::CertificateExpiry;
 use upstream::ask::{self, AnswerLimits, AskError, Asked};
 use upstream::relay::client::Client;
 use upstream::relay::error::RelayError;

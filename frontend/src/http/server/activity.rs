@@ -1,11 +1,11 @@
 //! The state of one connection, as its stream and its requests report it, and the time limit that applies to it.
 
-use super::socket::Socket;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
+use transport::Socket;
 
 /// The first bytes of an HTTP/2 connection (RFC 9113, 3.4). The header limit applies until all of them have arrived.
 const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

@@ -3,9 +3,7 @@
 use super::activity::{Activity, Expired, ReceivingGuard, RequestGuard};
 use super::connections::Slot;
 use super::repoll::Repoll;
-use super::socket::{self, Socket};
 use super::stream::{self, Stream};
-use super::tls::{NoTls, Tls};
 use super::{Limits, Shutdown};
 use crate::error::Error;
 use crate::limits::{ConnectionChoices, LogLimit};
@@ -28,6 +26,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use transport::{NoTls, ServerTls, Socket};
 
 /// hyper's minimum buffer for a connection in bytes. A request's head must fit into the buffer.
 const MIN_BUFFER: usize = 8 << 10;
@@ -48,11 +47,15 @@ pub(crate) struct ConnectionInfo {
     pub(crate) local: Option<IpAddr>,
 }
 
+/// Among the extensions of a request whose client has shown a certificate, which was verified.
+#[derive(Clone, Copy, Debug)]
+pub struct ClientCertificate(());
+
 /// Serves a connection until it ends. Returns the `reason` label of its end.
 #[expect(clippy::too_many_arguments, reason = "each is a part of the server that the connection uses")]
 pub(super) async fn run(
     socket: TcpStream,
-    tls: Option<Arc<Tls>>,
+    tls: Option<Arc<ServerTls>>,
     slot: &Slot,
     router: Router,
     info: ConnectionInfo,
@@ -80,11 +83,18 @@ pub(super) async fn run(
                     Box::pin(close(socket, None, activity, limits, shutdown, rejected_lines)).await;
                     return "tls_handshake";
                 }
+                Err(NoTls::Refused(problem)) => {
+                    if let Some(suppressed) = rejected_lines.admit() {
+                        tracing::warn!(problem, suppressed, "the certificate of a client is not accepted");
+                    }
+                    return "tls_handshake";
+                }
                 Err(NoTls::Failed) => return "tls_handshake",
             }
         }
     };
-    let service = service(router, Arc::clone(activity), info, shutdown.clone());
+    let certificate = transport::has_certificate(&socket).then_some(ClientCertificate(()));
+    let service = service(router, Arc::clone(activity), info, certificate, shutdown.clone());
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
@@ -154,7 +164,7 @@ async fn close(
         }
         Some(Expired::Write) => {
             // Discards the bytes that the client does not read, so that they do not stay in the kernel.
-            if let Err(error) = socket::tcp(&socket).set_zero_linger() {
+            if let Err(error) = transport::tcp(&socket).set_zero_linger() {
                 tracing::debug!(%error, "cannot reset a connection");
             }
         }
@@ -181,6 +191,7 @@ fn service(
     router: Router,
     activity: Arc<Activity>,
     info: ConnectionInfo,
+    certificate: Option<ClientCertificate>,
     shutdown: Shutdown,
 ) -> impl Service<Request<Incoming>, Response = Response<TrackedBody>, Error = Infallible, Future: Send + 'static> {
     let (inner, choices) = (TowerToHyperService::new(router), ConnectionChoices::default());
@@ -191,6 +202,9 @@ fn service(
             Body::new(RequestBody { body, receiving })
         });
         request.extensions_mut().insert(info);
+        if let Some(certificate) = certificate {
+            request.extensions_mut().insert(certificate);
+        }
         request.extensions_mut().insert(choices.clone());
         request.extensions_mut().insert(shutdown.clone());
         let (response, activity) = (inner.call(request), Arc::clone(&activity));

@@ -5,7 +5,6 @@
 //! error object can be added only here. Not here: HTTP/2, whose errors are frames.
 
 use super::activity::Activity;
-use super::socket::{Socket, is_buffered};
 use crate::error::Error;
 use crate::http::request_id;
 use crate::limits::LogLimit;
@@ -16,6 +15,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use transport::{Socket, is_buffered};
 
 /// Maximum bytes of hyper's own error responses: a status line and up to three short headers.
 const BARE_HEAD_BYTES: usize = 256;

@@ -4,11 +4,11 @@ use super::{ClientError, Protocol, Settings};
 use futures::future::{BoxFuture, FutureExt};
 use http::Uri;
 use http::uri::Scheme;
-use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_rustls::ConfigBuilderExt;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
-use hyper_util::rt::TokioIo;
-use rustls::{ClientConfig, RootCertStore};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 use std::error::Error;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -17,14 +17,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::io::{AsyncRead, ReadBuf};
-use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tokio_util::either::Either;
+use tokio_rustls::TlsConnector;
 use tower_service::Service;
-
-/// A connection: without TLS on the left, with it on the right. It is moved several times per request, so the large
-/// state of TLS is boxed.
-pub(super) type Socket = Either<TcpStream, Box<TokioIo<MaybeHttpsStream<TokioIo<TcpStream>>>>>;
+pub(super) use transport::Socket;
 
 /// Finds out that the machine of an engine is gone while a request waits for its answer.
 const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
@@ -32,7 +28,9 @@ const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
 /// Connects within a time limit.
 #[derive(Clone, Debug)]
 pub(super) struct Connector {
-    inner: HttpsConnector<HttpConnector<Resolver>>,
+    tcp: HttpConnector<Resolver>,
+    /// `None` without TLS.
+    tls: Option<Arc<ClientConfig>>,
     protocol: Protocol,
     timeout: Duration,
 }
@@ -58,37 +56,45 @@ impl Connector {
         tcp.set_nodelay(true);
         tcp.set_keepalive(Some(TCP_KEEPALIVE));
         tcp.enforce_http(false);
-        // The provider is named here, so the process need not install one.
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let tls = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
-        let tls = match &settings.roots {
-            Some(roots) => tls.with_root_certificates(roots.clone()),
-            // Without TLS no certificate is needed, and a container may have none.
-            None if *scheme == Scheme::HTTP => tls.with_root_certificates(RootCertStore::empty()),
-            None => tls.with_native_roots().map_err(ClientError::Roots)?,
-        };
-        let builder = HttpsConnectorBuilder::new().with_tls_config(tls.with_no_client_auth()).https_or_http();
-        let inner = match settings.protocol {
-            Protocol::Negotiated => builder.enable_all_versions().wrap_connector(tcp),
-            Protocol::Http2 => builder.enable_http2().wrap_connector(tcp),
-        };
-        Ok(Self { inner, protocol: settings.protocol, timeout: settings.connect_timeout })
+        // Without TLS no certificate is needed, and a container may have none.
+        let tls = if *scheme == Scheme::HTTP { None } else { Some(tls(settings)?) };
+        Ok(Self { tcp, tls, protocol: settings.protocol, timeout: settings.connect_timeout })
     }
 
     /// A new connection to the host of a URI.
     pub(super) async fn connect(&self, uri: Uri) -> Result<Connected, Box<dyn Error + Send + Sync>> {
-        let connecting = timeout(self.timeout, self.inner.clone().call(uri));
-        let socket = connecting.await.map_err(|_| format!("not connected after {:?}", self.timeout))??;
-        let (has_negotiated_http2, socket) = match socket {
-            MaybeHttpsStream::Http(socket) => (false, Socket::Left(socket.into_inner())),
-            MaybeHttpsStream::Https(ref tls) => {
-                let is_http2 = tls.inner().get_ref().1.alpn_protocol() == Some(b"h2");
-                (is_http2, Socket::Right(Box::new(TokioIo::new(socket))))
-            }
-        };
+        let connecting = timeout(self.timeout, self.open(uri));
+        let (has_negotiated_http2, socket) =
+            connecting.await.map_err(|_| format!("not connected after {:?}", self.timeout))??;
         let is_http2 = self.protocol == Protocol::Http2 || has_negotiated_http2;
         Ok(if is_http2 { Connected::Http2(socket) } else { Connected::Http1(socket) })
     }
+
+    /// The socket, and whether HTTP/2 was negotiated.
+    async fn open(&self, uri: Uri) -> Result<(bool, Socket), Box<dyn Error + Send + Sync>> {
+        let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let tcp = self.tcp.clone().call(uri).await?.into_inner();
+        let Some(tls) = &self.tls else { return Ok((false, Socket::Left(tcp))) };
+        let stream = TlsConnector::from(Arc::clone(tls)).connect(ServerName::try_from(host)?, tcp).await?;
+        let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
+        Ok((is_http2, Socket::Right(Box::new(stream.into()))))
+    }
+}
+
+fn tls(settings: &Settings) -> Result<Arc<ClientConfig>, ClientError> {
+    // The provider is named here, so the process need not install one.
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    let config = match &settings.roots {
+        Some(roots) => config.with_root_certificates(roots.clone()),
+        None => config.with_native_roots().map_err(ClientError::Roots)?,
+    };
+    let mut config = config.with_no_client_auth();
+    config.alpn_protocols = match settings.protocol {
+        Protocol::Negotiated => vec![b"h2".to_vec(), b"http/1.1".to_vec()],
+        Protocol::Http2 => vec![b"h2".to_vec()],
+    };
+    Ok(Arc::new(config))
 }
 
 /// Whether nothing has arrived on an idle connection, not even its end.

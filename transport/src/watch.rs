@@ -13,7 +13,7 @@ use std::time::Duration;
 const INTERVAL: Duration = Duration::from_millis(250);
 
 /// Files, and what they were when they were last loaded.
-pub(crate) struct WatchedFiles {
+pub struct WatchedFiles {
     paths: Vec<PathBuf>,
     loaded: Vec<Option<Stamp>>,
     previous: Vec<Option<Stamp>>,
@@ -31,13 +31,13 @@ struct Stamp {
 
 impl WatchedFiles {
     /// Files as they are now. To be called before they are loaded: a change in between is noticed then.
-    pub(crate) fn now(paths: Vec<PathBuf>) -> Self {
+    pub fn now(paths: Vec<PathBuf>) -> Self {
         let loaded = stamps(&paths);
         Self { paths, previous: loaded.clone(), loaded }
     }
 
     /// Calls `reload` on a blocking thread after each change, until the owner is dropped.
-    pub(crate) fn spawn<T: Send + Sync + 'static>(self, owner: &Arc<T>, reload: fn(&T)) {
+    pub fn spawn<T: Send + Sync + 'static>(self, owner: &Arc<T>, reload: fn(&T)) {
         let owner = Arc::downgrade(owner);
         let mut files = self;
         tokio::spawn(async move {

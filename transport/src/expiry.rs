@@ -62,7 +62,7 @@ impl CertificateExpiry {
     }
 
     /// The end in seconds since 1970, as Prometheus has times.
-    pub(super) fn timestamp(&self) -> i64 {
+    pub(crate) fn timestamp(&self) -> i64 {
         self.at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() as i64
     }
 }
@@ -79,8 +79,8 @@ mod tests {
     #[test]
     fn a_chain_expires_with_the_first_of_its_certificates() {
         let [long, short] = [
-            include_str!("../../../tests/fixtures/tls/one.pem"),
-            include_str!("../../../tests/fixtures/tls/short.pem"),
+            include_str!("../../frontend/tests/fixtures/tls/one.pem"),
+            include_str!("../../frontend/tests/fixtures/tls/short.pem"),
         ];
         let day = Duration::from_hours(24);
         let of = |files: &[&str]| CertificateExpiry::of(&chain(files)).unwrap();

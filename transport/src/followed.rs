@@ -1,0 +1,127 @@
+//! What is made of certificate files, which follows their changes, and warns before the certificate expires.
+
+use crate::expiry::CertificateExpiry;
+use crate::files::{NamedFile, TlsError};
+use crate::watch::WatchedFiles;
+use parking_lot::{Mutex, RwLock};
+use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+use tokio::time::sleep;
+
+/// Time between two warnings of a certificate that expires soon: enough for an alert on the log, few enough to read.
+const WARN_INTERVAL: Duration = Duration::from_hours(24);
+
+/// Metrics of the certificates of one purpose. Clones share them.
+#[derive(Clone)]
+pub struct CertificateMetrics {
+    reloads: IntCounterVec,
+    expiry: IntGaugeVec,
+}
+
+impl CertificateMetrics {
+    /// The metrics `blockyard_<purpose>_certificate_…`. Fails if they are registered already.
+    pub fn new(purpose: &str, registry: &Registry) -> Result<Self, prometheus::Error> {
+        let name = |name: &str| format!("blockyard_{purpose}_certificate_{name}");
+        let reloads = Opts::new(
+            name("reloads_total"),
+            "Changes of the files of the TLS certificate, by outcome: applied or rejected.",
+        );
+        let expiry = Opts::new(
+            name("expiry_timestamp_seconds"),
+            "When the first of the certificates in the file expires, in seconds since 1970.",
+        );
+        let metrics =
+            Self { reloads: IntCounterVec::new(reloads, &["outcome"])?, expiry: IntGaugeVec::new(expiry, &["file"])? };
+        registry.register(Box::new(metrics.reloads.clone()))?;
+        registry.register(Box::new(metrics.expiry.clone()))?;
+        Ok(metrics)
+    }
+}
+
+/// What was made of the files.
+pub(crate) struct Loaded<T> {
+    pub(crate) value: T,
+    /// When the certificate of this process expires, if it has one.
+    pub(crate) expiry: Option<CertificateExpiry>,
+}
+
+type Load<T> = Box<dyn Fn() -> Result<Loaded<T>, TlsError> + Send + Sync>;
+
+/// The value in effect.
+pub(crate) struct Followed<T> {
+    /// Named by the metrics and the log: the file with the certificate of this process, else that with the authorities.
+    named: NamedFile,
+    load: Load<T>,
+    current: RwLock<Arc<T>>,
+    expiry: Mutex<Option<CertificateExpiry>>,
+    metrics: CertificateMetrics,
+}
+
+impl<T: Send + Sync + 'static> Followed<T> {
+    /// The value of `files`, the most important first, which are loaded again after each change. Must be called within
+    /// a runtime.
+    pub(crate) fn open(
+        files: Vec<NamedFile>,
+        load: impl Fn() -> Result<Loaded<T>, TlsError> + Send + Sync + 'static,
+        metrics: CertificateMetrics,
+    ) -> Result<Arc<Self>, TlsError> {
+        let named = files[0].clone();
+        let watched = WatchedFiles::now(files.into_iter().map(|file| file.path).collect());
+        let Loaded { value, expiry } = load()?;
+        let current = RwLock::new(Arc::new(value));
+        let followed = Arc::new(Self { named, load: Box::new(load), current, expiry: Mutex::default(), metrics });
+        followed.set_expiry(expiry);
+        watched.spawn(&followed, Self::reload);
+        let weak = Arc::downgrade(&followed);
+        tokio::spawn(async move {
+            loop {
+                sleep(WARN_INTERVAL).await;
+                let Some(followed) = Weak::upgrade(&weak) else { return };
+                followed.warn();
+            }
+        });
+        Ok(followed)
+    }
+
+    pub(crate) fn current(&self) -> Arc<T> {
+        Arc::clone(&self.current.read())
+    }
+
+    fn set_expiry(&self, expiry: Option<CertificateExpiry>) {
+        *self.expiry.lock() = expiry;
+        if let Some(expiry) = expiry {
+            let file = self.named.path.display().to_string();
+            self.metrics.expiry.with_label_values(&[&file]).set(expiry.timestamp());
+        }
+        self.warn();
+    }
+
+    /// Warns if the certificate expires soon.
+    fn warn(&self) {
+        let (expiry, now, certificate) = (*self.expiry.lock(), SystemTime::now(), self.named.path.display());
+        let Some(expiry) = expiry.filter(|expiry| expiry.warn_from <= now) else { return };
+        if expiry.at <= now {
+            tracing::error!(%certificate, "the TLS certificate has expired: others refuse it; renew it");
+        } else {
+            let days = expiry.days_left(now);
+            tracing::warn!(%certificate, days, "the TLS certificate expires in {days} days; renew it");
+        }
+    }
+
+    fn reload(&self) {
+        let outcome = match (self.load)() {
+            Ok(Loaded { value, expiry }) => {
+                *self.current.write() = Arc::new(value);
+                tracing::info!(certificate = %self.named.path.display(), "TLS certificate reloaded");
+                self.set_expiry(expiry);
+                "applied"
+            }
+            Err(error) => {
+                tracing::error!(%error, "TLS certificate not reloaded; the previous one stays in effect");
+                "rejected"
+            }
+        };
+        self.metrics.reloads.with_label_values(&[outcome]).inc();
+    }
+}

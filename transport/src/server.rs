@@ -1,0 +1,97 @@
+//! TLS of a server: its certificate, and the handshake of a connection.
+
+use crate::expiry::CertificateExpiry;
+use crate::files::{Identity, NamedFile, TlsError};
+use crate::followed::{CertificateMetrics, Followed, Loaded};
+use crate::socket::Socket;
+use rustls::ServerConfig;
+use rustls::crypto::ring::default_provider;
+use rustls::server::WebPkiClientVerifier;
+use std::sync::Arc;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsAcceptor;
+
+/// The first byte of a TLS connection: a record with a handshake message (RFC 8446, 5.1).
+const HANDSHAKE: u8 = 22;
+
+/// The files of a server.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ServerFiles {
+    /// Its certificate and key.
+    pub identity: Identity,
+    /// The authorities that may sign the certificates of its clients. A client that shows another certificate is
+    /// rejected; whether one that shows none is, the caller decides
+    /// ([`has_certificate`](crate::has_certificate)). `None`: clients are not asked for one.
+    pub clients: Option<NamedFile>,
+}
+
+/// The certificate in effect.
+pub struct ServerTls(Arc<Followed<ServerConfig>>);
+
+/// A connection that did not begin with TLS.
+pub enum NoTls {
+    /// It speaks HTTP.
+    Http(TcpStream),
+    /// The client has shown a certificate that is not accepted, with the reason.
+    Refused(String),
+    /// The handshake failed, or the client has left.
+    Failed,
+}
+
+impl ServerTls {
+    /// The files, whose changes are followed. Must be called within a runtime.
+    pub fn open(files: ServerFiles, metrics: CertificateMetrics) -> Result<Self, TlsError> {
+        let named = files.identity.files().into_iter().chain(files.clients.clone()).collect();
+        Followed::open(named, move || files.load(), metrics).map(Self)
+    }
+
+    /// The handshake. Its time is limited by the caller.
+    pub async fn accept(&self, socket: TcpStream) -> Result<Socket, NoTls> {
+        let mut first = [0];
+        match socket.peek(&mut first).await {
+            Ok(1) if first[0] == HANDSHAKE => {}
+            // The first letter of a method.
+            Ok(1) if first[0].is_ascii_uppercase() => return Err(NoTls::Http(socket)),
+            _ => return Err(NoTls::Failed),
+        }
+        let handshake = TlsAcceptor::from(self.0.current()).accept(socket).await;
+        handshake.map(|stream| Socket::Right(Box::new(stream.into()))).map_err(|error| {
+            tracing::debug!(%error, "TLS handshake failed");
+            match error.get_ref().and_then(|inner| inner.downcast_ref()) {
+                Some(refused @ rustls::Error::InvalidCertificate(_)) => NoTls::Refused(refused.to_string()),
+                _ => NoTls::Failed,
+            }
+        })
+    }
+}
+
+impl ServerFiles {
+    /// Checks that the files can be used, and returns when the certificate expires. Blocks.
+    pub fn check(&self) -> Result<Option<CertificateExpiry>, TlsError> {
+        self.load().map(|loaded| loaded.expiry)
+    }
+
+    fn load(&self) -> Result<Loaded<ServerConfig>, TlsError> {
+        let (chain, key) = self.identity.load()?;
+        let expiry = CertificateExpiry::of(&chain);
+        // The provider is named here, so the process need not install one.
+        let provider = Arc::new(default_provider());
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));
+        let builder = builder.with_safe_default_protocol_versions().map_err(|error| self.identity.error(&error))?;
+        let builder = match &self.clients {
+            None => builder.with_no_client_auth(),
+            Some(file) => {
+                let roots = Arc::new(file.authorities()?);
+                let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider).allow_unauthenticated();
+                let unusable = |error: rustls::server::VerifierBuilderError| {
+                    TlsError::Unusable(file.key.to_owned(), error.to_string())
+                };
+                builder.with_client_cert_verifier(verifier.build().map_err(unusable)?)
+            }
+        };
+        let config = builder.with_single_cert(chain, key);
+        let mut config = config.map_err(|error| self.identity.error(&error))?;
+        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+        Ok(Loaded { value: config, expiry })
+    }
+}
