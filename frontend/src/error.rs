@@ -11,6 +11,9 @@ use worker::engine::{self, ErrorResponse};
 /// OpenAI's error code for a prompt that exceeds the context.
 pub(crate) const CONTEXT: &str = "context_length_exceeded";
 
+/// `Retry-After` when no worker can serve a request. A worker needs seconds to start, or longer for a large model.
+const WORKER_RETRY: Duration = Duration::from_secs(5);
+
 /// Maximum characters of an error message in the log: enough for the field and the value.
 const MAX_LOGGED_CHARS: usize = 300;
 
@@ -336,6 +339,7 @@ impl IntoResponse for Error {
             Self::Overloaded(wait) | Self::RateLimited { wait, .. } => Some(*wait),
             // A load balancer has other servers, and a connection may become free soon.
             Self::TooManyConnections | Self::ShuttingDown => Some(Duration::from_secs(1)),
+            Self::Unavailable(_) => Some(WORKER_RETRY),
             _ => None,
         };
         if let Some(wait) = wait {

@@ -127,6 +127,13 @@ impl Engine for Aliased {
         all.into_values().collect()
     }
 
+    /// That of the first deployment which is absent. An alias with a deployment that is there is served.
+    fn absence(&self, name: &str) -> Option<String> {
+        let aliases = self.aliases.0.read();
+        let Some(alias) = aliases.get(name) else { return self.inner.absence(name) };
+        alias.deployments.iter().find_map(|deployment| self.inner.absence(&deployment.model))
+    }
+
     fn readiness(&self) -> Readiness {
         self.inner.readiness()
     }

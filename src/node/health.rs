@@ -59,6 +59,10 @@ impl Engine for Watched {
         self.router.models()
     }
 
+    fn absence(&self, model: &str) -> Option<String> {
+        self.router.absence(model)
+    }
+
     fn readiness(&self) -> Readiness {
         self.router.readiness()
     }

@@ -58,6 +58,12 @@ pub trait Engine: Send + Sync + 'static {
     /// The models that are served now. Never fails because one of several engines is unavailable.
     fn models(&self) -> Vec<Arc<ModelCard>>;
 
+    /// Why a model that was served until recently is not served now, although it is expected back. `None` for models
+    /// that are served, and for names that are unknown.
+    fn absence(&self, _model: &str) -> Option<String> {
+        None
+    }
+
     /// The model that is to serve a conversation under this name, if the name stands for other models. Each of these
     /// has tokens of its own, so it is chosen before the prompt of a relayed request is tokenized, and the request
     /// names it.
@@ -95,6 +101,11 @@ pub trait Engine: Send + Sync + 'static {
             }
         })
     }
+
+    /// Discovery says that the engine has left. Its running requests may go on: a worker that drains, or cannot renew
+    /// its lease, finishes them. An engine in another process checks at once whether that process still answers, and
+    /// fails the requests if it does not. MUST NOT wait.
+    fn left(&self) {}
 
     /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is
     /// wrong.

@@ -19,6 +19,7 @@
 
 mod blocks;
 mod client;
+mod connect;
 mod peer;
 mod secret;
 mod served;
@@ -26,6 +27,7 @@ mod server;
 mod wire;
 
 pub use client::RemoteEngine;
+pub use connect::Credentials;
 pub use peer::RemotePeer;
 pub use secret::{Secret, SecretError};
 pub use server::{RequestServer, ResponseBody};

@@ -30,6 +30,9 @@ pub(crate) fn find_card(engine: &dyn Engine, id: &str) -> Result<Arc<ModelCard>,
     if let (true, Readiness::NotReady(why)) = (cards.is_empty(), engine.readiness()) {
         return Err(Error::Unavailable(why));
     }
+    if let Some(why) = engine.absence(id) {
+        return Err(Error::Unavailable(why));
+    }
     let known = cards.iter().map(|card| card.id.clone()).collect();
     Err(Error::UnknownModel { model: id.into(), known })
 }

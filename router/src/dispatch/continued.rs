@@ -6,7 +6,7 @@
 use super::attempt::{MAX_ATTEMPTS, attempt, stream};
 use super::place::place;
 use crate::admission::Permit;
-use crate::fleet::HealthSignal;
+use crate::fleet::{HealthSignal, Worker};
 use crate::state::Core;
 use futures::future::BoxFuture;
 use futures::{FutureExt, Stream, StreamExt};
@@ -21,6 +21,9 @@ pub(super) struct Continued {
     core: Arc<Core>,
     /// As the client asked for it.
     request: Request,
+    /// The weights that have generated the first tokens. Those of another worker of the same name would continue with
+    /// other text.
+    identity: String,
     /// Tokens that were sent.
     generated: Vec<u32>,
     /// How often the stream has moved.
@@ -47,11 +50,12 @@ impl Continued {
         core: &Arc<Core>,
         request: Request,
         permit: Arc<Permit>,
-        worker: WorkerId,
+        worker: &Worker,
         stream: OutputStream,
     ) -> Self {
-        let (core, state) = (Arc::clone(core), State::Streaming(worker, stream));
-        Self { core, request, generated: Vec::new(), moves: 0, permit: Some(permit), state }
+        let (core, state) = (Arc::clone(core), State::Streaming(worker.id(), stream));
+        let identity = worker.instance.model.identity.clone();
+        Self { core, request, identity, generated: Vec::new(), moves: 0, permit: Some(permit), state }
     }
 
     /// Whether another worker may continue after this error.
@@ -78,26 +82,32 @@ impl Continued {
 
     fn start_move(&mut self, from: WorkerId, error: &Error, permit: Arc<Permit>) {
         self.moves += 1;
-        let (core, request) = (Arc::clone(&self.core), self.rest());
+        let (core, request, identity) = (Arc::clone(&self.core), self.rest(), self.identity.clone());
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from, generated_tokens = request.generated_tokens, %error,
             "worker failed in mid-stream; another one continues"
         );
         let cause = error.clone();
-        let moving = async move { continue_elsewhere(core, request, permit, from).await.map_err(|_| cause) };
+        let moving = async move { continue_elsewhere(core, request, &identity, permit, from).await.map_err(|_| cause) };
         self.state = State::Moving(moving.boxed());
     }
 }
 
-/// Sends the rest of a request to a worker other than `failed`.
+/// Sends the rest of a request to a worker other than `failed`, with the same weights.
 async fn continue_elsewhere(
     core: Arc<Core>,
     request: Request,
+    identity: &str,
     permit: Arc<Permit>,
     failed: WorkerId,
 ) -> Result<(WorkerId, OutputStream), Error> {
     let mut tried = vec![failed];
+    tried.extend(core.fleet.snapshot().workers().filter_map(|worker| {
+        let model = &worker.instance.model;
+        (*model.id == *request.model && model.identity != identity).then(|| worker.id())
+    }));
+    let max_tried = tried.len() + MAX_ATTEMPTS;
     let outcome = loop {
         let placement = match place(&core, &request, false, &tried, None) {
             Ok(placement) => placement,
@@ -112,7 +122,7 @@ async fn continue_elsewhere(
                 placement.decode.note(signal);
                 drop(placement);
                 core.admission.notify();
-                if signal == HealthSignal::Neutral || tried.len() > MAX_ATTEMPTS {
+                if signal == HealthSignal::Neutral || tried.len() >= max_tried {
                     break Err(error);
                 }
             }

@@ -99,7 +99,10 @@ fn choose(
 ) -> Result<Placement, Error> {
     let since = std::time::Instant::now();
     let roster = core.fleet.snapshot();
-    let pool = roster.pool(&request.model).ok_or_else(|| Error::UnknownModel(request.model.to_string()))?;
+    let pool = roster.pool(&request.model).ok_or_else(|| match roster.absence(&request.model) {
+        Some(why) => Error::Unavailable(why),
+        None => Error::UnknownModel(request.model.to_string()),
+    })?;
     let (prompt, context) = (request.tokens.len(), pool.context());
     // The length of a relayed prompt is an estimate; its engine knows it.
     if prompt >= context && !matches!(request.work, Work::Relay(_)) {

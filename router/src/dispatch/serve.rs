@@ -93,10 +93,10 @@ fn to_the_end(
     first: FirstOutput,
     trace: Option<RequestTrace>,
 ) -> OutputStream {
-    let worker = placement.decode.id();
+    let worker = Arc::clone(&placement.decode);
     let stream = stream(core, &request, placement, Arc::clone(&permit), first, trace);
     match request.work {
-        Work::Generate => Continued::new(core, request, permit, worker, stream).boxed(),
+        Work::Generate => Continued::new(core, request, permit, &worker, stream).boxed(),
         Work::Prefill | Work::Resume(_) | Work::Relay(_) => stream,
     }
 }

@@ -331,7 +331,17 @@ pub(crate) struct FleetSnapshot {
     models: BTreeMap<String, ModelPool>,
     /// Workers that get no new requests, joined or not: a worker that restarts stays cordoned.
     cordoned: BTreeSet<WorkerId>,
+    /// Models without a worker, by name, with the time when their last one left.
+    absent: BTreeMap<String, Instant>,
 }
+
+/// Time for which a model whose last worker left is expected back. A restart takes as long as the weights need to load:
+/// up to some minutes for large models and for servers that compile kernels at their start. A client that asks for a
+/// model which was removed on purpose is told so after this time.
+const EXPECTED_BACK: Duration = Duration::from_mins(10);
+
+/// Absent models that are remembered: more than any deployment serves. Of more, those that left first are forgotten.
+const MAX_ABSENT: usize = 1024;
 
 impl FleetSnapshot {
     /// The workers of one model.
@@ -358,6 +368,31 @@ impl FleetSnapshot {
         self.cordoned.contains(&id)
     }
 
+    /// Why a model that is expected back is not served now; `None` for other models.
+    pub(crate) fn absence(&self, model: &str) -> Option<String> {
+        let since = self.absent.get(model)?.elapsed();
+        let seconds = since.as_secs();
+        (since < EXPECTED_BACK)
+            .then(|| format!("the model `{model}` has no worker now; the last one left {seconds} s ago"))
+    }
+
+    /// The models that `previous` had and `models` has not, with the time when their last worker left.
+    fn absent_after(previous: &Self, models: &BTreeMap<String, ModelPool>) -> BTreeMap<String, Instant> {
+        let now = Instant::now();
+        let earlier = previous.absent.iter().map(|(model, since)| (model.clone(), *since));
+        let left = previous.models.keys().map(|model| (model.clone(), now));
+        let is_absent = |(model, since): &(String, Instant)| {
+            now.duration_since(*since) < EXPECTED_BACK && !models.contains_key(model)
+        };
+        let mut absent: BTreeMap<_, _> = earlier.chain(left).filter(is_absent).collect();
+        while absent.len() > MAX_ABSENT
+            && let Some(first) = absent.iter().min_by_key(|(_, since)| **since).map(|(model, _)| model.clone())
+        {
+            absent.remove(&first);
+        }
+        absent
+    }
+
     /// `previous` has what was learned of each model so far.
     fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>, previous: &Self) -> Self {
         let mut models = BTreeMap::<String, ModelPool>::new();
@@ -367,7 +402,8 @@ impl FleetSnapshot {
             let pool = || ModelPool { stats: stats(), ..ModelPool::default() };
             models.entry(model.clone()).or_insert_with(pool).take(worker, cordoned.contains(id));
         }
-        Self { workers, models, cordoned }
+        let absent = Self::absent_after(previous, &models);
+        Self { workers, models, cordoned, absent }
     }
 }
 
@@ -397,7 +433,7 @@ impl Fleet {
         });
     }
 
-    /// Removes a worker and cancels its lease token.
+    /// Removes a worker: its lease has ended.
     pub(crate) fn leave(&self, id: WorkerId) {
         self.change(|workers| workers.remove(&id));
     }
@@ -420,6 +456,7 @@ impl Fleet {
             && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
         {
             previous.lease_ended.cancel();
+            previous.engine.left();
         }
         *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
     }

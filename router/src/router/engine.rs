@@ -18,6 +18,10 @@ impl Engine for Router {
         self.core.fleet.snapshot().cards()
     }
 
+    fn absence(&self, model: &str) -> Option<String> {
+        self.core.fleet.snapshot().absence(model)
+    }
+
     fn readiness(&self) -> Readiness {
         if let Some(reason) = self.core.failure.get() {
             return Readiness::NotReady(format!("router failed: {reason}"));

@@ -212,7 +212,14 @@ impl Harness {
         self.join_with(id, role, card(model), epoch, stores).await
     }
 
-    async fn join_with(&self, id: u64, role: Role, card: ModelCard, epoch: u64, stores: &[u64]) -> Arc<FakeEngine> {
+    pub(crate) async fn join_with(
+        &self,
+        id: u64,
+        role: Role,
+        card: ModelCard,
+        epoch: u64,
+        stores: &[u64],
+    ) -> Arc<FakeEngine> {
         let source = Source::Worker(WorkerId(id));
         let engine = Arc::new(FakeEngine {
             card: Arc::new(card),

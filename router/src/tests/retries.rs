@@ -1,6 +1,6 @@
 //! Failures of workers and clients: which are retried, and which count against a worker.
 
-use super::harness::{Behaviour, prompt, settle};
+use super::harness::{Behaviour, MODEL, card, prompt, settle};
 use super::{defaults, failed};
 use crate::Router;
 use crate::settings::Settings;
@@ -9,7 +9,7 @@ use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Engine, Error, FinishReason, Output, Readiness};
+use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, Readiness};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Instance, Lease, Membership, PlaneError, Role, RouterId, WorkerId};
 
@@ -95,6 +95,24 @@ async fn a_stream_that_nothing_can_continue_ends_with_the_error_of_its_worker() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_stream_is_not_continued_with_other_weights_of_the_same_name() {
+    let harness = defaults();
+    let worker = harness.worker(1, Role::Both).await;
+    let other = ModelCard { identity: "toy@2".to_owned(), ..card(MODEL) };
+    let other = harness.join_with(2, Role::Both, other, 1, &[]).await;
+    for failing in [&worker, &other] {
+        failing.set_behaviour(Behaviour::BreakLater(failed()));
+    }
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(failed()));
+    assert_eq!(worker.requests() + other.requests(), 1);
+    harness.worker(3, Role::Both).await;
+    let same_as_other = ModelCard { identity: "toy@2".to_owned(), ..card(MODEL) };
+    harness.join_with(4, Role::Both, same_as_other, 1, &[]).await;
+    assert_eq!(harness.answer(prompt(2, 100)).await, Ok(vec![1, 2]));
+    assert_eq!(harness.answer(prompt(3, 100)).await, Ok(vec![1, 2]));
+}
+
+#[tokio::test(start_paused = true)]
 async fn attempts_are_limited_and_ejected_workers_still_serve() {
     let harness = defaults();
     let mut workers = Vec::new();
@@ -153,7 +171,22 @@ async fn a_worker_that_leaves_finishes_started_requests() {
     }
     assert!(matches!(last, Some(Output::Tokens(tokens)) if tokens.finish == Some(FinishReason::Length)));
     assert_eq!(worker.requests(), 1);
-    assert!(matches!(harness.answer(prompt(1, 100)).await, Err(Error::UnknownModel(_))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_model_is_expected_back_for_a_time_after_its_last_worker_left() {
+    let harness = defaults();
+    let answer = async || harness.answer(prompt(1, 100)).await;
+    assert!(matches!(answer().await, Err(Error::UnknownModel(_))), "it was never there");
+    let _worker = harness.worker(1, Role::Both).await;
+    assert!(answer().await.is_ok() && harness.router.absence(MODEL).is_none());
+    harness.roster.expire(WorkerId(1));
+    tokio::time::sleep(Duration::from_mins(9)).await;
+    assert!(matches!(answer().await, Err(Error::Unavailable(why)) if why.contains("no worker now")));
+    assert!(harness.router.absence(MODEL).is_some() && harness.router.absence("other").is_none());
+    tokio::time::sleep(Duration::from_mins(1)).await;
+    assert!(matches!(answer().await, Err(Error::UnknownModel(_))));
+    assert!(harness.router.absence(MODEL).is_none());
 }
 
 #[tokio::test(start_paused = true)]
