@@ -18,7 +18,7 @@ mod traces;
 mod upstream;
 mod values;
 
-pub use cluster::{Cluster, Nats};
+pub use cluster::{Cluster, ClusterTls, Nats};
 pub use error::{Error, Errors};
 pub use load::{Flag, Purpose, Sources};
 pub use print::{as_json, as_toml, changes, defaults};

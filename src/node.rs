@@ -65,6 +65,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep, timeout};
+use transport::CertificateMetrics;
 use upstream::resolve::system_lookup;
 use upstreams::Known;
 use usage::CacheUsage;
@@ -151,9 +152,10 @@ impl Node {
         let listener = http_server::listen_to_clients(config).await?;
         check(config, Purpose::Frontend).await?;
         let registry = Registry::new();
+        let credentials = planes::credentials(config, &CertificateMetrics::new("cluster", &registry)?)?;
         // This process registers no worker.
         let no_address = Address(String::new());
-        let NatsPlanes { discovery, events } = planes::open(config, no_address, &registry).await?;
+        let NatsPlanes { discovery, events } = planes::open(config, no_address, credentials, &registry).await?;
         let planes = Planes { discovery, events };
         let (mut node, _) = Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
         // Not an error: workers may start later.
@@ -187,7 +189,7 @@ impl Node {
         let (health, aliases) = (Arc::new(Health::default()), Arc::new(Aliases::default()));
         let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health) });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
-        let (server, settings) = http_server::server(config, &registry)?;
+        let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
         let loaded = config.clone();
         let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded)).await;
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
@@ -303,7 +305,7 @@ impl Process for Node {
         let for_blocks = self.shutdown_timeout.mul_f64(1.0 - REQUEST_SHARE);
         self.http.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks)).await;
         let stores = match self.native {
-            Some(native) => Some(native.drain(deadline).await),
+            Some(native) => Some(native.drain(deadline, deadline).await),
             None => None,
         };
         if let Some(upstreams) = self.upstreams {

@@ -5,6 +5,7 @@ use router::Problem;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
+use transport::{ClientFiles, Identity, NamedFile, ServerFiles, TlsError};
 use worker::plane::nats::{ClientCertificate, Credentials, Settings, Tls};
 
 /// Requests between frontends and workers.
@@ -14,12 +15,30 @@ pub struct Cluster {
     /// Address and port at which a worker takes requests of frontends. Default `127.0.0.1:8100`: other machines cannot
     /// reach it.
     pub listen: Listen,
-    /// URL at which frontends reach this worker, like `http://10.0.0.7:8100`. Ids of workers and of their stores are
+    /// URL at which frontends reach this worker, like `http://10.0.0.7:8100`, or `https://…` with `tls`. Ids of workers and of their stores are
     /// derived from it, so it should be the same after a restart. Default: the address of `cluster.listen`.
     pub advertise: Option<String>,
     /// A file with the secret that frontends send and workers require, the same for all processes. Default none:
     /// workers take requests of every process that reaches them.
     pub secret_file: Option<PathBuf>,
+    /// TLS between frontends and workers, and between workers.
+    pub tls: ClusterTls,
+}
+
+/// TLS of requests between processes. Files are in PEM format and loaded again when they change.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ClusterTls {
+    /// The certificate of this process, then those that signed it: as server of a worker, and shown to workers that
+    /// require one. Default none: a worker takes requests without TLS.
+    pub cert_file: Option<PathBuf>,
+    /// The key of `cert_file`.
+    pub key_file: Option<PathBuf>,
+    /// The authorities that may sign the certificates of workers. Default none: no worker with TLS can be reached.
+    pub ca_file: Option<PathBuf>,
+    /// The authorities that may sign the certificates of those that send requests to this worker. Default none: a
+    /// caller needs no certificate.
+    pub client_ca_file: Option<PathBuf>,
 }
 
 /// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease.
@@ -64,7 +83,8 @@ const MAX_LEASE: Duration = Duration::from_mins(10);
 
 impl Default for Cluster {
     fn default() -> Self {
-        Self { listen: Listen { host: "127.0.0.1".into(), port: 8100 }, advertise: None, secret_file: None }
+        let listen = Listen { host: "127.0.0.1".into(), port: 8100 };
+        Self { listen, advertise: None, secret_file: None, tls: ClusterTls::default() }
     }
 }
 
@@ -154,17 +174,58 @@ impl Nats {
 impl Cluster {
     /// All invalid values.
     pub(super) fn problems(&self) -> Vec<Problem> {
-        let wrong = self.advertise.as_ref().filter(|url| !is_worker_url(url));
-        let problem = "expected http://HOST:PORT, as frontends reach this process";
-        wrong.map(|_| Problem::new("cluster.advertise", problem)).into_iter().collect()
+        let mut problems = Vec::new();
+        if self.advertise.as_ref().is_some_and(|url| !is_worker_url(url)) {
+            let problem = "expected http://HOST:PORT or https://HOST:PORT, as frontends reach this process";
+            problems.push(Problem::new("cluster.advertise", problem));
+        }
+        let ClusterTls { cert_file, key_file, client_ca_file, .. } = &self.tls;
+        let needs = |key: &str, missing: &str| Problem::new(key, format!("{missing} is needed with it"));
+        match (cert_file, key_file) {
+            (Some(_), None) => problems.push(needs("cluster.tls.cert_file", "cluster.tls.key_file")),
+            (None, Some(_)) => problems.push(needs("cluster.tls.key_file", "cluster.tls.cert_file")),
+            (None, None) if client_ca_file.is_some() => {
+                problems.push(needs("cluster.tls.client_ca_file", "cluster.tls.cert_file"));
+            }
+            _ => {}
+        }
+        problems
+    }
+
+    /// `http` or `https`: how this process is reached as a worker.
+    pub fn scheme(&self) -> &'static str {
+        if self.tls.cert_file.is_some() { "https" } else { "http" }
     }
 }
 
-/// Whether a URL has the form `http://host:port`.
+impl ClusterTls {
+    /// The certificate of this process.
+    fn identity(&self) -> Result<Option<Identity>, TlsError> {
+        Identity::of(("cluster.tls.cert_file", self.cert_file.clone()), ("cluster.tls.key_file", self.key_file.clone()))
+    }
+
+    /// The files of a worker; `None` without TLS.
+    pub fn server(&self) -> Result<Option<ServerFiles>, TlsError> {
+        let clients = self.client_ca_file.clone().map(|path| NamedFile { key: "cluster.tls.client_ca_file", path });
+        Ok(self.identity()?.map(|identity| ServerFiles { identity, clients }))
+    }
+
+    /// The files of a process that connects to workers; `None` if it can reach workers without TLS only.
+    pub fn client(&self) -> Result<Option<ClientFiles>, TlsError> {
+        let Some(path) = self.ca_file.clone() else { return Ok(None) };
+        let authorities = NamedFile { key: "cluster.tls.ca_file", path };
+        Ok(Some(ClientFiles { authorities, identity: self.identity()? }))
+    }
+}
+
+/// Whether a URL has the form `http://host:port` or `https://host:port`.
 fn is_worker_url(url: &str) -> bool {
     let Ok(uri) = url.parse::<http::Uri>() else { return false };
     let has_port = uri.authority().is_some_and(|authority| authority.port().is_some());
-    uri.scheme_str() == Some("http") && has_port && uri.query().is_none() && url.matches('/').count() == 2
+    matches!(uri.scheme_str(), Some("http" | "https"))
+        && has_port
+        && uri.query().is_none()
+        && url.matches('/').count() == 2
 }
 
 impl Config {
@@ -187,9 +248,19 @@ impl Config {
         if self.admin.listen.is_some() {
             problems.push(Problem::new("admin.listen", "the admin API is one of `serve` and `frontend`"));
         }
+        let scheme = self.cluster.scheme();
+        let advertised = self.cluster.advertise.as_deref().and_then(|url| url.split_once("://"));
+        if advertised.is_some_and(|(other, _)| other != scheme) {
+            let problem = if scheme == "http" {
+                "the worker has no TLS; set cluster.tls.cert_file and cluster.tls.key_file, or expected http://HOST:PORT"
+            } else {
+                "the worker has TLS (cluster.tls.cert_file); expected https://HOST:PORT"
+            };
+            problems.push(Problem::new("cluster.advertise", problem));
+        }
         if self.cluster.advertise.is_none() && is_unspecified(&self.cluster.listen.host) {
-            let problem = "frontends need an address to connect to; expected http://HOST:PORT, where HOST is the name \
-                           or the address of this machine";
+            let problem = "frontends need an address to connect to; expected http://HOST:PORT, or https://HOST:PORT \
+                           with TLS, where HOST is the name or the address of this machine";
             problems.push(Problem::new("cluster.advertise", problem));
         }
         problems

@@ -66,9 +66,11 @@ impl HttpServer {
     }
 }
 
-/// The server of the configuration, with at most as many connections as open files allow.
-pub(super) fn server(config: &Config, registry: &Registry) -> anyhow::Result<(Server, frontend::Settings)> {
-    let mut settings = config.frontend.clone();
+/// The server of these settings, with at most as many connections as open files allow.
+pub(super) fn server(
+    mut settings: frontend::Settings,
+    registry: &Registry,
+) -> anyhow::Result<(Server, frontend::Settings)> {
     settings.max_connections = max_connections(settings.max_connections, machine::open_files());
     Ok((Server::new(&settings, registry)?, settings))
 }

@@ -4,9 +4,10 @@ use crate::config::Config;
 use anyhow::Context;
 use prometheus::Registry;
 use std::sync::Arc;
+use transport::{CertificateMetrics, ClientTls};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::nats::{Address, Connection, Connector, Metrics, NatsDiscovery, NatsEvents};
-use worker::remote::{RemoteEngine, Secret};
+use worker::remote::{Credentials, RemoteEngine, Secret};
 use worker::serve::Planes;
 
 /// The planes on NATS.
@@ -20,14 +21,26 @@ pub(super) fn local() -> Planes {
     Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) }
 }
 
-/// Connects to NATS. Workers of this process, if there are any, are registered with `address`.
-pub(super) async fn open(config: &Config, address: Address, registry: &Registry) -> anyhow::Result<NatsPlanes> {
-    let secret = secret(config)?;
+/// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes
+/// are reached with `credentials`.
+pub(super) async fn open(
+    config: &Config,
+    address: Address,
+    credentials: Credentials,
+    registry: &Registry,
+) -> anyhow::Result<NatsPlanes> {
     let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
     let connector: Connector =
-        Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, secret.clone())));
+        Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, credentials.clone())));
     let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector);
     Ok(NatsPlanes { discovery: Arc::new(discovery), events: Arc::new(NatsEvents::new(connection)) })
+}
+
+/// What this process shows to workers of other processes. Blocks while it reads files; to be called within a runtime.
+pub(super) fn credentials(config: &Config, certificates: &CertificateMetrics) -> anyhow::Result<Credentials> {
+    let files = config.cluster.tls.client()?;
+    let tls = files.map(|files| ClientTls::open(files, certificates.clone())).transpose()?;
+    Ok(Credentials { secret: secret(config)?, tls: tls.map(Arc::new) })
 }
 
 /// The secret that frontends send and workers require. Blocks while it reads the file.

@@ -53,6 +53,7 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     }
     if purpose != Purpose::Serve {
         check(super::planes::secret(config).map(drop));
+        check(cluster_tls(config));
     }
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));
@@ -81,6 +82,14 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     check(transforms::check(config).context("tiers.encryption"));
     check(native(config));
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
+}
+
+/// The certificates between processes.
+fn cluster_tls(config: &Config) -> anyhow::Result<()> {
+    let tls = &config.cluster.tls;
+    tls.server()?.map(|files| files.check()).transpose()?;
+    tls.client()?.map(|files| files.check()).transpose()?;
+    Ok(())
 }
 
 /// The host must be an address of this machine. Whether the port is free is checked at the start.

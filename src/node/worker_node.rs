@@ -15,25 +15,28 @@ use super::native::Native;
 use super::planes::{self, NatsPlanes};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{Process, check, flush_spans, register_process_metrics};
+use super::{Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
-use axum::http::Response;
+use axum::http::{Response, StatusCode};
+use axum::middleware::{Next, from_fn};
+use axum::response::IntoResponse;
 use axum::routing::post;
-use frontend::internal_router;
+use frontend::{ClientCertificate, internal_router};
 use prometheus::Registry;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
+use transport::CertificateMetrics;
 use worker::engine::Readiness;
 use worker::handoff::{OtherProcesses, Peers};
 use worker::plane::nats::{Address, NatsDiscovery};
-use worker::remote::{RemotePeer, RequestServer, Secret};
+use worker::remote::{Credentials, RemotePeer, RequestServer};
 use worker::serve::Planes;
 
 /// The workers of a process. Dropping it stops them at once; [`Process::shutdown`] stops them in order.
@@ -65,27 +68,41 @@ impl WorkerNode {
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
         let listener = listen(&config.cluster.listen).await?;
         let address = listener.local_addr()?;
-        if !address.ip().is_loopback() && config.cluster.secret_file.is_none() {
-            tracing::warn!(%address, "{OPEN_TO_ALL}");
-        }
+        warn_if_public(config, address);
         check(config, Purpose::Worker).await?;
         let registry = Registry::new();
         register_process_metrics(&registry)?;
         let health = Arc::new(WorkerHealth { registered: AtomicBool::new(false), tiers: Health::default() });
-        let (server, settings) = http_server::server(config, &registry)?;
-        let (url, secret) = (advertised(config, address), planes::secret(config)?);
-        let peers = peers(url.clone(), secret.clone());
+        // The certificate of the API is not that of a worker.
+        let settings = frontend::Settings { tls_cert_file: None, tls_key_file: None, ..config.frontend.clone() };
+        let (server, settings) = http_server::server(settings, &registry)?;
+        let certificates = CertificateMetrics::new("cluster", &registry)?;
+        let (url, credentials) = (advertised(config, address), planes::credentials(config, &certificates)?);
+        let server = match config.cluster.tls.server()? {
+            Some(files) => server.with_tls(files, certificates)?,
+            None => server,
+        };
+        let peers = peers(url.clone(), credentials.clone());
         let (tracer, exporter) = otlp::start(config, Purpose::Worker, &address.to_string(), &registry)?;
-        let requests = RequestServer::traced(secret, peers.clone(), tracer.clone());
+        let requests = RequestServer::traced(credentials.secret.clone(), peers.clone(), tracer.clone());
+        let requires_certificate = config.cluster.tls.client_ca_file.is_some();
         let routes = Router::new()
             .route("/workers/{worker}/generate", post(generate))
             .route("/workers/{worker}/blocks", post(blocks))
-            .with_state(requests.clone());
+            .with_state(requests.clone())
+            .route_layer(from_fn(move |request: Request, next: Next| async move {
+                let is_known = request.extensions().get::<ClientCertificate>().is_some();
+                if is_known || !requires_certificate {
+                    return next.run(request).await;
+                }
+                (StatusCode::UNAUTHORIZED, NO_CERTIFICATE).into_response()
+            }));
         let app = internal_router(routes, Arc::clone(&health) as _, registry.clone(), &settings);
-        // The engine of a remote worker connects without TLS. From here on an early return closes the HTTP server.
-        let http = HttpServer::start(server.without_tls(), listener, app);
+        // From here on an early return closes the HTTP server.
+        let http = HttpServer::start(server, listener, app);
 
-        let NatsPlanes { discovery, events } = planes::open(config, Address(url.clone()), &registry).await?;
+        let NatsPlanes { discovery, events } =
+            planes::open(config, Address(url.clone()), credentials, &registry).await?;
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
         let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
         health.registered.store(true, Ordering::Relaxed);
@@ -100,8 +117,8 @@ impl WorkerNode {
         };
         let banner = Banner {
             address,
-            has_tls: false,
-            needs_key: config.cluster.secret_file.is_some(),
+            has_tls: config.cluster.tls.cert_file.is_some(),
+            needs_key: config.cluster.secret_file.is_some() || requires_certificate,
             serves: Serves::Workers(Box::new(facts)),
         };
         Ok(Self {
@@ -133,9 +150,10 @@ impl Process for WorkerNode {
     }
 
     async fn shutdown(mut self) {
-        let deadline = Instant::now() + self.shutdown_timeout;
+        let now = Instant::now();
+        let deadline = now + self.shutdown_timeout;
         self.health.registered.store(false, Ordering::Relaxed);
-        let stores = self.native.drain(deadline).await;
+        let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
         if timeout_at(deadline, self.discovery.settled()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
@@ -161,13 +179,36 @@ impl frontend::Health for WorkerHealth {
 }
 
 /// The warning for workers that other machines can use without a secret.
-const OPEN_TO_ALL: &str = "every machine that reaches this address can use the workers, because they require no \
-    secret; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, the same for all frontends \
-    and workers, or listen on this machine only: --listen 127.0.0.1:8100";
+const OPEN_TO_ALL: &str = "every machine that reaches this address can use the workers, because they require neither \
+    a secret nor a client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, \
+    the same for all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
+    127.0.0.1:8100";
+
+/// The warning for workers that other machines reach without TLS.
+const READABLE: &str = "requests of other machines arrive without TLS: the secret, prompts and keys of cache domains \
+    can be read on the network; set cluster.tls.cert_file and cluster.tls.key_file, or use a network that you trust";
+
+/// The answer to a request without a client certificate where one is required.
+const NO_CERTIFICATE: &str = "the request came without a client certificate, and the worker requires one \
+    (cluster.tls.client_ca_file); set cluster.tls.cert_file and cluster.tls.key_file of the process that sent it";
+
+/// Warns if other machines reach the workers, and what protects them is missing.
+fn warn_if_public(config: &Config, address: SocketAddr) {
+    let cluster = &config.cluster;
+    if address.ip().is_loopback() {
+        return;
+    }
+    if cluster.secret_file.is_none() && cluster.tls.client_ca_file.is_none() {
+        tracing::warn!(%address, "{OPEN_TO_ALL}");
+    }
+    if cluster.tls.cert_file.is_none() {
+        tracing::warn!(%address, "{READABLE}");
+    }
+}
 
 /// The URL at which frontends reach this process.
 fn advertised(config: &Config, address: SocketAddr) -> String {
-    config.cluster.advertise.clone().unwrap_or_else(|| format!("http://{address}"))
+    config.cluster.advertise.clone().unwrap_or_else(|| format!("{}://{address}", config.cluster.scheme()))
 }
 
 async fn generate(
@@ -189,7 +230,7 @@ async fn blocks(
 }
 
 /// The workers of all processes, as sources of prefilled blocks.
-fn peers(url: String, secret: Option<Secret>) -> Peers {
-    let connect = Box::new(move |worker, url: &str| Arc::new(RemotePeer::new(worker, url, secret.clone())) as _);
+fn peers(url: String, credentials: Credentials) -> Peers {
+    let connect = Box::new(move |worker, url: &str| Arc::new(RemotePeer::new(worker, url, credentials.clone())) as _);
     Peers::with_other_processes(OtherProcesses { url, connect })
 }

@@ -52,8 +52,18 @@ impl Process {
         Self::launch_logging_to(log.try_clone().unwrap().into(), log, command).await
     }
 
+    /// As [`launch`](Self::launch), of a server with TLS.
+    pub(crate) async fn launch_with_tls(command: Command, http: reqwest::Client) -> Self {
+        let log = tempfile::tempfile().unwrap();
+        Self::launch_for(log.try_clone().unwrap().into(), log, command, "https", http).await
+    }
+
     /// As [`launch`](Self::launch), with another standard error.
-    pub(crate) async fn launch_logging_to(stderr: Stdio, log: File, mut command: Command) -> Self {
+    pub(crate) async fn launch_logging_to(stderr: Stdio, log: File, command: Command) -> Self {
+        Self::launch_for(stderr, log, command, "http", client()).await
+    }
+
+    async fn launch_for(stderr: Stdio, log: File, mut command: Command, scheme: &str, http: reqwest::Client) -> Self {
         let mut child = command.stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
         // The command would keep the other end of a pipe open.
         drop(command);
@@ -70,7 +80,7 @@ impl Process {
         let banner: Value =
             serde_json::from_str(&line.unwrap().unwrap()).unwrap_or_else(|_| panic!("no banner:\n{}", last_of(&log)));
         let admin = banner["admin_address"].as_str().map(|address| format!("http://{address}"));
-        let client = Client { url: format!("http://{}", banner["address"].as_str().unwrap()), admin, http: client() };
+        let client = Client { url: format!("{scheme}://{}", banner["address"].as_str().unwrap()), admin, http };
         let ready = async {
             while !client.get("/ready").await.0 {
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -115,9 +125,14 @@ impl Process {
     /// Waits for the end of the process: its status and its whole log.
     pub(crate) fn wait(mut self) -> (ExitStatus, String) {
         let status = self.child.wait().unwrap();
+        (status, self.log())
+    }
+
+    /// Its log so far.
+    pub(crate) fn log(&self) -> String {
         let mut log = vec![0; self.log.metadata().unwrap().len() as usize];
         self.log.read_exact_at(&mut log, 0).unwrap();
-        (status, String::from_utf8_lossy(&log).into_owned())
+        String::from_utf8_lossy(&log).into_owned()
     }
 
     /// Sends SIGKILL: the program neither drains requests nor seals segments.

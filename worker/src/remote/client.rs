@@ -3,8 +3,9 @@
 mod connections;
 mod outputs;
 
+use super::connect::{Credentials, Endpoint};
 use super::wire;
-use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
+use super::{PROTOCOL, PROTOCOL_HEADER};
 use crate::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 use crate::plane::nats::Address;
 use crate::plane::{Instance, WorkerId};
@@ -25,7 +26,6 @@ pub struct RemoteEngine {
     worker: WorkerId,
     model: Arc<ModelCard>,
     path: String,
-    secret: Option<Secret>,
     connections: Connections,
 }
 
@@ -34,13 +34,12 @@ const MAX_ERROR_BYTES: usize = 64 << 10;
 
 impl RemoteEngine {
     /// The engine of `instance`, whose process listens at `address`.
-    pub fn new(instance: &Instance, address: &Address, secret: Option<Secret>) -> Self {
+    pub fn new(instance: &Instance, address: &Address, credentials: impl Into<Credentials>) -> Self {
         Self {
             worker: instance.id,
             model: Arc::clone(&instance.model),
             path: format!("/workers/{}/generate", instance.id.0),
-            secret,
-            connections: Connections::new(&address.0),
+            connections: Connections::new(Endpoint::new(&address.0, credentials.into())),
         }
     }
 
@@ -51,12 +50,10 @@ impl RemoteEngine {
     fn request(&self, body: Bytes, trace: &spans::Context) -> http::Request<Full<Bytes>> {
         let mut request = http::Request::new(Full::new(body));
         *request.method_mut() = http::Method::POST;
-        *request.uri_mut() = self.connections.uri(&self.path);
+        *request.uri_mut() = self.connections.endpoint().uri(&self.path);
         let headers = request.headers_mut();
         headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
-        if let Some(secret) = &self.secret {
-            headers.insert(AUTHORIZATION, secret.header());
-        }
+        headers.extend(self.connections.endpoint().authorization().map(|secret| (AUTHORIZATION, secret)));
         spans::inject(trace, headers);
         request
     }
@@ -102,5 +99,10 @@ impl Engine for RemoteEngine {
     /// Discovery says whether the worker is there.
     fn readiness(&self) -> Readiness {
         Readiness::Ready
+    }
+
+    /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after a ping.
+    fn left(&self) {
+        self.connections.check(self.worker);
     }
 }

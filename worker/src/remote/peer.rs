@@ -4,14 +4,14 @@
 //! connection. Not here: which worker holds which blocks (the ticket of a hand-over says so).
 
 use super::blocks::{decode_block, encode_request};
-use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
+use super::connect::{Credentials, Endpoint};
+use super::{PROTOCOL, PROTOCOL_HEADER};
 use crate::plane::WorkerId;
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream};
 use http::header::{AUTHORIZATION, HOST};
-use http::uri::Authority;
 use http::{HeaderValue, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -22,17 +22,13 @@ use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::net::TcpStream;
-use tokio::time::timeout;
 
 /// The memory of a worker in another process.
-pub struct RemotePeer(Arc<Endpoint>);
+pub struct RemotePeer(Arc<Memory>);
 
-struct Endpoint {
-    authority: Result<Authority, String>,
+struct Memory {
+    endpoint: Endpoint,
     path: String,
-    secret: Option<Secret>,
     idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
     /// Blocks that were found corrupt; they are not asked for again.
     discarded: Mutex<HashSet<SequenceHash>>,
@@ -40,7 +36,7 @@ struct Endpoint {
 
 /// A response whose blocks are being read.
 struct Reading {
-    endpoint: Arc<Endpoint>,
+    memory: Arc<Memory>,
     connection: Option<SendRequest<Full<Bytes>>>,
     body: Incoming,
     arrived: BytesMut,
@@ -48,8 +44,6 @@ struct Reading {
     missing: Vec<bool>,
 }
 
-/// Workers are near, and the blocks can be computed.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes that one read of the connection may take: larger reads cost fewer system calls.
 const READ_BYTES: usize = 1 << 20;
 /// Idle connections that are kept.
@@ -60,31 +54,27 @@ const MAX_DISCARDED: usize = 1024;
 const MAX_ERROR_BYTES: usize = 64 << 10;
 
 impl RemotePeer {
-    /// The memory of `worker`, whose process listens at `url`, `http://host:port`. Connects with the first load.
-    pub fn new(worker: WorkerId, url: &str, secret: Option<Secret>) -> Self {
-        let authority = url.strip_prefix("http://").and_then(|authority| authority.parse::<Authority>().ok());
-        Self(Arc::new(Endpoint {
-            authority: authority.ok_or_else(|| format!("address {url:?}: expected http://host:port")),
+    /// The memory of `worker`, whose process listens at `url`. Connects with the first load.
+    pub fn new(worker: WorkerId, url: &str, credentials: impl Into<Credentials>) -> Self {
+        Self(Arc::new(Memory {
+            endpoint: Endpoint::new(url, credentials.into()),
             path: format!("/workers/{}/blocks", worker.0),
-            secret,
             idle: Mutex::default(),
             discarded: Mutex::default(),
         }))
     }
 }
 
-impl Endpoint {
+impl Memory {
     fn request(&self, body: Bytes) -> io::Result<Request<Full<Bytes>>> {
-        let authority = self.authority.as_ref().map_err(|problem| io::Error::other(problem.clone()))?;
+        let authority = self.endpoint.uri(&self.path).authority().map(|host| HeaderValue::from_str(host.as_str()));
         let mut request = Request::new(Full::new(body));
         *request.method_mut() = Method::POST;
         *request.uri_mut() = self.path.parse().map_err(io::Error::other)?;
         let headers = request.headers_mut();
-        headers.insert(HOST, HeaderValue::from_str(authority.as_str()).map_err(io::Error::other)?);
+        headers.extend(authority.transpose().map_err(io::Error::other)?.map(|host| (HOST, host)));
         headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
-        if let Some(secret) = &self.secret {
-            headers.insert(AUTHORIZATION, secret.header());
-        }
+        headers.extend(self.endpoint.authorization().map(|secret| (AUTHORIZATION, secret)));
         Ok(request)
     }
 
@@ -95,10 +85,7 @@ impl Endpoint {
                 return Ok(idle);
             }
         }
-        let authority = self.authority.as_ref().map_err(|problem| io::Error::other(problem.clone()))?;
-        let connecting = timeout(CONNECT_TIMEOUT, TcpStream::connect(authority.as_str()));
-        let socket = connecting.await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-        socket.set_nodelay(true)?;
+        let socket = self.endpoint.connect(b"http/1.1").await?;
         let mut builder = Builder::new();
         builder.max_buf_size(READ_BYTES);
         let (sender, connection) = builder.handshake(TokioIo::new(socket)).await.map_err(io::Error::other)?;
@@ -110,8 +97,9 @@ impl Endpoint {
     async fn open(self: Arc<Self>, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> io::Result<Reading> {
         let body = encode_request(fingerprint, &hashes);
         let mut connection = self.connection().await?;
-        connection.ready().await.map_err(io::Error::other)?;
-        let response = connection.send_request(self.request(body)?).await.map_err(io::Error::other)?;
+        let failed = |error: hyper::Error| io::Error::other(self.endpoint.explain(&error));
+        connection.ready().await.map_err(failed)?;
+        let response = connection.send_request(self.request(body)?).await.map_err(failed)?;
         if response.status() != StatusCode::OK {
             let status = response.status();
             let text = Limited::new(response.into_body(), MAX_ERROR_BYTES).collect().await;
@@ -119,7 +107,7 @@ impl Endpoint {
             return Err(io::Error::other(format!("status {}: {}", status.as_u16(), text.trim())));
         }
         Ok(Reading {
-            endpoint: self,
+            memory: self,
             connection: Some(connection),
             body: response.into_body(),
             arrived: BytesMut::new(),
@@ -166,7 +154,7 @@ impl Reading {
 
     fn keep_connection(&mut self) {
         if let Some(connection) = self.connection.take() {
-            let mut idle = self.endpoint.idle.lock();
+            let mut idle = self.memory.idle.lock();
             if idle.len() < MAX_IDLE {
                 idle.push(connection);
             }
@@ -186,9 +174,9 @@ impl Tier for RemotePeer {
     }
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let (endpoint, count) = (Arc::clone(&self.0), hashes.len());
+        let (memory, count) = (Arc::clone(&self.0), hashes.len());
         let opened = async move {
-            match endpoint.open(fingerprint, hashes).await {
+            match memory.open(fingerprint, hashes).await {
                 Ok(reading) => stream::unfold(reading, async |mut reading| {
                     let loaded = reading.next().await?;
                     Some((loaded, reading))

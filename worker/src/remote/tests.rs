@@ -19,7 +19,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -221,6 +221,76 @@ async fn a_worker_that_left_takes_no_requests() {
     assert!(running.next().await.unwrap().is_ok(), "running requests go on");
 }
 
+/// Generates one token, and blocks the thread of its process when it is polled again, for as long as this is set.
+struct Freezes(Arc<AtomicBool>);
+
+impl Engine for Freezes {
+    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        let (frozen, mut generated) = (Arc::clone(&self.0), false);
+        let tokens = stream::repeat_with(move || {
+            while generated && frozen.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            generated = true;
+            Ok(Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() }))
+        });
+        // One token per poll, so that the first is sent before the second blocks.
+        let tokens = tokens.then(async |token| {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            token
+        });
+        async { Ok(tokens.boxed()) }.boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
+        vec![crate::plane::contract::instance(1, 1).model]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
+    let frozen = Arc::new(AtomicBool::new(true));
+    let (sender, receiver) = tokio::sync::oneshot::channel();
+    // A thread that serves, as a process of its own does.
+    let (engine, stop) = (Arc::new(Freezes(Arc::clone(&frozen))), Arc::new(tokio::sync::Notify::new()));
+    let process = std::thread::spawn({
+        let stop = Arc::clone(&stop);
+        move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let pair = Pair::open(engine).await;
+                sender.send((pair.instance.clone(), pair.address.clone())).ok().unwrap();
+                stop.notified().await;
+            });
+        }
+    });
+    let (instance, address) = receiver.await.unwrap();
+    let remote = RemoteEngine::new(&instance, &address, None);
+    let mut outputs = remote.generate(request(&remote, &[1], 9)).await.unwrap();
+    assert!(outputs.next().await.unwrap().is_ok());
+    remote.left();
+    let failed = outputs.next().await.unwrap();
+    assert!(matches!(&failed, Err(Error::Failed(text)) if text.contains("w7")), "{failed:?}");
+    stop.notify_one();
+    frozen.store(false, Ordering::SeqCst);
+    process.join().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_of_a_process_that_left_go_on_if_it_answers() {
+    let pair = Pair::open(Arc::new(Endless::default())).await;
+    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    pair.remote.left();
+    let until = tokio::time::Instant::now() + Duration::from_secs(3);
+    while tokio::time::Instant::now() < until {
+        assert!(outputs.next().await.unwrap().is_ok());
+    }
+}
+
 #[tokio::test]
 async fn another_protocol_number_is_refused_by_its_number() {
     let server = RequestServer::new(None, Peers::default());
@@ -236,7 +306,7 @@ async fn another_protocol_number_is_refused_by_its_number() {
 
 #[tokio::test]
 async fn a_wrong_address_is_an_error_of_the_request() {
-    for address in ["", "host", "https://host:1", "http://host", "http://127.0.0.1:1"] {
+    for address in ["", "host", "ftp://host:1", "http://host", "https://host:1", "http://127.0.0.1:1"] {
         let instance = crate::plane::contract::instance(7, 1);
         let remote = RemoteEngine::new(&instance, &Address(address.to_owned()), None);
         assert!(failure(&remote).await.contains("worker w7"), "{address}");

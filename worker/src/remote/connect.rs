@@ -1,0 +1,117 @@
+//! Connections to another process of the deployment: where it listens, and what the two show to each other.
+
+use super::Secret;
+use http::uri::{Authority, Scheme};
+use http::{HeaderValue, Uri};
+use std::error::Error as StdError;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use transport::{ClientTls, Socket};
+
+/// What a process shows to workers of other processes, and what it checks of them.
+#[derive(Clone, Default)]
+pub struct Credentials {
+    /// The secret that workers require.
+    pub secret: Option<Secret>,
+    /// The authorities that sign the certificates of workers, and the certificate of this process. `None`: workers
+    /// without TLS only.
+    pub tls: Option<Arc<ClientTls>>,
+}
+
+/// A process, and how it is connected to.
+pub(super) struct Endpoint {
+    target: Result<Target, String>,
+    credentials: Credentials,
+}
+
+/// Where a process listens.
+#[derive(Clone)]
+struct Target {
+    scheme: Scheme,
+    authority: Authority,
+}
+
+/// Time for TCP and TLS together: workers are near, and another one can be tried, or the blocks be computed.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
+impl From<Option<Secret>> for Credentials {
+    fn from(secret: Option<Secret>) -> Self {
+        Self { secret, tls: None }
+    }
+}
+
+impl Endpoint {
+    /// The process at a URL, `http://host:port` or `https://host:port`. A wrong URL fails at each request.
+    pub(super) fn new(url: &str, credentials: Credentials) -> Self {
+        Self { target: Target::parse(url), credentials }
+    }
+
+    /// The URI of a path.
+    pub(super) fn uri(&self, path: &str) -> Uri {
+        let (scheme, authority) = match &self.target {
+            Ok(Target { scheme, authority }) => (scheme.as_str(), authority.as_str()),
+            Err(_) => ("http", "invalid"),
+        };
+        let uri = Uri::builder().scheme(scheme).authority(authority).path_and_query(path).build();
+        uri.expect("authority and path are valid")
+    }
+
+    /// The header with the secret.
+    pub(super) fn authorization(&self) -> Option<HeaderValue> {
+        self.credentials.secret.as_ref().map(Secret::header)
+    }
+
+    /// A new connection for a protocol (ALPN).
+    pub(super) async fn connect(&self, protocol: &[u8]) -> io::Result<Socket> {
+        let Target { scheme, authority } = self.target.as_ref().map_err(|problem| io::Error::other(problem.clone()))?;
+        let tls = match (&self.credentials.tls, scheme) {
+            (Some(tls), scheme) if *scheme == Scheme::HTTPS => Some(tls),
+            (None, scheme) if *scheme == Scheme::HTTPS => {
+                let problem = "the worker has TLS; set cluster.tls.ca_file to the authority that signs its certificate";
+                return Err(io::Error::other(format!("{scheme}://{authority}: {problem}")));
+            }
+            _ => None,
+        };
+        let connecting = async {
+            let tcp = TcpStream::connect(authority.as_str()).await?;
+            // Small frames must be sent at once, not wait for an acknowledgement (Nagle's algorithm).
+            tcp.set_nodelay(true)?;
+            match tls {
+                Some(tls) => tls.connect(tcp, authority.host(), protocol).await,
+                None => Ok(Socket::Left(tcp)),
+            }
+        };
+        let named = |error: io::Error| io::Error::new(error.kind(), format!("{authority}: {error}"));
+        match timeout(CONNECT_TIMEOUT, connecting).await {
+            Ok(connected) => connected.map_err(named),
+            Err(_) => {
+                let problem = format!("{authority}: not connected after {CONNECT_TIMEOUT:?}");
+                Err(io::Error::new(io::ErrorKind::TimedOut, problem))
+            }
+        }
+    }
+
+    /// The text of an error of a connection, with its causes and what to change.
+    pub(super) fn explain(&self, error: &(dyn StdError + 'static)) -> String {
+        let causes = std::iter::successors(error.source(), |cause| cause.source());
+        let text = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
+        self.credentials.tls.as_ref().and_then(|tls| tls.explain_later(&text)).unwrap_or(text)
+    }
+}
+
+impl Target {
+    fn parse(url: &str) -> Result<Self, String> {
+        let uri: Uri = url.parse().map_err(|error| format!("address {url:?}: {error}"))?;
+        match (uri.scheme(), uri.authority()) {
+            (Some(scheme), Some(authority))
+                if [Scheme::HTTP, Scheme::HTTPS].contains(scheme) && authority.port().is_some() =>
+            {
+                Ok(Self { scheme: scheme.clone(), authority: authority.clone() })
+            }
+            _ => Err(format!("address {url:?}: expected http://host:port or https://host:port")),
+        }
+    }
+}
