@@ -63,7 +63,7 @@ impl Native {
         stores.observe(registry)?;
         stores.watch(health);
         let shared = Shared::new(Arc::clone(&runtime), sizes, planes, &stores, config.engine, blocks, registry)?;
-        let shared = shared.with_quotas(shares).with_peers(peers).with_tracer(tracer);
+        let shared = shared.with_quotas(shares).with_peers(peers).with_tracer(tracer).with_lease(config.nats.lease.0);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
             workers.push(shared.start(scope.worker(number as u64 + 1), role).await?);
@@ -87,14 +87,15 @@ impl Native {
         self.workers.iter().map(RunningWorker::blocks).collect()
     }
 
-    /// Waits for running requests, and writes blocks. Returns the stores, which the router's index still follows.
-    pub(super) async fn drain(self, deadline: Instant) -> Stores {
+    /// Deregisters the workers, waits for running requests until `end_requests`, and writes blocks until `deadline`.
+    /// Returns the stores, which the router's index still follows.
+    pub(super) async fn drain(self, end_requests: Instant, deadline: Instant) -> Stores {
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
-        let finished = async {
-            join_all(serving.into_iter().map(worker::serve::Worker::drain)).await;
-            join_all(managers.iter().map(BlockManager::flush)).await;
-        };
-        if timeout_at(deadline, finished).await.is_err() {
+        let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
+        if timeout_at(end_requests, drained).await.is_err() {
+            tracing::warn!("requests still run and are ended; a frontend of another process continues them elsewhere");
+        }
+        if timeout_at(deadline, join_all(managers.iter().map(BlockManager::flush))).await.is_err() {
             tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
         }
         self.stores

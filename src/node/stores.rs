@@ -171,7 +171,7 @@ impl Stores {
         transforms: &Transforms,
     ) -> anyhow::Result<Arc<ObjectTier>> {
         let log = Arc::new(EventLog::new(epoch_now()));
-        let tier = open_shared(shared, config, Arc::clone(&log), transforms).await?;
+        let tier = open_shared(shared, config, scope, Arc::clone(&log), transforms).await?;
         tier.set_quotas(shares);
         self.shared.push(Arc::downgrade(&tier));
         let id = scope.store(&shared_name(shared.settings.level, &shared.at));
@@ -314,11 +314,13 @@ pub(crate) fn access(config: &Config) -> Access {
     Access { endpoint: reach.endpoint.clone(), region: reach.region.clone(), credentials: config.credentials.clone() }
 }
 
-/// Opens a shared store. A store that denies access is an error of the configuration and ends the start. Without a
-/// store that does not answer, the node starts and retries in the background.
+/// Opens a shared store. A store that denies access is an error of the configuration and ends the start, except that of
+/// a worker of a deployment: the others serve without the store, and access may be granted again. Without a store that
+/// does not answer, the node starts and retries in the background.
 async fn open_shared(
     shared: &Shared,
     config: &Config,
+    scope: &Scope,
     log: Arc<EventLog>,
     transforms: &Transforms,
 ) -> anyhow::Result<Arc<ObjectTier>> {
@@ -326,9 +328,13 @@ async fn open_shared(
     let tier = ObjectTier::open_location(location, &access(config), *settings, log, transforms.metadata())
         .with_context(|| format!("{key} = {location} cannot be used"))?;
     match (timeout(CATCH_UP_MAX, tier.initial_health()).await, location) {
-        (Ok(StoreHealth::Refused(why)), StoreLocation::Cloud { cloud, .. }) => {
-            bail!("{key} = {location}: {why}; {}", cloud.advice())
-        }
+        (Ok(StoreHealth::Refused(why)), StoreLocation::Cloud { cloud, .. }) => match scope {
+            Scope::Process => bail!("{key} = {location}: {why}; {}", cloud.advice()),
+            Scope::Deployment(_) => {
+                let advice = cloud.advice();
+                tracing::error!("starting without {location}: {why}; {advice}; retrying every second");
+            }
+        },
         (Ok(StoreHealth::Ready), _) => {}
         (Err(_), _) => {
             tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed");

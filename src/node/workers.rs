@@ -8,12 +8,19 @@ use kvbm::{BlockManager, Epoch, EventLog, HostTier, Quotas, Tier};
 use prometheus::Registry;
 use spans::Tracer;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::time::{Instant, sleep};
 use worker::engine::Engine;
 use worker::handoff::Peers;
 use worker::llama::{LlamaEngine, Runtime, Settings};
-use worker::plane::{Instance, Role, StoreId, WorkerId};
+use worker::plane::{Instance, PlaneError, Role, StoreId, WorkerId};
 use worker::serve::{Planes, Worker};
+
+/// Interval of attempts to register while another process has the registration.
+const REGISTER_INTERVAL: Duration = Duration::from_secs(1);
+/// How much longer than a lease a start waits for the registration of another process to expire: the server of NATS
+/// needs about a second to notice.
+const LEASE_MARGIN: Duration = Duration::from_secs(3);
 
 /// What all workers of the process share.
 pub(super) struct Shared {
@@ -28,6 +35,8 @@ pub(super) struct Shared {
     blocks: kvbm::Metrics,
     engines: worker::metrics::Metrics,
     tracer: Tracer,
+    /// Time after which the registration of a process that has ended expires.
+    lease: Duration,
 }
 
 /// A running worker, with its block manager.
@@ -59,7 +68,13 @@ impl Shared {
             blocks,
             engines: worker::metrics::Metrics::new(registry)?,
             tracer: Tracer::off(),
+            lease: Duration::ZERO,
         })
+    }
+
+    /// Registers with leases of this time.
+    pub(super) fn with_lease(self, lease: Duration) -> Self {
+        Self { lease, ..self }
     }
 
     /// Applies the quotas of tenants to the memory of each worker.
@@ -105,9 +120,18 @@ impl Shared {
         let instance =
             Instance { id, epoch, role, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
         let load = engine.load();
-        let serving = Worker::start(&self.planes, instance, engine as Arc<dyn Engine>, log, load)
-            .await
-            .with_context(|| format!("worker {id} cannot be registered"))?;
+        let (engine, until) = (engine as Arc<dyn Engine>, Instant::now() + self.lease + LEASE_MARGIN);
+        let serving = loop {
+            let (instance, engine, log) = (instance.clone(), Arc::clone(&engine), Arc::clone(&log));
+            match Worker::start(&self.planes, instance, engine, log, load.clone()).await {
+                // The process before this one was killed, and the clock was set back since then.
+                Err(PlaneError::Refused(why)) if Instant::now() < until => {
+                    tracing::warn!(worker = %id, why, "waiting for the lease of another process to expire");
+                    sleep(REGISTER_INTERVAL).await;
+                }
+                started => break started.with_context(|| format!("worker {id} cannot be registered"))?,
+            }
+        };
         Ok(RunningWorker { id, serving, manager })
     }
 }
