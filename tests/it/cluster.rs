@@ -5,15 +5,21 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+mod drain;
 mod faults;
+mod partitions;
+mod proxy;
+mod tls;
 mod traces;
+mod versions;
 
-use super::process::{Process, client, command};
+use super::process::{Client, Process, client, command};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::io::Write;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -73,11 +79,17 @@ impl Cluster {
     }
 
     pub(crate) async fn worker_at(&self, seat: &Seat, more: &[&str]) -> Process {
-        let own = ["--model", "tiny", "--data-dir", &seat.data, "--listen", &seat.listen];
+        Process::launch(self.worker_command(seat, more)).await
+    }
+
+    /// The command of a worker. Its model is `tiny` unless `more` names another.
+    fn worker_command(&self, seat: &Seat, more: &[&str]) -> Command {
+        let own = ["--data-dir", &seat.data, "--listen", &seat.listen];
+        let model = if more.contains(&"--model") { &[][..] } else { &["--model", "tiny"] };
         let sizes = ["--set", "tiers.g1=32MiB", "--set", "tiers.g2=32MiB", "--set", "tiers.g3=64MiB"];
         let common = self.arguments();
         let common: Vec<&str> = common.iter().map(String::as_str).collect();
-        Process::launch(command("worker", &[&own[..], &sizes[..], &common[..], more].concat())).await
+        command("worker", &[&own[..], model, &sizes[..], &common[..], more].concat())
     }
 
     /// A frontend, once it knows a worker.
@@ -179,10 +191,13 @@ fn wrong_settings_are_refused_before_anything_starts() {
         assert!(!output.status.success(), "{name} {arguments:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    let cases: [(&str, &[&str], &str); 8] = [
+    let cases: [(&str, &[&str], &str); 11] = [
         ("worker", &["--workers", "prefill:0"], "no worker"),
         ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
-        ("worker", &["--advertise", "https://host:1"], "http://HOST:PORT"),
+        ("worker", &["--advertise", "https://host:1"], "the worker has no TLS"),
+        ("worker", &["--advertise", "ftp://host:1"], "http://HOST:PORT"),
+        ("worker", &["--set", "cluster.tls.key_file=x"], "cluster.tls.cert_file is needed"),
+        ("frontend", &["--set", "cluster.tls.ca_file=no/such/file"], "cluster.tls.ca_file = "),
         ("worker", &["--set", "admin.listen=127.0.0.1:0"], "admin.listen"),
         ("worker", &["--secret-file", "no/such/file"], "cluster.secret_file"),
         ("frontend", &["--nats", "nats://user:password@host:4222"], "credentials"),

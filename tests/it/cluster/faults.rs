@@ -2,19 +2,19 @@
 //! two workers claim.
 
 use super::*;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 /// A NATS server of this test, which can be stopped and started again.
-struct Nats {
+pub(super) struct Nats {
     program: String,
     folder: TempDir,
-    port: u16,
+    pub(super) port: u16,
     process: Child,
 }
 
 impl Nats {
     /// `None` without the program.
-    async fn start() -> Option<Self> {
+    pub(super) async fn start() -> Option<Self> {
         let Ok(program) = std::env::var("WORKER_TEST_NATS_SERVER") else {
             let _ = writeln!(std::io::stderr(), "SKIPPED: no program in WORKER_TEST_NATS_SERVER; `make test` sets it");
             return None;
@@ -35,12 +35,12 @@ impl Nats {
         process
     }
 
-    fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
     }
 
-    async fn start_again(&mut self) {
+    pub(super) async fn start_again(&mut self) {
         self.process = Self::spawn(&self.program, &self.folder, self.port).await;
     }
 }
@@ -92,8 +92,9 @@ async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
     }
     let frozen = &workers[busy(&workers).await];
     frozen.signal("STOP");
-    // Pings of the connection find it after 20 s.
     let texts = stream.read_to_the_end().await;
+    let log = frontend.log();
+    assert!(log.contains("has left and does not answer"), "found when its lease ended, not by a ping: {log}");
     assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
     frozen.signal("CONT");
     until_workers(&frontend, 2).await;

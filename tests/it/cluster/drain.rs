@@ -1,0 +1,140 @@
+//! Processes that are stopped while they serve: streams are finished or moved, and no request fails.
+
+use super::faults::Nats;
+use super::*;
+use parking_lot::Mutex;
+
+fn greedy(tokens: u32) -> Value {
+    json!({"model": "tiny", "prompt": prompt(1), "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+        "stream": true})
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_is_stopped_finishes_its_streams() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    let mut stream = Streamed::start(&frontend, &greedy(1000)).await;
+    while stream.texts[0].len() < 100 {
+        stream.read().await;
+    }
+    let stopped = &workers[busy(&workers).await];
+    stopped.signal("TERM");
+    let texts = stream.read_to_the_end().await;
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "").await < 1.0, "{}", frontend.log());
+    let undisturbed = Streamed::start(&frontend, &greedy(1000)).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let short = ["--set", "shutdown_timeout=1s"];
+    let (first, second) = tokio::join!(cluster.worker_at(&seats[0], &short), cluster.worker_at(&seats[1], &short));
+    let mut workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    let seeded = json!({"model": "tiny", "prompt": prompt(2), "max_tokens": 4000, "temperature": 1, "seed": 5, "n": 2,
+        "ignore_eos": true, "stream": true});
+    let mut stream = Streamed::start(&frontend, &seeded).await;
+    while stream.texts.iter().any(|text| text.len() < 100) {
+        stream.read().await;
+    }
+    let at = busy(&workers).await;
+    let reading = tokio::spawn(stream.read_to_the_end());
+    tokio::task::block_in_place(|| workers[at].stop());
+    let texts = reading.await.unwrap();
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await >= 2.0);
+    workers[at] = cluster.worker_at(&seats[at], &short).await;
+    until_workers(&frontend, 2).await;
+    let undisturbed = Streamed::start(&frontend, &seeded).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+}
+
+/// Frontends, as a load balancer knows them.
+type Balanced = Arc<Mutex<Vec<Client>>>;
+
+/// Streams one completion through a frontend that is ready, as load balancers choose it. It may begin to shut down just
+/// then.
+async fn ask_any(frontends: &Balanced, nth: usize, body: &Value) -> Result<(), String> {
+    let known = frontends.lock().clone();
+    for frontend in known.iter().cycle().skip(nth).take(known.len()) {
+        let is_ready = client()
+            .get(format!("{}/ready", frontend.url))
+            .send()
+            .await
+            .is_ok_and(|answer| answer.status().is_success());
+        if !is_ready {
+            continue;
+        }
+        let sent = client().post(format!("{}/v1/completions", frontend.url)).json(body).send().await;
+        let response = sent.map_err(|error| error.to_string())?;
+        let text = response.text().await.map_err(|error| format!("the stream broke: {error}"))?;
+        let is_complete = text.contains("data: [DONE]") && !text.contains("\"error\"");
+        return if is_complete { Ok(()) } else { Err(text) };
+    }
+    Err("no frontend is ready".to_owned())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_request_fails_while_everything_is_restarted_in_turn() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let mut workers = [first, second];
+    let noticed = ["--set", "frontend.shutdown_delay=1s"];
+    let (left, right) = tokio::join!(cluster.frontend_with(&noticed), cluster.frontend_with(&noticed));
+    let mut frontends = [left, right];
+    for frontend in &frontends {
+        until_workers(frontend, 2).await;
+    }
+    let balanced: Balanced = Arc::new(Mutex::new(frontends.iter().map(|frontend| frontend.client.clone()).collect()));
+    let stop = Arc::new(AtomicBool::new(false));
+    let clients = (0..4_u32).map(|nth| {
+        let (balanced, stop) = (Arc::clone(&balanced), Arc::clone(&stop));
+        tokio::spawn(async move {
+            let mut answered = 0_u32;
+            while !stop.load(Ordering::Relaxed) {
+                let body = json!({"model": "tiny", "prompt": prompt(nth * 1000 + answered), "max_tokens": 100,
+                    "temperature": 0, "ignore_eos": true, "stream": true});
+                let answer = ask_any(&balanced, (nth + answered) as usize, &body).await;
+                assert!(answer.is_ok(), "client {nth}, request {answered}: {answer:?}");
+                answered += 1;
+            }
+            answered
+        })
+    });
+    let clients: Vec<_> = clients.collect();
+    for at in 0..2 {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        tokio::task::block_in_place(|| workers[at].stop());
+        workers[at] = cluster.worker(&seats[at]).await;
+        for frontend in &frontends {
+            until_workers(frontend, 2).await;
+        }
+    }
+    nats.stop();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    nats.start_again().await;
+    for frontend in &frontends {
+        while frontend.client.metric("blockyard_nats_connected", "").await < 1.0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    for at in 0..2 {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        tokio::task::block_in_place(|| frontends[at].stop());
+        frontends[at] = cluster.frontend_with(&noticed).await;
+        until_workers(&frontends[at], 2).await;
+        balanced.lock()[at] = frontends[at].client.clone();
+    }
+    stop.store(true, Ordering::Relaxed);
+    for client in clients {
+        assert!(client.await.unwrap() > 0);
+    }
+}
