@@ -2,30 +2,43 @@
 
     bench_faults.py BLOCKYARD [--json] [--only FAULT]...
 
-Three workers, two frontends, NATS and an S3 server as processes on this machine. Eight clients, each of which sends one
-request after the other through both frontends in turn: a prompt of about 300 tokens, 150 tokens of output, streamed,
-greedy. During this a fault is caused, and 15 s later undone if it lasts. For each fault: requests, failures (an error,
-or a stream that ends without its end), streams that moved to another worker, the longest pause within a stream or
-before it, and the seconds from the fault until requests are finished at 80 % of the rate before.
+Three workers with an SSD tier, two frontends, NATS and an S3 server as processes on this machine. Eight clients, each of
+which sends one request after the other through both frontends in turn: a prompt of about 300 tokens, 150 tokens of
+output, streamed, greedy. During this a fault is caused, and 15 s later undone if it lasts. A client sends a request that
+a frontend refuses before it begins (no connection, or 503 with `Retry-After`) to the other frontend, as load balancers
+do. For the partition there are one prefill and two decode workers, and all prompts are handed over.
+
+For each fault: requests, failures (an error, or a stream that ends without its end), requests that were sent again,
+streams that moved to another worker, the longest pause within a stream or before it, and the seconds from the fault
+until requests are finished at 80 % of the rate before.
 
 Exits with 1 if a request failed where none may: all faults but a killed frontend, whose own clients lose their streams.
 """
 
 import argparse
 import json
+import pathlib
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 
 from deployment import deployment
+from proxy import Proxy
 
 CLIENTS = 8
 BEFORE_SECONDS = 6
 FAULT_SECONDS = 15
 AFTER_SECONDS = 10
+MAX_TRIES = 20
+HOUR = 3600
+INJECTED = pathlib.Path(__file__).resolve().parent.parent / "it"
 WORDS = "block cache prefix token hash tier store load plan route".split()
 
 
@@ -33,8 +46,9 @@ class Load:
     """Clients that send requests until they are told to stop."""
 
     def __init__(self, frontends):
+        # The list of the deployment, in which a restarted frontend replaces the former one.
         self.frontends = frontends
-        self.finished, self.failures, self.pauses = [], [], [0.0]
+        self.finished, self.failures, self.pauses, self.sent_again = [], [], [0.0], 0
         self.lock, self.stopping = threading.Lock(), threading.Event()
         self.threads = [threading.Thread(target=self.client, args=(nth,)) for nth in range(CLIENTS)]
         for thread in self.threads:
@@ -43,19 +57,37 @@ class Load:
     def client(self, nth):
         count = 0
         while not self.stopping.is_set():
-            frontend = self.frontends[(nth + count) % len(self.frontends)]
             text = " ".join(WORDS[(nth * 31 + count * 7 + word * word) % len(WORDS)] for word in range(230))
             body = {"model": "tiny", "prompt": f"{nth} {count // 3} {text}", "max_tokens": 150, "temperature": 0}
             body |= {"ignore_eos": True, "stream": True}
-            self.ask(frontend, body)
+            self.ask(nth + count, body)
             count += 1
 
-    def ask(self, frontend, body):
-        request = urllib.request.Request(f"{frontend.url}/v1/completions", data=json.dumps(body).encode())
-        request.add_header("content-type", "application/json")
+    def open(self, nth, body):
+        """The response of the first frontend that takes the request."""
+        for attempt in range(nth, nth + MAX_TRIES):
+            frontend = self.frontends[attempt % len(self.frontends)]
+            request = urllib.request.Request(f"{frontend.url}/v1/completions", data=json.dumps(body).encode())
+            request.add_header("content-type", "application/json")
+            try:
+                return urllib.request.urlopen(request, timeout=60)
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or "retry-after" not in error.headers:
+                    raise OSError(error.read().decode()) from error
+                last = error
+            except urllib.error.URLError as error:
+                if not isinstance(error.reason, ConnectionRefusedError):
+                    raise
+                last = error
+            with self.lock:
+                self.sent_again += 1
+            time.sleep(0.1)
+        raise OSError(str(last))
+
+    def ask(self, nth, body):
         last, pause, ended = time.monotonic(), 0.0, False
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with self.open(nth, body) as response:
                 for line in response:
                     if not line.startswith(b"data: "):
                         continue
@@ -68,7 +100,7 @@ class Load:
                 raise OSError("the stream ended without its end")
         except OSError as error:
             with self.lock:
-                self.failures.append((time.monotonic(), frontend, str(error)))
+                self.failures.append((time.monotonic(), str(error)))
             time.sleep(0.2)
             return
         with self.lock:
@@ -106,12 +138,78 @@ def stop_nats(processes):
     processes.start_nats()
 
 
+def restart_worker(processes, nth):
+    processes.workers[nth].stop()
+    processes.workers[nth] = processes.worker(nth).until_ready()
+    processes.until_known()
+
+
 def restart_workers(processes):
     for nth in range(len(processes.workers)):
-        processes.workers[nth].stop()
-        processes.workers[nth] = processes.worker(nth).until_ready()
+        restart_worker(processes, nth)
+    yield
+
+
+def restart_all(processes):
+    for nth in range(len(processes.workers)):
+        restart_worker(processes, nth)
+    processes.nats.close()
+    processes.start_nats()
+    time.sleep(2)
+    for nth in range(len(processes.frontends)):
+        processes.frontends[nth].stop()
+        processes.frontends[nth] = processes.frontend(nth).until_ready()
         processes.until_known()
     yield
+
+
+def stop_store(processes):
+    processes.s3_proxy.close()
+    yield
+    processes.s3_proxy.heal()
+
+
+def break_disk(processes):
+    # Of 1,000 calls all fail.
+    processes.faults.write_text("1 1000 1000 0 0 0")
+    yield
+    processes.faults.unlink()
+
+
+def shift_clocks(processes):
+    for nth, seconds in enumerate([HOUR, -HOUR]):
+        injected = processes.variables[nth]
+        processes.variables[nth] = {"LD_PRELOAD": str(processes.clock), "CLOCK_OFFSET_SECONDS": str(seconds)}
+        restart_worker(processes, nth)
+        processes.variables[nth] = injected
+    yield
+    for nth in range(2):
+        restart_worker(processes, nth)
+
+
+def other_weights(processes):
+    """A worker starts again with other weights under the name of the model."""
+    (original,) = pathlib.Path(processes.folder, "worker-1", "models").iterdir()
+    other = pathlib.Path(processes.folder, "other", "tiny")
+    shutil.copytree(original, other)
+    weights = other / "model.safetensors"
+    data = weights.read_bytes()
+    # The second half moves by four bytes, which are whole elements: finite numbers stay finite.
+    header = 8 + int.from_bytes(data[:8], "little")
+    half = header + (len(data) - header) // 8 * 4
+    weights.write_bytes(data[:half] + data[-4:] + data[half:-4])
+    processes.models[2] = str(other)
+    restart_worker(processes, 2)
+    yield
+    del processes.models[2]
+    restart_worker(processes, 2)
+    shutil.rmtree(other)
+
+
+def partition(processes):
+    processes.prefill_proxy.sever()
+    yield
+    processes.prefill_proxy.heal()
 
 
 FAULTS = {
@@ -120,8 +218,15 @@ FAULTS = {
     "worker frozen": freeze_worker,
     "frontend killed": kill_frontend,
     "nats stopped": stop_nats,
+    "object store stopped": stop_store,
+    "disk of a worker fails": break_disk,
+    "clocks wrong by an hour": shift_clocks,
+    "worker with other weights": other_weights,
     "workers restarted in turn": restart_workers,
+    "all restarted in turn": restart_all,
 }
+# With prefill and decode workers.
+PARTITIONS = {"prefill not reached": partition}
 
 
 def recovery(finished, caused):
@@ -138,10 +243,10 @@ def recovery(finished, caused):
 
 def measure(processes, fault):
     moved = lambda: sum(f.metric("blockyard_router_stream_moves_total", "continued") for f in processes.frontends)
-    load = Load(list(processes.frontends))
+    load = Load(processes.frontends)
     time.sleep(BEFORE_SECONDS)
     moves, caused = moved(), time.monotonic()
-    steps = FAULTS[fault](processes)
+    steps = (FAULTS | PARTITIONS)[fault](processes)
     next(steps)
     # A frontend that was killed counts from 0 again.
     time.sleep(max(0.0, caused + FAULT_SECONDS - time.monotonic()))
@@ -154,7 +259,8 @@ def measure(processes, fault):
         "fault": fault,
         "requests": len(load.finished) + len(load.failures),
         "failures": len(load.failures),
-        "errors": sorted({error for _, _, error in load.failures})[:3],
+        "errors": sorted({error for _, error in load.failures})[:3],
+        "sent_again": load.sent_again,
         "moved_streams": max(0, int(moved() - moves)),
         "longest_pause_s": round(max(load.pauses), 2),
         "requests_per_s_before": round(rate, 1),
@@ -162,33 +268,75 @@ def measure(processes, fault):
     }
 
 
+def compile_injected(folder, name):
+    library = pathlib.Path(folder) / f"{name}.so"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", library, INJECTED / f"{name}.c", "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def show(row):
+    print(
+        f"{row['fault']:26} {row['requests']:8} {row['failures']:8} {row['sent_again']:10} {row['moved_streams']:6} "
+        f"{row['longest_pause_s']:8.2f} {row['requests_per_s_before']:7.1f} {row['recovery_s']:10}",
+        flush=True,
+    )
+    for error in row["errors"]:
+        print(f"  {error[:200]}")
+
+
+def measure_all(program, only, report):
+    """Rows of all faults, or of those in `only`."""
+    wanted = lambda faults: [fault for fault in faults if not only or fault in only]
+    proxies = []
+
+    def before_s3(port):
+        proxies.append(Proxy(port))
+        return proxies[-1].port
+
+    with tempfile.TemporaryDirectory(prefix="blockyard-faults-") as folder:
+        clock, faults = compile_injected(folder, "clock"), compile_injected(folder, "faults")
+        if wanted(FAULTS):
+            with deployment(program, 3, 2, g3="64MiB", before_s3=before_s3) as processes:
+                processes.s3_proxy, processes.clock = proxies[-1], clock
+                processes.faults = pathlib.Path(folder) / "profile"
+                data = f"{processes.folder}/worker-1/"
+                injected = {"LD_PRELOAD": str(faults), "FAULTS_FOLDER": data, "FAULTS_PROFILE": str(processes.faults)}
+                processes.variables = {0: injected, 1: {}}
+                processes.start()
+                for fault in wanted(FAULTS):
+                    report(measure(processes, fault))
+        if wanted(PARTITIONS):
+            roles, routing = ["prefill:1", "decode:1", "decode:1"], ["router.disaggregation=always"]
+            with deployment(program, roles, 2, routing=routing) as processes:
+                processes.prefill_proxy = Proxy(processes.ports[0], http1_only=True)
+                processes.advertised[0] = f"http://127.0.0.1:{processes.prefill_proxy.port}"
+                processes.start()
+                for fault in wanted(PARTITIONS):
+                    report(measure(processes, fault))
+
+
 def main(program, as_json, only):
-    rows, bad = [], []
-    with deployment(program, 3, 2) as processes:
-        processes.start()
+    rows = []
+
+    def report(row):
+        rows.append(row)
         if not as_json:
-            print(f"{'fault':26} {'requests':>8} {'failures':>8} {'moved':>6} {'pause s':>8} {'rate/s':>7} {'recovery s':>10}")
-        for fault in only or FAULTS:
-            row = measure(processes, fault)
-            rows.append(row)
-            bad += [row] if row["failures"] and fault != "frontend killed" else []
-            if not as_json:
-                print(
-                    f"{fault:26} {row['requests']:8} {row['failures']:8} {row['moved_streams']:6} "
-                    f"{row['longest_pause_s']:8.2f} {row['requests_per_s_before']:7.1f} {row['recovery_s']:10}",
-                    flush=True,
-                )
-                for error in row["errors"]:
-                    print(f"  {error[:200]}")
+            show(row)
+
+    if not as_json:
+        header = f"{'fault':26} {'requests':>8} {'failures':>8} {'sent again':>10} {'moved':>6} {'pause s':>8}"
+        print(f"{header} {'rate/s':>7} {'recovery s':>10}")
+    measure_all(program, only, report)
     if as_json:
         print(json.dumps(rows, indent=2))
-    sys.exit(1 if bad else 0)
+    sys.exit(1 if any(row["failures"] and row["fault"] != "frontend killed" for row in rows) else 0)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--only", action="append", choices=FAULTS, help="this fault; may be repeated")
+    parser.add_argument("--only", action="append", choices=[*FAULTS, *PARTITIONS], help="this fault; may be repeated")
     arguments = parser.parse_args()
     main(arguments.program, arguments.json, arguments.only)

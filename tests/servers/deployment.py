@@ -56,13 +56,27 @@ class Process:
 
 class Deployment:
     """`workers`: the number of workers, or the value of `--workers` for each. `memory`: of G1, and of G2, per worker.
-    `shared_store`: whether the workers have G4."""
+    `shared_store`: whether the workers have G4. `g3`: the SSD tier per worker. `routing`: settings of frontends."""
 
-    def __init__(self, program, folder, s3, workers, frontends, model="tiny", memory="64MiB", shared_store=True):
+    def __init__(
+        self,
+        program,
+        folder,
+        s3,
+        workers,
+        frontends,
+        model="tiny",
+        memory="64MiB",
+        shared_store=True,
+        g3="off",
+        routing=(),
+    ):
         self.program, self.folder, self.s3 = program, folder, s3
         self.model, self.memory, self.shared_store = model, memory, shared_store
         self.roles = ["both:1"] * workers if isinstance(workers, int) else workers
-        self.count = frontends
+        self.count, self.g3, self.routing = frontends, g3, routing
+        # By number of the worker: its model, variables of its environment, the address that it advertises.
+        self.models, self.variables, self.advertised = {}, {}, {}
         self.workers, self.frontends, self.nats = [], [], contextlib.ExitStack()
         self.secret = pathlib.Path(folder) / "secret"
         self.secret.write_text(secrets.token_hex(32))
@@ -98,8 +112,9 @@ class Deployment:
 
     def worker(self, nth):
         url = f"http://127.0.0.1:{self.ports[nth]}"
-        tiers = [f"tiers.g1={self.memory}", f"tiers.g2={self.memory}", "tiers.g3=off"]
-        command = [self.program, "worker", "--model", self.model, "--data-dir", f"{self.folder}/worker-{nth + 1}"]
+        tiers = [f"tiers.g1={self.memory}", f"tiers.g2={self.memory}", f"tiers.g3={self.g3}"]
+        command = [self.program, "worker", "--data-dir", f"{self.folder}/worker-{nth + 1}"]
+        command += ["--model", self.models.get(nth, self.model)]
         command += ["--listen", url.removeprefix("http://"), "--workers", self.roles[nth]]
         command += self.common()
         if self.shared_store:
@@ -107,12 +122,15 @@ class Deployment:
             tiers.append(f"tiers.g4.endpoint={self.s3}")
         for tier in tiers:
             command += ["--set", tier]
-        return Process(self.folder, f"worker-{nth + 1}", url, command, self.environment)
+        if nth in self.advertised:
+            command += ["--advertise", self.advertised[nth]]
+        return Process(self.folder, f"worker-{nth + 1}", url, command, self.environment | self.variables.get(nth, {}))
 
     def frontend(self, nth):
         url = f"http://127.0.0.1:{self.ports[len(self.roles) + nth]}"
         command = [self.program, "frontend", "--listen", url.removeprefix("http://")] + self.common()
-        command += ["--set", "frontend.shutdown_delay=0s"]
+        for setting in ["frontend.shutdown_delay=0s", *self.routing]:
+            command += ["--set", setting]
         return Process(self.folder, f"frontend-{nth + 1}", url, command, self.environment)
 
     def stop(self):
@@ -127,13 +145,15 @@ class Deployment:
 
 
 @contextlib.contextmanager
-def deployment(program, workers, frontends, **settings):
-    """A deployment with an S3 server, not started yet. Its processes are killed at the end."""
+def deployment(program, workers, frontends, before_s3=None, **settings):
+    """A deployment with an S3 server, not started yet. Its processes are killed at the end. `before_s3`: makes the port at
+    which workers reach the S3 server from the server's own."""
     port = run.free_port()
     moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryDirectory(prefix="blockyard-cluster-") as folder:
         with run.server("moto", moto, port, folder) as s3:
             run.put(f"{s3}/{BUCKET}", {})
+            s3 = f"http://127.0.0.1:{before_s3(port)}" if before_s3 else s3
             processes = Deployment(str(pathlib.Path(program).resolve()), folder, s3, workers, frontends, **settings)
             try:
                 yield processes
