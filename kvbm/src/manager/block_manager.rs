@@ -3,7 +3,7 @@
 use super::expiry;
 use super::locate::{locate, located_len};
 use super::offload::{OffloadRequest, OffloadWorkers};
-use super::onboard::{Onboarded, Onboarder, Onboarding, Recompute, onboard};
+use super::onboard::{Onboarded, Onboarder, Onboarding, Recompute, onboard, prefetch};
 use super::peer::Peer;
 use super::shared::Core;
 use super::sources::{Source, Sources, Speed};
@@ -196,9 +196,31 @@ impl BlockManager {
         wake: Arc<Notify>,
         trace: &Context,
     ) -> Option<Onboarding> {
-        let is_below = hashes.first().is_some_and(|first| self.count_in_tiers(&[*first]) > 0);
-        let (onboarder, sources) = (self.0.onboarder.clone(), self.0.sources().to_vec());
+        self.start_onboarding_with(None, hashes, recompute, wake, trace)
+    }
+
+    /// [`BlockManager::start_onboarding`] from a tier of another manager, if there is one, and the own tiers.
+    pub fn start_onboarding_with(
+        &self,
+        other: Option<&Arc<dyn Tier>>,
+        hashes: &[SequenceHash],
+        recompute: Recompute,
+        wake: Arc<Notify>,
+        trace: &Context,
+    ) -> Option<Onboarding> {
+        let first = hashes.get(..1)?;
+        let (core, mut sources) = (&self.0.core, self.0.sources().to_vec());
+        // The memory of another manager is slower than the own one, and faster than what is below.
+        let at = sources.iter().take_while(|source| source.tier.level() == Level::G2).count();
+        sources.splice(at..at, other.map(|tier| self.0.sources.of_tier(tier)));
+        let is_below = located_len(&locate(core, &sources, first, Instant::now())) > 0;
+        let onboarder = self.0.onboarder.clone();
         is_below.then(|| Onboarding::start(onboarder, sources, hashes.to_vec(), recompute, wake, trace.clone()))
+    }
+
+    /// Holds the leading `hashes` that are in G1, for a request whose hits and misses are counted. Counts nothing.
+    pub fn hold(&self, hashes: &[SequenceHash]) -> CachedBlocks {
+        self.0.core.pool.lookup(hashes)
     }
 
     /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1, for no longer than computing
@@ -217,6 +239,13 @@ impl BlockManager {
         trace: &Context,
     ) -> Onboarded {
         onboard(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, recompute, trace.clone()).await
+    }
+
+    /// Loads leading `hashes`, which follow the blocks that the caller holds, into G1 from one tier, for a request that
+    /// another engine computes meanwhile: it takes as long as the tier does. Blocks that have arrived stay cached when
+    /// the future is dropped.
+    pub async fn prefetch_from(&self, tier: &Arc<dyn Tier>, hashes: &[SequenceHash], trace: &Context) -> Onboarded {
+        prefetch(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, trace.clone()).await
     }
 
     /// This manager's G1 and G2 as a tier that others may read. It is empty once the last handle to the manager is

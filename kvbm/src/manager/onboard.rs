@@ -12,5 +12,5 @@ mod shared;
 
 pub(super) use job::Onboarder;
 pub use job::Recompute;
-pub(super) use onboarding::onboard;
 pub use onboarding::{Onboarded, Onboarding};
+pub(super) use onboarding::{onboard, prefetch};

@@ -1,14 +1,15 @@
 //! Another manager's memory, in the same process, as a tier to read from: the way of prefilled blocks to the decode
 //! worker.
 //!
-//! A block is held while it is copied, and sealed on reading, so it is verified like any other tier's. A peer does not
-//! keep the manager alive; once its last handle is dropped, the peer is empty.
+//! A block is held while it is read, and sealed on reading, so it is verified like any other tier's. Where device memory
+//! is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep the manager alive;
+//! once its last handle is dropped, the peer is empty.
 //!
 //! Not here: storing. A peer is read-only.
 
 use super::shared::Core;
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
-use crate::pool::CachedBlock;
+use crate::pool::{CachedBlock, DeviceBlocks};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -20,12 +21,26 @@ use std::sync::{Arc, Weak};
 pub(super) struct Peer(Weak<Core>);
 
 impl Peer {
-    /// Bytes copied per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
+    /// Bytes sealed per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
     /// early.
     const BATCH_BYTES: usize = 4 << 20;
+    /// Tasks at a time for one reader: one batch is sealed while it reads another.
+    const CONCURRENT_BATCHES: usize = 2;
 
     pub(super) fn new(core: &Arc<Core>) -> Self {
         Self(Arc::downgrade(core))
+    }
+}
+
+/// The bytes of a block in device memory.
+struct HeldBytes {
+    device: Arc<dyn DeviceBlocks>,
+    held: CachedBlock,
+}
+
+impl AsRef<[u8]> for HeldBytes {
+    fn as_ref(&self) -> &[u8] {
+        self.device.bytes(self.held.slot()).expect("the device is plain memory")
     }
 }
 
@@ -40,13 +55,26 @@ impl Core {
         Block { header, payload: Bytes::from(bytes) }
     }
 
-    /// Blocks from this process's memory, G2's copies first: they cost no copy and no read of the device.
+    /// Seals a block. Its bytes are those of the device if that is plain memory, and hold the block.
+    fn share(&self, held: CachedBlock) -> Block {
+        let Some(bytes) = self.device.bytes(held.slot()) else { return self.read(&held) };
+        let (parent, fingerprint) = (held.parent(), self.device.fingerprint());
+        let header = Header::new(held.hash(), parent, fingerprint, held.attrs(), bytes);
+        Block { header, payload: Bytes::from_owner(HeldBytes { device: Arc::clone(&self.device), held }) }
+    }
+
+    /// Blocks from this process's memory, to be kept.
     pub(super) fn in_memory(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
+        self.find(hashes, |held| self.read(&held))
+    }
+
+    /// Blocks from this process's memory, G2's copies first: their checksums are known.
+    fn find(&self, hashes: &[SequenceHash], read: impl Fn(CachedBlock) -> Block) -> Vec<Option<Block>> {
         let mut found = self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes));
         let missing: Vec<usize> = (0..hashes.len()).filter(|index| found[*index].is_none()).collect();
         let held = self.pool.get_each(&missing.iter().map(|index| hashes[*index]).collect::<Vec<_>>());
         for (index, held) in missing.into_iter().zip(held) {
-            found[index] = held.map(|held| self.read(&held));
+            found[index] = held.map(&read);
         }
         found
     }
@@ -74,12 +102,14 @@ impl Tier for Peer {
         let read = move |(first, hashes): (usize, Vec<SequenceHash>)| {
             let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
             tokio::task::spawn_blocking(move || -> Vec<Loaded> {
-                let found = core.map_or_else(|| vec![None; hashes.len()], |core| core.in_memory(&hashes));
+                let shared = |core: Arc<Core>| core.find(&hashes, |held| core.share(held));
+                let found = core.map_or_else(|| vec![None; hashes.len()], shared);
                 found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()
             })
         };
         stream::iter(batches)
-            .then(read)
+            .map(read)
+            .buffered(Self::CONCURRENT_BATCHES)
             .flat_map(|loaded| stream::iter(loaded.expect("reading memory does not panic")))
             .boxed()
     }

@@ -18,6 +18,7 @@ pub struct BlockId(pub u32);
 /// - `read` after `write` of the same slot MUST return the same bytes; slots MUST NOT overlap.
 /// - `read_observed` and `write_observed` MUST pass every byte that they copy to `observe`, once and in order, in
 ///   pieces of any size.
+/// - `bytes` MUST return the bytes that `read` would copy, or nothing, for all slots alike.
 /// - `read` and `write` MAY block for the time of the copy; they are called off the async threads.
 /// - The caller MUST NOT write a slot that another thread reads or writes at the same time. kvbm keeps this by
 ///   ownership: a slot is written only through a `PartialBlock`, and read by others only once it is cached.
@@ -36,6 +37,12 @@ pub trait DeviceBlocks: Send + Sync + 'static {
 
     /// Copies a slot in. `from` is exactly `block_bytes` long.
     fn write(&self, slot: BlockId, from: &[u8]);
+
+    /// The bytes of a slot, where slots are plain memory: they can be sent without a copy. The caller reads them only
+    /// while it holds the block.
+    fn bytes(&self, _slot: BlockId) -> Option<&[u8]> {
+        None
+    }
 
     /// [`read`](Self::read) that passes the bytes to `observe`, best piece by piece while they are in the processor's
     /// cache. [`copy_observed`] does so where slots are plain memory.

@@ -78,6 +78,16 @@ impl Onboarding {
         self.shared.advance(blocks);
     }
 
+    /// The leading blocks that are in G1, held.
+    fn result(&self, onboarder: &Onboarder, hashes: &[SequenceHash]) -> Onboarded {
+        let blocks = onboarder.core.pool.lookup(hashes);
+        let mut from = Vec::new();
+        for block in &blocks {
+            count(&mut from, self.loaded_from(&block.hash()).unwrap_or(Level::G1));
+        }
+        Onboarded { blocks, from }
+    }
+
     /// Stops the load, and waits until its task has ended.
     pub(in crate::manager) async fn stop(mut self) {
         self.task.abort();
@@ -118,13 +128,25 @@ pub(in crate::manager) async fn onboard(
     while onboarding.should_wait() {
         wake.notified().await;
     }
-    let blocks = onboarder.core.pool.lookup(hashes);
-    let mut from = Vec::new();
-    for block in &blocks {
-        count(&mut from, onboarding.loaded_from(&block.hash()).unwrap_or(Level::G1));
-    }
+    let onboarded = onboarding.result(onboarder, hashes);
     onboarding.stop().await;
-    Onboarded { blocks, from }
+    onboarded
+}
+
+/// Loads leading `hashes` into G1 for a request that another engine computes meanwhile: computing is no alternative, so
+/// this takes as long as the tier does. Blocks that have arrived stay cached when the future is dropped.
+pub(in crate::manager) async fn prefetch(
+    onboarder: &Arc<Onboarder>,
+    sources: Vec<Source>,
+    hashes: &[SequenceHash],
+    trace: Context,
+) -> Onboarded {
+    let (recompute, wake) = (Recompute::default(), Arc::default());
+    let mut onboarding = Onboarding::start(onboarder.clone(), sources, hashes.to_vec(), recompute, wake, trace);
+    onboarding.start_waiting();
+    // The error of a runtime that shuts down.
+    let _ = (&mut onboarding.task).await;
+    onboarding.result(onboarder, hashes)
 }
 
 /// Adds a block of a level to a list of consecutive blocks per level.

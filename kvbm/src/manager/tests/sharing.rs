@@ -24,6 +24,44 @@ async fn a_peer_serves_its_memory_and_is_read_only() {
     drop(kept);
 }
 
+#[tokio::test]
+async fn a_peer_is_another_source_of_an_onboarding() {
+    let (prefill, decode) = (Harness::new(16, 0, vec![]), Harness::new(32, 32, vec![]));
+    drop(decode.compute(0..4));
+    decode.manager.flush().await;
+    drop(decode.manager.allocate(32));
+    let kept = prefill.compute(0..8);
+    // The first four are in G2 here and in G1 there, the next four there only.
+    let (peer, wake) = (prefill.manager.peer(), Arc::new(Notify::new()));
+    assert!(decode.manager.start_onboarding(&hashes(8)[4..], ms(10), wake.clone(), &UNTRACED).is_none());
+    let onboarding = decode.manager.start_onboarding_with(Some(&peer), &hashes(10), ms(1000), wake.clone(), &UNTRACED).unwrap();
+    onboarding.start_waiting();
+    while onboarding.should_wait() {
+        wake.notified().await;
+    }
+    let held = decode.manager.hold(&hashes(10));
+    assert_eq!(held.len(), 8);
+    decode.assert_sound(&held);
+    assert!((4..8).all(|nth| onboarding.loaded_from(&hash(nth)) == Some(Level::Peer)));
+    drop(kept);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefetch_takes_as_long_as_the_tier() {
+    let (prefill, decode) = (Harness::new(16, 0, vec![]), Harness::new(32, 0, vec![]));
+    let kept = prefill.compute(0..8);
+    // Slower than any wait budget.
+    let latency = Duration::from_secs(5)..=Duration::from_secs(5);
+    let faulty = Faulty::new(prefill.manager.peer(), 1, Faults { latency, ..Faults::default() });
+    let peer: Arc<dyn Tier> = Arc::new(faulty);
+    assert!(decode.manager.onboard_from(&peer, &hashes(4), UNKNOWN).await.blocks.is_empty());
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let onboarded = decode.manager.prefetch_from(&peer, &hashes(8)).await;
+    assert_eq!(onboarded.from, [(Level::Peer, 8)], "although it was unresponsive before");
+    decode.assert_sound(&onboarded.blocks);
+    drop(kept);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_peer_with_another_fingerprint_is_not_used() {
     /// Device memory of an engine with another fingerprint.

@@ -26,6 +26,7 @@ pub fn check(device: &dyn DeviceBlocks) {
     for slot in 0..capacity {
         device.read(BlockId(slot as u32), &mut bytes);
         assert!(bytes == pattern(slot), "slot {slot} returns what was last written to it, and no other slot's bytes");
+        assert!(device.bytes(BlockId(slot as u32)).is_none_or(|same| same == bytes), "slot {slot} has the same bytes");
     }
 
     // The observer sees the copied bytes, from the first to the last.

@@ -155,6 +155,11 @@ impl DeviceBlocks for KvCache {
         unsafe { self.bytes_of(slot).copy_from_nonoverlapping(from.as_ptr(), self.block_bytes()) };
     }
 
+    fn bytes(&self, slot: BlockId) -> Option<&[u8]> {
+        // SAFETY: the slot's bytes are initialised, and by the contract it is not written while they are read.
+        Some(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) })
+    }
+
     fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
         // SAFETY: the slot's bytes are initialised, and by the contract the slot is not written now.
         copy_observed(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, observe);
