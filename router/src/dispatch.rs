@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   admit ─▶ prefill leg ── Handoff ──▶ decode leg ── first output ──▶ the client's stream
-//!     ▲          └── failed: the decode worker computes the prompt │
+//!     ▲          └── failed: the decode worker computes the prompt │     (both legs run at the same time)
 //!     └──────────────── rejected, failed, left ────────────────────┘
 //! ```
 //!
@@ -16,6 +16,7 @@
 pub(crate) mod admit;
 mod attempt;
 mod continued;
+mod handoff;
 mod place;
 mod prediction;
 mod serve;

@@ -3,6 +3,7 @@
 //! ```text
 //!   frontends ── POST /workers/<id>/generate ──▶ RequestServer ─▶ worker … worker      planes on NATS
 //!   decode workers ── POST /workers/<id>/blocks ──▶      └──────▶ memory of the worker
+//!                  ── GET /workers/<id>/handoffs/<id> ──▶  └────▶ progress of a prefill
 //! ```
 //!
 //! Shutdown deregisters the workers first, so that routers choose others, and closes the HTTP server last.
@@ -24,7 +25,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{Response, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse;
-use axum::routing::post;
+use axum::routing::{get, post};
 use frontend::{ClientCertificate, internal_router};
 use prometheus::Registry;
 use std::net::SocketAddr;
@@ -89,6 +90,7 @@ impl WorkerNode {
         let routes = Router::new()
             .route("/workers/{worker}/generate", post(generate))
             .route("/workers/{worker}/blocks", post(blocks))
+            .route("/workers/{worker}/handoffs/{handoff}", get(progress))
             .with_state(requests.clone())
             .route_layer(from_fn(move |request: Request, next: Next| async move {
                 let is_known = request.extensions().get::<ClientCertificate>().is_some();
@@ -227,6 +229,14 @@ async fn blocks(
 ) -> Response<Body> {
     let (head, body) = request.into_parts();
     requests.respond_blocks(&worker, &head.headers, body).await.map(Body::new)
+}
+
+async fn progress(
+    State(requests): State<Arc<RequestServer>>,
+    Path((_, handoff)): Path<(String, String)>,
+    request: Request,
+) -> Response<Body> {
+    requests.respond_progress(&handoff, request.headers()).map(Body::new)
 }
 
 /// The workers of all processes, as sources of prefilled blocks.

@@ -33,8 +33,11 @@ use std::time::Duration;
 /// - `generate` MUST reject a request that is recognisably impossible (unknown model, prompt longer than the context)
 ///   before it resolves; later failures arrive as the last item of the stream.
 /// - The stream MUST end with exactly one [`Tokens`] whose `finish` is set, or with an error, or (for
-///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], after which it MUST stay open, keeping the blocks
-///   alive, until it is dropped.
+///   [`Work::Prefill`]) with exactly one [`Output::Handoff`], as soon as blocks can be fetched, and exactly one
+///   [`Output::Prefilled`], after which it MUST stay open until it is dropped. Until then the engine keeps the blocks,
+///   unless they are not fetched for long or other requests need their memory.
+/// - A [`Work::Resume`] MUST wait for blocks that are still being computed, and MUST compute them when that prefill
+///   fails or makes no progress.
 /// - For [`Work::Relay`] the stream MUST be one [`Output::Head`], then [`Output::Body`], then one [`Output::End`], or
 ///   an error at any point. `Head` MUST NOT come before the response has output: a chunk that only names a role is
 ///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`].

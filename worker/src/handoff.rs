@@ -1,14 +1,29 @@
-//! KV handoff: where the decode worker finds the blocks of a prefill worker.
+//! KV handoff: where the decode worker finds the blocks of a prefill worker, and which of them are computed.
 //!
-//! The prefill worker writes a [`HandoffTicket`] into the opaque [`Handoff`]; the decode worker looks the worker id up
-//! in [`Peers`] and onboards from that worker's memory, in this process or, by its URL, in another one. An unknown peer
-//! is not an error: its blocks are recomputed.
+//! ```text
+//!   prefill worker            ticket            decode worker
+//!   HandoffProgress ─────────────────────────▶ Peers::find
+//!     │ computed, complete                       │
+//!     └──────────── ProgressStream ─────────────▶│ so many leading blocks
+//!       G1, G2 ──────────── Tier ───────────────▶│ these blocks, verified like those of any tier
+//! ```
+//!
+//! The prefill worker writes a [`HandoffTicket`] into the opaque [`Handoff`] once the first blocks are computed; the
+//! decode worker looks the worker id up in [`Peers`], follows the [`Progress`] and onboards from that worker's memory,
+//! in this process or, by its URL, in another one. The decode worker pulls: the prefill worker waits for nothing. An
+//! unknown peer is not an error: its blocks are recomputed.
+
+mod progress;
+
+pub use progress::{HandoffId, HandoffProgress, Progress, ProgressStream};
 
 use crate::engine::Handoff;
 use crate::plane::WorkerId;
 use bytes::Bytes;
 use dashmap::DashMap;
-use kvbm::{Level, Tier};
+use futures::{StreamExt, stream};
+use kvbm::Tier;
+use progress::Handoffs;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -19,8 +34,16 @@ pub struct HandoffTicket {
     pub peer: WorkerId,
     /// The URL of its process, if other processes can reach it.
     pub url: Option<String>,
-    /// Prompt tokens that the prefill worker found cached, by tier: they were not computed for this request.
-    pub cached: Vec<(Level, u32)>,
+    /// Which of its hand-overs it is.
+    pub handoff: HandoffId,
+}
+
+/// The blocks of a hand-over.
+pub struct HandedBlocks {
+    /// The memory that has them.
+    pub memory: Arc<dyn Tier>,
+    /// Which of them are computed.
+    pub progress: ProgressStream,
 }
 
 impl HandoffTicket {
@@ -44,7 +67,14 @@ struct Known {
     local: DashMap<WorkerId, Arc<dyn Tier>>,
     others: Option<OtherProcesses>,
     /// Workers of other processes with their URLs, kept so that their speed is measured once.
-    remote: DashMap<WorkerId, (String, Arc<dyn Tier>)>,
+    remote: DashMap<WorkerId, (String, Arc<dyn RemoteMemory>)>,
+    handoffs: Handoffs,
+}
+
+/// The memory of a worker in another process.
+pub trait RemoteMemory: Tier {
+    /// The progress of one of its prefills.
+    fn progress(&self, handoff: HandoffId) -> ProgressStream;
 }
 
 /// How workers of other processes are reached, and how they reach this one.
@@ -56,7 +86,7 @@ pub struct OtherProcesses {
 }
 
 /// Makes a tier of the memory of a worker at a URL. It must not wait.
-pub type ConnectPeer = Box<dyn Fn(WorkerId, &str) -> Arc<dyn Tier> + Send + Sync>;
+pub type ConnectPeer = Box<dyn Fn(WorkerId, &str) -> Arc<dyn RemoteMemory> + Send + Sync>;
 
 impl Peers {
     /// Peers in this process and in others.
@@ -79,22 +109,38 @@ impl Peers {
         self.0.local.get(&worker).map(|entry| Arc::clone(&entry))
     }
 
-    /// The memory of the worker that handed blocks over.
-    pub fn find(&self, ticket: &HandoffTicket) -> Option<Arc<dyn Tier>> {
-        self.find_local(ticket.peer).or_else(|| {
-            let (others, url) = (self.0.others.as_ref()?, ticket.url.as_ref()?);
-            let connect = || (url.clone(), (others.connect)(ticket.peer, url));
-            let mut known = self.0.remote.entry(ticket.peer).or_insert_with(connect);
-            if known.0 != *url {
-                *known = connect();
-            }
-            Some(Arc::clone(&known.1))
-        })
+    /// Begins a hand-over of a worker of this process.
+    pub(crate) fn begin(&self, worker: WorkerId) -> (HandoffTicket, HandoffProgress) {
+        let progress = self.0.handoffs.begin();
+        let url = self.0.others.as_ref().map(|others| others.url.clone());
+        (HandoffTicket { peer: worker, url, handoff: progress.id() }, progress)
     }
 
-    /// A ticket for blocks of a worker of this process.
-    pub fn ticket(&self, worker: WorkerId, cached: Vec<(Level, u32)>) -> HandoffTicket {
-        HandoffTicket { peer: worker, url: self.0.others.as_ref().map(|others| others.url.clone()), cached }
+    /// The progress of a hand-over of a worker of this process. `None`: it has ended.
+    pub fn follow(&self, handoff: HandoffId) -> Option<ProgressStream> {
+        self.0.handoffs.follow(handoff)
+    }
+
+    /// The blocks that a worker hands over. `None`: the worker is unknown.
+    pub fn find(&self, ticket: &HandoffTicket) -> Option<HandedBlocks> {
+        if let Some(memory) = self.find_local(ticket.peer) {
+            let progress = self.follow(ticket.handoff).unwrap_or_else(|| stream::empty().boxed());
+            return Some(HandedBlocks { memory, progress });
+        }
+        let (others, url) = (self.0.others.as_ref()?, ticket.url.as_ref()?);
+        let connect = || (url.clone(), (others.connect)(ticket.peer, url));
+        let mut known = self.0.remote.entry(ticket.peer).or_insert_with(connect);
+        if known.0 != *url {
+            *known = connect();
+        }
+        let memory = Arc::clone(&known.1);
+        let progress = memory.progress(ticket.handoff);
+        Some(HandedBlocks { memory, progress })
+    }
+
+    /// Number of hand-overs of this process that have not ended.
+    pub fn open_handoffs(&self) -> usize {
+        self.0.handoffs.len()
     }
 }
 

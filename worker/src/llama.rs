@@ -28,4 +28,4 @@ pub(crate) mod tests;
 pub use engine::LlamaEngine;
 pub use loader::{Builtin, BuiltinError, FolderError, TokenizerFiles, folder_name};
 pub use runtime::{Memory, ModelSource, OpenError, Runtime, Shape};
-pub use settings::{Settings, UnreadOutput};
+pub use settings::{HandoffLimits, Settings, UnreadOutput};

@@ -23,7 +23,51 @@ pub struct Metrics {
     queue: HistogramVec,
     prefill: HistogramVec,
     decode: HistogramVec,
+    handoff: HistogramVec,
+    handoffs_sent: IntCounterVec,
+    handoffs_received: IntCounterVec,
+    handoff_bytes: IntCounterVec,
 }
+
+/// How keeping the blocks of a prefill for another worker ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum HandoffEnd {
+    /// The request has its first token, or its client is gone.
+    Released,
+    /// The request was cancelled before the prefill was complete.
+    Cancelled,
+    /// They were not fetched for too long.
+    Expired,
+    /// Another request needed the memory.
+    Reclaimed,
+}
+
+/// How a prefill on another worker ended for the worker that decodes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ArrivalOutcome {
+    Complete,
+    /// The prefill failed, or its worker could not be reached.
+    Failed,
+    /// It made no progress.
+    Stalled,
+    /// The ticket names no known worker.
+    Unknown,
+    /// The request was cancelled.
+    Cancelled,
+}
+
+/// When bytes of a hand-over arrived.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum HandoffPhase {
+    /// While the prompt was being computed.
+    Prefill,
+    /// Afterwards.
+    AfterPrefill,
+}
+
+const HANDOFF_ENDS: [&str; 4] = ["released", "cancelled", "expired", "reclaimed"];
+const ARRIVAL_OUTCOMES: [&str; 5] = ["complete", "failed", "stalled", "unknown", "cancelled"];
+const HANDOFF_PHASES: [&str; 2] = ["prefill", "after_prefill"];
 
 /// Histogram buckets of the parts of a request, in seconds: from a step of a small model to a queue of minutes.
 const PHASE_SECONDS: [f64; 17] =
@@ -91,6 +135,25 @@ impl Metrics {
                 "Time from joining the batch until the first token, or until the transfer to a decode worker",
             )?,
             decode: phase("decode_seconds", "Time from the first token to the last")?,
+            handoff: phase(
+                "handoff_seconds",
+                "Time from the end of the prefill on another worker until the first step on this one",
+            )?,
+            handoffs_sent: counter(
+                "handoffs_sent_total",
+                "Prefills whose blocks were kept for another worker, by how that ended",
+                &["worker", "end"],
+            )?,
+            handoffs_received: counter(
+                "handoffs_received_total",
+                "Prompts that another worker was to compute for this one, by how that ended",
+                &["worker", "outcome"],
+            )?,
+            handoff_bytes: counter(
+                "handoff_received_bytes_total",
+                "Bytes of blocks from prefill workers, while the prompt was computed there and afterwards",
+                &["worker", "phase"],
+            )?,
         })
     }
 
@@ -113,6 +176,11 @@ impl Metrics {
             queue: self.queue.with_label_values(labels),
             prefill: self.prefill.with_label_values(labels),
             decode: self.decode.with_label_values(labels),
+            handoff: self.handoff.with_label_values(labels),
+            handoffs_sent: HANDOFF_ENDS.map(|end| self.handoffs_sent.with_label_values(&[worker, end])),
+            handoffs_received: ARRIVAL_OUTCOMES
+                .map(|outcome| self.handoffs_received.with_label_values(&[worker, outcome])),
+            handoff_bytes: HANDOFF_PHASES.map(|phase| self.handoff_bytes.with_label_values(&[worker, phase])),
         }
     }
 }
@@ -134,6 +202,10 @@ pub struct EngineMetrics {
     queue: Histogram,
     prefill: Histogram,
     decode: Histogram,
+    handoff: Histogram,
+    handoffs_sent: [IntCounter; HANDOFF_ENDS.len()],
+    handoffs_received: [IntCounter; ARRIVAL_OUTCOMES.len()],
+    handoff_bytes: [IntCounter; HANDOFF_PHASES.len()],
 }
 
 impl EngineMetrics {
@@ -182,6 +254,23 @@ impl EngineMetrics {
     /// A prompt is computed: its first token is generated, or its blocks are ready for the handoff.
     pub(crate) fn prefilled(&self, took: Duration) {
         self.prefill.observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn handoff_ended(&self, end: HandoffEnd) {
+        self.handoffs_sent[end as usize].inc();
+    }
+
+    pub(crate) fn arrived(&self, outcome: ArrivalOutcome) {
+        self.handoffs_received[outcome as usize].inc();
+    }
+
+    pub(crate) fn received(&self, phase: HandoffPhase, bytes: usize) {
+        self.handoff_bytes[phase as usize].inc_by(bytes as u64);
+    }
+
+    /// The first step with a request whose prompt another worker had computed this long ago.
+    pub(crate) fn handed_over(&self, took: Duration) {
+        self.handoff.observe(took.as_secs_f64());
     }
 
     /// An answer is complete, this long after its first token.

@@ -11,7 +11,8 @@
 //! that is not read fills the window of its stream, and the worker stops generating for it. The address of a worker is
 //! found by [discovery](crate::plane::Discovery).
 //!
-//! A decode worker reads the blocks of a prefill worker from its memory: [`RemotePeer`], a tier over HTTP/1.1.
+//! A decode worker reads the blocks of a prefill worker from its memory: [`RemotePeer`], a tier over HTTP/1.1. Which of
+//! them are computed it reads from `GET /workers/<id>/handoffs/<handoff>`, a response that grows.
 //!
 //! Not here: accepting connections (the HTTP server of the program does), retries and time limits (the router's).
 
@@ -21,6 +22,7 @@ mod blocks;
 mod client;
 mod connect;
 mod peer;
+mod progress;
 mod secret;
 mod served;
 mod server;
@@ -34,7 +36,7 @@ pub use server::{RequestServer, ResponseBody};
 
 /// Number of the protocol of requests and outputs. It changes with every incompatible change of one of them; a request
 /// with another number is refused.
-pub const PROTOCOL: u8 = 1;
+pub const PROTOCOL: u8 = 2;
 
 /// The header with the number of the protocol.
 const PROTOCOL_HEADER: &str = "x-blockyard-protocol";

@@ -1,6 +1,7 @@
 //! One attempt of a request on a worker: sending over one leg or two, and the stream of its output.
 
-use super::place::{Placement, RemotePrefill, stall_timeout};
+use super::handoff;
+use super::place::{Placement, stall_timeout};
 use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Fleet, HealthSignal, Worker};
@@ -11,8 +12,8 @@ use futures::{StreamExt, future, stream};
 use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, timeout};
-use worker::engine::{Error, Handoff, Output, OutputStream, Request, Work};
+use tokio::time::Instant;
+use worker::engine::{Error, Output, OutputStream, Request};
 use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
@@ -26,10 +27,10 @@ const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The first output of a request, and the rest of its stream.
 pub(super) struct FirstOutput {
-    first: Output,
-    rest: OutputStream,
+    pub(super) first: Output,
+    pub(super) rest: OutputStream,
     /// Ends with the stream.
-    span: Span,
+    pub(super) span: Span,
 }
 
 /// Gets the first output: from the decode worker alone, or after a remote prefill.
@@ -66,10 +67,10 @@ fn attempt_span(request: &Request, placement: &Placement, number: usize) -> Span
     span
 }
 
-/// Sends the request over one leg or two.
+/// Sends the request to the decode worker alone, or to both workers.
 async fn send(
     core: &Core,
-    mut request: Request,
+    request: Request,
     placement: &Placement,
     or_stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
@@ -78,69 +79,13 @@ async fn send(
         return start(decode, booking, request, or_stalled).await;
     };
     booking.dequeued();
-    let outcome = core.metrics.disaggregated_requests.clone();
-    match prefill_leg(core, remote, &request).await {
-        Ok((handoff, blocks)) => {
-            request.work = Work::Resume(handoff);
-            let since = Instant::now();
-            // Time in the decode worker's own queue does not belong to the hand-over, so it is measured on idle
-            // workers only.
-            let was_free = decode.is_free(since);
-            let started = start(decode, booking, request, or_stalled).await?;
-            // The decode worker has the blocks: the prefill worker may release them.
-            drop(blocks);
-            if was_free {
-                decode.load.handed_off((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
-            }
-            outcome.with_label_values(&["remote_prefill"]).inc();
-            Ok(started)
-        }
+    match handoff::begin(remote, &request).await {
+        Ok(prefill) => handoff::resume(core, placement, prefill, request, or_stalled).await,
         Err(error) => {
-            tracing::info!(
-                request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
-                worker = %remote.member.id(), %error,
-                "remote prefill failed; the decode worker computes the prompt"
-            );
-            remote.member.note(HealthSignal::of(&error));
-            core.admission.notify();
-            outcome.with_label_values(&["local_fallback"]).inc();
+            handoff::failed(core, remote, &request, &error);
             booking.revise(*uncached);
             start(decode, booking, request, or_stalled).await
         }
-    }
-}
-
-/// Has the prefill worker compute the prompt's blocks. It keeps them until the returned stream is dropped.
-async fn prefill_leg(core: &Core, remote: &RemotePrefill, request: &Request) -> Result<(Handoff, OutputStream), Error> {
-    let mut request = Request { work: Work::Prefill, explain: false, ..request.clone() };
-    let mut span = request.attributes.trace.span("remote prefill", Kind::Client);
-    span.set("blockyard.worker", &remote.member.name);
-    request.attributes.trace = span.context();
-    let outcome = hand_over(core, remote, request).await;
-    if let Err(error) = &outcome {
-        span.fail(error);
-    }
-    outcome
-}
-
-/// Waits for the hand-over of a prefill.
-async fn hand_over(core: &Core, remote: &RemotePrefill, request: Request) -> Result<(Handoff, OutputStream), Error> {
-    let never = future::pending();
-    let started = timeout(remote.stall_timeout, start(&remote.member, &remote.booking, request, never)).await;
-    let FirstOutput { first, rest, .. } = started.map_err(|_| {
-        remote.member.note(HealthSignal::Hung);
-        Error::Failed(format!("no hand-over within {:?}", remote.stall_timeout))
-    })??;
-    // The prompt is computed: what remains on the worker is blocks, not work.
-    remote.booking.started();
-    core.admission.notify();
-    match first {
-        Output::Handoff(handoff) => {
-            remote.member.succeeded();
-            remote.prediction.computed(&core.index, &remote.member, None);
-            Ok((handoff, rest))
-        }
-        _ => Err(Error::Failed("a prefill returned other output than a hand-over".to_owned())),
     }
 }
 
@@ -169,30 +114,41 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
 }
 
 /// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
-async fn start(
+pub(super) async fn start(
     member: &Worker,
     booking: &Booking,
     request: Request,
     stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
+    booking.sent();
+    first_output(member, request, stalled).await
+}
+
+/// [`start`] of a request that takes nothing of its worker yet.
+pub(super) async fn first_output(
+    member: &Worker,
+    request: Request,
+    stalled: impl Future<Output = ()>,
+) -> Result<FirstOutput, Error> {
     let output = async {
-        booking.sent();
         let mut rest = member.engine.generate(request).await?;
         match rest.next().await {
             Some(first) => Ok(FirstOutput { first: first?, rest, span: Span::default() }),
             None => Err(Error::Failed("the stream ended before the first output".to_owned())),
         }
     };
-    let left = async {
-        member.lease_ended.cancelled().await;
-        tokio::time::sleep(LEAVE_GRACE).await;
-    };
     tokio::select! {
         biased;
         started = output => started,
-        () = left => Err(Error::Unavailable(format!("worker {} left", member.id()))),
+        () = left(member) => Err(Error::Unavailable(format!("worker {} left", member.id()))),
         () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
     }
+}
+
+/// Resolves when a worker has left and had time to finish.
+pub(super) async fn left(member: &Worker) {
+    member.lease_ended.cancelled().await;
+    tokio::time::sleep(LEAVE_GRACE).await;
 }
 
 /// The reservation of a request that generates. Dropping it records the length of the output.
@@ -257,7 +213,7 @@ pub(super) fn stream(
             }
         }
         Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
-        Output::Handoff(_) | Output::Body(_) | Output::End(_) => {}
+        Output::Handoff(_) | Output::Prefilled | Output::Body(_) | Output::End(_) => {}
     }
     let metrics = Arc::clone(&core.metrics);
     let mut held = Some((generation, sibling_bookings, permit, span));
@@ -281,7 +237,7 @@ pub(super) fn stream(
                     }
                     report.completion_tokens.unwrap_or_default() as usize
                 }
-                Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_)) => 0,
+                Ok(Output::Handoff(_) | Output::Prefilled | Output::Head(_) | Output::Body(_)) => 0,
                 Err(error) => {
                     decode.note(HealthSignal::of(error));
                     if let Some((.., span)) = &mut held {

@@ -129,7 +129,7 @@ impl Engine for Handle {
             }
             if request.work == Work::Prefill {
                 let handoff = Output::Handoff(Handoff(bytes::Bytes::new()));
-                return stream::iter([Ok(handoff)]).chain(stream::pending()).boxed();
+                return stream::iter([Ok(handoff), Ok(Output::Prefilled)]).chain(stream::pending()).boxed();
             }
             engine.running.fetch_add(1, Ordering::SeqCst);
             engine.report();

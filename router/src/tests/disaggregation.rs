@@ -1,11 +1,12 @@
 //! Prefill on one worker, decode on another.
 
-use super::harness::{Behaviour, Harness, names, prompt, settle, stored};
+use super::harness::{Behaviour, FakeEngine, Harness, PrefillEnd, names, prompt, settle, stored};
 use super::{defaults, failed};
 use crate::policy::Disaggregation;
 use crate::settings::Settings;
 use futures::StreamExt;
 use kvbm::Level;
+use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Engine, Readiness, Work};
 use worker::plane::{Load, Role, WorkerId};
@@ -123,6 +124,92 @@ async fn dropping_a_request_cancels_both_legs_and_its_bookings() {
         let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
         let asked = tokio::time::timeout(Duration::from_millis(after_ms), harness.ask(prompt(1, 3000))).await;
         assert_eq!(asked.is_ok(), after_ms == 3500);
+        drop(asked);
+        settle().await;
+        assert_eq!((p.open(), d.open()), (0, 0), "after {after_ms} ms");
+        assert_eq!([harness.load(1), harness.load(2)], [(0, 0, 0); 2], "after {after_ms} ms");
+    }
+}
+
+/// A prefill worker that hands off at once, and a decode worker that waits as long as the prefill takes.
+async fn overlapping(end: PrefillEnd) -> (Harness, Arc<FakeEngine>, Arc<FakeEngine>) {
+    let harness = defaults();
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
+    p.set_behaviour(Behaviour::HandOff(end));
+    d.set_behaviour(Behaviour::HandOff(PrefillEnd::Complete));
+    (harness, p, d)
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_decode_worker_has_the_request_while_the_prompt_is_computed() {
+    let (harness, p, d) = overlapping(PrefillEnd::Complete).await;
+    let answer = harness.answer(prompt(1, 3000));
+    let meanwhile = async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(matches!(&d.works()[..], [Work::Resume(handoff)] if &handoff.0[..] == b"3000 tokens"));
+        assert_eq!((p.works(), p.open(), d.open()), (vec![Work::Prefill], 1, 1));
+        // The prompt counts on the prefill worker only.
+        assert!(harness.load(1).0 > 0);
+        assert_eq!(harness.load(2).0, 0);
+    };
+    assert_eq!(futures::future::join(answer, meanwhile).await.0, Ok(vec![1, 2]));
+    settle().await;
+    assert_eq!((p.open(), d.open()), (0, 0));
+    assert_eq!([harness.load(1), harness.load(2)], [(0, 0, 0); 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefill_that_fails_after_the_handoff_is_finished_by_the_decode_worker() {
+    let (harness, p, d) = overlapping(PrefillEnd::Fails(failed())).await;
+    assert_eq!(harness.answer(prompt(1, 3000)).await, Ok(vec![1, 2]));
+    assert!(matches!(&d.works()[..], [Work::Resume(_)]), "it notices by itself");
+    assert_eq!((p.open(), d.open()), (0, 0));
+    assert_eq!([harness.load(1), harness.load(2)], [(0, 0, 0); 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefill_worker_that_is_lost_after_the_handoff_is_not_awaited() {
+    for leaves in [true, false] {
+        let (harness, p, d) = overlapping(PrefillEnd::Hangs).await;
+        // It would wait for ever.
+        d.set_behaviour(Behaviour::Hang);
+        let started = tokio::time::Instant::now();
+        let answer = harness.answer(prompt(1, 3000));
+        let lose = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            if leaves {
+                harness.roster.expire(WorkerId(1));
+            }
+            d.set_behaviour(Behaviour::Serve);
+        };
+        assert_eq!(futures::future::join(answer, lose).await.0, Ok(vec![1, 2]));
+        assert!(matches!(&d.works()[..], [Work::Resume(_), Work::Generate]));
+        assert_eq!(started.elapsed() < Duration::from_secs(10), leaves, "else after its stall timeout");
+        settle().await;
+        assert_eq!((p.open(), d.open()), (0, 0));
+        assert_eq!(harness.load(2), (0, 0, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decode_worker_that_fails_during_the_prefill_is_replaced() {
+    let (harness, p, d) = overlapping(PrefillEnd::Complete).await;
+    let other = harness.worker(3, Role::Decode).await;
+    other.set_behaviour(Behaviour::HandOff(PrefillEnd::Complete));
+    d.set_behaviour(Behaviour::Break(failed()));
+    for family in 0..2 {
+        assert_eq!(harness.answer(prompt(family, 3000)).await, Ok(vec![1, 2]));
+    }
+    assert!(d.requests() > 0 && other.requests() == 2);
+    settle().await;
+    assert_eq!((p.open(), d.open(), other.open()), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropping_a_request_during_the_prefill_cancels_both_legs() {
+    for after_ms in [0, 1, 1500, 3001, 3500] {
+        let (harness, p, d) = overlapping(PrefillEnd::Complete).await;
+        let asked = tokio::time::timeout(Duration::from_millis(after_ms), harness.ask(prompt(1, 3000))).await;
         drop(asked);
         settle().await;
         assert_eq!((p.open(), d.open()), (0, 0), "after {after_ms} ms");

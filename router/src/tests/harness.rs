@@ -38,6 +38,16 @@ pub(crate) enum Behaviour {
     End,
     /// The stream never yields an output.
     Hang,
+    /// A prefill hands off at once and ends in this way when its time is over; a decode waits for as long.
+    HandOff(PrefillEnd),
+}
+
+/// How a prefill ends that has handed off.
+#[derive(Clone)]
+pub(crate) enum PrefillEnd {
+    Complete,
+    Fails(Error),
+    Hangs,
 }
 
 pub(crate) struct FakeEngine {
@@ -126,7 +136,10 @@ impl Engine for FakeEngine {
             let tokens = |ids, prompt, finish| Ok(Output::Tokens(Tokens { ids, prompt, finish, ..Tokens::default() }));
             let takes = Duration::from_secs_f64(request.tokens.len() as f64 / SPEED);
             let items = async move {
-                if !matches!(request.work, Work::Resume(_)) {
+                let is_resumed = matches!(request.work, Work::Resume(_));
+                let hands_off = matches!(behaviour, Behaviour::HandOff(_));
+                // A prefill that has handed off takes its time afterwards, a decode waits for it.
+                if if hands_off { request.work != Work::Prefill } else { !is_resumed } {
                     tokio::time::sleep(takes).await;
                 }
                 let report = compute(&cache, &request);
@@ -139,9 +152,24 @@ impl Engine for FakeEngine {
                 match (behaviour, request.work) {
                     (Behaviour::Serve, Work::Prefill) => {
                         let handoff = Handoff(Bytes::from(format!("{} tokens", request.tokens.len())));
-                        stream::once(async { Ok(Output::Handoff(handoff)) }).chain(stream::pending()).boxed()
+                        stream::iter([Ok(Output::Handoff(handoff)), Ok(Output::Prefilled)])
+                            .chain(stream::pending())
+                            .boxed()
                     }
-                    (Behaviour::Serve, _) => {
+                    (Behaviour::HandOff(end), Work::Prefill) => {
+                        let handoff = Handoff(Bytes::from(format!("{} tokens", request.tokens.len())));
+                        let later = async move {
+                            tokio::time::sleep(takes).await;
+                            match end {
+                                PrefillEnd::Complete => Ok(Output::Prefilled),
+                                PrefillEnd::Fails(error) => Err(error),
+                                PrefillEnd::Hangs => std::future::pending().await,
+                            }
+                        };
+                        let items = stream::iter([Ok(Output::Handoff(handoff))]).chain(stream::once(later));
+                        items.chain(stream::pending()).boxed()
+                    }
+                    (Behaviour::Serve | Behaviour::HandOff(_), _) => {
                         let mut items: Vec<_> = (next..=2).map(|id| tokens(vec![id], None, None)).collect();
                         items.push(tokens(vec![], None, Some(FinishReason::Length)));
                         if let Ok(Output::Tokens(first)) = &mut items[0] {

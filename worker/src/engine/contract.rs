@@ -11,7 +11,7 @@ pub(crate) async fn check(engine: Arc<dyn Engine>) {
     equal_seeds_give_equal_tokens_in_a_batch(&*engine).await;
     another_engine_continues_with_the_same_tokens(&*engine).await;
     stop_tokens_end_the_stream_unsent(&*engine).await;
-    a_prefill_stream_stays_open_after_the_handoff(&*engine).await;
+    a_prefill_stream_stays_open_after_its_end(&*engine).await;
 }
 
 /// A request for the engine's first model that generates `tokens` tokens, greedily.
@@ -107,9 +107,10 @@ async fn stop_tokens_end_the_stream_unsent(engine: &dyn Engine) {
     assert_eq!(all.finish, Some(super::FinishReason::StopToken(free.ids[3])));
 }
 
-async fn a_prefill_stream_stays_open_after_the_handoff(engine: &dyn Engine) {
+async fn a_prefill_stream_stays_open_after_its_end(engine: &dyn Engine) {
     let prefill = Request { work: Work::Prefill, ..request(engine, &prompt(50), 1) };
     let mut stream = engine.generate(prefill).await.unwrap();
     assert!(matches!(stream.next().await, Some(Ok(Output::Handoff(_)))));
+    assert!(matches!(stream.next().await, Some(Ok(Output::Prefilled))));
     assert!(stream.next().now_or_never().is_none(), "the blocks are kept until the stream is dropped");
 }

@@ -12,8 +12,10 @@ use std::time::Duration;
 pub enum Output {
     /// Tokens that the engine generated.
     Tokens(Tokens),
-    /// The prompt's blocks can be fetched, for as long as the stream is kept.
+    /// The prompt's blocks can be fetched as they are computed, for as long as the stream is kept.
     Handoff(Handoff),
+    /// All of the prompt's blocks are computed.
+    Prefilled,
     /// Status and headers of a relayed response.
     Head(Box<ResponseHead>),
     /// A part of the body of a relayed response, for the client as it is.

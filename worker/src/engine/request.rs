@@ -145,7 +145,7 @@ pub enum Work {
     Generate,
     /// Compute the prompt's blocks only, and hand them off.
     Prefill,
-    /// Decode, from blocks that another engine computed.
+    /// Decode, from blocks that another engine has computed, or still computes.
     Resume(Handoff),
     /// Answer the client's HTTP request. The other fields of the [`Request`] then serve routing: `tokens` may be an
     /// estimate, and of `sampling` and `stop` only what the router needs is set.

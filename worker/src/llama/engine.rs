@@ -50,16 +50,25 @@ impl LlamaEngine {
             manager: manager.clone(),
             settings,
             stats: Arc::clone(&stats),
-            metrics,
+            metrics: metrics.clone(),
             peers: peers.clone(),
         };
+        let block_bytes = runtime.block_bytes();
         let scheduler = Scheduler::new(resources, report, inbox);
         tokio::spawn(async move {
             if AssertUnwindSafe(scheduler.run()).catch_unwind().await.is_err() {
                 tracing::error!(%worker, "engine failed; its requests fail and it accepts no more");
             }
         });
-        let prefix_loader = Arc::new(PrefixLoader::new(manager.clone(), peers, Arc::clone(&stats)));
+        let prefix_loader = PrefixLoader::new(
+            manager.clone(),
+            peers,
+            Arc::clone(&stats),
+            metrics,
+            block_bytes,
+            settings.handoff.min_idle,
+        );
+        let prefix_loader = Arc::new(prefix_loader);
         Arc::new(Self { runtime, manager, settings, stats, prefix_loader, load, submit, seeds: Seeds::default() })
     }
 
@@ -90,7 +99,10 @@ impl LlamaEngine {
         if request.tokens.len() >= context {
             return Err(Error::PromptTooLong { prompt: request.tokens.len(), context });
         }
-        if self.stats.waiting() >= self.settings.max_queued_requests {
+        // Those whose prompt another worker computes are counted apart: they join the queue later.
+        let is_arriving = matches!(request.work, Work::Resume(_));
+        let before = if is_arriving { self.stats.arriving() } else { self.stats.waiting() };
+        if before >= self.settings.max_queued_requests {
             return Err(Error::Overloaded { retry_after: self.stats.drain_time() });
         }
         Ok(())

@@ -1,7 +1,9 @@
 //! Continuous batching: from accepted requests to streams of tokens, over one model and one block manager.
 
+mod arrival;
 mod batch;
 mod blocks;
+mod handoffs;
 mod output;
 mod prefix;
 mod run;

@@ -17,6 +17,9 @@ pub struct Settings {
     /// When requests whose output is not read are paused and failed. Not in the configuration.
     #[serde(skip)]
     pub unread: UnreadOutput,
+    /// How long the two workers of a hand-over wait for each other. Not in the configuration.
+    #[serde(skip)]
+    pub handoff: HandoffLimits,
 }
 
 /// When a request whose output is not read is paused and failed. Both times start when the engine has generated as many
@@ -36,6 +39,24 @@ impl Default for UnreadOutput {
     }
 }
 
+/// How long the two workers of a hand-over wait for each other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HandoffLimits {
+    /// How long the decode worker waits for a prefill without progress, where computing the whole prompt itself takes
+    /// less. If it takes more, so long.
+    pub min_idle: Duration,
+    /// How long the prefill worker keeps the blocks of a complete prefill that are not fetched.
+    pub lease: Duration,
+}
+
+impl Default for HandoffLimits {
+    /// 10 s: a chunk takes a few seconds at most, and the prefill worker may compute chunks of other prompts in between.
+    /// 60 s: fetching takes a second at most; the rest is time in the queue of a decode worker without free memory.
+    fn default() -> Self {
+        Self { min_idle: Duration::from_secs(10), lease: Duration::from_secs(60) }
+    }
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Self {
@@ -43,6 +64,7 @@ impl Default for Settings {
             max_num_seqs: 64,
             max_queued_requests: 1024,
             unread: UnreadOutput::default(),
+            handoff: HandoffLimits::default(),
         }
     }
 }

@@ -15,6 +15,7 @@ use kvbm::{ChainKey, Domain, EventLog, Level, Tier};
 use std::path::Path;
 use std::sync::Arc;
 
+mod handoff;
 pub(crate) mod harness;
 mod memory;
 mod reuse;

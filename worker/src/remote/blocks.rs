@@ -2,10 +2,10 @@
 //!
 //! The payload is written without a copy, and verified by the receiver, like that of any tier.
 
-use bytes::{Buf, BufMut, Bytes, BytesMut};
+use bytes::{BufMut, Bytes, BytesMut};
 use futures::StreamExt;
 use futures::stream::BoxStream;
-use kvbm::{Block, Fingerprint, Header, Loaded, SequenceHash};
+use kvbm::{Fingerprint, Header, Loaded, SequenceHash};
 use std::collections::VecDeque;
 use std::task::{Context, Poll};
 
@@ -15,7 +15,7 @@ use std::task::{Context, Poll};
 pub(super) struct InvalidBlocks;
 
 /// Bytes before a header: the index and whether the block was found.
-const PREFIX: usize = 5;
+pub(super) const PREFIX: usize = 5;
 
 const FINGERPRINT_BYTES: usize = 32;
 const HASH_BYTES: usize = 16;
@@ -71,41 +71,25 @@ impl BlockFrames {
     }
 }
 
-/// Takes the next block from what has arrived; `None`: more bytes are needed. `max_payload` bounds the memory of one.
-pub(super) fn decode_block(
-    arrived: &mut BytesMut,
-    max_payload: u64,
-) -> Result<Option<(usize, Option<Block>)>, InvalidBlocks> {
-    let Some(prefix) = arrived.first_chunk::<PREFIX>() else { return Ok(None) };
+/// Whether the block of an index was found. Precedes its header and payload.
+pub(super) fn decode_prefix(prefix: &[u8; PREFIX]) -> Result<(usize, bool), InvalidBlocks> {
     let [a, b, c, d, found] = *prefix;
-    let index = u32::from_le_bytes([a, b, c, d]) as usize;
     match found {
-        0 => {
-            arrived.advance(PREFIX);
-            return Ok(Some((index, None)));
-        }
-        1 => {}
-        _ => return Err(InvalidBlocks),
+        0 | 1 => Ok((u32::from_le_bytes([a, b, c, d]) as usize, found == 1)),
+        _ => Err(InvalidBlocks),
     }
-    let Some(header) = arrived[PREFIX..].first_chunk::<{ Header::LEN }>() else { return Ok(None) };
-    let header = Header::decode(header).map_err(|_| InvalidBlocks)?;
-    if header.length > max_payload {
-        return Err(InvalidBlocks);
-    }
-    let whole = PREFIX + Header::LEN + header.length as usize;
-    if arrived.len() < whole {
-        arrived.reserve(whole - arrived.len());
-        return Ok(None);
-    }
-    arrived.advance(PREFIX + Header::LEN);
-    let payload = arrived.split_to(header.length as usize).freeze();
-    Ok(Some((index, Some(Block { header, payload }))))
+}
+
+/// The header of a block that was found. `max_payload` bounds the memory of one.
+pub(super) fn decode_header(header: &[u8; Header::LEN], max_payload: u64) -> Result<Header, InvalidBlocks> {
+    Header::decode(header).ok().filter(|header| header.length <= max_payload).ok_or(InvalidBlocks)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use futures::future::poll_fn;
+    use kvbm::Block;
     use proptest::prelude::*;
 
     fn block(n: u8) -> Block {
@@ -114,24 +98,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn blocks_arrive_in_any_pieces() {
+    async fn frames_are_heads_and_payloads_in_turn() {
         let loads: Vec<Loaded> = vec![(1, Ok(Some(block(1)))), (0, Ok(None)), (2, Ok(Some(block(2))))];
         let mut frames = BlockFrames::new(futures::stream::iter(loads).boxed());
         let mut sent = Vec::new();
         while let Some(frame) = poll_fn(|context| frames.poll_next(context)).await {
-            sent.extend_from_slice(&frame);
+            sent.push(frame);
         }
-        for size in [1, 7, 100, 5000, 10_000] {
-            let (mut arrived, mut blocks) = (BytesMut::new(), Vec::new());
-            for piece in sent.chunks(size) {
-                arrived.extend_from_slice(piece);
-                while let Some((index, block)) = decode_block(&mut arrived, 1 << 20).unwrap() {
-                    blocks.push((index, block.map(|block| block.payload)));
-                }
-            }
-            assert_eq!(blocks, [(1, Some(block(1).payload)), (0, None), (2, Some(block(2).payload))]);
-            assert!(arrived.is_empty());
-        }
+        let heads: Vec<_> = [0, 2, 3].map(|at| decode_prefix(sent[at].first_chunk().unwrap()).unwrap()).to_vec();
+        assert_eq!(heads, [(1, true), (0, false), (2, true)]);
+        assert_eq!((&sent[1], &sent[4], sent[2].len()), (&block(1).payload, &block(2).payload, PREFIX));
+        let header = decode_header(sent[3][PREFIX..].first_chunk().unwrap(), 1 << 20).unwrap();
+        assert_eq!(header, block(2).header);
     }
 
     #[test]
@@ -141,17 +119,15 @@ mod tests {
         let encoded = encode_request(fingerprint, &hashes);
         assert_eq!(decode_request(&encoded), Ok((fingerprint, hashes)));
         assert!(decode_request(&encoded[..40]).is_err() && decode_request(&encoded[..20]).is_err());
-        let mut arrived = BytesMut::from(&[0, 0, 0, 0, 1][..]);
-        arrived.extend_from_slice(&block(1).header.encode());
-        assert!(decode_block(&mut arrived.clone(), 3001).is_ok_and(|block| block.is_none()));
-        assert!(decode_block(&mut arrived, 3000).is_err());
+        assert!(decode_header(&block(1).header.encode(), 3001).is_ok());
+        assert_eq!(decode_header(&block(1).header.encode(), 3000), Err(InvalidBlocks));
+        assert_eq!(decode_prefix(&[0, 0, 0, 0, 2]), Err(InvalidBlocks));
     }
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_are_refused_or_decoded(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
-            let mut arrived = BytesMut::from(&bytes[..]);
-            while let Ok(Some(_)) = decode_block(&mut arrived, 1 << 16) {}
+        fn arbitrary_bytes_are_refused_or_decoded(bytes in prop::collection::vec(any::<u8>(), 128..400)) {
+            let _ = decode_header(bytes.first_chunk().unwrap(), 1 << 16);
             let _ = decode_request(&bytes);
         }
     }

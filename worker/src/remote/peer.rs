@@ -1,164 +1,175 @@
 //! The memory of a worker in another process, as a tier to read from: `POST /workers/<id>/blocks` over HTTP/1.1.
 //!
-//! Blocks are read as they arrive and verified by the caller, like those of any tier. Dropping the stream closes its
-//! connection. Not here: which worker holds which blocks (the ticket of a hand-over says so).
+//! Blocks are read over several connections at a time, each by a task of its own, and verified by the caller, like those
+//! of any tier. Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
+//! `GET /workers/<id>/handoffs/<handoff>`.
 
-use super::blocks::{decode_block, encode_request};
-use super::connect::{Credentials, Endpoint};
-use super::{PROTOCOL, PROTOCOL_HEADER};
+mod connection;
+mod endpoint;
+
+use super::blocks::{PREFIX, decode_header, decode_prefix, encode_request};
+use super::connect::Credentials;
+use super::progress;
+use crate::handoff::{HandoffId, Progress, ProgressStream, RemoteMemory};
 use crate::plane::WorkerId;
-use bytes::{Bytes, BytesMut};
+use bytes::BytesMut;
+use connection::Response;
+use endpoint::PeerEndpoint;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream};
-use http::header::{AUTHORIZATION, HOST};
-use http::{HeaderValue, Method, Request, StatusCode};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
-use hyper::client::conn::http1::{Builder, SendRequest};
-use hyper_util::rt::TokioIo;
 use kvbm::{Block, Date, Fingerprint, Header, Level, LoadError, Loaded, SequenceHash, StoreError, Tier, Usage};
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::task::AbortOnDropHandle;
 
 /// The memory of a worker in another process.
-pub struct RemotePeer(Arc<Memory>);
-
-struct Memory {
-    endpoint: Endpoint,
-    path: String,
-    idle: Mutex<Vec<SendRequest<Full<Bytes>>>>,
+pub struct RemotePeer {
+    endpoint: Arc<PeerEndpoint>,
+    blocks_path: String,
+    handoffs_path: String,
+    max_connections: usize,
     /// Blocks that were found corrupt; they are not asked for again.
     discarded: Mutex<HashSet<SequenceHash>>,
 }
 
-/// A response whose blocks are being read.
-struct Reading {
-    memory: Arc<Memory>,
-    connection: Option<SendRequest<Full<Bytes>>>,
-    body: Incoming,
-    arrived: BytesMut,
-    /// Which of the requested blocks have not arrived yet.
-    missing: Vec<bool>,
-}
-
-/// Bytes that one read of the connection may take: larger reads cost fewer system calls.
-const READ_BYTES: usize = 1 << 20;
-/// Idle connections that are kept.
-const MAX_IDLE: usize = 4;
+/// Connections of one load: one does not use a fast network, and more than a few threads do not read faster.
+const MAX_CONNECTIONS: usize = 4;
+/// Consecutive blocks that come over one connection, before the next ones come over another: so the first blocks arrive
+/// first, and short loads use one connection.
+const STRIPE_BLOCKS: usize = 8;
+/// Blocks of a load that have arrived and wait to be verified, beside one for each connection. They keep buffers of
+/// connections from being used again.
+const MAX_ARRIVED: usize = 8;
 /// Corrupt blocks that are remembered. When there are more, the memory begins anew.
 const MAX_DISCARDED: usize = 1024;
-/// Longest text of an error that is read.
-const MAX_ERROR_BYTES: usize = 64 << 10;
 
 impl RemotePeer {
     /// The memory of `worker`, whose process listens at `url`. Connects with the first load.
     pub fn new(worker: WorkerId, url: &str, credentials: impl Into<Credentials>) -> Self {
-        Self(Arc::new(Memory {
-            endpoint: Endpoint::new(url, credentials.into()),
-            path: format!("/workers/{}/blocks", worker.0),
-            idle: Mutex::default(),
+        Self {
+            endpoint: Arc::new(PeerEndpoint::new(url, credentials.into())),
+            blocks_path: format!("/workers/{}/blocks", worker.0),
+            handoffs_path: format!("/workers/{}/handoffs/", worker.0),
+            max_connections: MAX_CONNECTIONS,
             discarded: Mutex::default(),
-        }))
+        }
+    }
+
+    /// Reads over at most this many connections at a time: for measurements.
+    #[must_use]
+    pub fn with_connections(self, max_connections: usize) -> Self {
+        Self { max_connections: max_connections.max(1), ..self }
     }
 }
 
-impl Memory {
-    fn request(&self, body: Bytes) -> io::Result<Request<Full<Bytes>>> {
-        let authority = self.endpoint.uri(&self.path).authority().map(|host| HeaderValue::from_str(host.as_str()));
-        let mut request = Request::new(Full::new(body));
-        *request.method_mut() = Method::POST;
-        *request.uri_mut() = self.path.parse().map_err(io::Error::other)?;
-        let headers = request.headers_mut();
-        headers.extend(authority.transpose().map_err(io::Error::other)?.map(|host| (HOST, host)));
-        headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
-        headers.extend(self.endpoint.authorization().map(|secret| (AUTHORIZATION, secret)));
-        Ok(request)
-    }
+/// Blocks that are read over one connection, with their indexes in the load.
+struct Part {
+    endpoint: Arc<PeerEndpoint>,
+    request: Vec<u8>,
+    indexes: Vec<usize>,
+    /// Which of them have not arrived yet.
+    missing: Vec<bool>,
+}
 
-    /// An idle connection, and whether it is new.
-    async fn connection(&self) -> io::Result<SendRequest<Full<Bytes>>> {
-        while let Some(idle) = { self.idle.lock().pop() } {
-            if idle.is_ready() {
-                return Ok(idle);
+impl Part {
+    /// Reads the blocks. Those that cannot be read are errors.
+    async fn read(mut self, into: mpsc::Sender<Loaded>) {
+        let Err(error) = self.read_all(&into).await else { return };
+        if self.missing.iter().all(|missing| *missing) {
+            tracing::warn!(%error, "the memory of another worker cannot be read; its blocks are recomputed");
+        }
+        let kind = error.kind();
+        for index in self.indexes.iter().zip(&self.missing).filter_map(|(index, missing)| missing.then_some(*index)) {
+            if into.send((index, Err(LoadError::Io(kind.into())))).await.is_err() {
+                return;
             }
         }
-        let socket = self.endpoint.connect(b"http/1.1").await?;
-        let mut builder = Builder::new();
-        builder.max_buf_size(READ_BYTES);
-        let (sender, connection) = builder.handshake(TokioIo::new(socket)).await.map_err(io::Error::other)?;
-        // Its errors are those of its requests.
-        tokio::spawn(async move { drop(connection.await) });
-        Ok(sender)
     }
 
-    async fn open(self: Arc<Self>, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> io::Result<Reading> {
-        let body = encode_request(fingerprint, &hashes);
-        let mut connection = self.connection().await?;
-        let failed = |error: hyper::Error| io::Error::other(self.endpoint.explain(&error));
-        connection.ready().await.map_err(failed)?;
-        let response = connection.send_request(self.request(body)?).await.map_err(failed)?;
-        if response.status() != StatusCode::OK {
-            let status = response.status();
-            let text = Limited::new(response.into_body(), MAX_ERROR_BYTES).collect().await;
-            let text = text.map(|body| String::from_utf8_lossy(&body.to_bytes()).into_owned()).unwrap_or_default();
-            return Err(io::Error::other(format!("status {}: {}", status.as_u16(), text.trim())));
+    async fn read_all(&mut self, into: &mpsc::Sender<Loaded>) -> io::Result<()> {
+        let mut response = self.endpoint.send(&self.request).await?;
+        while self.missing.contains(&true) {
+            let (at, block) = next_block(&mut response).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            if self.missing.get(at) != Some(&true) {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            self.missing[at] = false;
+            if into.send((self.indexes[at], Ok(block))).await.is_err() {
+                // The load was dropped.
+                return Ok(());
+            }
         }
-        Ok(Reading {
-            memory: self,
-            connection: Some(connection),
-            body: response.into_body(),
-            arrived: BytesMut::new(),
-            missing: vec![true; hashes.len()],
-        })
+        if response.take(1).await?.is_none() {
+            self.endpoint.keep(response);
+        }
+        Ok(())
     }
 }
 
-impl Reading {
-    /// The next block; `None` after the last.
-    async fn next(&mut self) -> Option<Loaded> {
-        loop {
-            match decode_block(&mut self.arrived, Header::MAX_LENGTH) {
-                Ok(Some((index, block))) if self.missing.get(index) == Some(&true) => {
-                    self.missing[index] = false;
-                    return Some((index, Ok(block)));
-                }
-                Ok(None) => {}
-                _ => return self.failed(io::ErrorKind::InvalidData.into()),
-            }
-            match self.body.frame().await {
-                Some(Ok(frame)) => {
-                    if let Ok(data) = frame.into_data() {
-                        self.arrived.extend_from_slice(&data);
-                    }
-                }
-                Some(Err(error)) => return self.failed(io::Error::other(error)),
-                None if self.missing.contains(&true) => return self.failed(io::ErrorKind::UnexpectedEof.into()),
-                None => {
-                    self.keep_connection();
-                    return None;
-                }
-            }
-        }
+/// The next block of a response, which the server may not have found. `None` at its end.
+async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
+    response: &mut Response<S>,
+) -> io::Result<Option<(usize, Option<Block>)>> {
+    let Some(prefix) = response.take(PREFIX).await? else { return Ok(None) };
+    let prefix = prefix.first_chunk().expect("so many bytes were taken");
+    let (index, is_found) = decode_prefix(prefix).map_err(io::Error::other)?;
+    if !is_found {
+        return Ok(Some((index, None)));
     }
+    let header = response.take(Header::LEN).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+    let header = header.first_chunk().expect("so many bytes were taken");
+    let header = decode_header(header, Header::MAX_LENGTH).map_err(io::Error::other)?;
+    let payload = match header.length {
+        0 => Default::default(),
+        length => response.take(length as usize).await?.ok_or(io::ErrorKind::UnexpectedEof)?,
+    };
+    Ok(Some((index, Some(Block { header, payload }))))
+}
 
-    /// The error for the next block that did not arrive. The connection is not used again.
-    fn failed(&mut self, error: io::Error) -> Option<Loaded> {
-        self.connection = None;
-        let index = self.missing.iter().position(|missing| *missing)?;
-        self.missing[index] = false;
-        Some((index, Err(LoadError::Io(error))))
-    }
+/// The indexes of a load for each connection.
+fn stripes(blocks: usize, max_connections: usize) -> Vec<Vec<usize>> {
+    let connections = blocks.div_ceil(STRIPE_BLOCKS).clamp(1, max_connections);
+    let of = |connection| (0..blocks).filter(move |index| index / STRIPE_BLOCKS % connections == connection).collect();
+    (0..connections).map(of).collect()
+}
 
-    fn keep_connection(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            let mut idle = self.memory.idle.lock();
-            if idle.len() < MAX_IDLE {
-                idle.push(connection);
-            }
+/// Reads the progress of a prefill; `None` after the last, or if the connection or its worker fails.
+async fn next_progress<S: AsyncRead + AsyncWrite + Unpin>(response: &mut Response<S>) -> Option<Progress> {
+    let mut arrived = BytesMut::new();
+    loop {
+        match progress::decode(&mut arrived) {
+            Ok(Some(progress)) => return Some(progress),
+            Ok(None) => {}
+            Err(_) => return None,
         }
+        // They are few, and small.
+        arrived.extend_from_slice(&response.take(1).await.ok()??);
+    }
+}
+
+impl RemoteMemory for RemotePeer {
+    fn progress(&self, handoff: HandoffId) -> ProgressStream {
+        let (endpoint, path) = (Arc::clone(&self.endpoint), format!("{}{handoff}", self.handoffs_path));
+        let opened = async move {
+            match endpoint.send(&endpoint.request("GET", &path, &[])).await {
+                Ok(response) => stream::unfold(response, async |mut response| {
+                    let progress = next_progress(&mut response).await?;
+                    Some((progress, response))
+                })
+                .boxed(),
+                Err(error) => {
+                    tracing::warn!(%error, "the progress of a prefill on another worker cannot be read");
+                    stream::empty().boxed()
+                }
+            }
+        };
+        stream::once(opened).flatten().boxed()
     }
 }
 
@@ -169,27 +180,29 @@ impl Tier for RemotePeer {
 
     /// A hint: the worker has said that it holds the blocks of a hand-over.
     fn holds(&self, _: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        let discarded = self.0.discarded.lock();
+        let discarded = self.discarded.lock();
         hashes.iter().take_while(|hash| !discarded.contains(hash)).count()
     }
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        let (memory, count) = (Arc::clone(&self.0), hashes.len());
-        let opened = async move {
-            match memory.open(fingerprint, hashes).await {
-                Ok(reading) => stream::unfold(reading, async |mut reading| {
-                    let loaded = reading.next().await?;
-                    Some((loaded, reading))
-                })
-                .boxed(),
-                Err(error) => {
-                    tracing::warn!(%error, "the memory of another worker cannot be read; its blocks are recomputed");
-                    let kind = error.kind();
-                    stream::iter((0..count).map(move |index| (index, Err(LoadError::Io(kind.into()))))).boxed()
-                }
-            }
+        if hashes.is_empty() {
+            return stream::empty().boxed();
+        }
+        let (sender, receiver) = mpsc::channel(MAX_ARRIVED);
+        let read = |indexes: Vec<usize>| {
+            let wanted: Vec<SequenceHash> = indexes.iter().map(|index| hashes[*index]).collect();
+            let request = self.endpoint.request("POST", &self.blocks_path, &encode_request(fingerprint, &wanted));
+            let missing = vec![true; indexes.len()];
+            let part = Part { endpoint: Arc::clone(&self.endpoint), request, indexes, missing };
+            AbortOnDropHandle::new(tokio::spawn(part.read(sender.clone())))
         };
-        stream::once(opened).flatten().boxed()
+        let reading: Vec<_> = stripes(hashes.len(), self.max_connections).into_iter().map(read).collect();
+        ReceiverStream::new(receiver)
+            .inspect(move |_| {
+                // Dropped with the stream.
+                let _ = &reading;
+            })
+            .boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
@@ -198,7 +211,7 @@ impl Tier for RemotePeer {
     }
 
     fn discard(&self, _: Fingerprint, hash: SequenceHash) {
-        let mut discarded = self.0.discarded.lock();
+        let mut discarded = self.discarded.lock();
         if discarded.len() >= MAX_DISCARDED {
             discarded.clear();
         }

@@ -2,10 +2,11 @@
 
 use super::blocks::{self, BlockFrames};
 use super::served::ServedRequest;
+use super::progress::ProgressFrames;
 use super::wire;
 use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
 use crate::engine::{Engine, OutputStream};
-use crate::handoff::Peers;
+use crate::handoff::{HandoffId, Peers};
 use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
@@ -51,6 +52,7 @@ enum Content {
     Text(Option<Bytes>),
     Outputs(OutputStream, Box<ServedRequest>),
     Blocks(BlockFrames),
+    Progress(ProgressFrames),
     Ended,
 }
 
@@ -134,6 +136,17 @@ impl RequestServer {
         }
     }
 
+    /// Answers `GET /workers/<worker>/handoffs/<handoff>`. The response ends with the hand-over.
+    pub fn respond_progress(&self, handoff: &str, headers: &HeaderMap) -> Response<ResponseBody> {
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
+        }
+        match handoff.parse().ok().and_then(|id| self.peers.follow(HandoffId(id))) {
+            Some(progress) => response(StatusCode::OK, Content::Progress(ProgressFrames::new(progress))),
+            None => error(StatusCode::NOT_FOUND, "the hand-over has ended"),
+        }
+    }
+
     /// Why a request is refused: its secret or its protocol number is another one.
     fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
         if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
@@ -207,6 +220,7 @@ impl Body for ResponseBody {
             Content::Ended => return Poll::Ready(None),
             Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
             Content::Blocks(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
+            Content::Progress(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Outputs(outputs, served) => (outputs, served),
         };
         let mut encoded = BytesMut::new();

@@ -294,7 +294,7 @@ async fn streams_of_a_process_that_left_go_on_if_it_answers() {
 #[tokio::test]
 async fn another_protocol_number_is_refused_by_its_number() {
     let server = RequestServer::new(None, Peers::default());
-    for protocol in ["0", "2", "x"] {
+    for protocol in ["0", "1", "3", "x"] {
         let headers = HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(protocol))]);
         let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
         assert_eq!(response.status(), 400);

@@ -63,6 +63,7 @@ enum WireOutput {
     Tokens(WireTokens),
     Handoff(Vec<u8>),
     Failed(WireError),
+    Prefilled,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -180,6 +181,7 @@ pub(super) fn encode_output(output: Result<Output, Error>, into: &mut BytesMut) 
                 }),
             }),
             Ok(Output::Handoff(Handoff(bytes))) => WireOutput::Handoff(bytes.to_vec()),
+            Ok(Output::Prefilled) => WireOutput::Prefilled,
             Ok(Output::Head(_) | Output::Body(_) | Output::End(_)) => {
                 WireOutput::Failed(WireError::Failed("the engine relays, and other processes cannot use it".to_owned()))
             }
@@ -214,6 +216,7 @@ pub(super) fn decode_output(arrived: &mut BytesMut) -> Result<Option<Result<Outp
             Ok(Output::Tokens(Tokens { ids, logprobs, finish, end, prompt_logprobs, prompt, explain: None }))
         }
         WireOutput::Handoff(bytes) => Ok(Output::Handoff(Handoff(bytes.into()))),
+        WireOutput::Prefilled => Ok(Output::Prefilled),
         WireOutput::Failed(error) => Err(error.into_error()),
     }))
 }

@@ -4,7 +4,7 @@
 //! Tokens that were not read when the next ones come are merged into one item. A queue of items would take more memory
 //! per stream, all of which the caches of the processor lose while a step computes.
 
-use crate::engine::{EndToken, Error, FinishReason, Logprobs, Output, PromptReport, Tokens};
+use crate::engine::{EndToken, Error, FinishReason, Handoff, Logprobs, Output, PromptReport, Tokens};
 use futures::Stream;
 use parking_lot::Mutex;
 use std::mem;
@@ -30,7 +30,9 @@ struct Shared {
 struct Slot {
     /// What was not read yet.
     tokens: Tokens,
-    /// The item after the tokens: an error or a handoff.
+    /// The handoff of a prefill, which comes before its end.
+    handoff: Option<Handoff>,
+    /// The item after these: an error, or the end of a prefill.
     last: Option<Result<Output, Error>>,
     /// The task that waits for output.
     reader: Option<Waker>,
@@ -43,6 +45,9 @@ impl Slot {
     fn take(&mut self) -> Option<Result<Output, Error>> {
         if !self.tokens.ids.is_empty() || self.tokens.finish.is_some() {
             return Some(Ok(Output::Tokens(mem::take(&mut self.tokens))));
+        }
+        if let Some(handoff) = self.handoff.take() {
+            return Some(Ok(Output::Handoff(handoff)));
         }
         self.last.take().or_else(|| {
             let stopped = || Err(Error::Failed("the engine stopped before the request finished".into()));
@@ -159,9 +164,14 @@ impl OutputSender {
         self.shared.update(|slot| slot.last = Some(Err(error)));
     }
 
-    /// Sends the handoff; the stream stays open.
-    pub(super) fn send_handoff(&self, output: Output) {
-        self.shared.update(|slot| slot.last = Some(Ok(output)));
+    /// Sends the handoff of a prefill.
+    pub(super) fn send_handoff(&self, handoff: Handoff) {
+        self.shared.update(|slot| slot.handoff = Some(handoff));
+    }
+
+    /// Sends the end of a prefill; the stream stays open.
+    pub(super) fn send_prefilled(&self) {
+        self.shared.update(|slot| slot.last = Some(Ok(Output::Prefilled)));
     }
 }
 

@@ -15,16 +15,17 @@
 //! steps the batch may change in any way, because no row's result depends on its batch mates.
 
 use super::batch::{self, Candidate, Rows};
+use super::handoffs::HeldHandoffs;
 use super::output::Ending;
 use super::sequence::Sequence;
 use super::stats::EngineStats;
 use super::step::{self, StepInput, StepOutput};
-use crate::engine::{EndToken, Error, FinishReason, Output, Work};
+use crate::engine::{EndToken, Error, FinishReason, Work};
 use crate::handoff::Peers;
 use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
 use crate::llama::settings::Settings;
-use crate::metrics::EngineMetrics;
+use crate::metrics::{EngineMetrics, HandoffEnd};
 use crate::plane::{Load, WorkerId};
 use kvbm::BlockManager;
 use std::collections::VecDeque;
@@ -67,6 +68,7 @@ pub(in crate::llama) struct Scheduler {
     running: Vec<Sequence>,
     /// Sequences whose output is not read, the longest paused first. They are not in the batch and hold no blocks.
     paused: VecDeque<Sequence>,
+    handoffs: HeldHandoffs,
     /// A sequence has left the batch since onboarding was last retried for the waiting ones.
     sequence_left: bool,
 }
@@ -92,6 +94,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             paused: VecDeque::new(),
+            handoffs: HeldHandoffs::default(),
             sequence_left: false,
         }
     }
@@ -102,9 +105,17 @@ impl Scheduler {
             while let Ok(sequence) = self.inbox.try_recv() {
                 self.waiting.push_back(sequence);
             }
-            self.waiting.retain(|sequence| !sequence.output.is_closed());
+            let metrics = &self.metrics;
+            let is_open = |sequence: &mut Sequence| {
+                let is_closed = sequence.output.is_closed();
+                if is_closed && sequence.progress.is_some() {
+                    metrics.handoff_ended(HandoffEnd::Cancelled);
+                }
+                !is_closed
+            };
+            self.waiting.retain_mut(is_open);
             let before = self.running.len();
-            self.running.retain(|sequence| !sequence.output.is_closed());
+            self.running.retain_mut(is_open);
             self.sequence_left |= self.running.len() < before;
             self.pause();
             self.resume();
@@ -214,7 +225,7 @@ impl Scheduler {
                     self.manager.unpin();
                 }
             }
-            if !self.reclaim_from_waiting(room) {
+            if !self.reclaim_from_waiting(room) && !self.reclaim_from_handoffs(room) {
                 self.waiting.push_front(sequence);
                 return;
             }
@@ -250,6 +261,12 @@ impl Scheduler {
                 }
             }
         }
+        self.manager.available() >= blocks
+    }
+
+    /// Whether this many blocks are free once blocks are released that decode workers have not fetched for a while.
+    fn reclaim_from_handoffs(&mut self, blocks: usize) -> bool {
+        while self.manager.available() < blocks && self.handoffs.reclaim(PIN_RELEASE_DELAY, &self.metrics) {}
         self.manager.available() >= blocks
     }
 
@@ -311,6 +328,11 @@ impl Scheduler {
         let inputs = rows.iter().map(|rows| self.step_input(*rows)).collect();
         let prompt_rows = rows.iter().filter(|rows| rows.count > 1).map(|rows| rows.count).sum();
         let started = Instant::now();
+        for rows in &rows {
+            if let Some(prefilled) = self.running[rows.index].prefilled_elsewhere.take() {
+                self.metrics.handed_over(started - prefilled);
+            }
+        }
         let outputs = {
             let _permit = self.runtime.compute_permit().await;
             let runtime = Arc::clone(&self.runtime);
@@ -365,8 +387,10 @@ impl Scheduler {
                     secured.push(rows);
                     continue 'next;
                 }
-                // Waiting sequences yield their blocks first.
-                if !self.waiting.iter_mut().rev().any(Sequence::yield_blocks) {
+                // Waiting sequences yield their blocks first, then hand-overs.
+                if !self.waiting.iter_mut().rev().any(Sequence::yield_blocks)
+                    && !self.handoffs.reclaim(PIN_RELEASE_DELAY, &self.metrics)
+                {
                     self.preempt();
                 }
             }
@@ -424,6 +448,9 @@ impl Scheduler {
         sequence.add_scores(output.scored);
         sequence.publish(&self.manager);
         sequence.drop_unneeded_onboarding();
+        if matches!(sequence.request.work, Work::Prefill) {
+            sequence.report_progress(&self.peers, self.worker);
+        }
         let only_prompt =
             sequence.limit == 0 && sequence.pending() == 0 && !matches!(sequence.request.work, Work::Prefill);
         if output.next.is_none() && !only_prompt {
@@ -456,20 +483,21 @@ impl Scheduler {
         None
     }
 
-    /// Sends the handoff to the router, and keeps the blocks until the stream is dropped.
-    fn hand_off(&self, mut sequence: Sequence) {
+    /// Ends a prefill, and keeps its blocks for the decode worker.
+    fn hand_off(&mut self, mut sequence: Sequence) {
         sequence.close_report();
         sequence.describe_prefill();
         self.metrics.prompt_cached(&sequence.report);
         self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
-        let ticket = self.peers.ticket(self.worker, sequence.report.cached.clone());
-        sequence.output.send_handoff(Output::Handoff(ticket.encode()));
+        let cached = sequence.report.cached.clone();
+        sequence.report_progress(&self.peers, self.worker).complete(cached);
+        sequence.output.send_prefilled();
         // Only the blocks are kept; the request no longer counts as pending.
-        let Sequence { output, blocks, .. } = sequence;
-        tokio::spawn(async move {
-            output.closed().await;
-            drop(blocks);
-        });
+        let Sequence { output, blocks, progress, .. } = sequence;
+        if let Some(progress) = progress {
+            let lease = self.settings.handoff.lease;
+            self.handoffs.hold(output, progress, blocks.cached, lease, self.metrics.clone());
+        }
     }
 
     fn block_size(&self) -> usize {

@@ -5,11 +5,15 @@ use super::output::OutputSender;
 use super::stats::{EngineStats, RequestStats};
 use super::step::PromptScores;
 use crate::engine::{Logprobs, ModelCard, PromptReport, Request, Work};
-use crate::handoff::HandoffTicket;
+use crate::handoff::{HandoffProgress, Peers};
 use crate::llama::model::Sampler;
-use kvbm::{BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, Recompute, SequenceHash};
+use crate::plane::WorkerId;
+use kvbm::{
+    BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, Recompute, SequenceHash, Tier,
+};
 use spans::{Kind, Span};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -29,6 +33,12 @@ pub(in crate::llama) struct Sequence {
     /// The sequence gave up blocks, or their onboarding, because memory was short; it onboards them again once a
     /// sequence has left the batch.
     pub(super) yielded: bool,
+    /// The hand-over of a prefill, once its first blocks are computed.
+    pub(super) progress: Option<HandoffProgress>,
+    /// The memory of the prefill worker that has handed over blocks.
+    pub(super) peer: Option<Arc<dyn Tier>>,
+    /// When another worker had computed the prompt, until the first step.
+    pub(super) prefilled_elsewhere: Option<Instant>,
     /// Since when nothing runs and the blocks of this sequence still do not fit.
     pub(super) blocked_since: Option<Instant>,
     /// Since when the output has been unread and nothing more is generated.
@@ -81,6 +91,9 @@ impl Sequence {
             blocks: BlockTable::default(),
             onboarding: None,
             yielded: false,
+            progress: None,
+            peer: None,
+            prefilled_elsewhere: None,
             blocked_since: None,
             unread_since: None,
             reported_tokens: 0,
@@ -193,8 +206,10 @@ impl Sequence {
     /// Starts onboarding of the missing blocks that lower tiers hold.
     pub(super) fn start_onboarding(&mut self, manager: &BlockManager, stats: &EngineStats) {
         self.yielded = false;
-        let (hashes, trace) = (self.missing_hashes(), &self.request.attributes.trace);
-        let onboarding = manager.start_onboarding(hashes, self.recompute(stats), stats.notifier(), trace);
+        // Once the first token is sent, the prefill worker does not keep the blocks any more.
+        let peer = self.peer.as_ref().filter(|_| self.report_is_open());
+        let (recompute, wake, trace) = (self.recompute(stats), stats.notifier(), &self.request.attributes.trace);
+        let onboarding = manager.start_onboarding_with(peer, self.missing_hashes(), recompute, wake, trace);
         let first_block = self.blocks.len();
         self.onboarding = onboarding.map(|handle| ActiveOnboarding { handle, first_block });
     }
@@ -263,10 +278,21 @@ impl Sequence {
         }
     }
 
-    /// Limits the cached tokens of the report to those that the prefill worker found.
-    pub(super) fn limit_cached(&mut self, ticket: &HandoffTicket) {
-        let found: usize = ticket.cached.iter().map(|(_, tokens)| *tokens as usize).sum();
-        self.max_cached = found.min(self.prompt);
+    /// Limits the cached tokens of the report.
+    pub(super) fn limit_cached(&mut self, tokens: usize) {
+        self.max_cached = tokens.min(self.prompt);
+    }
+
+    /// Reports the computed blocks of a prefill to the decode worker. The first report begins the hand-over.
+    pub(super) fn report_progress(&mut self, peers: &Peers, worker: WorkerId) -> &HandoffProgress {
+        let output = &self.output;
+        let progress = self.progress.get_or_insert_with(|| {
+            let (ticket, progress) = peers.begin(worker);
+            output.send_handoff(ticket.encode());
+            progress
+        });
+        progress.computed(self.blocks.cached.len());
+        progress
     }
 
     /// Counts attached tokens in the prompt's report, until the report is sent.

@@ -15,6 +15,8 @@ use crate::plane::{Load, OnboardSpeed};
 pub(in crate::llama) struct EngineStats {
     waiting_tokens: AtomicU64,
     accepted: AtomicU32,
+    /// Accepted requests whose prompt another worker still computes.
+    arriving: AtomicU32,
     running: AtomicU32,
     paused: AtomicU32,
     active_blocks: AtomicU64,
@@ -28,6 +30,7 @@ impl EngineStats {
         Arc::new(Self {
             waiting_tokens: AtomicU64::new(0),
             accepted: AtomicU32::new(0),
+            arriving: AtomicU32::new(0),
             running: AtomicU32::new(0),
             paused: AtomicU32::new(0),
             active_blocks: AtomicU64::new(0),
@@ -41,7 +44,7 @@ impl EngineStats {
         self.waiting_tokens.fetch_add(tokens as u64, Relaxed);
         self.accepted.fetch_add(1, Relaxed);
         self.changed.notify_one();
-        RequestStats { stats: Arc::clone(self), tokens: tokens as u64 }
+        RequestStats { stats: Arc::clone(self), tokens: tokens as u64, is_arriving: false }
     }
 
     /// Resolves when a request was accepted, got blocks or ended since the last call.
@@ -91,11 +94,17 @@ impl EngineStats {
         Duration::from_secs_f64(seconds.clamp(1.0, 60.0))
     }
 
-    /// Accepted requests that wait for the batch. Paused ones, which wait for their readers, are not among them.
+    /// Accepted requests that wait for the batch. Not among them: paused ones, which wait for their readers, and those
+    /// whose prompt another worker still computes.
     pub(in crate::llama) fn waiting(&self) -> usize {
-        let [accepted, running, paused] =
-            [&self.accepted, &self.running, &self.paused].map(|count| count.load(Relaxed));
-        accepted.saturating_sub(running + paused) as usize
+        let [accepted, arriving, running, paused] =
+            [&self.accepted, &self.arriving, &self.running, &self.paused].map(|count| count.load(Relaxed));
+        accepted.saturating_sub(arriving + running + paused) as usize
+    }
+
+    /// Requests whose prompt another worker still computes.
+    pub(in crate::llama) fn arriving(&self) -> usize {
+        self.arriving.load(Relaxed) as usize
     }
 
     pub(in crate::llama) fn load(&self, manager: &BlockManager, block_bytes: usize, sequences_max: usize) -> Load {
@@ -130,6 +139,7 @@ impl EngineStats {
 pub(in crate::llama) struct RequestStats {
     stats: Arc<EngineStats>,
     tokens: u64,
+    is_arriving: bool,
 }
 
 impl RequestStats {
@@ -138,6 +148,24 @@ impl RequestStats {
         let tokens = self.tokens.min(tokens as u64);
         self.tokens -= tokens;
         self.stats.waiting_tokens.fetch_sub(tokens, Relaxed);
+    }
+
+    /// Another worker computes the prompt: the request is neither work nor a part of the queue.
+    pub(super) fn start_arriving(&mut self) {
+        self.computed(usize::MAX);
+        if !std::mem::replace(&mut self.is_arriving, true) {
+            self.stats.arriving.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// The request joins the queue, with so many tokens to compute.
+    pub(super) fn arrived(&mut self, pending: usize) {
+        self.computed(usize::MAX);
+        self.add_pending(pending);
+        if std::mem::take(&mut self.is_arriving) {
+            self.stats.arriving.fetch_sub(1, Relaxed);
+        }
+        self.stats.changed.notify_one();
     }
 
     /// These tokens need computing again.
@@ -150,6 +178,9 @@ impl RequestStats {
 impl Drop for RequestStats {
     fn drop(&mut self) {
         self.stats.waiting_tokens.fetch_sub(self.tokens, Relaxed);
+        if self.is_arriving {
+            self.stats.arriving.fetch_sub(1, Relaxed);
+        }
         self.stats.accepted.fetch_sub(1, Relaxed);
         self.stats.changed.notify_one();
     }

@@ -1,7 +1,7 @@
 //! Prefixes that are not computed again: from each tier, partly loaded, from a prefill worker, from a request beside.
 
 use super::*;
-use crate::handoff::HandoffTicket;
+use crate::handoff::{HandoffId, HandoffTicket};
 use kvbm::{Faults, Faulty};
 
 /// One writer fills all tiers; then the same turn is answered from each of them.
@@ -72,7 +72,7 @@ async fn a_handoff_changes_nothing() {
             prefill_request.work = Work::Prefill;
             let mut stream = prefill.engine.generate(prefill_request).await.unwrap();
             let Some(Ok(Output::Handoff(handoff))) = stream.next().await else {
-                panic!("a prefill ends with a handoff")
+                panic!("a prefill begins with a handoff")
             };
             let answer = decode.run_as(Work::Resume(handoff), &talk.second, ANSWER).await;
             answer.must_equal(&talk.answers[1], &format!("seed {seed}, handoff"), None);
@@ -98,7 +98,7 @@ async fn yielded_handoff_blocks_are_counted_once() {
     };
     let mut prefill_stream = start(&prefill, Work::Prefill, &prompt, 1).await;
     let Some(Ok(Output::Handoff(handoff))) = prefill_stream.next().await else {
-        panic!("a prefill ends with a handoff")
+        panic!("a prefill begins with a handoff")
     };
     let available = async |most: usize| {
         let fit = async {
@@ -127,26 +127,11 @@ async fn blocks_of_an_unknown_peer_are_recomputed() {
     let mut rng = Rng(7);
     let talk = Conversation::draw(&mut rng).await;
     let peers = Peers::default();
-    let ticket = HandoffTicket { peer: WorkerId(99), url: None, cached: vec![(Level::G1, 16)] };
+    let ticket = HandoffTicket { peer: WorkerId(99), url: None, handoff: HandoffId(1) };
     let harness = Harness::new(Shape { peers, ..Shape::default() });
     let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
     answer.must_equal(&talk.answers[1], "unknown peer", None);
     assert_eq!((answer.report.handed_over, answer.report.cached_tokens()), (0, 0));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn blocks_computed_by_the_prefill_worker_are_not_cached() {
-    let talk = Conversation::draw(&mut Rng(8)).await;
-    let harness = Harness::new(Shape::default());
-    // The blocks are here before the transfer, as if they came through a shared tier.
-    harness.run(&talk.second, 1).await;
-    for found in [0, 16] {
-        let ticket = HandoffTicket { peer: WorkerId(99), url: None, cached: vec![(Level::G1, found)] };
-        let answer = harness.run_as(Work::Resume(ticket.encode()), &talk.second, ANSWER).await;
-        let report = answer.report;
-        assert_eq!((report.handed_over, report.cached_tokens()), (0, found));
-        assert_eq!(report.computed as usize, talk.second.len() - found as usize);
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

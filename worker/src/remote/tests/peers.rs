@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::engine::Work;
-use crate::handoff::{OtherProcesses, Peers};
+use crate::handoff::{HandoffId, OtherProcesses, Peers, Progress, RemoteMemory};
 use crate::llama::tests::harness::unless_stalled;
 use crate::plane::WorkerId;
 use kvbm::{Block, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
@@ -24,7 +24,11 @@ async fn serve(peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize
                     let server = Arc::clone(&server);
                     async move {
                         let (head, body) = request.into_parts();
-                        let worker = head.uri.path().split('/').nth(2).unwrap_or_default().to_owned();
+                        let mut path = head.uri.path().split('/').skip(2);
+                        let worker = path.next().unwrap_or_default().to_owned();
+                        if let (Some("handoffs"), Some(handoff)) = (path.next(), path.next()) {
+                            return Ok(server.respond_progress(handoff, &head.headers));
+                        }
                         Ok::<_, Infallible>(server.respond_blocks(&worker, &head.headers, body).await)
                     }
                 });
@@ -92,7 +96,7 @@ fn memory(ends: bool) -> Peers {
 }
 
 #[tokio::test]
-async fn every_block_arrives_once_over_one_connection() {
+async fn every_block_arrives_once_over_a_few_connections() {
     let (url, connections, _accepting) = serve(memory(true), Some(secret("0123456789abcdef"))).await;
     let peer = RemotePeer::new(WorkerId(1), &url, Some(secret("0123456789abcdef")));
     for _ in 0..3 {
@@ -107,7 +111,10 @@ async fn every_block_arrives_once_over_one_connection() {
             }
         }
     }
-    assert_eq!(connections.load(Ordering::SeqCst), 1);
+    // One for each eight blocks, and the same for all loads.
+    assert_eq!(connections.load(Ordering::SeqCst), 3);
+    let many: Vec<Loaded> = peer.load(fingerprint(), hashes(250)).collect().await;
+    assert_eq!((many.len(), connections.load(Ordering::SeqCst)), (250, 4));
 }
 
 #[tokio::test]
@@ -171,7 +178,62 @@ async fn a_hand_over_between_processes_changes_nothing() {
         let answer = decode.engine.generate(ask(&decode, Work::Resume(handoff))).await.unwrap();
         let answer = collect(answer).await.unwrap();
         assert_eq!(answer.ids, expected.ids);
+        assert!(matches!(prefill_stream.next().await, Some(Ok(Output::Prefilled))));
         answer.prompt.unwrap().handed_over
     };
     unless_stalled(async || (hand_over().await == 288).then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_reader_that_stops_closes_its_connections() {
+    let (url, connections, _accepting) = serve(memory(true), None).await;
+    let peer = RemotePeer::new(WorkerId(1), &url, None);
+    let mut loads = peer.load(fingerprint(), hashes(200));
+    assert!(loads.next().await.unwrap().1.is_ok());
+    drop(loads);
+    let again: Vec<Loaded> = peer.load(fingerprint(), hashes(8)).collect().await;
+    assert_eq!((again.len(), connections.load(Ordering::SeqCst)), (8, 5), "the rest of a response is not read");
+}
+
+#[tokio::test]
+async fn the_progress_of_a_prefill_crosses_processes() {
+    let peers = memory(true);
+    let (url, _, _accepting) = serve(peers.clone(), Some(secret("0123456789abcdef"))).await;
+    let peer = |key: &str| RemotePeer::new(WorkerId(1), &url, Some(secret(key)));
+    let (ticket, progress) = peers.begin(WorkerId(1));
+    let mut followed = peer("0123456789abcdef").progress(ticket.handoff);
+    assert_eq!(followed.next().await, Some(Progress::Computing { blocks: 0 }));
+    for blocks in [3, 9] {
+        progress.computed(blocks);
+        assert_eq!(followed.next().await, Some(Progress::Computing { blocks: blocks as u32 }));
+    }
+    let refused = peer("fedcba9876543210").progress(ticket.handoff);
+    assert_eq!(refused.collect::<Vec<_>>().await, [], "without the secret");
+    let complete = Progress::Complete { cached: vec![(Level::G3, 16)] };
+    progress.complete(vec![(Level::G3, 16)]);
+    assert_eq!(followed.next().await, Some(complete));
+    drop(progress);
+    assert_eq!(followed.next().await, None);
+    let ended = peer("0123456789abcdef").progress(ticket.handoff);
+    assert_eq!(ended.collect::<Vec<_>>().await, [], "the hand-over has ended");
+}
+
+#[tokio::test]
+async fn progress_ends_with_the_prefill_or_its_process() {
+    for ends_process in [false, true] {
+        let peers = memory(true);
+        let (url, _, accepting) = serve(peers.clone(), None).await;
+        let (ticket, progress) = peers.begin(WorkerId(1));
+        let mut followed = RemotePeer::new(WorkerId(1), &url, None).progress(ticket.handoff);
+        progress.computed(2);
+        while followed.next().await != Some(Progress::Computing { blocks: 2 }) {}
+        if ends_process {
+            accepting.abort();
+        } else {
+            drop(progress);
+        }
+        assert_eq!(followed.next().await, None);
+    }
+    let gone = RemotePeer::new(WorkerId(1), "http://127.0.0.1:1", None).progress(HandoffId(1));
+    assert_eq!(gone.collect::<Vec<_>>().await, []);
 }

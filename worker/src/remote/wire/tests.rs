@@ -86,6 +86,7 @@ fn outputs_arrive_in_any_pieces() {
     let mut encoded = BytesMut::new();
     encode_output(Ok(Output::Tokens(tokens())), &mut encoded);
     encode_output(Ok(Output::Handoff(Handoff(Bytes::from_static(b"there")))), &mut encoded);
+    encode_output(Ok(Output::Prefilled), &mut encoded);
     encode_output(Err(Error::DeadlineExceeded), &mut encoded);
     let (mut arrived, mut outputs) = (BytesMut::new(), Vec::new());
     for byte in encoded {
@@ -93,7 +94,9 @@ fn outputs_arrive_in_any_pieces() {
         outputs.extend(decode_output(&mut arrived).unwrap());
     }
     assert!(arrived.is_empty());
-    let [Ok(Output::Tokens(first)), Ok(Output::Handoff(handoff)), Err(Error::DeadlineExceeded)] = &outputs[..] else {
+    let [Ok(Output::Tokens(first)), Ok(Output::Handoff(handoff)), Ok(Output::Prefilled), Err(Error::DeadlineExceeded)] =
+        &outputs[..]
+    else {
         panic!("{outputs:?}")
     };
     assert_eq!((first, &handoff.0[..]), (&tokens(), &b"there"[..]));
@@ -132,9 +135,10 @@ fn an_output_that_is_too_large_is_refused_before_it_arrives() {
 /// When this fails, an encoded type has changed: increase `PROTOCOL`, then adapt the hash.
 #[test]
 fn the_encoding_of_this_protocol_number_does_not_change() {
-    assert_eq!(super::super::PROTOCOL, 1);
+    assert_eq!(super::super::PROTOCOL, 2);
     let mut encoded = BytesMut::from(&encode_request(&request(), Instant::now()).unwrap()[..]);
     encode_output(Ok(Output::Tokens(tokens())), &mut encoded);
+    encode_output(Ok(Output::Prefilled), &mut encoded);
     for error in errors() {
         encoded.extend_from_slice(&encode_error(&error));
     }

@@ -1,0 +1,369 @@
+//! A client's HTTP/1.1 connection for responses with large bodies.
+//!
+//! The kernel copies a body into few large buffers, and its parts are split off without another copy. A buffer is used
+//! again once all of its parts are dropped, so that its pages are mapped once. A general HTTP client yields a body in
+//! pieces of its own sizes, from which a block has to be copied together, and maps a new buffer for each of them.
+//!
+//! Not here: HTTP in general. One request at a time, and no trailers, upgrades or interim responses.
+
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use futures::FutureExt;
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+
+/// A connection without a request.
+pub(in crate::remote) struct Connection<S> {
+    socket: S,
+    /// Bytes that have arrived and are not used yet.
+    arrived: BytesMut,
+    /// Buffers whose parts may still be in use, the oldest first.
+    used: VecDeque<BytesMut>,
+}
+
+/// A response: its status, and its body on the connection.
+pub(in crate::remote) struct Response<S> {
+    pub(in crate::remote) status: u16,
+    connection: Connection<S>,
+    framing: Framing,
+    keep_alive: bool,
+}
+
+/// How the end of a body is found, and how many bytes are left: of the body, or of the current chunk.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Framing {
+    Length(u64),
+    /// Before a chunk's size.
+    ChunkSize,
+    Chunk(u64),
+    /// Before the end of the line after a chunk.
+    ChunkEnd,
+    Ended,
+}
+
+/// Size of a buffer. A part that does not fit into the rest of one is moved to the next, so it is several times as large
+/// as a block of most models.
+const BUFFER_BYTES: usize = 2 << 20;
+/// Free bytes of a buffer below which it is not read into: smaller reads cost more system calls.
+const MIN_READ_BYTES: usize = 64 << 10;
+/// Buffers of a connection that are kept to be used again.
+const MAX_USED: usize = 3;
+/// Largest head of a response.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// Most headers of a response.
+const MAX_HEADERS: usize = 64;
+/// Longest line with the size of a chunk: sixteen digits, and room for an extension.
+const MAX_CHUNK_LINE_BYTES: usize = 256;
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
+    pub(in crate::remote) fn new(socket: S) -> Self {
+        Self { socket, arrived: BytesMut::new(), used: VecDeque::new() }
+    }
+
+    /// Whether the other side has not closed it, as far as is known.
+    pub(in crate::remote) fn is_open(&mut self) -> bool {
+        // Bytes without a request are not HTTP.
+        self.arrived.is_empty() && self.socket.read(&mut [0]).now_or_never().is_none()
+    }
+
+    /// Sends a request, and reads the head of its response.
+    pub(in crate::remote) async fn send(mut self, request: &[u8]) -> io::Result<Response<S>> {
+        self.socket.write_all(request).await?;
+        self.socket.flush().await?;
+        loop {
+            if let Some(head) = parse_head(&self.arrived)? {
+                self.arrived.advance(head.bytes);
+                let (status, framing, keep_alive) = (head.status, head.framing, head.keep_alive);
+                return Ok(Response { status, connection: self, framing, keep_alive });
+            }
+            let more = self.arrived.len() + 1;
+            if more > MAX_HEAD_BYTES {
+                return Err(invalid("the head of the response is too long"));
+            }
+            self.fill(more).await?;
+        }
+    }
+
+    /// Reads until so many bytes are there.
+    async fn fill(&mut self, bytes: usize) -> io::Result<()> {
+        while self.arrived.len() < bytes {
+            let missing = bytes - self.arrived.len();
+            if self.arrived.capacity() - self.arrived.len() < missing.max(MIN_READ_BYTES) {
+                self.next_buffer(bytes);
+            }
+            if self.socket.read_buf(&mut self.arrived).await? == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what has arrived to another buffer with room for this many bytes.
+    fn next_buffer(&mut self, bytes: usize) {
+        let size = bytes.max(BUFFER_BYTES);
+        let free = self.used.front_mut().is_some_and(|oldest| oldest.try_reclaim(size));
+        let free = if free { self.used.pop_front() } else { None };
+        let mut next = free.unwrap_or_else(|| BytesMut::with_capacity(size));
+        next.put_slice(&self.arrived);
+        let mut full = std::mem::replace(&mut self.arrived, next);
+        full.clear();
+        self.used.push_back(full);
+        while self.used.len() > MAX_USED {
+            self.used.pop_front();
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Response<S> {
+    /// The next `bytes` of the body, contiguous; `None` at its end.
+    pub(in crate::remote) async fn take(&mut self, bytes: usize) -> io::Result<Option<Bytes>> {
+        let left = self.next_part().await?;
+        if left == 0 {
+            return Ok(None);
+        }
+        if left >= bytes as u64 {
+            return Ok(Some(self.split(bytes).await?));
+        }
+        // It comes in several chunks.
+        let mut taken = BytesMut::with_capacity(bytes);
+        while taken.len() < bytes {
+            let left = self.next_part().await?;
+            if left == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            let part = left.min((bytes - taken.len()) as u64) as usize;
+            let part = self.split(part).await?;
+            taken.put_slice(&part);
+        }
+        Ok(Some(taken.freeze()))
+    }
+
+    /// The rest of the body, if it has at most this many bytes; else its beginning.
+    pub(in crate::remote) async fn rest(&mut self, most: usize) -> io::Result<Bytes> {
+        let mut taken = BytesMut::new();
+        loop {
+            let left = self.next_part().await?.min((most - taken.len()) as u64) as usize;
+            if left == 0 {
+                return Ok(taken.freeze());
+            }
+            let part = self.split(left).await?;
+            taken.put_slice(&part);
+        }
+    }
+
+    /// The connection, if the body was read to its end and another request may follow.
+    pub(in crate::remote) fn into_connection(self) -> Option<Connection<S>> {
+        let Connection { socket, arrived, .. } = self.connection;
+        let is_reusable = self.framing == Framing::Ended && self.keep_alive && arrived.is_empty();
+        // Idle connections keep no buffers.
+        is_reusable.then(|| Connection::new(socket))
+    }
+
+    /// Bytes that are left of the body or of the current chunk; 0 at the end of the body.
+    async fn next_part(&mut self) -> io::Result<u64> {
+        loop {
+            match self.framing {
+                Framing::Length(0) => self.framing = Framing::Ended,
+                Framing::Ended => return Ok(0),
+                Framing::Length(left) | Framing::Chunk(left) => return Ok(left),
+                Framing::ChunkEnd => {
+                    self.connection.fill(2).await?;
+                    if !self.connection.arrived.starts_with(b"\r\n") {
+                        return Err(invalid("a chunk of the response does not end"));
+                    }
+                    self.connection.arrived.advance(2);
+                    self.framing = Framing::ChunkSize;
+                }
+                Framing::ChunkSize => match httparse::parse_chunk_size(&self.connection.arrived) {
+                    Ok(httparse::Status::Complete((line, 0))) => {
+                        self.connection.arrived.advance(line);
+                        self.connection.fill(2).await?;
+                        if !self.connection.arrived.starts_with(b"\r\n") {
+                            return Err(invalid("the response has trailers"));
+                        }
+                        self.connection.arrived.advance(2);
+                        self.framing = Framing::Ended;
+                    }
+                    Ok(httparse::Status::Complete((line, size))) => {
+                        self.connection.arrived.advance(line);
+                        self.framing = Framing::Chunk(size);
+                    }
+                    Ok(httparse::Status::Partial) if self.connection.arrived.len() < MAX_CHUNK_LINE_BYTES => {
+                        let more = self.connection.arrived.len() + 1;
+                        self.connection.fill(more).await?;
+                    }
+                    _ => return Err(invalid("the response has an invalid chunk")),
+                },
+            }
+        }
+    }
+
+    /// Takes bytes of which `next_part` has said that they are left.
+    async fn split(&mut self, bytes: usize) -> io::Result<Bytes> {
+        self.connection.fill(bytes).await?;
+        self.framing = match self.framing {
+            Framing::Length(left) => Framing::Length(left - bytes as u64),
+            Framing::Chunk(left) if left > bytes as u64 => Framing::Chunk(left - bytes as u64),
+            Framing::Chunk(_) => Framing::ChunkEnd,
+            other => other,
+        };
+        Ok(self.connection.arrived.split_to(bytes).freeze())
+    }
+}
+
+/// What is used of the head of a response.
+struct Head {
+    bytes: usize,
+    status: u16,
+    framing: Framing,
+    keep_alive: bool,
+}
+
+/// `None`: it has not arrived completely.
+fn parse_head(arrived: &[u8]) -> io::Result<Option<Head>> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut response = httparse::Response::new(&mut headers);
+    let bytes = match response.parse(arrived).map_err(io::Error::other)? {
+        httparse::Status::Complete(bytes) => bytes,
+        httparse::Status::Partial => return Ok(None),
+    };
+    let (mut framing, mut keep_alive) = (None, response.version == Some(1));
+    for header in response.headers.iter() {
+        let value = str::from_utf8(header.value).unwrap_or_default().trim();
+        if header.name.eq_ignore_ascii_case("transfer-encoding") {
+            if !value.eq_ignore_ascii_case("chunked") {
+                return Err(invalid("the response has an unknown transfer encoding"));
+            }
+            framing = Some(Framing::ChunkSize);
+        } else if header.name.eq_ignore_ascii_case("content-length") && framing.is_none() {
+            framing = Some(Framing::Length(value.parse().map_err(io::Error::other)?));
+        } else if header.name.eq_ignore_ascii_case("connection") && value.eq_ignore_ascii_case("close") {
+            keep_alive = false;
+        }
+    }
+    let framing = framing.ok_or_else(|| invalid("the response does not say where it ends"))?;
+    Ok(Some(Head { bytes, status: response.code.unwrap_or_default(), framing, keep_alive }))
+}
+
+fn invalid(why: &'static str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tokio::io::{DuplexStream, duplex};
+
+    /// A connection to a server that sends `response` in pieces of `size` bytes.
+    fn serve(response: Vec<u8>, size: usize) -> Connection<DuplexStream> {
+        let (client, mut server) = duplex(1 << 20);
+        tokio::spawn(async move {
+            let mut request = [0; 4];
+            server.read_exact(&mut request).await.unwrap();
+            for piece in response.chunks(size) {
+                if server.write_all(piece).await.is_err() {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+            // The client closes.
+            let _ = server.read(&mut request).await;
+        });
+        Connection::new(client)
+    }
+
+    /// A body of `parts`, each in chunks of at most `size` bytes.
+    fn chunked(parts: &[Vec<u8>], size: usize) -> Vec<u8> {
+        let mut bytes = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+        for chunk in parts.iter().flat_map(|part| part.chunks(size)) {
+            bytes.extend(format!("{:x}\r\n", chunk.len()).bytes().chain(chunk.iter().copied()).chain(*b"\r\n"));
+        }
+        bytes.extend(b"0\r\n\r\n");
+        bytes
+    }
+
+    fn parts() -> Vec<Vec<u8>> {
+        (1..30_u8).map(|nth| vec![nth; usize::from(nth) * 7919]).collect()
+    }
+
+    #[tokio::test]
+    async fn parts_are_taken_from_bodies_in_any_pieces() {
+        for (chunk, piece) in [(usize::MAX, 100_000), (usize::MAX, 97), (5000, 4096), (64, 1 << 20)] {
+            let mut response = serve(chunked(&parts(), chunk), piece).send(b"GET ").await.unwrap();
+            assert_eq!(response.status, 200);
+            for part in parts() {
+                assert!(
+                    response.take(part.len()).await.unwrap().unwrap() == part,
+                    "chunks of {chunk}, sent by {piece}"
+                );
+            }
+            assert_eq!(response.take(1).await.unwrap(), None);
+            assert!(response.into_connection().unwrap().is_open());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_may_have_a_length_and_the_connection_may_end() {
+        let bytes = b"HTTP/1.1 404 Not Found\r\ncontent-length: 5\r\nconnection: close\r\n\r\nabcde";
+        let mut response = serve(bytes.to_vec(), 7).send(b"GET ").await.unwrap();
+        assert_eq!((response.status, &response.rest(100).await.unwrap()[..]), (404, &b"abcde"[..]));
+        assert!(response.into_connection().is_none());
+        let mut response = serve(bytes.to_vec(), 7).send(b"GET ").await.unwrap();
+        assert_eq!(&response.rest(2).await.unwrap()[..], b"ab");
+    }
+
+    #[tokio::test]
+    async fn what_is_cut_or_is_not_http_is_an_error() {
+        let whole = chunked(&parts(), usize::MAX);
+        let (client, server) = duplex(1 << 20);
+        drop(server);
+        assert!(Connection::new(client).send(b"GET ").await.is_err());
+        for bytes in
+            [&b"SSH-2.0\r\n\r\n"[..], b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: br\r\n\r\n"]
+        {
+            assert!(serve(bytes.to_vec(), 100).send(b"GET ").await.is_err());
+        }
+        for (at, byte) in [(whole.len() - 2, b'x'), (49, b'x')] {
+            let mut changed = whole.clone();
+            changed[at] = byte;
+            let mut response = serve(changed, 1 << 20).send(b"GET ").await.unwrap();
+            let mut taken = Ok(Some(Bytes::new()));
+            for part in parts() {
+                if !matches!(taken, Ok(Some(_))) {
+                    break;
+                }
+                taken = response.take(part.len()).await;
+            }
+            assert!(taken.is_err() || response.take(1).await.is_err(), "byte {at}");
+        }
+    }
+
+    #[tokio::test]
+    async fn buffers_are_used_again_once_their_parts_are_dropped() {
+        let part = vec![7; 300 << 10];
+        let mut response = serve(chunked(&vec![part.clone(); 100], usize::MAX), 1 << 20).send(b"GET ").await.unwrap();
+        let mut buffers = std::collections::HashSet::new();
+        for _ in 0..100 {
+            let taken = response.take(part.len()).await.unwrap().unwrap();
+            buffers.insert(taken.as_ptr() as usize / BUFFER_BYTES);
+        }
+        assert!(buffers.len() <= 8, "30 MB through {} buffers", buffers.len());
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_are_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let body = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", &bytes[..]].concat();
+            runtime.block_on(async {
+                let (client, mut server) = duplex(1 << 16);
+                server.write_all(&body).await.unwrap();
+                drop(server);
+                if let Ok(mut response) = Connection::new(client).send(b"").await {
+                    while let Ok(Some(_)) = response.take(3).await {}
+                }
+            });
+        }
+    }
+}

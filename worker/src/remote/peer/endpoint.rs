@@ -1,0 +1,73 @@
+//! The process of a peer: its idle connections, and what requests to it look like.
+
+use super::connection::{Connection, Response};
+use crate::remote::connect::{Credentials, Endpoint};
+use crate::remote::{PROTOCOL, PROTOCOL_HEADER};
+use http::header::{AUTHORIZATION, CONTENT_LENGTH, HOST};
+use parking_lot::Mutex;
+use std::io;
+use transport::Socket;
+
+/// The process of a peer.
+pub(super) struct PeerEndpoint {
+    endpoint: Endpoint,
+    idle: Mutex<Vec<Connection<Socket>>>,
+}
+
+/// Idle connections that are kept: those of two loads.
+const MAX_IDLE: usize = 8;
+/// Longest text of an error that is read.
+const MAX_ERROR_BYTES: usize = 64 << 10;
+
+impl PeerEndpoint {
+    /// The process that listens at `url`. A wrong URL fails at each request.
+    pub(super) fn new(url: &str, credentials: Credentials) -> Self {
+        Self { endpoint: Endpoint::new(url, credentials), idle: Mutex::default() }
+    }
+
+    /// The bytes of a request.
+    pub(super) fn request(&self, method: &str, path: &str, body: &[u8]) -> Vec<u8> {
+        let uri = self.endpoint.uri(path);
+        let host = uri.authority().map_or("", |authority| authority.as_str());
+        let mut request = format!("{method} {path} HTTP/1.1\r\n{HOST}: {host}\r\n").into_bytes();
+        request.extend(format!("{PROTOCOL_HEADER}: {PROTOCOL}\r\n{CONTENT_LENGTH}: {}\r\n", body.len()).bytes());
+        if let Some(secret) = self.endpoint.authorization() {
+            request.extend(format!("{AUTHORIZATION}: ").bytes().chain(secret.as_bytes().iter().copied()));
+            request.extend(b"\r\n");
+        }
+        request.extend(b"\r\n");
+        request.extend(body);
+        request
+    }
+
+    /// Sends a request over an idle connection or a new one. A response with an error is an error.
+    pub(super) async fn send(&self, request: &[u8]) -> io::Result<Response<Socket>> {
+        let connection = match self.idle_connection() {
+            Some(connection) => connection,
+            None => Connection::new(self.endpoint.connect(b"http/1.1").await?),
+        };
+        // A worker that rejects the client's certificate says so only now.
+        let explained = |error: io::Error| io::Error::new(error.kind(), self.endpoint.explain(&error));
+        let mut response = connection.send(request).await.map_err(explained)?;
+        if response.status != 200 {
+            let text = response.rest(MAX_ERROR_BYTES).await.unwrap_or_default();
+            let text = String::from_utf8_lossy(&text);
+            return Err(io::Error::other(format!("status {}: {}", response.status, text.trim())));
+        }
+        Ok(response)
+    }
+
+    /// Keeps the connection of a response for other requests, if it can be used again.
+    pub(super) fn keep(&self, response: Response<Socket>) {
+        let Some(connection) = response.into_connection() else { return };
+        let mut idle = self.idle.lock();
+        if idle.len() < MAX_IDLE {
+            idle.push(connection);
+        }
+    }
+
+    fn idle_connection(&self) -> Option<Connection<Socket>> {
+        let mut idle = self.idle.lock();
+        std::iter::from_fn(|| idle.pop()).find_map(|mut connection| connection.is_open().then_some(connection))
+    }
+}
