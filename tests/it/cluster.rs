@@ -7,6 +7,7 @@
 
 mod drain;
 mod faults;
+mod handoff;
 mod partitions;
 mod proxy;
 mod tls;
