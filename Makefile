@@ -20,7 +20,8 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run demo-cluster test test-vllm lint fmt doc setup advisories
-.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream bench-faults bench-cluster
+.PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
+.PHONY: bench-faults bench-cluster bench-peer
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +80,11 @@ bench-faults: $(VENV)/.ready ## Frontends and workers as processes under load, w
 bench-cluster: $(VENV)/.ready ## Prompt tokens computed by one process, and by frontends and workers (ARGS="--json" for JSON)
 	cargo build --locked --release
 	$(VENV)/bin/python $(SERVERS)/bench_cluster.py target/release/blockyard $(ARGS)
+
+bench-peer: $(VENV)/.ready ## A worker's memory read by another one, beside raw TCP; the cost of the split (ARGS="--rounds 1")
+	cargo build --locked --release
+	cargo run --locked --release --quiet -p worker --example peer_speed
+	$(VENV)/bin/python $(SERVERS)/bench_split.py target/release/blockyard $(ARGS)
 
 bench-router: ## Benchmarks of the router, each figure beside its goal, an hour; TRACE=FILE for all (ARGS="--only workloads")
 	@test -z "$(TRACE)" || test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
