@@ -142,7 +142,12 @@ impl<'a> Loading<'a> {
                         Err(_) => return,
                     },
                 },
-                Some(answer) = self.streams.next(), if self.delivered.len() < batch => self.receive(answer),
+                answer = self.streams.next(), if !self.streams.is_empty() && self.delivered.len() < batch => {
+                    // `None`: all calls have ended, and the load may be done.
+                    if let Some(answer) = answer {
+                        self.receive(answer);
+                    }
+                }
             }
         }
     }

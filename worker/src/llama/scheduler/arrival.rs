@@ -78,8 +78,9 @@ impl<'a> Arrival<'a> {
             match progress {
                 Some(Progress::Computing { blocks }) => {
                     let blocks = (blocks as usize).min(self.sequence.missing_hashes().len());
-                    if blocks > loaded {
-                        loaded += self.load_ahead(loaded..blocks).await;
+                    // A block that is missing or corrupt is not asked for again until the prefill is complete.
+                    if blocks > loaded && self.load_ahead(loaded..blocks).await > 0 {
+                        loaded = blocks;
                     }
                 }
                 Some(Progress::Complete { cached }) => break End::Complete(cached),

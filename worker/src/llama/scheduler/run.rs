@@ -213,6 +213,7 @@ impl Scheduler {
             } else if self.manager.available() < room {
                 // No running sequence will free a block, so waiting ones must not hold any.
                 self.waiting.iter_mut().for_each(Sequence::release);
+                self.reclaim_from_handoffs(room);
                 if self.manager.available() < room {
                     // Nor may its own onboarded blocks behind one that could not be loaded; the sound ones are loaded
                     // again.

@@ -156,6 +156,7 @@ impl RequestStats {
         if !std::mem::replace(&mut self.is_arriving, true) {
             self.stats.arriving.fetch_add(1, Relaxed);
         }
+        self.stats.changed.notify_one();
     }
 
     /// The request joins the queue, with so many tokens to compute.
