@@ -5,9 +5,9 @@
 Both arms have two worker processes with one compute thread each, pinned to one core each (taskset), the same two cores.
 Four clients decode short prompts, and a further one sends long prompts one after the other. All of them, a frontend and
 NATS run on the same machine. The arms run in turns, each on processes of its own. Printed are, for the running decodes,
-the time between two tokens while long prompts arrive; and for the hand-over its duration, from the end of the last chunk
-of the prefill to the first step with the request, beside the transfer of the bytes that were still missing plus a step
-of the decode worker; and how many of the bytes were there when the prefill ended.
+the time between two tokens while long prompts arrive; and for the hand-over its duration, from the end of the last
+chunk of the prefill to the first step with the request, beside the transfer of the bytes that were still missing plus a
+step of the decode worker; and how many of the bytes were there when the prefill ended.
 
 Exits with 1 if a goal is missed.
 """
@@ -69,7 +69,8 @@ def deployment(program, roles, disaggregation):
 
 def stream(url, prompt, tokens, stopping=None):
     """Times between two tokens, and the time to the first."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body["stream"] = True
     request = urllib.request.Request(f"{url}/v1/completions", data=json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     began, last, first, gaps = time.monotonic(), None, None, []
@@ -168,7 +169,8 @@ def main():
     rounds = {arm: [] for arm in ARMS}
     for round_number in range(options.rounds):
         for arm, roles in ARMS.items():
-            with deployment(os.path.abspath(options.program), roles, "always" if arm == "split" else "never") as processes:
+            mode = "always" if arm == "split" else "never"
+            with deployment(os.path.abspath(options.program), roles, mode) as processes:
                 rounds[arm].append(measure(processes, round_number))
     if options.json:
         print(json.dumps(rounds, indent=1))
@@ -185,9 +187,10 @@ def main():
     ]
     if not options.json:
         for arm in ARMS:
-            values = [median(arm, name) * 1e3 for name in ("itl_p50_s", "itl_p99_s", "ttft_s")]
-            print(f"{arm:<11} between tokens: p50 {values[0]:.1f} ms, p99 {values[1]:.1f} ms; long prompts: {values[2]:.0f} ms to the first token")
-        print(f"hand-over {handoff * 1e3:.1f} ms; last transfer {median('split', 'last_transfer_s') * 1e3:.1f} ms, step {median('split', 'step_s') * 1e3:.1f} ms")
+            p50, p99, ttft = (median(arm, name) * 1e3 for name in ("itl_p50_s", "itl_p99_s", "ttft_s"))
+            print(f"{arm:<11} between tokens: p50 {p50:.1f} ms, p99 {p99:.1f} ms; first token: {ttft:.0f} ms")
+        last, step = (median("split", name) * 1e3 for name in ("last_transfer_s", "step_s"))
+        print(f"hand-over {handoff * 1e3:.1f} ms; last transfer {last:.1f} ms, step {step:.1f} ms")
         for what, value, goal, met in goals:
             print(f"{what:<46} {value:5.2f}  {goal:<6} {'met' if met else 'missed'}")
     return 0 if all(met for *_, met in goals) else 1

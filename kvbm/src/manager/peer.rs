@@ -1,9 +1,9 @@
 //! Another manager's memory, in the same process, as a tier to read from: the way of prefilled blocks to the decode
 //! worker.
 //!
-//! A block is held while it is read, and sealed on reading, so it is verified like any other tier's. Where device memory
-//! is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep the manager alive;
-//! once its last handle is dropped, the peer is empty.
+//! A block is held while it is read, and sealed on reading, so it is verified like any other tier's. Where device
+//! memory is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep the manager
+//! alive; once its last handle is dropped, the peer is empty.
 //!
 //! Not here: storing. A peer is read-only.
 

@@ -1,7 +1,7 @@
 //! The memory of a worker in another process, as a tier to read from: `POST /workers/<id>/blocks` over HTTP/1.1.
 //!
-//! Blocks are read over several connections at a time, each by a task of its own, and verified by the caller, like those
-//! of any tier. Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
+//! Blocks are read over several connections at a time, each by a task of its own, and verified by the caller, like
+//! those of any tier. Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
 //! `GET /workers/<id>/handoffs/<handoff>`.
 
 mod connection;

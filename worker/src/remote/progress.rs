@@ -1,4 +1,5 @@
-//! The progress of a prefill on its way to another process: a sequence of [`Progress`] in postcard, each after its length.
+//! The progress of a prefill on its way to another process: a sequence of [`Progress`] in postcard, each after its
+//! length.
 
 use crate::handoff::{Progress, ProgressStream};
 use bytes::{Buf, BufMut, Bytes, BytesMut};

@@ -136,8 +136,8 @@ impl<'a> Arrival<'a> {
         (latest, at)
     }
 
-    /// Loads blocks of the prompt while others are computed, until they are here or the prefill ends. Returns the number
-    /// of leading ones that are here; they are not held.
+    /// Loads blocks of the prompt while others are computed, until they are here or the prefill ends. Returns how many
+    /// leading ones are here; they are not held.
     async fn load_ahead(&mut self, blocks: Range<usize>) -> usize {
         let hashes = self.sequence.missing_hashes()[blocks].to_vec();
         let loaded = {

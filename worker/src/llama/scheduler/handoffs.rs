@@ -1,8 +1,8 @@
 //! Prefills whose blocks are kept for a decode worker.
 //!
 //! Blocks are held while the decode worker may still fetch them: until the stream of the prefill is dropped. They are
-//! released before that, and then can be evicted, when their lease ends, or when another request of this worker needs the
-//! memory: a decode worker without room must not stop prefill.
+//! released before that, and then can be evicted, when their lease ends, or when another request of this worker needs
+//! the memory: a decode worker without room must not stop prefill.
 
 use super::output::OutputSender;
 use crate::handoff::HandoffProgress;

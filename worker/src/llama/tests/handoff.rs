@@ -171,7 +171,7 @@ async fn a_full_decode_worker_loads_the_blocks_when_it_has_room() {
     unless_stalled(async || (tokens_computed_by_a_full_decode_worker().await <= 16).then_some(())).await;
 }
 
-/// The prompt tokens that a decode worker computes itself when there is no room for blocks until the prefill is complete.
+/// The prompt tokens that a decode worker computes which has no room for blocks until the prefill is complete.
 async fn tokens_computed_by_a_full_decode_worker() -> u64 {
     let shape = Shape { g1: BLOCKS + 4, engine: keeps_unread(), ..Shape::default() };
     let (pair, progress) = Pair::new(47, shape).await;

@@ -41,8 +41,8 @@ enum Framing {
     Ended,
 }
 
-/// Size of a buffer. A part that does not fit into the rest of one is moved to the next, so it is several times as large
-/// as a block of most models.
+/// Size of a buffer. A part that does not fit into the rest of one is moved to the next, so a buffer has several times
+/// the size of a block of most models.
 const BUFFER_BYTES: usize = 2 << 20;
 /// Free bytes of a buffer below which it is not read into: smaller reads cost more system calls.
 const MIN_READ_BYTES: usize = 64 << 10;
