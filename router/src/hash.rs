@@ -1,15 +1,18 @@
 //! Deterministic hashing: the same in every process and on every run.
 //!
 //! Hash of a number (`SplitMix64`), hash of a text, and maps with numbers as keys. The maps are for keys that no
-//! client can choose so that they collide: block hashes, and blocks of a trace. Not here: the hashes of blocks, which
+//! client can choose so that they collide: block hashes, numbers of requests, and blocks of a trace. Not here: the hashes of blocks, which
 //! `kvbm` computes.
 
 pub(crate) use kvbm::splitmix::splitmix64;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// A map with numbers as keys.
 pub(crate) type NumberMap<K, V> = HashMap<K, V, BuildHasherDefault<NumberHasher>>;
+
+/// A set of numbers.
+pub(crate) type NumberSet<K> = HashSet<K, BuildHasherDefault<NumberHasher>>;
 
 /// Hasher of numbers, four times as fast as the standard one. The same in every process.
 #[derive(Default)]

@@ -5,9 +5,9 @@ use super::queue::Rejection;
 use super::settings::Settings;
 use super::ticket::QueuedRequest;
 use crate::fleet::Fleet;
+use crate::hash::NumberMap;
 use crate::metrics::Metrics;
 use parking_lot::{Mutex, MutexGuard};
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -29,9 +29,9 @@ pub(crate) struct Admission {
 pub(super) struct Inner {
     pub(super) controller: AdmissionController,
     /// Senders of the resolutions of queued requests, by their number.
-    waiters: HashMap<u64, oneshot::Sender<Resolution>>,
+    waiters: NumberMap<u64, oneshot::Sender<Resolution>>,
     /// Permits of groups, for the choices that come after the first. The permit removes its entry when it is dropped.
-    pub(super) groups: HashMap<GroupId, Weak<Permit>>,
+    pub(super) groups: NumberMap<GroupId, Weak<Permit>>,
     /// The router has stopped: no further resolutions are sent.
     closed: bool,
 }

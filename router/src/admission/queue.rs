@@ -22,10 +22,11 @@ use super::backlog::{Backlogs, LOWER_CLASS_SHARE};
 use super::saturation::Opening;
 use super::settings::{LateRequests, Settings};
 use super::ticket::{OrderKey, QueuedRequest, Route};
+use crate::hash::{NumberMap, NumberSet};
 use crate::load::Demand;
 use shed::Occupancy;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -81,15 +82,15 @@ pub(crate) struct FairQueue {
     expiries: BTreeSet<(Instant, u64)>,
     /// When queued requests will be late, and their numbers.
     late_from: BTreeSet<(Instant, u64)>,
-    running: HashMap<u64, Running>,
+    running: NumberMap<u64, Running>,
     /// Requests that are being placed again. While there are any, credits are kept.
-    rerouting: HashSet<u64>,
+    rerouting: NumberSet<u64>,
     /// By priority, the lowest first.
     classes: [Class; 3],
     tenants: BTreeMap<Arc<str>, Tenant>,
     /// Number of tenants at which idle ones are removed.
     tenants_until_cleanup: usize,
-    reserved: HashMap<WorkerId, Demand>,
+    reserved: NumberMap<WorkerId, Demand>,
     tokens: u64,
     /// Virtual time: service per weight of the tenant that was served last. A tenant that becomes active starts here.
     virtual_time: f64,

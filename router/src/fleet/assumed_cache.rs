@@ -4,16 +4,18 @@
 //! A conservative guess: at most as many blocks as the worker has, evicted least recently sent first and from the end
 //! of a prompt, none older than [`MAX_AGE`]. Prompts sent by other routers and generated tokens are not in it.
 
+use crate::hash::NumberMap;
 use kvbm::SequenceHash;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// The blocks, by the time of the last prompt that contained them.
 #[derive(Default)]
 pub(crate) struct AssumedCache {
-    /// The number of a block's latest entry in the queue.
-    latest: HashMap<SequenceHash, u64>,
+    /// The number of a block's latest entry in the queue, by its short hash. If two blocks have the same, the earlier one
+    /// leaves with the later one.
+    latest: NumberMap<u64, (u64, SequenceHash)>,
     /// Entries, oldest first, including those that a later entry of the same block replaced.
     queue: VecDeque<(u64, Instant, SequenceHash)>,
     entries: u64,
@@ -30,7 +32,7 @@ impl AssumedCache {
     pub(crate) fn insert(&mut self, prompt: &[SequenceHash], capacity: usize, now: Instant) -> Vec<SequenceHash> {
         for hash in prompt.iter().rev() {
             self.entries += 1;
-            self.latest.insert(*hash, self.entries);
+            self.latest.insert(hash.short(), (self.entries, *hash));
             self.queue.push_back((self.entries, now, *hash));
         }
         let mut removed = Vec::new();
@@ -42,7 +44,7 @@ impl AssumedCache {
         // Afterwards at least half of the entries are current, so the cost is constant per entry.
         if self.queue.len() > 2 * self.latest.len() {
             let latest = &self.latest;
-            self.queue.retain(|(entry, _, hash)| latest.get(hash) == Some(entry));
+            self.queue.retain(|(entry, _, hash)| latest.get(&hash.short()).is_some_and(|(last, _)| last == entry));
         }
         removed
     }
@@ -61,12 +63,12 @@ impl AssumedCache {
 
     /// All blocks, in no order.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = SequenceHash> {
-        self.latest.keys().copied()
+        self.latest.values().map(|(_, hash)| *hash)
     }
 
     fn drop_block(&mut self, entry: u64, hash: SequenceHash, removed: &mut Vec<SequenceHash>) {
-        if self.latest.get(&hash) == Some(&entry) {
-            self.latest.remove(&hash);
+        if self.latest.get(&hash.short()).is_some_and(|(last, _)| *last == entry) {
+            self.latest.remove(&hash.short());
             removed.push(hash);
         }
     }
