@@ -30,10 +30,11 @@ impl Booking {
         output: ExpectedOutput,
         prefix: InflightPrefix,
         outbox: &Arc<ReplicaOutbox>,
+        now: Instant,
     ) -> Self {
         let replicated = outbox.placed(member.id(), amount, &prefix);
         let load = member.load.clone();
-        let (number, generated) = (load.book(amount, cached_tokens, output, Instant::now()), AtomicU64::default());
+        let (number, generated) = (load.book(amount, cached_tokens, output, now), AtomicU64::default());
         Self { load, number, amount, generated, _prefix: prefix, replicated }
     }
 
@@ -56,8 +57,8 @@ impl Booking {
     }
 
     /// The request is sent now.
-    pub(crate) fn sent(&self) {
-        self.load.sent(self.number, Instant::now());
+    pub(crate) fn sent(&self, now: Instant) {
+        self.load.sent(self.number, now);
         self.replicated.sent();
     }
 
@@ -68,8 +69,8 @@ impl Booking {
     }
 
     /// The first output has arrived.
-    pub(crate) fn started(&self) {
-        self.load.started(self.number, Instant::now());
+    pub(crate) fn started(&self, now: Instant) {
+        self.load.started(self.number, now);
         self.replicated.started();
     }
 

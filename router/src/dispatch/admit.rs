@@ -13,7 +13,7 @@ use worker::engine::{Error, Request};
 
 /// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were
 /// admitted with its first and do not queue.
-pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Placement, Arc<Permit>), Error> {
+pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Box<Placement>, Arc<Permit>), Error> {
     let arrived = Instant::now();
     let ticket = ticket(core, request, arrived);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
@@ -49,7 +49,7 @@ async fn admit_or_queue(
     request: &Request,
     ticket: &Ticket,
     arrived: Instant,
-) -> Result<(Placement, Permit), Error> {
+) -> Result<(Box<Placement>, Permit), Error> {
     let (admission, resolved) = (&core.admission, core.settings());
     let limits = &resolved.settings.admission;
     let (mut placement, queued) = place_to_queue(core, request, ticket, true)?;
@@ -84,7 +84,7 @@ async fn admit_or_queue(
     leave(core, ticket, is_late, &placement);
     let waited = arrived.elapsed();
     admission.waited(ticket.priority, waited);
-    placement.explanation = placement.explanation.map(|line| explain::waited(&line, waited, why, is_late));
+    placement.explanation = placement.explanation.take().map(|line| explain::waited(&line, waited, why, is_late));
     Ok((placement, permit))
 }
 
@@ -102,7 +102,7 @@ fn place_to_queue(
     request: &Request,
     ticket: &Ticket,
     is_new: bool,
-) -> Result<(Placement, QueuedRequest), Error> {
+) -> Result<(Box<Placement>, QueuedRequest), Error> {
     let placement = place(core, request, is_new, &[], ticket.until())?;
     let queued = queued_request(ticket, &placement);
     if queued.is_late {

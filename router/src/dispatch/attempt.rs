@@ -40,13 +40,20 @@ pub(super) async fn attempt(
     placement: &Placement,
     tried: &[WorkerId],
 ) -> Result<FirstOutput, Error> {
-    let Placement { decode, sibling_bookings, first_output, .. } = placement;
+    let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
-    let mut request = request.clone();
-    let mut span = attempt_span(&request, placement, tried.len());
-    request.attributes.trace = span.context();
-    let outcome = send(core, request, placement, or_stalled).await;
+    let mut span = attempt_span(request, placement, tried.len());
+    let sent = || {
+        let mut sent = request.clone();
+        sent.attributes.trace = span.context();
+        sent
+    };
+    let outcome = match prefill {
+        None => start(decode, booking, sent, or_stalled).await,
+        // Boxed, because few requests need its kilobytes.
+        Some(remote) => Box::pin(after_prefill(core, sent(), placement, remote, or_stalled)).await,
+    };
     if let Err(error) = &outcome {
         span.fail(error);
     }
@@ -67,24 +74,22 @@ fn attempt_span(request: &Request, placement: &Placement, number: usize) -> Span
     span
 }
 
-/// Sends the request to the decode worker alone, or to both workers.
-async fn send(
+/// Gets the first output of the decode worker after a remote prefill.
+async fn after_prefill(
     core: &Core,
     request: Request,
     placement: &Placement,
+    remote: &RemotePrefill,
     or_stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
-    let Placement { decode, booking, prefill, uncached, .. } = placement;
-    let Some(remote) = prefill else {
-        return start(decode, booking, request, or_stalled).await;
-    };
+    let Placement { decode, booking, uncached, .. } = placement;
     booking.dequeued();
     match handoff::begin(remote, &request).await {
         Ok(prefill) => handoff::resume(core, placement, prefill, request, or_stalled).await,
         Err(error) => {
             handoff::failed(core, remote, &request, &error);
             booking.revise(*uncached);
-            start(decode, booking, request, or_stalled).await
+            start(decode, booking, || request, or_stalled).await
         }
     }
 }
@@ -93,7 +98,7 @@ async fn send(
 /// serve this request. When all workers are slow none is better, and the request stays where it is.
 async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerId], expected: f64) {
     let since = Instant::now();
-    tokio::time::sleep(stall_timeout(expected)).await;
+    tokio::time::sleep_until(since + stall_timeout(expected)).await;
     loop {
         let (now, roster) = (Instant::now(), fleet.snapshot());
         let is_better = |other: &&Arc<Worker>| {
@@ -117,21 +122,21 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
 pub(super) async fn start(
     member: &Worker,
     booking: &Booking,
-    request: Request,
+    request: impl FnOnce() -> Request,
     stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
-    booking.sent();
+    booking.sent(Instant::now());
     first_output(member, request, stalled).await
 }
 
 /// [`start`] of a request that takes nothing of its worker yet.
 pub(super) async fn first_output(
     member: &Worker,
-    request: Request,
+    request: impl FnOnce() -> Request,
     stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
     let output = async {
-        let mut rest = member.engine.generate(request).await?;
+        let mut rest = member.engine.generate(request()).await?;
         match rest.next().await {
             Some(first) => Ok(FirstOutput { first: first?, rest, span: Span::default() }),
             None => Err(Error::Failed("the stream ended before the first output".to_owned())),
@@ -174,23 +179,24 @@ impl Drop for Generation {
 pub(super) fn stream(
     core: &Core,
     request: &Request,
-    placement: Placement,
+    placement: Box<Placement>,
     permit: Arc<Permit>,
     FirstOutput { mut first, rest, span }: FirstOutput,
     trace: Option<RequestTrace>,
 ) -> OutputStream {
     let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
-        placement;
+        *placement;
     drop(prefill);
     // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
     let is_relayed = matches!(first, Output::Head(_));
     let sibling_bookings = is_relayed.then_some(sibling_bookings);
-    booking.started();
+    let now = Instant::now();
+    booking.started(now);
     let choices = if is_relayed { u64::from(request.choices()).max(1) } else { 1 };
     let generation = Generation { booking, stats, tenant: request.attributes.tenant.clone(), choices };
-    sibling_bookings.iter().flatten().for_each(Booking::started);
+    sibling_bookings.iter().flatten().for_each(|sibling| sibling.started(now));
     core.admission.notify();
-    decode.succeeded();
+    decode.succeeded(now);
     let report = match &first {
         Output::Tokens(tokens) => tokens.prompt.as_ref(),
         _ => None,
@@ -200,7 +206,7 @@ pub(super) fn stream(
         trace
     });
     let found = report.map(|report| u64::from(report.cached_tokens()));
-    prediction.computed(&core.index, &decode, found);
+    prediction.computed(&core.index, &decode, found, now);
     if let Some(found) = found {
         prediction.compare(&core.metrics, &decode, found);
     }
@@ -247,7 +253,7 @@ pub(super) fn stream(
                 }
             };
             if item.is_ok() {
-                decode.touch();
+                decode.touch(Instant::now());
                 totals.output(tokens);
                 if let Some((generation, ..)) = &held {
                     generation.booking.add_output(tokens);

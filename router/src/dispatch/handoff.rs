@@ -64,7 +64,7 @@ async fn first_blocks(
     request: Request,
     until: Instant,
 ) -> Result<(Handoff, OutputStream), Error> {
-    let started = timeout_at(until, start(&remote.member, &remote.booking, request, future::pending())).await;
+    let started = timeout_at(until, start(&remote.member, &remote.booking, || request, future::pending())).await;
     let FirstOutput { first, rest, .. } = started.map_err(|_| hung(remote))??;
     match first {
         Output::Handoff(handoff) => Ok((handoff, rest)),
@@ -91,7 +91,7 @@ pub(super) async fn resume(
             has_blocks.notified().await;
             stalled.as_mut().await;
         };
-        let mut decoding = pin!(first_output(decode, resumed, late));
+        let mut decoding = pin!(first_output(decode, || resumed, late));
         let end = tokio::select! {
             biased;
             end = ended(core, prefill) => end,
@@ -103,7 +103,7 @@ pub(super) async fn resume(
                 return started;
             }
         };
-        booking.sent();
+        booking.sent(Instant::now());
         has_blocks.notify_one();
         match end {
             End::Complete(blocks) => {
@@ -130,7 +130,7 @@ pub(super) async fn resume(
     };
     failed(core, remote, &request, &lost);
     booking.revise(*uncached);
-    start(decode, booking, request, stalled).await
+    start(decode, booking, || request, stalled).await
 }
 
 /// Waits until the prompt is computed.
@@ -146,12 +146,13 @@ async fn ended(core: &Core, Prefill { remote, mut stream, until, mut span, .. }:
         () = sleep_until(until) => End::Lost(hung(remote)),
     };
     // What remains on the worker is blocks, not work.
-    remote.booking.started();
+    let now = Instant::now();
+    remote.booking.started(now);
     core.admission.notify();
     match &end {
         End::Complete(_) => {
-            remote.member.succeeded();
-            remote.prediction.computed(&core.index, &remote.member, None);
+            remote.member.succeeded(now);
+            remote.prediction.computed(&core.index, &remote.member, None, now);
         }
         End::Failed(error) | End::Lost(error) => span.fail(error),
     }

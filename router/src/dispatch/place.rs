@@ -80,7 +80,7 @@ pub(crate) fn place(
     is_new: bool,
     tried: &[WorkerId],
     until: Option<Instant>,
-) -> Result<Placement, Error> {
+) -> Result<Box<Placement>, Error> {
     let mut span = request.attributes.trace.span("route", Kind::Internal);
     let placed = choose(core, request, is_new, tried, until, &mut span);
     if let Err(error) = &placed {
@@ -96,7 +96,7 @@ fn choose(
     tried: &[WorkerId],
     until: Option<Instant>,
     span: &mut Span,
-) -> Result<Placement, Error> {
+) -> Result<Box<Placement>, Error> {
     let since = std::time::Instant::now();
     let roster = core.fleet.snapshot();
     let pool = roster.pool(&request.model).ok_or_else(|| match roster.absence(&request.model) {
@@ -174,8 +174,8 @@ fn book(
     decision: &Decision<'_>,
     tried: &[WorkerId],
     (stats, output): (&Arc<ModelStats>, &ExpectedOutput),
-) -> Placement {
-    let row = &decision.chosen;
+) -> Box<Placement> {
+    let (row, now) = (&decision.chosen, Instant::now());
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
     let explanation = wanted.then(|| explain::line(policy, decision, tried));
     let trace_id = request.attributes.trace.trace_id();
@@ -203,7 +203,7 @@ fn book(
         blocks: whole.blocks.saturating_sub(sibling.blocks * siblings.len() as u64),
         ..whole
     };
-    let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps);
+    let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps, now);
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &ScoredWorker<'_>| {
         let names = overlaps.hashes(row.entry.scheme);
@@ -215,7 +215,7 @@ fn book(
     let prefix = if prefill_row.is_some() { core.inflight.add(slot, &[], 1, 0) } else { inflight_prefix(row) };
     let sibling_booking = |_| {
         let prefix = core.inflight.add(slot, &[], 1, 0);
-        Booking::new(member, sibling, None, output.clone(), prefix, &core.outbox)
+        Booking::new(member, sibling, None, output.clone(), prefix, &core.outbox, now)
     };
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
@@ -237,9 +237,10 @@ fn book(
         core.metrics.replications.inc_by(u64::from(*copies > 0 && row.held.total() < shared.blocks));
     }
     core.metrics.requests.with_label_values(&[&*member.name, policy.name()]).inc();
-    Placement {
+    // Boxed, because it is handed on several times and has a kilobyte.
+    Box::new(Placement {
         decode: member.clone(),
-        booking: Booking::new(member, amount, cached_tokens, output.clone(), prefix, &core.outbox),
+        booking: Booking::new(member, amount, cached_tokens, output.clone(), prefix, &core.outbox, now),
         totals,
         stats: stats.clone(),
         output_tokens: output.tokens() as u64,
@@ -260,6 +261,7 @@ fn book(
                     ExpectedOutput::default(),
                     inflight_prefix(prefill),
                     &core.outbox,
+                    now,
                 ),
                 amount,
                 stall_timeout: stall_timeout(prefill.aggregated.first_token()),
@@ -271,5 +273,5 @@ fn book(
         prediction: decode_prediction,
         explanation,
         line,
-    }
+    })
 }

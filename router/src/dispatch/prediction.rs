@@ -43,6 +43,7 @@ impl HitPrediction {
         decision: &Decision<'_>,
         row: &ScoredWorker<'_>,
         overlaps: &Overlaps,
+        now: Instant,
     ) -> Self {
         let (member, way, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
         let names = overlaps.hashes(way);
@@ -57,7 +58,7 @@ impl HitPrediction {
         let by_text = has_estimated_tokens && member.texts.is_some();
         let noted = by_text || member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
         Self {
-            placed: Instant::now(),
+            placed: now,
             cached: row.cached(),
             announced: (is_alone && is_comparable).then_some(announced),
             full,
@@ -75,18 +76,18 @@ impl HitPrediction {
     }
 
     /// Records that the worker has computed the prompt. `found`: cached tokens that it reports.
-    pub(crate) fn computed(&self, index: &Index, member: &Worker, found: Option<u64>) {
+    pub(crate) fn computed(&self, index: &Index, member: &Worker, found: Option<u64>, now: Instant) {
         // A worker that found the whole prompt has computed no block.
         if self.unannounced > 0 && found.is_none_or(|found| found < self.full) {
-            member.estimated_cache.computed(self.placed);
+            member.estimated_cache.computed(self.placed, now);
         }
         if self.hashes.is_empty() {
             return;
         }
         let mine = self.is_of_one_worker().then_some(member);
         for member in mine.into_iter().chain(self.one_of.iter().map(|worker| &**worker)) {
-            let capacity_blocks = member.load.stats(Instant::now()).total_blocks as usize;
-            member.estimated_cache.sent(index, member.id(), &self.hashes, capacity_blocks);
+            let capacity_blocks = member.load.stats(now).total_blocks as usize;
+            member.estimated_cache.sent(index, member.id(), &self.hashes, capacity_blocks, now);
         }
     }
 

@@ -88,7 +88,7 @@ fn back_pressure(error: &Error) -> Option<Duration> {
 fn to_the_end(
     core: &Arc<Core>,
     request: Request,
-    placement: Placement,
+    placement: Box<Placement>,
     permit: Arc<Permit>,
     first: FirstOutput,
     trace: Option<RequestTrace>,

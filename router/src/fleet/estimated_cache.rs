@@ -31,16 +31,15 @@ impl EstimatedCache {
     }
 
     /// A prompt placed at `placed` was computed, including blocks that the worker's events did not contain.
-    pub(crate) fn computed(&self, placed: Instant) {
-        self.lock().accuracy.computed(placed, Instant::now());
+    pub(crate) fn computed(&self, placed: Instant, now: Instant) {
+        self.lock().accuracy.computed(placed, now);
     }
 
     /// Adds the blocks of a prompt sent to the worker, which has `capacity` blocks; 0 when unknown.
-    pub(crate) fn sent(&self, index: &Index, worker: WorkerId, hashes: &[SequenceHash], capacity: usize) {
+    pub(crate) fn sent(&self, index: &Index, worker: WorkerId, hashes: &[SequenceHash], capacity: usize, now: Instant) {
         // Held to the end, so that the index applies changes in the order in which they were made.
         let mut state = self.lock();
-        let removed =
-            state.assumed.insert(hashes, if capacity == 0 { DEFAULT_BLOCKS } else { capacity }, Instant::now());
+        let removed = state.assumed.insert(hashes, if capacity == 0 { DEFAULT_BLOCKS } else { capacity }, now);
         // The index ignores it until the estimate has joined.
         let holder = Holder::Estimate(worker);
         index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes.to_vec() });

@@ -108,19 +108,23 @@ impl Worker {
 
     /// Records the outcome of a request.
     pub(crate) fn note(&self, signal: HealthSignal) {
-        let now = Instant::now();
+        self.noted(signal, Instant::now());
+    }
+
+    fn noted(&self, signal: HealthSignal, now: Instant) {
         self.change(|health| health.note(signal, now));
     }
 
     /// Records a first output.
-    pub(crate) fn succeeded(&self) {
-        self.touch();
-        self.note(HealthSignal::Healthy);
+    pub(crate) fn succeeded(&self, now: Instant) {
+        self.touch(now);
+        self.noted(HealthSignal::Healthy, now);
     }
 
     /// Records an output.
-    pub(crate) fn touch(&self) {
-        self.last_output.store(self.first_seen.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    pub(crate) fn touch(&self, now: Instant) {
+        let since = now.saturating_duration_since(self.first_seen);
+        self.last_output.store(since.as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// Whether it has returned an output since then.
