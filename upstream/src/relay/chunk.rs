@@ -52,7 +52,8 @@ pub enum Relevance {
 
 // Made once: a search of one chunk takes less time than its preparation.
 static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""choices":["#));
-static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
+/// The name of the usage, with its quotes.
+pub(super) static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
 
 /// How engines write an absent usage: the last member of a chunk. In valid JSON these bytes at the end are nothing
 /// else: the brace closes the chunk, and a quote after a comma starts a name unless it ends a string, which no name can

@@ -10,6 +10,7 @@
 mod scan;
 
 use bytes::Bytes;
+use memchr::memmem::Finder;
 use scan::{Scanner, name_starts_with, names};
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ const MAX_DEPTH: usize = 512;
 /// Most top-level members. The OpenAI API has about 40, engines add about as many.
 const MAX_MEMBERS: usize = 1024;
 /// Members of most bodies, for which there is room from the start.
-const FEW_MEMBERS: usize = 12;
+const FEW_MEMBERS: usize = 8;
 
 /// A JSON object whose top level was scanned, and the edits of its members.
 ///
@@ -81,6 +82,9 @@ enum Edit {
     Remove,
     Replace(Bytes),
 }
+
+/// How often a name is looked at, of which each may be followed by many members. Answers have it once or twice.
+const MAX_NAMES: usize = 16;
 
 impl Splice {
     /// Scans the top level of `body`.
@@ -214,16 +218,34 @@ impl Splice {
     }
 }
 
-/// The position of the value of a top-level member in `body`, without the cost of a [`Splice`]. `None` if it has none,
-/// or is no JSON object.
-pub(super) fn find(body: &[u8], name: &str) -> Option<Range<usize>> {
-    let mut found = None;
-    let take = |member: Member| {
-        if names(&body[member.name], name) {
-            found = Some(member.value);
+/// The position of the value of a top-level member in `body`, which is valid JSON. `None` if it has none, or is no
+/// object.
+///
+/// Only what follows the name is scanned: if that ends the text after one closing brace, the member is of the top level.
+/// `quoted` finds the name with its quotes, without escapes. Those bytes are nothing else than a name or a string of
+/// just this word, because quotes within a string are escaped.
+pub(super) fn find(body: &[u8], quoted: &Finder<'_>) -> Option<Range<usize>> {
+    let name = quoted.needle();
+    quoted.find_iter(body).take(MAX_NAMES).find_map(|at| last_members(body, at + name.len(), name).ok())
+}
+
+/// The value of the member whose name ends `at`, or of a later one of the same name, if no member follows the object
+/// that it is in.
+fn last_members(body: &[u8], at: usize, quoted: &[u8]) -> Result<Range<usize>, SpliceError> {
+    let mut scanner = Scanner::starting(body, at);
+    scanner.expect(b':', "a colon")?;
+    let mut value = scanner.value()?;
+    while scanner.accept(b',') {
+        let name = scanner.string("a name")?;
+        scanner.expect(b':', "a colon")?;
+        let other = scanner.value()?;
+        if body[name] == quoted[1..quoted.len() - 1] {
+            value = other;
         }
-    };
-    scan_members(body, take).ok().and(found)
+    }
+    scanner.expect(b'}', "a comma or a closing brace")?;
+    scanner.end()?;
+    Ok(value)
 }
 
 /// Calls `take` with each top-level member of an object. Returns the position of its closing brace.

@@ -74,7 +74,51 @@ pub(super) struct Count(pub(super) Option<u64>);
 
 impl<'de> Deserialize<'de> for Count {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        serde_json::Value::deserialize(deserializer).map(|value| Self(value.as_u64()))
+        deserializer.deserialize_any(CountVisitor)
+    }
+}
+
+struct CountVisitor;
+
+impl<'de> Visitor<'de> for CountVisitor {
+    type Value = Count;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a number of tokens")
+    }
+
+    fn visit_u64<E: Error>(self, tokens: u64) -> Result<Count, E> {
+        Ok(Count(Some(tokens)))
+    }
+
+    fn visit_i64<E: Error>(self, _: i64) -> Result<Count, E> {
+        Ok(Count(None))
+    }
+
+    fn visit_f64<E: Error>(self, _: f64) -> Result<Count, E> {
+        Ok(Count(None))
+    }
+
+    fn visit_bool<E: Error>(self, _: bool) -> Result<Count, E> {
+        Ok(Count(None))
+    }
+
+    fn visit_str<E: Error>(self, _: &str) -> Result<Count, E> {
+        Ok(Count(None))
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Count, E> {
+        Ok(Count(None))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<Count, A::Error> {
+        while values.next_element::<IgnoredAny>()?.is_some() {}
+        Ok(Count(None))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Count, A::Error> {
+        while members.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+        Ok(Count(None))
     }
 }
 

@@ -164,6 +164,8 @@ impl Connection {
             && let Poll::Ready(outcome) = self.poll_unsent(context)
         {
             self.sending = if outcome.is_ok() { Sending::Sent } else { Sending::Broken };
+            // The answer may be a long one, and needs neither.
+            (self.head, self.body) = (Bytes::new(), Bytes::new());
         }
     }
 

@@ -10,7 +10,11 @@ pub(super) struct Scanner<'a> {
 
 impl<'a> Scanner<'a> {
     pub(super) fn new(text: &'a [u8]) -> Self {
-        Self { text, at: 0 }
+        Self::starting(text, 0)
+    }
+
+    pub(super) fn starting(text: &'a [u8], at: usize) -> Self {
+        Self { text, at }
     }
 
     pub(super) fn position(&self) -> usize {

@@ -1,6 +1,7 @@
 //! A body that is no stream: it passes unchanged, and its usage is read at its end.
 
 use super::Usage;
+use crate::relay::chunk::USAGE;
 use crate::relay::splice;
 use bytes::Bytes;
 
@@ -36,6 +37,6 @@ impl Plain {
                 &joined[..]
             }
         };
-        Usage::read(&body[splice::find(body, "usage")?])
+        Usage::read(&body[splice::find(body, &USAGE)?])
     }
 }
