@@ -12,4 +12,5 @@ pub(crate) mod upload;
 
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
+pub(crate) use server::ConnectionInfo;
 pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls};

@@ -5,8 +5,7 @@ use super::caller;
 use super::relay::{self, Contents, Incoming};
 use super::sse::{self, ChunkHead, ChunkWriter};
 use crate::error::{CONTEXT, Error};
-use crate::http::{RequestContext, Shutdown, body};
-use crate::limits::ConnectionChoices;
+use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::model::{EncodeJob, ServedModel, prompt_too_long};
 use crate::output::{ChoiceDelta, FinishReason, Generation, GenerationRequest, StopReason, TokenLogprobs};
 use crate::params::{Delivery, Fields, GenerationParams, peek_salts, scheduling};
@@ -101,7 +100,7 @@ pub(crate) async fn handle<E: Endpoint>(
 ) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
     let context = RequestContext::of(&parts.extensions);
-    let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
+    let shutdown = Shutdown::of(&parts.extensions);
 
     let tenant = caller::tenant(&state, &context, &parts.headers)?;
     let deadline = scheduling::header_deadline(&parts.headers)?;
@@ -140,7 +139,8 @@ pub(crate) async fn handle<E: Endpoint>(
     let deadline = deadline.into_iter().chain(params.deadline).min().map(|within| context.arrived + within);
     let domain = params.cache_salts.iter().fold(tenant_domain, |domain, salt| domain.salted(salt));
     let count = prompts.len() * params.n as usize;
-    let running = state.choices.start(count, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
+    let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
+    let running = state.choices.start(count, connection, &tenant)?;
     context.take_prompt(prompts.iter().map(|tokens| tokens.len()).sum())?;
     let request = GenerationRequest { model, prompts, params, tenant, domain, deadline, explain, running };
     let respond = async {

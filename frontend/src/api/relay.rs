@@ -12,8 +12,8 @@ mod response_body;
 use super::caller;
 use super::generate::{explained, wants_explanation};
 use crate::error::Error;
-use crate::http::{RequestContext, Shutdown, body};
-use crate::limits::{ConnectionChoices, WorkPermit};
+use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
+use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
 use crate::output::RelayMeter;
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
@@ -106,7 +106,7 @@ impl Incoming {
         let (named, resolved) = (&card.id, state.engine.resolve(&card.id, &conversation));
         let card = resolved.unwrap_or_else(|| Arc::clone(card));
         let domain = state.domains.of(&tenant);
-        let routing = match contents {
+        let mut routing = match contents {
             Contents::Json(fields) => {
                 let has_exact_blocks = card.has_exact_blocks;
                 let tokenizers = state.tokenizers.of(&card).filter(|of| of.local.is_some() || has_exact_blocks);
@@ -144,6 +144,7 @@ impl Incoming {
             }
             Contents::Form(_) | Contents::Other => Routing::default(),
         };
+        routing.attributes.session = session;
         Ok(Self { card, tenant, domain, parts, body, memory: permit.into_memory(), routing })
     }
 }
@@ -259,13 +260,12 @@ pub(super) async fn respond(
 ) -> Result<Response, Error> {
     let Incoming { card, tenant, domain, parts, body, memory, mut routing } = incoming;
     let context = RequestContext::of(&parts.extensions);
-    let shutdown = parts.extensions.get::<Shutdown>().cloned().unwrap_or_default();
+    let shutdown = Shutdown::of(&parts.extensions);
     let deadline = scheduling::header_deadline(&parts.headers)?;
-    routing.attributes.session = scheduling::header_session(&parts.headers).or(routing.attributes.session);
     routing.attributes.deadline =
         deadline.into_iter().chain(routing.deadline).min().map(|within| context.arrived + within);
-    let running =
-        state.choices.start(routing.choices as usize, parts.extensions.get::<ConnectionChoices>(), &tenant)?;
+    let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
+    let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
     let is_charged = !TOKENIZE.contains(&parts.uri.path());
     if is_charged {
         context.take_prompt(routing.tokens.len())?;

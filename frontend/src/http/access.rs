@@ -5,7 +5,7 @@
 //! and a request that the browser marks as cross-site is rejected. Clients other than browsers send neither `Origin`
 //! nor `Sec-Fetch-Site`.
 
-use super::server::{ConnectionInfo, Shutdown};
+use super::server::ConnectionInfo;
 use crate::error::Error;
 use crate::settings::{Origin, Settings};
 use axum::extract::Request;
@@ -67,10 +67,10 @@ pub(crate) async fn check(
 /// reserved connections. Until then a server that shuts down serves requests of those that have not noticed yet.
 pub(crate) async fn admit(request: Request, next: impl AsyncFnOnce(Request) -> Response) -> Response {
     let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
-    let shutdown = request.extensions().get::<Shutdown>();
-    let stopping = shutdown.is_some_and(Shutdown::is_announced);
-    let closed = shutdown.is_some_and(Shutdown::is_closed);
-    let reserved = request.extensions().get::<ConnectionInfo>().is_some_and(|connection| connection.reserved);
+    let connection = ConnectionInfo::of(request.extensions());
+    let stopping = connection.is_some_and(|connection| connection.shutdown.is_announced());
+    let closed = connection.is_some_and(|connection| connection.shutdown.is_closed());
+    let reserved = connection.is_some_and(|connection| connection.reserved);
     let http1 = request.version() < Version::HTTP_2;
     let rejection = match (is_health_check, closed, reserved) {
         _ if request.uri().path_and_query().is_some_and(|path| path.as_str().len() > MAX_URL_BYTES) => {
@@ -104,7 +104,7 @@ impl AccessRules {
 
     fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
         let host = host(request.uri(), request.headers())?;
-        if let (Some(connection), Some(host)) = (request.extensions().get::<ConnectionInfo>(), &host)
+        if let (Some(connection), Some(host)) = (ConnectionInfo::of(request.extensions()), &host)
             && !self.is_own(host.host(), connection)
         {
             return Err(Error::HostNotAllowed(host.host().into()));

@@ -5,7 +5,7 @@
 use super::upload::is_too_slow;
 use crate::error::Error;
 use crate::settings::Settings;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::http::HeaderMap;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use bytes::{Bytes, BytesMut};
@@ -77,8 +77,11 @@ pub(crate) async fn read(
 pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemory) -> Result<BufferedBody, Error> {
     let mut share = MemoryShare { memory, held: None };
     let most = settings.max_body.as_usize();
+    // Room for what is announced, as far as it is not charged to the memory.
+    let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX).min(FREE_BYTES);
     let mut stream = body.into_data_stream();
-    let mut collected = BytesMut::new();
+    // Most bodies arrive in one piece, which is not copied.
+    let (mut first, mut collected) = (Bytes::new(), BytesMut::new());
     while let Some(chunk) = stream.next().await {
         let chunk = chunk.map_err(|error| {
             if is_too_slow(&error) {
@@ -87,13 +90,23 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
                 Error::Malformed(format!("The request body could not be read: {error}."))
             }
         })?;
-        if collected.len() + chunk.len() > most {
+        let length = first.len() + collected.len() + chunk.len();
+        if length > most {
             return Err(Error::TooLarge(most));
         }
-        share.grow(collected.len() + chunk.len())?;
+        share.grow(length)?;
+        if length == chunk.len() {
+            first = chunk;
+            continue;
+        }
+        if !first.is_empty() {
+            collected.reserve(announced.max(length));
+            collected.extend_from_slice(&std::mem::take(&mut first));
+        }
         collected.extend_from_slice(&chunk);
     }
-    Ok(BufferedBody { bytes: collected.freeze(), memory: share.held })
+    let bytes = if first.is_empty() { collected.freeze() } else { first };
+    Ok(BufferedBody { bytes, memory: share.held })
 }
 
 /// Rejects compressed bodies: a compressed body can expand a thousandfold.

@@ -1,7 +1,6 @@
 //! Request ids: unique within the process and not predictable.
 
 use std::hash::{BuildHasher, RandomState};
-use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
@@ -11,10 +10,14 @@ pub(crate) fn generate() -> Arc<str> {
     static KEYS: LazyLock<[RandomState; 2]> = LazyLock::new(|| [RandomState::new(), RandomState::new()]);
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    // On the stack: the id is allocated once.
     let mut digits = [0; 32];
-    write!(&mut digits[..], "{:016x}{:016x}", KEYS[0].hash_one(count), KEYS[1].hash_one(count)).expect("they fit");
-    str::from_utf8(&digits).expect("digits are ASCII").into()
+    for (keys, digits) in KEYS.iter().zip(digits.chunks_exact_mut(16)) {
+        let hash = keys.hash_one(count);
+        for (at, digit) in digits.iter_mut().enumerate() {
+            *digit = b"0123456789abcdef"[(hash >> (4 * at) & 15) as usize];
+        }
+    }
+    std::str::from_utf8(&digits).expect("digits are ASCII").into()
 }
 
 #[cfg(test)]

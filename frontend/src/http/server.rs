@@ -18,11 +18,12 @@ mod stream;
 pub use connection::ClientCertificate;
 pub(crate) use connection::ConnectionInfo;
 
-use crate::limits::LogLimit;
+use crate::limits::{ConnectionChoices, LogLimit};
 use crate::metrics::ConnectionMetrics;
 use crate::settings::Settings;
 use activity::Timeouts;
 use axum::Router;
+use axum::http::Extensions;
 use connections::{Admission, Connections};
 use prometheus::{IntGauge, Registry};
 use std::future::Future;
@@ -72,6 +73,11 @@ impl Shutdown {
     /// Whether the server shuts down.
     pub(crate) fn is_announced(&self) -> bool {
         self.0.announced.is_cancelled()
+    }
+
+    /// The shutdown of the server that has accepted a request, or one that never comes.
+    pub(crate) fn of(extensions: &Extensions) -> Self {
+        ConnectionInfo::of(extensions).map(|connection| connection.shutdown.clone()).unwrap_or_default()
     }
 
     /// Resolves when the drain deadline has passed and running requests must end.
@@ -233,16 +239,21 @@ impl Server {
         if let Err(error) = socket.set_nodelay(true) {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
-        let info = ConnectionInfo { loopback_only, reserved, local: socket.local_addr().ok().map(|local| local.ip()) };
+        let info = Arc::new(ConnectionInfo {
+            loopback_only,
+            reserved,
+            local: socket.local_addr().ok().map(|local| local.ip()),
+            choices: ConnectionChoices::default(),
+            shutdown: shutdown.clone(),
+        });
         let limits = self.limits;
         let metrics = self.metrics.clone();
         let rejected_lines = Arc::clone(&self.rejected_lines);
         let tls = self.tls.clone();
         let router = router.clone();
-        let shutdown = shutdown.clone();
         tasks.spawn(async move {
             let _open = Open::new(&metrics.open);
-            let serving = connection::run(socket, tls, &slot, router, info, &limits, &shutdown, &rejected_lines);
+            let serving = connection::run(socket, tls, &slot, router, &info, &limits, &rejected_lines);
             let reason = Box::pin(serving).await;
             metrics.closed.with_label_values(&[reason]).inc();
         });

@@ -6,10 +6,11 @@
 //! no estimate: it is what the engine computes.
 
 use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
-use memchr::{memchr, memmem};
+use memchr::memchr;
+use memchr::memmem::Finder;
 use serde::de::IgnoredAny;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use worker::engine::RequestAttributes;
 
 /// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
@@ -18,7 +19,7 @@ const BYTES_PER_TOKEN: usize = 4;
 /// Tokens of a file within a prompt, such as an image. Vision models make some hundreds to some thousands of one.
 const FILE_TOKENS: usize = 1024;
 /// What a file in a `data:` URL begins with. It ends with the JSON string.
-const FILE: &[u8] = b";base64,";
+static FILE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b";base64,"));
 
 /// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
 const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
@@ -50,7 +51,6 @@ impl Routing {
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
             attributes: RequestAttributes {
-                session: scheduling::take_session(fields).ok().flatten(),
                 priority: scheduling::take_priority(fields).unwrap_or_default(),
                 ..RequestAttributes::default()
             },
@@ -77,23 +77,31 @@ fn token_ids(fields: &mut Fields) -> Option<Arc<[u32]>> {
 
 /// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
 fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
-    let mut text = Vec::new();
-    for raw in BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name)) {
-        push_text(raw.bytes(), &mut text);
+    let mut parts = BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name));
+    let (Some(first), second) = (parts.next(), parts.next()) else { return Arc::default() };
+    // Most prompts are one field without a file, which is not copied.
+    if second.is_none() && FILE.find(first.bytes()).is_none() {
+        return tokens_of(first.bytes());
     }
-    let token = |bytes: &[u8]| {
-        let mut token = [0; BYTES_PER_TOKEN];
-        token[..bytes.len()].copy_from_slice(bytes);
-        u32::from_le_bytes(token)
-    };
-    text.chunks(BYTES_PER_TOKEN).map(token).collect()
+    let mut text = Vec::new();
+    [first].into_iter().chain(second).chain(parts).for_each(|raw| push_text(raw.bytes(), &mut text));
+    tokens_of(&text)
+}
+
+/// The bytes of a text as numbers. The last one is filled with zeros.
+fn tokens_of(text: &[u8]) -> Arc<[u32]> {
+    let (whole, rest) = text.as_chunks::<BYTES_PER_TOKEN>();
+    let mut last = [0; BYTES_PER_TOKEN];
+    last[..rest.len()].copy_from_slice(rest);
+    let last = (!rest.is_empty()).then_some(last);
+    whole.iter().copied().chain(last).map(u32::from_le_bytes).collect()
 }
 
 /// Adds JSON text, with [`FILE_TOKENS`] for each file in it, which are the same for the same file.
 fn push_text(mut text: &[u8], to: &mut Vec<u8>) {
     const FILE_BYTES: usize = FILE_TOKENS * BYTES_PER_TOKEN;
-    while let Some(at) = memmem::find(text, FILE) {
-        let start = at + FILE.len();
+    while let Some(at) = FILE.find(text) {
+        let start = at + FILE.needle().len();
         let end = memchr(b'"', &text[start..]).map_or(text.len(), |length| start + length);
         let file = &text[start..end];
         to.extend_from_slice(&text[..start]);
@@ -181,14 +189,14 @@ mod tests {
     #[test]
     fn fields_of_unexpected_types_are_left_to_the_engine() {
         let odd = read(
-            r#"{"prompt":7,"stream":"yes","n":"many","max_tokens":[1],"priority":{},"user":5,"cache_salt":1,
+            r#"{"prompt":7,"stream":"yes","n":"many","max_tokens":[1],"priority":{},"cache_salt":1,
             "deadline_ms":"soon"}"#,
         );
         assert_eq!((odd.is_stream, odd.choices, odd.max_tokens, odd.deadline), (false, 1, None, None));
-        assert_eq!((odd.attributes.session, odd.attributes.priority), (None, Priority::Normal));
+        assert_eq!(odd.attributes.priority, Priority::Normal);
         assert!(odd.salts.is_empty());
-        let good = read(r#"{"input":"x","n":4,"max_output_tokens":9,"priority":-1,"user":"ada","cache_salt":"s"}"#);
+        let good = read(r#"{"input":"x","n":4,"max_output_tokens":9,"priority":-1,"cache_salt":"s"}"#);
         assert_eq!((good.choices, good.max_tokens, good.salts), (4, Some(9), vec!["s".to_owned()]));
-        assert_eq!((good.attributes.session, good.attributes.priority), (Some("ada".into()), Priority::High));
+        assert_eq!(good.attributes.priority, Priority::High);
     }
 }

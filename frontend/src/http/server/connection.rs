@@ -10,7 +10,7 @@ use crate::limits::{ConnectionChoices, LogLimit};
 use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::http::header::CONNECTION;
-use axum::http::{Request, Response, Version};
+use axum::http::{Extensions, Request, Response, Version};
 use bytes::Bytes;
 use futures::FutureExt;
 use hyper::body::{Frame, Incoming, SizeHint};
@@ -36,8 +36,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// response that was just written.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How a connection was accepted. Each of its requests has this among its extensions.
-#[derive(Clone, Copy, Debug)]
+/// How a connection was accepted, and what its requests share. Each has an `Arc` of this among its extensions.
 pub(crate) struct ConnectionInfo {
     /// The listener is bound to a loopback address.
     pub(crate) loopback_only: bool,
@@ -45,6 +44,17 @@ pub(crate) struct ConnectionInfo {
     pub(crate) reserved: bool,
     /// The local address of the connection.
     pub(crate) local: Option<IpAddr>,
+    /// The running choices of its requests.
+    pub(crate) choices: ConnectionChoices,
+    /// The shutdown of the server.
+    pub(crate) shutdown: Shutdown,
+}
+
+impl ConnectionInfo {
+    /// The connection of a request; `None` within this process.
+    pub(crate) fn of(extensions: &Extensions) -> Option<&Self> {
+        extensions.get::<Arc<Self>>().map(|info| &**info)
+    }
 }
 
 /// Among the extensions of a request whose client has shown a certificate, which was verified.
@@ -52,18 +62,16 @@ pub(crate) struct ConnectionInfo {
 pub struct ClientCertificate(());
 
 /// Serves a connection until it ends. Returns the `reason` label of its end.
-#[expect(clippy::too_many_arguments, reason = "each is a part of the server that the connection uses")]
 pub(super) async fn run(
     socket: TcpStream,
     tls: Option<Arc<ServerTls>>,
     slot: &Slot,
     router: Router,
-    info: ConnectionInfo,
+    info: &Arc<ConnectionInfo>,
     limits: &Limits,
-    shutdown: &Shutdown,
     rejected_lines: &Arc<LogLimit>,
 ) -> &'static str {
-    let activity = &slot.activity;
+    let (activity, shutdown) = (&slot.activity, &info.shutdown);
     let socket = match tls {
         None => Socket::Left(socket),
         Some(tls) => {
@@ -94,7 +102,7 @@ pub(super) async fn run(
         }
     };
     let certificate = transport::has_certificate(&socket).then_some(ClientCertificate(()));
-    let service = service(router, Arc::clone(activity), info, certificate, shutdown.clone());
+    let service = service(router, Arc::clone(activity), Arc::clone(info), certificate);
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
@@ -186,27 +194,24 @@ async fn close(
     }
 }
 
-/// The service of a connection: counts its requests, and adds its extensions to each.
+/// The service of a connection: counts its requests, and adds its extension to each.
 fn service(
     router: Router,
     activity: Arc<Activity>,
-    info: ConnectionInfo,
+    info: Arc<ConnectionInfo>,
     certificate: Option<ClientCertificate>,
-    shutdown: Shutdown,
 ) -> impl Service<Request<Incoming>, Response = Response<TrackedBody>, Error = Infallible, Future: Send + 'static> {
-    let (inner, choices) = (TowerToHyperService::new(router), ConnectionChoices::default());
+    let inner = TowerToHyperService::new(router);
     service_fn(move |request: Request<Incoming>| {
         let mut guard = activity.request(request.version() == Version::HTTP_2);
         let mut request = request.map(|body| {
             let receiving = (!body.is_end_stream()).then(|| activity.receiving());
             Body::new(RequestBody { body, receiving })
         });
-        request.extensions_mut().insert(info);
+        request.extensions_mut().insert(Arc::clone(&info));
         if let Some(certificate) = certificate {
             request.extensions_mut().insert(certificate);
         }
-        request.extensions_mut().insert(choices.clone());
-        request.extensions_mut().insert(shutdown.clone());
         let (response, activity) = (inner.call(request), Arc::clone(&activity));
         async move {
             let response = response.await?;
