@@ -19,6 +19,7 @@ mod continued;
 mod handoff;
 mod place;
 mod prediction;
+mod send;
 mod serve;
 
 pub(crate) use place::place;

@@ -1,8 +1,8 @@
 //! Deterministic hashing: the same in every process and on every run.
 //!
-//! Hash of a number (`SplitMix64`), hash of a text, and maps with numbers as keys. The maps are for keys that no
-//! client can choose so that they collide: block hashes, numbers of requests, and blocks of a trace. Not here: the hashes of blocks, which
-//! `kvbm` computes.
+//! Hash of a number (`SplitMix64`), hash of a text, and maps with numbers as keys. The maps are for keys that no client
+//! can choose so that they collide: block hashes, numbers of requests, and blocks of a trace. Not here: the hashes of
+//! blocks, which `kvbm` computes.
 
 pub(crate) use kvbm::splitmix::splitmix64;
 use std::collections::{HashMap, HashSet};

@@ -1,4 +1,4 @@
-//! Spans of distributed traces, in the terms of OpenTelemetry: what a request does, from HTTP to the tiers of its blocks.
+//! Spans of distributed traces, in the terms of OpenTelemetry: what a request does, from HTTP to the tiers of blocks.
 //!
 //! ```text
 //!   Tracer ── root ──▶ Span ── context ──▶ Context ── span ──▶ Span …      per request; guards, ended by drop

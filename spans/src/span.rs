@@ -196,7 +196,7 @@ impl Drop for Span {
 
 impl std::fmt::Debug for Span {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Span").field("context", &self.context).field("recorded", &self.is_recorded()).finish()
+        f.debug_struct("Span").field("context", &self.context).finish_non_exhaustive()
     }
 }
 

@@ -70,15 +70,12 @@ impl Tracer {
     /// without a caller's it is a new one.
     pub fn root(&self, name: &'static str, kind: Kind, caller: Option<Remote>) -> Span {
         let Some(shared) = &self.0 else { return Span::default() };
-        let (context, parent, is_sampled) = match caller {
-            Some(Remote { trace, span, is_sampled, state }) => {
-                (Context::begin(shared, trace, is_sampled, state), Some(span), is_sampled)
-            }
-            None => {
-                let id = shared.ids.trace();
-                let is_sampled = shared.sampling.records(id);
-                (Context::begin(shared, id, is_sampled, None), None, is_sampled)
-            }
+        let (context, parent, is_sampled) = if let Some(Remote { trace, span, is_sampled, state }) = caller {
+            (Context::begin(shared, trace, is_sampled, state), Some(span), is_sampled)
+        } else {
+            let id = shared.ids.trace();
+            let is_sampled = shared.sampling.records(id);
+            (Context::begin(shared, id, is_sampled, None), None, is_sampled)
         };
         if is_sampled { Span::recorded(context, parent, name, kind, Instant::now()) } else { Span::unrecorded(context) }
     }

@@ -15,8 +15,9 @@ pub struct Cluster {
     /// Address and port at which a worker takes requests of frontends. Default `127.0.0.1:8100`: other machines cannot
     /// reach it.
     pub listen: Listen,
-    /// URL at which frontends reach this worker, like `http://10.0.0.7:8100`, or `https://…` with `tls`. Ids of workers and of their stores are
-    /// derived from it, so it should be the same after a restart. Default: the address of `cluster.listen`.
+    /// URL at which frontends reach this worker, like `http://10.0.0.7:8100`, or `https://…` with `tls`. Ids of workers
+    /// and of their stores are derived from it, so it should be the same after a restart. Default: the address of
+    /// `cluster.listen`.
     pub advertise: Option<String>,
     /// A file with the secret that frontends send and workers require, the same for all processes. Default none:
     /// workers take requests of every process that reaches them.
@@ -252,7 +253,7 @@ impl Config {
         let advertised = self.cluster.advertise.as_deref().and_then(|url| url.split_once("://"));
         if advertised.is_some_and(|(other, _)| other != scheme) {
             let problem = if scheme == "http" {
-                "the worker has no TLS; set cluster.tls.cert_file and cluster.tls.key_file, or expected http://HOST:PORT"
+                "the worker has no TLS; set cluster.tls.cert_file and tls.key_file, or expected http://HOST:PORT"
             } else {
                 "the worker has TLS (cluster.tls.cert_file); expected https://HOST:PORT"
             };

@@ -434,7 +434,7 @@ fn a_list_entry_without_a_field_is_reported_once() {
 }
 
 /// Numeric keys that may be zero, and why.
-const MAY_BE_ZERO: [&str; 7] = [
+const MAY_BE_ZERO: [&str; 8] = [
     "frontend.shutdown_delay",            // closes at once
     "shutdown_timeout",                   // ends at once
     "router.decode_interference_weight",  // looks at the first token only
@@ -442,6 +442,7 @@ const MAY_BE_ZERO: [&str; 7] = [
     "router.admission.max_queued_tokens", // nothing waits
     "router.admission.max_queue_time",    // nothing waits
     "listen",                             // port 0: the system chooses
+    "tracing.sample_ratio",               // records only what clients ask for
 ];
 
 #[test]

@@ -89,7 +89,7 @@ async fn without_a_collector_spans_are_dropped_and_counted() {
     let config = config(&format!("http://{closed}"));
     let (tracer, exporter) = start(&config, Purpose::Serve, "host:1", &registry).unwrap();
     record(&tracer, 5000);
-    exporter.unwrap().flush(Duration::from_secs(60)).await;
+    exporter.unwrap().flush(Duration::from_mins(1)).await;
     assert_eq!(counted(&registry, "blockyard_tracing_spans_dropped_total"), 5000);
     assert_eq!(counted(&registry, "blockyard_tracing_spans_exported_total"), 0);
 }

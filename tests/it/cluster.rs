@@ -14,7 +14,7 @@ mod tls;
 mod traces;
 mod versions;
 
-use super::process::{Client, Process, client, command};
+use super::process::{Client, Process, client, client_builder, command};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -107,7 +107,8 @@ impl Cluster {
 }
 
 fn prompt(seed: u32) -> Vec<u32> {
-    (0..300).map(|i| (i * 7 + seed * 131) % 400 + 5).collect()
+    // Without the second step the prompts would repeat after 400 seeds.
+    (0..300).map(|i| (i * (7 + 2 * (seed / 400)) + seed * 131) % 400 + 5).collect()
 }
 
 /// Asks until the answer has cached tokens: events of other processes arrive a moment after what they describe.

@@ -211,8 +211,17 @@ const FILE_LINES_MAX: usize = 600;
 const COLUMNS_MAX: usize = 120;
 
 /// Folders of the production sources.
-const SOURCES: [&str; 9] =
-    ["src", "frontend/src", "router/src", "upstream/src", "worker/src", "kvbm/src", "transport/src", "units/src", "spans/src"];
+const SOURCES: [&str; 9] = [
+    "src",
+    "frontend/src",
+    "router/src",
+    "upstream/src",
+    "worker/src",
+    "kvbm/src",
+    "transport/src",
+    "units/src",
+    "spans/src",
+];
 
 #[test]
 fn crates_depend_downwards_only() {

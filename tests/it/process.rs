@@ -145,9 +145,14 @@ impl Process {
 
 /// A client for plain HTTP. With the features of the workspace, `reqwest` needs a TLS provider even so.
 pub(crate) fn client() -> reqwest::Client {
+    client_builder().build().unwrap()
+}
+
+/// A client with settings of its own.
+pub(crate) fn client_builder() -> reqwest::ClientBuilder {
     // Fails if a provider is installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    reqwest::Client::new()
+    reqwest::Client::builder()
 }
 
 /// `blockyard serve` with these arguments and without our environment.

@@ -6,6 +6,7 @@ use crate::collector::Collector;
 use crate::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, Tracing, Upstream};
 use blockyard::node::{Node, Process};
+use prometheus::proto::MetricFamily;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
@@ -14,6 +15,9 @@ use upstream::relay::fake::{FakeEngine, Recorded, Script};
 const MODEL: &str = "org/m";
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const PARENT: &str = "b7ad6b7169203331";
+
+/// Requests of which one reaches a server of two: fewer than one run in a million fails by chance.
+const REQUESTS: usize = 20;
 
 fn answer() -> Script {
     let usage = json!({ "prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22 });
@@ -47,7 +51,7 @@ async fn gateway(servers: &[&FakeEngine], tracing: Tracing) -> Node {
 /// The sum of a metric over its labels.
 fn metric(node: &Node, name: &str) -> f64 {
     let families = node.registry().gather();
-    let series = families.iter().filter(|family| family.name() == name).flat_map(|family| family.get_metric());
+    let series = families.iter().filter(|family| family.name() == name).flat_map(MetricFamily::get_metric);
     series.map(|series| series.get_gauge().get_value() + series.get_counter().get_value()).sum()
 }
 
@@ -119,14 +123,22 @@ async fn without_tracing_the_client_s_trace_passes_unchanged() {
 #[tokio::test]
 async fn a_retry_is_a_second_attempt_in_the_same_trace() {
     let collector = Collector::start().await;
-    let failing = || Script::json(500, &json!({ "error": { "message": "broken" } }));
-    let (first, second) = (server([failing(), answer()]).await, server([failing(), answer()]).await);
-    let node = gateway(&[&first, &second], tracing_to(collector.url(), 1.0)).await;
-    assert!(chat(&node, None).await.status().is_success());
+    let busy = || Script::json(503, &json!({ "error": { "message": "busy" } }));
+    let failing = server((0..REQUESTS).map(|_| busy())).await;
+    let working = server((0..REQUESTS).map(|_| answer())).await;
+    let node = gateway(&[&failing, &working], tracing_to(collector.url(), 1.0)).await;
+    // Equal servers are chosen at random.
+    for _ in 0..REQUESTS {
+        assert!(chat(&node, None).await.status().is_success());
+        if metric(&node, "blockyard_router_retries_total") > 0.0 {
+            break;
+        }
+    }
     node.shutdown().await;
     let spans = collector.spans();
-    let root = spans.iter().find(|span| span.parent.is_none()).unwrap();
-    let trace = collector.trace(&root.trace, &[]).await;
+    let failed = spans.iter().find(|span| span.name == "attempt" && span.failed).expect("one reached the busy server");
+    let trace = collector.trace(&failed.trace, &[]).await;
+    let root = trace.0.iter().find(|span| span.parent.is_none()).unwrap();
     let mut attempts: Vec<_> = trace.children(&root.id).filter(|span| span.name == "attempt").collect();
     attempts.sort_by_key(|span| span.number("blockyard.attempt"));
     assert_eq!(attempts.iter().map(|span| span.failed).collect::<Vec<_>>(), [true, false], "{trace:#?}");
@@ -149,7 +161,7 @@ async fn requests_are_served_while_the_collector_is_away() {
         let family = families.iter().find(|family| family.name() == name).unwrap();
         family.get_metric().iter().map(|series| series.get_counter().get_value()).sum::<f64>()
     };
-    assert_eq!(counted("blockyard_tracing_spans_exported_total"), 0.0);
+    assert!(counted("blockyard_tracing_spans_exported_total") < 1.0);
     assert!(counted("blockyard_tracing_spans_dropped_total") >= 4.0 * 3.0, "request, route and attempt of each");
 }
 

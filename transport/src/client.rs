@@ -54,9 +54,9 @@ impl ClientTls {
         let (_, alert) = error.split_once("received fatal alert: ")?;
         let NamedFile { key, path } = &self.files.identity.as_ref()?.certificate;
         Some(if alert.starts_with("CertificateExpired") {
-            format!("the certificate of this process has expired; renew {key} = {path:?}")
+            format!("the certificate of this process has expired; renew {key} = \"{}\"", path.display())
         } else {
-            format!("the server refuses the certificate of this process, {key} = {path:?} ({alert})")
+            format!("the server refuses the certificate of this process, {key} = \"{}\" ({alert})", path.display())
         })
     }
 
@@ -69,7 +69,7 @@ impl ClientTls {
             Error::InvalidCertificate(error) => match error {
                 // The other: an authority of the same name with another key.
                 CertificateError::UnknownIssuer | CertificateError::BadSignature => {
-                    format!("{of_server} is signed by no authority in {key} = {path:?}")
+                    format!("{of_server} is signed by no authority in {key} = \"{}\"", path.display())
                 }
                 CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
                     format!("{of_server} has expired; renew it there ({tls})")

@@ -8,11 +8,19 @@ use rustls::ServerConfig;
 use rustls::crypto::ring::default_provider;
 use rustls::server::WebPkiClientVerifier;
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 
 /// The first byte of a TLS connection: a record with a handshake message (RFC 8446, 5.1).
 const HANDSHAKE: u8 = 22;
+
+/// Time for a client whose certificate is refused to close the connection.
+const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Most bytes of such a client that are read.
+const MAX_UNREAD_BYTES: usize = 64 << 10;
 
 /// The files of a server.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -54,15 +62,37 @@ impl ServerTls {
             Ok(1) if first[0].is_ascii_uppercase() => return Err(NoTls::Http(socket)),
             _ => return Err(NoTls::Failed),
         }
-        let handshake = TlsAcceptor::from(self.0.current()).accept(socket).await;
-        handshake.map(|stream| Socket::Right(Box::new(stream.into()))).map_err(|error| {
-            tracing::debug!(%error, "TLS handshake failed");
-            match error.get_ref().and_then(|inner| inner.downcast_ref()) {
-                Some(refused @ rustls::Error::InvalidCertificate(_)) => NoTls::Refused(refused.to_string()),
-                _ => NoTls::Failed,
+        let (error, socket) = match TlsAcceptor::from(self.0.current()).accept(socket).into_fallible().await {
+            Ok(stream) => return Ok(Socket::Right(Box::new(stream.into()))),
+            Err(failed) => failed,
+        };
+        tracing::debug!(%error, "TLS handshake failed");
+        match error.get_ref().and_then(|inner| inner.downcast_ref()) {
+            Some(refused @ rustls::Error::InvalidCertificate(_)) => {
+                let refused = NoTls::Refused(refused.to_string());
+                linger(socket).await;
+                Err(refused)
             }
-        })
+            _ => Err(NoTls::Failed),
+        }
     }
+}
+
+/// Closes a connection after its client has had time to read why. A client of TLS 1.3 sends its request before it knows
+/// that its certificate is refused; closing with bytes unread resets the connection, and the alert would be lost.
+async fn linger(mut socket: TcpStream) {
+    let read = async {
+        let (mut left, mut part) = (MAX_UNREAD_BYTES, [0; 4096]);
+        // Fails if the client has left.
+        let _ = socket.shutdown().await;
+        while let Ok(count) = socket.read(&mut part).await
+            && count > 0
+            && count < left
+        {
+            left -= count;
+        }
+    };
+    let _ = timeout(LINGER_TIMEOUT, read).await;
 }
 
 impl ServerFiles {

@@ -165,7 +165,7 @@ async fn onboard(peer: &Arc<dyn Tier>, into: &Memory, hashes: &[SequenceHash]) -
     // Computing a block takes longer than any transfer.
     let recompute = Recompute { seconds_per_block: Some(1.0), deadline: None };
     let began = Instant::now();
-    let onboarded = into.manager.onboard_from(peer, hashes, recompute).await;
+    let onboarded = into.manager.onboard_from(peer, hashes, recompute, &spans::Context::none()).await;
     let took = began.elapsed().as_secs_f64();
     if onboarded.blocks.len() < hashes.len() {
         return Err(format!("{} of {} blocks were loaded", onboarded.blocks.len(), hashes.len()).into());

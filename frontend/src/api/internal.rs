@@ -3,10 +3,9 @@
 use super::operations;
 use super::routes::check_access;
 use crate::error::Error;
-use crate::http::Shutdown;
 use crate::settings::Settings;
 use axum::Router;
-use axum::extract::{Extension, State};
+use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -40,8 +39,8 @@ pub fn internal_router(routes: Router, health: Arc<dyn Health>, registry: Regist
     check_access(router, settings)
 }
 
-async fn ready(State(health): State<Arc<dyn Health>>, shutdown: Option<Extension<Shutdown>>) -> Response {
-    if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
+async fn ready(State(health): State<Arc<dyn Health>>, connection: operations::Connection) -> Response {
+    if operations::is_shutting_down(connection) {
         return Error::ShuttingDown.into_response();
     }
     operations::respond_ready(health.readiness(), || health.degraded())

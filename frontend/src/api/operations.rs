@@ -4,7 +4,7 @@ mod exposition;
 
 use super::caller;
 use crate::error::Error;
-use crate::http::{RequestContext, Shutdown};
+use crate::http::{ConnectionInfo, RequestContext};
 use crate::state::AppState;
 use axum::Json;
 use axum::extract::rejection::PathRejection;
@@ -26,13 +26,20 @@ pub(crate) async fn live() -> Response {
 
 /// `GET /ready`, `/health`, `/ping`: 200 if requests can be served, with a list of degraded parts; 503 with the reason
 /// otherwise.
-pub(crate) async fn ready(State(state): State<Arc<AppState>>, shutdown: Option<Extension<Shutdown>>) -> Response {
-    if shutdown.is_some_and(|Extension(shutdown)| shutdown.is_announced()) {
+pub(crate) async fn ready(State(state): State<Arc<AppState>>, connection: Connection) -> Response {
+    if is_shutting_down(connection) {
         return Error::ShuttingDown.into_response();
     }
     let stale = state.keys.as_ref().is_some_and(|keys| keys.is_stale());
     let stale = stale.then(|| "frontend.api_keys_file cannot be read; the log has the reason".to_owned());
     respond_ready(state.engine.readiness(), || state.engine.degraded().into_iter().chain(stale).collect())
+}
+
+/// The connection of a request; `None` within this process.
+pub(super) type Connection = Option<Extension<Arc<ConnectionInfo>>>;
+
+pub(super) fn is_shutting_down(connection: Connection) -> bool {
+    connection.is_some_and(|Extension(connection)| connection.shutdown.is_announced())
 }
 
 pub(super) fn respond_ready(readiness: Readiness, degraded: impl FnOnce() -> Vec<String>) -> Response {

@@ -1,7 +1,8 @@
-//! One attempt of a request on a worker: sending over one leg or two, and the stream of its output.
+//! One attempt of a request: on one worker, or on two after a remote prefill; and the stream of its output.
 
 use super::handoff;
-use super::place::{Placement, stall_timeout};
+use super::place::{Placement, RemotePrefill, stall_timeout};
+use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Fleet, HealthSignal, Worker};
@@ -19,19 +20,8 @@ use worker::plane::WorkerId;
 /// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
 /// probably the request's own fault.
 pub(super) const MAX_ATTEMPTS: usize = 3;
-/// Time that a worker which has left discovery gets for the first output of a request: it may still be finishing its
-/// requests.
-const LEAVE_GRACE: Duration = Duration::from_secs(2);
 /// Interval at which a worker that is overdue is checked.
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
-
-/// The first output of a request, and the rest of its stream.
-pub(super) struct FirstOutput {
-    pub(super) first: Output,
-    pub(super) rest: OutputStream,
-    /// Ends with the stream.
-    pub(super) span: Span,
-}
 
 /// Gets the first output: from the decode worker alone, or after a remote prefill.
 pub(super) async fn attempt(
@@ -116,44 +106,6 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }
-}
-
-/// Sends a request to a worker and waits for the first output, or until the worker has left or `stalled` resolves.
-pub(super) async fn start(
-    member: &Worker,
-    booking: &Booking,
-    request: impl FnOnce() -> Request,
-    stalled: impl Future<Output = ()>,
-) -> Result<FirstOutput, Error> {
-    booking.sent(Instant::now());
-    first_output(member, request, stalled).await
-}
-
-/// [`start`] of a request that takes nothing of its worker yet.
-pub(super) async fn first_output(
-    member: &Worker,
-    request: impl FnOnce() -> Request,
-    stalled: impl Future<Output = ()>,
-) -> Result<FirstOutput, Error> {
-    let output = async {
-        let mut rest = member.engine.generate(request()).await?;
-        match rest.next().await {
-            Some(first) => Ok(FirstOutput { first: first?, rest, span: Span::default() }),
-            None => Err(Error::Failed("the stream ended before the first output".to_owned())),
-        }
-    };
-    tokio::select! {
-        biased;
-        started = output => started,
-        () = left(member) => Err(Error::Unavailable(format!("worker {} left", member.id()))),
-        () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
-    }
-}
-
-/// Resolves when a worker has left and had time to finish.
-pub(super) async fn left(member: &Worker) {
-    member.lease_ended.cancelled().await;
-    tokio::time::sleep(LEAVE_GRACE).await;
 }
 
 /// The reservation of a request that generates. Dropping it records the length of the output.

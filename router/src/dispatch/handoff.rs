@@ -9,8 +9,8 @@
 //! notices a prefill that fails, and computes what is missing. A prefill worker that has left or hangs is not waited
 //! for: then the decode worker gets the request anew, and finds the blocks that have arrived in its cache.
 
-use super::attempt::{FirstOutput, first_output, left, start};
 use super::place::{Placement, RemotePrefill};
+use super::send::{FirstOutput, first_output, left, start};
 use crate::fleet::HealthSignal;
 use crate::state::Core;
 use futures::{StreamExt, future};

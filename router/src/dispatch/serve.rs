@@ -1,9 +1,10 @@
 //! Serves a request: admission, attempts on one worker after the other, and the stream of its output.
 
 use super::admit::admit;
-use super::attempt::{FirstOutput, MAX_ATTEMPTS, attempt, stream};
+use super::attempt::{MAX_ATTEMPTS, attempt, stream};
 use super::continued::Continued;
 use super::place::{Placement, place};
+use super::send::FirstOutput;
 use crate::admission::Permit;
 use crate::fleet::HealthSignal;
 use crate::state::Core;

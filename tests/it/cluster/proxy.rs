@@ -1,6 +1,5 @@
 //! A TCP proxy that can be severed, as a network that drops packets, or closed, as a server that was stopped.
 
-use super::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::watch;

@@ -24,7 +24,7 @@ fn words(settings: &[String]) -> Vec<&str> {
 fn https(authority: &Authority) -> reqwest::Client {
     let _ = client();
     let root = reqwest::Certificate::from_pem(authority.pem().as_bytes()).unwrap();
-    reqwest::Client::builder().add_root_certificate(root).build().unwrap()
+    client_builder().add_root_certificate(root).build().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -92,7 +92,7 @@ async fn certificates_and_authorities_are_replaced_while_requests_are_served() {
     let command = cluster.worker_command(&cluster.seat("a"), &words(&worker));
     // It trusts both authorities, as the frontend does during the rotation.
     let both = reqwest::Certificate::from_pem_bundle((before.pem() + &after.pem()).as_bytes()).unwrap();
-    let http = both.into_iter().fold(reqwest::Client::builder(), reqwest::ClientBuilder::add_root_certificate);
+    let http = both.into_iter().fold(client_builder(), reqwest::ClientBuilder::add_root_certificate);
     let worker = Process::launch_with_tls(command, http.build().unwrap()).await;
     let frontend = cluster.frontend_with(&words(&settings(Some(&of_frontend), Some(&ca), None))).await;
     let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 2000, "temperature": 0,

@@ -36,7 +36,7 @@ async fn processes_with_other_protocol_numbers_are_refused_by_their_number() {
         (format!("$KV.{bucket}.instances.{id}"), record.to_string().into_bytes())
     };
     let event = |protocol: u8| (format!("{prefix}.events.cache.worker.7"), vec![protocol, 0, 0]);
-    // The one before this one, and the one after it.
+    // The one before this one, and the one after it. Events and requests have numbers of their own.
     publish(server, &[record(7, 0), record(8, 2), event(0), event(2)]);
     let refused = async |kind: &str| frontend.client.metric("blockyard_nats_refused_total", kind).await;
     while refused("kind=\"instance\"").await < 2.0 || refused("kind=\"event\"").await < 2.0 {
@@ -47,13 +47,13 @@ async fn processes_with_other_protocol_numbers_are_refused_by_their_number() {
         assert!(log.contains(&format!("protocol number {protocol}, this process has 1")), "{log}");
     }
     assert!(frontend.client.metric("blockyard_router_workers", "").await < 2.0);
-    for protocol in ["0", "2"] {
+    for protocol in ["1", "3"] {
         let request = client().post(format!("{}/workers/1/generate", worker.client.url));
         let request = request.header("authorization", "Bearer 0123456789abcdef0123456789abcdef");
         let response = request.header("x-blockyard-protocol", protocol).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 400);
         let text = response.text().await.unwrap();
-        assert!(text.contains(&format!("protocol number {protocol}, this worker 1")), "{text}");
+        assert!(text.contains(&format!("protocol number {protocol}, this worker 2")), "{text}");
     }
     frontend.client.complete(&prompt(1)).await.unwrap();
 }
@@ -71,7 +71,7 @@ fn model(cluster: &Cluster, nth: u8) -> String {
         let mut weights = fs::read(&path).unwrap();
         let header = 8 + u64::from_le_bytes(weights[..8].try_into().unwrap()) as usize;
         // The second half moves by four bytes, which are whole elements: finite numbers stay finite.
-        let half = (weights.len() - header) / 2 & !3;
+        let half = ((weights.len() - header) / 2) & !3;
         weights[header + half..].rotate_right(4);
         fs::write(path, weights).unwrap();
     }
@@ -130,7 +130,7 @@ async fn clocks_that_are_wrong_by_an_hour_break_nothing() {
     compiler.args(["-O1", "-shared", "-fPIC", "-o"]).args([&library, &source]).arg("-ldl");
     assert!(compiler.status().unwrap().success());
     let store = cluster.folder.path().join("store");
-    let collects = ["--g4", store.to_str().unwrap(), "--set", "tiers.g3=off", "--set", "tiers.g4.max_age=1d"];
+    let collects = ["--g4", store.to_str().unwrap(), "--set", "tiers.g3=off", "--set", "tiers.g4.max_age=24h"];
     let often = ["--set", "tiers.g4.gc_interval=1s", "--set", "tiers.g4.gc_grace=10m"];
     let worker = async |seat: &Seat, offset: i64| {
         let mut command = cluster.worker_command(seat, &[&collects[..], &often[..]].concat());

@@ -221,7 +221,8 @@ impl Splice {
 /// The position of the value of a top-level member in `body`, which is valid JSON. `None` if it has none, or is no
 /// object.
 ///
-/// Only what follows the name is scanned: if that ends the text after one closing brace, the member is of the top level.
+/// Only what follows the name is scanned: if that ends the text after one closing brace, the member is of the top
+/// level.
 /// `quoted` finds the name with its quotes, without escapes. Those bytes are nothing else than a name or a string of
 /// just this word, because quotes within a string are escaped.
 pub(super) fn find(body: &[u8], quoted: &Finder<'_>) -> Option<Range<usize>> {

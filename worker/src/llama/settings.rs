@@ -53,7 +53,7 @@ impl Default for HandoffLimits {
     /// 10 s: a chunk takes a few seconds at most, and the prefill worker may compute chunks of other prompts meanwhile.
     /// 60 s: fetching takes a second at most; the rest is time in the queue of a decode worker without free memory.
     fn default() -> Self {
-        Self { min_idle: Duration::from_secs(10), lease: Duration::from_secs(60) }
+        Self { min_idle: Duration::from_secs(10), lease: Duration::from_mins(1) }
     }
 }
 

@@ -72,8 +72,8 @@ impl BlockFrames {
 }
 
 /// Whether the block of an index was found. Precedes its header and payload.
-pub(super) fn decode_prefix(prefix: &[u8; PREFIX]) -> Result<(usize, bool), InvalidBlocks> {
-    let [a, b, c, d, found] = *prefix;
+pub(super) fn decode_prefix(prefix: [u8; PREFIX]) -> Result<(usize, bool), InvalidBlocks> {
+    let [a, b, c, d, found] = prefix;
     match found {
         0 | 1 => Ok((u32::from_le_bytes([a, b, c, d]) as usize, found == 1)),
         _ => Err(InvalidBlocks),
@@ -105,7 +105,7 @@ mod tests {
         while let Some(frame) = poll_fn(|context| frames.poll_next(context)).await {
             sent.push(frame);
         }
-        let heads: Vec<_> = [0, 2, 3].map(|at| decode_prefix(sent[at].first_chunk().unwrap()).unwrap()).to_vec();
+        let heads: Vec<_> = [0, 2, 3].map(|at| decode_prefix(*sent[at].first_chunk().unwrap()).unwrap()).to_vec();
         assert_eq!(heads, [(1, true), (0, false), (2, true)]);
         assert_eq!((&sent[1], &sent[4], sent[2].len()), (&block(1).payload, &block(2).payload, PREFIX));
         let header = decode_header(sent[3][PREFIX..].first_chunk().unwrap(), 1 << 20).unwrap();
@@ -121,7 +121,7 @@ mod tests {
         assert!(decode_request(&encoded[..40]).is_err() && decode_request(&encoded[..20]).is_err());
         assert!(decode_header(&block(1).header.encode(), 3001).is_ok());
         assert_eq!(decode_header(&block(1).header.encode(), 3000), Err(InvalidBlocks));
-        assert_eq!(decode_prefix(&[0, 0, 0, 0, 2]), Err(InvalidBlocks));
+        assert_eq!(decode_prefix([0, 0, 0, 0, 2]), Err(InvalidBlocks));
     }
 
     proptest! {

@@ -85,19 +85,20 @@ impl Endpoint {
             }
         };
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{authority}: {error}"));
-        match timeout(CONNECT_TIMEOUT, connecting).await {
-            Ok(connected) => connected.map_err(named),
-            Err(_) => {
-                let problem = format!("{authority}: not connected after {CONNECT_TIMEOUT:?}");
-                Err(io::Error::new(io::ErrorKind::TimedOut, problem))
-            }
-        }
+        let Ok(connected) = timeout(CONNECT_TIMEOUT, connecting).await else {
+            let problem = format!("{authority}: not connected after {CONNECT_TIMEOUT:?}");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
+        };
+        connected.map_err(named)
     }
 
     /// The text of an error of a connection, with its causes and what to change.
     pub(super) fn explain(&self, error: &(dyn StdError + 'static)) -> String {
-        let causes = std::iter::successors(error.source(), |cause| cause.source());
-        let text = causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"));
+        let (mut text, mut cause) = (error.to_string(), error.source());
+        while let Some(error) = cause {
+            text = format!("{text}: {error}");
+            cause = error.source();
+        }
         self.credentials.tls.as_ref().and_then(|tls| tls.explain_later(&text)).unwrap_or(text)
     }
 }

@@ -12,7 +12,7 @@ use super::connect::Credentials;
 use super::progress;
 use crate::handoff::{HandoffId, Progress, ProgressStream, RemoteMemory};
 use crate::plane::WorkerId;
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use connection::Response;
 use endpoint::PeerEndpoint;
 use futures::StreamExt;
@@ -118,7 +118,7 @@ async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
 ) -> io::Result<Option<(usize, Option<Block>)>> {
     let Some(prefix) = response.take(PREFIX).await? else { return Ok(None) };
     let prefix = prefix.first_chunk().expect("so many bytes were taken");
-    let (index, is_found) = decode_prefix(prefix).map_err(io::Error::other)?;
+    let (index, is_found) = decode_prefix(*prefix).map_err(io::Error::other)?;
     if !is_found {
         return Ok(Some((index, None)));
     }
@@ -126,7 +126,7 @@ async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
     let header = header.first_chunk().expect("so many bytes were taken");
     let header = decode_header(header, Header::MAX_LENGTH).map_err(io::Error::other)?;
     let payload = match header.length {
-        0 => Default::default(),
+        0 => Bytes::new(),
         length => response.take(length as usize).await?.ok_or(io::ErrorKind::UnexpectedEof)?,
     };
     Ok(Some((index, Some(Block { header, payload }))))

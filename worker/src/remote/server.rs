@@ -1,8 +1,8 @@
 //! The engines of this process, for requests of other processes.
 
 use super::blocks::{self, BlockFrames};
-use super::served::ServedRequest;
 use super::progress::ProgressFrames;
+use super::served::ServedRequest;
 use super::wire;
 use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
 use crate::engine::{Engine, OutputStream};

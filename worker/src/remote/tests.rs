@@ -226,18 +226,14 @@ struct Freezes(Arc<AtomicBool>);
 
 impl Engine for Freezes {
     fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        let (frozen, mut generated) = (Arc::clone(&self.0), false);
-        let tokens = stream::repeat_with(move || {
+        let tokens = stream::unfold((Arc::clone(&self.0), false), async |(frozen, generated)| {
+            // The first token is sent before the second blocks.
+            tokio::time::sleep(Duration::from_millis(20)).await;
             while generated && frozen.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            generated = true;
-            Ok(Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() }))
-        });
-        // One token per poll, so that the first is sent before the second blocks.
-        let tokens = tokens.then(async |token| {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            token
+            let token = Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() });
+            Some((Ok(token), (frozen, true)))
         });
         async { Ok(tokens.boxed()) }.boxed()
     }

@@ -34,7 +34,8 @@ async fn a_peer_is_another_source_of_an_onboarding() {
     // The first four are in G2 here and in G1 there, the next four there only.
     let (peer, wake) = (prefill.manager.peer(), Arc::new(Notify::new()));
     assert!(decode.manager.start_onboarding(&hashes(8)[4..], ms(10), wake.clone(), &UNTRACED).is_none());
-    let onboarding = decode.manager.start_onboarding_with(Some(&peer), &hashes(10), ms(1000), wake.clone(), &UNTRACED).unwrap();
+    let onboarding =
+        decode.manager.start_onboarding_with(Some(&peer), &hashes(10), ms(1000), wake.clone(), &UNTRACED).unwrap();
     onboarding.start_waiting();
     while onboarding.should_wait() {
         wake.notified().await;
@@ -54,9 +55,9 @@ async fn a_prefetch_takes_as_long_as_the_tier() {
     let latency = Duration::from_secs(5)..=Duration::from_secs(5);
     let faulty = Faulty::new(prefill.manager.peer(), 1, Faults { latency, ..Faults::default() });
     let peer: Arc<dyn Tier> = Arc::new(faulty);
-    assert!(decode.manager.onboard_from(&peer, &hashes(4), UNKNOWN).await.blocks.is_empty());
+    assert!(decode.manager.onboard_from(&peer, &hashes(4), UNKNOWN, &UNTRACED).await.blocks.is_empty());
     tokio::time::sleep(Duration::from_secs(2)).await;
-    let onboarded = decode.manager.prefetch_from(&peer, &hashes(8)).await;
+    let onboarded = decode.manager.prefetch_from(&peer, &hashes(8), &UNTRACED).await;
     assert_eq!(onboarded.from, [(Level::Peer, 8)], "although it was unresponsive before");
     decode.assert_sound(&onboarded.blocks);
     drop(kept);

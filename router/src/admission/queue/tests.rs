@@ -2,6 +2,7 @@ use super::super::settings::Tenant;
 use super::super::ticket::Ticket;
 use super::*;
 use proptest::prelude::*;
+use std::collections::HashMap;
 use worker::engine::Priority;
 
 mod overload;

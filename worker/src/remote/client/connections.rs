@@ -10,9 +10,10 @@ use http::{Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper::rt::Executor;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -33,6 +34,16 @@ pub(super) struct Connection {
     streams: Stream,
     /// Cancelled to close the connection, which fails its streams.
     closed: CancellationToken,
+    end: Arc<End>,
+}
+
+/// How a connection has ended.
+#[derive(Default)]
+struct End {
+    /// Cancelled at its end.
+    ended: CancellationToken,
+    /// What to say about it, if it has failed.
+    problem: OnceLock<String>,
 }
 
 /// Counts a stream of a connection until dropped.
@@ -107,27 +118,61 @@ impl Connections {
 impl Connection {
     /// Sends a request. Returns its response, with the guard that counts its stream.
     pub(super) async fn send(mut self, request: Request<Full<Bytes>>) -> Result<(Response<Incoming>, Stream), String> {
-        let text = |error: hyper::Error| self.endpoint.explain(&error);
-        self.sender.ready().await.map_err(text)?;
-        let response = self.sender.send_request(request).await.map_err(text)?;
-        Ok((response, self.streams))
+        let sent = match self.sender.ready().await {
+            Ok(()) => self.sender.send_request(request).await,
+            Err(error) => Err(error),
+        };
+        match sent {
+            Ok(response) => Ok((response, self.streams)),
+            Err(error) => Err(self.explain(&error).await),
+        }
+    }
+
+    /// Why a request has failed. One that was not sent does not know why its connection has ended.
+    async fn explain(&self, error: &hyper::Error) -> String {
+        if error.is_canceled() || error.is_closed() {
+            self.end.ended.cancelled().await;
+            if let Some(problem) = self.end.problem.get() {
+                return problem.clone();
+            }
+        }
+        self.endpoint.explain(error)
+    }
+}
+
+/// Runs the tasks of a connection until it is closed. One of them owns the socket: dropping only what `handshake`
+/// returns would let the streams wait on.
+#[derive(Clone)]
+struct UntilClosed(CancellationToken);
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for UntilClosed {
+    fn execute(&self, task: F) {
+        let closed = self.0.clone();
+        tokio::spawn(async move { closed.run_until_cancelled(task).await });
     }
 }
 
 async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, String> {
     let socket = endpoint.connect(b"h2").await.map_err(|error| endpoint.explain(&error))?;
-    let mut builder = Builder::new(TokioExecutor::new());
+    let closed = CancellationToken::new();
+    let mut builder = Builder::new(UntilClosed(closed.clone()));
     builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING);
     builder.initial_stream_window_size(STREAM_WINDOW);
     builder.initial_connection_window_size(STREAM_WINDOW * (MAX_STREAMS as u32 + 1));
     let (sender, connection) =
         builder.handshake(TokioIo::new(socket)).await.map_err(|error| endpoint.explain(&error))?;
-    let closed = CancellationToken::new();
+    let end = Arc::new(End::default());
     tokio::spawn({
-        let closed = closed.clone();
-        // Its errors are those of its requests.
-        async move { drop(closed.run_until_cancelled(connection).await) }
+        let (closed, end, endpoint) = (closed.clone(), Arc::clone(&end), Arc::clone(endpoint));
+        // Said in every case: also if the task is dropped.
+        let ended = end.ended.clone().drop_guard();
+        async move {
+            let _ended = ended;
+            if let Some(Err(error)) = closed.run_until_cancelled(connection).await {
+                let _ = end.problem.set(endpoint.explain(&error));
+            }
+        }
     });
     let endpoint = Arc::clone(endpoint);
-    Ok(Connection { endpoint, sender, streams: Stream(Arc::new(())), closed })
+    Ok(Connection { endpoint, sender, streams: Stream(Arc::new(())), closed, end })
 }
