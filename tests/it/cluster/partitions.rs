@@ -132,7 +132,7 @@ async fn a_worker_whose_disk_dies_goes_on_without_it() {
     // Of 1,000 calls all fail.
     std::fs::write(&faults, "1 1000 1000 0 0 0").unwrap();
     let mut seed = 100;
-    while !dies.client.get("/ready").await.1.contains("tiers.g3: ") {
+    while !dies.log().contains("cannot write to G3") {
         frontend.client.complete(&prompt(seed)).await.unwrap();
         seed += 1;
     }
