@@ -45,7 +45,7 @@ enum Failure {
 
 /// Spans of a message: OpenTelemetry's default. A message has about 300 KB.
 const MAX_BATCH: usize = 512;
-/// How long a batch waits for more spans: soon enough for a person who looks for the trace of a request.
+/// How long a batch waits for more spans. The trace of a request can be looked up this long after its end.
 const BATCH_DELAY: Duration = Duration::from_secs(1);
 /// The collector is near; OpenTelemetry's default.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

@@ -341,7 +341,7 @@ pub(crate) struct FleetSnapshot {
 
 /// Time for which a model whose last worker left is expected back. A restart takes as long as the weights need to load:
 /// up to some minutes for large models and for servers that compile kernels at their start. A client that asks for a
-/// model which was removed on purpose is told so after this time.
+/// model that was removed on purpose gets 404 after this time.
 const EXPECTED_BACK: Duration = Duration::from_mins(10);
 
 /// Absent models that are remembered: more than any deployment serves. Of more, those that left first are forgotten.
