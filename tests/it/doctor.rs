@@ -27,7 +27,10 @@ impl Vllm {
         server.set_page("/v1/models", Script::json(200, &models));
         server.set_page("/version", Script::json(200, &json!({ "version": "0.32.0" })));
         server.set_page("/metrics", Script::events(["vllm:cache_config_info{block_size=\"32\"} 1.0\n"]));
-        server.set_page("/tokenize", Script::json(200, &json!({ "tokens": (100..200).collect::<Vec<u32>>() })));
+        server.set_page(
+            "/tokenize",
+            Script::json(200, &json!({ "count": 100, "tokens": (100..200).collect::<Vec<u32>>() })),
+        );
         let vllm = Self { server, publisher };
         vllm.set_endpoint(vllm.publisher.port());
         vllm.set_usage(&json!({ "prompt_tokens": 100, "prompt_tokens_details": { "cached_tokens": 96 } }));
@@ -105,6 +108,34 @@ async fn completions_are_for_one_rank() {
     assert_eq!(cached.detail, "96 of 100 tokens of a repeated prompt, as predicted");
     let sent = vllm.server.requests().into_iter().filter(|request| request.uri.path() == "/v1/completions");
     assert!(sent.map(|request| request.headers["x-data-parallel-rank"].clone()).all(|rank| rank == "0"));
+}
+
+/// Answers as llama.cpp and Ollama give them: other fields of `/v1/models`, a `/tokenize` of another form or none.
+#[tokio::test]
+async fn other_programs_are_named_with_their_versions() {
+    let server = FakeEngine::start([]).await.unwrap();
+    let model = json!({ "id": "m.gguf", "owned_by": "llamacpp", "meta": { "n_ctx": 2048, "n_ctx_train": 4096 } });
+    server.set_page("/v1/models", Script::json(200, &json!({ "object": "list", "data": [model] })));
+    server.set_page("/props", Script::json(200, &json!({ "build_info": "b6900-abcdef0" })));
+    server.set_page("/tokenize", Script::json(200, &json!({ "tokens": [] })));
+    let usage = json!({ "prompt_tokens": 70, "prompt_tokens_details": { "cached_tokens": 69 } });
+    server.set_page("/v1/completions", Script::json(200, &json!({ "choices": [], "usage": usage })));
+    let found = checks(Upstream::new(server.uri())).await;
+    let detail = |found: &[Check], name| found.iter().find(|check| check.check == name).unwrap().detail.clone();
+    assert_eq!(detail(&found, "server"), "llama.cpp b6900-abcdef0");
+    assert_eq!(detail(&found, "models"), "m.gguf (2048 tokens)");
+    assert_eq!(
+        detail(&found, "tokenize"),
+        "/tokenize answers no `tokens`; not needed, because no KV events are followed"
+    );
+    assert!(found.iter().all(|check| check.status != Status::Problem), "{found:#?}");
+    let server = FakeEngine::start([]).await.unwrap();
+    let models = json!({ "object": "list", "data": [{ "id": "qwen3:8b", "owned_by": "library", "created": 1 }] });
+    server.set_page("/v1/models", Script::json(200, &models));
+    server.set_page("/api/version", Script::json(200, &json!({ "version": "0.30.1" })));
+    let found = checks(Upstream::new(server.uri())).await;
+    assert_eq!(detail(&found, "server"), "Ollama 0.30.1");
+    assert_eq!(detail(&found, "models"), "qwen3:8b (context unknown)");
 }
 
 #[tokio::test]

@@ -519,7 +519,7 @@ async fn a_local_tokenizer_is_used_if_it_agrees_with_the_server() {
     let folder = tokenizer_folder();
     for (tokenize, used, source) in [
         (Script::json(404, &json!({})), 3, "local"),
-        (Script::json(200, &json!({ "tokens": [1, 2, 3] })), 0, "estimate"),
+        (Script::json(200, &json!({ "count": 3, "tokens": [1, 2, 3] })), 0, "estimate"),
     ] {
         let server = server([]).await;
         server.set_page("/tokenize", tokenize);

@@ -42,6 +42,6 @@ pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
 pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;
-pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, UNKNOWN_CONTEXT, discover};
+pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};
 pub use salts::Salts;
 pub use tokenize::TokenizeClient;

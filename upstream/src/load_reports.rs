@@ -1,7 +1,7 @@
 //! The load of a server as its `/metrics` says: requests of all gateways, and how full its cache is.
 //!
-//! vLLM and SGLang have such metrics, vLLM by data-parallel rank. A server without them has the load that this process
-//! gives it.
+//! vLLM, SGLang and llama.cpp (`--metrics`) have such metrics, vLLM by data-parallel rank. A server without them has
+//! the load that this process gives it.
 
 use crate::ask::{Page, page};
 use crate::load::{CacheUsage, LoadCounter, Reported};
@@ -110,10 +110,10 @@ fn read(page: &[u8], block_size: u32) -> Ranks {
     for line in page.split(|byte| *byte == b'\n') {
         let Some(sample) = Sample::of(line) else { continue };
         match sample.name {
-            b"vllm:num_requests_running" | b"sglang:num_running_reqs" => {
+            b"vllm:num_requests_running" | b"sglang:num_running_reqs" | b"llamacpp:requests_processing" => {
                 *ranks.of(&sample).running.get_or_insert_default() += sample.value;
             }
-            b"vllm:num_requests_waiting" | b"sglang:num_queue_reqs" => {
+            b"vllm:num_requests_waiting" | b"sglang:num_queue_reqs" | b"llamacpp:requests_deferred" => {
                 *ranks.of(&sample).waiting.get_or_insert_default() += sample.value;
             }
             b"vllm:kv_cache_usage_perc" | b"vllm:gpu_cache_usage_perc" | b"sglang:token_usage" => {
@@ -236,8 +236,16 @@ mod tests {
     }
 
     #[test]
+    fn llama_cpp_counts_requests_only() {
+        let page = "# TYPE llamacpp:requests_processing gauge\nllamacpp:requests_processing 3\n\
+            # TYPE llamacpp:requests_deferred gauge\nllamacpp:requests_deferred 2\n";
+        let cache = CacheUsage::default();
+        assert_eq!(read(page.as_bytes(), 16).load(None), Some(Reported { running: 3, waiting: 2, cache }));
+    }
+
+    #[test]
     fn what_is_not_understood_is_no_report() {
-        for odd in ["", "\n\n", "llamacpp:requests_processing 1\n", "vllm:num_requests_running{", "\u{0}\u{1} x"] {
+        for odd in ["", "\n\n", "other:requests_processing 1\n", "vllm:num_requests_running{", "\u{0}\u{1} x"] {
             assert_eq!(read(odd.as_bytes(), 16).load(None), None, "{odd:?}");
         }
         let odd = "vllm:num_requests_running NaN\nvllm:num_requests_running -1\nvllm:num_requests_running 1e99\n\

@@ -4,16 +4,15 @@ use crate::ask::{self, AnswerLimits, AskError};
 use crate::relay::client::Client;
 use http::{HeaderValue, StatusCode};
 use serde::Deserialize;
+use serde_json::Value;
 use std::num::NonZero;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use worker::engine::{ModelCard, SamplingDefaults};
+use worker::engine::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 
 /// The list of a server with a thousand adapters has 300 KiB.
 const LIST: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(5) };
 /// Tokens per block where neither the server nor the configuration says: vLLM's default.
 pub const DEFAULT_BLOCK_SIZE: NonZero<u32> = NonZero::new(16).expect("not zero");
-/// Context of a server that does not say its own: no prompt is too long for the router, since the server checks it.
-pub const UNKNOWN_CONTEXT: usize = 1 << 30;
 
 /// Why the models of a server are unknown.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +44,9 @@ struct Listed {
     owned_by: Option<String>,
     /// The model that an adapter is of.
     parent: Option<String>,
+    /// What llama.cpp says of the model. Other servers may have anything here.
+    #[serde(default)]
+    meta: Value,
 }
 
 /// A model that a server lists.
@@ -71,14 +73,15 @@ pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<
     Ok(list.data.into_iter().map(listed_model).collect())
 }
 
-fn listed_model(Listed { id, created, max_model_len, owned_by, parent }: Listed) -> ListedModel {
+fn listed_model(Listed { id, created, max_model_len, owned_by, parent, meta }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let context_of_slot = meta["n_ctx"].as_u64().and_then(|context| usize::try_from(context).ok());
     let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
         identity: format!("upstream {id}"),
         id,
         created: created.unwrap_or_else(now),
-        context: max_model_len.unwrap_or(UNKNOWN_CONTEXT),
+        context: max_model_len.or(context_of_slot).unwrap_or(UNKNOWN_CONTEXT),
         block_size: DEFAULT_BLOCK_SIZE.get() as usize,
         vocabulary: 0,
         eos: Vec::new(),
@@ -91,4 +94,20 @@ fn listed_model(Listed { id, created, max_model_len, owned_by, parent }: Listed)
         has_exact_blocks: false,
     };
     ListedModel { card, parent, owned_by }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_server_says_its_context_in_its_own_field() {
+        let context = |fields: serde_json::Value| listed_model(serde_json::from_value(fields).unwrap()).card.context;
+        assert_eq!(context(json!({ "id": "m", "max_model_len": 4096 })), 4096);
+        let llama_cpp = json!({ "id": "m", "meta": { "n_ctx": 2048, "n_ctx_train": 4096 }, "owned_by": "llamacpp" });
+        assert_eq!(context(llama_cpp), 2048);
+        assert_eq!(context(json!({ "id": "m", "meta": null })), UNKNOWN_CONTEXT);
+        assert_eq!(context(json!({ "id": "m", "meta": "other" })), UNKNOWN_CONTEXT);
+    }
 }

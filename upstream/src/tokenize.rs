@@ -28,6 +28,9 @@ pub struct TokenizeClient {
 #[derive(Deserialize)]
 struct Tokenized {
     tokens: Vec<u32>,
+    /// Their number. llama.cpp's endpoint of this name does not say it: it takes other fields, and has no tokens for
+    /// these.
+    count: Option<usize>,
 }
 
 impl TokenizeClient {
@@ -52,7 +55,8 @@ impl TokenizeClient {
             status if !status.is_success() => Err(failed(status.to_string())),
             _ => {
                 let answer: Result<Tokenized, _> = serde_json::from_slice(&body);
-                answer.map(|answer| answer.tokens).map_err(|error| failed(error.to_string()))
+                let answer = answer.map_err(|error| failed(error.to_string()))?;
+                answer.count.map(|_| answer.tokens).ok_or(TokenizeError::Unsupported)
             }
         }
     }
@@ -80,14 +84,16 @@ mod tests {
     async fn an_answer_is_its_tokens_or_why_there_are_none() {
         let answers = [(200, json!({ "count": 2, "tokens": [7, 70_000] })), (404, json!({})), (400, json!("odd"))];
         let scripts = answers.iter().map(|(status, body)| Script::json(*status, body));
+        let of_llama_cpp = Script::json(200, &json!({ "tokens": [] }));
         let last = [Script::json(500, &json!({})), Script::json(200, &json!({ "tokens": [-1] })), Script::close()];
-        let server = FakeEngine::start(scripts.chain(last)).await.unwrap();
+        let server = FakeEngine::start(scripts.chain([of_llama_cpp]).chain(last)).await.unwrap();
         let client = Client::new(&server.uri(), &Settings::default()).unwrap();
         let tokenizer = TokenizeClient::new(client, headers::bearer("key"), "server".to_owned());
         let ask = || tokenizer.tokenize(Bytes::from_static(b"{\"prompt\":\"a\"}"));
         assert_eq!(ask().await, Ok(vec![7, 70_000]));
         assert_eq!(ask().await, Err(TokenizeError::Unsupported));
         assert_eq!(ask().await, Err(TokenizeError::Refused("400 Bad Request: \"odd\"".to_owned())));
+        assert_eq!(ask().await, Err(TokenizeError::Unsupported), "of llama.cpp");
         for _ in 0..3 {
             assert!(matches!(ask().await, Err(TokenizeError::Failed(_))));
         }

@@ -13,7 +13,7 @@ mod tokenize;
 pub use error::Error;
 /// Parts of a [`Request`], re-exported for crates that do not use kvbm.
 pub use kvbm::{Domain, Priority, Retention};
-pub use model_card::{ModelCard, SamplingDefaults};
+pub use model_card::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use relay::{EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
 pub use request::{

@@ -17,7 +17,7 @@ use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
-use worker::engine::{ModelCard, Readiness};
+use worker::engine::{ModelCard, Readiness, UNKNOWN_CONTEXT};
 
 /// `GET /live`: the process responds.
 pub(crate) async fn live() -> Response {
@@ -80,8 +80,9 @@ pub(crate) struct ModelObject {
     /// The base model: always itself.
     root: String,
     parent: Option<String>,
-    /// Maximum number of prompt and output tokens together.
-    max_model_len: usize,
+    /// Maximum number of prompt and output tokens together; `None` if the server of the model does not say it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_model_len: Option<usize>,
 }
 
 /// `GET /v1/models`.
@@ -121,6 +122,6 @@ fn model_object(card: &ModelCard) -> ModelObject {
         owned_by: "blockyard",
         root: card.id.clone(),
         parent: None,
-        max_model_len: card.context,
+        max_model_len: Some(card.context).filter(|context| *context != UNKNOWN_CONTEXT),
     }
 }

@@ -13,10 +13,10 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use upstream::UNKNOWN_CONTEXT;
 use upstream::ask::{self, AnswerLimits};
 use upstream::kv_events::{Batch, Chain, Change, Event, Root, Sink, Source, View, run};
 use upstream::relay::chunk::Usage;
+use worker::engine::UNKNOWN_CONTEXT;
 
 /// Blocks of the prompt: several, so that parents are seen too.
 const BLOCKS: usize = 3;
@@ -171,7 +171,9 @@ async fn tokenize(server: &Server<'_>, model: &str, prompt: &str) -> Result<Vec<
     let tokens = body["tokens"]
         .as_array()
         .map(|tokens| tokens.iter().map(|token| u32::try_from(token.as_u64()?).ok()).collect::<Option<Vec<u32>>>());
-    tokens.flatten().ok_or_else(|| "/tokenize answers no `tokens`".to_owned())
+    // llama.cpp has an endpoint of this name that takes other fields.
+    let tokens = tokens.flatten().filter(|tokens: &Vec<u32>| !tokens.is_empty());
+    tokens.ok_or_else(|| "/tokenize answers no `tokens`".to_owned())
 }
 
 async fn completion(plan: &Plan<'_>, model: &str, prompt: &str, salt: Option<&str>) -> Result<Usage, Refusal> {

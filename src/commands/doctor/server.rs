@@ -15,7 +15,8 @@ use upstream::relay::client::Client;
 use upstream::relay::error::RelayError;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{NamedServers, system_lookup};
-use upstream::{Authorities, DiscoverError, ListedModel, UNKNOWN_CONTEXT, certificates, discover};
+use upstream::{Authorities, DiscoverError, ListedModel, certificates, discover};
+use worker::engine::UNKNOWN_CONTEXT;
 
 /// Time for the resolution of a name. Resolvers give up after 5 s by default.
 const DNS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -25,6 +26,9 @@ const TCP_TIMEOUT: Duration = Duration::from_secs(3);
 const ANSWER: AnswerLimits = AnswerLimits { bytes: 1 << 20, time: Duration::from_secs(5) };
 /// Difference of two clocks from which on it is a warning. Expiry and `Retry-After` count in seconds.
 const MAX_SKEW: Duration = Duration::from_secs(2);
+/// Other programs by their `owned_by`, with the path and field of their version.
+const OTHERS: [(&str, &str, &str, &str); 2] =
+    [("llamacpp", "llama.cpp", "/props", "build_info"), ("library", "Ollama", "/api/version", "version")];
 /// Models that are named in a result.
 const NAMED_MODELS: usize = 5;
 
@@ -272,13 +276,19 @@ async fn version(
             }
         }
     }
-    let name = match kind {
-        Kind::Vllm => "vLLM".to_owned(),
-        Kind::Sglang => "SGLang".to_owned(),
-        Kind::Other if owner.is_empty() => "a server that does not name itself".to_owned(),
-        Kind::Other => owner,
+    let other = if kind == Kind::Other { OTHERS.iter().find(|(own, ..)| *own == owner) } else { None };
+    let name = match (kind, other) {
+        (Kind::Vllm, _) => "vLLM",
+        (Kind::Sglang, _) => "SGLang",
+        (Kind::Other, Some((_, name, ..))) => name,
+        (Kind::Other, None) if owner.is_empty() => "a server that does not name itself",
+        (Kind::Other, None) => &owner,
     };
+    if let Some((_, _, path, field)) = other {
+        version = ask(path).await.and_then(|(answer, _)| text_in(&answer, field));
+    }
     let header = answer.and_then(|answer| answer.header("server")).map(|header| format!("Server: {header}"));
+    let header = header.filter(|_| other.is_none());
     findings.ok("server", format!("{name} {}", version.or(header).unwrap_or_else(|| "of unknown version".to_owned())));
     if let Some((answer, before)) = &asked
         && let Some(date) = answer.date()
@@ -289,8 +299,12 @@ async fn version(
 }
 
 fn version_in(answer: &Asked) -> Option<String> {
+    text_in(answer, "version")
+}
+
+fn text_in(answer: &Asked, field: &str) -> Option<String> {
     let body = answer.status.is_success().then_some(&answer.body)?;
-    serde_json::from_slice::<serde_json::Value>(body).ok()?["version"].as_str().map(str::to_owned)
+    serde_json::from_slice::<serde_json::Value>(body).ok()?[field].as_str().map(str::to_owned)
 }
 
 /// Compares the time in an answer, in whole seconds, with the time in which it was asked and answered.

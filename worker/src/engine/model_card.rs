@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
+/// Context of a model whose server does not say it: no prompt is too long for the router, since the server checks it.
+pub const UNKNOWN_CONTEXT: usize = 1 << 30;
+
 /// A model as its clients see it: its id, its limits, its tokenizer and chat template.
 #[derive(Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelCard {
@@ -13,7 +16,7 @@ pub struct ModelCard {
     pub identity: String,
     /// When the model was created or loaded, in seconds since 1970.
     pub created: u64,
-    /// Maximum of prompt and output tokens together.
+    /// Maximum of prompt and output tokens together; may be [`UNKNOWN_CONTEXT`].
     pub context: usize,
     /// Tokens per KV block.
     pub block_size: usize,
