@@ -13,6 +13,7 @@
 //!
 //! **Invariant**: the tokens of the pieces are the tokens of the whole text. `segments` and `split` explain why.
 
+mod byte_level;
 mod lower_bound;
 mod segments;
 mod split;
@@ -20,10 +21,10 @@ mod split;
 use super::token_cache::TokenCache;
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
+use byte_level::{ByteLevel, Unsupported};
 use lower_bound::TokenLowerBound;
 use segments::AddedTokens;
 use split::{SplitKind, TextPieces};
-use std::sync::Arc;
 use tokenizers::Tokenizer;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use worker::engine::Domain;
@@ -56,6 +57,8 @@ impl EncodeJob {
 /// Tokenizes the texts of one model.
 pub(crate) struct Encoder {
     tokenizer: Tokenizer,
+    /// The same tokens in less time; `None` if this tokenizer has another kind.
+    byte_level: Option<ByteLevel>,
     /// Where a long text may be split; empty if this tokenizer's texts cannot be split.
     splits: Vec<SplitKind>,
     /// Where a text of any length may be cut; `None` if it cannot be.
@@ -101,7 +104,8 @@ impl Encoder {
         let segments = AddedTokens::new(&tokenizer).map_err(failed)?;
         let bound = TokenLowerBound::new(&tokenizer, vocabulary);
         let cache = TokenCache::new(CACHE_BYTES);
-        Ok(Self { splits, segments, added, bound, tokenizer, piece: split::PIECE_BYTES, cache })
+        let byte_level = byte_level(&tokenizer);
+        Ok(Self { splits, segments, added, bound, byte_level, tokenizer, piece: split::PIECE_BYTES, cache })
     }
 
     /// An encoder without the lower bound, for a tokenizer whose tokens cover other bytes than the vocabulary's.
@@ -154,17 +158,39 @@ impl Encoder {
     /// Adds the tokens of a piece.
     fn encode_piece(&self, piece: &str, domain: &Domain, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
         if piece.len() < MIN_CACHED {
-            tokens.extend(self.tokenizer.encode_fast(piece, false)?.get_ids());
-            return Ok(());
+            return self.encode_new(piece, tokens);
         }
         if let Some(known) = self.cache.get(domain, piece.as_bytes()) {
             tokens.extend_from_slice(&known);
             return Ok(());
         }
-        let new: Arc<[u32]> = self.tokenizer.encode_fast(piece, false)?.get_ids().into();
-        tokens.extend_from_slice(&new);
-        self.cache.insert(domain, piece.as_bytes(), new);
+        let known = tokens.len();
+        self.encode_new(piece, tokens)?;
+        self.cache.insert(domain, piece.as_bytes(), tokens[known..].into());
         Ok(())
+    }
+
+    /// Adds the tokens of a piece that is not in the cache.
+    fn encode_new(&self, piece: &str, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
+        if !self.byte_level.as_ref().is_some_and(|byte_level| byte_level.encode(piece, tokens)) {
+            tokens.extend(self.tokenizer.encode_fast(piece, false)?.get_ids());
+        }
+        Ok(())
+    }
+}
+
+/// The faster encoder of a tokenizer. Without one, prompts take longer.
+fn byte_level(tokenizer: &Tokenizer) -> Option<ByteLevel> {
+    match ByteLevel::new(tokenizer) {
+        Ok(byte_level) => Some(byte_level),
+        Err(reason @ Unsupported::Feature(_)) => {
+            tracing::info!(%reason, "prompts are tokenized by the tokenizer library, which takes longer");
+            None
+        }
+        Err(reason) => {
+            tracing::warn!(%reason, "prompts are tokenized by the tokenizer library, which takes longer");
+            None
+        }
     }
 }
 

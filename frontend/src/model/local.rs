@@ -112,6 +112,11 @@ impl LocalTokenizer {
         Ok(Self { encoder, template, added: added.into_iter().map(|(_, token)| token.content).collect() })
     }
 
+    /// The tokens of a text, without those that the tokenizer adds around it.
+    pub fn text_tokens(&self, text: &str) -> Result<Vec<u32>, String> {
+        self.encoder.encode(text, false, usize::MAX, &EncodeJob::default()).map_err(|error| error.to_string())
+    }
+
     /// Texts of the added tokens, by their ids.
     pub(crate) fn added_tokens(&self) -> &[String] {
         &self.added

@@ -134,7 +134,7 @@ impl TokenEncoding {
 
 /// GPT-2's encoding of bytes: printable Latin-1 characters stand for themselves, the others for characters from U+0100
 /// on.
-fn byte_of_char() -> HashMap<char, u8> {
+pub(super) fn byte_of_char() -> HashMap<char, u8> {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
     let itself = (0..=u8::MAX).filter(|b| printable(*b)).map(|b| (char::from(b), b));
     let moved = (0..=u8::MAX).filter(|b| !printable(*b)).zip('\u{100}'..).map(|(b, c)| (c, b));

@@ -8,7 +8,7 @@ use tokenizers::models::bpe::BpeTrainer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 
 /// Split patterns of widely used models.
-const PATTERNS: [&str; 4] = [
+pub(super) const PATTERNS: [&str; 4] = [
     // GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     // Llama 3 and Qwen 2.
@@ -70,7 +70,7 @@ fn trained(mut parts: Value, words: Option<Value>, alphabet: impl IntoIterator<I
 }
 
 /// GPT-2's spelling of bytes, split by a pattern before it, or by GPT-2's own.
-fn byte_level(pattern: Option<&str>, normalizer: Value) -> Tokenizer {
+pub(super) fn byte_level(pattern: Option<&str>, normalizer: Value) -> Tokenizer {
     let bytes = |regex: bool| {
         json!({
             "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex
@@ -88,7 +88,7 @@ fn byte_level(pattern: Option<&str>, normalizer: Value) -> Tokenizer {
 }
 
 /// Sentence pieces with byte fallback, as Llama 2 has them: a space before every text, and no splitter.
-fn pieces(words: Option<Value>) -> Tokenizer {
+pub(super) fn pieces(words: Option<Value>) -> Tokenizer {
     let prepend = json!({ "type": "Prepend", "prepend": "\u{2581}" });
     let spaces = json!({ "type": "Replace", "pattern": { "String": " " }, "content": "\u{2581}" });
     let back = json!({ "type": "Replace", "pattern": { "String": "\u{2581}" }, "content": " " });
@@ -112,7 +112,7 @@ fn encoder(tokenizer: Tokenizer) -> Encoder {
 }
 
 /// Tokenizers as models in use have them, each with pieces of 16 bytes.
-fn families() -> &'static [(&'static str, Encoder)] {
+pub(super) fn families() -> &'static [(&'static str, Encoder)] {
     static FAMILIES: LazyLock<Vec<(&str, Encoder)>> = LazyLock::new(|| {
         let [gpt2, llama3, gpt4o, threes] = PATTERNS;
         vec![
@@ -250,7 +250,11 @@ proptest! {
 
 /// A tokenizer with further added tokens: some begin like others, take space, depend on their neighbours, or are
 /// searched in normalized text.
-fn with_added_tokens(tokenizer: &Tokenizer, normalizer: Option<Value>, flags: &[(&str, &[&str])]) -> Tokenizer {
+pub(super) fn with_added_tokens(
+    tokenizer: &Tokenizer,
+    normalizer: Option<Value>,
+    flags: &[(&str, &[&str])],
+) -> Tokenizer {
     let mut json: Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
     if let Some(normalizer) = normalizer {
         json["normalizer"] = normalizer;
@@ -403,6 +407,7 @@ fn copy(encoder: &Encoder) -> Encoder {
     let Encoder { tokenizer, splits, added, .. } = encoder;
     Encoder {
         tokenizer: tokenizer.clone(),
+        byte_level: None,
         splits: splits.clone(),
         segments: None,
         added: added.clone(),
