@@ -79,6 +79,7 @@
 //! Not here: workers, models and requests. Tokens are numbers, and payloads are opaque.
 
 pub mod block;
+pub mod blocking;
 pub mod disk;
 pub mod event;
 pub mod heap;

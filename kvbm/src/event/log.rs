@@ -2,6 +2,7 @@
 
 use super::{BlockEvent, CacheDigest, Epoch, Numbered, SetDigest, Snapshot, snapshot};
 use crate::block::{Level, SequenceHash};
+use crate::blocking;
 use crate::table::BlockMap;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::VecDeque;
@@ -200,7 +201,7 @@ impl EventLog {
         if self.lock().announced.len() <= Self::MAX_INLINE_BLOCKS {
             return self.snapshot();
         }
-        let snapshot = tokio::task::spawn_blocking(move || self.snapshot());
+        let snapshot = blocking::spawn(move || self.snapshot());
         snapshot.await.expect("grouping blocks into runs does not panic")
     }
 

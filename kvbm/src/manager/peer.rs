@@ -9,6 +9,7 @@
 
 use super::shared::Core;
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
+use crate::blocking;
 use crate::pool::{CachedBlock, DeviceBlocks};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use bytes::Bytes;
@@ -101,7 +102,7 @@ impl Tier for Peer {
             hashes.chunks(size).enumerate().map(|(batch, hashes)| (batch * size, hashes.to_vec())).collect();
         let read = move |(first, hashes): (usize, Vec<SequenceHash>)| {
             let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
-            tokio::task::spawn_blocking(move || -> Vec<Loaded> {
+            blocking::spawn(move || -> Vec<Loaded> {
                 let shared = |core: Arc<Core>| core.find(&hashes, |held| core.share(held));
                 let found = core.map_or_else(|| vec![None; hashes.len()], shared);
                 found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()

@@ -14,6 +14,7 @@ use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
 use crate::block::{
     Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
 };
+use crate::blocking;
 use crate::event::{EventLog, SetDigest};
 use crate::metrics::Metrics;
 use crate::tier::{Loaded, Quotas, StoreError, Tier, Usage};
@@ -241,7 +242,7 @@ impl Tier for HostTier {
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         let host = self.clone();
         let copy = move || blocks.iter().map(|block| host.store_block(block)).collect();
-        Box::pin(async { tokio::task::spawn_blocking(copy).await.expect("copying in memory does not panic") })
+        Box::pin(async { blocking::spawn(copy).await.expect("copying in memory does not panic") })
     }
 
     fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {

@@ -4,6 +4,7 @@ use super::batching::Batcher;
 use super::fair_queue::OffloadRequest;
 use super::queue::Queue;
 use crate::block::{Block, Level};
+use crate::blocking;
 use crate::manager::shared::Core;
 use crate::metrics::Direction;
 use crate::pool::HostTier;
@@ -118,7 +119,7 @@ impl OffloadQueue {
 
 /// Runs `work` on a blocking thread, and passes a panic on.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    match tokio::task::spawn_blocking(work).await {
+    match blocking::spawn(work).await {
         Ok(done) => done,
         Err(error) => match error.try_into_panic() {
             Ok(panic) => resume_unwind(panic),

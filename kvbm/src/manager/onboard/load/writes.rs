@@ -2,6 +2,7 @@
 
 use super::{BlockStatus, Delivered, Loading};
 use crate::block::{Corrupt, Header, SequenceHash};
+use crate::blocking;
 use crate::manager::shared::Core;
 use crate::pool::{FullBlock, PartialBlock};
 use std::collections::VecDeque;
@@ -47,7 +48,7 @@ impl Loading<'_> {
         };
         self.writing += blocks.len();
         let hashes: Vec<_> = blocks.iter().map(|delivered| self.job.hashes[delivered.index]).collect();
-        self.writes.push(tokio::task::spawn_blocking(move || {
+        self.writes.push(blocking::spawn(move || {
             let blocks = blocks.into_iter().zip(hashes).zip(slots);
             blocks.map(|((delivered, hash), slot)| core.write(delivered, hash, slot)).collect()
         }));
