@@ -6,9 +6,11 @@
 mod cordon;
 mod digests;
 mod engine;
+mod outstanding;
 mod tasks;
 
 pub use cordon::{NoSuchWorker, WorkerStatus};
+pub use outstanding::Outstanding;
 
 use crate::policy::planner::PlanStatus;
 use crate::settings::Settings;

@@ -148,6 +148,11 @@ impl Admission {
         }
     }
 
+    /// Number of queued requests, and of those that hold a permit.
+    pub(crate) fn outstanding(&self) -> (usize, usize) {
+        self.inner().controller.queue.outstanding()
+    }
+
     /// Closes the queue: all waiters end with an error, and so do later requests that would wait.
     pub(crate) fn close(&self) {
         let mut inner = self.inner();

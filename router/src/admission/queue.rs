@@ -177,6 +177,11 @@ impl FairQueue {
         Enqueued::Queued { number: self.last_number, shed }
     }
 
+    /// Number of queued requests, also those that are being placed again, and of running ones.
+    pub(super) fn outstanding(&self) -> (usize, usize) {
+        (self.waiting.len() + self.rerouting.len(), self.running.len())
+    }
+
     /// Admits a request without queueing it.
     pub(super) fn admit_now(&mut self, request: &QueuedRequest) -> u64 {
         self.last_number += 1;

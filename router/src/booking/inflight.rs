@@ -87,6 +87,11 @@ impl InflightPrefixes {
         }
     }
 
+    /// Number of anchors in flight.
+    pub(crate) fn anchor_count(&self) -> usize {
+        self.lock().len()
+    }
+
     fn lock(&self) -> MutexGuard<'_, NumberMap<u64, Holders>> {
         // No code under this lock panics.
         self.0.lock()

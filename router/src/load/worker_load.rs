@@ -127,6 +127,11 @@ impl WorkerLoad {
         self.lock().book(demand, None, ExpectedOutput::default(), now, true)
     }
 
+    /// Number of open bookings.
+    pub(crate) fn reservations(&self) -> usize {
+        self.state().open.len()
+    }
+
     /// Sum of the bookings of other routers that are not sent yet.
     pub(crate) fn remote(&self) -> Demand {
         self.state().remote
