@@ -1,0 +1,41 @@
+//! Deterministic simulation of routers, workers and planes under faults: fixed seeds, and fresh ones for a few seconds.
+
+mod sim;
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Seeds of every run.
+const FIXED: std::ops::Range<u64> = 0..20;
+/// Time for fresh seeds: the tests of the other crates take longer.
+const FRESH_TIME: Duration = Duration::from_secs(10);
+
+fn check(seed: u64) {
+    let outcome = sim::run(seed, false);
+    assert!(
+        outcome.violations.is_empty(),
+        "seed {seed}, replay it with: cargo run -p router --example simulate -- --seeds {seed} --trace\n{}",
+        outcome.violations.join("\n")
+    );
+}
+
+#[test]
+fn fixed_seeds_keep_all_invariants() {
+    FIXED.for_each(check);
+}
+
+#[test]
+fn fresh_seeds_keep_all_invariants() {
+    // The only use of the wall clock: to choose seeds that no run had before, and to end.
+    let first = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+    let start = Instant::now();
+    let mut seeds = (first..).take_while(|_| start.elapsed() < FRESH_TIME);
+    let count = seeds.by_ref().inspect(|seed| check(*seed)).count();
+    println!("fresh seeds {first}..{}", first + count as u64);
+}
+
+#[test]
+fn a_seed_replays_byte_for_byte() {
+    for seed in FIXED.take(6) {
+        assert_eq!(sim::run(seed, false), sim::run(seed, false), "seed {seed}");
+    }
+}

@@ -1,0 +1,177 @@
+//! What must hold at any time, and what must hold once all is quiet.
+
+use super::cluster::{Cluster, STORE};
+use super::network::Node;
+use super::planes::{LEASE, RENEWAL};
+use kvbm::{Level, SetDigest, Tier};
+use router::Outstanding;
+use router::index::Holder;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use worker::engine::{Engine, Readiness};
+use worker::plane::WorkerId;
+
+/// Interval of the checks that hold at any time.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// Time from the last message to the last consequence: a booking of another router whose end was lost expires after a
+/// minute. A digest every ten seconds shows what a router missed, and a resync is repeated after up to five.
+const QUIET: Duration = Duration::from_secs(75);
+/// Time after which a health check of an idle worker has ended.
+const HEALTH_CHECK: Duration = Duration::from_secs(2);
+/// Time by which a change of membership reaches a router that is connected: the slowest message of a bad network.
+const PROPAGATION: Duration = Duration::from_secs(2);
+
+/// Checks forever, and moves the clocks of all workers.
+pub(super) async fn watch(cluster: Arc<Cluster>) {
+    // Since when each router has been connected to the planes.
+    let mut connected: BTreeMap<u64, Instant> = BTreeMap::new();
+    loop {
+        sleep(INTERVAL).await;
+        cluster.set_clocks();
+        check_limits(&cluster);
+        check_membership(&cluster, &mut connected);
+    }
+}
+
+fn check_limits(cluster: &Cluster) {
+    let world = &cluster.world;
+    for (id, process) in &*cluster.workers.lock() {
+        let shape = &cluster.scenario.workers[id.0 as usize];
+        // Requests that were checked at the same time may pass the limit together, one for each router.
+        let most = shape.speed.max_queued_requests + shape.speed.max_num_seqs + cluster.scenario.requests as usize;
+        if process.engine.requests() > most {
+            world.violated(format_args!("{id} has {} requests, more than {most}", process.engine.requests()));
+        }
+        for (level, usage) in process.manager.usage() {
+            if usage.capacity.is_some_and(|capacity| usage.bytes > capacity) {
+                world.violated(format_args!("{id}: {level} exceeds its capacity: {usage:?}"));
+            }
+        }
+    }
+    if let Some(usage) = cluster.store.as_ref().map(|store| store.usage())
+        && usage.capacity.is_some_and(|capacity| usage.blocks > capacity)
+    {
+        world.violated(format_args!("the store exceeds its capacity: {usage:?}"));
+    }
+    for (number, process) in &*cluster.routers.lock() {
+        if let Readiness::NotReady(why) = process.router.readiness()
+            && why.starts_with("router failed")
+        {
+            world.violated(format_args!("r{number}: {why}"));
+        }
+    }
+}
+
+/// A router that is connected sees no worker that has been dead for longer than its lease.
+fn check_membership(cluster: &Cluster, connected: &mut BTreeMap<u64, Instant>) {
+    let (world, now) = (&cluster.world, Instant::now());
+    let (workers, ended) = (cluster.workers.lock(), cluster.ended.lock());
+    for (number, process) in &*cluster.routers.lock() {
+        if !world.network.reaches(Node::Router(*number), Node::Broker) {
+            connected.remove(number);
+            continue;
+        }
+        let since = (*connected.entry(*number).or_insert(now)).max(process.started);
+        for status in process.router.workers() {
+            let id = WorkerId(status.worker.trim_start_matches('w').parse().unwrap_or(u64::MAX));
+            let Some((epoch, at)) = ended.get(&id).filter(|_| !workers.contains_key(&id)) else { continue };
+            if now - (*at).max(since) > LEASE + RENEWAL * 2 + PROPAGATION {
+                world.violated(format_args!("r{number} still sees {id} of epoch {epoch}, dead for {:?}", now - *at));
+            }
+        }
+    }
+}
+
+/// Waits until all is quiet, and checks that nothing is left over and all views agree.
+pub(super) async fn check_quiet(cluster: &Arc<Cluster>) {
+    sleep(QUIET).await;
+    let mut problems = problems(cluster);
+    if !problems.is_empty() {
+        // Health checks of idle workers are requests too. They are done by then.
+        sleep(HEALTH_CHECK).await;
+        problems = self::problems(cluster);
+    }
+    problems.iter().for_each(|problem| cluster.world.violated(format_args!("{problem}")));
+    cluster.world.log(format_args!("quiet: {:?}", actual_digests(cluster)));
+}
+
+fn problems(cluster: &Cluster) -> Vec<String> {
+    let (actual, mut problems) = (actual_digests(cluster), Vec::new());
+    let expected_workers: Vec<String> = cluster.workers.lock().keys().map(ToString::to_string).collect();
+    let routers = cluster.routers.lock();
+    for (number, process) in &*routers {
+        let router = &process.router;
+        let left = router.outstanding();
+        if left != Outstanding::default() {
+            problems.push(format!("r{number} keeps {left:?}"));
+        }
+        let workers = router.workers();
+        let seen: Vec<String> = workers.iter().map(|worker| worker.worker.clone()).collect();
+        if seen != expected_workers {
+            problems.push(format!("r{number} sees {seen:?} instead of {expected_workers:?}"));
+        }
+        for worker in workers.iter().filter(|worker| worker.requests > 0) {
+            problems.push(format!("r{number} counts {} requests on {}", worker.requests, worker.worker));
+        }
+        let indexed: BTreeMap<_, _> = router
+            .index_digests()
+            .into_iter()
+            // Evicted blocks are not missed: the index has a limit.
+            .filter_map(|(holder, level, digest)| Some((key(holder, level), digest?)))
+            .collect();
+        for (at, digest) in &actual {
+            if indexed.get(at) != Some(digest) {
+                problems.push(format!("r{number}: index of {at} has {:?}, not {digest:?}", indexed.get(at)));
+            }
+        }
+        for at in indexed.keys().filter(|at| !actual.contains_key(*at)) {
+            problems.push(format!("r{number}: index has blocks of {at}, which has none"));
+        }
+        let replicas = gauge(&process.registry, "blockyard_router_replicas");
+        if replicas != routers.len() as i64 {
+            problems.push(format!("r{number} counts {replicas} of {} routers", routers.len()));
+        }
+    }
+    for (id, process) in &*cluster.workers.lock() {
+        let (available, capacity) = (process.manager.available(), process.manager.capacity());
+        // A pinned block and those before it are not evictable.
+        if available != capacity && process.manager.pinned() == 0 {
+            problems.push(format!("{id}: {available} of {capacity} slots are free or evictable"));
+        }
+        if process.engine.requests() > 0 {
+            problems.push(format!("{id} keeps {} requests", process.engine.requests()));
+        }
+    }
+    problems
+}
+
+fn key(holder: Holder, level: Level) -> String {
+    match holder {
+        Holder::Worker(id) => format!("{id} {level}"),
+        Holder::Store(id) => format!("{id} {level}"),
+        Holder::Estimate(id) => format!("estimate of {id} {level}"),
+    }
+}
+
+/// What workers and store hold, by holder and level, without those that hold nothing.
+fn actual_digests(cluster: &Cluster) -> BTreeMap<String, SetDigest> {
+    let mut all = BTreeMap::new();
+    for (id, process) in &*cluster.workers.lock() {
+        for (level, digest) in process.manager.set_digest() {
+            all.insert(key(Holder::Worker(*id), level), digest);
+        }
+    }
+    if let Some(store) = &cluster.store {
+        all.insert(key(Holder::Store(STORE), Level::G4), store.set_digest());
+    }
+    all.retain(|_, digest| digest.blocks > 0);
+    all
+}
+
+fn gauge(registry: &prometheus::Registry, name: &str) -> i64 {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == name);
+    family.and_then(|family| family.get_metric().first()).map_or(0, |metric| metric.get_gauge().get_value() as i64)
+}

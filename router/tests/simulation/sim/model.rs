@@ -1,0 +1,131 @@
+//! The model of a simulation: KV and tokens are pure functions of the tokens before, of the cache domain and of the
+//! seed. A block with other bytes than its own changes every later token, as in attention.
+
+use kvbm::device::copy_observed;
+use kvbm::splitmix::splitmix64;
+use kvbm::{BlockId, DeviceBlocks, DomainId, Fingerprint};
+use parking_lot::Mutex;
+use std::sync::Arc;
+use worker::engine::{ModelCard, SamplingDefaults};
+
+/// Tokens per block.
+pub(super) const BLOCK: usize = 16;
+/// Bytes of one block.
+pub(super) const BLOCK_BYTES: usize = 64;
+pub(super) const VOCABULARY: u64 = 5000;
+pub(super) const MODEL: &str = "simulated";
+
+pub(super) fn card() -> Arc<ModelCard> {
+    Arc::new(ModelCard {
+        id: MODEL.to_owned(),
+        identity: "simulated@1".to_owned(),
+        created: 0,
+        context: 4096,
+        block_size: BLOCK,
+        vocabulary: VOCABULARY as usize,
+        eos: vec![0],
+        tokenizer: None,
+        chat_template: None,
+        special_tokens: vec![],
+        sampling: SamplingDefaults::default(),
+        random_weights: true,
+        is_relayed: false,
+        has_exact_blocks: true,
+    })
+}
+
+pub(super) fn fingerprint() -> Fingerprint {
+    Fingerprint::of([("weights", &b"simulated"[..])])
+}
+
+/// What attention has read so far: all full blocks, in order.
+#[derive(Clone, Copy)]
+pub(super) struct Attention(u64);
+
+impl Attention {
+    /// Before the first block. KV depends on the domain, so that a block of another one would change the text.
+    pub(super) fn new(domain: DomainId) -> Self {
+        Self(domain.as_bytes().iter().fold(0, |hash, byte| splitmix64(hash ^ u64::from(*byte))))
+    }
+
+    /// The KV of the next block.
+    pub(super) fn kv(self, tokens: &[u32]) -> [u8; BLOCK_BYTES] {
+        let state = fold_tokens(self.0, tokens);
+        let mut bytes = [0; BLOCK_BYTES];
+        for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
+            word.copy_from_slice(&splitmix64(state ^ at as u64).to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reads the KV of the next block.
+    pub(super) fn read(&mut self, kv: &[u8]) {
+        for word in kv.chunks_exact(8) {
+            let word = u64::from_le_bytes(word.try_into().expect("eight bytes"));
+            self.0 = splitmix64(self.0.rotate_left(7) ^ word);
+        }
+    }
+
+    /// The token after `tail`, which follows the last full block.
+    pub(super) fn next_token(self, tail: &[u32], seed: u64) -> u32 {
+        // Token 0 ends a sequence and is never chosen.
+        (1 + fold_tokens(self.0 ^ splitmix64(seed), tail) % (VOCABULARY - 1)) as u32
+    }
+}
+
+fn fold_tokens(state: u64, tokens: &[u32]) -> u64 {
+    tokens.iter().fold(state, |state, token| splitmix64(state ^ u64::from(*token)))
+}
+
+/// The text of a request on an engine without cache, faults or other requests.
+pub(super) fn undisturbed(prompt: &[u32], domain: DomainId, seed: u64, tokens: usize) -> Vec<u32> {
+    let mut all = prompt.to_vec();
+    let (mut attention, mut read) = (Attention::new(domain), 0);
+    for _ in 0..tokens {
+        while (read + 1) * BLOCK <= all.len() {
+            attention.read(&attention.kv(&all[read * BLOCK..(read + 1) * BLOCK]));
+            read += 1;
+        }
+        all.push(attention.next_token(&all[read * BLOCK..], seed));
+    }
+    all.split_off(prompt.len())
+}
+
+/// Device memory.
+pub(super) struct Device(Vec<Mutex<[u8; BLOCK_BYTES]>>);
+
+impl Device {
+    pub(super) fn new(blocks: usize) -> Arc<Self> {
+        Arc::new(Self((0..blocks).map(|_| Mutex::new([0; BLOCK_BYTES])).collect()))
+    }
+
+    pub(super) fn at(&self, slot: BlockId) -> [u8; BLOCK_BYTES] {
+        *self.0[slot.0 as usize].lock()
+    }
+}
+
+impl DeviceBlocks for Device {
+    fn capacity(&self) -> usize {
+        self.0.len()
+    }
+
+    fn block_bytes(&self) -> usize {
+        BLOCK_BYTES
+    }
+
+    fn fingerprint(&self) -> Fingerprint {
+        fingerprint()
+    }
+
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        into.copy_from_slice(&*self.0[slot.0 as usize].lock());
+    }
+
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        self.0[slot.0 as usize].lock().copy_from_slice(from);
+    }
+
+    fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
+        copy_observed(from, &mut *self.0[slot.0 as usize].lock(), observe);
+    }
+}

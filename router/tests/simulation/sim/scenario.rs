@@ -1,0 +1,199 @@
+//! What happens in a simulation, drawn from its seed: the cluster, the requests, and the faults.
+
+use super::engine::Speed;
+use super::network::{Node, Quality};
+use super::world::{Rng, World};
+use kvbm::Faults;
+use router::{Admission, Disaggregation, PlannerMode, PlannerSettings, Policy, Settings};
+use std::ops::Range;
+use std::time::Duration;
+use units::HumanDuration;
+use worker::plane::{Role, WorkerId};
+
+#[derive(Clone)]
+pub(super) struct Scenario {
+    pub(super) kind: Kind,
+    pub(super) settings: Settings,
+    pub(super) routers: u64,
+    pub(super) workers: Vec<WorkerShape>,
+    pub(super) store_blocks: Option<usize>,
+    pub(super) domains: u64,
+    /// Requests and faults begin within this time.
+    pub(super) length: Duration,
+    pub(super) requests: u64,
+    pub(super) faults: Vec<(Duration, Fault)>,
+}
+
+/// What a seed is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    /// Nothing fails: no request may fail either.
+    Calm,
+    /// Every worker is drained and started again, one after the other: no request may fail.
+    RollingRestart,
+    /// The planes are slow and lose, repeat and reorder events: no request may fail.
+    LossyPlanes,
+    /// Anything.
+    Chaos,
+}
+
+#[derive(Clone)]
+pub(super) struct WorkerShape {
+    pub(super) role: Role,
+    pub(super) device_blocks: usize,
+    pub(super) host_blocks: usize,
+    pub(super) speed: Speed,
+}
+
+/// A fault, and what ends it.
+#[derive(Clone, Debug)]
+pub(super) enum Fault {
+    /// A worker is killed and starts again after a time.
+    Kill(WorkerId, Duration),
+    /// A worker is drained and starts again.
+    Drain(WorkerId),
+    /// All workers are drained and start again, one after the other.
+    RollingRestart,
+    KillRouter(u64, Duration),
+    Freeze(Node, Duration),
+    Cut(Node, Node, Duration),
+    /// Messages are lost, late, repeated, overtaken.
+    Quality(Quality, Duration),
+    /// Faults of the shared store, for one worker.
+    Tier(WorkerId, Faults, Duration),
+    /// The clock of a worker is wrong by so many seconds.
+    Clock(WorkerId, i64, Duration),
+    /// A block disappears from the store.
+    Collect(u64),
+}
+
+const fn ms(range: Range<u64>) -> Range<Duration> {
+    Duration::from_millis(range.start)..Duration::from_millis(range.end)
+}
+
+impl Scenario {
+    pub(super) fn draw(world: &World) -> Self {
+        let rng = &mut world.rng("scenario", 0);
+        let kind = match rng.within(0..10) {
+            0 => Kind::Calm,
+            1 => Kind::RollingRestart,
+            2 => Kind::LossyPlanes,
+            _ => Kind::Chaos,
+        };
+        let workers = workers(rng);
+        let (routers, length) = (rng.within(1..4), rng.duration(&ms(5_000..40_000)));
+        let store_blocks = rng.chance(0.7).then(|| rng.within(20..400) as usize);
+        let mut scenario = Self {
+            kind,
+            settings: settings(rng),
+            routers,
+            workers,
+            store_blocks,
+            domains: rng.within(1..4),
+            length,
+            requests: rng.within(10..80),
+            faults: Vec::new(),
+        };
+        scenario.faults = scenario.draw_faults(rng);
+        scenario
+    }
+
+    fn draw_faults(&self, rng: &mut Rng) -> Vec<(Duration, Fault)> {
+        match self.kind {
+            Kind::Calm => Vec::new(),
+            Kind::RollingRestart => vec![(rng.duration(&ms(0..5_000)), Fault::RollingRestart)],
+            Kind::LossyPlanes => vec![(Duration::ZERO, Fault::Quality(bad_quality(rng), self.length))],
+            Kind::Chaos => {
+                let count = rng.within(1..9);
+                (0..count).map(|_| (rng.duration(&(Duration::ZERO..self.length)), self.draw_fault(rng))).collect()
+            }
+        }
+    }
+
+    fn draw_fault(&self, rng: &mut Rng) -> Fault {
+        let worker = WorkerId(rng.within(0..self.workers.len() as u64));
+        let router = rng.within(0..self.routers);
+        let short = rng.duration(&ms(100..3_000));
+        let time = if rng.chance(0.5) { short } else { rng.duration(&ms(3_000..40_000)) };
+        match rng.within(0..14) {
+            0..=2 => Fault::Kill(worker, time),
+            3 => Fault::Drain(worker),
+            4 => Fault::KillRouter(router, time),
+            5 => Fault::Freeze(Node::Worker(worker.0), time),
+            6 => Fault::Cut(Node::Worker(worker.0), Node::Router(router), time),
+            7 => Fault::Cut(Node::Worker(worker.0), Node::Broker, time),
+            8 => Fault::Cut(Node::Router(router), Node::Broker, time),
+            9 => {
+                let other = Node::Worker(rng.within(0..self.workers.len() as u64));
+                let to = if other == Node::Worker(worker.0) { Node::Store } else { other };
+                Fault::Cut(Node::Worker(worker.0), to, time)
+            }
+            10 => Fault::Quality(bad_quality(rng), time),
+            11 => Fault::Tier(worker, bad_tier(rng), time),
+            12 => Fault::Clock(worker, if rng.chance(0.5) { 3600 } else { -3600 }, time),
+            _ => Fault::Collect(rng.next()),
+        }
+    }
+}
+
+fn settings(rng: &mut Rng) -> Settings {
+    let modes = [Disaggregation::Auto, Disaggregation::Always, Disaggregation::Never];
+    let policy = if rng.chance(0.6) { Policy::Kv } else { rng.pick(&Policy::ALL).cloned().unwrap_or_default() };
+    let admission = Admission {
+        max_queued_tokens: rng.within(1_000..20_000),
+        max_queue_time: HumanDuration::secs(rng.within(2..61)),
+        ..Admission::default()
+    };
+    let mode = if rng.chance(0.3) { PlannerMode::Apply } else { PlannerMode::Recommend };
+    Settings {
+        policy,
+        disaggregation: rng.pick(&modes).copied().unwrap_or_default(),
+        seed: rng.next(),
+        index_memory: units::ByteSize(1 << 20),
+        planner: PlannerSettings { mode, ..PlannerSettings::default() },
+        admission,
+        ..Settings::default()
+    }
+}
+
+fn workers(rng: &mut Rng) -> Vec<WorkerShape> {
+    let count = rng.within(2..6);
+    let is_disaggregated = rng.chance(0.5);
+    let host = rng.chance(0.7);
+    let roles = [Role::Prefill, Role::Decode, Role::Both];
+    let speed = Speed {
+        max_num_seqs: rng.within(2..12) as usize,
+        max_queued_requests: rng.within(4..40) as usize,
+        chunk_tokens: 16 * rng.within(2..17) as usize,
+        prompt_token: Duration::from_micros(rng.within(200..1_500)),
+        step: rng.millis(4..30),
+    };
+    let mut shape = |number: u64| WorkerShape {
+        // At least one of each, so that requests can be served.
+        role: match number {
+            _ if !is_disaggregated => Role::Both,
+            0 => Role::Prefill,
+            1 => Role::Decode,
+            _ => rng.pick(&roles).copied().unwrap_or_default(),
+        },
+        device_blocks: rng.within(60..160) as usize,
+        host_blocks: if host { rng.within(8..200) as usize } else { 0 },
+        speed,
+    };
+    (0..count).map(&mut shape).collect()
+}
+
+fn bad_quality(rng: &mut Rng) -> Quality {
+    let mut some = |most: f64| if rng.chance(0.5) { most * (rng.within(0..100) as f64 / 100.0) } else { 0.0 };
+    let (loss, duplication, reordering) = (some(0.4), some(0.3), some(0.3));
+    let slowest = rng.within(2..600);
+    Quality { delay: ms(1..1 + slowest), loss, duplication, reordering }
+}
+
+fn bad_tier(rng: &mut Rng) -> Faults {
+    let mut some = |most: f64| if rng.chance(0.4) { most * (rng.within(0..100) as f64 / 100.0) } else { 0.0 };
+    let (hang, error, busy, lost) = (some(0.1), some(0.5), some(0.5), some(0.3));
+    let (short, corrupt, wrong) = (some(0.3), some(0.3), some(0.3));
+    let latency = Duration::ZERO..=rng.millis(0..400);
+    Faults { latency, hang, error, busy, lost, short, corrupt, wrong }
+}
