@@ -33,6 +33,8 @@ pub(super) enum Kind {
     RollingRestart,
     /// The planes are slow and lose, repeat and reorder events: no request may fail.
     LossyPlanes,
+    /// One worker of several fails in one way: no request may fail.
+    OneFault,
     /// Anything.
     Chaos,
 }
@@ -67,6 +69,18 @@ pub(super) enum Fault {
     Collect(u64),
 }
 
+impl Fault {
+    /// Whether every other worker still serves every router.
+    fn is_of_one_worker(&self) -> bool {
+        match self {
+            Self::Kill(..) | Self::Drain(_) | Self::Tier(..) | Self::Clock(..) | Self::Collect(_) => true,
+            Self::Freeze(node, _) => matches!(node, Node::Worker(_)),
+            Self::Cut(a, _, _) => matches!(a, Node::Worker(_)),
+            Self::RollingRestart | Self::KillRouter(..) | Self::Quality(..) => false,
+        }
+    }
+}
+
 const fn ms(range: Range<u64>) -> Range<Duration> {
     Duration::from_millis(range.start)..Duration::from_millis(range.end)
 }
@@ -78,9 +92,10 @@ impl Scenario {
             0 => Kind::Calm,
             1 => Kind::RollingRestart,
             2 => Kind::LossyPlanes,
+            3 | 4 => Kind::OneFault,
             _ => Kind::Chaos,
         };
-        let workers = workers(rng);
+        let workers = workers(rng, kind);
         let (routers, length) = (rng.within(1..4), rng.duration(&ms(5_000..40_000)));
         let store_blocks = rng.chance(0.7).then(|| rng.within(20..400) as usize);
         let mut scenario = Self {
@@ -103,6 +118,11 @@ impl Scenario {
             Kind::Calm => Vec::new(),
             Kind::RollingRestart => vec![(rng.duration(&ms(0..5_000)), Fault::RollingRestart)],
             Kind::LossyPlanes => vec![(Duration::ZERO, Fault::Quality(bad_quality(rng), self.length))],
+            Kind::OneFault => {
+                let at = rng.duration(&(Duration::ZERO..self.length));
+                let fault = std::iter::repeat_with(|| self.draw_fault(rng)).find(Fault::is_of_one_worker);
+                fault.map(|fault| (at, fault)).into_iter().collect()
+            }
             Kind::Chaos => {
                 let count = rng.within(1..9);
                 (0..count).map(|_| (rng.duration(&(Duration::ZERO..self.length)), self.draw_fault(rng))).collect()
@@ -156,8 +176,8 @@ fn settings(rng: &mut Rng) -> Settings {
     }
 }
 
-fn workers(rng: &mut Rng) -> Vec<WorkerShape> {
-    let count = rng.within(2..6);
+fn workers(rng: &mut Rng, kind: Kind) -> Vec<WorkerShape> {
+    let count = rng.within(if kind == Kind::OneFault { 3..6 } else { 2..6 });
     let is_disaggregated = rng.chance(0.5);
     let host = rng.chance(0.7);
     let roles = [Role::Prefill, Role::Decode, Role::Both];
