@@ -110,7 +110,7 @@ impl Peers {
     }
 
     /// Begins a hand-over of a worker of this process.
-    pub(crate) fn begin(&self, worker: WorkerId) -> (HandoffTicket, HandoffProgress) {
+    pub fn begin(&self, worker: WorkerId) -> (HandoffTicket, HandoffProgress) {
         let progress = self.0.handoffs.begin();
         let url = self.0.others.as_ref().map(|others| others.url.clone());
         (HandoffTicket { peer: worker, url, handoff: progress.id() }, progress)

@@ -89,7 +89,7 @@ impl HandoffProgress {
     }
 
     /// So many leading blocks can be fetched.
-    pub(crate) fn computed(&self, blocks: usize) {
+    pub fn computed(&self, blocks: usize) {
         self.progress.send_if_modified(|progress| match progress {
             Progress::Computing { blocks: before } if (*before as usize) < blocks => {
                 *before = blocks as u32;
@@ -100,7 +100,7 @@ impl HandoffProgress {
     }
 
     /// All blocks can be fetched.
-    pub(crate) fn complete(&self, cached: Vec<(Level, u32)>) {
+    pub fn complete(&self, cached: Vec<(Level, u32)>) {
         self.progress.send_replace(Progress::Complete { cached });
     }
 }

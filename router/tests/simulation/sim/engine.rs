@@ -1,6 +1,8 @@
 //! The engine of a simulated worker: continuous batching over a real block manager. Time is virtual, KV and tokens are
 //! those of the [model](super::model).
 
+mod arrival;
+mod handoffs;
 mod scheduler;
 mod sequence;
 mod stats;
@@ -10,7 +12,7 @@ use super::network::Node;
 use super::world::World;
 use futures::future::BoxFuture;
 use futures::stream::{self, StreamExt};
-use kvbm::{BlockManager, CachedBlocks, Level};
+use kvbm::{BlockManager, Level};
 use scheduler::Scheduler;
 use sequence::Sequence;
 use stats::Stats;
@@ -128,21 +130,21 @@ impl Engine for SimEngine {
 
 /// Attaches the cached prefix of a request, and that of its prefill worker, before it is queued.
 async fn load_prefix(parts: Parts, mut sequence: Sequence) -> Sequence {
-    let Parts { world, worker, manager, peers, speed, .. } = &parts;
+    let Parts { world, worker, manager, peers, .. } = &parts;
     world.network.thawed(Node::Worker(worker.0)).await;
-    sequence.attach(manager.lookup(sequence.missing()), Level::G1);
-    if let Work::Resume(handoff) = &sequence.request.work
-        && let Some(peer) = HandoffTicket::decode(handoff).and_then(|ticket| peers.find(&ticket))
-    {
-        let onboarded = manager.onboard_from(&peer, sequence.missing(), sequence.recompute(speed)).await;
-        world.log(format_args!(
-            "w{} gets {} blocks of {} from its prefill worker",
-            worker.0,
-            onboarded.blocks.len(),
-            sequence.request.id
-        ));
-        let blocks: CachedBlocks = onboarded.blocks;
-        sequence.attach(blocks, Level::Peer);
+    let found = manager.lookup(sequence.missing());
+    let ticket = match &sequence.request.work {
+        Work::Resume(handoff) => HandoffTicket::decode(handoff),
+        _ => None,
+    };
+    match ticket.and_then(|ticket| peers.find(&ticket)) {
+        Some(handed) => {
+            let cached_before = found.len();
+            // Not held while the others arrive.
+            drop(found);
+            arrival::take_over(&parts, &mut sequence, handed, cached_before).await;
+        }
+        None => sequence.attach(found, Level::G1),
     }
     sequence
 }

@@ -140,6 +140,10 @@ fn problems(cluster: &Cluster) -> Vec<String> {
         if available != capacity && process.manager.pinned() == 0 {
             problems.push(format!("{id}: {available} of {capacity} slots are free or evictable"));
         }
+        let handoffs = cluster.world.memories.lock().get(id).map_or(0, |memory| memory.handoffs.open_handoffs());
+        if handoffs > 0 {
+            problems.push(format!("{id} keeps {handoffs} hand-overs"));
+        }
         if process.engine.requests() > 0 {
             problems.push(format!("{id} keeps {} requests", process.engine.requests()));
         }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Engine, Error, ModelCard, Output, OutputStream, Readiness, Request};
+use worker::handoff::{HandoffId, Progress, ProgressStream, RemoteMemory};
 use worker::plane::WorkerId;
 
 /// A process that is not reached for this long, on an open connection or a new one, counts as gone: the sum of interval
@@ -66,18 +67,14 @@ impl Exchange {
 
     async fn next(&mut self) -> Option<Result<Output, Error>> {
         let mut rest = self.rest.take()?;
+        let reset = || Err(Error::Unavailable(format!("{} reset the connection", self.worker)));
         let item = tokio::select! {
             biased;
             item = rest.next() => item,
-            () = self.dead.cancelled() => Some(Err(Error::Unavailable(format!("{} reset the connection", self.worker)))),
+            () = self.dead.cancelled() => Some(reset()),
         };
         // The end of a stream whose process was killed may come first.
-        let item = match item {
-            None if self.dead.is_cancelled() => {
-                Err(Error::Unavailable(format!("{} reset the connection", self.worker)))
-            }
-            item => item?,
-        };
+        let item = if item.is_none() && self.dead.is_cancelled() { reset() } else { item? };
         match self.carry(PING_TIMEOUT).await {
             Ok(()) => {
                 self.rest = item.is_ok().then_some(rest);
@@ -149,14 +146,14 @@ impl LinkTier {
     }
 
     /// The memory of another worker.
-    pub(super) fn to_peer(world: &Arc<World>, from: Node, peer: WorkerId, life: u64) -> Arc<dyn Tier> {
+    pub(super) fn to_peer(world: &Arc<World>, from: Node, peer: WorkerId, life: u64) -> Arc<dyn RemoteMemory> {
         let rng = Mutex::new(world.rng(&format!("peer {peer} of {from}"), life));
         Arc::new(Self { world: world.clone(), from, to: Node::Worker(peer.0), level: Level::Peer, tier: None, rng })
     }
 
     fn tier(&self) -> Option<Arc<dyn Tier>> {
         let Node::Worker(peer) = self.to else { return self.tier.clone() };
-        self.world.memories.lock().get(&WorkerId(peer)).cloned()
+        self.world.memories.lock().get(&WorkerId(peer)).map(|memory| memory.tier.clone())
     }
 
     async fn carry(&self) -> io::Result<()> {
@@ -227,5 +224,56 @@ impl Tier for LinkTier {
 
     fn usage(&self) -> Usage {
         self.tier.as_ref().map(|tier| tier.usage()).unwrap_or_default()
+    }
+}
+
+/// The progress of a prefill on another worker, over the network.
+struct Following {
+    world: Arc<World>,
+    from: Node,
+    to: Node,
+    rng: Rng,
+    /// `None`: the request for it has not arrived.
+    progress: Option<ProgressStream>,
+}
+
+impl Following {
+    async fn carry(&mut self) -> Option<()> {
+        let delay = self.world.network.delay(&mut self.rng);
+        carry(&self.world, self.from, self.to, delay).await.ok()
+    }
+
+    /// `None`: the prefill has ended, or its worker is dead or not reached.
+    async fn next(&mut self, handoff: HandoffId) -> Option<Progress> {
+        let mut progress = match self.progress.take() {
+            Some(progress) => progress,
+            None => {
+                self.carry().await?;
+                let Node::Worker(peer) = self.to else { return None };
+                let memory = self.world.memories.lock().get(&WorkerId(peer)).cloned()?;
+                memory.handoffs.follow(handoff)?
+            }
+        };
+        let next = tokio::select! {
+            biased;
+            next = progress.next() => next?,
+            () = self.world.network.lost(self.from, self.to, PING_TIMEOUT) => return None,
+        };
+        self.carry().await?;
+        self.progress = Some(progress);
+        Some(next)
+    }
+}
+
+impl RemoteMemory for LinkTier {
+    fn progress(&self, handoff: HandoffId) -> ProgressStream {
+        let number = self.rng.lock().next();
+        let (world, rng) = (self.world.clone(), self.world.rng("progress", number));
+        let following = Following { world, from: self.from, to: self.to, rng, progress: None };
+        stream::unfold(following, move |mut following| async move {
+            let next = following.next(handoff).await?;
+            Some((next, following))
+        })
+        .boxed()
     }
 }

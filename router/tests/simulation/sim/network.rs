@@ -10,6 +10,7 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 use tokio::sync::Notify;
+use tokio::time::timeout;
 
 /// A process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -93,6 +94,16 @@ impl Network {
     /// Waits until a process is not frozen.
     pub(super) async fn thawed(&self, node: Node) {
         self.until(|| !self.is_frozen(node)).await;
+    }
+
+    /// Waits until messages have not reached the other for this long.
+    pub(super) async fn lost(&self, a: Node, b: Node, time: Duration) {
+        loop {
+            self.until(|| !self.reaches(a, b)).await;
+            if timeout(time, self.reached(a, b)).await.is_err() {
+                return;
+            }
+        }
     }
 
     async fn until(&self, holds: impl Fn() -> bool) {

@@ -11,6 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+use worker::handoff::Peers;
 use worker::plane::WorkerId;
 
 /// Shared by all parts of one simulation.
@@ -20,10 +21,18 @@ pub(super) struct World {
     log: Mutex<EventLog>,
     violations: Mutex<Vec<String>>,
     pub(super) network: Network,
-    /// The memory of each worker that runs, as its peers see it.
-    pub(super) memories: Mutex<BTreeMap<WorkerId, Arc<dyn Tier>>>,
+    /// What peers reach of each worker that runs.
+    pub(super) memories: Mutex<BTreeMap<WorkerId, Memory>>,
     /// The cache domain of each block that any worker computed.
     owners: Mutex<BTreeMap<SequenceHash, DomainId>>,
+}
+
+/// The memory of a worker, as its peers see it.
+#[derive(Clone)]
+pub(super) struct Memory {
+    pub(super) tier: Arc<dyn Tier>,
+    /// Its hand-overs.
+    pub(super) handoffs: Peers,
 }
 
 /// Every event of the simulation, one line each, hashed.

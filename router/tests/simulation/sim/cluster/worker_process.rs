@@ -6,6 +6,7 @@ use crate::sim::link::LinkTier;
 use crate::sim::model::{self, BLOCK_BYTES, Device};
 use crate::sim::network::Node;
 use crate::sim::scenario::WorkerShape;
+use crate::sim::world::Memory;
 use kvbm::{BlockManager, Clock, Date, Epoch, EventLog, Faults, Faulty, HostTier, Tier};
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,12 +55,16 @@ impl Cluster {
         });
         let lower = store.iter().map(|store| store.clone() as Arc<dyn Tier>).collect();
         let manager = BlockManager::with_clock(device.clone(), host, lower, log.clone(), metrics, clock.clone());
-        world.memories.lock().insert(id, manager.peer());
-        let connecting = world.clone();
+        // The world has the peers.
+        let connecting = Arc::downgrade(world);
         let peers = Peers::with_other_processes(OtherProcesses {
             url: node.to_string(),
-            connect: Box::new(move |peer, _| LinkTier::to_peer(&connecting, node, peer, epoch)),
+            connect: Box::new(move |peer, _| {
+                let world = connecting.upgrade().expect("the simulation ends after its processes");
+                LinkTier::to_peer(&world, node, peer, epoch)
+            }),
         });
+        world.memories.lock().insert(id, Memory { tier: manager.peer(), handoffs: peers.clone() });
         let engine = SimEngine::start(Parts {
             world: world.clone(),
             worker: id,

@@ -1,5 +1,6 @@
 //! The loop of a simulated engine: which sequences run, step after step.
 
+use super::handoffs::HeldHandoffs;
 use super::sequence::Sequence;
 use super::stats::{Batch, Stats};
 use super::{Parts, Speed};
@@ -9,7 +10,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::sleep;
-use worker::engine::Output;
 use worker::plane::Load;
 
 pub(super) struct Scheduler {
@@ -20,6 +20,7 @@ pub(super) struct Scheduler {
     wake: Arc<Notify>,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
+    handoffs: HeldHandoffs,
 }
 
 /// Interval at which the state is looked at again while nothing can run: blocks become free without a notification.
@@ -32,7 +33,8 @@ impl Scheduler {
         inbox: mpsc::UnboundedReceiver<Sequence>,
         load: watch::Sender<Load>,
     ) -> Self {
-        Self { parts, stats, inbox, load, wake: Arc::default(), waiting: VecDeque::new(), running: Vec::new() }
+        let (waiting, running, handoffs) = (VecDeque::new(), Vec::new(), HeldHandoffs::default());
+        Self { parts, stats, inbox, load, wake: Arc::default(), waiting, running, handoffs }
     }
 
     pub(super) async fn run(mut self) {
@@ -88,27 +90,14 @@ impl Scheduler {
         }
     }
 
-    /// Prefills that are done leave; their blocks are kept until the router drops the stream.
+    /// Prefills that are complete leave; their blocks are kept for the decode worker.
     fn hand_over(&mut self) {
-        let Parts { peers, worker, .. } = &self.parts;
-        let mut running = Vec::with_capacity(self.running.len());
-        for mut sequence in std::mem::take(&mut self.running) {
-            let Some(cached) = sequence.handed_over() else {
-                running.push(sequence);
-                continue;
-            };
-            let ticket = peers.ticket(*worker, cached);
-            let _ = sequence.output.try_send(Ok(Output::Handoff(ticket.encode())));
-            let dead = self.parts.dead.clone();
-            tokio::spawn(async move {
-                tokio::select! {
-                    biased;
-                    () = dead.cancelled() => {}
-                    () = sequence.output.closed() => {}
-                }
-            });
+        let Parts { peers, worker, dead, .. } = &self.parts;
+        for sequence in self.running.extract_if(.., |sequence| sequence.is_prefill() && sequence.pending() == 0) {
+            if let Some(prefilled) = sequence.hand_over(peers, *worker) {
+                self.handoffs.hold(prefilled, dead.clone());
+            }
         }
-        self.running = running;
     }
 
     /// The sequences that compute in the next step, with the number of their tokens.
@@ -134,7 +123,7 @@ impl Scheduler {
                 at += 1;
             } else if let Some(holds) = self.waiting.iter_mut().rev().find(|sequence| sequence.blocks() > 0) {
                 holds.release();
-            } else {
+            } else if !self.handoffs.reclaim() {
                 // The youngest gives up its blocks.
                 let last = self.running.len() - 1;
                 rows.retain(|(row, _)| *row != last);
@@ -142,7 +131,7 @@ impl Scheduler {
                 if youngest.need() > self.parts.manager.capacity() {
                     youngest.finish();
                 } else if self.running.is_empty() {
-                    // Hand-overs hold the memory. They end soon.
+                    // Hand-overs hold the memory. They end soon, or are reclaimed.
                     self.running.push(youngest);
                     break;
                 } else {
@@ -158,7 +147,7 @@ impl Scheduler {
         let Speed { prompt_token, step, .. } = self.parts.speed;
         let prompt_tokens: usize = rows.iter().map(|(_, count)| count).filter(|count| **count > 1).sum();
         sleep(step + prompt_token * prompt_tokens as u32).await;
-        let Parts { world, worker, device, manager, .. } = &self.parts;
+        let Parts { world, worker, device, manager, peers, .. } = &self.parts;
         let node = Node::Worker(worker.0);
         world.network.thawed(node).await;
         let mut ended = Vec::new();
@@ -166,6 +155,9 @@ impl Scheduler {
             let sequence = &mut self.running[*at];
             for hash in sequence.compute(*count, device, manager) {
                 world.uses(node, hash, sequence.domain);
+            }
+            if sequence.is_prefill() {
+                sequence.report_progress(peers, *worker);
             }
             if sequence.generate(device) {
                 ended.push(*at);

@@ -5,11 +5,15 @@ use super::model::{Attention, Device};
 use super::stats::Accepted;
 use kvbm::{
     BlockManager, BlockRef, CachedBlocks, ChainKey, DomainId, Level, Onboarding, PartialBlock, Recompute, SequenceHash,
+    Tier,
 };
+use spans::Context;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tokio::sync::{Notify, mpsc};
 use worker::engine::{Error, FinishReason, ModelCard, Output, PromptReport, Request, Tokens, Work};
+use worker::handoff::{HandoffProgress, Peers};
+use worker::plane::WorkerId;
 
 pub(super) struct Sequence {
     pub(super) request: Request,
@@ -26,11 +30,21 @@ pub(super) struct Sequence {
     /// Leading tokens whose KV is in the blocks.
     computed: usize,
     onboarding: Option<Onboarding>,
+    /// The memory of its prefill worker.
+    pub(super) peer: Option<Arc<dyn Tier>>,
+    /// How far a prefill is, for the decode worker. `None`: nothing is computed yet.
+    progress: Option<HandoffProgress>,
     report: Option<PromptReport>,
     limit: usize,
     pub(super) output: mpsc::Sender<Result<Output, Error>>,
-    /// `None` once the blocks wait for the decode worker: the request is done here.
-    accepted: Option<Accepted>,
+    _accepted: Accepted,
+}
+
+/// A complete prefill whose blocks wait for the decode worker. The request is done here.
+pub(super) struct Prefilled {
+    pub(super) output: mpsc::Sender<Result<Output, Error>>,
+    pub(super) progress: HandoffProgress,
+    pub(super) blocks: CachedBlocks,
 }
 
 impl Sequence {
@@ -53,11 +67,13 @@ impl Sequence {
             filling: VecDeque::new(),
             computed: 0,
             onboarding: None,
+            peer: None,
+            progress: None,
             report: Some(PromptReport::default()),
             limit: limit.min(card.context - prompt),
             output,
             request,
-            accepted: Some(accepted),
+            _accepted: accepted,
         };
         sequence.hash();
         sequence
@@ -70,7 +86,7 @@ impl Sequence {
         }
     }
 
-    fn is_prefill(&self) -> bool {
+    pub(super) fn is_prefill(&self) -> bool {
         matches!(self.request.work, Work::Prefill)
     }
 
@@ -110,6 +126,19 @@ impl Sequence {
         }
     }
 
+    /// Attaches blocks that were handed over. Those that the prefill worker found cached, `cached` tokens, count as
+    /// cached here too. `None`: that is not known.
+    pub(super) fn attach_handed_over(&mut self, blocks: CachedBlocks, cached_before: usize, cached: Option<u32>) {
+        let [found, before] = [blocks.len(), cached_before.min(blocks.len())].map(|len| (len * self.block_size) as u32);
+        self.computed += found as usize;
+        self.held.extend(blocks);
+        if let Some(report) = &mut self.report {
+            let elsewhere = cached.unwrap_or_default().saturating_sub(before).min(found - before);
+            report.cached.extend([(Level::G1, before), (Level::Peer, elsewhere)]);
+            report.handed_over = found - before;
+        }
+    }
+
     pub(super) fn recompute(&self, speed: &Speed) -> Recompute {
         let seconds = speed.prompt_token.as_secs_f64() * self.block_size as f64;
         Recompute { seconds_per_block: Some(seconds), deadline: self.request.attributes.deadline }
@@ -117,7 +146,10 @@ impl Sequence {
 
     pub(super) fn start_onboarding(&mut self, manager: &BlockManager, speed: &Speed, wake: &Arc<Notify>) {
         self.attach(manager.lookup_again(self.missing()), Level::G1);
-        self.onboarding = manager.start_onboarding(self.missing(), self.recompute(speed), wake.clone());
+        // Once the first token is sent, the prefill worker does not keep the blocks any more.
+        let peer = self.peer.as_ref().filter(|_| self.report.is_some());
+        let (recompute, wake) = (self.recompute(speed), wake.clone());
+        self.onboarding = manager.start_onboarding_with(peer, self.missing(), recompute, wake, &Context::none());
         self.onboarding.iter().for_each(Onboarding::start_waiting);
     }
 
@@ -215,12 +247,24 @@ impl Sequence {
         PromptReport { computed: (self.prompt as u32).saturating_sub(report.cached_tokens()), ..report }
     }
 
-    /// The tiers of the cached prefix, once the blocks for a hand-over are computed.
-    pub(super) fn handed_over(&mut self) -> Option<Vec<(Level, u32)>> {
-        if !self.is_prefill() || self.pending() > 0 {
-            return None;
-        }
-        self.accepted = None;
-        Some(self.report.take().unwrap_or_default().cached)
+    /// Tells the decode worker how many blocks of a prefill are computed. The first report begins the hand-over.
+    pub(super) fn report_progress(&mut self, peers: &Peers, worker: WorkerId) -> &HandoffProgress {
+        let output = &self.output;
+        let progress = self.progress.get_or_insert_with(|| {
+            let (ticket, progress) = peers.begin(worker);
+            let _ = output.try_send(Ok(Output::Handoff(ticket.encode())));
+            progress
+        });
+        progress.computed(self.held.len());
+        progress
+    }
+
+    /// Ends a prefill whose blocks are all computed.
+    pub(super) fn hand_over(mut self, peers: &Peers, worker: WorkerId) -> Option<Prefilled> {
+        let cached = self.report.take().unwrap_or_default().cached;
+        self.report_progress(peers, worker).complete(cached);
+        let Self { output, progress, held, .. } = self;
+        let _ = output.try_send(Ok(Output::Prefilled));
+        Some(Prefilled { output, progress: progress?, blocks: held })
     }
 }
