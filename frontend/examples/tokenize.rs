@@ -19,7 +19,7 @@ fn main() -> Result<(), Failure> {
     let library = Tokenizer::from_bytes(&json).map_err(|error| error.to_string())?;
     let library_loaded = started.elapsed();
     let ours = LocalTokenizer::new(TokenizerText { tokenizer: &json, chat_template: None, special_tokens: &[] })?;
-    let loaded = started.elapsed() - library_loaded;
+    let loaded = started.elapsed().saturating_sub(library_loaded);
     println!("loaded in {library_loaded:.0?} (library), {loaded:.0?} (gateway: library, checks, own tables)");
     for path in paths {
         let text = String::from_utf8_lossy(&std::fs::read(&path)?).into_owned();

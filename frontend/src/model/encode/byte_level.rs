@@ -98,7 +98,8 @@ impl ByteLevel {
         texts.extend([SAMPLE.to_owned(), BOUNDARIES.to_owned()]);
         let mut added: Vec<_> = tokenizer.get_added_tokens_decoder().into_iter().collect();
         added.sort_unstable_by_key(|(id, _)| *id);
-        texts.push(added.iter().take(TRIED).map(|(_, token)| format!(" a {}b", token.content)).collect());
+        let between = |text: String, (_, token): &(u32, AddedToken)| text + " a " + token.content.as_str() + "b";
+        texts.push(added.iter().take(TRIED).fold(String::new(), between));
         let mut tokens = Vec::new();
         for text in texts {
             tokens.clear();

@@ -2,7 +2,6 @@
 
 use super::Unsupported;
 use aho_corasick::AhoCorasick;
-use serde_json::Value;
 use std::borrow::Cow;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper, Tokenizer};
 
@@ -21,7 +20,7 @@ impl Normalization {
         let json = serde_json::to_value(tokenizer.get_normalizer()).map_err(|error| Unsupported::broken(&error))?;
         let is_nothing = json.is_null() || json["normalizers"].as_array().is_some_and(Vec::is_empty);
         let normalizer = tokenizer.get_normalizer().filter(|_| !is_nothing).cloned();
-        let mut found = Self { normalizer, is_nfc: json["type"] == Value::from("NFC"), added: None };
+        let mut found = Self { normalizer, is_nfc: json["type"] == "NFC", added: None };
         let added = tokenizer.get_added_tokens_decoder().into_values().filter(|token| token.normalized);
         let texts: Option<Vec<String>> = added.map(|token| Some(found.apply(&token.content)?.into_owned())).collect();
         let texts = texts.ok_or_else(|| Unsupported::feature("an added token that cannot be normalized"))?;
