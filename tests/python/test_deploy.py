@@ -18,8 +18,13 @@ from process import ROOT, binary, environment
 
 DEPLOY = ROOT / "deploy"
 TOOLS = pathlib.Path(sys.executable).parent
-OVERLAYS = ["embedded", "distributed", "vllm"]
-COMPOSE = ["compose.yaml", "compose.vllm.yaml"]
+OVERLAYS = ["embedded", "distributed", "distributed-tls", "vllm"]
+# The files of each deployment, and the configuration of its Prometheus. Later files are merged into the first.
+COMPOSE = [
+    (["compose.yaml"], "compose"),
+    (["compose.yaml", "compose.tls.yaml"], "compose-tls"),
+    (["compose.vllm.yaml"], "compose-vllm"),
+]
 # The program refuses tiers that do not fit into the machine of the tests.
 SMALL = ["--set", "tiers.g1=64MiB", "--set", "tiers.g2=64MiB", "--set", "tiers.g3=off"]
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -77,10 +82,23 @@ def ports(workload):
 
 
 def secrets_of_the_page():
-    """Keys of each secret that a command of the page creates."""
+    """Keys of each secret that a command of the page creates, and those of the certificates."""
     page = (ROOT / "docs" / "deploy.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"create secret generic (\S+)(.*)", page)
-    return {name: set(re.findall(r"--from-(?:file|literal)=([\w.-]+)", options)) for name, options in commands}
+    created = {name: set(re.findall(r"--from-(?:file|literal)=([\w.-]+)", options)) for name, options in commands}
+    return created | {certificate["secretName"]: {"tls.crt", "tls.key", "ca.crt"} for certificate in certificates()}
+
+
+def certificates():
+    """The certificates that cert-manager makes."""
+    text = (DEPLOY / "kubernetes" / "components" / "tls" / "cert-manager.yaml").read_text()
+    return [resource["spec"] for resource in yaml.safe_load_all(text) if resource["kind"] == "Certificate"]
+
+
+def covers(names, host):
+    """Whether a certificate with these names is for the host. A wildcard stands for one label, before at least two."""
+    label, _, rest = host.partition(".")
+    return host in names or (f"*.{rest}" in names and label and "." in rest)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -116,12 +134,16 @@ def test_what_pods_refer_to_exists(overlay):
             if "configMap" in volume:
                 assert volume["configMap"]["name"] in config_maps
             if "secret" in volume:
-                items = volume["secret"].get("items", [])
-                check_secret(volume["secret"]["secretName"], [item["key"] for item in items])
+                items = [item["key"] for item in volume["secret"].get("items", [])]
+                assert volume["secret"]["secretName"] in created
+                check_secret(volume["secret"]["secretName"], items)
         for container in spec["containers"]:
             assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            variables = {variable["name"] for variable in container.get("env", [])}
+            has_tls = "BLOCKYARD_CLUSTER__TLS__CLIENT_CA_FILE" in variables
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 assert container[probe]["httpGet"]["port"] in ports(workload)
+                assert container[probe]["httpGet"].get("scheme", "HTTP") == ("HTTPS" if has_tls else "HTTP")
             for source in container.get("envFrom", []):
                 check_secret(source["secretRef"]["name"], ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
             for source in (variable.get("valueFrom", {}) for variable in container.get("env", [])):
@@ -216,6 +238,21 @@ def print_config(role, text, folder, arguments, variables):
     return flat
 
 
+def names_of_secret(secret):
+    [names] = [certificate["dnsNames"] for certificate in certificates() if certificate["secretName"] == secret]
+    return names
+
+
+def certificate_files(folder, hosts):
+    """The files of a secret as cert-manager makes it, with an authority of its own."""
+    authority = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "9"]
+    run("openssl", "req", *authority, "-subj", "/CN=ca", "-keyout", folder / "ca.key", "-out", folder / "ca.crt")
+    names = "subjectAltName=" + ",".join(f"DNS:{host}" for host in hosts)
+    signed = ["-CA", folder / "ca.crt", "-CAkey", folder / "ca.key", "-addext", "basicConstraints=critical,CA:FALSE"]
+    files = ["-keyout", folder / "tls.key", "-out", folder / "tls.crt"]
+    run("openssl", "req", *authority, "-subj", "/CN=here", *signed, "-addext", names, *files)
+
+
 def seconds(duration):
     count, unit = re.fullmatch(r"(\d+)([smh])", duration).groups()
     return int(count) * SECONDS[unit]
@@ -239,16 +276,22 @@ def test_the_program_accepts_the_configuration_of_each_pod(overlay, tmp_path):
                     (target / name).write_text(text)
             elif volume["secret"]["secretName"] == "blockyard-api-keys":
                 keys_file(target)
+            elif volume["secret"]["secretName"].endswith("-tls"):
+                certificate_files(target, ["localhost"])
             else:
                 items = volume["secret"].get("items") or [{"path": "secret"}]
                 for item in items:
                     (target / item["path"]).write_text("0123456789abcdef" * 2)
-        variables = {"POD_NAME": f"{workload['metadata']['name']}-0"}
+        fields = {"metadata.name": f"{workload['metadata']['name']}-0", "metadata.namespace": "blockyard"}
+        variables = {}
         for variable in container.get("env", []):
             field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             if label := re.fullmatch(r"metadata\.labels\['(.*)'\]", field):
                 variables[variable["name"]] = workload["spec"]["template"]["metadata"]["labels"][label[1]]
+            elif field in fields:
+                variables[variable["name"]] = fields[field]
             elif "value" in variable:
+                # A variable that is defined later would not be expanded.
                 expand = lambda match, known=variables: known[match[1]]
                 variables[variable["name"]] = re.sub(r"\$\((\w+)\)", expand, variable["value"])
         arguments = [re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], text) for text in container["args"]]
@@ -256,6 +299,7 @@ def test_the_program_accepts_the_configuration_of_each_pod(overlay, tmp_path):
         assert flag == "--config"
         text = here(path).read_text().replace('"/', f'"{folder}/')
         variables = {name: value for name, value in variables.items() if name.startswith("BLOCKYARD_")}
+        variables = {name: re.sub(r"^/", f"{folder}/", value) for name, value in variables.items()}
         values = print_config(role, text, folder, rest, variables)
 
         assert seconds(values["shutdown_timeout"]) < pod(workload)["terminationGracePeriodSeconds"]
@@ -266,13 +310,22 @@ def test_the_program_accepts_the_configuration_of_each_pod(overlay, tmp_path):
         if role != "frontend" and not values["upstreams"]:
             assert values["data_dir"] == f"{folder}{mounts['data']}", "it is on a volume"
         if role == "worker":
-            host = re.fullmatch(r"http://([\w-]+)\.([\w-]+):8100", values["cluster.advertise"])
-            assert host[1] == f"{workload['metadata']['name']}-0" and host[2] == workload["spec"]["serviceName"]
+            form = r"(https?)://(([\w-]+)\.([\w-]+)(\.blockyard\.svc)?):8100"
+            url = re.fullmatch(form, values["cluster.advertise"])
+            assert url[3] == f"{workload['metadata']['name']}-0" and url[4] == workload["spec"]["serviceName"]
+            assert (url[1] == "https") == (overlay == "distributed-tls")
+            assert url[1] == "http" or covers(names_of_secret("blockyard-worker-tls"), url[2])
             assert values["workers"] == workload["spec"]["template"]["metadata"]["labels"]["blockyard/role"] + ":1"
-        for server in values["nats.servers"] if overlay == "distributed" else []:
-            host = re.fullmatch(r"nats://nats-(\d)\.nats:4222", server)
+        for server in values["nats.servers"] if overlay.startswith("distributed") else []:
+            url = re.fullmatch(r"(nats|tls)://(nats-(\d)\.nats):4222", server)
             [nats] = selected(overlay, {"app.kubernetes.io/component": "nats"})
-            assert int(host[1]) < nats["spec"]["replicas"]
+            assert int(url[3]) < nats["spec"]["replicas"]
+            assert (url[1] == "tls") == (overlay == "distributed-tls") == bool(values.get("nats.ca_file"))
+            assert url[1] == "nats" or covers(names_of_secret("blockyard-nats-tls"), url[2])
+        if overlay == "distributed-tls":
+            keys = ["cert_file", "key_file", "ca_file"] + (["client_ca_file"] if role == "worker" else [])
+            found = {key: values.get(f"cluster.tls.{key}") for key in keys}
+            assert all(path and pathlib.Path(path).exists() for path in found.values()), found
         for upstream in values["upstreams"]:
             assert re.fullmatch(r"http://([\w-]+):8000/?", upstream["url"])[1] in names(overlay, "Service")
 
@@ -286,12 +339,61 @@ def test_nats_accepts_its_configuration(tmp_path):
     assert permissions.findall(text) == permissions.findall((ROOT / "docs" / "nats.md").read_text())
 
 
-@pytest.mark.parametrize("name", COMPOSE)
-def test_compose_files_have_the_schema_and_refer_to_what_exists(name, tmp_path):
-    compose = yaml.safe_load((DEPLOY / name).read_text())
-    PyCompose.from_json(json.dumps(compose))
+def test_nats_accepts_its_configuration_with_tls(tmp_path):
+    """As its pod has it: one folder with both files, which refer to the folder of the certificate."""
+    certificate_files(tmp_path, names_of_secret("blockyard-nats-tls"))
+    config_maps = [resource["data"] for resource in of_kind("distributed-tls", "ConfigMap")]
+    [config] = [data for data in config_maps if "tls.conf" in data]
+    for name, text in config.items():
+        (tmp_path / name).write_text(text.replace('"/data"', f'"{tmp_path}"').replace("/etc/nats-tls", str(tmp_path)))
+    variables = {"SERVER_NAME": "nats-0", "FRONTEND_PASSWORD": "x1", "WORKER_PASSWORD": "x2"}
+    check = [TOOLS / "nats-server", "-t", "-c", tmp_path / "tls.conf"]
+    run(*check, env=environment() | variables)
+    plain, tls = (config[name] for name in ("nats.conf", "tls.conf"))
+    routes = re.compile(r"name: blockyard\n  port: 6222\n  routes: \[.*\]")
+    assert routes.findall(plain) == routes.findall(tls) != []
+    (tmp_path / "tls.crt").unlink()
+    with pytest.raises(AssertionError, match="tls.crt"):
+        run(*check, env=environment() | variables)
+
+
+def test_certificates_are_for_their_names_and_uses():
+    usages = {certificate["secretName"]: certificate.get("usages") for certificate in certificates()}
+    both = ["server auth", "client auth"]
+    expected = {"blockyard-frontend-tls": ["client auth"], "blockyard-worker-tls": both, "blockyard-nats-tls": both}
+    assert usages == expected | {"blockyard-ca": None}
+    volumes = [volume for workload in workloads("distributed-tls") for volume in pod(workload)["volumes"]]
+    mounted = {volume["secret"]["secretName"] for volume in volumes if "secret" in volume}
+    assert {name for name in mounted if name.endswith("-tls")} == set(expected)
+    assert covers(["*.a.b.svc"], "x.a.b.svc") and not covers(["*.a"], "x.a") and not covers(["*.b.svc"], "x.a.b.svc")
+
+
+def merged(files):
+    """As `docker compose` merges files: keys of later ones win, environments are merged and volumes added."""
+    first, *later = [yaml.safe_load((DEPLOY / name).read_text()) for name in files]
+    PyCompose.from_json(json.dumps(first))
+    for other in later:
+        PyCompose.from_json(json.dumps(other))
+        assert {key for key in other if not key.startswith("x-")} == {"services"}
+        for name, service in other["services"].items():
+            before = first["services"][name]
+            assert service.keys() <= {"command", "environment", "volumes"}, "what the lines below merge"
+            before["environment"] = before.get("environment", {}) | service.get("environment", {})
+            before["volumes"] = before.get("volumes", []) + service.get("volumes", [])
+            before["command"] = service.get("command", before.get("command"))
+    return first
+
+
+@pytest.mark.parametrize("files, prometheus", COMPOSE, ids=lambda part: part if isinstance(part, str) else "")
+def test_compose_files_have_the_schema_and_refer_to_what_exists(files, prometheus, tmp_path):
+    compose = merged(files)
     services = compose["services"]
-    targets = (DEPLOY / "prometheus" / name.replace("compose.vllm", "compose-vllm")).read_text()
+    has_tls = "compose.tls.yaml" in files
+    targets = (DEPLOY / "prometheus" / f"{prometheus}.yaml").read_text()
+    assert ("scheme: https" in targets) == has_tls
+    assert f"/etc/prometheus/{prometheus}.yaml" in services["prometheus"]["command"][0]
+    if has_tls:
+        certificate_files(tmp_path, ["localhost"])
     assert set(re.findall(r'"([\w-]+):\d+"', targets)) <= services.keys()
     for source in [part["file"] for part in compose.get("configs", {}).values()]:
         assert (DEPLOY / source).exists()
@@ -301,7 +403,8 @@ def test_compose_files_have_the_schema_and_refer_to_what_exists(name, tmp_path):
             service |= extended["services"][service["extends"]["service"]]
         assert set(service.get("depends_on", [])) <= services.keys()
         for source in (volume.split(":")[0] for volume in service.get("volumes", [])):
-            assert (DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"]
+            is_made = source.startswith("./secrets/")  # by the commands of docs/deploy.md
+            assert is_made or ((DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"])
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), "only this host reaches it"
         if service["image"] != "blockyard":
@@ -314,7 +417,13 @@ def test_compose_files_have_the_schema_and_refer_to_what_exists(name, tmp_path):
         text = (DEPLOY / compose["configs"][config["source"]]["file"]).read_text()
         text = text.replace("/run/secrets/cluster", str(tmp_path / "cluster")).replace("/var/lib", str(tmp_path))
         settings = {key: value for key, value in service.get("environment", {}).items() if key.startswith("BLOCKYARD_")}
+        settings = {key: value.replace("/etc/blockyard/tls", str(tmp_path)) for key, value in settings.items()}
         values = print_config(role, text, tmp_path, rest, settings)
+        keys = ["cert_file", "key_file", "ca_file"] + (["client_ca_file"] if role == "worker" else [])
+        found = [values.get(f"cluster.tls.{key}") for key in keys] if role != "serve" else []
+        assert all(found) if has_tls else not any(found), found
+        assert (values["cluster.advertise"] or "").startswith("https:") == (has_tls and role == "worker")
+        assert any(server.startswith("tls:") for server in values["nats.servers"]) == has_tls
         assert seconds(values["shutdown_timeout"]) < seconds(service["stop_grace_period"])
         hosts = values["nats.servers"] if role != "serve" else [upstream["url"] for upstream in values["upstreams"]]
         hosts = [*hosts, *filter(None, [values["tiers.g4.endpoint"], values["cluster.advertise"]])]
@@ -346,15 +455,23 @@ def test_prometheus_accepts_the_rules_and_the_alerts_fire():
     run(promtool(), "test", "rules", folder / "tests.yaml")
 
 
-@pytest.mark.parametrize("name", ["compose", "compose-vllm", "kubernetes"])
+@pytest.mark.parametrize("name", ["compose", "compose-tls", "compose-vllm", "kubernetes"])
 def test_prometheus_accepts_the_configuration(name, tmp_path):
     text = (DEPLOY / "prometheus" / f"{name}.yaml").read_text()
     # Debian builds Prometheus without the discovery of Kubernetes.
     text = text.replace("kubernetes_sd_configs: [{ role: pod }]", "static_configs: []")
-    (tmp_path / "prometheus.yaml").write_text(text)
+    certificate_files(tmp_path, ["localhost"])
+    (tmp_path / "prometheus.yaml").write_text(text.replace("/etc/blockyard/tls", str(tmp_path)))
     for rules in ("alerts.yaml", "rules.yaml"):
         (tmp_path / rules).write_text((DEPLOY / "prometheus" / rules).read_text())
     run(promtool(), "check", "config", tmp_path / "prometheus.yaml")
+
+
+def test_the_image_gets_every_crate():
+    let_through = (ROOT / ".dockerignore").read_text().split()
+    members = re.search(r"^members = \[(.*)\]$", (ROOT / "Cargo.toml").read_text(), re.MULTILINE)[1]
+    crates = re.findall(r'"(\w+)"', members)
+    assert len(crates) >= 8 and {f"!{crate}" for crate in [*crates, "src"]} <= set(let_through)
 
 
 def test_the_dockerfile_has_no_findings():
