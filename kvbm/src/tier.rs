@@ -2,8 +2,8 @@
 //!
 //! This room owns the trait [`Tier`] with its contract and the test suite that checks it (`conformance`). Its parts are
 //! the index of stored blocks, quotas and fair queueing between cache domains, claims of blocks that are being written,
-//! coalescing of adjacent reads, and delegation for tiers that wrap another tier. [`Faulty`] injects faults into any
-//! tier.
+//! coalescing of adjacent reads, the health of writes, and delegation for tiers that wrap another tier. [`Faulty`]
+//! injects faults into any tier.
 //! Not here: implementations of tiers. Those are in `pool`, `disk` and `object`.
 
 pub(crate) mod coalesce;
@@ -15,6 +15,7 @@ mod fault_injection;
 mod index;
 mod quota;
 mod write_claims;
+mod write_health;
 
 pub(crate) use delegate::delegate;
 pub(crate) use drr::{DrrQueue, FairSemaphore, Permit};
@@ -23,6 +24,7 @@ pub(crate) use index::{Index, IndexEntry};
 pub(crate) use quota::{Bounds, TierQuotas, victim_group};
 pub use quota::{Quota, Quotas};
 pub(crate) use write_claims::{WriteClaim, WriteClaims};
+pub(crate) use write_health::{Change, WriteHealth};
 
 use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;

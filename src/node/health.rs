@@ -3,6 +3,7 @@
 
 use crate::process::panics;
 use futures::future::BoxFuture;
+use kvbm::disk::PathState;
 use kvbm::{DiskTier, ObjectTier, Tier};
 use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
@@ -32,17 +33,37 @@ impl Health {
         let panics = panics
             .map(|(component, count)| format!("{component}: {count} panics since the start; the log has the details"));
         let disk = self.disk.get().and_then(Weak::upgrade);
-        let paths = disk.iter().flat_map(|disk| disk.paths()).filter_map(|path| {
-            let failure = path.failure?;
-            Some(format!("tiers.g3: {} is down: {failure}", path.folder.display()))
-        });
+        let paths = disk.iter().flat_map(|disk| disk.paths()).filter_map(problem_of_path);
         let shared = self.shared.get().into_iter().flatten().filter_map(Weak::upgrade);
-        let shared = shared
-            .filter(|tier| !tier.is_available())
-            .map(|tier| format!("tiers.{}: the store does not answer", tier.level().name()));
+        let shared = shared.filter_map(|tier| {
+            let problem = problem_of_store(tier.is_available(), tier.write_failure())?;
+            Some(format!("tiers.{}: {problem}", tier.level().name()))
+        });
         paths.chain(shared).chain(panics).collect()
     }
 }
+
+/// What `/ready` says of a folder of G3 that is not used, or to which the last write failed.
+fn problem_of_path(PathState { folder, failure, write_failure, .. }: PathState) -> Option<String> {
+    let folder = folder.display();
+    match (failure, write_failure) {
+        (Some(why), _) => Some(format!("tiers.g3: {folder} is down: {why}")),
+        (None, Some(why)) => Some(format!("tiers.g3: cannot write to {folder}: {why}; {STILL_READ}")),
+        (None, None) => None,
+    }
+}
+
+/// The same of a store.
+fn problem_of_store(is_available: bool, write_failure: Option<String>) -> Option<String> {
+    match write_failure {
+        _ if !is_available => Some("the store does not answer".to_owned()),
+        Some(why) => Some(format!("cannot write to the store: {why}; {STILL_READ}")),
+        None => None,
+    }
+}
+
+/// What works while writes fail, and when the report of it ends.
+const STILL_READ: &str = "its blocks are still read, and the next offloaded block is a new attempt";
 
 /// The router, with the health of the node.
 pub(super) struct Watched {
@@ -69,5 +90,26 @@ impl Engine for Watched {
 
     fn degraded(&self) -> Vec<String> {
         self.health.degraded()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tier_that_cannot_write_is_listed_with_the_reason() {
+        let path = |failure: Option<&str>, write_failure: Option<&str>| {
+            let [failure, write_failure] = [failure, write_failure].map(|why| why.map(str::to_owned));
+            problem_of_path(PathState { folder: "/kv".into(), failure, write_failure, failures: 0 })
+        };
+        assert_eq!(path(None, None), None);
+        let full = path(None, Some("No space left on device (os error 28)")).unwrap();
+        assert!(full.starts_with("tiers.g3: cannot write to /kv: No space left on device"), "{full}");
+        assert_eq!(path(Some("gone"), Some("full")).unwrap(), "tiers.g3: /kv is down: gone");
+        assert_eq!(problem_of_store(true, None), None);
+        let denied = problem_of_store(true, Some("access denied".into())).unwrap();
+        assert!(denied.starts_with("cannot write to the store: access denied"), "{denied}");
+        assert_eq!(problem_of_store(false, Some("timeout".into())).unwrap(), "the store does not answer");
     }
 }

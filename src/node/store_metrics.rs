@@ -11,6 +11,7 @@ use std::sync::Weak;
 pub(super) struct StoreMetrics {
     tiers: Vec<Weak<ObjectTier>>,
     up: IntGaugeVec,
+    writable: IntGaugeVec,
     sent: IntCounterVec,
     lost: IntCounterVec,
     corrupt_manifests: IntCounterVec,
@@ -26,6 +27,11 @@ impl StoreMetrics {
              were answered first.",
         );
         let up = Opts::new("blockyard_tier_store_up", "1 while the store of the tier answers, 0 while it does not.");
+        let writable = Opts::new(
+            "blockyard_tier_store_writable",
+            "1 while blocks are written to the store of the tier, 0 after a write failed and until one succeeds, and \
+             while the store does not answer.",
+        );
         let lost = Opts::new(
             "blockyard_tier_lost_objects_total",
             "Objects that were missing or truncated when they were read. Their blocks were recomputed.",
@@ -43,6 +49,7 @@ impl StoreMetrics {
         Ok(Self {
             tiers,
             up: IntGaugeVec::new(up, &["tier"])?,
+            writable: IntGaugeVec::new(writable, &["tier"])?,
             sent: IntCounterVec::new(requests, &["tier", "kind"])?,
             lost: IntCounterVec::new(lost, &["tier"])?,
             corrupt_manifests: IntCounterVec::new(corrupt_manifests, &["tier"])?,
@@ -53,14 +60,23 @@ impl StoreMetrics {
 
 impl Collector for StoreMetrics {
     fn desc(&self) -> Vec<&Desc> {
-        [self.up.desc(), self.sent.desc(), self.lost.desc(), self.corrupt_manifests.desc(), self.unreadable.desc()]
-            .concat()
+        [
+            self.up.desc(),
+            self.writable.desc(),
+            self.sent.desc(),
+            self.lost.desc(),
+            self.corrupt_manifests.desc(),
+            self.unreadable.desc(),
+        ]
+        .concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
         for tier in self.tiers.iter().filter_map(Weak::upgrade) {
             let (counts, level) = (tier.request_counts(), tier.level().name());
-            self.up.with_label_values(&[level]).set(tier.is_available().into());
+            let (is_up, writes) = (tier.is_available(), tier.write_failure().is_none());
+            self.up.with_label_values(&[level]).set(is_up.into());
+            self.writable.with_label_values(&[level]).set((is_up && writes).into());
             self.unreadable.with_label_values(&[level]).set(tier.unreadable_manifests() as i64);
             let kinds = [
                 ("sent", counts.requests),
@@ -77,6 +93,7 @@ impl Collector for StoreMetrics {
         }
         [
             self.up.collect(),
+            self.writable.collect(),
             self.sent.collect(),
             self.lost.collect(),
             self.corrupt_manifests.collect(),

@@ -198,6 +198,7 @@ impl Stores {
 struct DiskHealth {
     disk: Weak<DiskTier>,
     paths_up: IntGaugeVec,
+    paths_writable: IntGaugeVec,
     path_failures: IntCounterVec,
     corrupt_ranges: IntCounterVec,
     corrupt_footers: IntCounterVec,
@@ -207,12 +208,18 @@ impl DiskHealth {
     fn of(disk: Weak<DiskTier>) -> Result<Self, prometheus::Error> {
         let opts = |name: &str, help: &str| Opts::new(format!("blockyard_tier_{name}"), help);
         let paths_up = opts("path_up", "1 while a folder of the tier is in use, 0 after it failed.");
+        let paths_writable = opts(
+            "path_writable",
+            "1 while blocks are written to a folder of the tier, 0 after a write failed and until one succeeds, and \
+             while the folder is not in use.",
+        );
         let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
         let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
         let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
         Ok(Self {
             disk,
             paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
+            paths_writable: IntGaugeVec::new(paths_writable, &["tier", "path"])?,
             path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
             corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
             corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
@@ -223,7 +230,8 @@ impl DiskHealth {
 impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
         let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
-        counters.into_iter().flat_map(Collector::desc).chain(self.paths_up.desc()).collect()
+        let gauges = [&self.paths_up, &self.paths_writable];
+        counters.into_iter().flat_map(Collector::desc).chain(gauges.into_iter().flat_map(Collector::desc)).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -237,12 +245,19 @@ impl Collector for DiskHealth {
             raise(&self.corrupt_footers, &[level], disk.corrupt_footers());
             for path in disk.paths() {
                 let folder = path.folder.display().to_string();
-                self.paths_up.with_label_values(&[level, &folder]).set(path.failure.is_none().into());
+                let (is_up, writes) = (path.failure.is_none(), path.write_failure.is_none());
+                self.paths_up.with_label_values(&[level, &folder]).set(is_up.into());
+                self.paths_writable.with_label_values(&[level, &folder]).set((is_up && writes).into());
                 raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
         let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
-        counters.into_iter().flat_map(Collector::collect).chain(self.paths_up.collect()).collect()
+        let gauges = [&self.paths_up, &self.paths_writable];
+        counters
+            .into_iter()
+            .flat_map(Collector::collect)
+            .chain(gauges.into_iter().flat_map(Collector::collect))
+            .collect()
     }
 }
 

@@ -11,7 +11,7 @@ use super::queue::Queue;
 use super::segment::{self, Head, Segment};
 use super::{OpenError, Settings, record};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
-use crate::tier::{Index, IndexEntry, TierQuotas};
+use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
 use crate::transform::crypt::MetadataKeys;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::collections::BTreeMap;
@@ -102,8 +102,8 @@ pub(super) struct Log {
     cooldown_until: Mutex<Option<Instant>>,
     /// Consecutive failed reads.
     read_failures: AtomicU32,
-    /// Writes fail. Logged once, until a write succeeds.
-    failing: AtomicBool,
+    /// Whether writes fail. Logged once, until a write succeeds.
+    writes: WriteHealth,
     /// Why the folder cannot be used; set once.
     failure: OnceLock<String>,
     /// Cancelled when `failure` is set, so that no caller waits for the device any more.
@@ -186,7 +186,7 @@ impl Log {
             changed: Condvar::new(),
             cooldown_until: Mutex::default(),
             read_failures: AtomicU32::new(0),
-            failing: AtomicBool::new(false),
+            writes: WriteHealth::default(),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
             withdrawn: AtomicBool::new(false),
@@ -304,16 +304,24 @@ impl Log {
     /// Suspends writes for [`COOLDOWN`] after a failed one.
     pub(super) fn start_cooldown(&self, error: &io::Error) {
         *self.cooldown_until.lock() = Some(Instant::now() + COOLDOWN);
-        if !self.failing.swap(true, Ordering::Relaxed) {
-            tracing::warn!(folder = %self.folder.display(), %error, "cannot write to G3; retrying every second");
+        if self.writes.failed(self.writes.begin(), error.to_string()) == Change::Changed {
+            tracing::warn!(
+                folder = %self.folder.display(), %error,
+                "cannot write to G3; its blocks are still read, and writing is tried again every second"
+            );
         }
     }
 
     /// Ends the failing state after a successful write.
     pub(super) fn write_succeeded(&self) {
-        if self.failing.load(Ordering::Relaxed) && self.failing.swap(false, Ordering::Relaxed) {
+        if self.writes.succeeded() == Change::Changed {
             tracing::info!(folder = %self.folder.display(), "writing to G3 works again");
         }
+    }
+
+    /// Why the last write failed, if it did.
+    pub(super) fn write_failure(&self) -> Option<String> {
+        self.writes.failure()
     }
 
     /// Bytes of all segments.

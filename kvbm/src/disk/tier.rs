@@ -36,6 +36,8 @@ pub struct PathState {
     pub folder: PathBuf,
     /// Why the path is down, or `None`. Its blocks are misses until it is reopened.
     pub failure: Option<String>,
+    /// Why the last write to the path failed, until one succeeds. Its blocks are still read. `None` while it is down.
+    pub write_failure: Option<String>,
     /// Number of times that the path went down.
     pub failures: u64,
 }
@@ -95,10 +97,14 @@ impl DiskTier {
 
     /// State of each path.
     pub fn paths(&self) -> Vec<PathState> {
-        let state = |log_path: &Arc<LogPath>| PathState {
-            folder: log_path.folder.clone(),
-            failure: log_path.log().is_none().then(|| log_path.failure().unwrap_or_else(|| "closed".into())),
-            failures: log_path.failures(),
+        let state = |log_path: &Arc<LogPath>| {
+            let log = log_path.log();
+            PathState {
+                folder: log_path.folder.clone(),
+                failure: log.is_none().then(|| log_path.failure().unwrap_or_else(|| "closed".into())),
+                write_failure: log.and_then(|log| log.write_failure()),
+                failures: log_path.failures(),
+            }
         };
         self.log_paths.iter().map(state).collect()
     }

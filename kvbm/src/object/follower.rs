@@ -138,6 +138,7 @@ impl Follower {
             match (&before, &now) {
                 (StoreHealth::Unavailable(_) | StoreHealth::Refused(_), StoreHealth::Ready) => {
                     tracing::info!(store = %self.client, prefix = %self.layout, "the store is reachable again");
+                    self.client.writes.outage_ended();
                 }
                 (
                     StoreHealth::Starting | StoreHealth::Ready,

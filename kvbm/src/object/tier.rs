@@ -209,6 +209,11 @@ impl ObjectTier {
         *self.health.borrow() == StoreHealth::Ready
     }
 
+    /// Why the last write of blocks failed, until one succeeds. The blocks in the store may still be read.
+    pub fn write_failure(&self) -> Option<String> {
+        self.client.writes.failure()
+    }
+
     /// Digest of the blocks in the catalog. Takes time proportional to their number.
     pub fn set_digest(&self) -> SetDigest {
         self.catalog.index.set_digest()

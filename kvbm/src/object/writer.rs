@@ -10,11 +10,12 @@
 
 use super::catalog::{Catalog, object_paths};
 use super::client::Client;
+use super::client::health::reason;
 use super::format::layout::{InstanceId, Layout};
 use super::format::manifest::{self, BlockEntry, Section};
 use super::settings::Settings;
 use crate::block::{Block, BlockRetention, DomainId, Fingerprint, Header};
-use crate::tier::{StoreError, WriteClaim};
+use crate::tier::{Change, StoreError, WriteClaim};
 use crate::transform::crypt::MetadataKeys;
 use bytes::Bytes;
 use object_store::{PutPayload, path::Path};
@@ -210,7 +211,24 @@ impl Packer {
     }
 
     async fn put(&self, path: &Path, payload: PutPayload) -> io::Result<()> {
-        Ok(self.client.put(path, payload).await?)
+        // An open circuit breaker says nothing about writes: reads open it too.
+        self.client.check_circuit()?;
+        let (writes, store, prefix) = (&self.client.writes, &self.client, &self.layout);
+        let attempt = writes.begin();
+        let written = self.client.put(path, payload).await;
+        match &written {
+            Ok(()) if writes.succeeded() == Change::Changed => {
+                tracing::info!(%store, %prefix, "writing to the store works again");
+            }
+            Err(error) => {
+                let reason = reason(error);
+                if writes.failed(attempt, &reason) == Change::Changed {
+                    tracing::warn!(%store, %prefix, reason, "cannot write to the store; its blocks are still read");
+                }
+            }
+            Ok(()) => {}
+        }
+        Ok(written?)
     }
 }
 

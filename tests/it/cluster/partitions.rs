@@ -111,17 +111,42 @@ async fn a_worker_whose_store_denies_access_serves_without_it() {
     server.abort();
 }
 
+/// Faults of the file system below a folder, for one process: see `tests/it/faults.c`.
+struct DiskFaults {
+    library: PathBuf,
+    profile: PathBuf,
+}
+
+impl DiskFaults {
+    fn built(cluster: &Cluster) -> Self {
+        let (library, profile) = (cluster.folder.path().join("faults.so"), cluster.folder.path().join("faults"));
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/faults.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-O1", "-shared", "-fPIC", "-o"]).args([&library, &source]).arg("-ldl");
+        assert!(compiler.status().unwrap().success());
+        Self { library, profile }
+    }
+
+    fn apply(&self, command: &mut Command, folder: &str) {
+        command.env("LD_PRELOAD", &self.library).env("FAULTS_FOLDER", folder).env("FAULTS_PROFILE", &self.profile);
+    }
+
+    fn set(&self, profile: &str) {
+        std::fs::write(&self.profile, profile).unwrap();
+    }
+
+    fn end(&self) {
+        std::fs::remove_file(&self.profile).unwrap();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_whose_disk_dies_goes_on_without_it() {
     let Some(cluster) = Cluster::new() else { return };
-    let (library, faults) = (cluster.folder.path().join("faults.so"), cluster.folder.path().join("faults"));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/faults.c");
-    let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-shared", "-fPIC", "-o"]).args([&library, &source]).arg("-ldl");
-    assert!(compiler.status().unwrap().success());
+    let faults = DiskFaults::built(&cluster);
     let (first, second) = (cluster.seat("a"), cluster.seat("b"));
     let mut command = cluster.worker_command(&first, &[]);
-    command.env("LD_PRELOAD", &library).env("FAULTS_FOLDER", &first.data).env("FAULTS_PROFILE", &faults);
+    faults.apply(&mut command, &first.data);
     let (mut dies, _other) = tokio::join!(Process::launch(command), cluster.worker(&second));
     let frontend = cluster.frontend().await;
     until_workers(&frontend, 2).await;
@@ -130,16 +155,61 @@ async fn a_worker_whose_disk_dies_goes_on_without_it() {
         texts.push(frontend.client.complete(&prompt(seed)).await.unwrap().0["text"].clone());
     }
     // Of 1,000 calls all fail.
-    std::fs::write(&faults, "1 1000 1000 0 0 0").unwrap();
+    faults.set("1 1000 1000 0 0 0");
     let mut seed = 100;
     while !dies.log().contains("cannot write to G3") {
         frontend.client.complete(&prompt(seed)).await.unwrap();
         seed += 1;
     }
+    // Reads fail too: after the third one the folder is down, which `/ready` says instead.
+    let (ready, body) = dies.client.get("/ready").await;
+    assert!(ready && body.contains("tiers.g3: "), "{body}");
+    assert!(dies.client.metric("blockyard_tier_path_writable", "").await < 0.5);
     for (seed, text) in (0..).zip(texts) {
         assert_eq!(frontend.client.complete(&prompt(seed)).await.unwrap().0["text"], text);
     }
     assert!(dies.client.get("/ready").await.0 && frontend.client.get("/ready").await.0);
     dies.stop();
     frontend.client.complete(&prompt(1)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_whose_disk_is_full_is_degraded_until_it_can_write() {
+    let Some(cluster) = Cluster::new() else { return };
+    let seat = cluster.seat("a");
+    let faults = DiskFaults::built(&cluster);
+    let mut command = cluster.worker_command(&seat, &[]);
+    faults.apply(&mut command, &seat.data);
+    let worker = Process::launch(command).await;
+    let frontend = cluster.frontend().await;
+    let in_g3 = async || worker.client.metric("blockyard_tier_blocks", "tier=\"g3\"").await;
+    let writable = async || worker.client.metric("blockyard_tier_path_writable", "").await;
+    let text = frontend.client.complete(&prompt(1)).await.unwrap().0["text"].clone();
+    while in_g3().await < 18.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!((writable().await - 1.0).abs() < 0.5);
+    // Of 1,000 writes all fail for lack of space; reads work.
+    faults.set("1 0 1000 0 0 0");
+    let mut seed = 100;
+    let degraded = loop {
+        frontend.client.complete(&prompt(seed)).await.unwrap();
+        seed += 1;
+        let (ready, body) = worker.client.get("/ready").await;
+        assert!(ready, "{body}");
+        if body.contains("degraded") {
+            break body;
+        }
+    };
+    let reason = format!("tiers.g3: cannot write to {}/g3: No space left on device", seat.data);
+    assert!(degraded.contains(&reason), "{degraded}");
+    assert!(writable().await < 0.5 && worker.client.metric("blockyard_tier_path_up", "").await > 0.5);
+    assert_eq!(frontend.client.complete(&prompt(1)).await.unwrap().0["text"], text, "what is stored is read");
+    faults.end();
+    while worker.client.get("/ready").await.1.contains("degraded") {
+        frontend.client.complete(&prompt(seed)).await.unwrap();
+        seed += 1;
+    }
+    assert!((writable().await - 1.0).abs() < 0.5);
+    assert!(worker.log().contains("writing to G3 works again"));
 }

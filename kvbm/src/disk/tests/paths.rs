@@ -38,6 +38,11 @@ impl Paths {
         self.folders[path].path().join("kv")
     }
 
+    /// Why the last write to each path failed.
+    fn write_failures(&self) -> Vec<Option<String>> {
+        self.tier.paths().into_iter().map(|path| path.write_failure).collect()
+    }
+
     fn up(&self) -> Vec<bool> {
         self.tier.paths().iter().map(|path| path.failure.is_none()).collect()
     }
@@ -299,12 +304,15 @@ async fn a_path_with_failing_writes_still_reads() {
         let paths = Paths::new(2, large());
         let before = blocks(1, 80);
         store(&*paths.tier, before.clone()).await;
+        assert_eq!(paths.write_failures(), [None, None]);
         paths.tier.shared.hooks.fail_writes(0, code);
         let during = blocks(2, 80);
         let answers = paths.tier.store(during.clone()).await;
         assert!(answers.iter().all(Result::is_ok), "one path refuses, the other accepts: {answers:?}");
         assert!(!paths.paths_of(&during).contains(&0));
         assert_eq!(paths.up(), [true; 2]);
+        let reason = io::Error::from_raw_os_error(code).to_string();
+        assert_eq!(paths.write_failures(), [Some(reason), None], "an operator sees it");
         assert_eq!(paths.found(&[before.clone(), during.clone()].concat()).await, 160);
 
         paths.tier.shared.hooks.fail_writes(0, 0);
@@ -312,8 +320,24 @@ async fn a_path_with_failing_writes_still_reads() {
         let after = blocks(3, 80);
         store(&*paths.tier, after.clone()).await;
         assert!(paths.paths_of(&after).contains(&0), "it is written to again");
+        assert_eq!(paths.write_failures(), [None, None]);
         assert_eq!(paths.found(&[before, during, after].concat()).await, 240);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_creates_files_but_writes_no_block_is_failing() {
+    let paths = Paths::new(1, large());
+    paths.tier.shared.hooks.fail_data(0, libc::EIO);
+    assert!(paths.tier.store(blocks(1, 4)).await.iter().all(Result::is_err));
+    assert!(paths.write_failures()[0].as_ref().unwrap().contains("os error 5"), "{:?}", paths.write_failures());
+    tokio::time::advance(Duration::from_secs(2)).await;
+    assert!(paths.tier.store(blocks(2, 4)).await.iter().all(Result::is_err));
+    assert!(paths.write_failures()[0].is_some(), "a new segment is no successful write");
+    // A path that is down has one reason: that one.
+    fs::remove_dir_all(paths.folder(0)).unwrap();
+    paths.until(|paths| !paths.up()[0]).await;
+    assert_eq!(paths.write_failures(), [None]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -18,6 +18,14 @@ pub enum StoreHealth {
 /// Characters of a server's error message that are kept for a log line.
 const MAX_MESSAGE_CHARS: usize = 400;
 
+/// The error of a request as text for an operator, in one line.
+pub(in crate::object) fn reason(error: &Error) -> String {
+    match StoreHealth::from(error) {
+        StoreHealth::Unavailable(why) | StoreHealth::Refused(why) => why,
+        StoreHealth::Starting | StoreHealth::Ready => error.to_string(),
+    }
+}
+
 impl From<&Error> for StoreHealth {
     fn from(error: &Error) -> Self {
         let whole = single_line(error);

@@ -2,6 +2,7 @@
 //! breaker.
 
 use super::retry::RetryPolicy;
+use crate::tier::WriteHealth;
 use bytes::Bytes;
 use futures::future::{self, Either};
 use futures::stream::{self, StreamExt, TryStreamExt};
@@ -52,6 +53,8 @@ pub(in crate::object) struct Client {
     consecutive_failures: AtomicU64,
     /// When the last read of a small object was answered.
     last_read_at: Mutex<Option<Instant>>,
+    /// Whether blocks and manifests can be written. The writer and the follower update it.
+    pub(in crate::object) writes: WriteHealth,
     counters: Counters,
 }
 
@@ -85,6 +88,7 @@ impl Client {
             policy: Mutex::new(RetryPolicy::new(seed)),
             consecutive_failures: AtomicU64::new(0),
             last_read_at: Mutex::default(),
+            writes: WriteHealth::default(),
             counters: Counters::default(),
         }
     }
@@ -232,7 +236,7 @@ impl Client {
     }
 
     /// Fails while the circuit breaker is open.
-    fn check_circuit(&self) -> Result<(), Error> {
+    pub(in crate::object) fn check_circuit(&self) -> Result<(), Error> {
         if self.consecutive_failures.load(Ordering::Relaxed) < FAILURE_THRESHOLD {
             return Ok(());
         }

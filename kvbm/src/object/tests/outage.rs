@@ -13,8 +13,10 @@ async fn a_failed_object_write_fails_only_its_blocks() {
         let answers = tier.store(chain(2, 5)).await;
         assert!(answers.iter().all(|answer| matches!(answer, Err(StoreError::Io(_)))), "{fault:?}");
         assert_eq!(announced(&events, Level::G4).len(), 5);
+        assert!(tier.write_failure().is_some(), "{fault:?}");
         shared.set_fault(None);
         store(&*tier, chain(2, 5)).await;
+        assert_eq!(tier.write_failure(), None);
         assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(2, 5))).await));
     }
 }
@@ -52,6 +54,42 @@ async fn an_unreachable_store_is_read_when_it_responds() {
     shared.set_fault(None);
     tier.wait_until_ready().await;
     assert_eq!(tier.usage().blocks, 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_takes_no_writes_is_read_and_says_why_until_it_takes_them() {
+    let shared = Arc::new(Flaky::default());
+    let (tier, _) = open_on(shared.clone());
+    store(&*tier, chain(1, 5)).await;
+    shared.set_fault(Some(("/blocks/", Fault::FailsAfterwards)));
+    assert!(tier.store(chain(2, 5)).await.iter().all(Result::is_err));
+    for _ in 0..60 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(tier.is_available(), "the store answers lists");
+        assert!(tier.write_failure().unwrap().contains("down"), "{:?}", tier.write_failure());
+    }
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await));
+    shared.set_fault(None);
+    store(&*tier, chain(3, 5)).await;
+    assert_eq!(tier.write_failure(), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn writes_that_fail_in_an_outage_are_not_reported_after_it() {
+    let shared = Arc::new(Flaky::default());
+    let (tier, _) = open_on(shared.clone());
+    tier.wait_until_ready().await;
+    shared.set_fault(Some(("", Fault::Fails)));
+    assert!(tier.store(chain(1, 5)).await.iter().all(Result::is_err));
+    while tier.is_available() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(tier.write_failure().is_some());
+    shared.set_fault(None);
+    while !tier.is_available() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(tier.write_failure(), None, "no block was offloaded since");
 }
 
 #[tokio::test(start_paused = true)]
