@@ -14,6 +14,7 @@
 //! answer.
 
 mod engine;
+mod limits;
 mod loader;
 mod model;
 mod runtime;
@@ -26,6 +27,7 @@ mod reference;
 pub(crate) mod tests;
 
 pub use engine::LlamaEngine;
+pub use limits::Limits;
 pub use loader::{Builtin, BuiltinError, FolderError, TokenizerFiles, folder_name};
 pub use runtime::{Memory, ModelSource, OpenError, Runtime, Shape};
 pub use settings::{HandoffLimits, Settings, UnreadOutput};

@@ -1,5 +1,6 @@
 //! The engine of one worker: accepts requests and starts the scheduler that serves them.
 
+use super::limits::Limits;
 use super::runtime::{Memory, Runtime};
 use super::scheduler::{EngineStats, PrefixLoader, Resources, Scheduler, Sequence, output};
 use super::settings::Settings;
@@ -20,7 +21,7 @@ use tokio::sync::{mpsc, watch};
 pub struct LlamaEngine {
     runtime: Arc<Runtime>,
     manager: BlockManager,
-    settings: Settings,
+    limits: Arc<Limits>,
     pub(super) stats: Arc<EngineStats>,
     prefix_loader: Arc<PrefixLoader>,
     load: watch::Receiver<Load>,
@@ -40,7 +41,9 @@ impl LlamaEngine {
         settings: Settings,
     ) -> Arc<Self> {
         let stats = EngineStats::new();
-        // Every accepted request fits into the channel: `generate` rejects requests before it can be full.
+        let limits = Limits::new(&settings, stats.notifier());
+        // Every accepted request fits into the channel: `generate` rejects requests before it can be full. If a limit
+        // is raised later, the tasks that prepare requests wait for the scheduler, which empties it in each step.
         let (submit, inbox) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
         let (report, load) = watch::channel(stats.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
         let resources = Resources {
@@ -49,6 +52,7 @@ impl LlamaEngine {
             kv_cache: memory.0,
             manager: manager.clone(),
             settings,
+            limits: Arc::clone(&limits),
             stats: Arc::clone(&stats),
             metrics: metrics.clone(),
             peers: peers.clone(),
@@ -69,12 +73,17 @@ impl LlamaEngine {
             settings.handoff.min_idle,
         );
         let prefix_loader = Arc::new(prefix_loader);
-        Arc::new(Self { runtime, manager, settings, stats, prefix_loader, load, submit, seeds: Seeds::default() })
+        Arc::new(Self { runtime, manager, limits, stats, prefix_loader, load, submit, seeds: Seeds::default() })
     }
 
     /// The engine's load as of its last step. The sender is dropped when the engine stops.
     pub fn load(&self) -> watch::Receiver<Load> {
         self.load.clone()
+    }
+
+    /// The engine's limits, which can be changed.
+    pub fn limits(&self) -> &Arc<Limits> {
+        &self.limits
     }
 
     /// Rejects a request that cannot be served, before it is accepted.
@@ -102,7 +111,7 @@ impl LlamaEngine {
         // Those whose prompt another worker computes are counted apart: they join the queue later.
         let is_arriving = matches!(request.work, Work::Resume(_));
         let before = if is_arriving { self.stats.arriving() } else { self.stats.waiting() };
-        if before >= self.settings.max_queued_requests {
+        if before >= self.limits.max_queued_requests() {
             return Err(Error::Overloaded { retry_after: self.stats.drain_time() });
         }
         Ok(())

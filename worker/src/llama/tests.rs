@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 mod handoff;
 pub(crate) mod harness;
+mod limits;
 mod memory;
 mod reuse;
 mod scores;

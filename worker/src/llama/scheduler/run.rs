@@ -22,6 +22,7 @@ use super::stats::EngineStats;
 use super::step::{self, StepInput, StepOutput};
 use crate::engine::{EndToken, Error, FinishReason, Work};
 use crate::handoff::Peers;
+use crate::llama::limits::Limits;
 use crate::llama::model::KvCache;
 use crate::llama::runtime::Runtime;
 use crate::llama::settings::Settings;
@@ -47,6 +48,7 @@ pub(in crate::llama) struct Resources {
     pub(in crate::llama) kv_cache: Arc<KvCache>,
     pub(in crate::llama) manager: BlockManager,
     pub(in crate::llama) settings: Settings,
+    pub(in crate::llama) limits: Arc<Limits>,
     pub(in crate::llama) stats: Arc<EngineStats>,
     pub(in crate::llama) metrics: EngineMetrics,
     pub(in crate::llama) peers: Peers,
@@ -58,6 +60,7 @@ pub(in crate::llama) struct Scheduler {
     kv_cache: Arc<KvCache>,
     manager: BlockManager,
     settings: Settings,
+    limits: Arc<Limits>,
     stats: Arc<EngineStats>,
     metrics: EngineMetrics,
     peers: Peers,
@@ -79,13 +82,14 @@ impl Scheduler {
         load: watch::Sender<Load>,
         inbox: mpsc::Receiver<Sequence>,
     ) -> Self {
-        let Resources { worker, runtime, kv_cache, manager, settings, stats, metrics, peers } = resources;
+        let Resources { worker, runtime, kv_cache, manager, settings, limits, stats, metrics, peers } = resources;
         Self {
             worker,
             runtime,
             kv_cache,
             manager,
             settings,
+            limits,
             stats,
             metrics,
             peers,
@@ -174,7 +178,7 @@ impl Scheduler {
         let fail_after = self.settings.unread.fail_after;
         self.paused.retain(|sequence| !sequence.output.is_closed());
         // At most `max_queued_requests` are paused; above that the longest paused fail.
-        let mut over = self.paused.len().saturating_sub(self.settings.max_queued_requests);
+        let mut over = self.paused.len().saturating_sub(self.limits.max_queued_requests());
         let mut read = 0;
         for mut sequence in std::mem::take(&mut self.paused) {
             let unread = sequence.unread(now);
@@ -199,7 +203,7 @@ impl Scheduler {
 
     /// Admits waiting sequences to the batch in order of arrival (FCFS), while their blocks fit.
     fn admit(&mut self) {
-        while self.running.len() < self.settings.max_num_seqs
+        while self.running.len() < self.limits.max_num_seqs()
             && let Some(mut sequence) = self.waiting.pop_front()
         {
             self.reuse(&mut sequence);
@@ -309,7 +313,7 @@ impl Scheduler {
         self.stats.set_running(self.running.len(), self.paused.len(), blocks);
         // Requests whose prefixes are still being matched count as waiting too.
         self.metrics.set_sequences(self.running.len(), self.stats.waiting(), self.paused.len());
-        let load = self.stats.load(&self.manager, self.runtime.block_bytes(), self.settings.max_num_seqs);
+        let load = self.stats.load(&self.manager, self.runtime.block_bytes(), self.limits.max_num_seqs());
         self.load.send_if_modified(|last| {
             let changed = *last != load;
             *last = load;
@@ -320,7 +324,7 @@ impl Scheduler {
     /// Computes one step. `false` when there was nothing to compute.
     async fn step(&mut self) -> bool {
         // Prompts are computed in whole blocks.
-        let budget = self.settings.max_prefill_chunk_tokens.max(self.block_size());
+        let budget = self.limits.max_prefill_chunk_tokens().max(self.block_size());
         let chosen = batch::choose(&self.candidates(), budget, self.block_size());
         let rows = self.secure_blocks(chosen);
         if rows.is_empty() {

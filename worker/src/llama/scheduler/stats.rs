@@ -53,7 +53,7 @@ impl EngineStats {
     }
 
     /// The notification that wakes the scheduler.
-    pub(super) fn notifier(&self) -> Arc<Notify> {
+    pub(in crate::llama) fn notifier(&self) -> Arc<Notify> {
         Arc::clone(&self.changed)
     }
 
