@@ -1,9 +1,11 @@
 //! Serving: registers an engine on the planes and reports on it.
 //!
 //! ```text
-//!   start ──▶ registered ──drain──▶ deregistered, still reporting ──idle──▶ stopped
-//!                   │ engine or reporter stops                              ▲
-//!                   └───────────────────────────────────────────────────────┘
+//!              ┌─uncordon─ deregistered ◀─cordon─┐
+//!              ▼                                   │
+//!   start ──▶ registered ──────────────────────────┴──drain──▶ deregistered, still reporting ──idle──▶ stopped
+//!                   │ engine or reporter stops                                                         ▲
+//!                   └──────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! A [`Worker`] keeps the lease in the task that reports, so a worker that stops reporting is deregistered. When a
@@ -12,9 +14,11 @@
 //!
 //! Not here: measuring load. The engine measures it.
 
+mod cordon;
 mod publisher;
 mod worker;
 
+pub use cordon::Cordon;
 pub use publisher::EventPublisher;
 pub use worker::{Planes, Worker};
 

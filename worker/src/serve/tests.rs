@@ -177,6 +177,57 @@ async fn a_role_request_changes_the_role_within_the_epoch() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_cordon_deregisters_a_worker_until_it_is_lifted() {
+    let Harness { planes, load, worker, .. } = harness().await;
+    let (cordon, mut watch) = (worker.cordon().clone(), planes.discovery.watch());
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    assert!(!cordon.is_cordoned() && cordon.is_registered());
+    load.send_modify(|load| load.running = 1);
+    cordon.cordon();
+    assert!(cordon.is_cordoned(), "at once");
+    assert_eq!(next(&mut watch).await, (1, 1, false), "while a request runs");
+    let draining = tokio::spawn({
+        let cordon = cordon.clone();
+        async move { cordon.drained().await }
+    });
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(!draining.is_finished() && !cordon.is_registered());
+    load.send_modify(|load| load.running = 0);
+    draining.await.unwrap();
+    let offered = planes.events.snapshot(Source::Worker(WorkerId(1))).await;
+    assert!(offered.is_ok(), "routers that still know its blocks can ask for them");
+    cordon.cordon();
+    cordon.uncordon();
+    assert_eq!(next(&mut watch).await, (1, 1, true), "in the same epoch");
+    cordon.cordon();
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+    worker.drain().await;
+    cordon.uncordon();
+    assert!(cordon.is_cordoned() && !cordon.is_registered(), "a worker that has ended stays away");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cordoned_worker_keeps_its_role() {
+    let harness = harness().await;
+    let mut watch = harness.planes.discovery.watch();
+    let request = |role| {
+        let body = EventBody::RoleRequest { worker: WorkerId(1), role };
+        harness.planes.events.publish(Event { source: Source::Router(RouterId(1)), epoch: Epoch(1), body });
+    };
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    request(Role::Prefill);
+    let Membership::Joined(..) = soon(&mut watch).await else { panic!("it never left") };
+    assert_eq!(harness.worker.cordon().role(), Role::Prefill);
+    harness.worker.cordon().cordon();
+    assert_eq!(next(&mut watch).await, (1, 1, false));
+    request(Role::Decode);
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    harness.worker.cordon().uncordon();
+    let Membership::Joined(instance, _) = soon(&mut watch).await else { panic!("it joins") };
+    assert_eq!(instance.role, Role::Prefill, "the request came while it was away");
+}
+
+#[tokio::test(start_paused = true)]
 async fn dropping_a_worker_deregisters_it() {
     let harness = harness().await;
     let mut watch = harness.planes.discovery.watch();

@@ -1,5 +1,6 @@
-//! A worker: an engine that is registered, whose load is reported, and whose role can change.
+//! A worker: an engine that is registered, whose load is reported, whose role can change, and which can be cordoned.
 
+use super::cordon::{Cordon, Wanted};
 use super::publisher::LogPublisher;
 use crate::engine::Engine;
 use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Role, Source, Topic};
@@ -28,13 +29,16 @@ pub struct Worker {
     /// Kept while the worker drains: after deregistration it may be the only reference to the engine.
     engine: Arc<dyn Engine>,
     load: watch::Receiver<Load>,
-    deregister: CancellationToken,
+    cordon: Cordon,
     task: JoinHandle<()>,
     stop: DropGuard,
 }
 
 /// Load is sent at least this often, so that the loss of a report or of the last event is noticed within a second.
 pub(super) const MAX_REPORT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Interval of attempts to register a worker again that is no longer cordoned. NATS may be away for a moment.
+const REGISTER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Load is sent at most this often: every engine step changes it, and a fast engine makes hundreds of steps a second.
 const MIN_REPORT_INTERVAL: Duration = Duration::from_millis(20);
@@ -54,24 +58,28 @@ impl Worker {
         let publisher = LogPublisher::new(Arc::clone(&planes.events), Source::Worker(instance.id), log);
         let role_requests = planes.events.subscribe(Topic::RoleRequests);
         let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
-        let (stop, deregister) = (CancellationToken::new(), CancellationToken::new());
-        let registration =
-            Registration { discovery: Arc::clone(&planes.discovery), instance, engine: Arc::clone(&engine), lease };
-        let reporter = Reporter {
-            publisher,
-            registration: Some(registration),
-            role_requests,
-            load: load.clone(),
-            deregister: deregister.clone(),
+        let stop = CancellationToken::new();
+        let (cordon, wanted) = Cordon::new(instance.role, load.clone());
+        let registration = Registration {
+            discovery: Arc::clone(&planes.discovery),
+            instance,
+            engine: Arc::clone(&engine),
+            lease: Some(lease),
         };
+        let reporter = Reporter { publisher, registration, role_requests, load: load.clone(), wanted, retry_at: None };
         let task = tokio::spawn(reporter.run(stop.clone()));
-        Ok(Self { engine, load, deregister, task, stop: stop.drop_guard() })
+        Ok(Self { engine, load, cordon, task, stop: stop.drop_guard() })
+    }
+
+    /// Takes the worker out of service and back.
+    pub fn cordon(&self) -> &Cordon {
+        &self.cordon
     }
 
     /// Deregisters the worker, waits until its requests have finished, and reports until then. Drop the future to stop
     /// at once.
     pub async fn drain(mut self) {
-        self.deregister.cancel();
+        self.cordon.close();
         // An error means that the engine has stopped, so it is idle.
         let _ = self.load.wait_for(Load::is_idle).await;
         drop(self.stop);
@@ -81,22 +89,38 @@ impl Worker {
     }
 }
 
-/// The registration of a worker, for as long as it is kept.
+/// The registration of a worker.
 struct Registration {
     discovery: Arc<dyn Discovery>,
     instance: Instance,
     engine: Arc<dyn Engine>,
-    lease: Lease,
+    /// `None` while the worker is deregistered.
+    lease: Option<Lease>,
 }
 
 impl Registration {
+    /// Registers again after a cordon: same epoch, because the blocks are still there. Returns whether it worked.
+    async fn renew(&mut self) -> bool {
+        match self.discovery.register(self.instance.clone(), Arc::clone(&self.engine)).await {
+            Ok(lease) => {
+                tracing::info!(worker = %self.instance.id, "worker is registered again");
+                self.lease = Some(lease);
+                true
+            }
+            Err(error) => {
+                tracing::warn!(worker = %self.instance.id, %error, "worker cannot be registered; retried every second");
+                false
+            }
+        }
+    }
+
     /// Registers again with another role: same epoch, so running requests go on.
     async fn change_role(&mut self, to: Role) {
         let instance = Instance { role: to, ..self.instance.clone() };
         match self.discovery.register(instance.clone(), Arc::clone(&self.engine)).await {
             Ok(lease) => {
                 tracing::info!(worker = %instance.id, from = %self.instance.role, %to, "worker changes its role");
-                self.lease = lease;
+                self.lease = Some(lease);
                 self.instance = instance;
             }
             // The router repeats the request while it holds.
@@ -107,11 +131,12 @@ impl Registration {
 
 struct Reporter {
     publisher: LogPublisher,
-    /// `None` once deregistered.
-    registration: Option<Registration>,
+    registration: Registration,
     role_requests: BoxStream<'static, Event>,
     load: watch::Receiver<Load>,
-    deregister: CancellationToken,
+    wanted: Wanted,
+    /// When the worker, which is not cordoned any more, is registered again.
+    retry_at: Option<Instant>,
 }
 
 impl Reporter {
@@ -122,14 +147,27 @@ impl Reporter {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                () = self.deregister.cancelled(), if self.registration.is_some() => self.registration = None,
+                is_wanted = self.wanted.changed() => if is_wanted {
+                    self.retry_at = self.registration.lease.is_none().then(Instant::now);
+                } else {
+                    self.retry_at = None;
+                    self.registration.lease = None;
+                    self.wanted.set_registered(false);
+                },
+                () = tokio::time::sleep_until(self.retry_at.unwrap_or(sent)), if self.retry_at.is_some() => {
+                    let is_registered = self.registration.renew().await;
+                    self.retry_at = (!is_registered).then(|| Instant::now() + REGISTER_INTERVAL);
+                    self.wanted.set_registered(is_registered);
+                }
                 Some(request) = self.role_requests.next() => {
+                    let registration = &mut self.registration;
                     if let EventBody::RoleRequest { worker, role } = request.body
-                        && let Some(registration) = &mut self.registration
+                        && registration.lease.is_some()
                         && worker == registration.instance.id
                         && role != registration.instance.role
                     {
                         registration.change_role(role).await;
+                        self.wanted.set_role(registration.instance.role);
                     }
                 }
                 () = self.publisher.changed() => {}

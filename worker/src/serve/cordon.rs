@@ -1,0 +1,128 @@
+//! Takes a worker out of service and back while its process runs.
+//!
+//! ```text
+//!   registered ──cordon──▶ deregistered: no router sends requests, running ones finish ──uncordon──▶ registered
+//!        └───────────────────────────── close (the worker drains for good) ───────────────────────▶ deregistered
+//! ```
+//!
+//! Not here: the cordon of a router, which concerns the requests of that router only (`router::Router::cordon`).
+
+use crate::plane::{Load, Role};
+use tokio::sync::watch;
+
+/// Takes a worker out of service and back. Clones are of the same worker, and do not keep it alive.
+#[derive(Clone, Debug)]
+pub struct Cordon {
+    wish: watch::Sender<Wish>,
+    state: watch::Receiver<State>,
+    load: watch::Receiver<Load>,
+}
+
+/// The other half of a [`Cordon`], at the task that registers the worker.
+pub(super) struct Wanted {
+    wish: watch::Receiver<Wish>,
+    state: watch::Sender<State>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Wish {
+    Registered,
+    Cordoned,
+    /// Deregistered until the worker ends.
+    Closed,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct State {
+    role: Role,
+    is_registered: bool,
+}
+
+impl Cordon {
+    /// The cordon of a worker that is registered with this role.
+    pub(super) fn new(role: Role, load: watch::Receiver<Load>) -> (Self, Wanted) {
+        let (wish, state) =
+            (watch::Sender::new(Wish::Registered), watch::Sender::new(State { role, is_registered: true }));
+        let wanted = Wanted { wish: wish.subscribe(), state: state.clone() };
+        (Self { wish, state: state.subscribe(), load }, wanted)
+    }
+
+    /// Deregisters the worker. Its running requests finish, and other workers can still read its blocks.
+    pub fn cordon(&self) {
+        self.replace(Wish::Cordoned);
+    }
+
+    /// Registers the worker again.
+    pub fn uncordon(&self) {
+        self.replace(Wish::Registered);
+    }
+
+    /// Deregisters the worker for good.
+    pub(super) fn close(&self) {
+        self.wish.send_replace(Wish::Closed);
+    }
+
+    fn replace(&self, by: Wish) {
+        self.wish.send_if_modified(|wish| {
+            let changes = *wish != by && *wish != Wish::Closed;
+            if changes {
+                *wish = by;
+            }
+            changes
+        });
+    }
+
+    /// Whether the worker is to get no requests.
+    pub fn is_cordoned(&self) -> bool {
+        *self.wish.borrow() != Wish::Registered
+    }
+
+    /// Whether routers see the worker.
+    pub fn is_registered(&self) -> bool {
+        self.state.borrow().is_registered
+    }
+
+    /// The role with which the worker was registered last.
+    pub fn role(&self) -> Role {
+        self.state.borrow().role
+    }
+
+    /// The load of the worker as of the last step of its engine.
+    pub fn load(&self) -> Load {
+        self.load.borrow().clone()
+    }
+
+    /// Resolves when the worker is deregistered and has no request. A request that a router sent before it knew of the
+    /// cordon may still arrive.
+    pub async fn drained(&self) {
+        // Each ends with an error when the worker has ended, which has no requests either.
+        let _ = self.state.clone().wait_for(|state| !state.is_registered).await;
+        let _ = self.load.clone().wait_for(Load::is_idle).await;
+    }
+}
+
+impl Drop for Wanted {
+    /// The task has ended, and with it the registration.
+    fn drop(&mut self) {
+        self.set_registered(false);
+    }
+}
+
+impl Wanted {
+    /// Waits for a change, and returns whether the worker is to be registered.
+    pub(super) async fn changed(&mut self) -> bool {
+        if self.wish.changed().await.is_err() {
+            // Every cordon is dropped, and with it the worker: the task is about to be stopped.
+            std::future::pending::<()>().await;
+        }
+        *self.wish.borrow_and_update() == Wish::Registered
+    }
+
+    pub(super) fn set_registered(&self, is_registered: bool) {
+        self.state.send_modify(|state| state.is_registered = is_registered);
+    }
+
+    pub(super) fn set_role(&self, role: Role) {
+        self.state.send_modify(|state| state.role = role);
+    }
+}
