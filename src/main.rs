@@ -9,7 +9,7 @@ use blockyard::node::banner::Banner;
 use blockyard::node::{Node, Process, WorkerNode, preflight};
 use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
-use blockyard::reload::{Apply, Reload, SetLogFilter};
+use blockyard::reload::{Apply, Engines, Reload, Routing, Section, Servers, SetLogFilter};
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -64,9 +64,10 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     let outcome = runtime.block_on(async {
         // Before anything else: process 1 of a container has no default action for signals.
         let mut signals = Signals::listen()?;
+        let launch = Launch { purpose, sources, loaded: (config, origins), set_log_filter, printed };
         match purpose {
-            Purpose::Worker => run_worker(&config, &mut signals, printed).await,
-            _ => run_node(purpose, sources, (config, origins), set_log_filter, &mut signals, printed).await,
+            Purpose::Worker => Box::pin(launch.worker(&mut signals)).await,
+            _ => Box::pin(launch.node(&mut signals)).await,
         }
     });
     // Threads that still run (a long step of the engine) must not delay the end.
@@ -74,56 +75,86 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     outcome
 }
 
-/// Runs `serve` or `frontend`.
-async fn run_node(
+/// What a process is started with.
+struct Launch {
     purpose: Purpose,
     sources: Sources,
     loaded: (Config, Origins),
     set_log_filter: SetLogFilter,
-    signals: &mut Signals,
     printed: Printed,
-) -> anyhow::Result<()> {
-    let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
-    let starting = async {
-        match purpose {
-            Purpose::Frontend => Node::start_frontend(&loaded.0).await,
-            _ => Node::start(&loaded.0).await,
-        }
-    };
-    let node = tokio::select! {
-        biased;
-        () = signals.end() => return Ok(()),
-        node = starting => node?,
-    };
-    let targets = (Arc::clone(node.router()), node.upstreams().cloned());
-    let reload = Reload::new(sources, loaded, targets, set_log_filter, node.registry())?;
-    // Aborted when this function returns.
-    let mut background = JoinSet::new();
-    let mut admin_address = None;
-    background.spawn(Arc::clone(&reload).watch());
-    if let Some(at) = admin {
-        let (address, serving) = {
-            let serving = (node.server().clone(), &settings);
-            admin::open(&at, Arc::clone(&reload), Arc::downgrade(node.audit()), Arc::downgrade(node.router()), serving)
-                .await?
-        };
-        background.spawn(serving);
-        admin_address = Some(address);
-        tracing::info!(%address, "admin API listening");
-    }
-    print_banner(node.banner(), admin_address, printed);
-    until_stopped(node, signals, || drop(reload.now("SIGHUP"))).await
 }
 
-/// Runs `worker`.
-async fn run_worker(config: &Config, signals: &mut Signals, printed: Printed) -> anyhow::Result<()> {
-    let node = tokio::select! {
+impl Launch {
+    /// Runs `serve` or `frontend`.
+    async fn node(self, signals: &mut Signals) -> anyhow::Result<()> {
+        let config = &self.loaded.0;
+        let starting = Box::pin(async {
+            match self.purpose {
+                Purpose::Frontend => Node::start_frontend(config).await,
+                _ => Node::start(config).await,
+            }
+        });
+        let Some(node) = unless_stopped(starting, signals).await? else { return Ok(()) };
+        let mut sections: Vec<Box<dyn Section>> = vec![Box::new(Routing(Arc::clone(node.router())))];
+        if let Some(limits) = node.limits() {
+            sections.push(Box::new(Engines(limits)));
+        }
+        if let Some(upstreams) = node.upstreams() {
+            let has_tenants = config.frontend.has_tenants();
+            sections.push(Box::new(Servers { upstreams: Arc::clone(upstreams), has_tenants }));
+        }
+        let workers = admin::routed_workers::routes(Arc::downgrade(node.router()));
+        self.run(node, sections, workers, signals).await
+    }
+
+    /// Runs `worker`.
+    async fn worker(self, signals: &mut Signals) -> anyhow::Result<()> {
+        let starting = Box::pin(WorkerNode::start(&self.loaded.0));
+        let Some(node) = unless_stopped(starting, signals).await? else { return Ok(()) };
+        let sections: Vec<Box<dyn Section>> = vec![Box::new(Engines(node.limits()))];
+        let workers = admin::own_workers::routes(node.cordons());
+        self.run(node, sections, workers, signals).await
+    }
+
+    /// Runs a started process until it is to stop. `sections` are the keys of its configuration that can be reloaded,
+    /// `workers` the part of the admin API that depends on the kind of process.
+    async fn run(
+        self,
+        node: impl Process,
+        sections: Vec<Box<dyn Section>>,
+        workers: axum::Router,
+        signals: &mut Signals,
+    ) -> anyhow::Result<()> {
+        let Self { purpose, sources, loaded, set_log_filter, printed } = self;
+        let (admin, settings) = (loaded.0.admin.listen.clone(), loaded.0.frontend.clone());
+        let reload = Reload::new((sources, purpose), loaded, sections, set_log_filter, node.registry())?;
+        // Aborted when this function returns.
+        let mut background = JoinSet::new();
+        let mut admin_address = None;
+        background.spawn(Arc::clone(&reload).watch());
+        if let Some(at) = admin {
+            let serving = (node.server().clone(), &settings);
+            let audit = Arc::downgrade(node.audit());
+            let (address, serving) = admin::open(&at, Arc::clone(&reload), audit, workers, serving).await?;
+            background.spawn(serving);
+            admin_address = Some(address);
+            tracing::info!(%address, "admin API listening");
+        }
+        print_banner(node.banner(), admin_address, printed);
+        until_stopped(node, signals, || drop(reload.now("SIGHUP"))).await
+    }
+}
+
+/// The started process, or `None` if a signal stops it before.
+async fn unless_stopped<P>(
+    starting: impl Future<Output = anyhow::Result<P>>,
+    signals: &mut Signals,
+) -> anyhow::Result<Option<P>> {
+    tokio::select! {
         biased;
-        () = signals.end() => return Ok(()),
-        node = WorkerNode::start(config) => node?,
-    };
-    print_banner(node.banner(), None, printed);
-    until_stopped(node, signals, || tracing::warn!("SIGHUP: a worker reads its configuration at its start only")).await
+        () = signals.end() => Ok(None),
+        started = starting => started.map(Some),
+    }
 }
 
 fn print_banner(banner: &Banner, admin_address: Option<SocketAddr>, printed: Printed) {

@@ -71,6 +71,7 @@ use upstreams::Known;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::handoff::Peers;
+use worker::llama::Limits;
 use worker::plane::RouterId;
 use worker::plane::nats::Address;
 use worker::serve::Planes;
@@ -110,6 +111,18 @@ const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A process that runs until it is stopped.
 pub trait Process {
+    /// The banner that the process prints.
+    fn banner(&self) -> &Banner;
+
+    /// The metrics of the process.
+    fn registry(&self) -> &Registry;
+
+    /// The HTTP server, with the limits of the frontend.
+    fn server(&self) -> &Server;
+
+    /// The audit of stored against indexed blocks.
+    fn audit(&self) -> &Arc<CacheAudit>;
+
     /// Resolves when the HTTP server has failed, with the reason. A worker that fails is deregistered; the others
     /// continue.
     fn failed(&mut self) -> impl Future<Output = anyhow::Error>;
@@ -248,11 +261,6 @@ impl Node {
         Ok(())
     }
 
-    /// The banner that `serve` prints.
-    pub fn banner(&self) -> &Banner {
-        &self.banner
-    }
-
     /// The router of the node.
     pub fn router(&self) -> &Arc<Router> {
         &self.router
@@ -263,28 +271,34 @@ impl Node {
         self.upstreams.as_ref()
     }
 
-    /// The audit of stored against indexed blocks.
-    pub fn audit(&self) -> &Arc<CacheAudit> {
-        &self.audit
-    }
-
-    /// The metrics of the node.
-    pub fn registry(&self) -> &Registry {
-        &self.registry
+    /// The limits of the native engines, if they run in this process.
+    pub fn limits(&self) -> Option<Vec<Arc<Limits>>> {
+        self.native.as_ref().map(Native::limits)
     }
 
     /// The address of the OpenAI-compatible API.
     pub fn address(&self) -> SocketAddr {
         self.banner.address
     }
-
-    /// The HTTP server, with the limits of the frontend.
-    pub fn server(&self) -> &Server {
-        self.http.server()
-    }
 }
 
 impl Process for Node {
+    fn banner(&self) -> &Banner {
+        &self.banner
+    }
+
+    fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    fn server(&self) -> &Server {
+        self.http.server()
+    }
+
+    fn audit(&self) -> &Arc<CacheAudit> {
+        &self.audit
+    }
+
     async fn failed(&mut self) -> anyhow::Error {
         self.http.failed().await
     }

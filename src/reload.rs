@@ -1,14 +1,17 @@
 //! Reloads the configuration while requests are served: when its file changes, on SIGHUP, or through the admin API.
 //!
-//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. `[router]`,
-//! `log.filter`, and the servers and aliases of a gateway take effect at once. Other changed keys are reported, and
-//! take effect after a restart. Running streams are not affected.
+//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. The keys of the
+//! process's [`Section`]s take effect at once. Other changed keys are reported, and take effect after a restart.
+//! Running streams are not affected.
 
-use crate::config::{Config, Origins, Sources, as_json, changes};
-use crate::node::{CheckedUpstream, Upstreams};
+mod sections;
+
+pub use sections::{Change, Engines, Routing, Section, Servers};
+
+use crate::config::{Config, Log, Origins, Purpose, Sources, as_json, changes};
 use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
-use router::Router;
+use sections::LogFilter;
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,10 +20,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// The running configuration and the means to reload it.
 pub struct Reload {
     sources: Sources,
-    router: Arc<Router>,
-    /// The servers behind this process, if it is a gateway.
-    upstreams: Option<Arc<Upstreams>>,
-    set_log_filter: SetLogFilter,
+    purpose: Purpose,
+    /// In the order in which they take effect.
+    sections: Vec<Box<dyn Section>>,
     outcomes: IntCounterVec,
     state: Mutex<State>,
 }
@@ -80,11 +82,12 @@ type FileStamp = Option<(SystemTime, u64)>;
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Reload {
-    /// Reload for a process that runs `config`, which was loaded from `sources`.
+    /// Reload for a process that runs `config`, which was loaded from `sources` for `purpose`. `sections` are the keys
+    /// that take effect while it runs, beside `log.filter`.
     pub fn new(
-        sources: Sources,
+        (sources, purpose): (Sources, Purpose),
         (config, origins): (Config, Origins),
-        (router, upstreams): (Arc<Router>, Option<Arc<Upstreams>>),
+        mut sections: Vec<Box<dyn Section>>,
         set_log_filter: SetLogFilter,
         registry: &Registry,
     ) -> Result<Arc<Self>, prometheus::Error> {
@@ -92,7 +95,8 @@ impl Reload {
         let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
         let state = Mutex::new(State { running: config, origins, last: None });
-        Ok(Arc::new(Self { sources, router, upstreams, set_log_filter, outcomes, state }))
+        sections.push(Box::new(LogFilter(set_log_filter)));
+        Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))
     }
 
     /// Reloads the configuration now.
@@ -141,54 +145,63 @@ impl Reload {
         serde_json::json!({ "config": as_json(&state.running, &state.origins), "reload": state.last })
     }
 
+    /// Changes `log.filter` until the next reload, which sets it to the value of the configuration again.
+    pub fn set_log_filter(&self, filter: &str) -> Result<(), String> {
+        let mut state = self.lock();
+        let wanted =
+            Config { log: Log { filter: filter.to_owned(), ..state.running.log.clone() }, ..state.running.clone() };
+        for section in self.sections.iter().filter(|section| section.has(LogFilter::KEY)) {
+            if let Some(change) = section.check(&wanted)? {
+                // Before the change: the new filter may suppress this line.
+                tracing::info!(filter, before = state.running.log.filter, "the admin API sets the log filter");
+                change()?;
+            }
+        }
+        state.running = wanted;
+        state.origins.set(LogFilter::KEY, "admin API");
+        Ok(())
+    }
+
     /// Applies all changes or none. Returns the keys that took effect, and those that need a restart.
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
-        let (read, origins) = Config::load_to_serve(&self.sources).map_err(|error| error.to_string())?;
-        (self.set_log_filter)(&read.log.filter, Apply::Check)?;
-        let has_tenants = state.running.frontend.has_tenants();
-        let servers = self.checked_upstreams(&read, has_tenants)?;
-        let differs = changes(&state.running, &read);
-        let live = |key: &String| {
-            key.starts_with("router.")
-                || key == "log.filter"
-                || ((key == "upstreams" || key.starts_with("aliases.")) && servers.is_some())
-        };
-        let (applied, rest): (_, Vec<String>) = differs.into_iter().partition(live);
-        self.router.update_settings(read.router.clone()).map_err(|error| error.to_string())?;
-        if let Err(error) = (self.set_log_filter)(&read.log.filter, Apply::Apply) {
-            // Roll back: the router must not run with a configuration that was rejected.
-            let back = self.router.update_settings(state.running.router.clone());
-            return Err(back.err().map_or_else(
-                || error.clone(),
-                |back| format!("{error}; restoring the previous configuration failed: {back}"),
-            ));
+        let (read, origins) = Config::load_for(&self.sources, self.purpose).map_err(|error| error.to_string())?;
+        let mut checked = Vec::new();
+        for section in &self.sections {
+            checked.extend(section.check(&read)?.map(|change| (&**section, change)));
         }
-        if let Some((upstreams, servers)) = self.upstreams.as_ref().zip(servers) {
-            upstreams.apply(servers);
-            upstreams.set_aliases(read.aliases.clone());
-            (state.running.upstreams, state.running.aliases) = (read.upstreams, read.aliases);
+        let is_live = |key: &String| checked.iter().any(|(section, _)| section.has(key));
+        let (applied, rest): (_, Vec<String>) = changes(&state.running, &read).into_iter().partition(is_live);
+        let mut changed: Vec<&dyn Section> = Vec::new();
+        for (section, change) in checked {
+            if let Err(error) = change() {
+                // No component may run with a configuration that was rejected.
+                return Err(roll_back(&changed, &state.running, error));
+            }
+            changed.push(section);
         }
-        state.running.router = read.router;
-        state.running.log.filter = read.log.filter;
+        for section in changed {
+            section.copy(&read, &mut state.running);
+        }
         // Keys that need a restart keep the origin of the running value.
         state.origins = origins.but(&state.origins, &rest);
         Ok((applied, rest))
-    }
-
-    /// The servers of a configuration, if they can take effect: a process does not become a gateway while it runs, nor
-    /// cease to be one.
-    fn checked_upstreams(&self, read: &Config, has_tenants: bool) -> Result<Option<Vec<CheckedUpstream>>, String> {
-        if self.upstreams.is_none() || read.upstreams.is_empty() {
-            return Ok(None);
-        }
-        // With its causes in one line.
-        Upstreams::check(&read.upstreams, has_tenants).map(Some).map_err(|error| format!("{error:#}"))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // The state is assigned only after everything has succeeded, so it is valid even after a panic.
         self.state.lock()
     }
+}
+
+/// Makes the values of `running` take effect again, the last change first. Returns the error of the reload, with those
+/// of this.
+fn roll_back(changed: &[&dyn Section], running: &Config, error: String) -> String {
+    let restored = changed.iter().rev().filter_map(|section| match section.check(running) {
+        Ok(Some(change)) => change().err(),
+        Ok(None) => None,
+        Err(error) => Some(error),
+    });
+    restored.fold(error, |error, back| format!("{error}; restoring the previous configuration failed: {back}"))
 }
 
 impl Outcome {

@@ -10,7 +10,7 @@
 mod counting_allocator;
 
 use blockyard::config::{Config, Listen, Upstream};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process as _};
 use counting_allocator::{allocations, count_this_thread};
 use http::Uri;
 use http::header::CONTENT_LENGTH;

@@ -246,8 +246,8 @@ impl Config {
             problems.push(Problem::new("upstreams", problem));
         }
         problems.extend(self.problem_of_g1());
-        if self.admin.listen.is_some() {
-            problems.push(Problem::new("admin.listen", "the admin API is one of `serve` and `frontend`"));
+        if self.admin.listen.as_ref().is_some_and(|admin| admin.port != 0 && *admin == self.cluster.listen) {
+            problems.push(Problem::new("admin.listen", "the API of the workers listens there; expected another port"));
         }
         let scheme = self.cluster.scheme();
         let advertised = self.cluster.advertise.as_deref().and_then(|url| url.split_once("://"));

@@ -20,6 +20,11 @@ impl Origins {
         self.0.get(key).map_or("default", String::as_str)
     }
 
+    /// Sets the source of a key.
+    pub(crate) fn set(&mut self, key: &str, origin: &str) {
+        self.0.insert(key.to_owned(), origin.to_owned());
+    }
+
     /// These origins, except that `keys` keep their origins of `before`.
     pub(crate) fn but<'a>(mut self, before: &Self, keys: impl IntoIterator<Item = &'a String>) -> Self {
         for key in keys {

@@ -518,3 +518,15 @@ fn serve_refuses_values_that_contradict_each_other() {
     let sources = Sources { file: Some(served.path().into()), environment: environment(&[]), flags: vec![] };
     assert!(Config::load_to_serve(&sources).is_ok(), "the folder's name is the model's");
 }
+
+#[test]
+fn the_admin_api_of_a_worker_has_a_port_of_its_own() {
+    let loaded = |admin: &str| {
+        let written = file(&format!("cluster.listen = '127.0.0.1:8100'\nadmin.listen = '{admin}'\n"));
+        let sources = Sources { file: Some(written.path().into()), environment: environment(&[]), flags: vec![] };
+        Config::load_for(&sources, Purpose::Worker).map(|(config, _)| config.admin.listen.map(|at| at.port))
+    };
+    assert_eq!(loaded("127.0.0.1:9100").unwrap(), Some(9100));
+    let refused = loaded("127.0.0.1:8100").unwrap_err().to_string();
+    assert!(refused.contains("admin.listen") && refused.contains("expected another port"), "{refused}");
+}

@@ -28,7 +28,8 @@ pub struct TierAudit {
     pub source: String,
     /// Tier of the source.
     pub tier: Level,
-    /// Blocks in the router's index; `None` if the index evicted some of them to stay within its memory limit.
+    /// Blocks in the router's index; `None` if the index evicted some of them to stay within its memory limit, and in a
+    /// process without a router.
     pub indexed: Option<SetDigest>,
     /// Blocks that the tier itself reports; `None` for a tier of another process.
     pub actual: Option<SetDigest>,
@@ -43,7 +44,7 @@ impl CacheAudit {
         });
         let shared = self.stores.iter().filter_map(|(id, level, digest)| Some((Holder::Store(*id), *level, digest()?)));
         for (holder, level, digest) in own.chain(shared) {
-            tiers.insert((holder, level), (Some(SetDigest::default()), Some(digest)));
+            tiers.insert((holder, level), (self.router.as_ref().map(|_| SetDigest::default()), Some(digest)));
         }
         for (holder, level, indexed) in self.router.iter().flat_map(|router| router.index_digests()) {
             tiers.entry((holder, level)).or_default().0 = indexed;

@@ -20,8 +20,9 @@ use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 use worker::handoff::Peers;
+use worker::llama::Limits;
 use worker::plane::WorkerId;
-use worker::serve::Planes;
+use worker::serve::{Cordon, Planes};
 
 /// The native engine and its tiers, running.
 pub(super) struct Native {
@@ -85,6 +86,16 @@ impl Native {
     /// The block manager of each worker.
     pub(super) fn managers(&self) -> Vec<(WorkerId, BlockManager)> {
         self.workers.iter().map(RunningWorker::blocks).collect()
+    }
+
+    /// The limits of the engine of each worker.
+    pub(super) fn limits(&self) -> Vec<Arc<Limits>> {
+        self.workers.iter().map(RunningWorker::limits).collect()
+    }
+
+    /// Takes each worker out of service and back.
+    pub(super) fn cordons(&self) -> Vec<(WorkerId, Cordon)> {
+        self.workers.iter().map(RunningWorker::cordon).collect()
     }
 
     /// Deregisters the workers, waits for running requests until `end_requests`, and writes blocks until `deadline`.

@@ -26,24 +26,27 @@ use axum::http::{Response, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use frontend::{ClientCertificate, internal_router};
+use frontend::{ClientCertificate, Server, internal_router};
 use prometheus::Registry;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use transport::CertificateMetrics;
 use worker::engine::Readiness;
 use worker::handoff::{OtherProcesses, Peers};
+use worker::llama::Limits;
+use worker::plane::WorkerId;
 use worker::plane::nats::{Address, NatsDiscovery};
 use worker::remote::{Credentials, RemotePeer, RequestServer};
-use worker::serve::Planes;
+use worker::serve::{Cordon, Planes};
 
 /// The workers of a process. Dropping it stops them at once; [`Process::shutdown`] stops them in order.
 #[must_use = "dropping a node stops it"]
 pub struct WorkerNode {
     banner: Banner,
+    registry: Registry,
     http: HttpServer,
     health: Arc<WorkerHealth>,
     native: Native,
@@ -55,9 +58,12 @@ pub struct WorkerNode {
     exporter: Option<Exporter>,
 }
 
-/// What `/ready` says: 200 while the workers are registered.
+/// What `/ready` says: 200 while a worker is registered.
+#[derive(Default)]
 struct WorkerHealth {
     registered: AtomicBool,
+    /// Set once the workers run.
+    cordons: OnceLock<Vec<(WorkerId, Cordon)>>,
     tiers: Health,
 }
 
@@ -73,7 +79,7 @@ impl WorkerNode {
         check(config, Purpose::Worker).await?;
         let registry = Registry::new();
         register_process_metrics(&registry)?;
-        let health = Arc::new(WorkerHealth { registered: AtomicBool::new(false), tiers: Health::default() });
+        let health = Arc::new(WorkerHealth::default());
         // The certificate of the API is not that of a worker.
         let settings = frontend::Settings { tls_cert_file: None, tls_key_file: None, ..config.frontend.clone() };
         let (server, settings) = http_server::server(settings, &registry)?;
@@ -107,6 +113,8 @@ impl WorkerNode {
             planes::open(config, Address(url.clone()), credentials, &registry).await?;
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
         let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
+        // Set once: here only.
+        let _ = health.cordons.set(native.cordons());
         health.registered.store(true, Ordering::Relaxed);
         let audit = Arc::new(CacheAudit { router: None, workers: native.managers(), stores: native.stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), native.stores.weak())?))?;
@@ -125,6 +133,7 @@ impl WorkerNode {
         };
         Ok(Self {
             banner,
+            registry,
             http,
             health,
             native,
@@ -135,13 +144,34 @@ impl WorkerNode {
         })
     }
 
-    /// The banner that `worker` prints.
-    pub fn banner(&self) -> &Banner {
-        &self.banner
+    /// The limits of the engine of each worker.
+    pub fn limits(&self) -> Vec<Arc<Limits>> {
+        self.native.limits()
+    }
+
+    /// Takes each worker out of service and back.
+    pub fn cordons(&self) -> Vec<(WorkerId, Cordon)> {
+        self.native.cordons()
     }
 }
 
 impl Process for WorkerNode {
+    fn banner(&self) -> &Banner {
+        &self.banner
+    }
+
+    fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    fn server(&self) -> &Server {
+        self.http.server()
+    }
+
+    fn audit(&self) -> &Arc<CacheAudit> {
+        &self.audit
+    }
+
     async fn failed(&mut self) -> anyhow::Error {
         self.http.failed().await
     }
@@ -168,15 +198,20 @@ impl Process for WorkerNode {
 
 impl frontend::Health for WorkerHealth {
     fn readiness(&self) -> Readiness {
-        if self.registered.load(Ordering::Relaxed) {
-            Readiness::Ready
-        } else {
+        let is_cordoned = |cordons: &Vec<(WorkerId, Cordon)>| cordons.iter().all(|(_, cordon)| cordon.is_cordoned());
+        if !self.registered.load(Ordering::Relaxed) {
             Readiness::NotReady("the workers are not registered".to_owned())
+        } else if self.cordons.get().is_some_and(is_cordoned) {
+            Readiness::NotReady("every worker of the process is cordoned".to_owned())
+        } else {
+            Readiness::Ready
         }
     }
 
     fn degraded(&self) -> Vec<String> {
-        self.tiers.degraded()
+        let cordoned = self.cordons.get().into_iter().flatten().filter(|(_, cordon)| cordon.is_cordoned());
+        let cordoned = cordoned.map(|(id, _)| format!("worker {id} is cordoned"));
+        cordoned.chain(self.tiers.degraded()).collect()
     }
 }
 

@@ -12,9 +12,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::{Instant, sleep};
 use worker::engine::Engine;
 use worker::handoff::Peers;
-use worker::llama::{LlamaEngine, Runtime, Settings};
+use worker::llama::{Limits, LlamaEngine, Runtime, Settings};
 use worker::plane::{Instance, PlaneError, Role, StoreId, WorkerId};
-use worker::serve::{Planes, Worker};
+use worker::serve::{Cordon, Planes, Worker};
 
 /// Interval of attempts to register while another process has the registration.
 const REGISTER_INTERVAL: Duration = Duration::from_secs(1);
@@ -44,6 +44,7 @@ pub(super) struct RunningWorker {
     id: WorkerId,
     serving: Worker,
     manager: BlockManager,
+    limits: Arc<Limits>,
 }
 
 impl Shared {
@@ -119,7 +120,7 @@ impl Shared {
         );
         let instance =
             Instance { id, epoch, role, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
-        let load = engine.load();
+        let (load, limits) = (engine.load(), Arc::clone(engine.limits()));
         let (engine, until) = (engine as Arc<dyn Engine>, Instant::now() + self.lease + LEASE_MARGIN);
         let serving = loop {
             let (instance, engine, log) = (instance.clone(), Arc::clone(&engine), Arc::clone(&log));
@@ -132,7 +133,7 @@ impl Shared {
                 started => break started.with_context(|| format!("worker {id} cannot be registered"))?,
             }
         };
-        Ok(RunningWorker { id, serving, manager })
+        Ok(RunningWorker { id, serving, manager, limits })
     }
 }
 
@@ -140,6 +141,16 @@ impl RunningWorker {
     /// The worker and its block manager.
     pub(super) fn blocks(&self) -> (WorkerId, BlockManager) {
         (self.id, self.manager.clone())
+    }
+
+    /// The limits of its engine.
+    pub(super) fn limits(&self) -> Arc<Limits> {
+        Arc::clone(&self.limits)
+    }
+
+    /// Takes the worker out of service and back.
+    pub(super) fn cordon(&self) -> (WorkerId, Cordon) {
+        (self.id, self.serving.cordon().clone())
     }
 
     pub(super) fn into_parts(self) -> (Worker, BlockManager) {

@@ -1,4 +1,6 @@
 use super::*;
+use crate::node::Upstreams;
+use router::Router;
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use worker::plane::RouterId;
@@ -9,6 +11,7 @@ use worker::serve::Planes;
 struct Harness {
     file: tempfile::NamedTempFile,
     reload: Arc<Reload>,
+    router: Arc<Router>,
     filters_set: Arc<AtomicUsize>,
     registry: Registry,
 }
@@ -39,8 +42,11 @@ impl Harness {
             count.fetch_add(usize::from(apply == Apply::Apply), Ordering::Relaxed);
             Ok(())
         });
-        let reload = Reload::new(sources, loaded, (router, upstreams), set_log_filter, &registry).unwrap();
-        Self { file, reload, filters_set, registry }
+        let mut sections: Vec<Box<dyn Section>> = vec![Box::new(Routing(router.clone()))];
+        sections.extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false }) as _));
+        let sources = (sources, Purpose::Serve);
+        let reload = Reload::new(sources, loaded, sections, set_log_filter, &registry).unwrap();
+        Self { file, reload, router, filters_set, registry }
     }
 
     fn write(&self, text: &str) {
@@ -123,7 +129,7 @@ async fn a_failed_log_filter_rolls_the_router_back() {
     harness.write("[router]\npolicy = 'random'\n[log]\nfilter = 'full'\n");
     let report = harness.reload.now("admin");
     assert_eq!((report.outcome, report.error.as_deref()), (Outcome::Rejected, Some("the log cannot change now")));
-    let router = format!("{:?}", harness.reload.router);
+    let router = format!("{:?}", harness.router);
     assert!(router.contains("policy: RoundRobin"), "{router}");
     assert_eq!(harness.runs("router.policy"), "round-robin");
 }
@@ -162,4 +168,102 @@ async fn servers_apply_and_an_invalid_list_changes_nothing() {
     let report = harness.reload.now("file");
     assert_eq!(report.needs_restart, ["aliases.chat", "upstreams"], "the native engine does not start now");
     assert_eq!(harness.runs("upstreams").as_array().unwrap().len(), 2);
+}
+
+/// A section that counts what happens to it, and refuses values on request.
+struct Counting {
+    key: &'static str,
+    seen: Arc<Mutex<Vec<String>>>,
+}
+
+impl Section for Counting {
+    fn has(&self, key: &str) -> bool {
+        key == self.key
+    }
+
+    fn check<'a>(&'a self, config: &'a Config) -> Result<Option<Change<'a>>, String> {
+        let timeout = config.shutdown_timeout;
+        self.seen.lock().push(format!("{} checks {timeout}", self.key));
+        if timeout.0 == Duration::from_secs(7) {
+            return Err("shutdown_timeout: 7 s is refused".to_owned());
+        }
+        if timeout.0 == Duration::from_secs(8) {
+            return Ok(None);
+        }
+        Ok(Some(Box::new(move || {
+            self.seen.lock().push(format!("{} becomes {timeout}", self.key));
+            if timeout.0 == Duration::from_secs(9) && self.key == "threads" { Err("broken".into()) } else { Ok(()) }
+        })))
+    }
+
+    fn copy(&self, from: &Config, to: &mut Config) {
+        if self.key == "shutdown_timeout" {
+            to.shutdown_timeout = from.shutdown_timeout;
+        }
+    }
+}
+
+#[test]
+fn sections_change_together_or_not_at_all() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "shutdown_timeout = '5s'\n").unwrap();
+    let sources =
+        Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
+    let loaded = Config::load_for(&sources, Purpose::Worker).unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let section = |key| Box::new(Counting { key, seen: seen.clone() }) as Box<dyn Section>;
+    let sections = vec![section("shutdown_timeout"), section("threads")];
+    let set_log: SetLogFilter = Box::new(|_, _| Ok(()));
+    let reload = Reload::new((sources, Purpose::Worker), loaded, sections, set_log, &Registry::new()).unwrap();
+    let reloaded = |timeout: u64| {
+        std::fs::write(file.path(), format!("shutdown_timeout = '{timeout}s'\n")).unwrap();
+        let report = reload.now("admin");
+        (report.outcome, report.applied.len(), report.needs_restart.len(), std::mem::take(&mut *seen.lock()))
+    };
+    let running = || reload.as_json()["config"]["shutdown_timeout"]["value"].clone();
+    let (outcome, applied, rest, done) = reloaded(6);
+    assert_eq!((outcome, applied, rest), (Outcome::Applied, 1, 0));
+    let both = ["shutdown_timeout checks 6s", "threads checks 6s", "shutdown_timeout becomes 6s", "threads becomes 6s"];
+    assert_eq!((done, running()), (both.map(String::from).to_vec(), "6s".into()));
+    let (outcome, .., done) = reloaded(7);
+    assert_eq!((outcome, done.len(), running()), (Outcome::Rejected, 1, "6s".into()), "nothing was changed: {done:?}");
+    let (outcome, applied, rest, _) = reloaded(8);
+    assert_eq!((outcome, applied, rest, running()), (Outcome::Unchanged, 0, 1, "6s".into()));
+    let (outcome, .., done) = reloaded(9);
+    let back = [
+        "shutdown_timeout becomes 9s",
+        "threads becomes 9s",
+        "shutdown_timeout checks 6s",
+        "shutdown_timeout becomes 6s",
+    ];
+    assert_eq!((outcome, &done[2..], running()), (Outcome::Rejected, &back.map(String::from)[..], "6s".into()));
+}
+
+#[tokio::test]
+async fn a_frontend_reloads_the_settings_of_models_that_its_workers_serve() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "").unwrap();
+    let sources =
+        Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
+    let loaded = Config::load_for(&sources, Purpose::Frontend).unwrap();
+    let set_log: SetLogFilter = Box::new(|_, _| Ok(()));
+    let reload = Reload::new((sources, Purpose::Frontend), loaded, Vec::new(), set_log, &Registry::new()).unwrap();
+    std::fs::write(file.path(), "[router.models.llama]\npolicy = 'random'\n").unwrap();
+    assert_eq!(reload.now("file").error, None, "`llama` is a model of another process");
+}
+
+#[tokio::test]
+async fn a_log_filter_of_the_admin_api_stays_until_the_next_reload() {
+    let harness = Harness::new("log.filter = 'warn'\n");
+    harness.reload.set_log_filter("debug").unwrap();
+    let entry = || harness.reload.as_json()["config"]["log.filter"].clone();
+    assert_eq!(entry(), serde_json::json!({ "value": "debug", "origin": "admin API" }));
+    assert_eq!(harness.filters_set.load(Ordering::Relaxed), 1);
+    for refused in ["noise", "full"] {
+        harness.reload.set_log_filter(refused).unwrap_err();
+        assert_eq!(entry()["value"], "debug");
+    }
+    let report = harness.reload.now("SIGHUP");
+    assert_eq!((report.outcome, report.applied), (Outcome::Applied, vec!["log.filter".to_owned()]));
+    assert_eq!(entry()["value"], "warn");
 }

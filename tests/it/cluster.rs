@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+mod admin;
 mod drain;
 mod faults;
 mod handoff;
@@ -200,7 +201,7 @@ fn wrong_settings_are_refused_before_anything_starts() {
         ("worker", &["--advertise", "ftp://host:1"], "http://HOST:PORT"),
         ("worker", &["--set", "cluster.tls.key_file=x"], "cluster.tls.cert_file is needed"),
         ("frontend", &["--set", "cluster.tls.ca_file=no/such/file"], "cluster.tls.ca_file = "),
-        ("worker", &["--set", "admin.listen=127.0.0.1:0"], "admin.listen"),
+        ("worker", &["--listen", "127.0.0.1:9", "--set", "admin.listen=127.0.0.1:9"], "admin.listen"),
         ("worker", &["--secret-file", "no/such/file"], "cluster.secret_file"),
         ("frontend", &["--nats", "nats://user:password@host:4222"], "credentials"),
         ("frontend", &["--set", "nats.user=me"], "nats.password_file"),

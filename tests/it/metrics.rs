@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use crate::process::client;
-use blockyard::config::{Budget, ByteSize, Config, Listen, SharedFlash, Sources};
+use blockyard::config::{Budget, ByteSize, Config, Listen, Purpose, SharedFlash, Sources};
 use blockyard::node::{Node, Process};
 use blockyard::reload::Reload;
 use kvbm::object::StoreLocation;
@@ -12,7 +12,6 @@ use prometheus::{IntGauge, Registry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use std::sync::Arc;
 
 const PAGE: &str = include_str!("../../docs/metrics.md");
 
@@ -67,8 +66,8 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let environment = vec![("HOME".into(), "/home/ada".into())];
     let loaded = Config::load(&Sources { environment, ..Sources::default() }).unwrap();
     let set_log = Box::new(|_: &str, _| Ok(()));
-    let targets = (Arc::clone(node.router()), None);
-    let _reload = Reload::new(Sources::default(), loaded, targets, set_log, node.registry()).unwrap();
+    let sources = (Sources::default(), Purpose::Serve);
+    let _reload = Reload::new(sources, loaded, Vec::new(), set_log, node.registry()).unwrap();
     let url = format!("http://{}", node.address());
     let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
     for _ in 0..2 {
