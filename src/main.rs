@@ -101,7 +101,8 @@ impl Launch {
         }
         if let Some(upstreams) = node.upstreams() {
             let has_tenants = config.frontend.has_tenants();
-            sections.push(Box::new(Servers { upstreams: Arc::clone(upstreams), has_tenants }));
+            let may_be_none = self.purpose == Purpose::Frontend;
+            sections.push(Box::new(Servers { upstreams: Arc::clone(upstreams), has_tenants, may_be_none }));
         }
         let workers = admin::routed_workers::routes(Arc::downgrade(node.router()));
         self.run(node, sections, workers, signals).await

@@ -7,7 +7,8 @@
 //!              planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G3.5 of a host ⇄ G4 of all nodes
 //! ```
 //! With upstreams the workers are servers of other processes, and there are no tiers. `frontend` runs frontend and
-//! router, `worker` the rest ([`WorkerNode`]); then the planes are on NATS.
+//! router, `worker` the rest ([`WorkerNode`]); then the planes are on NATS. A frontend may have upstreams beside workers:
+//! it registers them in planes of its own, which only its router sees.
 //!
 //! The HTTP server starts before the model is loaded: health checks are answered from the first second on, and
 //! completions get 503 with `Retry-After` until the node is ready.
@@ -55,7 +56,6 @@ use frontend::{Server, Tokenizers};
 use health::{Health, Watched};
 use http_server::HttpServer;
 use native::Native;
-use planes::NatsPlanes;
 use prometheus::Registry;
 use router::Router;
 use scope::Scope;
@@ -154,13 +154,13 @@ impl Node {
             node.start_native(config, planes, &health).await?;
         } else {
             let upstreams = Upstreams::new(planes, system_lookup(), aliases, tokenizers, upstream_metrics);
-            node.start_upstreams(config, upstreams).await?;
+            node.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams).await?);
         }
         Ok(node)
     }
 
-    /// Starts the frontend and the router for workers of other processes. Resolves when requests are accepted; they are
-    /// served once there are workers.
+    /// Starts the frontend and the router for workers of other processes and for the upstreams of its configuration.
+    /// Resolves when requests are accepted; they are served once there are workers or upstreams.
     pub async fn start_frontend(config: &Config) -> anyhow::Result<Self> {
         let listener = http_server::listen_to_clients(config).await?;
         check(config, Purpose::Frontend).await?;
@@ -168,15 +168,23 @@ impl Node {
         let credentials = planes::credentials(config, &CertificateMetrics::new("cluster", &registry)?)?;
         // This process registers no worker.
         let no_address = Address(String::new());
-        let NatsPlanes { discovery, events } = planes::open(config, no_address, credentials, &registry).await?;
-        let planes = Planes { discovery, events };
-        let (mut node, _) = Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
+        let shared = planes::open(config, no_address, credentials, &registry).await?;
+        // Also without upstreams: the first may come with a reload.
+        let local = planes::local();
+        let planes = planes::combined(shared, &local);
+        let upstream_metrics = upstream::Metrics::new(&registry)?;
+        let (mut node, Parts { aliases, tokenizers, .. }) =
+            Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
+        let upstreams = Upstreams::new(local, system_lookup(), aliases, tokenizers, upstream_metrics);
+        let router = Arc::clone(&node.router);
         // Not an error: workers may start later.
-        let _ = timeout(WORKERS_TIMEOUT, until_discovered(&node.router)).await;
+        let workers = timeout(WORKERS_TIMEOUT, until_discovered(&router));
+        let (upstreams, _) = tokio::join!(node.start_upstreams(config, upstreams), workers);
         node.banner.serves = Serves::Cluster(ClusterFacts {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
-            models: node.router.models().iter().map(|model| model.id.clone()).collect(),
+            models: router.models().iter().map(|model| model.id.clone()).collect(),
+            upstreams: upstreams?,
         });
         Ok(node)
     }
@@ -204,7 +212,7 @@ impl Node {
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
         let loaded = config.clone();
-        let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded)).await;
+        let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded, purpose)).await;
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
         let parts = frontend::Parts { tokenizers: Arc::clone(&tokenizers), tracer: tracer.clone() };
         let app = frontend::router_with(parts, engine, registry.clone(), settings)?;
@@ -245,20 +253,21 @@ impl Node {
         Ok(())
     }
 
-    /// Starts the upstreams, and waits a moment for the first. With none the node starts all the same, and is not
-    /// ready.
-    async fn start_upstreams(&mut self, config: &Config, upstreams: Upstreams) -> anyhow::Result<()> {
+    /// Starts the upstreams, and waits a moment for the first. If none answers, the node starts all the same.
+    async fn start_upstreams(&mut self, config: &Config, upstreams: Upstreams) -> anyhow::Result<Vec<UpstreamFacts>> {
         upstreams.apply(Upstreams::check(&config.upstreams, config.frontend.has_tenants())?);
         upstreams.set_aliases(config.aliases.clone());
-        upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
+        if !config.upstreams.is_empty() {
+            upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
+        }
         let facts = config.upstreams.iter().map(|upstream| {
             let url = upstream.url.to_string();
             let Known { servers, models } = upstreams.known(&url);
             UpstreamFacts { url, servers, models }
         });
-        self.banner.serves = Serves::Upstreams(facts.collect());
+        let facts = facts.collect();
         self.upstreams = Some(Arc::new(upstreams));
-        Ok(())
+        Ok(facts)
     }
 
     /// The router of the node.

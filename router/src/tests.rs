@@ -7,6 +7,7 @@ mod endpoints;
 mod event_accuracy;
 mod events;
 pub(crate) mod harness;
+mod kinds;
 mod observability;
 mod placement;
 mod replicas;

@@ -95,10 +95,10 @@ pub enum Command {
     /// text is meaningless. Ctrl-C stops it after running requests have finished. A second Ctrl-C stops it at once.
     Serve(Serve),
 
-    /// Run a frontend and a router for workers in other processes, which are found over NATS.
+    /// Run a frontend and a router for workers in other processes, which are found over NATS, and for upstreams.
     ///
     /// It starts without workers, and serves requests once there are some. Several frontends may run; each routes to
-    /// all workers.
+    /// all workers, and to the upstreams that its own configuration names.
     Frontend(Frontend),
 
     /// Run workers for frontends in other processes: a model, the engine and its tiers.
@@ -165,6 +165,11 @@ pub struct Frontend {
     /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
+
+    /// URL of a server with OpenAI's API (vLLM, SGLang, …) to route to beside the workers; may be repeated. Name the
+    /// same URLs in all frontends
+    #[arg(long, value_name = "URL")]
+    upstream: Vec<String>,
 
     #[command(flatten)]
     cluster: ClusterFlags,
@@ -300,7 +305,8 @@ impl Frontend {
     /// What the command runs.
     pub fn serving(&self) -> Serving {
         let flags = [("--listen", "listen", &self.listen)];
-        let sources = self.any.sources(&flags, self.cluster.flags());
+        let more = self.cluster.flags().chain(upstreams(&self.upstream));
+        let sources = self.any.sources(&flags, more);
         Serving { purpose: Purpose::Frontend, sources, printed: self.printed }
     }
 }
@@ -349,9 +355,13 @@ impl Configured {
             ("--listen", "listen", &self.listen),
             ("--workers", "workers", &self.workers),
         ];
-        let upstreams = (!self.upstream.is_empty()).then(|| Flag::list("--upstream", "upstreams", &self.upstream));
-        self.any.sources(&flags, upstreams)
+        self.any.sources(&flags, upstreams(&self.upstream))
     }
+}
+
+/// The flag for the servers of a gateway or a frontend, if there are any.
+fn upstreams(urls: &[String]) -> Option<Flag> {
+    (!urls.is_empty()).then(|| Flag::list("--upstream", "upstreams", urls))
 }
 
 #[cfg(test)]

@@ -230,19 +230,12 @@ fn is_worker_url(url: &str) -> bool {
 }
 
 impl Config {
-    /// Additional checks of `blockyard frontend`.
-    pub(super) fn problems_of_frontend(&self) -> Vec<Problem> {
-        let problem = "`blockyard frontend` sends requests to workers that it finds over NATS; for a gateway of other \
-                       servers use `blockyard serve`";
-        let upstreams = (!self.upstreams.is_empty()).then(|| Problem::new("upstreams", problem));
-        upstreams.into_iter().collect()
-    }
-
     /// Additional checks of `blockyard worker`.
     pub(super) fn problems_of_worker(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if !self.upstreams.is_empty() {
-            let problem = "`blockyard worker` serves a model; for a gateway of other servers use `blockyard serve`";
+            let problem = "`blockyard worker` serves a model; the servers of `upstreams` are those of a gateway: \
+                           `blockyard serve`, or `blockyard frontend` in a deployment of several processes";
             problems.push(Problem::new("upstreams", problem));
         }
         problems.extend(self.problem_of_g1());

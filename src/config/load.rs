@@ -142,9 +142,9 @@ impl Config {
             resource_attributes: sources.variable("OTEL_RESOURCE_ATTRIBUTES").map(str::to_owned),
         };
         let serving = match purpose {
-            Purpose::Tools => Vec::new(),
+            // The models are those of workers and upstreams, which come and go.
+            Purpose::Tools | Purpose::Frontend => Vec::new(),
             Purpose::Serve => config.problems_of_serving(),
-            Purpose::Frontend => config.problems_of_frontend(),
             Purpose::Worker => config.problems_of_worker(),
         };
         errors.extend(config.problems().into_iter().chain(serving).map(|wrong| with_origin(&merged, wrong)));

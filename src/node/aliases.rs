@@ -8,6 +8,10 @@
 //! with weighted rendezvous hashing (Schindelhauer and Schomaker, 2005). So a change of one weight moves no more
 //! conversations than it must. A deployment without a server is left out.
 //!
+//! **The deployments of a name are all upstreams, or all models of workers**: requests for an upstream are relayed as they
+//! are, those for a worker are parsed and tokenized first. The first deployment that is there decides; those of the
+//! other kind are left out.
+//!
 //! Not here: the name in the body of a request, which the engine of the server replaces.
 
 use crate::config::{Alias, Deployment};
@@ -52,9 +56,8 @@ impl Aliased {
 
     /// The card of an alias, from those of its deployments that are there.
     fn card(&self, name: &str, alias: &Alias, served: &[Arc<ModelCard>]) -> Option<Arc<ModelCard>> {
-        let deployments = alias.deployments.iter().filter(|deployment| deployment.weight > 0);
-        let deployed: Vec<Arc<ModelCard>> =
-            deployments.filter_map(|one| served.iter().find(|card| card.id == one.model).cloned()).collect();
+        let available = available(alias, served);
+        let deployed: Vec<Arc<ModelCard>> = available.iter().map(|(_, card)| Arc::clone(card)).collect();
         let first = deployed.first()?;
         let mut cards = self.cards.lock();
         if let Some(AliasCard { of, card }) = cards.get(name)
@@ -62,6 +65,17 @@ impl Aliased {
             && of.iter().zip(&deployed).all(|(one, other)| Arc::ptr_eq(one, other))
         {
             return Some(Arc::clone(card));
+        }
+        let is_left_out = |one: &&Deployment| {
+            one.weight > 0 && served.iter().any(|card| card.id == one.model && card.is_relayed != first.is_relayed)
+        };
+        if let Some(left_out) = alias.deployments.iter().find(is_left_out) {
+            tracing::warn!(
+                alias = name,
+                model = left_out.model,
+                first = first.id,
+                "a deployment gets no requests: the deployments of an alias are all upstreams or all models of workers"
+            );
         }
         let same_tokenizer = deployed.iter().all(|card| card.tokenizer == first.tokenizer);
         let card = Arc::new(ModelCard {
@@ -100,15 +114,12 @@ impl Engine for Aliased {
         let aliases = self.aliases.0.read();
         let alias = aliases.get(name)?;
         let served = self.inner.models();
-        let card = |deployment: &Deployment| served.iter().find(|card| card.id == deployment.model);
-        let available =
-            alias.deployments.iter().filter(|deployment| deployment.weight > 0 && card(deployment).is_some());
-        let available: Vec<&Deployment> = available.collect();
-        let chosen = match available[..] {
-            [only] => only,
-            _ => choose(&available, key(conversation))?,
+        let available = available(alias, &served);
+        let chosen = match &available[..] {
+            [(only, _)] => only,
+            all => choose(all.iter().map(|(deployment, _)| *deployment), key(conversation))?,
         };
-        card(chosen).cloned()
+        available.iter().find(|(one, _)| one.model == chosen.model).map(|(_, card)| Arc::clone(card))
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
@@ -147,6 +158,17 @@ impl Engine for Aliased {
     }
 }
 
+/// The deployments of an alias that get requests, with their cards.
+fn available<'a>(alias: &'a Alias, served: &'a [Arc<ModelCard>]) -> Vec<(&'a Deployment, &'a Arc<ModelCard>)> {
+    let card = |one: &'a Deployment| Some((one, served.iter().find(|card| card.id == one.model)?));
+    let mut available: Vec<_> =
+        alias.deployments.iter().filter(|deployment| deployment.weight > 0).filter_map(card).collect();
+    if let Some(is_relayed) = available.first().map(|(_, first)| first.is_relayed) {
+        available.retain(|(_, card)| card.is_relayed == is_relayed);
+    }
+    available
+}
+
 /// What the requests of a conversation have in common, and those of others have not.
 fn key(conversation: &Conversation<'_>) -> u64 {
     let Conversation { request, tenant, session, body } = conversation;
@@ -163,7 +185,7 @@ fn key(conversation: &Conversation<'_>) -> u64 {
 }
 
 /// The deployment of a key: each gets the share of all keys that its weight is of all weights.
-fn choose<'a>(deployments: &[&'a Deployment], key: u64) -> Option<&'a Deployment> {
+fn choose<'a>(deployments: impl IntoIterator<Item = &'a Deployment>, key: u64) -> Option<&'a Deployment> {
     let score = |deployment: &Deployment| {
         let mut hasher = DefaultHasher::new();
         (key, &deployment.model).hash(&mut hasher);
@@ -171,7 +193,7 @@ fn choose<'a>(deployments: &[&'a Deployment], key: u64) -> Option<&'a Deployment
         let uniform = ((hasher.finish() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
         -uniform.ln() / f64::from(deployment.weight)
     };
-    deployments.iter().copied().min_by(|one, other| score(one).total_cmp(&score(other)))
+    deployments.into_iter().min_by(|one, other| score(one).total_cmp(&score(other)))
 }
 
 #[cfg(test)]
@@ -186,8 +208,39 @@ mod tests {
     fn chosen(weights: [u32; 3]) -> Vec<String> {
         let all: Vec<Deployment> =
             ["a", "b", "c"].iter().zip(weights).map(|(model, weight)| deployment(model, weight)).collect();
-        let usable: Vec<&Deployment> = all.iter().filter(|one| one.weight > 0).collect();
-        (0..10_000).map(|key| choose(&usable, key).unwrap().model.clone()).collect()
+        let usable = || all.iter().filter(|one| one.weight > 0);
+        (0..10_000).map(|key| choose(usable(), key).unwrap().model.clone()).collect()
+    }
+
+    #[test]
+    fn deployments_of_one_kind_are_available() {
+        let card = |id: &str, is_relayed| {
+            Arc::new(ModelCard {
+                id: id.into(),
+                identity: id.into(),
+                created: 0,
+                context: 64,
+                block_size: 16,
+                vocabulary: 10,
+                eos: vec![],
+                tokenizer: None,
+                chat_template: None,
+                special_tokens: vec![],
+                sampling: worker::engine::SamplingDefaults::default(),
+                random_weights: true,
+                is_relayed,
+                has_exact_blocks: true,
+            })
+        };
+        let served = [card("worker", false), card("upstream", true), card("other", true)];
+        let names = |models: &[(&str, u32)]| {
+            let deployments = models.iter().map(|(model, weight)| deployment(model, *weight)).collect();
+            let alias = Alias { deployments };
+            available(&alias, &served).iter().map(|(one, _)| one.model.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&[("upstream", 1), ("worker", 9), ("other", 1)]), ["upstream", "other"]);
+        assert_eq!(names(&[("upstream", 0), ("worker", 1), ("other", 1)]), ["worker"]);
+        assert_eq!(names(&[("absent", 1), ("worker", 1)]), ["worker"], "one that is absent decides nothing");
     }
 
     #[test]

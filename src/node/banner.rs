@@ -42,15 +42,17 @@ pub enum Serves {
     Workers(Box<WorkerFacts>),
 }
 
-/// Where a frontend finds workers.
+/// Where a frontend finds workers, and its upstreams.
 #[derive(Clone, Debug)]
 pub struct ClusterFacts {
     /// URLs of the NATS servers.
     pub nats: Vec<String>,
     /// The first tokens of the subjects.
     pub prefix: String,
-    /// The models of the workers that were found; empty if there are none yet.
+    /// The models of the workers and upstreams that were found; empty if there are none yet.
     pub models: Vec<String>,
+    /// The servers of its configuration.
+    pub upstreams: Vec<UpstreamFacts>,
 }
 
 /// The workers of a process, and where frontends find them.
@@ -111,14 +113,12 @@ impl Banner {
         });
         let facts = match &self.serves {
             Serves::Native(native) => native.as_json(),
-            Serves::Upstreams(upstreams) => {
-                let upstream =
-                    |one: &UpstreamFacts| json!({ "url": one.url, "servers": one.servers, "models": one.models });
-                json!({ "upstreams": upstreams.iter().map(upstream).collect::<Vec<_>>() })
-            }
-            Serves::Cluster(ClusterFacts { nats, prefix, models }) => {
-                json!({ "nats": { "servers": nats, "prefix": prefix }, "models": models })
-            }
+            Serves::Upstreams(upstreams) => json!({ "upstreams": upstreams_as_json(upstreams) }),
+            Serves::Cluster(ClusterFacts { nats, prefix, models, upstreams }) => json!({
+                "nats": { "servers": nats, "prefix": prefix },
+                "models": models,
+                "upstreams": upstreams_as_json(upstreams),
+            }),
             Serves::Workers(facts) => {
                 let WorkerFacts { native, ids, url, nats, prefix } = &**facts;
                 let mut json = native.as_json();
@@ -179,6 +179,15 @@ impl Banner {
     }
 }
 
+impl fmt::Display for UpstreamFacts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { url, servers, models } = self;
+        let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
+        let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
+        write!(f, "  upstream {url}: {models}{servers}")
+    }
+}
+
 impl NativeFacts {
     fn as_json(&self) -> Value {
         let Self { model, sizes, disks, data_dir, g3_5, g4, threads, roles } = self;
@@ -232,15 +241,12 @@ impl fmt::Display for Banner {
             Serves::Native(native) => self.write_native(native, f)?,
             Serves::Upstreams(upstreams) => {
                 self.write_address(f)?;
-                for UpstreamFacts { url, servers, models } in upstreams {
-                    let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
-                    let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
-                    writeln!(f, "  upstream {url}: {models}{servers}")?;
-                }
+                upstreams.iter().try_for_each(|upstream| writeln!(f, "{upstream}"))?;
             }
-            Serves::Cluster(ClusterFacts { nats, prefix, models }) => {
+            Serves::Cluster(ClusterFacts { nats, prefix, models, upstreams }) => {
                 self.write_address(f)?;
                 writeln!(f, "  nats     {}, prefix {prefix}", nats.join(", "))?;
+                upstreams.iter().try_for_each(|upstream| writeln!(f, "{upstream}"))?;
                 let none = "none yet; start workers with `blockyard worker`".to_owned();
                 writeln!(f, "  models   {}", if models.is_empty() { none } else { models.join(", ") })?;
             }
@@ -258,6 +264,11 @@ impl fmt::Display for Banner {
         let key = if self.needs_key { " -H \"authorization: Bearer $KEY\"" } else { "" };
         writeln!(f, "  curl {}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'", self.url())
     }
+}
+
+fn upstreams_as_json(upstreams: &[UpstreamFacts]) -> Vec<Value> {
+    let upstream = |one: &UpstreamFacts| json!({ "url": one.url, "servers": one.servers, "models": one.models });
+    upstreams.iter().map(upstream).collect()
 }
 
 fn folders(folders: &[PathBuf]) -> String {
@@ -348,15 +359,23 @@ mod tests {
         };
         let upstreams = vec![facts("http://a:8000/", 0, &[]), facts("http://b:8000/", 2, &["org/m", "org/m-lora"])];
         let address = "127.0.0.1:80".parse().unwrap();
-        let banner = Banner { address, has_tls: false, needs_key: false, serves: Serves::Upstreams(upstreams) };
-        let text = banner.to_string();
-        for part in [
-            "http://a:8000/: does not answer yet",
-            "http://b:8000/: org/m, org/m-lora (2 servers)",
-            r#""model":"org/m""#,
-        ] {
-            assert!(text.contains(part), "`{part}` is not in:\n{text}");
+        let nats = vec!["nats://n:4222".to_owned()];
+        let models = vec!["org/m".to_owned(), "tiny".to_owned()];
+        let cluster = ClusterFacts { nats, prefix: "p".into(), models, upstreams: upstreams.clone() };
+        for serves in [Serves::Upstreams(upstreams), Serves::Cluster(cluster)] {
+            let is_cluster = matches!(serves, Serves::Cluster(_));
+            let banner = Banner { address, has_tls: false, needs_key: false, serves };
+            let text = banner.to_string();
+            for part in [
+                "http://a:8000/: does not answer yet",
+                "http://b:8000/: org/m, org/m-lora (2 servers)",
+                r#""model":"org/m""#,
+            ] {
+                assert!(text.contains(part), "`{part}` is not in:\n{text}");
+            }
+            assert_eq!(text.contains("nats     nats://n:4222, prefix p"), is_cluster, "{text}");
+            assert_eq!(text.contains("models   org/m, tiny"), is_cluster, "{text}");
+            assert_eq!(banner.as_json()["upstreams"][1]["models"], json!(["org/m", "org/m-lora"]));
         }
-        assert_eq!(banner.as_json()["upstreams"][1]["models"], json!(["org/m", "org/m-lora"]));
     }
 }

@@ -1,10 +1,12 @@
-//! The planes of a process: in memory if it runs all components, else on NATS.
+//! The planes of a process: in memory if it runs all components, else on NATS. A frontend has both: the upstreams of its
+//! own configuration are in memory.
 
 use crate::config::Config;
 use anyhow::Context;
 use prometheus::Registry;
 use std::sync::Arc;
 use transport::{CertificateMetrics, ClientTls};
+use worker::plane::combined::{CombinedDiscovery, CombinedEvents};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::nats::{Address, Connection, Connector, Metrics, NatsDiscovery, NatsEvents};
 use worker::remote::{Credentials, RemoteEngine, Secret};
@@ -16,9 +18,18 @@ pub(super) struct NatsPlanes {
     pub(super) events: Arc<NatsEvents>,
 }
 
-/// The planes of a process that runs all components.
+/// The planes of what only this process knows.
 pub(super) fn local() -> Planes {
     Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) }
+}
+
+/// Both planes as the router of a frontend sees them: workers come from NATS, upstreams from `local`, and the reservations
+/// of all frontends pass over NATS.
+pub(super) fn combined(NatsPlanes { discovery, events }: NatsPlanes, local: &Planes) -> Planes {
+    Planes {
+        discovery: Arc::new(CombinedDiscovery::new(discovery, Arc::clone(&local.discovery))),
+        events: Arc::new(CombinedEvents::new(events, Arc::clone(&local.events))),
+    }
 }
 
 /// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes

@@ -65,7 +65,7 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
         check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
     }
     if purpose == Purpose::Frontend || !config.upstreams.is_empty() {
-        check(super::tokenizers::load(config).map(drop));
+        check(super::tokenizers::load(config, purpose).map(drop));
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }
     check(folder("data_dir", &config.data_dir));

@@ -1,6 +1,6 @@
 //! Loads the tokenizers of the models of upstreams from their folders.
 
-use crate::config::Config;
+use crate::config::{Config, Purpose};
 use anyhow::{Context, anyhow};
 use frontend::{LocalTokenizer, TokenizerText};
 use std::collections::BTreeMap;
@@ -8,11 +8,14 @@ use std::path::Path;
 use std::sync::Arc;
 use worker::llama::TokenizerFiles;
 
-/// The configured tokenizers, by model; none without upstreams. Blocks for about a second for each folder.
-pub(super) fn load(config: &Config) -> anyhow::Result<BTreeMap<String, Arc<LocalTokenizer>>> {
+/// The configured tokenizers, by model; none in a process that has no upstreams and gets none. Blocks for about a second
+/// for each folder.
+pub(super) fn load(config: &Config, purpose: Purpose) -> anyhow::Result<BTreeMap<String, Arc<LocalTokenizer>>> {
     let mut by_folder: BTreeMap<&Path, Arc<LocalTokenizer>> = BTreeMap::new();
     let mut by_model = BTreeMap::new();
-    let configured = config.tokenizers.iter().filter(|_| !config.upstreams.is_empty());
+    // A frontend may get its first upstream by a reload.
+    let is_gateway = purpose == Purpose::Frontend || !config.upstreams.is_empty();
+    let configured = config.tokenizers.iter().filter(|_| is_gateway);
     for (model, folder) in configured {
         let tokenizer = match by_folder.get(folder.as_path()) {
             Some(tokenizer) => Arc::clone(tokenizer),

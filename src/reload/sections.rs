@@ -70,6 +70,9 @@ pub struct Servers {
     pub upstreams: Arc<Upstreams>,
     /// Whether requests have tenants.
     pub has_tenants: bool,
+    /// Whether the process may have none: a frontend has workers besides. `serve` does not become a gateway while it
+    /// runs, nor ceases to be one.
+    pub may_be_none: bool,
 }
 
 impl Section for Servers {
@@ -78,8 +81,7 @@ impl Section for Servers {
     }
 
     fn check<'a>(&'a self, config: &'a Config) -> Result<Option<Change<'a>>, String> {
-        // A process does not cease to be a gateway while it runs.
-        if config.upstreams.is_empty() {
+        if config.upstreams.is_empty() && !self.may_be_none {
             return Ok(None);
         }
         // The error with its causes in one line.

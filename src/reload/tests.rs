@@ -22,11 +22,15 @@ impl Harness {
     }
 
     fn with(text: &str, upstreams: Option<Arc<Upstreams>>) -> Self {
+        Self::of(Purpose::Serve, text, upstreams)
+    }
+
+    fn of(purpose: Purpose, text: &str, upstreams: Option<Arc<Upstreams>>) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         let environment = vec![("HOME".into(), "/home/ada".into())];
         let sources = Sources { file: Some(file.path().into()), environment, flags: vec![] };
-        let loaded = Config::load(&sources).unwrap();
+        let loaded = Config::load_for(&sources, purpose).unwrap();
         let registry = Registry::new();
         let (roster, bus) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
         let router = Router::new(RouterId(1), roster, bus, loaded.0.router.clone(), &registry).unwrap();
@@ -43,8 +47,9 @@ impl Harness {
             Ok(())
         });
         let mut sections: Vec<Box<dyn Section>> = vec![Box::new(Routing(router.clone()))];
-        sections.extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false }) as _));
-        let sources = (sources, Purpose::Serve);
+        let may_be_none = purpose == Purpose::Frontend;
+        sections.extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false, may_be_none }) as _));
+        let sources = (sources, purpose);
         let reload = Reload::new(sources, loaded, sections, set_log_filter, &registry).unwrap();
         Self { file, reload, router, filters_set, registry }
     }
@@ -148,15 +153,19 @@ async fn a_changed_file_is_loaded_once_it_is_stable() {
     watch.abort();
 }
 
-#[tokio::test]
-async fn servers_apply_and_an_invalid_list_changes_nothing() {
+/// Upstreams of a process, none yet.
+fn no_upstreams() -> Arc<Upstreams> {
     let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
     let metrics = upstream::Metrics::new(&Registry::new()).unwrap();
     let tokenizers =
         frontend::Tokenizers::new(std::collections::BTreeMap::new(), &prometheus::Registry::new()).unwrap();
     let lookup = upstream::resolve::system_lookup();
-    let upstreams = Arc::new(Upstreams::new(planes, lookup, Arc::default(), Arc::new(tokenizers), metrics));
-    let harness = Harness::with("upstreams = ['http://127.0.0.1:1']\n", Some(upstreams));
+    Arc::new(Upstreams::new(planes, lookup, Arc::default(), Arc::new(tokenizers), metrics))
+}
+
+#[tokio::test]
+async fn servers_apply_and_an_invalid_list_changes_nothing() {
+    let harness = Harness::with("upstreams = ['http://127.0.0.1:1']\n", Some(no_upstreams()));
     harness.write("upstreams = ['http://127.0.0.1:1', 'http://127.0.0.1:2']\naliases.chat = 'org/m'\n");
     assert_eq!(harness.reload.now("file").applied, ["aliases.chat", "upstreams"]);
     assert_eq!(harness.runs("upstreams").as_array().unwrap().len(), 2);
@@ -266,4 +275,19 @@ async fn a_log_filter_of_the_admin_api_stays_until_the_next_reload() {
     let report = harness.reload.now("SIGHUP");
     assert_eq!((report.outcome, report.applied), (Outcome::Applied, vec!["log.filter".to_owned()]));
     assert_eq!(entry()["value"], "warn");
+}
+
+#[tokio::test]
+async fn a_frontend_gets_its_first_server_and_loses_its_last_at_run_time() {
+    let harness = Harness::of(Purpose::Frontend, "[router]\nseed = 1\n", Some(no_upstreams()));
+    // A model of workers, which the configuration of a frontend does not name.
+    let of_workers = "[router.models.llama]\npolicy = 'random'\n[router.planner]\nmode = 'apply'\n";
+    harness.write(&format!("upstreams = ['http://127.0.0.1:1']\naliases.chat = 'org/m'\n{of_workers}"));
+    let report = harness.reload.now("file");
+    let applied = ["aliases.chat", "router.models.llama.policy", "router.planner.mode", "router.seed", "upstreams"];
+    assert_eq!((report.error, report.applied), (None, applied.map(String::from).to_vec()));
+    harness.write("");
+    let report = harness.reload.now("file");
+    assert!(report.needs_restart.is_empty() && report.applied.contains(&"upstreams".to_owned()), "{report:?}");
+    assert_eq!(harness.runs("upstreams").as_array().unwrap().len(), 0);
 }

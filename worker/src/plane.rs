@@ -3,6 +3,7 @@
 //! Requests need no trait of their own: discovery yields an [`Engine`] for each instance. The in-memory planes number,
 //! delay and expire like those over a network.
 
+pub mod combined;
 #[cfg(test)]
 pub(crate) mod contract;
 mod event;

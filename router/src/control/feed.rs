@@ -16,6 +16,7 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
 use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Run, Snapshot};
+use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,6 +36,8 @@ pub(crate) struct Feed {
     metrics: Metrics,
     events: Arc<dyn Events>,
     followed: BTreeMap<Source, Followed>,
+    /// Models that workers and servers of other programs serve under one name, which is logged once.
+    named_twice: BTreeSet<String>,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
     /// Sequence number of the last resync request.
     request_seq: u64,
@@ -107,6 +110,7 @@ impl Feed {
             metrics,
             events,
             followed: BTreeMap::new(),
+            named_twice: BTreeSet::new(),
             resyncs: FuturesUnordered::new(),
             request_seq: 0,
             request_permits: Arc::new(Semaphore::new(MAX_REQUESTS)),
@@ -173,6 +177,7 @@ impl Feed {
         });
         self.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref()).with_texts(texts)));
         self.admission.notify();
+        self.check_names();
         self.gauges();
     }
 
@@ -184,6 +189,7 @@ impl Feed {
         tracing::info!(worker = %id, "worker left");
         self.fleet.leave(id);
         self.admission.notify();
+        self.check_names();
         self.followed.remove(&Source::Worker(id));
         for store in self.index.leave(id) {
             // No worker can onboard from the store now; the next one to join brings a snapshot of it.
@@ -192,6 +198,22 @@ impl Feed {
         }
         self.metrics.remove_worker(id);
         self.gauges();
+    }
+
+    /// Logs the models of servers that get no requests, because workers serve a model of that name.
+    fn check_names(&mut self) {
+        let now = self.fleet.snapshot().unused_models();
+        for model in now.difference(&self.named_twice) {
+            tracing::warn!(
+                model,
+                "workers and upstreams serve a model of this name; requests go to the workers only. Rename one of the \
+                 two models"
+            );
+        }
+        for model in self.named_twice.difference(&now) {
+            tracing::info!(model, "no longer do workers and upstreams serve a model of this name");
+        }
+        self.named_twice = now;
     }
 
     fn event(&mut self, Event { source, epoch, body }: Event) {

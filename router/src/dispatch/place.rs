@@ -103,6 +103,11 @@ fn choose(
         Some(why) => Error::Unavailable(why),
         None => Error::UnknownModel(request.model.to_string()),
     })?;
+    // The pool was another one when the request was parsed.
+    if !pool.takes(request) {
+        let problem = format!("the model `{}` has passed between workers and upstreams; send it again", request.model);
+        return Err(Error::Unavailable(problem));
+    }
     let (prompt, context) = (request.tokens.len(), pool.context());
     // The length of a relayed prompt is an estimate; its engine knows it.
     if prompt >= context && !matches!(request.work, Work::Relay(_)) {

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use worker::engine::{EndpointKind, Engine, ModelCard, Request};
+use worker::engine::{EndpointKind, Engine, ModelCard, Request, Work};
 use worker::plane::{Instance, Load, Role, WorkerId};
 
 /// A worker during one epoch (one life of its process).
@@ -57,6 +57,8 @@ impl Worker {
         previous: Option<&Self>,
     ) -> Self {
         let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
+        let new_load = || if instance.model.is_relayed { WorkerLoad::of_server() } else { WorkerLoad::default() };
+        let load = previous.map_or_else(|| Arc::new(new_load()), |worker| worker.load.clone());
         Self {
             name: instance.id.to_string().into(),
             instance,
@@ -66,7 +68,7 @@ impl Worker {
             announced: slot,
             texts: previous.and_then(|worker| worker.texts),
             estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
-            load: previous.map(|worker| worker.load.clone()).unwrap_or_default(),
+            load,
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
             health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
             last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
@@ -204,10 +206,13 @@ pub(crate) enum PromptTokens {
     Estimated,
 }
 
-/// The workers of one model.
+/// The workers of one model. All of them take the requests that the router gets, or all of them are servers of other
+/// programs, to which the client's requests are relayed: a request of one kind cannot be sent to the other.
 #[derive(Default)]
 pub(crate) struct ModelPool {
     entries: Vec<WorkerEntry>,
+    /// Whether they are servers of other programs.
+    is_relayed: bool,
     /// The distinct hash schemes of their blocks, one card each; nearly always one.
     schemes: Vec<Arc<ModelCard>>,
     /// The longest context of any of them, in tokens.
@@ -264,6 +269,11 @@ impl WorkerEntry {
 impl ModelPool {
     pub(crate) fn entries(&self) -> &[WorkerEntry] {
         &self.entries
+    }
+
+    /// Whether they can serve a request, as far as that depends on its kind.
+    pub(crate) fn takes(&self, request: &Request) -> bool {
+        self.is_relayed == matches!(request.work, Work::Relay(_))
     }
 
     /// One card for each hash scheme.
@@ -358,6 +368,12 @@ impl FleetSnapshot {
         self.models.values().filter_map(|pool| pool.schemes.first().cloned()).collect()
     }
 
+    /// The models of servers that get no requests, see [`is_unused`](Self::is_unused).
+    pub(crate) fn unused_models(&self) -> BTreeSet<String> {
+        let unused = self.workers().filter(|worker| self.is_unused(worker));
+        unused.map(|worker| worker.instance.model.id.clone()).collect()
+    }
+
     /// All workers, in the order of their ids.
     pub(crate) fn workers(&self) -> impl Iterator<Item = &Arc<Worker>> {
         self.workers.values()
@@ -397,14 +413,26 @@ impl FleetSnapshot {
         absent
     }
 
+    /// Whether a server of another program gets no requests, because workers of the deployment serve a model of the
+    /// same name. Which of the two it is does not depend on who came first, so all routers of a deployment agree.
+    pub(crate) fn is_unused(&self, worker: &Worker) -> bool {
+        let card = &worker.instance.model;
+        card.is_relayed && self.pool(&card.id).is_some_and(|pool| !pool.is_relayed)
+    }
+
     /// `previous` has what was learned of each model so far.
     fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>, previous: &Self) -> Self {
         let mut models = BTreeMap::<String, ModelPool>::new();
-        for (id, worker) in &workers {
-            let model = &worker.instance.model.id;
-            let stats = || previous.pool(model).map(|pool| pool.stats.clone()).unwrap_or_default();
-            let pool = || ModelPool { stats: stats(), ..ModelPool::default() };
-            models.entry(model.clone()).or_insert_with(pool).take(worker, cordoned.contains(id));
+        let (servers, own): (Vec<_>, Vec<_>) = workers.iter().partition(|(_, worker)| worker.instance.model.is_relayed);
+        for (id, worker) in own.into_iter().chain(servers) {
+            let (model, is_relayed) = (&worker.instance.model.id, worker.instance.model.is_relayed);
+            let same_kind = || previous.pool(model).filter(|pool| pool.is_relayed == is_relayed);
+            let stats = || same_kind().map(|pool| pool.stats.clone()).unwrap_or_default();
+            let pool = || ModelPool { stats: stats(), is_relayed, ..ModelPool::default() };
+            let pool = models.entry(model.clone()).or_insert_with(pool);
+            if pool.is_relayed == is_relayed {
+                pool.take(worker, cordoned.contains(id));
+            }
         }
         let absent = Self::absent_after(previous, &models);
         Self { workers, models, cordoned, absent }

@@ -3,6 +3,9 @@
 //! A report describes the past. A request sent after the report counts on top of it; a request sent long enough before
 //! the report is contained in it and does not count again. In between it is unknown whether the report contains the
 //! request, so the larger of both counts is used: nothing counts twice. While reports are missing, only bookings count.
+//!
+//! The reports of a server of another program contain the requests of other routers a second late, or not at all. There
+//! the bookings of all routers are a lower bound of what the report says.
 
 use super::demand::Demand;
 use super::model_stats::ModelStats;
@@ -57,6 +60,8 @@ struct State {
     token_interval: Option<f64>,
     handoff_overhead: Option<f64>,
     mean_duration: Option<f64>,
+    /// Reports contain the requests of other routers late, or not at all.
+    is_server: bool,
 }
 
 /// The load of a worker as one decision reads it.
@@ -111,6 +116,13 @@ const PACE_WEIGHT: f64 = 0.01;
 const PACES: (f64, f64) = (0.05, 20.0);
 
 impl WorkerLoad {
+    /// The load of a server of another program, which this router reports itself.
+    pub(crate) fn of_server() -> Self {
+        let load = Self::default();
+        load.lock().is_server = true;
+        load
+    }
+
     /// Has the worker's measurements count for a model.
     pub(crate) fn learn_for(&self, model: &Arc<ModelStats>) {
         // A worker keeps its model.
@@ -399,10 +411,12 @@ impl State {
         if load.waiting > 0 && sequences <= booked + ended_since_report.sequences {
             stats.waiting_tokens = stats.waiting_tokens.min(count(total.prefill_tokens));
         }
+        let booked_at_least = |booked: u64| if self.is_server { count(booked) } else { 0 };
+        stats.waiting_tokens = stats.waiting_tokens.max(booked_at_least(total.prefill_tokens));
         stats.waiting_seconds = total.waiting_seconds(stats.waiting_tokens.into());
         // The report omits prompts that are being computed, so the router's own bookings are a lower bound.
         stats.prompts = join(u64::from(load.waiting), |demand| demand.prompts).max(count(total.prompts));
-        stats.sequences = join(sequences, |demand| demand.sequences);
+        stats.sequences = join(sequences, |demand| demand.sequences).max(booked_at_least(total.sequences));
         stats.active_blocks = join(load.active_blocks, |demand| demand.blocks);
         // Requests that wait for the batch hold no blocks yet, but are before any new one.
         let waiting = (total.blocks * u64::from(load.waiting)).checked_div(total.sequences).unwrap_or(0);

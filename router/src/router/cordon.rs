@@ -26,7 +26,13 @@ pub struct WorkerStatus {
     pub cordoned: bool,
     /// Number of requests on the worker, before and after their first token.
     pub requests: u32,
+    /// Why it gets no requests although it is not cordoned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unused: Option<&'static str>,
 }
+
+/// Why an upstream is unused.
+const SAME_NAME: &str = "workers serve a model of this name, and requests go to them only";
 
 /// There is no worker with that id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -45,6 +51,7 @@ impl Router {
                 role: member.instance.role,
                 cordoned: roster.is_cordoned(member.id()),
                 requests: standing.prompts.max(standing.sequences),
+                unused: roster.is_unused(member).then_some(SAME_NAME),
             }
         };
         roster.workers().map(status).collect()

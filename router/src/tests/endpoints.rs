@@ -1,13 +1,11 @@
 //! Servers of one model with different endpoints, and servers that choose the rank of a request themselves.
 
-use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, settle};
+use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, relayed, settle};
 use crate::settings::Settings;
 use futures::future::BoxFuture;
-use http::uri::PathAndQuery;
-use http::{HeaderMap, Method};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{EndpointKind, Engine, Error, HttpRequest, ModelCard, OutputStream, Readiness, Request, Work};
+use worker::engine::{EndpointKind, Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
 use worker::plane::{Discovery, Instance, Lease, Role, WorkerId};
 
 /// A server with endpoints of this kind only, or of both; or a rank of the server `ranks_of`, which chooses the rank of
@@ -69,15 +67,7 @@ async fn join(harness: &Harness, id: u64, server: Server) -> (Arc<FakeEngine>, L
 }
 
 fn asked(path: &'static str, family: u32) -> Request {
-    let http = HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static(path),
-        headers: HeaderMap::new(),
-        body: "{}".into(),
-        is_stream: true,
-        private_fields: &[],
-    };
-    Request { work: Work::Relay(Arc::new(http)), ..prompt(family, 100) }
+    relayed(path, prompt(family, 100))
 }
 
 const CHAT: &str = "/v1/chat/completions";

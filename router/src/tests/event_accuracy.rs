@@ -1,6 +1,6 @@
 //! Workers whose KV events are missing or wrong: routing by an estimate of their cache.
 
-use super::harness::{BLOCK, FakeEngine, Harness, MODEL, names, prompt, settle, stored};
+use super::harness::{BLOCK, FakeEngine, Harness, MODEL, names, prompt, relayed, settle, stored};
 use super::{cached_blocks, defaults};
 use crate::index::Holder;
 use kvbm::{BlockEvent, ChainKey, Epoch, EventLog, Level, SequenceHash};
@@ -12,6 +12,11 @@ use worker::plane::{Event, EventBody, Events, Load, Role, Source, StoreId, Worke
 
 /// Time in which event accuracy is evaluated.
 const EVALUATION: Duration = Duration::from_secs(8);
+
+/// A prompt for servers of another program.
+fn relayed_prompt(family: u32, tokens: usize) -> Request {
+    relayed("/v1/completions", prompt(family, tokens))
+}
 
 /// The remark about a worker's index source in an explanation.
 fn index_remark(explanation: &Value, id: &str) -> Option<String> {
@@ -94,7 +99,7 @@ async fn prompts_of_unknown_tokens_are_found_by_their_text() {
     let harness = defaults();
     let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
     let text = |family| {
-        let mut request = prompt(family, 1600);
+        let mut request = relayed_prompt(family, 1600);
         request.attributes.has_estimated_tokens = true;
         request
     };
@@ -104,18 +109,21 @@ async fn prompts_of_unknown_tokens_are_found_by_their_text() {
     let again = harness.explain(text(7)).await;
     assert_eq!((&again["cached_tokens"], &again["chosen"]), (&1584.into(), &first["chosen"]));
     assert_eq!(index_remark(&again, "w1").as_deref(), Some(remark));
-    let known = harness.explain(prompt(7, 1600)).await;
+    let known = harness.explain(relayed_prompt(7, 1600)).await;
     assert_eq!((known["cached_tokens"].as_u64(), index_remark(&known, "w1")), (Some(0), None), "events have the rest");
     for worker in &workers {
-        harness.announce(worker, stored(Level::G1, &names(&prompt(8, 1600))), true);
+        harness.announce(worker, stored(Level::G1, &names(&relayed_prompt(8, 1600))), true);
     }
     tokio::time::sleep(EVALUATION).await;
     assert_eq!([index_source(&harness, "w1"), index_source(&harness, "w2")], ["events"; 2]);
-    assert_eq!(cached_blocks(&harness, &prompt(8, 1600)).await, 99);
+    assert_eq!(cached_blocks(&harness, &relayed_prompt(8, 1600)).await, 99);
     assert_eq!(cached_blocks(&harness, &text(7)).await, 99, "both are known at once");
     assert_eq!(cached_blocks(&harness, &text(8)).await, 0, "the text of announced tokens was not sent");
     tokio::time::sleep(crate::fleet::ASSUMED_MAX_AGE + EVALUATION).await;
-    assert_eq!([cached_blocks(&harness, &prompt(8, 1600)).await, cached_blocks(&harness, &text(7)).await], [99, 0]);
+    assert_eq!(
+        [cached_blocks(&harness, &relayed_prompt(8, 1600)).await, cached_blocks(&harness, &text(7)).await],
+        [99, 0]
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -123,17 +131,23 @@ async fn texts_outlive_a_time_of_inaccurate_events() {
     let harness = defaults();
     let worker = harness.relayed_worker(1).await;
     worker.cache_blocks(&[]);
-    let mut text = prompt(7, 1600);
+    let mut text = relayed_prompt(7, 1600);
     text.attributes.has_estimated_tokens = true;
     harness.answer(text.clone()).await.unwrap();
-    harness.answer(prompt(1, 1600)).await.unwrap();
+    harness.answer(relayed_prompt(1, 1600)).await.unwrap();
     tokio::time::sleep(EVALUATION).await;
     assert_eq!(index_source(&harness, "w1"), "estimated");
-    assert_eq!([cached_blocks(&harness, &text).await, cached_blocks(&harness, &prompt(1, 1600)).await], [99, 99]);
-    harness.announce(&worker, stored(Level::G1, &names(&prompt(1, 1600))[..10]), true);
+    assert_eq!(
+        [cached_blocks(&harness, &text).await, cached_blocks(&harness, &relayed_prompt(1, 1600)).await],
+        [99, 99]
+    );
+    harness.announce(&worker, stored(Level::G1, &names(&relayed_prompt(1, 1600))[..10]), true);
     tokio::time::sleep(EVALUATION).await;
     assert_eq!(index_source(&harness, "w1"), "events");
-    assert_eq!([cached_blocks(&harness, &text).await, cached_blocks(&harness, &prompt(1, 1600)).await], [99, 10]);
+    assert_eq!(
+        [cached_blocks(&harness, &text).await, cached_blocks(&harness, &relayed_prompt(1, 1600)).await],
+        [99, 10]
+    );
 }
 
 #[tokio::test(start_paused = true)]

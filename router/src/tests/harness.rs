@@ -5,6 +5,8 @@ use crate::settings::Settings;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method};
 use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Level, SequenceHash};
 use parking_lot::Mutex;
 use std::collections::HashSet;
@@ -12,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use worker::engine::{
-    Engine, Error, FinishReason, Handoff, ModelCard, Output, OutputStream, PromptReport, Readiness, Request,
-    RequestAttributes, Sampling, StopConditions, Tokens, Work,
+    Engine, Error, FinishReason, Handoff, HttpRequest, ModelCard, Output, OutputStream, PromptReport, Readiness,
+    Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
@@ -380,6 +382,19 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
         group: None,
         generated_tokens: 0,
     }
+}
+
+/// The request as one for an endpoint of a server of another program.
+pub(crate) fn relayed(path: &'static str, request: Request) -> Request {
+    let http = HttpRequest {
+        method: Method::POST,
+        target: PathAndQuery::from_static(path),
+        headers: HeaderMap::new(),
+        body: "{}".into(),
+        is_stream: true,
+        private_fields: &[],
+    };
+    Request { work: Work::Relay(Arc::new(http)), ..request }
 }
 
 pub(crate) fn names(request: &Request) -> Vec<SequenceHash> {

@@ -35,6 +35,29 @@ async fn a_booking_and_the_report_of_it_count_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn reservations_of_others_count_beside_the_reports_of_a_server() {
+    // The router counts its own requests to a server; what others have sent, the server says a second later or never.
+    let own = Load { running: 1, ..report(0) };
+    for (load, sequences, waiting_tokens) in [(WorkerLoad::of_server(), 2, 100), (WorkerLoad::default(), 1, 0)] {
+        let number = load.book(REQUEST, None, ExpectedOutput::default(), Instant::now());
+        let other = load.book_remote(REQUEST, Instant::now());
+        load.sent(number, Instant::now());
+        load.sent(other, Instant::now());
+        load.started(number, Instant::now());
+        tokio::time::advance(IN_REPORT_AFTER).await;
+        load.report(own.clone(), Instant::now());
+        let stats = load.stats(Instant::now());
+        assert_eq!((stats.sequences, stats.waiting_tokens), (sequences, waiting_tokens));
+        // The server's metrics have it, and one more.
+        load.report(Load { running: 3, ..report(0) }, Instant::now());
+        assert_eq!(load.stats(Instant::now()).sequences, 3, "nothing counts twice");
+        load.release(other, 0, Instant::now());
+        load.report(own.clone(), Instant::now());
+        assert_eq!(load.stats(Instant::now()).sequences, 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn reading_keeps_the_version_and_started_requests_are_local() {
     let (load, now) = (WorkerLoad::default(), Instant::now());
     let number = load.book_remote(REQUEST, now);
