@@ -13,6 +13,7 @@ mod partitions;
 mod proxy;
 mod tls;
 mod traces;
+mod upstreams;
 mod versions;
 
 use super::process::{Client, Process, client, client_builder, command};
@@ -194,7 +195,7 @@ fn wrong_settings_are_refused_before_anything_starts() {
         assert!(!output.status.success(), "{name} {arguments:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    let cases: [(&str, &[&str], &str); 11] = [
+    let cases: [(&str, &[&str], &str); 12] = [
         ("worker", &["--workers", "prefill:0"], "no worker"),
         ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
         ("worker", &["--advertise", "https://host:1"], "the worker has no TLS"),
@@ -205,7 +206,8 @@ fn wrong_settings_are_refused_before_anything_starts() {
         ("worker", &["--secret-file", "no/such/file"], "cluster.secret_file"),
         ("frontend", &["--nats", "nats://user:password@host:4222"], "credentials"),
         ("frontend", &["--set", "nats.user=me"], "nats.password_file"),
-        ("frontend", &["--set", "upstreams=[\"http://host:8000\"]"], "blockyard serve"),
+        ("worker", &["--set", "upstreams=[\"http://host:8000\"]"], "`blockyard serve`, or `blockyard frontend`"),
+        ("frontend", &["--upstream", "http://host:8000/v1"], "without /v1"),
     ];
     for (name, arguments, expected) in cases {
         let arguments = [&["--print-config", "--set", "data_dir=data"], arguments].concat();
