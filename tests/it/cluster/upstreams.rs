@@ -151,6 +151,30 @@ async fn a_reservation_of_one_frontend_counts_at_the_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_session_has_the_same_server_at_every_frontend() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (one, other) = (server("org/m").await, server("org/m").await);
+    let policy = ["--set", "router.policy=session"];
+    // The order of the upstreams makes no difference.
+    let (left, right) =
+        tokio::join!(cluster.gateway(&[&one, &other], &policy), cluster.gateway(&[&other, &one], &policy));
+    until_workers(&left, 2).await;
+    until_workers(&right, 2).await;
+    for session in 0..8 {
+        let body = json!({ "model": "org/m", "prompt": prompt(session), "user": format!("session {session}") });
+        let mut counts = vec![[completions(&one), completions(&other)]];
+        for frontend in [&left, &right] {
+            let answer = client().post(format!("{}/v1/completions", frontend.client.url)).json(&body).send().await;
+            assert_eq!(answer.unwrap().status(), 200);
+            counts.push([completions(&one), completions(&other)]);
+        }
+        let sent = |at: usize| [counts[at][0] - counts[at - 1][0], counts[at][1] - counts[at - 1][1]];
+        assert_eq!(sent(1), sent(2), "session {session}");
+    }
+    assert!(completions(&one) > 0 && completions(&other) > 0, "both have sessions");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn upstreams_are_served_added_and_removed_while_nats_is_away() {
     let Some(mut nats) = Nats::start().await else { return };
     let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
