@@ -43,11 +43,11 @@ pub struct Config {
     /// machine, without a download.
     pub model: Model,
     /// Servers with OpenAI's API that this process is the gateway of. Default none: the native engine serves `model`.
-    /// With upstreams no model is loaded, and `model`, `workers`, `tiers` and `engine` have no effect. A frontend routes to
-    /// them beside workers.
+    /// With upstreams no model is loaded, and `model`, `workers`, `tiers` and `engine` have no effect. A frontend
+    /// routes to them beside workers.
     pub upstreams: Vec<Upstream>,
-    /// Further names of models: each stands for one model of the upstreams, or for several by weight; in a frontend also
-    /// for models of workers. Default none.
+    /// Further names of models: each stands for one model of the upstreams, or for several by weight; in a frontend
+    /// also for models of workers. Default none.
     pub aliases: BTreeMap<String, Alias>,
     /// Folders with the tokenizer and the chat template of models of upstreams, by model. Default none: the servers are
     /// asked for the tokens of prompts.

@@ -7,8 +7,8 @@
 //!              planes ◀── G1 ⇄ G2 per worker ⇄ G3 of the process ⇄ G3.5 of a host ⇄ G4 of all nodes
 //! ```
 //! With upstreams the workers are servers of other processes, and there are no tiers. `frontend` runs frontend and
-//! router, `worker` the rest ([`WorkerNode`]); then the planes are on NATS. A frontend may have upstreams beside workers:
-//! it registers them in planes of its own, which only its router sees.
+//! router, `worker` the rest ([`WorkerNode`]); then the planes are on NATS. A frontend may have upstreams beside
+//! workers: it registers them in planes of its own, which only its router sees.
 //!
 //! The HTTP server starts before the model is loaded: health checks are answered from the first second on, and
 //! completions get 503 with `Retry-After` until the node is ready.

@@ -8,9 +8,9 @@
 //! with weighted rendezvous hashing (Schindelhauer and Schomaker, 2005). So a change of one weight moves no more
 //! conversations than it must. A deployment without a server is left out.
 //!
-//! **The deployments of a name are all upstreams, or all models of workers**: requests for an upstream are relayed as they
-//! are, those for a worker are parsed and tokenized first. The first deployment that is there decides; those of the
-//! other kind are left out.
+//! **The deployments of a name are all upstreams, or all models of workers**: requests for an upstream are relayed as
+//! they are, those for a worker are parsed and tokenized first. The first deployment that is there decides; those of
+//! the other kind are left out.
 //!
 //! Not here: the name in the body of a request, which the engine of the server replaces.
 

@@ -1,5 +1,5 @@
-//! The planes of a process: in memory if it runs all components, else on NATS. A frontend has both: the upstreams of its
-//! own configuration are in memory.
+//! The planes of a process: in memory if it runs all components, else on NATS. A frontend has both: the upstreams of
+//! its own configuration are in memory.
 
 use crate::config::Config;
 use anyhow::Context;
@@ -23,8 +23,8 @@ pub(super) fn local() -> Planes {
     Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) }
 }
 
-/// Both planes as the router of a frontend sees them: workers come from NATS, upstreams from `local`, and the reservations
-/// of all frontends pass over NATS.
+/// Both planes as the router of a frontend sees them: workers come from NATS, upstreams from `local`, and the
+/// reservations of all frontends pass over NATS.
 pub(super) fn combined(NatsPlanes { discovery, events }: NatsPlanes, local: &Planes) -> Planes {
     Planes {
         discovery: Arc::new(CombinedDiscovery::new(discovery, Arc::clone(&local.discovery))),

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 use worker::llama::TokenizerFiles;
 
-/// The configured tokenizers, by model; none in a process that has no upstreams and gets none. Blocks for about a second
-/// for each folder.
+/// The configured tokenizers, by model; none in a process that has no upstreams and gets none. Blocks for about a
+/// second for each folder.
 pub(super) fn load(config: &Config, purpose: Purpose) -> anyhow::Result<BTreeMap<String, Arc<LocalTokenizer>>> {
     let mut by_folder: BTreeMap<&Path, Arc<LocalTokenizer>> = BTreeMap::new();
     let mut by_model = BTreeMap::new();

@@ -368,8 +368,8 @@ impl Server {
 }
 
 /// The id of a model of a server or a rank: the same after each start and in each gateway of the same server, so that
-/// several frontends name it by one id in their reservations. 48 bits, which make two equal ids among a thousand workers
-/// as likely as one in 500 million. The hash is FNV-1a.
+/// several frontends name it by one id in their reservations. 48 bits, which make two equal ids among a thousand
+/// workers as likely as one in 500 million. The hash is FNV-1a.
 fn worker_id(url: &str, address: Option<IpAddr>, model: &str, rank: Option<u32>) -> WorkerId {
     let address = address.map(|address| address.to_string()).unwrap_or_default();
     let rank = rank.map(|rank| format!("\n{rank}")).unwrap_or_default();
