@@ -141,13 +141,32 @@ async fn a_reservation_of_one_frontend_counts_at_the_other() {
     // The servers have no metrics: only the reservation can say that one of them has a request.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(busy(&right).await, reserved, "load reports do not hide it");
-    let second = json!({ "model": "org/m", "prompt": prompt(2), "max_tokens": 500, "stream": true });
-    let second = Streamed::start(&right, &second).await;
-    assert_eq!((completions(&one), completions(&other)), (1, 1), "the frontends do not choose the same server");
-    drop((stream, second));
+    drop(stream);
     while !busy(&left).await.is_empty() || !busy(&right).await.is_empty() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+
+    // Prompts that are not computed yet: the second frontend avoids the server of the first.
+    for server in servers {
+        server.set_page("/v1/completions", Script::completion(&["a", "b"], None).hanging_after(0));
+    }
+    let start = async |frontend: &Process, seed: u32, count: usize| {
+        let url = format!("{}/v1/completions", frontend.client.url);
+        let body = json!({ "model": "org/m", "prompt": prompt(seed), "max_tokens": 500, "stream": true });
+        let request = tokio::spawn(client().post(url).json(&body).send());
+        while busy(&right).await.len() < count {
+            assert!(!request.is_finished());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        request
+    };
+    let before = (completions(&one), completions(&other));
+    let requests = [start(&left, 2, 1).await, start(&right, 3, 2).await];
+    while completions(&one) + completions(&other) < before.0 + before.1 + 2 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!((completions(&one), completions(&other)), (before.0 + 1, before.1 + 1));
+    requests.iter().for_each(tokio::task::JoinHandle::abort);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +179,7 @@ async fn a_session_has_the_same_server_at_every_frontend() {
         tokio::join!(cluster.gateway(&[&one, &other], &policy), cluster.gateway(&[&other, &one], &policy));
     until_workers(&left, 2).await;
     until_workers(&right, 2).await;
-    for session in 0..8 {
+    for session in 0..16 {
         let body = json!({ "model": "org/m", "prompt": prompt(session), "user": format!("session {session}") });
         let mut counts = vec![[completions(&one), completions(&other)]];
         for frontend in [&left, &right] {
