@@ -45,8 +45,10 @@ async fn send(frontend: &Process, model: &str, prompt: &[u32]) -> reqwest::Respo
 /// The decision about a completion: the chosen worker, and how many tokens it is expected to have.
 async fn decision(frontend: &Process, model: &str, prompt: &[u32]) -> (String, u64) {
     let answer = send(frontend, model, prompt).await;
-    assert_eq!(answer.status(), 200, "{}\n{:?}", frontend.log(), answer.text().await);
-    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    let (status, headers) = (answer.status(), answer.headers().clone());
+    let text = answer.text().await.unwrap();
+    assert_eq!(status, 200, "{text}\n{}", frontend.log());
+    let decision: Value = serde_json::from_str(headers["x-blockyard-explain"].to_str().unwrap()).unwrap();
     (decision["chosen"].as_str().unwrap().to_owned(), decision["cached_tokens"].as_u64().unwrap())
 }
 
