@@ -177,8 +177,8 @@ async fn a_session_has_the_same_server_at_every_frontend() {
     let (one, other) = (server("org/m").await, server("org/m").await);
     let policy = ["--set", "router.policy=session"];
     // The order of the upstreams makes no difference.
-    let (left, right) =
-        tokio::join!(cluster.gateway(&[&one, &other], &policy), cluster.gateway(&[&other, &one], &policy));
+    let (here, there) = ([&one, &other], [&other, &one]);
+    let (left, right) = tokio::join!(cluster.gateway(&here, &policy), cluster.gateway(&there, &policy));
     until_workers(&left, 2).await;
     until_workers(&right, 2).await;
     for session in 0..16 {
