@@ -83,3 +83,6 @@ fn status(id: WorkerId, cordon: &Cordon) -> Status {
         requests: load.running + load.waiting + load.paused,
     }
 }
+
+#[cfg(test)]
+mod tests;
