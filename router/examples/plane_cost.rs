@@ -151,7 +151,7 @@ fn router() -> Result<Value> {
                 for _ in 0..100 {
                     tokio::task::yield_now().await;
                 }
-                cpu += thread_cpu()? - before;
+                cpu += thread_cpu()?.saturating_sub(before);
             }
             let each = cpu.as_secs_f64() * 1e6 / (ROUNDS * INSTANCES) as f64;
             micros.push(json!({ "message": name, "router_cpu_us": each }));
@@ -161,7 +161,7 @@ fn router() -> Result<Value> {
         let families = registry.gather();
         let metrics = |name| families.iter().filter(move |family| family.name() == name);
         let sum = |name| -> f64 {
-            let metrics = metrics(name).flat_map(|family| family.get_metric());
+            let metrics = metrics(name).flat_map(prometheus::proto::MetricFamily::get_metric);
             metrics.map(|metric| metric.get_counter().get_value() + metric.get_gauge().get_value()).sum()
         };
         let applied = sum("blockyard_router_index_events_total");
@@ -262,7 +262,7 @@ async fn publish(
         timeout(LIMIT, join_all(reads)).await?;
         left -= now;
     }
-    let (after, cpu) = (server.counts()?, server.cpu()? - cpu);
+    let (after, cpu) = (server.counts()?, server.cpu()?.saturating_sub(cpu));
     let bytes = (after[1] - before[1]) as f64 / (after[0] - before[0]).max(1) as f64;
     Ok((bytes, cpu.as_secs_f64() * 1e6 / messages as f64))
 }
@@ -288,7 +288,7 @@ async fn events(server: &Server) -> Result<Value> {
         sleep(Duration::from_millis(500)).await;
         let cpu = process_cpu("self")?;
         let (_, micros) = publish(server, &plane, &mut streams, topic, &load, MESSAGES).await?;
-        let clients = (process_cpu("self")? - cpu).as_secs_f64() * 1e6 / MESSAGES as f64;
+        let clients = process_cpu("self")?.saturating_sub(cpu).as_secs_f64() * 1e6 / MESSAGES as f64;
         costs.push(json!({
             "subscribers": count,
             "server_cpu_us_per_message": micros,
@@ -344,7 +344,7 @@ async fn discovery(server: &Server) -> Result<Value> {
     for id in 0..INSTANCES {
         leases.push(workers.register(instance(id, &card), Arc::new(Mute)).await?);
     }
-    let registration_us = (server.cpu()? - cpu).as_secs_f64() * 1e6 / INSTANCES as f64;
+    let registration_us = server.cpu()?.saturating_sub(cpu).as_secs_f64() * 1e6 / INSTANCES as f64;
     let registered = server.counts()?;
     let record_bytes = (registered[1] - before[1]) as f64 / (registered[0] - before[0]).max(1) as f64;
     // Renewals alone, and then with routers that follow them.
@@ -362,7 +362,8 @@ async fn discovery(server: &Server) -> Result<Value> {
         }
         let (cpu, before, since) = (server.cpu()?, server.counts()?, Instant::now());
         sleep(Duration::from_secs(8)).await;
-        let (cpu, after, seconds) = (server.cpu()? - cpu, server.counts()?, since.elapsed().as_secs_f64());
+        let (cpu, after, seconds) =
+            (server.cpu()?.saturating_sub(cpu), server.counts()?, since.elapsed().as_secs_f64());
         // Every instance renews its lease of six seconds three times in it.
         let count = INSTANCES as f64 * seconds / 2.0;
         renewals.push(json!({
@@ -397,7 +398,7 @@ async fn snapshot(server: &Server) -> Result<Value> {
     sleep(Duration::from_millis(500)).await;
     let (before, cpu, start) = (server.counts()?, server.cpu()?, Instant::now());
     let snapshot = timeout(LIMIT, router.snapshot(source)).await??;
-    let (seconds, after, cpu) = (start.elapsed().as_secs_f64(), server.counts()?, server.cpu()? - cpu);
+    let (seconds, after, cpu) = (start.elapsed().as_secs_f64(), server.counts()?, server.cpu()?.saturating_sub(cpu));
     let blocks = snapshot.blocks().count() as f64;
     Ok(json!({
         "blocks": blocks,

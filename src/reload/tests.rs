@@ -48,7 +48,8 @@ impl Harness {
         });
         let mut sections: Vec<Box<dyn Section>> = vec![Box::new(Routing(router.clone()))];
         let may_be_none = purpose == Purpose::Frontend;
-        sections.extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false, may_be_none }) as _));
+        sections
+            .extend(upstreams.map(|upstreams| Box::new(Servers { upstreams, has_tenants: false, may_be_none }) as _));
         let sources = (sources, purpose);
         let reload = Reload::new(sources, loaded, sections, set_log_filter, &registry).unwrap();
         Self { file, reload, router, filters_set, registry }

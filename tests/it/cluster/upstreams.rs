@@ -155,7 +155,7 @@ async fn a_reservation_of_one_frontend_counts_at_the_other() {
     let start = async |frontend: &Process, seed: u32, count: usize| {
         let url = format!("{}/v1/completions", frontend.client.url);
         let body = json!({ "model": "org/m", "prompt": prompt(seed), "max_tokens": 500, "stream": true });
-        let request = tokio::spawn(client().post(url).json(&body).send());
+        let request = tokio::spawn(client().post(url).json(&body).send()).abort_handle();
         while busy(&right).await.len() < count {
             assert!(!request.is_finished());
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -168,7 +168,7 @@ async fn a_reservation_of_one_frontend_counts_at_the_other() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!((completions(&one), completions(&other)), (before.0 + 1, before.1 + 1));
-    requests.iter().for_each(tokio::task::JoinHandle::abort);
+    requests.iter().for_each(tokio::task::AbortHandle::abort);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -18,7 +18,7 @@ use worker::engine::{
 
 /// No request takes longer, whatever fails: a minute in the admission queue, and three attempts and two moves of up to
 /// twenty seconds each for a process that does not answer, with as much again for loads and stalls.
-const BOUND: Duration = Duration::from_secs(240);
+const BOUND: Duration = Duration::from_mins(4);
 
 /// Time for everything to work again once the last fault has ended: more than a lease and the longest open time of a
 /// circuit breaker.

@@ -100,6 +100,7 @@ impl Engine for SimEngine {
             // Every output of the request fits, so that the scheduler never waits for its reader.
             let outputs = request.stop.max_tokens.unwrap_or_default() as usize + 2;
             let (output, outputs) = mpsc::channel(outputs);
+            self.parts.world.log(format_args!("{} accepts {}", self.parts.worker, request.id));
             let sequence = Sequence::new(request, &self.card, output, self.stats.accept());
             let (parts, submit) = (self.parts.clone(), self.submit.clone());
             tokio::spawn(async move {

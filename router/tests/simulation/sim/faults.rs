@@ -98,7 +98,9 @@ async fn restart(cluster: &Arc<Cluster>, worker: WorkerId) {
 
 fn set_tier(cluster: &Cluster, worker: WorkerId, faults: &Faults) {
     let store = cluster.workers.lock().get(&worker).and_then(|process| process.store.clone());
-    store.iter().for_each(|store| store.set(faults.clone()));
+    if let Some(store) = store {
+        store.set(faults.clone());
+    }
 }
 
 fn set_clock(cluster: &Cluster, worker: WorkerId, seconds: i64) {

@@ -93,7 +93,9 @@ pub(super) async fn check_quiet(cluster: &Arc<Cluster>) {
         sleep(HEALTH_CHECK).await;
         problems = self::problems(cluster);
     }
-    problems.iter().for_each(|problem| cluster.world.violated(format_args!("{problem}")));
+    for problem in &problems {
+        cluster.world.violated(format_args!("{problem}"));
+    }
     cluster.world.log(format_args!("quiet: {:?}", actual_digests(cluster)));
 }
 

@@ -245,14 +245,13 @@ impl Following {
 
     /// `None`: the prefill has ended, or its worker is dead or not reached.
     async fn next(&mut self, handoff: HandoffId) -> Option<Progress> {
-        let mut progress = match self.progress.take() {
-            Some(progress) => progress,
-            None => {
-                self.carry().await?;
-                let Node::Worker(peer) = self.to else { return None };
-                let memory = self.world.memories.lock().get(&WorkerId(peer)).cloned()?;
-                memory.handoffs.follow(handoff)?
-            }
+        let mut progress = if let Some(progress) = self.progress.take() {
+            progress
+        } else {
+            self.carry().await?;
+            let Node::Worker(peer) = self.to else { return None };
+            let memory = self.world.memories.lock().get(&WorkerId(peer)).cloned()?;
+            memory.handoffs.follow(handoff)?
         };
         let next = tokio::select! {
             biased;

@@ -46,6 +46,10 @@ pub(crate) struct Outcome {
     pub(crate) seconds: u64,
 }
 
+/// Virtual time by which all faults and all requests have ended. Both begin within 40 s; a drain waits for requests,
+/// which end within minutes.
+const TIME_LIMIT: Duration = Duration::from_hours(1);
+
 thread_local! {
     /// Panics on this thread since the start of the simulation.
     static PANICS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
@@ -89,10 +93,14 @@ async fn simulate(seed: u64, is_printed: bool) -> Outcome {
     // Routers learn of the workers before the first request.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let watching = tokio::spawn(invariants::watch(Arc::clone(&cluster)));
-    futures::join!(clients::run(&cluster), faults::run(&cluster));
-    world.log(format_args!("all faults have ended, and all requests"));
-    clients::ask_again(&cluster).await;
-    invariants::check_quiet(&cluster).await;
+    let all = async { futures::join!(clients::run(&cluster), faults::run(&cluster)) };
+    if tokio::time::timeout(TIME_LIMIT, all).await.is_ok() {
+        world.log(format_args!("all faults have ended, and all requests"));
+        clients::ask_again(&cluster).await;
+        invariants::check_quiet(&cluster).await;
+    } else {
+        world.violated(format_args!("a fault or a request has not ended after {TIME_LIMIT:?}"));
+    }
     watching.abort();
     let (digest, lines) = world.digest();
     Outcome { digest, lines, violations: world.violations(), seconds: world.now().as_secs() }

@@ -135,7 +135,7 @@ impl Network {
     }
 
     pub(super) fn mend(&self, a: Node, b: Node) {
-        release(&mut self.state.lock().cuts, pair(a, b));
+        release(&mut self.state.lock().cuts, &pair(a, b));
         self.changed.notify_waiters();
     }
 
@@ -145,7 +145,7 @@ impl Network {
     }
 
     pub(super) fn thaw(&self, node: Node) {
-        release(&mut self.state.lock().frozen, node);
+        release(&mut self.state.lock().frozen, &node);
         self.changed.notify_waiters();
     }
 }
@@ -155,11 +155,11 @@ fn pair(a: Node, b: Node) -> (Node, Node) {
 }
 
 /// Removes one of the faults of a key.
-fn release<K: Ord>(faults: &mut BTreeMap<K, u32>, key: K) {
-    if let Some(count) = faults.get_mut(&key) {
+fn release<K: Ord>(faults: &mut BTreeMap<K, u32>, key: &K) {
+    if let Some(count) = faults.get_mut(key) {
         *count -= 1;
         if *count == 0 {
-            faults.remove(&key);
+            faults.remove(key);
         }
     }
 }

@@ -49,7 +49,9 @@ impl SharedStore {
     fn take(&self, state: &mut State, hash: SequenceHash) {
         if let Some(taken) = state.blocks.remove(&hash) {
             let parent = taken.block.header.parent.and_then(|parent| state.blocks.get_mut(&parent));
-            parent.into_iter().for_each(|parent| parent.children -= 1);
+            if let Some(parent) = parent {
+                parent.children -= 1;
+            }
             self.log.announce(BlockEvent::Removed { level: Level::G4, blocks: vec![hash] });
         }
     }
@@ -106,7 +108,9 @@ impl Tier for SharedStore {
         let is_expired = |stored: &Stored| stored.block.header.retention.is_expired(now);
         let expired: Vec<_> =
             state.blocks.iter().filter(|(_, stored)| is_expired(stored)).map(|(hash, _)| *hash).collect();
-        expired.iter().for_each(|hash| self.take(&mut state, *hash));
+        for hash in &expired {
+            self.take(&mut state, *hash);
+        }
         expired.len()
     }
 

@@ -128,7 +128,7 @@ impl Rng {
     }
 
     pub(super) fn duration(&mut self, range: &Range<Duration>) -> Duration {
-        range.start + (range.end - range.start).mul_f64(self.0.uniform())
+        range.start + range.end.saturating_sub(range.start).mul_f64(self.0.uniform())
     }
 
     pub(super) fn millis(&mut self, range: Range<u64>) -> Duration {

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use tokenizers::tokenizer::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _};
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
 
-/// DeepSeek's patterns: numbers, then Chinese and Japanese, then the rest.
+/// `DeepSeek`'s patterns: numbers, then Chinese and Japanese, then the rest.
 const DEEPSEEK: [&str; 3] = [
     r"\p{N}{1,3}",
     "[\u{4e00}-\u{9fa5}\u{3040}-\u{309f}\u{30a0}-\u{30ff}]+",

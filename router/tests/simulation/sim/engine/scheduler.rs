@@ -52,8 +52,15 @@ impl Scheduler {
             if !rows.is_empty() {
                 self.step(&rows).await;
             } else if self.waiting.is_empty() && self.running.is_empty() {
-                let Some(sequence) = self.inbox.recv().await else { return };
-                self.waiting.push_back(sequence);
+                tokio::select! {
+                    biased;
+                    next = self.inbox.recv() => match next {
+                        Some(sequence) => self.waiting.push_back(sequence),
+                        None => return,
+                    },
+                    // The load is another one.
+                    () = self.stats.changed() => {}
+                }
             } else {
                 tokio::select! {
                     biased;
@@ -131,7 +138,8 @@ impl Scheduler {
                 if youngest.need() > self.parts.manager.capacity() {
                     youngest.finish();
                 } else if self.running.is_empty() {
-                    // Hand-overs hold the memory. They end soon, or are reclaimed.
+                    // Pins hold the memory, or hand-overs, which end soon or are reclaimed.
+                    self.parts.manager.unpin();
                     self.running.push(youngest);
                     break;
                 } else {

@@ -5,12 +5,14 @@ use super::model::BLOCK_BYTES;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use tokio::sync::Notify;
 use worker::plane::{Load, OnboardSpeed};
 
 #[derive(Default)]
 pub(super) struct Stats {
     accepted: AtomicUsize,
     batch: Mutex<Batch>,
+    changed: Notify,
 }
 
 /// The batch as of the last step.
@@ -28,6 +30,11 @@ impl Stats {
     pub(super) fn accept(self: &Arc<Self>) -> Accepted {
         self.accepted.fetch_add(1, Relaxed);
         Accepted(self.clone())
+    }
+
+    /// Resolves when a request has ended since the last call: one may end before the scheduler has it.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
     }
 
     pub(super) fn accepted(&self) -> usize {
@@ -70,5 +77,6 @@ impl Stats {
 impl Drop for Accepted {
     fn drop(&mut self) {
         self.0.accepted.fetch_sub(1, Relaxed);
+        self.0.changed.notify_one();
     }
 }
