@@ -18,8 +18,9 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Time from the last message to the last consequence: a booking of another router whose end was lost expires after a
 /// minute. A digest every ten seconds shows what a router missed, and a resync is repeated after up to five.
 const QUIET: Duration = Duration::from_secs(75);
-/// Time after which a health check of an idle worker has ended.
+/// Time after which a health check of an idle worker has ended, and how often that is waited for: another may have begun.
 const HEALTH_CHECK: Duration = Duration::from_secs(2);
+const LOOKS: usize = 4;
 /// Time by which a change of membership reaches a router that is connected: the slowest message of a bad network.
 const PROPAGATION: Duration = Duration::from_secs(2);
 
@@ -88,8 +89,11 @@ fn check_membership(cluster: &Cluster, connected: &mut BTreeMap<u64, Instant>) {
 pub(super) async fn check_quiet(cluster: &Arc<Cluster>) {
     sleep(QUIET).await;
     let mut problems = problems(cluster);
-    if !problems.is_empty() {
-        // Health checks of idle workers are requests too. They are done by then.
+    // Health checks of idle workers are requests too: what is left for good is there at each look.
+    for _ in 0..LOOKS {
+        if problems.is_empty() {
+            break;
+        }
         sleep(HEALTH_CHECK).await;
         problems = self::problems(cluster);
     }
