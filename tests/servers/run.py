@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import os
 import pathlib
+import random
 import socket
 import subprocess
 import sys
@@ -31,10 +32,21 @@ MAX_START_SECONDS = 60
 MAX_STOP_SECONDS = 10
 
 
+# Below the ports that systems give to outgoing connections (from 32768 on Linux): one of those could take the port
+# while a server is restarted.
+SERVER_PORTS = range(15_000, 32_000)
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a server, drawn at random so that runs beside each other rarely draw the same."""
+    while True:
+        port = random.choice(SERVER_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 @contextlib.contextmanager
