@@ -115,7 +115,7 @@ pub(super) async fn resume(
                 // The decode worker has the blocks: the prefill worker may release them.
                 drop(blocks);
                 if was_free {
-                    decode.load.handed_off((since.elapsed().as_secs_f64() - remote.transfer_seconds).max(0.0));
+                    decode.load.handed_off(remote.transfer_seconds, since.elapsed().as_secs_f64());
                 }
                 core.metrics.disaggregated_requests.with_label_values(&["remote_prefill"]).inc();
                 return Ok(started);

@@ -37,8 +37,10 @@ pub(crate) struct ServiceEstimate {
     pub(crate) token: f64,
     /// Onboarding by source tier, from G2 on.
     transfers: [TierTransfer; LOWER_TIERS],
-    /// Seconds from the end of a remote prefill to the first token, without the transfer.
+    /// Seconds from the end of a remote prefill to the first token that do not depend on the transfer.
     pub(crate) handoff_overhead: f64,
+    /// Seconds of the transfer that come after the end of the prefill, per estimated second of all of it.
+    pub(crate) handoff_transfer: f64,
     /// Mean seconds from placement to end of a request.
     pub(crate) mean_duration: f64,
     /// Standard deviation of the number of sequences.
@@ -79,6 +81,8 @@ pub(crate) mod defaults {
         [(0.000_1, 5e9), (0.001, 1e9), (0.003, 1e9), (0.03, 0.5e9), (0.001, 1.5e9)];
     /// Seconds of a hand-off: two network hops and a step of another batch.
     pub(super) const HANDOFF_OVERHEAD: f64 = 0.01;
+    /// All of the transfer comes after the end of the prefill, until a hand-over was measured.
+    pub(super) const HANDOFF_TRANSFER: f64 = 1.0;
     /// Seconds of a request: a few hundred output tokens.
     pub(crate) const MEAN_DURATION: f64 = 10.0;
 }
@@ -120,6 +124,7 @@ impl ServiceEstimate {
             prefill_pace: stats.prefill_pace.or(1.0) as f32,
             transfers: std::array::from_fn(transfer),
             handoff_overhead: speeds.handoff_overhead.or(defaults::HANDOFF_OVERHEAD),
+            handoff_transfer: speeds.handoff_transfer.or(defaults::HANDOFF_TRANSFER),
             mean_duration: speeds.mean_duration.or(defaults::MEAN_DURATION),
             total_blocks: *total_blocks,
         }

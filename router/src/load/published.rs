@@ -48,7 +48,7 @@ impl PublishedLoad {
             store(to, [(waiting_tokens, prompts), (sequences, active_blocks), context]);
         }
         let LoadStats { total_blocks, sequences_max, rest_tokens, step_pace, prefill_pace, .. } = *fresh;
-        let Speeds { prefill, block_bytes, handoff_overhead, mean_duration, onboard } = fresh.speeds;
+        let Speeds { prefill, block_bytes, handoff_overhead, handoff_transfer, mean_duration, onboard } = fresh.speeds;
         let pair = |a: Measured, b: Measured| (a.bits(), b.bits());
         store(
             &self.common,
@@ -57,7 +57,7 @@ impl PublishedLoad {
                 pair(prefill, block_bytes),
                 pair(handoff_overhead, mean_duration),
                 pair(step_pace, prefill_pace),
-                (rest_tokens.bits(), 0),
+                pair(rest_tokens, handoff_transfer),
             ],
         );
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
@@ -115,15 +115,16 @@ impl PublishedLoad {
             (prefill, block_bytes),
             (handoff_overhead, mean_duration),
             (step_pace, prefill_pace),
-            (rest_tokens, _),
+            (rest_tokens, handoff_transfer),
         ] = load(&self.common);
         let [prefill, block_bytes, rest_tokens] = [prefill, block_bytes, rest_tokens].map(Measured::from_bits);
-        let [handoff_overhead, mean_duration] = [handoff_overhead, mean_duration].map(Measured::from_bits);
+        let [handoff_overhead, handoff_transfer, mean_duration] =
+            [handoff_overhead, handoff_transfer, mean_duration].map(Measured::from_bits);
         let onboard = load(&self.onboard).map(|(latency, bandwidth)| {
             let [latency, bandwidth] = [latency, bandwidth].map(Measured::from_bits);
             Onboard { latency, bandwidth }
         });
-        let speeds = Speeds { prefill, block_bytes, handoff_overhead, mean_duration, onboard };
+        let speeds = Speeds { prefill, block_bytes, handoff_overhead, handoff_transfer, mean_duration, onboard };
         let pairs: [_; LOWER_TIERS.div_ceil(2)] = load(&self.queued);
         let queued = std::array::from_fn(|at| if at % 2 == 0 { pairs[at / 2].0 } else { pairs[at / 2].1 });
         LoadStats {

@@ -28,8 +28,10 @@ pub(crate) struct Speeds {
     pub(crate) prefill: Measured,
     /// Bytes of one block.
     pub(crate) block_bytes: Measured,
-    /// Seconds from the end of a remote prefill to the first token, without the transfer.
+    /// Seconds from the end of a remote prefill to the first token that do not depend on the transfer.
     pub(crate) handoff_overhead: Measured,
+    /// Seconds of the transfer that come after the end of the prefill, per estimated second of all of it.
+    pub(crate) handoff_transfer: Measured,
     /// Mean seconds from placement to end of a request.
     pub(crate) mean_duration: Measured,
     /// Onboarding by source tier, from G2 on.
@@ -47,7 +49,7 @@ pub(crate) fn lower_tier(level: Level) -> Option<usize> {
 
 /// Number of fields of [`Speeds`]: scalars, and two for each tier below G1.
 const FIELDS: usize = SCALARS + 2 * LOWER_TIERS;
-const SCALARS: usize = 4;
+const SCALARS: usize = 5;
 
 /// Load of a worker.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -182,6 +184,7 @@ impl Speeds {
             1 => &mut self.block_bytes,
             2 => &mut self.handoff_overhead,
             3 => &mut self.mean_duration,
+            4 => &mut self.handoff_transfer,
             _ => {
                 let Onboard { latency, bandwidth } = &mut self.onboard[(nth - SCALARS) / 2];
                 if (nth - SCALARS).is_multiple_of(2) { latency } else { bandwidth }

@@ -8,6 +8,7 @@
 //! the bookings of all routers are a lower bound of what the report says.
 
 use super::demand::Demand;
+use super::least_squares::LeastSquares;
 use super::model_stats::ModelStats;
 use super::output_lengths::ExpectedOutput;
 use super::prefill_time::{PrefillGroup, PrefillWork};
@@ -58,7 +59,8 @@ struct State {
     rest_tokens: Option<f64>,
     /// Seconds from one token of a request to the next.
     token_interval: Option<f64>,
-    handoff_overhead: Option<f64>,
+    /// Seconds of a hand-over after its prefill: constant, and per estimated second of the whole transfer.
+    handoffs: LeastSquares<2>,
     mean_duration: Option<f64>,
     /// Reports contain the requests of other routers late, or not at all.
     is_server: bool,
@@ -259,9 +261,10 @@ impl WorkerLoad {
         state.report = Some((load, now));
     }
 
-    /// Records the seconds of a KV hand-off without the transfer.
-    pub(crate) fn handed_off(&self, seconds: f64) {
-        average(&mut self.lock().handoff_overhead, seconds);
+    /// Records a hand-over to the worker: the estimated seconds for all of its blocks, and those from the end of the
+    /// prefill to the first token.
+    pub(crate) fn handed_off(&self, transfer: f64, seconds: f64) {
+        self.lock().handoffs.add([1.0, transfer], seconds);
     }
 
     /// The latest report, unless it is stale.
@@ -376,11 +379,11 @@ impl State {
             maybe_in_report,
             ended_since_report,
             rest_tokens,
-            handoff_overhead,
+            handoffs,
             mean_duration,
             ..
         } = self;
-        let (handoff_overhead, mean_duration) = ((*handoff_overhead).into(), (*mean_duration).into());
+        let handoff = handoffs.coefficients();
         let mut stats = LoadStats {
             waiting_tokens: count(total.prefill_tokens),
             prompts: count(total.prompts),
@@ -392,7 +395,12 @@ impl State {
             step_pace: self.step_pace.into(),
             prefill_pace: self.prefill_pace.into(),
             queued: [0; LOWER_TIERS],
-            speeds: Speeds { handoff_overhead, mean_duration, ..Speeds::default() },
+            speeds: Speeds {
+                handoff_overhead: handoff.map(|[overhead, _]| overhead).into(),
+                handoff_transfer: handoff.map(|[_, transfer]| transfer).into(),
+                mean_duration: (*mean_duration).into(),
+                ..Speeds::default()
+            },
             ..LoadStats::default()
         };
         let Some((load, _)) = &self.report else { return stats };

@@ -56,7 +56,7 @@ pub(crate) struct Cost {
     pub(crate) onboard: f64,
     /// Waiting behind earlier requests to the same tiers.
     pub(crate) tier_queue: f64,
-    /// Transferring blocks from the prefill worker.
+    /// Transferring blocks from the prefill worker, as far as they do not arrive while it computes.
     pub(crate) kv_transfer: f64,
     /// Longer steps because of the sequences that decode on the worker, compared with an idle average worker.
     pub(crate) decode: f64,
@@ -162,7 +162,7 @@ impl Cost {
             queue: prefill.queue + left - memory_wait - batch_wait,
             memory_wait: prefill.memory_wait + memory_wait,
             batch_wait: prefill.batch_wait + batch_wait,
-            kv_transfer: transfer + estimate.handoff_overhead,
+            kv_transfer: transfer * estimate.handoff_transfer + estimate.handoff_overhead,
             tier_queue: prefill.tier_queue + tier_queue,
             decode: decode.decode,
             decode_slowdown: decode.decode_slowdown,

@@ -421,7 +421,7 @@ impl SimulatedRouter {
         let (load, shared_id) = (&self.workers[decode.worker].load, decode.shared_id);
         load.started(decode.number, now);
         if let Some(prefilled_at) = prefilled_at {
-            load.handed_off(((now - *prefilled_at).as_secs_f64() - *transfer_s).max(0.0));
+            load.handed_off(*transfer_s, (now - *prefilled_at).as_secs_f64());
         }
         if let Some(baseline) = &mut self.baseline {
             baseline.started(decode.worker, request);

@@ -123,3 +123,16 @@ async fn cached_tokens_in_a_report_are_not_waiting() {
     load.report(Load { waiting: 2, ..report(8100) }, Instant::now());
     assert_eq!(load.stats(Instant::now()).waiting_tokens, 8100, "one is not of this router");
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_a_handover_leaves_of_its_transfer_is_learned() {
+    let load = WorkerLoad::default();
+    let speeds = || load.stats(Instant::now()).speeds;
+    assert_eq!((speeds().handoff_overhead.get(), speeds().handoff_transfer.get()), (None, None));
+    // A tenth of each transfer comes after the prefill, and 20 ms.
+    (0..40)
+        .map(|nth| 0.1 * f64::from(1 + nth % 4))
+        .for_each(|transfer| load.handed_off(transfer, 0.02 + 0.1 * transfer));
+    let (overhead, transfer) = (speeds().handoff_overhead.or(9.0), speeds().handoff_transfer.or(9.0));
+    assert!((overhead - 0.02).abs() < 0.002 && (transfer - 0.1).abs() < 0.01, "{overhead} {transfer}");
+}
