@@ -18,4 +18,4 @@ pub(crate) use assumed_cache::MAX_AGE as ASSUMED_MAX_AGE;
 pub(crate) use estimated_cache::reachable_stores;
 pub(crate) use event_accuracy::{CacheView, EstimateReason};
 pub(crate) use health::HealthSignal;
-pub(crate) use workers::{Fleet, FleetSnapshot, ModelPool, PromptTokens, Worker, WorkerEntry};
+pub(crate) use workers::{Fleet, FleetSnapshot, ModelPool, PromptTokens, Worker, WorkerEntry, WorkerRun};

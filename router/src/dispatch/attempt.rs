@@ -5,7 +5,7 @@ use super::place::{Placement, RemotePrefill, stall_timeout};
 use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
-use crate::fleet::{Fleet, HealthSignal, Worker};
+use crate::fleet::{Fleet, HealthSignal, Worker, WorkerRun};
 use crate::load::ModelStats;
 use crate::state::Core;
 use crate::trace::RequestTrace;
@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Error, Output, OutputStream, Request};
-use worker::plane::WorkerId;
 
 /// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
 /// probably the request's own fault.
@@ -28,7 +27,7 @@ pub(super) async fn attempt(
     core: &Core,
     request: &Request,
     placement: &Placement,
-    tried: &[WorkerId],
+    tried: &[WorkerRun],
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
@@ -86,7 +85,7 @@ async fn after_prefill(
 
 /// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
 /// serve this request. When all workers are slow none is better, and the request stays where it is.
-async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerId], expected: f64) {
+async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerRun], expected: f64) {
     let since = Instant::now();
     tokio::time::sleep_until(since + stall_timeout(expected)).await;
     loop {
@@ -96,7 +95,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
             let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *request.model
                 && (other.has_endpoint(request) || !member.has_endpoint(request))
-                && !tried.contains(&other.id())
+                && !tried.contains(&other.run())
                 && !roster.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))
                 && (other.active_since(since) || free())

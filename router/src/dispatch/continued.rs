@@ -6,7 +6,7 @@
 use super::attempt::{MAX_ATTEMPTS, attempt, stream};
 use super::place::place;
 use crate::admission::Permit;
-use crate::fleet::{HealthSignal, Worker};
+use crate::fleet::{HealthSignal, Worker, WorkerRun};
 use crate::state::Core;
 use futures::future::BoxFuture;
 use futures::{FutureExt, Stream, StreamExt};
@@ -14,7 +14,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Sampling, Work};
-use worker::plane::WorkerId;
 
 /// The stream of a request, on one worker after the other.
 pub(super) struct Continued {
@@ -35,9 +34,9 @@ pub(super) struct Continued {
 
 enum State {
     /// A worker generates.
-    Streaming(WorkerId, OutputStream),
+    Streaming(WorkerRun, OutputStream),
     /// Another worker is sought.
-    Moving(BoxFuture<'static, Result<(WorkerId, OutputStream), Error>>),
+    Moving(BoxFuture<'static, Result<(WorkerRun, OutputStream), Error>>),
     Ended,
 }
 
@@ -53,7 +52,7 @@ impl Continued {
         worker: &Worker,
         stream: OutputStream,
     ) -> Self {
-        let (core, state) = (Arc::clone(core), State::Streaming(worker.id(), stream));
+        let (core, state) = (Arc::clone(core), State::Streaming(worker.run(), stream));
         let identity = worker.instance.model.identity.clone();
         Self { core, request, identity, generated: Vec::new(), moves: 0, permit: Some(permit), state }
     }
@@ -80,12 +79,12 @@ impl Continued {
         }
     }
 
-    fn start_move(&mut self, from: WorkerId, error: &Error, permit: Arc<Permit>) {
+    fn start_move(&mut self, from: WorkerRun, error: &Error, permit: Arc<Permit>) {
         self.moves += 1;
         let (core, request, identity) = (Arc::clone(&self.core), self.rest(), self.identity.clone());
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
-            worker = %from, generated_tokens = request.generated_tokens, %error,
+            worker = %from.worker, generated_tokens = request.generated_tokens, %error,
             "worker failed in mid-stream; another one continues"
         );
         let cause = error.clone();
@@ -100,12 +99,12 @@ async fn continue_elsewhere(
     request: Request,
     identity: &str,
     permit: Arc<Permit>,
-    failed: WorkerId,
-) -> Result<(WorkerId, OutputStream), Error> {
+    failed: WorkerRun,
+) -> Result<(WorkerRun, OutputStream), Error> {
     let mut tried = vec![failed];
     tried.extend(core.fleet.snapshot().workers().filter_map(|worker| {
         let model = &worker.instance.model;
-        (*model.id == *request.model && model.identity != identity).then(|| worker.id())
+        (*model.id == *request.model && model.identity != identity).then(|| worker.run())
     }));
     let max_tried = tried.len() + MAX_ATTEMPTS;
     let outcome = loop {
@@ -113,7 +112,7 @@ async fn continue_elsewhere(
             Ok(placement) => placement,
             Err(error) => break Err(error),
         };
-        let worker = placement.decode.id();
+        let worker = placement.decode.run();
         tried.push(worker);
         match attempt(&core, &request, &placement, &tried).await {
             Ok(first) => break Ok((worker, stream(&core, &request, placement, permit, first, None))),

@@ -2,7 +2,7 @@
 
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
-use crate::fleet::{PromptTokens, Worker};
+use crate::fleet::{PromptTokens, Worker, WorkerRun};
 use crate::hash::{hash_str, splitmix64};
 use crate::load::{Demand, ExpectedOutput, ModelStats, Totals};
 use crate::policy::{
@@ -17,7 +17,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Error, Request, Work};
-use worker::plane::WorkerId;
 
 /// Where a request goes, with its reservations.
 pub(crate) struct Placement {
@@ -78,7 +77,7 @@ pub(crate) fn place(
     core: &Core,
     request: &Request,
     is_new: bool,
-    tried: &[WorkerId],
+    tried: &[WorkerRun],
     until: Option<Instant>,
 ) -> Result<Box<Placement>, Error> {
     let mut span = request.attributes.trace.span("route", Kind::Internal);
@@ -93,7 +92,7 @@ fn choose(
     core: &Core,
     request: &Request,
     is_new: bool,
-    tried: &[WorkerId],
+    tried: &[WorkerRun],
     until: Option<Instant>,
     span: &mut Span,
 ) -> Result<Box<Placement>, Error> {
@@ -177,7 +176,7 @@ fn book(
     request: &Request,
     overlaps: &Overlaps,
     decision: &Decision<'_>,
-    tried: &[WorkerId],
+    tried: &[WorkerRun],
     (stats, output): (&Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let (row, now) = (&decision.chosen, Instant::now());

@@ -39,7 +39,7 @@ async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream,
                 // The last worker's error says more than that there is no other worker.
                 Err(error) => return Err(last.unwrap_or(error)),
             };
-        tried.push(placement.decode.id());
+        tried.push(placement.decode.run());
         if let Some(trace) = &mut trace {
             trace.dispatched();
         }

@@ -6,6 +6,7 @@ use super::event_accuracy::CacheView;
 use super::health::{Health, HealthSignal};
 use crate::index::HolderId;
 use crate::load::{LoadStats, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
+use kvbm::Epoch;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,6 +16,13 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use worker::engine::{EndpointKind, Engine, ModelCard, Request, Work};
 use worker::plane::{Instance, Load, Role, WorkerId};
+
+/// A worker from one start to its next. A request that one run of it did not serve may be sent to the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct WorkerRun {
+    pub(crate) worker: WorkerId,
+    epoch: Epoch,
+}
 
 /// A worker during one epoch (one life of its process).
 pub(crate) struct Worker {
@@ -96,6 +104,10 @@ impl Worker {
 
     pub(crate) fn id(&self) -> WorkerId {
         self.instance.id
+    }
+
+    pub(crate) fn run(&self) -> WorkerRun {
+        WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }
 
     /// Whether it may have the endpoint of a request.

@@ -6,13 +6,12 @@ use super::cost::Cost;
 use super::decide::{Decision, Replication, ScoredWorker};
 use super::disaggregate::ServingMode;
 use super::select::Candidate;
-use crate::fleet::PromptTokens;
+use crate::fleet::{PromptTokens, WorkerRun};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::plane::WorkerId;
 
 /// Largest number of candidates in the line: the next best workers matter, not the whole fleet …
 const SHOWN: usize = 8;
@@ -21,7 +20,7 @@ const BYTES_MAX: usize = 3_500;
 
 /// Formats a decision. Times are in seconds; terms of less than a microsecond are omitted. `excluded`: workers that
 /// were tried before.
-pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerId]) -> Arc<str> {
+pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerRun]) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
     // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
@@ -36,7 +35,7 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerI
         why: why.name(),
         prompt_tokens: row.prompt.tokens,
         cached_tokens: row.cached(),
-        excluded: excluded.iter().map(ToString::to_string).collect(),
+        excluded: excluded.iter().map(|run| run.worker.to_string()).collect(),
         disaggregation: prefill.as_ref().zip(row.disaggregated).map(|(prefill, disaggregated)| Disaggregation {
             prefill: (row.serving_mode == ServingMode::Disaggregated).then(|| prefill.worker().id().to_string()),
             aggregated_s: round(row.aggregated.total()),

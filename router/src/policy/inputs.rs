@@ -3,7 +3,7 @@
 //! They are read once, before workers are scored; later changes of the load count for the next decision.
 
 use crate::booking::InflightPrefixes;
-use crate::fleet::{ModelPool, PromptTokens, WorkerEntry};
+use crate::fleet::{ModelPool, PromptTokens, WorkerEntry, WorkerRun};
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
 use crate::load::{PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
@@ -11,7 +11,6 @@ use parking_lot::MutexGuard;
 use std::cell::RefCell;
 use tokio::time::Instant;
 use worker::engine::{EndpointKind, ModelCard};
-use worker::plane::WorkerId;
 
 /// Whether a worker is a candidate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,7 +29,7 @@ pub(crate) struct FleetView<'a> {
     overlaps: &'a Overlaps,
     tokens: usize,
     endpoint: Option<EndpointKind>,
-    excluded: &'a [WorkerId],
+    excluded: &'a [WorkerRun],
     snapshots: MutexGuard<'a, SnapshotCache>,
 }
 
@@ -42,7 +41,7 @@ impl<'a> FleetView<'a> {
         overlaps: &'a Overlaps,
         tokens: usize,
         endpoint: Option<EndpointKind>,
-        excluded: &'a [WorkerId],
+        excluded: &'a [WorkerRun],
         now: Instant,
     ) -> Self {
         Self { pool, overlaps, tokens, endpoint, excluded, snapshots: pool.snapshots(now.into()) }
@@ -74,10 +73,16 @@ impl<'a> FleetView<'a> {
         self.overlaps.tokens
     }
 
+    /// Whether the request was tried on a worker since that has started.
+    #[inline]
+    fn was_tried(&self, entry: &WorkerEntry) -> bool {
+        !self.excluded.is_empty() && self.excluded.contains(&entry.worker.run())
+    }
+
     /// Whether a worker is a candidate.
     #[inline]
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
-        if self.tokens >= entry.context || self.excluded.contains(&entry.id) || !entry.has_endpoint(self.endpoint) {
+        if self.tokens >= entry.context || self.was_tried(entry) || !entry.has_endpoint(self.endpoint) {
             Eligibility::Excluded
         } else if snapshot.ejected {
             Eligibility::Ejected

@@ -48,6 +48,31 @@ async fn a_worker_that_fails_before_its_first_output_is_replaced() {
     }
 }
 
+/// Both workers restart, one after the other, before they have computed a request: the first is another one by then.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_has_started_again_may_serve_a_request_that_it_lost() {
+    let harness = defaults();
+    let before = [harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await];
+    for worker in &before {
+        worker.set_behaviour(Behaviour::Hang);
+    }
+    let answer = harness.answer(prompt(1, 100));
+    let restarts = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let first = before.iter().position(|worker| worker.requests() > 0).unwrap();
+        let (first, other) = ([1, 2][first], [2, 1][first]);
+        harness.roster.expire(WorkerId(first));
+        // The request is sent to the other one once the first had time to finish it.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        assert!(before.iter().all(|worker| worker.requests() == 1));
+        let again = harness.join(first, Role::Both, MODEL, 2, &[]).await;
+        harness.roster.expire(WorkerId(other));
+        again
+    };
+    let (answer, again) = futures::join!(answer, restarts);
+    assert_eq!((answer, again.requests()), (Ok(vec![1, 2]), 1));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_stream_whose_worker_fails_is_continued_on_another() {
     let harness = defaults();
