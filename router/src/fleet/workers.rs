@@ -426,7 +426,7 @@ impl FleetSnapshot {
     }
 
     /// Whether a server of another program gets no requests, because workers of the deployment serve a model of the
-    /// same name. Which of the two it is does not depend on who came first, so all routers of a deployment agree.
+    /// same name. It does not depend on which was registered first, so all routers of a deployment agree.
     pub(crate) fn is_unused(&self, worker: &Worker) -> bool {
         let card = &worker.instance.model;
         card.is_relayed && self.pool(&card.id).is_some_and(|pool| !pool.is_relayed)

@@ -1,4 +1,4 @@
-//! The network between the processes of a simulation: who reaches whom, and how well.
+//! The network between the processes of a simulation: cuts, frozen processes, delay, loss, repetition and reordering.
 //!
 //! A cut between two processes and a frozen process look the same to the other side: nothing arrives. What was sent
 //! before a cut is lost with it; what was sent to a frozen process is there when it goes on.
