@@ -22,9 +22,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tower::ServiceExt;
-use worker::engine::{
-    Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness, Request, SamplingDefaults, Tokens,
-};
+use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness, Request, Tokens};
 
 /// Enough for an average.
 const TOKENS: usize = 1_000;
@@ -51,20 +49,13 @@ impl Engine for Ready {
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
         vec![Arc::new(ModelCard {
-            id: "tiny".into(),
-            identity: "tiny".into(),
-            created: 0,
-            context: 2 * TOKENS,
-            block_size: 16,
             vocabulary: tiny_tokenizer::VOCABULARY,
             eos: vec![tiny_tokenizer::EOS],
             tokenizer: Some(tiny_tokenizer::tokenizer().into()),
             chat_template: Some("{% for m in messages %}{{ m.content }}{% endfor %}".into()),
-            special_tokens: Vec::new(),
-            sampling: SamplingDefaults::default(),
             random_weights: true,
-            is_relayed: false,
             has_exact_blocks: true,
+            ..ModelCard::new("tiny", 2 * TOKENS, 16)
         })]
     }
 

@@ -318,20 +318,12 @@ fn instance(id: u64, card: &Arc<ModelCard>) -> Instance {
 
 fn card() -> Arc<ModelCard> {
     Arc::new(ModelCard {
-        id: "meta-llama/Llama-3.1-8B-Instruct".into(),
         identity: "f1e2d3c4b5a697887766554433221100f1e2d3c4b5a697887766554433221100".into(),
         created: 1_790_000_000,
-        context: 131_072,
-        block_size: 16,
         vocabulary: 128_256,
         eos: vec![128_001, 128_008, 128_009],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
         sampling: SamplingDefaults { temperature: Some(0.6), top_p: Some(0.9), ..SamplingDefaults::default() },
-        random_weights: false,
-        is_relayed: false,
-        has_exact_blocks: true,
+        ..ModelCard::new("meta-llama/Llama-3.1-8B-Instruct", 131_072, 16)
     })
 }
 

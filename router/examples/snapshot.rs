@@ -144,22 +144,7 @@ fn watch(bus: &LocalEvents, registry: &Registry, log: &EventLog) -> (Duration, f
 }
 
 async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<EventLog>) -> [worker::plane::Lease; 2] {
-    let model = Arc::new(ModelCard {
-        id: "m".into(),
-        identity: "m".into(),
-        created: 0,
-        context: 1 << 20,
-        block_size: 16,
-        vocabulary: 10,
-        eos: vec![],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: worker::engine::SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
-    });
+    let model = Arc::new(ModelCard { vocabulary: 10, ..ModelCard::new("m", 1 << 20, 16) });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
     let instance =
         Instance { id: WorkerId(id), epoch: Epoch(1), role: Role::Both, model: model.clone(), stores: vec![] };

@@ -15,13 +15,15 @@ pub(crate) mod explain;
 mod inputs;
 pub(crate) mod planner;
 mod prompt;
+mod replication;
 mod select;
 mod tuning;
 
 pub use composition::{Composition, Filter, Pick, Policy, Score, Term};
-pub(crate) use decide::{Decision, PlacementRequest, Replication, ScoredWorker, Scratch, decide};
+pub(crate) use decide::{Decision, PlacementRequest, ScoredWorker, Scratch, decide};
 pub(crate) use disaggregate::ServingMode;
 pub(crate) use inputs::{FleetView, Overlaps};
+pub(crate) use replication::Replication;
 pub(crate) use select::SelectionContext;
 pub use tuning::Disaggregation;
 pub(crate) use tuning::Tuning;

@@ -214,24 +214,8 @@ mod tests {
 
     #[test]
     fn deployments_of_one_kind_are_available() {
-        let card = |id: &str, is_relayed| {
-            Arc::new(ModelCard {
-                id: id.into(),
-                identity: id.into(),
-                created: 0,
-                context: 64,
-                block_size: 16,
-                vocabulary: 10,
-                eos: vec![],
-                tokenizer: None,
-                chat_template: None,
-                special_tokens: vec![],
-                sampling: worker::engine::SamplingDefaults::default(),
-                random_weights: true,
-                is_relayed,
-                has_exact_blocks: true,
-            })
-        };
+        let card =
+            |id: &str, is_relayed| Arc::new(ModelCard { vocabulary: 10, is_relayed, ..ModelCard::new(id, 64, 16) });
         let served = [card("worker", false), card("upstream", true), card("other", true)];
         let names = |models: &[(&str, u32)]| {
             let deployments = models.iter().map(|(model, weight)| deployment(model, *weight)).collect();

@@ -280,22 +280,7 @@ mod tests {
     use super::*;
 
     fn banner(address: &str) -> Banner {
-        let model = ModelCard {
-            id: "it's".into(),
-            identity: "x".into(),
-            created: 0,
-            context: 4096,
-            block_size: 16,
-            vocabulary: 10,
-            eos: vec![],
-            tokenizer: None,
-            chat_template: None,
-            special_tokens: vec![],
-            sampling: worker::engine::SamplingDefaults::default(),
-            random_weights: true,
-            is_relayed: false,
-            has_exact_blocks: true,
-        };
+        let model = ModelCard { identity: "x".into(), vocabulary: 10, ..ModelCard::new("it's", 4096, 16) };
         let native = NativeFacts {
             model: Arc::new(model),
             roles: vec![Role::Prefill, Role::Decode, Role::Decode],

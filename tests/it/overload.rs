@@ -35,20 +35,10 @@ impl Engine for Silent {
 
 fn card() -> ModelCard {
     ModelCard {
-        id: "tiny".into(),
-        identity: "tiny".into(),
-        created: 0,
-        context: 4096,
-        block_size: 16,
         vocabulary: tiny_tokenizer::VOCABULARY,
         eos: vec![tiny_tokenizer::EOS],
         tokenizer: Some(tiny_tokenizer::tokenizer().into()),
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: worker::engine::SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
+        ..ModelCard::new("tiny", 4096, 16)
     }
 }
 

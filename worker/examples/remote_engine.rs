@@ -25,8 +25,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::sync::watch;
 use tokio_stream::wrappers::WatchStream;
 use worker::engine::{
-    Engine, Error, FinishReason, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, SamplingDefaults,
-    Tokens,
+    Engine, Error, FinishReason, ModelCard, Output, OutputStream, PromptReport, Readiness, Request, Tokens,
 };
 use worker::handoff::Peers;
 use worker::plane::local::LocalDiscovery;
@@ -71,22 +70,7 @@ impl Engine for Steps {
 }
 
 fn model() -> Arc<ModelCard> {
-    Arc::new(ModelCard {
-        id: "steps".to_owned(),
-        identity: "steps".to_owned(),
-        created: 0,
-        context: 100_000,
-        block_size: 16,
-        vocabulary: 1000,
-        eos: Vec::new(),
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: Vec::new(),
-        sampling: SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: false,
-    })
+    Arc::new(ModelCard { vocabulary: 1000, ..ModelCard::new("steps", 100_000, 16) })
 }
 
 fn instance() -> Instance {

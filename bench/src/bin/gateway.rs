@@ -170,7 +170,7 @@ impl What {
         }
     }
 
-    /// The goal of this program, where it is a number (issue 14).
+    /// The goal of this program, where it is a number.
     fn goal(self, gateway: Gateway, options: &Options) -> Goal {
         match (gateway, self) {
             (Gateway::Blockyard, Self::AddedFirst50) => Goal::AtMost(100.0),

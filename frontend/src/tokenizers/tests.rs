@@ -66,20 +66,10 @@ impl Tokenize for FakeServer {
 
 fn card(id: &str) -> ModelCard {
     ModelCard {
-        id: id.to_owned(),
         identity: format!("upstream {id}"),
-        created: 0,
-        context: 1000,
-        block_size: 16,
-        vocabulary: 0,
-        eos: Vec::new(),
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: Vec::new(),
-        sampling: worker::engine::SamplingDefaults::default(),
-        random_weights: false,
         is_relayed: true,
         has_exact_blocks: true,
+        ..ModelCard::new(id, 1000, 16)
     }
 }
 

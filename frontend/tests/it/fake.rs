@@ -137,20 +137,14 @@ pub(crate) fn card() -> ModelCard {
         {% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}\
         {% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|turn|>{% endif %}";
     ModelCard {
-        id: "org/tiny".into(),
         identity: "tiny".into(),
         created: 1_700_000_000,
-        context: 64,
-        block_size: 16,
         vocabulary: tiny_tokenizer::VOCABULARY,
         eos: vec![tiny_tokenizer::EOS],
         tokenizer: Some(tiny_tokenizer::tokenizer().into()),
         chat_template: Some(template.into()),
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
-        sampling: worker::engine::SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
+        ..ModelCard::new("org/tiny", 64, 16)
     }
 }
 

@@ -16,9 +16,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Error, Output, OutputStream, Request};
 
-/// Workers tried for one request before its client gets an error. Two workers may fail at once; a third failure is
-/// probably the request's own fault.
-pub(super) const MAX_ATTEMPTS: usize = 3;
+/// Workers that may fail one request before its client gets an error. Two workers may fail at once; a third failure is
+/// probably the request's own fault. A worker that has left, as in a rolling restart, does not count: that says nothing
+/// of the request, and it is not tried again.
+pub(super) const MAX_FAILURES: usize = 3;
 /// Interval at which a worker that is overdue is checked.
 const STALL_POLL_INTERVAL: Duration = Duration::from_secs(1);
 

@@ -3,7 +3,7 @@
 //! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Not here: streams of
 //! relayed requests, which are bytes.
 
-use super::attempt::{MAX_ATTEMPTS, attempt, stream};
+use super::attempt::{MAX_FAILURES, attempt, stream};
 use super::place::place;
 use crate::admission::Permit;
 use crate::fleet::{HealthSignal, Worker, WorkerRun};
@@ -106,7 +106,7 @@ async fn continue_elsewhere(
         let model = &worker.instance.model;
         (*model.id == *request.model && model.identity != identity).then(|| worker.run())
     }));
-    let max_tried = tried.len() + MAX_ATTEMPTS;
+    let mut failures = 0;
     let outcome = loop {
         let placement = match place(&core, &request, false, &tried, None) {
             Ok(placement) => placement,
@@ -121,7 +121,8 @@ async fn continue_elsewhere(
                 placement.decode.note(signal);
                 drop(placement);
                 core.admission.notify();
-                if signal == HealthSignal::Neutral || tried.len() >= max_tried {
+                failures += usize::from(core.fleet.snapshot().has(worker));
+                if signal == HealthSignal::Neutral || failures >= MAX_FAILURES {
                     break Err(error);
                 }
             }

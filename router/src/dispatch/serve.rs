@@ -1,7 +1,7 @@
 //! Serves a request: admission, attempts on one worker after the other, and the stream of its output.
 
 use super::admit::admit;
-use super::attempt::{MAX_ATTEMPTS, attempt, stream};
+use super::attempt::{MAX_FAILURES, attempt, stream};
 use super::continued::Continued;
 use super::place::{Placement, place};
 use super::send::FirstOutput;
@@ -29,9 +29,9 @@ async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream,
     let mut trace = core.recorder.begin(Instant::now());
     let (first, permit) = admit(core, &request).await?;
     let mut next = Some(first);
-    let mut tried = Vec::new();
+    let (mut tried, mut failures) = (Vec::new(), 0);
     let mut last = None;
-    while tried.len() < MAX_ATTEMPTS {
+    while failures < MAX_FAILURES {
         // An admitted request does not queue again.
         let placement =
             match next.take().map_or_else(|| place(core, &request, false, &tried, request.attributes.deadline), Ok) {
@@ -49,6 +49,7 @@ async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream,
                 let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
                 let failed = placement.decode.id();
+                failures += usize::from(core.fleet.snapshot().has(placement.decode.run()));
                 drop(placement);
                 core.admission.notify();
                 if verdict == HealthSignal::Neutral {

@@ -391,6 +391,11 @@ impl FleetSnapshot {
         self.workers.values()
     }
 
+    /// Whether this run of a worker is a member.
+    pub(crate) fn has(&self, run: WorkerRun) -> bool {
+        self.get(run.worker).is_some_and(|worker| worker.run() == run)
+    }
+
     pub(crate) fn get(&self, id: WorkerId) -> Option<&Arc<Worker>> {
         self.workers.get(&id)
     }

@@ -1,16 +1,15 @@
 //! Non-negative least squares over a few features, with exponentially decaying weights.
 
-/// Weight that the sums keep at each measurement: about the last 4,000 count, a minute of a fleet of a few workers.
-const KEEP: f64 = 1.0 - 1.0 / 4096.0;
 /// Share of a feature's sum of squares that is added to it (ridge regression): features that do not vary independently
 /// share what they explain, instead of large values with opposite signs.
 const RIDGE: f64 = 1e-3;
 /// Measurements after which the coefficients are computed again: an eighth of those so far, and at most this.
 const MAX_UNREAD: u64 = 64;
 
-/// Sums over the measurements so far, and the coefficients that follow.
+/// Sums over the measurements so far, and the coefficients that follow. About the last `MEMORY` measurements count; by
+/// default as many as a fleet of a few workers makes steps in a minute.
 #[derive(Clone, Debug)]
-pub(super) struct LeastSquares<const FEATURES: usize> {
+pub(super) struct LeastSquares<const FEATURES: usize, const MEMORY: u64 = 4096> {
     /// Matrix and right side of the normal equations.
     normal: [[f64; FEATURES]; FEATURES],
     right: [f64; FEATURES],
@@ -19,21 +18,24 @@ pub(super) struct LeastSquares<const FEATURES: usize> {
     latest: Option<[f64; FEATURES]>,
 }
 
-impl<const FEATURES: usize> Default for LeastSquares<FEATURES> {
+impl<const FEATURES: usize, const MEMORY: u64> Default for LeastSquares<FEATURES, MEMORY> {
     fn default() -> Self {
         let (normal, right) = ([[0.0; FEATURES]; FEATURES], [0.0; FEATURES]);
         Self { normal, right, measurements: 0, unread: 0, latest: None }
     }
 }
 
-impl<const FEATURES: usize> LeastSquares<FEATURES> {
+impl<const FEATURES: usize, const MEMORY: u64> LeastSquares<FEATURES, MEMORY> {
+    /// Weight that the sums keep at each measurement.
+    const KEEP: f64 = 1.0 - 1.0 / MEMORY as f64;
+
     /// Adds a measurement. Features should be of similar size.
     pub(super) fn add(&mut self, features: [f64; FEATURES], value: f64) {
         for (row, feature) in features.into_iter().enumerate() {
             for (sum, other) in self.normal[row].iter_mut().zip(features) {
-                *sum = *sum * KEEP + feature * other;
+                *sum = *sum * Self::KEEP + feature * other;
             }
-            self.right[row] = self.right[row] * KEEP + feature * value;
+            self.right[row] = self.right[row] * Self::KEEP + feature * value;
         }
         (self.measurements, self.unread) = (self.measurements + 1, self.unread + 1);
         if self.unread >= MAX_UNREAD || self.unread * 8 >= self.measurements {
@@ -119,7 +121,7 @@ mod tests {
     use super::*;
 
     fn fitted(points: impl Iterator<Item = [f64; 3]>, of: impl Fn([f64; 3]) -> f64) -> [f64; 3] {
-        let mut fit = LeastSquares::default();
+        let mut fit = LeastSquares::<3>::default();
         points.for_each(|features| fit.add(features, of(features)));
         fit.coefficients().unwrap()
     }
@@ -142,6 +144,14 @@ mod tests {
         // A single point determines nothing but itself.
         let found = fitted(std::iter::repeat_n([1.0, 8.0, 8.0], 50), |_| 20.0);
         assert!((value(found, [1.0, 8.0, 8.0]) - 20.0).abs() < 0.1, "{found:?}");
+    }
+
+    #[test]
+    fn old_measurements_are_forgotten() {
+        let mut fit = LeastSquares::<1, 64>::default();
+        (0..1000).for_each(|_| fit.add([1.0], 5.0));
+        (0..500).for_each(|_| fit.add([1.0], 2.0));
+        assert!(fit.coefficients().is_some_and(|[mean]| (mean - 2.0).abs() < 0.02), "{:?}", fit.coefficients());
     }
 
     #[test]

@@ -31,6 +31,13 @@ pub(crate) struct SharedPrefix {
     pub(crate) requests: f64,
 }
 
+impl SharedPrefix {
+    /// Requests per second.
+    pub(crate) fn per_second(&self) -> f64 {
+        self.requests / HORIZON
+    }
+}
+
 const ROWS: usize = 4;
 /// Counters per row. With a hundred new prompts per second a third of the counters are in use, and all four of a new
 /// prompt with a probability of 1 %. The sketch has 1 MiB.

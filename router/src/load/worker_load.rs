@@ -59,8 +59,9 @@ struct State {
     rest_tokens: Option<f64>,
     /// Seconds from one token of a request to the next.
     token_interval: Option<f64>,
-    /// Seconds of a hand-over after its prefill: constant, and per estimated second of the whole transfer.
-    handoffs: LeastSquares<2>,
+    /// Seconds of a hand-over after its prefill: constant, and per estimated second of the whole transfer. The last few
+    /// hundred count: they are rarer than steps, and networks change.
+    handoffs: LeastSquares<2, 256>,
     mean_duration: Option<f64>,
     /// Reports contain the requests of other routers late, or not at all.
     is_server: bool,

@@ -9,6 +9,7 @@ use super::disaggregate;
 use super::disaggregate::ServingMode;
 use super::inputs::{Eligibility, FleetView, cacheable};
 use super::prompt::Prompt;
+use super::replication::Replication;
 use super::select::{Candidate, SelectionContext, Why, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
@@ -88,19 +89,6 @@ struct DecisionContext<'a> {
     remaining: &'a [RemainingWork],
     pricing: DecodePricing,
     replication: Option<Replication>,
-}
-
-/// A shared prefix and its copies.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub(crate) struct Replication {
-    pub(crate) shared: SharedPrefix,
-    /// Workers that hold it.
-    pub(crate) copies: u32,
-    /// Mean number of sequences on these.
-    holder_sequences: f64,
-    /// What each sequence by which a worker has fewer than the holders is worth, in seconds; 0 when there is nothing to
-    /// share, because no worker has the prefix, or all have.
-    per_sequence: f64,
 }
 
 impl<'a> PlacementRequest<'a> {
@@ -265,23 +253,10 @@ impl<'a> DecisionContext<'a> {
 
     /// The copies of a shared prefix.
     fn replication(&self, shared: SharedPrefix) -> Replication {
-        let (mut copies, mut sequences) = (0_u32, 0_u64);
-        for (entry, snapshot) in self.entries.iter().zip(self.fleet.snapshots()) {
-            if self.work(entry).shared <= 0.0 {
-                copies += 1;
-                sequences += u64::from(snapshot.estimate.sequences);
-            }
-        }
-        // A copy can take a share only of requests that others serve now.
-        let prompt = self.prompts.first().filter(|_| copies > 0 && (copies as usize) < self.entries.len());
-        let each = prompt.map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
-        Replication {
-            shared,
-            copies,
-            holder_sequences: sequences as f64 / f64::from(copies.max(1)),
-            // The difference shrinks as the copy takes its share: half of it is saved on average.
-            per_sequence: each / 2.0 * shared.requests / f64::from(copies + 1),
-        }
+        let all = self.entries.iter().zip(self.fleet.snapshots());
+        let holders = all.filter(|(entry, _)| self.work(entry).shared <= 0.0).map(|(_, snapshot)| &snapshot.estimate);
+        let per_sequence = self.prompts.first().map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
+        Replication::of(shared, holders, self.entries.len(), per_sequence)
     }
 
     /// Scores one worker together with a prefill worker, or by a composition.
@@ -311,8 +286,8 @@ impl<'a> DecisionContext<'a> {
         let others_delay = pricing.others_delay + aggregated.full;
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
-        if let Some(replication) = self.replication.as_ref().filter(|replication| replication.per_sequence > 0.0) {
-            aggregated.replication = replication.saving(work, estimate.sequences, &aggregated);
+        if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {
+            aggregated.replication = replication.saving(work, estimate, &aggregated);
         }
         aggregated
     }
@@ -340,19 +315,6 @@ impl<'a> DecisionContext<'a> {
             row.disaggregated = Some(disaggregated);
         }
         row
-    }
-}
-
-impl Replication {
-    /// What later requests save when a worker with this many sequences computes the prefix, as a negative cost. It is
-    /// at most what the placement costs because the worker does not have the prefix.
-    fn saving(&self, work: &RemainingWork, sequences: u32, cost: &Cost) -> f64 {
-        if work.shared <= 0.0 {
-            return 0.0;
-        }
-        let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * work.shared;
-        let fewer = (self.holder_sequences - f64::from(sequences)).max(0.0);
-        -(self.per_sequence * fewer).min(caused)
     }
 }
 

@@ -3,8 +3,9 @@
 
 use super::composition::{Composition, Filter, Policy, Term};
 use super::cost::Cost;
-use super::decide::{Decision, Replication, ScoredWorker};
+use super::decide::{Decision, ScoredWorker};
 use super::disaggregate::ServingMode;
+use super::replication::Replication;
 use super::select::Candidate;
 use crate::fleet::{PromptTokens, WorkerRun};
 use serde::Serialize;

@@ -10,22 +10,7 @@ pub(crate) struct StubEngine;
 impl StubEngine {
     /// A model card with this `shared_id` and block size.
     pub(crate) fn card(model: &str, block_size: usize) -> Arc<ModelCard> {
-        Arc::new(ModelCard {
-            id: model.to_owned(),
-            identity: model.to_owned(),
-            created: 0,
-            context: usize::MAX,
-            block_size,
-            vocabulary: 0,
-            eos: Vec::new(),
-            tokenizer: None,
-            chat_template: None,
-            special_tokens: Vec::new(),
-            sampling: worker::engine::SamplingDefaults::default(),
-            random_weights: true,
-            is_relayed: false,
-            has_exact_blocks: true,
-        })
+        Arc::new(ModelCard::new(model, usize::MAX, block_size))
     }
 }
 

@@ -350,20 +350,12 @@ pub(crate) async fn settle() {
 
 pub(crate) fn card(id: &str) -> ModelCard {
     ModelCard {
-        id: id.to_owned(),
         identity: format!("{id}@1"),
-        created: 0,
-        context: 100_000,
-        block_size: BLOCK,
         vocabulary: 1000,
         eos: vec![0],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: worker::engine::SamplingDefaults::default(),
         random_weights: true,
-        is_relayed: false,
         has_exact_blocks: true,
+        ..ModelCard::new(id, 100_000, BLOCK)
     }
 }
 

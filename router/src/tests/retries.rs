@@ -156,6 +156,34 @@ async fn attempts_are_limited_and_ejected_workers_still_serve() {
     assert_eq!(harness.answer(prompt(1, 100)).await, Ok(vec![1, 2]), "all are ejected, one serves");
 }
 
+/// More workers leave than may fail, each with the request: its own fault is none of that.
+#[tokio::test(start_paused = true)]
+async fn a_request_survives_a_rolling_restart_of_many_workers() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=6 {
+        let worker = harness.worker(id, Role::Both).await;
+        worker.set_behaviour(Behaviour::Hang);
+        workers.push(worker);
+    }
+    let answer = harness.answer(prompt(1, 100));
+    let restarts = async {
+        for last in [false, false, false, false, true] {
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            let holder = workers.iter().position(|worker| worker.open() > 0).unwrap();
+            if last {
+                for worker in &workers {
+                    worker.set_behaviour(Behaviour::Serve);
+                }
+            }
+            harness.roster.expire(WorkerId(holder as u64 + 1));
+        }
+    };
+    let (answer, ()) = futures::join!(answer, restarts);
+    assert_eq!(answer, Ok(vec![1, 2]));
+    assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 6, "each was tried once");
+}
+
 #[tokio::test(start_paused = true)]
 async fn back_pressure_is_no_fault_and_is_retried_elsewhere() {
     let harness = defaults();

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::sync::watch;
 use tower::ServiceExt;
-use worker::engine::{Engine, Error as EngineError, ModelCard, OutputStream, Readiness, SamplingDefaults};
+use worker::engine::{Engine, Error as EngineError, ModelCard, OutputStream, Readiness};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Instance, Load};
 use worker::serve::{Planes, Worker};
@@ -32,22 +32,7 @@ impl Engine for Unused {
 /// A registered worker with the id 7, the sender of its load, and its admin API.
 async fn started() -> (Worker, watch::Sender<Load>, Router) {
     let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
-    let model = ModelCard {
-        id: "m".into(),
-        identity: "m".into(),
-        created: 0,
-        context: 64,
-        block_size: 16,
-        vocabulary: 10,
-        eos: vec![],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
-    };
+    let model = ModelCard { vocabulary: 10, ..ModelCard::new("m", 64, 16) };
     let (id, epoch, load) = (WorkerId(7), Epoch(1), watch::Sender::new(Load::default()));
     let instance = Instance { id, epoch, role: Role::Both, model: Arc::new(model), stores: vec![] };
     let log = Arc::new(EventLog::new(epoch));

@@ -62,6 +62,28 @@ pub struct SamplingDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
+impl ModelCard {
+    /// A model of which nothing else is known. Its identity is its id, and its blocks are exact.
+    pub fn new(id: &str, context: usize, block_size: usize) -> Self {
+        Self {
+            id: id.to_owned(),
+            identity: id.to_owned(),
+            created: 0,
+            context,
+            block_size,
+            vocabulary: 0,
+            eos: Vec::new(),
+            tokenizer: None,
+            chat_template: None,
+            special_tokens: Vec::new(),
+            sampling: SamplingDefaults::default(),
+            random_weights: false,
+            is_relayed: false,
+            has_exact_blocks: true,
+        }
+    }
+}
+
 impl fmt::Debug for ModelCard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { id, identity, context, block_size, .. } = self;

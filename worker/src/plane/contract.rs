@@ -170,22 +170,7 @@ pub(crate) async fn a_range_is_bounded_and_of_one_epoch(plane: &impl Events) {
 
 /// A worker that serves nothing.
 pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
-    let model = Arc::new(ModelCard {
-        id: "m".into(),
-        identity: "m".into(),
-        created: 0,
-        context: 64,
-        block_size: 16,
-        vocabulary: 10,
-        eos: vec![],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: crate::engine::SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
-    });
+    let model = Arc::new(ModelCard { vocabulary: 10, ..ModelCard::new("m", 64, 16) });
     Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![] }
 }
 

@@ -6,7 +6,7 @@ use kvbm::splitmix::splitmix64;
 use kvbm::{BlockId, DeviceBlocks, DomainId, Fingerprint};
 use parking_lot::Mutex;
 use std::sync::Arc;
-use worker::engine::{ModelCard, SamplingDefaults};
+use worker::engine::ModelCard;
 
 /// Tokens per block.
 pub(super) const BLOCK: usize = 16;
@@ -17,20 +17,10 @@ pub(super) const MODEL: &str = "simulated";
 
 pub(super) fn card() -> Arc<ModelCard> {
     Arc::new(ModelCard {
-        id: MODEL.to_owned(),
         identity: "simulated@1".to_owned(),
-        created: 0,
-        context: 4096,
-        block_size: BLOCK,
         vocabulary: VOCABULARY as usize,
         eos: vec![0],
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: vec![],
-        sampling: SamplingDefaults::default(),
-        random_weights: true,
-        is_relayed: false,
-        has_exact_blocks: true,
+        ..ModelCard::new(MODEL, 4096, BLOCK)
     })
 }
 

@@ -1,0 +1,114 @@
+//! Copies of a prefix that many requests share: what a further one saves.
+
+use super::cost::{Cost, RemainingWork};
+use crate::load::{ServiceEstimate, SharedPrefix};
+
+/// A shared prefix and its copies.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Replication {
+    pub(crate) shared: SharedPrefix,
+    /// Workers that hold it.
+    pub(crate) copies: u32,
+    /// Mean number of sequences on these, and mean queue in seconds.
+    holder_sequences: f64,
+    holder_queue: f64,
+    /// What each sequence by which a worker has fewer than the holders is worth, in seconds.
+    per_sequence: f64,
+    /// Requests per second that a further copy takes from the holders; 0 when there is nothing to share, because no
+    /// worker has the prefix, or all have.
+    rate: f64,
+}
+
+impl Replication {
+    /// `holders`: the workers that hold the prefix, of `workers` in all; `per_sequence`: what a sequence less costs a
+    /// request, and one like it that is there, on average.
+    pub(crate) fn of<'a>(
+        shared: SharedPrefix,
+        holders: impl Iterator<Item = &'a ServiceEstimate>,
+        workers: usize,
+        per_sequence: f64,
+    ) -> Self {
+        let (mut copies, mut sequences, mut queue) = (0_u32, 0_u64, 0.0);
+        for holder in holders {
+            copies += 1;
+            sequences += u64::from(holder.sequences);
+            queue += holder.queue;
+        }
+        let may_copy = copies > 0 && (copies as usize) < workers;
+        let share = if may_copy { f64::from(copies + 1).recip() } else { 0.0 };
+        let holders = f64::from(copies.max(1));
+        Self {
+            shared,
+            copies,
+            holder_sequences: sequences as f64 / holders,
+            holder_queue: queue / holders,
+            // The difference shrinks as the copy takes its share: half of it is saved on average.
+            per_sequence: per_sequence / 2.0 * shared.requests * share,
+            rate: shared.per_second() * share,
+        }
+    }
+
+    /// Whether a further copy can take a share of the requests.
+    pub(crate) fn may_copy(&self) -> bool {
+        self.rate > 0.0
+    }
+
+    /// What later requests save when a worker with this load computes the prefix, as a negative cost. It is at most what
+    /// the placement costs because the worker does not have the prefix.
+    pub(crate) fn saving(&self, work: &RemainingWork, estimate: &ServiceEstimate, cost: &Cost) -> f64 {
+        if work.shared <= 0.0 {
+            return 0.0;
+        }
+        let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * work.shared;
+        let fewer = (self.holder_sequences - f64::from(estimate.sequences)).max(0.0);
+        // The holders' queue stays longer for as many seconds as it is longer now, and the difference shrinks in that
+        // time: the requests that come then save half of it on average.
+        let shorter = (self.holder_queue - estimate.queue).max(0.0);
+        -(self.per_sequence * fewer + self.rate * shorter * shorter / 2.0).min(caused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::WorkerOverlap;
+    use crate::load::LoadStats;
+    use crate::policy::prompt::Prompt;
+
+    const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110, output_tokens: 100.0 };
+    const SHARED: SharedPrefix = SharedPrefix { blocks: 80, requests: 600.0 };
+
+    fn with_queue(queue: f64) -> ServiceEstimate {
+        let mut estimate = ServiceEstimate::of(&LoadStats::default());
+        estimate.queue = queue;
+        estimate
+    }
+
+    /// What a copy saves on a worker with an empty queue, for requests of two seconds.
+    fn saving(holders: &[f64], workers: usize) -> f64 {
+        let holders: Vec<_> = holders.iter().copied().map(with_queue).collect();
+        let replication = Replication::of(SHARED, holders.iter(), workers, 0.0);
+        let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, SHARED.blocks);
+        replication.saving(&work, &with_queue(0.0), &Cost { prefill: 2.0, ..Cost::default() })
+    }
+
+    #[test]
+    fn requests_that_come_while_the_holders_queue_is_longer_save_its_half() {
+        // Ten requests per second, of which a second copy takes five: half a second for half of that, 0.25 s each.
+        assert!((saving(&[0.5], 4) + 5.0 * 0.5 * 0.25).abs() < 1e-9, "{}", saving(&[0.5], 4));
+        assert!(saving(&[0.5, 0.5], 4) > saving(&[0.5], 4), "a third copy takes fewer");
+        assert!(saving(&[0.0], 4).abs() < 1e-9, "there is nothing to save");
+    }
+
+    #[test]
+    fn a_copy_saves_at_most_what_it_costs() {
+        // Eight tenths of the prompt are the prefix.
+        assert!((saving(&[9.0], 4) + 1.6).abs() < 1e-9, "{}", saving(&[9.0], 4));
+    }
+
+    #[test]
+    fn there_is_nothing_to_copy_without_a_holder_or_when_all_hold_it() {
+        let of = |holders: &[ServiceEstimate]| Replication::of(SHARED, holders.iter(), 2, 1.0).may_copy();
+        assert!(!of(&[]) && of(&[with_queue(1.0)]) && !of(&[with_queue(1.0), with_queue(1.0)]));
+    }
+}
