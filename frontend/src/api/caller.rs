@@ -3,7 +3,7 @@
 use crate::error::Error;
 use crate::http::RequestContext;
 use crate::model::find_card;
-use crate::params::scheduling;
+use crate::params::{Fields, scheduling};
 use crate::state::AppState;
 use axum::http::HeaderMap;
 use std::sync::Arc;
@@ -14,6 +14,15 @@ pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<Mode
     let mut cards = state.engine.models();
     cards.retain(|card| context.key().is_none_or(|key| key.allows(&card.id)));
     cards
+}
+
+/// The model that a body names. If a key may use some models only, it must be named in a way that every server reads
+/// alike: of several fields some read the first one, and some ignore the case of names.
+pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Result<Option<String>, Error> {
+    if context.key().is_some_and(|key| key.has_models()) && fields.is_ambiguous("model") {
+        return Err(Error::ModelNotNamed);
+    }
+    fields.text("model")
 }
 
 /// The card of a model. For one that the caller may not use the error is the same whether it is served or not.

@@ -109,7 +109,7 @@ pub(crate) async fn handle<E: Endpoint>(
     let permit = state.work.acquire(bytes.len(), memory).await;
     let unparsed = bytes.clone();
     let mut fields = permit.scan(move || Fields::parse(&unparsed)).await?;
-    let id = fields.text("model")?.ok_or_else(|| fields.missing("model"))?;
+    let id = caller::named_model(&context, &mut fields)?.ok_or_else(|| fields.missing("model"))?;
     let card = caller::model(&state, &context, &id)?;
     if card.is_relayed {
         let incoming = Incoming::read(&state, &card, parts, bytes, Contents::Json(fields), permit).await?;

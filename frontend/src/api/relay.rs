@@ -224,7 +224,10 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     };
     let mut contents = permit.scan(read).await?;
     let model = match &mut contents {
-        Contents::Json(fields) => fields.text("model").ok().flatten(),
+        Contents::Json(fields) => match caller::named_model(&context, fields) {
+            Err(error @ Error::ModelNotNamed) => return Err(error),
+            named => named.ok().flatten(),
+        },
         Contents::Form(_) | Contents::Other => None,
     };
     let card = match (model, &contents) {
@@ -247,7 +250,9 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
 /// Whether clients may use an engine's endpoint. Others change the engine for all clients: they load adapters, flush
 /// caches, or put it to sleep. A path that an engine could read as another one is not public.
 fn is_public(path: &str) -> bool {
-    let is_ambiguous = path.contains(['%', '\\', ';']) || path.split('/').any(|part| matches!(part, "." | ".."));
+    let is_ambiguous = path.contains(['%', '\\', ';'])
+        || path.split('/').skip(1).any(|part| matches!(part, "" | "." | ".."))
+        || path.bytes().any(|byte| byte.is_ascii_uppercase());
     let changes_the_engine = path.starts_with("/v1/load_lora") || path.starts_with("/v1/unload_lora");
     !is_ambiguous && ((path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path))
 }

@@ -77,7 +77,7 @@ async fn with_model<T: Serialize + Send + 'static>(
     let unparsed = bytes.clone();
     let mut fields = permit.run(move || Fields::parse(&unparsed)).await?;
     let served = caller::models(state, &context);
-    let id = match (fields.text("model")?, &served[..]) {
+    let id = match (caller::named_model(&context, &mut fields)?, &served[..]) {
         (Some(id), _) => id,
         (None, [only]) => only.id.clone(),
         (None, _) => return Err(fields.missing("model")),

@@ -77,8 +77,13 @@ pub(crate) async fn read(
 pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemory) -> Result<BufferedBody, Error> {
     let mut share = MemoryShare { memory, held: None };
     let most = settings.max_body.as_usize();
+    let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+    // Before the first read, which would have the client send it (`Expect: 100-continue`).
+    if announced > most {
+        return Err(Error::TooLarge(most));
+    }
     // Room for what is announced, as far as it is not charged to the memory.
-    let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX).min(FREE_BYTES);
+    let announced = announced.min(FREE_BYTES);
     let mut stream = body.into_data_stream();
     // Most bodies arrive in one piece, which is not copied.
     let (mut first, mut collected) = (Bytes::new(), BytesMut::new());

@@ -68,6 +68,12 @@ impl Fields {
         Some(raw).filter(|raw| !raw.is_null())
     }
 
+    /// Whether another parser may read another value for a field: it occurs several times, or in other letter case.
+    pub(crate) fn is_ambiguous(&self, name: &str) -> bool {
+        let mut alike = self.unparsed.iter().filter(|(field, _)| field.as_str().eq_ignore_ascii_case(name));
+        alike.next().is_some_and(|(field, _)| !field.is(name)) || alike.next().is_some()
+    }
+
     /// A field of the body as JSON text, which is not taken.
     pub(crate) fn peek(&self, name: &str) -> Option<&Raw> {
         self.unparsed.iter().rfind(|(field, _)| field.is(name)).map(|(_, raw)| raw)

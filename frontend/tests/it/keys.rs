@@ -231,7 +231,15 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let form = "--x\r\ncontent-disposition: form-data; name=\"model\"\r\n\r\norg/secret\r\n--x--";
     assert_eq!([ask(&all, form).await, ask(&some, form).await], [200, 403]);
     assert_eq!(ask(&some, r#"{"model":"org/tiny"}"#).await, 200);
-    assert_eq!(ask(&some, r#"{"model":"org/tiny","model":"org/secret"}"#).await, 403, "engines read the last one");
+    for body in [
+        r#"{"model":"org/tiny","model":"org/secret"}"#,
+        r#"{"model":"org/secret","model":"org/tiny"}"#,
+        r#"{"mode\u006c":"org/secret","model":"org/tiny"}"#,
+        r#"{"model":"org/tiny","Model":"org/secret"}"#,
+        r#"{"MODEL":"org/secret"}"#,
+    ] {
+        assert_eq!(ask(&some, body).await, 403, "servers differ in which they read: {body}");
+    }
     assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
     let seen = engine.seen.lock();
     assert_eq!(seen.len(), 2);

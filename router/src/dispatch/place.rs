@@ -108,8 +108,10 @@ fn choose(
         return Err(Error::Unavailable(problem));
     }
     let (prompt, context) = (request.tokens.len(), pool.context());
-    // The length of a relayed prompt is an estimate; its engine knows it.
-    if prompt >= context && !matches!(request.work, Work::Relay(_)) {
+    // The length of a relayed prompt is an estimate, and its engine knows better: what seems too long for all is sent to
+    // one with the longest context.
+    let length = if matches!(request.work, Work::Relay(_)) { prompt.min(context.saturating_sub(1)) } else { prompt };
+    if length >= context {
         return Err(Error::PromptTooLong { prompt, context });
     }
     if pool.entries().is_empty() {
@@ -124,7 +126,7 @@ fn choose(
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let view = FleetView::new(pool, &overlaps, prompt, pool.endpoints().required(request), tried, now);
+    let view = FleetView::new(pool, &overlaps, length, pool.endpoints().required(request), tried, now);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));

@@ -13,6 +13,8 @@ use worker::plane::{Discovery, Instance, Lease, Role, WorkerId};
 #[derive(Default)]
 struct Server {
     only: Option<EndpointKind>,
+    /// Its context in tokens; that of [`card`] if it is `None`.
+    context: Option<usize>,
     ranks_of: Option<u64>,
     inner: Option<Arc<FakeEngine>>,
 }
@@ -53,11 +55,13 @@ impl Engine for Server {
 /// Adds a worker of such a server.
 async fn join(harness: &Harness, id: u64, server: Server) -> (Arc<FakeEngine>, Lease) {
     let inner = harness.relayed_worker(id).await;
+    let card = card(MODEL);
+    let context = server.context.unwrap_or(card.context);
     let instance = Instance {
         id: WorkerId(id),
         epoch: inner.log.epoch(),
         role: Role::Both,
-        model: Arc::new(ModelCard { is_relayed: true, ..card(MODEL) }),
+        model: Arc::new(ModelCard { is_relayed: true, context, ..card }),
         stores: Vec::new(),
     };
     let server = Server { inner: Some(inner.clone()), ..server };
@@ -169,4 +173,16 @@ async fn no_rank_is_assumed_where_the_server_chooses_it() {
         }
         assert_eq!(other.requests(), 0, "the requests stay with the server");
     }
+}
+
+/// The length of a relayed prompt is an estimate.
+#[tokio::test(start_paused = true)]
+async fn a_prompt_that_seems_too_long_is_sent_to_a_server_with_the_longest_context() {
+    let harness = Harness::new(Settings::default());
+    let (short, _lease) = join(&harness, 1, Server { context: Some(1000), ..Server::default() }).await;
+    let (long, _lease) = join(&harness, 2, Server { context: Some(5000), ..Server::default() }).await;
+    for (family, tokens) in [(1, 2000), (2, 5000), (3, 50_000)] {
+        harness.answer(relayed(CHAT, prompt(family, tokens))).await.unwrap();
+    }
+    assert_eq!((short.requests(), long.requests()), (0, 3));
 }
