@@ -1,6 +1,6 @@
 //! The program: loads the configuration, starts the log and the node, waits for a signal, shuts down.
 
-use anyhow::Context;
+use anyhow::anyhow;
 use blockyard::admin;
 use blockyard::commands::cli::{Cli, Command, Printed, Serving};
 use blockyard::commands::{bench, cache, calibrate, doctor, key, output, replay};
@@ -239,10 +239,12 @@ fn filter_setter<E: std::fmt::Display>(
 }
 
 fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
+    let wrong = |problem: String| anyhow!("log.filter = {directives:?}: {problem}");
+    config::check_log_filter(directives).map_err(wrong)?;
     // The certificate library repeats an error with every request; the tier logs it once. The planes log the connection
     // to NATS themselves.
     EnvFilter::try_new(format!("rustls_platform_verifier=off,{LIBRARY_LOG_TARGET}=warn,{directives}"))
-        .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
+        .map_err(|error| wrong(error.to_string()))
 }
 
 /// The signals that the process handles.

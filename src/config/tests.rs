@@ -408,7 +408,7 @@ decode_interference_weight = -1
          did you mean `router.admission.tenants.blue.weight`?",
         "router.admission.tenants.blue.max_inflight_tokens = 0 (FILE:18): expected at least 1",
         "router.models.gpt-4.1.decode_interference_weight = -1 (FILE:21): expected a number",
-        "no such model is served; the one that is is called `tiny`",
+        "no such model is served; the served model is `tiny`",
         "frontend.tenant_header",
     ];
     for wanted in wanted {
@@ -509,6 +509,8 @@ fn serve_refuses_values_that_contradict_each_other() {
         ("workers = 'prefill:1'", "no worker would decode"),
         ("listen = 9000\n[admin]\nlisten = '127.0.0.1:9000'", "admin.listen"),
         ("[log]\nfilter = 'a=b=c'", "log.filter"),
+        ("[log]\nfilter = 'info,kvbm=debg'", "log.filter = \"info,kvbm=debg\""),
+        ("[log]\nfilter = 'info,debg'", "\"debg\" is no level; expected off, error, warn, info"),
         ("upstreams = ['http://a']\n[router.planner]\nmode = 'apply'", "router.planner.mode"),
     ] {
         let errors = refused_to_serve(text);
