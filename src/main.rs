@@ -59,6 +59,12 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     let (log_writer, _flush_log) = log_writer::to_stderr()?;
     let set_log_filter = start_log(&config.log, log_writer)?;
     panics::install_hook();
+    let without_effect = config.without_effect(&origins);
+    // Frontends and workers may share a file of configuration.
+    if purpose == Purpose::Serve && !without_effect.is_empty() {
+        let keys = without_effect.join(" ");
+        tracing::warn!(keys, "these keys have no effect with upstreams, because no model is loaded");
+    }
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(async {

@@ -3,7 +3,7 @@
 //! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with
 //! zero, negative, infinite and absurd values.
 
-use super::{Budget, ByteSize, Config, HumanDuration, Model};
+use super::{Budget, ByteSize, Config, HumanDuration, Model, Origins};
 use router::{PlannerMode, Problem};
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -139,6 +139,12 @@ impl Config {
             problems.push(Problem::new("admin.listen", "the front door listens there; expected another port"));
         }
         problems
+    }
+
+    /// The keys of the native engine that are set although no model is loaded, because there are upstreams.
+    pub fn without_effect<'a>(&self, origins: &'a Origins) -> Vec<&'a str> {
+        let is_native = |key: &&str| matches!(key.split('.').next(), Some("model" | "workers" | "tiers" | "engine"));
+        if self.upstreams.is_empty() { Vec::new() } else { origins.keys_set().filter(is_native).collect() }
     }
 
     pub(super) fn problem_of_g1(&self) -> Option<Problem> {

@@ -522,6 +522,18 @@ fn serve_refuses_values_that_contradict_each_other() {
 }
 
 #[test]
+fn keys_of_the_native_engine_have_no_effect_with_upstreams() {
+    let without_effect = |upstreams: &[&str]| {
+        let flags = [Flag::own("--model", "model", "tiny"), set("tiers.g4=/mnt/kv"), set("router.seed=1")];
+        let flags = flags.into_iter().chain(upstreams.iter().map(|assignment| set(assignment))).collect();
+        let (config, origins) = load(&Sources { environment: environment(&[]), flags, file: None }).unwrap();
+        config.without_effect(&origins).into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(without_effect(&["upstreams=[\"http://a\"]"]), ["model", "tiers.g4.url"]);
+    assert_eq!(without_effect(&[]), Vec::<String>::new());
+}
+
+#[test]
 fn the_admin_api_of_a_worker_has_a_port_of_its_own() {
     let loaded = |admin: &str| {
         let written = file(&format!("cluster.listen = '127.0.0.1:8100'\nadmin.listen = '{admin}'\n"));
