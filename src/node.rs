@@ -37,7 +37,7 @@ mod worker_node;
 mod workers;
 
 pub use cache_audit::{CacheAudit, TierAudit};
-pub(crate) use http_server::listen;
+pub(crate) use http_server::{PortError, bind, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight};
 pub(crate) use stores::access;
