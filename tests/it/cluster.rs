@@ -216,6 +216,9 @@ fn wrong_settings_are_refused_before_anything_starts() {
         let error = refused(name, &arguments);
         assert!(error.contains(expected), "{name} {arguments:?}: {error}");
     }
+    let keys = "frontend.api_keys_file=no/such/file";
+    let shared = command("worker", &["--print-config", "--set", "data_dir=data", "--set", keys]).output().unwrap();
+    assert!(shared.status.success(), "only frontends read the keys: {}", String::from_utf8_lossy(&shared.stderr));
     let unreachable = ["--nats", "nats://127.0.0.1:1", "--set", "nats.connect_timeout=10ms", "--listen", "127.0.0.1:0"];
     assert!(refused("frontend", &unreachable).contains("cannot be reached"));
 }

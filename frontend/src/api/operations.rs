@@ -106,8 +106,8 @@ pub(crate) async fn model(
 
 /// The error of an unknown route of the API.
 pub(crate) fn no_route(method: &Method, uri: &Uri) -> Error {
-    let hint = "The main endpoints are POST /v1/chat/completions, POST /v1/completions, POST /tokenize, GET /v1/models, \
-                GET /ready and GET /metrics.";
+    let hint = "The main endpoints are POST /v1/chat/completions, POST /v1/completions, POST /tokenize, \
+                GET /v1/models, GET /ready and GET /metrics.";
     Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
 }
 

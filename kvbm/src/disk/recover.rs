@@ -57,8 +57,8 @@ impl Log {
             Access::Buffered => None,
         };
         tracing::info!(
-            folder = %self.folder.display(), direct_io = alignment.is_some(), alignment, blocks, bytes = self.used_bytes(),
-            duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
+            folder = %self.folder.display(), direct_io = alignment.is_some(), alignment, blocks,
+            bytes = self.used_bytes(), duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
         );
         Ok(())
     }
