@@ -27,7 +27,7 @@ pub async fn open(
     workers: Router,
     (server, settings): (Server, &frontend::Settings),
 ) -> anyhow::Result<(SocketAddr, impl Future<Output = ()> + use<>)> {
-    let listener = listen(at).await?;
+    let listener = listen(at, "--set admin.listen=").await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() {
         tracing::warn!(%address, "the admin API has no authentication and is reachable from other machines");

@@ -18,6 +18,7 @@ mod traces;
 mod upstream;
 mod values;
 
+pub use check::check_log_filter;
 pub use cluster::{Cluster, ClusterTls, Nats};
 pub use error::{Error, Errors};
 pub use load::{Flag, Purpose, Sources};

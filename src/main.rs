@@ -1,6 +1,6 @@
 //! The program: loads the configuration, starts the log and the node, waits for a signal, shuts down.
 
-use anyhow::Context;
+use anyhow::anyhow;
 use blockyard::admin;
 use blockyard::commands::cli::{Cli, Command, Printed, Serving};
 use blockyard::commands::{bench, cache, calibrate, doctor, key, output, replay};
@@ -59,6 +59,12 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     let (log_writer, _flush_log) = log_writer::to_stderr()?;
     let set_log_filter = start_log(&config.log, log_writer)?;
     panics::install_hook();
+    let without_effect = config.without_effect(&origins);
+    // Frontends and workers may share a file of configuration.
+    if purpose == Purpose::Serve && !without_effect.is_empty() {
+        let keys = without_effect.join(" ");
+        tracing::warn!(keys, "these keys have no effect with upstreams, because no model is loaded");
+    }
     machine::raise_open_files();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(async {
@@ -239,10 +245,12 @@ fn filter_setter<E: std::fmt::Display>(
 }
 
 fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
+    let wrong = |problem: String| anyhow!("log.filter = {directives:?}: {problem}");
+    config::check_log_filter(directives).map_err(wrong)?;
     // The certificate library repeats an error with every request; the tier logs it once. The planes log the connection
     // to NATS themselves.
     EnvFilter::try_new(format!("rustls_platform_verifier=off,{LIBRARY_LOG_TARGET}=warn,{directives}"))
-        .with_context(|| format!("log.filter = {directives:?}: expected directives like `info` or `info,kvbm=debug`"))
+        .map_err(|error| wrong(error.to_string()))
 }
 
 /// The signals that the process handles.

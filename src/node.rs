@@ -37,7 +37,7 @@ mod worker_node;
 mod workers;
 
 pub use cache_audit::{CacheAudit, TierAudit};
-pub(crate) use http_server::listen;
+pub(crate) use http_server::{PortError, bind, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight};
 pub(crate) use stores::access;
@@ -208,7 +208,8 @@ impl Node {
             &registry,
         )?;
         let (health, aliases) = (Arc::new(Health::default()), Arc::new(Aliases::default()));
-        let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health) });
+        let is_gateway = purpose == Purpose::Serve && !config.upstreams.is_empty();
+        let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
         let loaded = config.clone();

@@ -108,10 +108,15 @@ impl Reload {
             Err(error) => (Outcome::Rejected, vec![], vec![], Some(error)),
         };
         let attempted_at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        if let Some(error) = &error {
-            tracing::error!(trigger, error, "configuration rejected; the running configuration stays in effect");
-        } else {
-            tracing::info!(trigger, applied = applied.join(" "), "configuration reloaded");
+        match &error {
+            Some(error) => {
+                tracing::error!(trigger, error, "configuration rejected; the running configuration stays in effect");
+            }
+            None if !applied.is_empty() => {
+                tracing::info!(trigger, applied = applied.join(" "), "configuration reloaded");
+            }
+            None if needs_restart.is_empty() => tracing::info!(trigger, "configuration unchanged"),
+            None => {}
         }
         if !needs_restart.is_empty() {
             tracing::warn!(keys = needs_restart.join(" "), "these keys take effect after a restart");

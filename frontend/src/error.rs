@@ -121,12 +121,14 @@ pub(crate) enum Error {
         known: Vec<String>,
     },
     /// The route does not exist.
-    #[error("Unknown request URL: {method} {path}. The endpoints are listed in docs/api.md.")]
+    #[error("Unknown request URL: {method} {path}. {hint}")]
     NoRoute {
         /// The request's method.
         method: String,
         /// The request's path.
         path: String,
+        /// Which routes there are.
+        hint: &'static str,
     },
     /// The route exists for another method.
     #[error("Not allowed to {method} on {path}.")]

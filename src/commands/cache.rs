@@ -5,7 +5,7 @@ use crate::commands::output;
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keyring;
 use kvbm::object::gc::{Inventory, Policy, StoredGroup};
@@ -28,7 +28,7 @@ pub struct Cache {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// List the blocks in G4 and in the log of G3, by cache domain, engine and writer.
+    /// List the blocks in G4 and in the log of G3, by cache domain, fingerprint of the engine, and writer.
     ///
     /// With --g4 only that store is listed, unless --data-dir or --config also names the G3 of a node.
     Ls {
@@ -54,7 +54,7 @@ enum Command {
         /// [default: `tiers.g4.gc_grace`, and 2m for shared flash]
         #[arg(long, value_name = "TIME")]
         grace: Option<HumanDuration>,
-        /// `GcReport` what would be removed, and change nothing
+        /// Report what would be removed, and change nothing
         #[arg(long)]
         dry_run: bool,
     },
@@ -106,7 +106,8 @@ struct Target {
     #[arg(long = "g3-5")]
     g3_5: bool,
 
-    /// Folder of the keys when there is no G4 [default: blockyard in the user's cache folder]
+    /// Folder of a node, as for `serve`: its G3 log, and its keys when there is no G4
+    /// [default: blockyard in the user's cache folder]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
@@ -142,7 +143,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             let store = Store::open_or_local(target)?;
             let logs = if target.has_g3() { logs(&store.config)? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
+                return Err(nothing_stored(&store.config));
             }
             let survey = match &store.collector {
                 Some(collector) => Some(collector.scan(progress("manifests")).await?),
@@ -176,7 +177,7 @@ async fn execute(command: &Command) -> anyhow::Result<()> {
             let store = Store::open_or_local(target)?;
             let logs = if target.has_g3() { verify_logs(&store.config).await? } else { vec![] };
             if store.collector.is_none() && logs.is_empty() {
-                bail!("found neither a G3 log nor a shared store; name one with: --g4 URL|DIR");
+                return Err(nothing_stored(&store.config));
             }
             let keys = keys(&store.config).await?;
             let can_decrypt = async |domain, key| match &keys {
@@ -274,6 +275,11 @@ impl Store<Option<Collector>> {
             None if target.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
             _ => (config.tiers.g4.url.clone(), gc::policy(&config)?),
         };
+        if let Some(StoreLocation::Folder(folder)) = &location
+            && !folder.exists()
+        {
+            bail!("the folder {} does not exist", folder.display());
+        }
         let open = |location| {
             Collector::open_location(location, &stores::access(&config), config.tiers.g4.request_timeout.0)
                 .with_context(|| format!("{location} cannot be used"))
@@ -306,9 +312,21 @@ fn print(target: &Target, value: &Value, text: impl FnOnce() -> String) -> anyho
     output::print(&text)
 }
 
+/// The folders of G3.
+fn disks(config: &Config) -> Vec<sizes::Disk> {
+    sizes::disks(&config.tiers, &config.data_dir, |_| Space::default())
+}
+
+/// The error when there is neither a G3 log nor a shared store.
+fn nothing_stored(config: &Config) -> anyhow::Error {
+    let folders: Vec<String> = disks(config).iter().map(|disk| disk.folder.display().to_string()).collect();
+    let log = if folders.is_empty() { "G3 is off".to_owned() } else { format!("no G3 log in {}", folders.join(", ")) };
+    anyhow!("{log}, and no store is configured; name one with --data-dir or --g4")
+}
+
 /// Inspects each folder of G3 that contains a log.
 fn logs(config: &Config) -> anyhow::Result<Vec<disk::LogContents>> {
-    let (folders, now) = (sizes::disks(&config.tiers, &config.data_dir, |_| Space::default()), Clock::system().now());
+    let (folders, now) = (disks(config), Clock::system().now());
     let inspect = |disk: &sizes::Disk| {
         let folder = &disk.folder;
         disk::inspect(folder, now)
@@ -337,7 +355,7 @@ struct VerifiedLog {
 
 /// Reads the logs of G3. A log that a process uses is refused.
 async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>> {
-    let folders = sizes::disks(&config.tiers, &config.data_dir, |_| Space::default());
+    let folders = disks(config);
     let read = move |folder: PathBuf| match disk::verify(&folder, progress("segments")) {
         Err(disk::OpenError::Owned { folder, pid }) => {
             let owner = pid.map_or_else(|| "another process".into(), |pid| format!("process {pid}"));
@@ -373,7 +391,7 @@ fn log_text(log: &disk::LogContents) -> String {
     let size = ByteSize(*bytes).about();
     let mut text =
         format!("G3 in {}, {owner}: {segments} segments, {open_segments} of them open, {size}\n", folder.display());
-    text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "ENGINE", "BLOCKS", "SIZE");
+    text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "FINGERPRINT", "BLOCKS", "SIZE");
     for disk::DomainBlocks { domain, fingerprint, blocks, bytes } in contents {
         let size = ByteSize(*bytes).about();
         text += &format!("{domain:<32}  {fingerprint:<16}  {blocks:>10}  {size:>10}\n");
@@ -384,7 +402,7 @@ fn log_text(log: &disk::LogContents) -> String {
 fn holdings_text(holdings: &[StoredGroup]) -> String {
     let mut text = format!(
         "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}  {:>8}\n",
-        "DOMAIN", "ENGINE", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
+        "DOMAIN", "FINGERPRINT", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
     );
     let now = u64::from(kvbm::Date::encode(Some(Clock::system().now())));
     let age = |at: u64| match now.saturating_sub(at) {

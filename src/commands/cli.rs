@@ -400,6 +400,15 @@ mod tests {
     }
 
     #[test]
+    fn replay_needs_a_trace_or_a_workload_and_its_flags_fit_to_it() {
+        assert!(refused("blockyard replay").contains("--workload"));
+        for flags in ["--requests 9", "--workload chat", "--rate 1 --write-trace other.jsonl"] {
+            let error = refused(&format!("blockyard replay trace.jsonl {flags}"));
+            assert!(error.contains("cannot be used with"), "{flags}: {error}");
+        }
+    }
+
+    #[test]
     fn foreign_flags_are_unknown_and_hints_name_known_keys() {
         let mut serve = Cli::command().find_subcommand_mut("serve").unwrap().clone();
         serve.build();

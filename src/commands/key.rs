@@ -75,8 +75,14 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                 tokens_per_minute: *tokens_per_minute,
                 ..KeyEntry::new(name, key.hash())
             };
-            KeyFile::change(&file.path, |file| {
-                file.keys.push(entry);
+            KeyFile::change(&file.path, |known| {
+                if known.keys.iter().any(|key| key.name == *name) {
+                    let path = file.path.display();
+                    return Err(format!(
+                        "`{name}` exists already; remove it first: blockyard key remove --file {path} {name}"
+                    ));
+                }
+                known.keys.push(entry);
                 Ok(())
             })?;
             // The entry holds only a hash, so a key that was not shown is of no use.

@@ -21,6 +21,7 @@ use worker::plane::Role;
 /// `blockyard replay`.
 #[derive(clap::Args, Debug)]
 #[command(
+    group(clap::ArgGroup::new("traffic").required(true).args(["trace", "workload"])),
     after_help = "A load factor of 1 is the capacity: the highest rate at which least-loaded keeps its p99 time to \
     first token and its median time between tokens under ten times those of an idle fleet. It is measured first, and \
     printed. The same trace or workload and options print the same results, byte for byte."
@@ -29,7 +30,6 @@ pub struct Replay {
     /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
     /// `hash_ids`);
     /// - reads standard input
-    #[arg(required_unless_present = "workload", conflicts_with = "workload")]
     trace: Option<PathBuf>,
 
     /// Generated requests instead of a trace: agents, no-reuse, hot-prefix:LENGTH (like hot-prefix:32k),
@@ -38,12 +38,14 @@ pub struct Replay {
     workload: Option<Workload>,
 
     /// Number of generated requests [default: 500 per worker, at most 30,000]
-    #[arg(long, value_name = "N", requires = "workload", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    // Both: clap does not require what conflicts with another argument that is present.
+    #[arg(long, value_name = "N", requires = "workload", conflicts_with = "trace")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     requests: Option<u32>,
 
     /// Write the generated requests as a trace into this file, at the one rate of --rate, and end;
     /// - writes standard output
-    #[arg(long, value_name = "FILE", requires = "workload", requires = "rate")]
+    #[arg(long, value_name = "FILE", requires = "workload", requires = "rate", conflicts_with = "trace")]
     write_trace: Option<PathBuf>,
 
     /// Simulated workers: a number of workers that prefill and decode, or the number of each role, like
@@ -115,8 +117,9 @@ pub struct Replay {
     #[arg(long, value_name = "TIME", default_value = "50ms")]
     resync_delay: HumanDuration,
 
-    /// `AdmissionMode`: `off`; `queue`: a request waits in the router's admission queue while its worker is overloaded;
-    /// `deadline`: also rejects a request whose first token would come later than --slo-ttft
+    /// How requests are admitted: `off`: each goes to its worker at once; `queue`: a request waits in the router's
+    /// admission queue while its worker is overloaded; `deadline`: also rejects a request whose first token would come
+    /// later than --slo-ttft
     #[arg(long, value_name = "HOW", default_value = "off", value_parser = admission)]
     admission: AdmissionMode,
 
@@ -129,11 +132,11 @@ pub struct Replay {
     #[arg(long)]
     rebalance: bool,
 
-    /// Goodput counts requests whose time to first token is at most this …
+    /// Longest time to first token of a request that goodput counts
     #[arg(long, value_name = "TIME", default_value = "2s")]
     slo_ttft: HumanDuration,
 
-    /// … and whose mean time between tokens is at most this
+    /// Longest mean time between tokens of a request that goodput counts
     #[arg(long, value_name = "TIME", default_value = "100ms")]
     slo_itl: HumanDuration,
 
@@ -233,7 +236,11 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     let mut capacity = None;
     if args.rate.is_empty() {
         let progress = |rate, replay::Service { ttft_p99_s: p99, itl_p50_s }| {
-            eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
+            if p99.is_finite() {
+                eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
+            } else {
+                eprintln!("  {rate:8.2}/s: more than 1 % of the requests were rejected");
+            }
         };
         let found = replay::capacity(&traffic, &options, progress)?;
         eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
@@ -298,7 +305,7 @@ fn traffic(args: &Replay) -> anyhow::Result<Traffic> {
         (Some(path), None) => {
             Ok(Traffic::Recorded(Trace::read(open(path)?).with_context(|| path.display().to_string())?))
         }
-        (None, None) => bail!("a trace or --workload is needed"),
+        (None, None) => bail!("expected a trace, or generated requests: --workload CLASS"),
     }
 }
 
@@ -338,7 +345,8 @@ fn run_all(
     })?;
     let simulated: f64 = results.iter().map(|results| results.makespan_s * args.runs as f64).sum();
     let (runs, took) = (results.len() as u64 * args.runs, started.elapsed().as_secs_f64());
-    eprintln!("{runs} runs: {simulated:.0} s simulated in {took:.2} s on {threads} threads");
+    let plural = if runs == 1 { "" } else { "s" };
+    eprintln!("{runs} run{plural}: {simulated:.0} s simulated in {took:.2} s on {threads} threads");
     Ok(results)
 }
 

@@ -3,11 +3,12 @@
 //! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with
 //! zero, negative, infinite and absurd values.
 
-use super::{Budget, ByteSize, Config, HumanDuration, Model};
+use super::{Budget, ByteSize, Config, HumanDuration, Model, Origins};
 use router::{PlannerMode, Problem};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 /// No machine can run a step of more than a million rows, or a batch of more than a million sequences.
 const ENGINE: RangeInclusive<usize> = 1..=1 << 20;
@@ -36,6 +37,8 @@ const GC_INTERVAL: RangeInclusive<HumanDuration> =
 /// Blocks that are removed at once are not worth writing.
 const MAX_AGE: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 1000));
+/// The parts of the program that log: the targets of a log filter, apart from those of libraries.
+const LOG_PARTS: &str = "frontend, router, worker, kvbm, upstream, blockyard";
 /// Weights of tenants beside each other.
 const QUOTA_WEIGHT: RangeInclusive<f64> = 0.001..=1000.0;
 
@@ -66,7 +69,7 @@ impl Config {
             unless_some("tiers.g4.capacity", g4.capacity),
             flash.and_then(|flash| unless_some("tiers.g3_5.capacity", Some(flash.capacity))),
             flash.and_then(|flash| Problem::unless_within("tiers.g3_5.max_age", flash.max_age?, MAX_AGE)),
-            log_filter(&log.filter),
+            check_log_filter(&log.filter).err().map(|problem| Problem::new("log.filter", problem)),
             (frontend.max_inflight_bodies < frontend.max_body).then(|| {
                 let problem = format!("no body of frontend.max_body fits; expected at least \"{}\"", frontend.max_body);
                 Problem::new("frontend.max_inflight_bodies", problem)
@@ -117,7 +120,7 @@ impl Config {
         let is_unknown = |model: &&String| self.upstreams.is_empty() && **model != served;
         for model in router.models.keys().filter(is_unknown) {
             let key = format!("router.models.{model}");
-            problems.push(Problem::new(key, format!("no such model is served; the one that is is called `{served}`")));
+            problems.push(Problem::new(key, format!("no such model is served; the served model is `{served}`")));
         }
         if !frontend.has_tenants() {
             let is_specific = |tenant: &&String| tenant.as_str() != "*";
@@ -136,6 +139,12 @@ impl Config {
             problems.push(Problem::new("admin.listen", "the front door listens there; expected another port"));
         }
         problems
+    }
+
+    /// The keys of the native engine that are set although no model is loaded, because there are upstreams.
+    pub fn without_effect<'a>(&self, origins: &'a Origins) -> Vec<&'a str> {
+        let is_native = |key: &&str| matches!(key.split('.').next(), Some("model" | "workers" | "tiers" | "engine"));
+        if self.upstreams.is_empty() { Vec::new() } else { origins.keys_set().filter(is_native).collect() }
     }
 
     pub(super) fn problem_of_g1(&self) -> Option<Problem> {
@@ -158,7 +167,17 @@ fn unless_some(key: &str, size: Option<ByteSize>) -> Option<Problem> {
     (size? == ByteSize(0)).then(|| Problem::new(key, "expected a size above 0, like \"100GiB\""))
 }
 
-fn log_filter(directives: &str) -> Option<Problem> {
-    let error = EnvFilter::try_new(directives).err()?;
-    Some(Problem::new("log.filter", format!("expected directives like `info` or `info,kvbm=debug`: {error}")))
+/// What is wrong with a log filter, and what is expected.
+pub fn check_log_filter(directives: &str) -> Result<(), String> {
+    EnvFilter::try_new(directives)
+        .map_err(|error| format!("expected directives like `info` or `info,kvbm=debug`: {error}"))?;
+    // To the library a word alone that is no level is a target, so a misspelt level would silence all other targets.
+    let is_level = |word: &str| word.is_empty() || word.parse::<LevelFilter>().is_ok();
+    match directives.split(',').find(|directive| !directive.contains(['=', '[']) && !is_level(directive)) {
+        Some(word) => Err(format!(
+            "{word:?} is no level; expected off, error, warn, info, debug or trace, or PART=LEVEL with a part of \
+             {LOG_PARTS}"
+        )),
+        None => Ok(()),
+    }
 }

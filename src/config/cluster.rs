@@ -144,6 +144,11 @@ impl Nats {
         if let Some((key, problem)) = self.settings().problem() {
             problems.push(Problem::new(format!("nats.{key}"), problem));
         }
+        let is_nats = |url: &str| !url.contains("://") || url.starts_with("nats://") || url.starts_with("tls://");
+        for nth in (0..self.servers.len()).filter(|nth| !is_nats(&self.servers[*nth])) {
+            let problem = "expected nats://HOST:PORT or tls://HOST:PORT";
+            problems.push(Problem::new(format!("nats.servers.{nth}"), problem));
+        }
         let both = |(one, has_one): (&str, bool), (other, has_other): (&str, bool)| {
             (has_one != has_other).then(|| {
                 let (set, missing) = if has_one { (one, other) } else { (other, one) };
@@ -253,9 +258,12 @@ impl Config {
             problems.push(Problem::new("cluster.advertise", problem));
         }
         if self.cluster.advertise.is_none() && is_unspecified(&self.cluster.listen.host) {
-            let problem = "frontends need an address to connect to; expected http://HOST:PORT, or https://HOST:PORT \
-                           with TLS, where HOST is the name or the address of this machine";
-            problems.push(Problem::new("cluster.advertise", problem));
+            let problem = format!(
+                "frontends cannot connect to {}, and cluster.advertise is not set; set --advertise \
+                 {scheme}://HOST:PORT, where HOST is the name or the address of this machine",
+                self.cluster.listen.host
+            );
+            problems.push(Problem::new("cluster.listen", problem));
         }
         problems
     }

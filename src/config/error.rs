@@ -69,7 +69,7 @@ impl fmt::Display for Errors {
             }
         }
         if self.0.iter().any(|error| matches!(error, Error::UnknownKey { .. })) {
-            write!(f, "\n`blockyard serve --print-config` without these lists all keys")?;
+            write!(f, "\nremove the unknown keys and run `blockyard serve --print-config` to list all keys")?;
         }
         Ok(())
     }

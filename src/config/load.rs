@@ -316,6 +316,9 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let value = value.map_or_else(|| "?".into(), |value| value_text(&value));
     let problem = match &error.kind {
         Kind::Message(problem) => problem.clone(),
+        Kind::InvalidType(_, expected) if path == "upstreams" && expected == "a sequence" => {
+            "expected an array, like [\"http://10.0.0.1:8000\"]".to_owned()
+        }
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) | Kind::InvalidLength(_, expected) => {
             format!("expected {}", type_name(expected))
         }
@@ -334,6 +337,7 @@ fn type_name(expected: &str) -> &str {
         "i8" | "i16" | "i32" | "i64" | "isize" => "a whole number",
         "bool" | "a boolean" => "`true` or `false`",
         "a string" => "a text",
+        "a sequence" => "an array",
         other => other,
     }
 }

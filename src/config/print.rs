@@ -20,6 +20,11 @@ impl Origins {
         self.0.get(key).map_or("default", String::as_str)
     }
 
+    /// The keys that a source other than the defaults set.
+    pub(super) fn keys_set(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().filter(|(_, origin)| *origin != "default").map(|(key, _)| key.as_str())
+    }
+
     /// Sets the source of a key.
     pub(crate) fn set(&mut self, key: &str, origin: &str) {
         self.0.insert(key.to_owned(), origin.to_owned());

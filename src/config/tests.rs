@@ -408,7 +408,7 @@ decode_interference_weight = -1
          did you mean `router.admission.tenants.blue.weight`?",
         "router.admission.tenants.blue.max_inflight_tokens = 0 (FILE:18): expected at least 1",
         "router.models.gpt-4.1.decode_interference_weight = -1 (FILE:21): expected a number",
-        "no such model is served; the one that is is called `tiny`",
+        "no such model is served; the served model is `tiny`",
         "frontend.tenant_header",
     ];
     for wanted in wanted {
@@ -509,6 +509,8 @@ fn serve_refuses_values_that_contradict_each_other() {
         ("workers = 'prefill:1'", "no worker would decode"),
         ("listen = 9000\n[admin]\nlisten = '127.0.0.1:9000'", "admin.listen"),
         ("[log]\nfilter = 'a=b=c'", "log.filter"),
+        ("[log]\nfilter = 'info,kvbm=debg'", "log.filter = \"info,kvbm=debg\""),
+        ("[log]\nfilter = 'info,debg'", "\"debg\" is no level; expected off, error, warn, info"),
         ("upstreams = ['http://a']\n[router.planner]\nmode = 'apply'", "router.planner.mode"),
     ] {
         let errors = refused_to_serve(text);
@@ -517,6 +519,18 @@ fn serve_refuses_values_that_contradict_each_other() {
     let served = file("model = 'models/llama-3.1'\n[router.models.\"llama-3.1\"]\npolicy = 'session'\n");
     let sources = Sources { file: Some(served.path().into()), environment: environment(&[]), flags: vec![] };
     assert!(Config::load_to_serve(&sources).is_ok(), "the folder's name is the model's");
+}
+
+#[test]
+fn keys_of_the_native_engine_have_no_effect_with_upstreams() {
+    let without_effect = |upstreams: &[&str]| {
+        let flags = [Flag::own("--model", "model", "tiny"), set("tiers.g4=/mnt/kv"), set("router.seed=1")];
+        let flags = flags.into_iter().chain(upstreams.iter().map(|assignment| set(assignment))).collect();
+        let (config, origins) = load(&Sources { environment: environment(&[]), flags, file: None }).unwrap();
+        config.without_effect(&origins).into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(without_effect(&["upstreams=[\"http://a\"]"]), ["model", "tiers.g4.url"]);
+    assert_eq!(without_effect(&[]), Vec::<String>::new());
 }
 
 #[test]

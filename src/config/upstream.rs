@@ -55,7 +55,9 @@ impl Upstream {
             return Err(expected("no http:// or https:// at the start"));
         }
         if uri.path().trim_end_matches('/').ends_with("/v1") {
-            return Err("without /v1 at the end: clients send it".to_owned());
+            return Err(
+                "expected the URL without /v1, like http://127.0.0.1:8001: requests have /v1 in their path".to_owned()
+            );
         }
         Ok(uri)
     }

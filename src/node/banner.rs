@@ -77,7 +77,7 @@ pub struct UpstreamFacts {
     pub url: String,
     /// Number of servers that have answered: of a name with several addresses one for each.
     pub servers: usize,
-    /// Their models; empty if none has answered yet.
+    /// Their models; empty if none can be used yet.
     pub models: Vec<String>,
 }
 
@@ -182,7 +182,7 @@ impl Banner {
 impl fmt::Display for UpstreamFacts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { url, servers, models } = self;
-        let models = if models.is_empty() { "does not answer yet".to_owned() } else { models.join(", ") };
+        let models = if models.is_empty() { "cannot be used yet, see the log".to_owned() } else { models.join(", ") };
         let servers = if *servers > 1 { format!(" ({servers} servers)") } else { String::new() };
         write!(f, "  upstream {url}: {models}{servers}")
     }
@@ -352,7 +352,7 @@ mod tests {
             let banner = Banner { address, has_tls: false, needs_key: false, serves };
             let text = banner.to_string();
             for part in [
-                "http://a:8000/: does not answer yet",
+                "http://a:8000/: cannot be used yet, see the log",
                 "http://b:8000/: org/m, org/m-lora (2 servers)",
                 r#""model":"org/m""#,
             ] {

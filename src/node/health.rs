@@ -69,6 +69,8 @@ const STILL_READ: &str = "its blocks are still read, and the next offloaded bloc
 pub(super) struct Watched {
     pub(super) router: Arc<Router>,
     pub(super) health: Arc<Health>,
+    /// Whether only servers of other processes serve requests.
+    pub(super) is_gateway: bool,
 }
 
 impl Engine for Watched {
@@ -85,7 +87,11 @@ impl Engine for Watched {
     }
 
     fn readiness(&self) -> Readiness {
-        self.router.readiness()
+        if self.is_gateway {
+            self.router.readiness_or("no upstream can be used yet; the log has the reason")
+        } else {
+            self.router.readiness()
+        }
     }
 
     fn degraded(&self) -> Vec<String> {

@@ -3,7 +3,7 @@
 use super::banner;
 use crate::config::{Config, Listen};
 use crate::process::machine;
-use anyhow::{Context, anyhow, bail};
+use anyhow::anyhow;
 use axum::Router;
 use frontend::{Server, Shutdown};
 use prometheus::Registry;
@@ -90,7 +90,7 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
 
 /// Opens the port of the OpenAI-compatible API, and warns if other machines can use it without a key.
 pub(super) async fn listen_to_clients(config: &Config) -> anyhow::Result<TcpListener> {
-    let listener = listen(&config.listen).await?;
+    let listener = listen(&config.listen, "--listen ").await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() && !config.frontend.needs_key() {
         tracing::warn!(%address, "{}", banner::OPEN_TO_ALL);
@@ -98,16 +98,28 @@ pub(super) async fn listen_to_clients(config: &Config) -> anyhow::Result<TcpList
     Ok(listener)
 }
 
+/// Why a port cannot be opened.
+pub(crate) struct PortError {
+    pub(crate) problem: String,
+    /// What to change.
+    pub(crate) advice: String,
+}
+
 /// Opens a port. The error says what to change.
-pub(crate) async fn listen(at: &Listen) -> anyhow::Result<TcpListener> {
-    match TcpListener::bind((at.host.as_str(), at.port)).await {
-        Ok(listener) => Ok(listener),
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+pub(crate) async fn listen(at: &Listen, flag: &str) -> anyhow::Result<TcpListener> {
+    bind(at, flag).await.map_err(|PortError { problem, advice }| anyhow!("{problem}; {advice}"))
+}
+
+/// Opens a port. `flag` sets another address when one is written after it, like `--listen `.
+pub(crate) async fn bind(at: &Listen, flag: &str) -> Result<TcpListener, PortError> {
+    TcpListener::bind((at.host.as_str(), at.port)).await.map_err(|error| {
+        if error.kind() == io::ErrorKind::AddrInUse {
             let other = Listen { port: at.port.checked_add(1).unwrap_or(8000), ..at.clone() };
-            bail!("{at} is in use by another program; stop it, or listen elsewhere: --listen {other}")
+            let problem = format!("{at} is in use by another program");
+            PortError { problem, advice: format!("stop it, or listen elsewhere: {flag}{other}") }
+        } else {
+            let problem = format!("cannot listen on {at}: {error}");
+            PortError { problem, advice: format!("choose another address: {flag}ADDR:PORT") }
         }
-        Err(error) => {
-            Err(error).with_context(|| format!("cannot listen on {at}; choose another address: --listen ADDR:PORT"))
-        }
-    }
+    })
 }

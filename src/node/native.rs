@@ -3,7 +3,7 @@
 use super::banner::NativeFacts;
 use super::health::Health;
 use super::scope::Scope;
-use super::sizes::{self, Needs, Sizes};
+use super::sizes::{self, Needs, Shortage, Sizes};
 use super::stores::Stores;
 use super::transforms::Transforms;
 use super::workers::{RunningWorker, Shared};
@@ -54,6 +54,12 @@ impl Native {
         let needs = Needs::of(&runtime.shape());
         let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        for disk in &disks {
+            let (free, taken) = (machine::space(&disk.folder).free, machine::taken(&disk.folder));
+            if let Some(Shortage { detail, advice, .. }) = disk.shortage(&config.tiers, free, taken) {
+                tracing::warn!("too little free space: {detail}; {advice}");
+            }
+        }
         let domains = frontend::CacheDomains::open(&config.frontend)?;
         let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
         let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;

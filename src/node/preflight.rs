@@ -59,10 +59,13 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
         check(address("admin.listen", admin));
     }
     check(otlp::check(config));
-    check(trace_file(config));
-    check(frontend::check_tls(&config.frontend).map(drop).map_err(anyhow::Error::from));
-    if let Some(keys) = &config.frontend.api_keys_file {
-        check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
+    // A worker may read the file of a frontend, whose other files are not there.
+    if purpose != Purpose::Worker {
+        check(trace_file(config));
+        check(frontend::check_tls(&config.frontend).map(drop).map_err(anyhow::Error::from));
+        if let Some(keys) = &config.frontend.api_keys_file {
+            check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
+        }
     }
     if purpose == Purpose::Frontend || !config.upstreams.is_empty() {
         check(super::tokenizers::load(config, purpose).map(drop));

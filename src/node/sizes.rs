@@ -104,6 +104,49 @@ pub struct Disk {
     pub min_free: u64,
 }
 
+/// Too little free space on the disk of a G3 log.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Shortage {
+    /// Whether the disk has less free space than the log must leave there.
+    pub is_full: bool,
+    /// Folder, sizes and consequence.
+    pub detail: String,
+    /// What to change.
+    pub advice: String,
+}
+
+impl Disk {
+    /// Folder and size of the log, and the `free` bytes of its disk.
+    pub fn detail(&self, free: u64) -> String {
+        let size = |bytes: u64| ByteSize(bytes).about();
+        format!("{}: log of {}, {} free", self.folder.display(), size(self.bytes), size(free))
+    }
+
+    /// Whether the disk is too small for the log, with `free` bytes free and `taken` bytes in the log already.
+    pub fn shortage(&self, tiers: &Tiers, free: u64, taken: u64) -> Option<Shortage> {
+        let detail = self.detail(free);
+        if free < self.min_free {
+            let detail = format!("{detail}; it must leave {} free", ByteSize(self.min_free).about());
+            let advice = "free space on that disk, or set tiers.g3_paths to another, or tiers.g3_min_free lower";
+            return Some(Shortage { is_full: true, detail, advice: advice.to_owned() });
+        }
+        if free.saturating_add(taken) >= self.bytes.saturating_add(self.min_free) {
+            return None;
+        }
+        let has_capacity = |path: &DiskPath| path.path == self.folder && path.capacity != Budget::Auto;
+        let key = if tiers.g3_paths.iter().any(has_capacity) {
+            "the capacity of the folder in tiers.g3_paths"
+        } else {
+            "--set tiers.g3=SIZE"
+        };
+        Some(Shortage {
+            is_full: false,
+            detail: format!("{detail}; the log shrinks when the disk is full"),
+            advice: format!("free space on that disk, or set a smaller size: {key}"),
+        })
+    }
+}
+
 /// The folders of the G3 log, by default one in the data folder. `space` returns the space on the disk of a folder.
 pub fn disks(tiers: &Tiers, data: &Path, space: impl Fn(&Path) -> Space) -> Vec<Disk> {
     let default = [DiskPath { path: data.join(G3_FOLDER), capacity: Budget::Auto }];
@@ -209,6 +252,21 @@ mod tests {
         assert_eq!(min_free(&Tiers::default(), 1000), 50);
         let set = |text| Tiers { g3_min_free: bytes(text), ..Tiers::default() };
         assert_eq!((min_free(&set("7GiB"), 1000), min_free(&set("off"), 1000)), (7 << 30, 0));
+    }
+
+    #[test]
+    fn a_log_that_does_not_fit_on_its_disk_is_a_shortage_with_advice() {
+        let disk = Disk { folder: "/a".into(), bytes: 100, min_free: 10 };
+        let own = DiskPath { path: "/a".into(), capacity: bytes("100B") };
+        let tiers = Tiers { g3_paths: vec![own], ..Tiers::default() };
+        let shortage = |tiers: &Tiers, free, taken| {
+            disk.shortage(tiers, free, taken).map(|shortage| (shortage.is_full, shortage.advice))
+        };
+        assert_eq!(shortage(&tiers, 110, 0), None);
+        assert_eq!(shortage(&tiers, 20, 90), None, "the log that is there already takes a part of it");
+        assert!(shortage(&tiers, 9, 100).is_some_and(|(is_full, _)| is_full));
+        assert!(shortage(&tiers, 109, 0).is_some_and(|(is_full, advice)| !is_full && advice.contains("capacity")));
+        assert!(shortage(&Tiers::default(), 109, 0).is_some_and(|(_, advice)| advice.contains("--set tiers.g3=SIZE")));
     }
 
     #[test]

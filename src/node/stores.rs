@@ -278,6 +278,14 @@ async fn open_disk(
 /// Checks the sizes of the G3 logs before any of them is opened.
 pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
     disks.iter().try_for_each(|disk| {
+        // The automatic size is a share of the free space.
+        if disk.bytes == 0 {
+            bail!(
+                "the folder {} cannot be created or has no free space; use another --data-dir (or tiers.g3_paths), or \
+                 --set tiers.g3=off",
+                disk.folder.display()
+            );
+        }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
         settings.check(shares).map_err(|error| refused(&error))
     })

@@ -73,7 +73,7 @@ const LAST_OUTPUTS: Duration = Duration::from_secs(1);
 impl WorkerNode {
     /// Starts the workers, and resolves when they are registered.
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
-        let listener = listen(&config.cluster.listen).await?;
+        let listener = listen(&config.cluster.listen, "--listen ").await?;
         let address = listener.local_addr()?;
         warn_if_public(config, address);
         check(config, Purpose::Worker).await?;

@@ -3,7 +3,9 @@
 use kvbm::permissions;
 use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::fs::Metadata;
 use std::num::NonZero;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// Resources at the time of the call.
@@ -45,6 +47,12 @@ pub fn space(folder: &Path) -> Space {
         total: disk.f_blocks.saturating_mul(disk.f_frsize),
     };
     disk.map(space).unwrap_or_default()
+}
+
+/// Bytes that the files of a folder take on its disk. Zero if the folder cannot be read.
+pub fn taken(folder: &Path) -> u64 {
+    let files = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.metadata().ok());
+    files.filter(Metadata::is_file).map(|file| file.blocks() * 512).sum()
 }
 
 /// The limit of open files of this process; `None` if there is no limit.

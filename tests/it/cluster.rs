@@ -195,7 +195,7 @@ fn wrong_settings_are_refused_before_anything_starts() {
         assert!(!output.status.success(), "{name} {arguments:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    let cases: [(&str, &[&str], &str); 12] = [
+    let cases: [(&str, &[&str], &str); 14] = [
         ("worker", &["--workers", "prefill:0"], "no worker"),
         ("worker", &["--listen", "0.0.0.0:0"], "cluster.advertise"),
         ("worker", &["--advertise", "https://host:1"], "the worker has no TLS"),
@@ -205,6 +205,8 @@ fn wrong_settings_are_refused_before_anything_starts() {
         ("worker", &["--listen", "127.0.0.1:9", "--set", "admin.listen=127.0.0.1:9"], "admin.listen"),
         ("worker", &["--secret-file", "no/such/file"], "cluster.secret_file"),
         ("frontend", &["--nats", "nats://user:password@host:4222"], "credentials"),
+        ("frontend", &["--nats", "http://host:4222"], "expected nats://HOST:PORT or tls://HOST:PORT"),
+        ("frontend", &["--set", "frontend.api_keys_file=no/such/file"], "frontend.api_keys_file"),
         ("frontend", &["--set", "nats.user=me"], "nats.password_file"),
         ("worker", &["--set", "upstreams=[\"http://host:8000\"]"], "`blockyard serve`, or `blockyard frontend`"),
         ("frontend", &["--upstream", "http://host:8000/v1"], "without /v1"),
@@ -214,6 +216,9 @@ fn wrong_settings_are_refused_before_anything_starts() {
         let error = refused(name, &arguments);
         assert!(error.contains(expected), "{name} {arguments:?}: {error}");
     }
+    let keys = "frontend.api_keys_file=no/such/file";
+    let shared = command("worker", &["--print-config", "--set", "data_dir=data", "--set", keys]).output().unwrap();
+    assert!(shared.status.success(), "only frontends read the keys: {}", String::from_utf8_lossy(&shared.stderr));
     let unreachable = ["--nats", "nats://127.0.0.1:1", "--set", "nats.connect_timeout=10ms", "--listen", "127.0.0.1:0"];
     assert!(refused("frontend", &unreachable).contains("cannot be reached"));
 }

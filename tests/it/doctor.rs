@@ -268,6 +268,6 @@ async fn the_native_engine_has_its_memory_and_folders_checked() {
     for line in ["problem  port", "ok       model", "ok       memory", "ok       disk", "ok       object_store"] {
         assert!(text.contains(line), "{line}: {text}");
     }
-    assert!(text.contains("stop the program that has the port"), "{text}");
+    assert!(text.contains("stop it, or listen elsewhere: --set listen="), "{text}");
     assert_eq!(data.path().read_dir().unwrap().count(), 1, "nothing is created");
 }

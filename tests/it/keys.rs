@@ -44,7 +44,7 @@ async fn a_key_works_from_its_creation_to_its_removal() {
     }
     assert!(text(&key(&file, &["list"]).stdout).contains("1000000"));
     for (arguments, expected) in [
-        (&["add", "ci"][..], "used twice"),
+        (&["add", "ci"][..], "`ci` exists already; remove it first: blockyard key remove --file"),
         (&["remove", "cd"], "it has ci"),
         (&["add", "a b"], "expected 1 to 64 letters"),
     ] {

@@ -34,7 +34,7 @@ pub fn internal_router(routes: Router, health: Arc<dyn Health>, registry: Regist
         .route("/live", get(operations::live))
         .route("/version", get(operations::version))
         .route("/metrics", get(metrics).with_state(registry))
-        .fallback(operations::no_route)
+        .fallback(operations::no_worker_route)
         .method_not_allowed_fallback(operations::no_method);
     check_access(router, settings)
 }

@@ -104,9 +104,23 @@ pub(crate) async fn model(
     caller::model(&state, &context, &id).map(|card| Json(model_object(&card)))
 }
 
-/// The error of an unknown route.
-pub(crate) async fn no_route(method: Method, uri: Uri) -> Error {
-    Error::NoRoute { method: method.to_string(), path: uri.path().into() }
+/// The error of an unknown route of the API.
+pub(crate) fn no_route(method: &Method, uri: &Uri) -> Error {
+    let hint = "The main endpoints are POST /v1/chat/completions, POST /v1/completions, POST /tokenize, \
+                GET /v1/models, GET /ready and GET /metrics.";
+    Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
+}
+
+/// The error of an unknown route of the admin API.
+pub(crate) async fn no_admin_route(method: Method, uri: Uri) -> Error {
+    let hint = "The endpoints of the admin API are listed in docs/configuration.md.";
+    Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
+}
+
+/// The error of an unknown route of a worker.
+pub(crate) async fn no_worker_route(method: Method, uri: Uri) -> Error {
+    let hint = "This is the port of a worker for frontends. Clients send requests to a frontend.";
+    Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
 }
 
 /// The error of a known route with another method.

@@ -11,6 +11,7 @@ mod response_body;
 
 use super::caller;
 use super::generate::{explained, wants_explanation};
+use super::operations;
 use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
@@ -213,7 +214,7 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     let context = RequestContext::of(&parts.extensions);
     let relayed: Vec<_> = state.engine.models().into_iter().filter(|card| card.is_relayed).collect();
     if relayed.is_empty() || !is_public(parts.uri.path()) {
-        return Err(Error::NoRoute { method: parts.method.to_string(), path: parts.uri.path().into() });
+        return Err(operations::no_route(&parts.method, &parts.uri));
     }
     let body::BufferedBody { bytes, memory } = body::read_any(body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
@@ -241,7 +242,7 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
         (None, _) => Arc::clone(&relayed[0]),
     };
     if !card.is_relayed {
-        return Err(Error::NoRoute { method: parts.method.to_string(), path: parts.uri.path().into() });
+        return Err(operations::no_route(&parts.method, &parts.uri));
     }
     let incoming = Incoming::read(&state, &card, parts, bytes, contents, permit).await?;
     respond(&state, incoming, card).await

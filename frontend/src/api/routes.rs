@@ -176,7 +176,7 @@ pub fn guard_admin(router: Router, settings: &Settings) -> Router {
             Error::NoAdminHeader.into_response()
         }
     };
-    let router = router.fallback(operations::no_route).method_not_allowed_fallback(operations::no_method);
+    let router = router.fallback(operations::no_admin_route).method_not_allowed_fallback(operations::no_method);
     check_access(router.layer(from_fn(header)), settings)
 }
 

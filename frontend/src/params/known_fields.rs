@@ -251,6 +251,12 @@ pub(crate) fn check(fields: &mut Fields, endpoint: EndpointKind) -> Result<u64, 
     Ok(unknown.len() as u64)
 }
 
+/// The error of a required field that is missing: its misspelling, if one was not taken.
+pub(crate) fn missing(fields: &Fields, name: &'static str) -> Error {
+    let misspelt = fields.remaining().find_map(|other| reject_misspelling(other, [name].into_iter()).err());
+    misspelt.unwrap_or_else(|| fields.missing(name))
+}
+
 /// Rejects a name that is a likely misspelling of one of `known`.
 pub(crate) fn reject_misspelling<'a>(name: &str, mut known: impl Iterator<Item = &'a str>) -> Result<(), Error> {
     match known.find(|known| is_misspelling(name, known)) {

@@ -18,7 +18,8 @@ pub struct LogContents {
     pub folder: PathBuf,
     /// Whether a process has it open.
     pub in_use: bool,
-    /// Process id of the current or last owner, if known.
+    /// Id of the process that has it open, if known.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub owner_pid: Option<u32>,
     /// Number of segments.
     pub segments: u64,
@@ -53,7 +54,8 @@ pub fn inspect(folder: &Path, now: Date) -> io::Result<Option<LogContents>> {
     let mut found = LogContents {
         folder: folder.into(),
         in_use,
-        owner_pid,
+        // The file of the lock still names the last owner.
+        owner_pid: owner_pid.filter(|_| in_use),
         segments: 0,
         open_segments: 0,
         bytes: 0,

@@ -52,9 +52,13 @@ impl Log {
         let found = self.find();
         self.finish_recovery();
         let blocks: usize = found?;
+        let alignment = match self.access {
+            Access::Direct { alignment } => Some(alignment),
+            Access::Buffered => None,
+        };
         tracing::info!(
-            folder = %self.folder.display(), access = ?self.access, blocks, bytes = self.used_bytes(),
-            duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
+            folder = %self.folder.display(), direct_io = alignment.is_some(), alignment, blocks,
+            bytes = self.used_bytes(), duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
         );
         Ok(())
     }

@@ -44,19 +44,19 @@ pub(crate) async fn run(fleet: Arc<Fleet>, admission: Arc<Admission>, health_che
 }
 
 async fn probe(worker: Arc<Worker>, admission: &Admission, health_checks: &IntCounterVec) {
-    let signal = tokio::select! {
+    let (signal, error) = tokio::select! {
         biased;
         // A worker that has left needs no result.
         () = worker.lease_ended.cancelled() => return,
         answer = tokio::time::timeout(TIMEOUT, worker.engine.probe()) => match answer {
-            Ok(Ok(())) => HealthSignal::Healthy,
-            Ok(Err(error)) => HealthSignal::of(&error),
-            Err(_) => HealthSignal::Hung,
+            Ok(Ok(())) => (HealthSignal::Healthy, None),
+            Ok(Err(error)) => (HealthSignal::of(&error), Some(error.to_string())),
+            Err(_) => (HealthSignal::Hung, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
         },
     };
     let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
     if failed {
-        tracing::warn!(worker = %worker.id(), ?signal, "health check of the worker failed");
+        tracing::warn!(worker = %worker.id(), error = error.as_deref(), "health check of the worker failed");
     }
     health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     worker.probed(signal);

@@ -57,10 +57,12 @@ async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream,
                 }
                 let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
+                // Without the span of the request, which has its id too.
                 tracing::info!(
+                    parent: None,
                     request_id = %request.id,
                     trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
-                    worker = %failed, %error, "request failed; trying another worker"
+                    worker = %failed, %error, "request failed on a worker"
                 );
                 last = Some(preferred_error(last, error));
             }

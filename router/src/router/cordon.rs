@@ -83,7 +83,11 @@ impl Router {
         if !self.core.fleet.cordon(id, cordoned) {
             return Err(NoSuchWorker(id));
         }
-        tracing::info!(worker = %id, cordoned, "worker cordon changed");
+        if cordoned {
+            tracing::info!(worker = %id, "worker cordoned");
+        } else {
+            tracing::info!(worker = %id, "worker uncordoned");
+        }
         self.core.admission.notify();
         Ok(())
     }

@@ -6,6 +6,24 @@ use futures::future::BoxFuture;
 use std::sync::Arc;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
 
+impl Router {
+    /// Whether requests can be served. `absent`: the reason when no worker that decodes has joined.
+    pub fn readiness_or(&self, absent: &str) -> Readiness {
+        if let Some(reason) = self.core.failure.get() {
+            return Readiness::NotReady(format!("router failed: {reason}"));
+        }
+        let roster = self.core.fleet.snapshot();
+        let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
+        if decoding.peek().is_none() {
+            Readiness::NotReady(absent.to_owned())
+        } else if decoding.all(|member| roster.is_cordoned(member.id())) {
+            Readiness::NotReady("every worker that decodes is cordoned".to_owned())
+        } else {
+            Readiness::Ready
+        }
+    }
+}
+
 impl Engine for Router {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, engine::Error>> {
         if let Some(reason) = self.core.failure.get() {
@@ -23,17 +41,6 @@ impl Engine for Router {
     }
 
     fn readiness(&self) -> Readiness {
-        if let Some(reason) = self.core.failure.get() {
-            return Readiness::NotReady(format!("router failed: {reason}"));
-        }
-        let roster = self.core.fleet.snapshot();
-        let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
-        if decoding.peek().is_none() {
-            Readiness::NotReady("no worker that decodes has joined".to_owned())
-        } else if decoding.all(|member| roster.is_cordoned(member.id())) {
-            Readiness::NotReady("every worker that decodes is cordoned".to_owned())
-        } else {
-            Readiness::Ready
-        }
+        self.readiness_or("no worker that decodes has joined")
     }
 }

@@ -378,7 +378,7 @@ pub(super) fn table(measured: &[Measured]) -> String {
         let Measured { tier, case: Case { block, parallel, .. }, raw, .. } = figures;
         if place.replace(&figures.place) != Some(&figures.place) {
             let at = &figures.place;
-            text += &format!("{tier} {at}, GB/s beside {raw}\n");
+            text += &format!("{tier} {at}, GB/s, compared with {raw}\n");
             text += "     block  at once   write     raw  ratio    read     raw  ratio  one block\n";
         }
         let block = ByteSize(*block as u64).about();

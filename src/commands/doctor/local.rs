@@ -1,8 +1,9 @@
 //! Checks of this machine: configuration, ports, memory, and for the native engine model, disks and stores.
 
 use super::findings::{self, Check, Findings};
-use crate::config::{ByteSize, Config, Errors, Listen, Purpose};
-use crate::node::{self, NativeSizes, native_sizes, preflight};
+use crate::config::{ByteSize, Config, Error, Errors, Listen, Purpose};
+use crate::node::sizes::Shortage;
+use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine};
 use futures::future::join_all;
 use http::Uri;
@@ -23,7 +24,10 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(15);
 pub(super) fn unusable(errors: &Errors) -> Vec<Check> {
     let mut findings = Findings::of("configuration");
     for error in &errors.0 {
-        let fix = "change it there; `blockyard serve --print-config` lists all keys and their origins";
+        let fix = match error {
+            Error::File { .. } => "correct the path of --config",
+            _ => "change it there; `blockyard serve --print-config` lists all keys and their origins",
+        };
         findings.problem("configuration", error.to_string(), fix);
     }
     findings.into_checks()
@@ -57,9 +61,9 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
         let fix = "renew it, and write it to frontend.tls_cert_file; a running gateway notices";
         findings::expiry("tls_certificate", &expiry, fix, &mut findings);
     }
-    port("port", &config.listen, config.frontend.tls_cert_file.is_some(), &mut findings).await;
+    port(("port", "listen"), &config.listen, config.frontend.tls_cert_file.is_some(), &mut findings).await;
     if let Some(at) = &config.admin.listen {
-        port("admin_port", at, false, &mut findings).await;
+        port(("admin_port", "admin.listen"), at, false, &mut findings).await;
     }
     if let Some(sizes) = sizes {
         tiers(config, &sizes, &mut findings).await;
@@ -69,29 +73,23 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     findings.into_checks()
 }
 
-/// Whether the port can be used. A running gateway may have it: it is what is checked then.
-async fn port(check: &'static str, at: &Listen, has_tls: bool, findings: &mut Findings) {
+/// Whether the port of a key can be used. A running gateway may have it: it is what is checked then.
+async fn port((check, key): (&'static str, &str), at: &Listen, has_tls: bool, findings: &mut Findings) {
     if at.port == 0 {
         findings.ok(check, format!("{at}: the system chooses a port"));
         return;
     }
-    match node::listen(at).await {
+    match node::bind(at, &format!("--set {key}=")).await {
         Ok(_) => findings.ok(check, format!("{at} is free")),
-        Err(error) => {
-            let fix = "stop the program that has the port, or set another address: --listen ADDR:PORT (admin.listen)";
-            match running(at).await {
-                Some(version) => findings.ok(check, format!("{at} is in use by a running Blockyard {version}")),
-                // The certificate is that of a name, which the address need not have.
-                None if has_tls => {
-                    findings.warning(
-                        check,
-                        format!("{error:#} (a gateway with TLS is not asked whether it is it)"),
-                        fix,
-                    );
-                }
-                None => findings.problem(check, format!("{error:#}"), fix),
+        Err(PortError { problem, advice }) => match running(at).await {
+            Some(version) => findings.ok(check, format!("{at} is in use by a running Blockyard {version}")),
+            // The certificate is that of a name, which the address need not have.
+            None if has_tls => {
+                let detail = format!("{problem}, which may be this gateway: with TLS it is not asked");
+                findings.warning(check, detail, advice);
             }
-        }
+            None => findings.problem(check, problem, advice),
+        },
     }
 }
 
@@ -138,17 +136,10 @@ async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
     folder(&config.data_dir, "data_dir", findings);
     for disk in disks {
         folder(&disk.folder, "disk", findings);
-        let free = machine::space(&disk.folder).free;
-        let detail = format!("{}: log of {}, {} free", disk.folder.display(), size(disk.bytes), size(free));
-        if free < disk.min_free {
-            let fix = "free space on that disk, or set tiers.g3_paths to another, or tiers.g3_min_free lower";
-            findings.problem("disk_space", format!("{detail}; it must leave {} free", size(disk.min_free)), fix);
-        } else if free < disk.bytes.saturating_add(disk.min_free) {
-            // The log that is there already takes a part of it.
-            let fix = "free space on that disk, or set a smaller size: --set tiers.g3=SIZE";
-            findings.warning("disk_space", format!("{detail}; the log shrinks when the disk is full"), fix);
-        } else {
-            findings.ok("disk_space", detail);
+        let (free, taken) = (machine::space(&disk.folder).free, machine::taken(&disk.folder));
+        match disk.shortage(&config.tiers, free, taken) {
+            Some(Shortage { is_full, detail, advice }) => findings.wrong(is_full, "disk_space", detail, advice),
+            None => findings.ok("disk_space", disk.detail(free)),
         }
     }
     if config.tiers.encryption.is_some() {

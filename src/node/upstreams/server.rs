@@ -21,6 +21,7 @@ use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
 use frontend::RegisteredTokenizer;
+use http::StatusCode;
 use kvbm::EventLog;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -134,7 +135,7 @@ impl Server {
             };
             let outcome = match answer {
                 Ok(answer) => self.update(&client, &mut registered, answer).await.map_err(str::to_owned),
-                Err(error) => Err(error.to_string()),
+                Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
             let error = outcome.err().unwrap_or_default();
             // Once per reason: a server that loads its model is asked dozens of times.
@@ -388,6 +389,17 @@ fn canonical(url: &http::Uri) -> String {
     let default = if scheme == "https" { 443 } else { 80 };
     let port = url.port_u16().filter(|port| *port != default).map(|port| format!(":{port}")).unwrap_or_default();
     format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
+}
+
+/// The error of a server that cannot be asked, with what to change if that is known.
+fn with_advice(error: &DiscoverError, has_key: bool) -> String {
+    match error {
+        DiscoverError::Status(StatusCode::UNAUTHORIZED) if has_key => {
+            format!("{error}; correct the key in api_key_file of [[upstreams]]")
+        }
+        DiscoverError::Status(StatusCode::UNAUTHORIZED) => format!("{error}; set api_key_file in [[upstreams]]"),
+        _ => error.to_string(),
+    }
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ const MAX_RETRY_AFTER: Duration = Duration::from_mins(10);
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
     /// No connection, or it closed before the answer began. The engine has not answered anything.
-    #[error("engine unreachable: {0}")]
+    #[error("cannot connect: {0}")]
     Unreachable(String),
     /// The engine answered with an error.
     #[error("engine answered {}", .0.status)]

@@ -71,7 +71,7 @@ pub type Connector = Arc<dyn Fn(&Instance, &Address) -> Arc<dyn Engine> + Send +
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ConnectError {
     /// A setting has a wrong value.
-    #[error("nats setting {key}: {problem}")]
+    #[error("nats.{key}: {problem}")]
     Setting {
         /// The setting.
         key: &'static str,
@@ -95,7 +95,7 @@ pub enum ConnectError {
         problem: String,
     },
     /// No server answered in time.
-    #[error("nats at {servers} cannot be reached: {problem}")]
+    #[error("nats at {servers} cannot be reached: {problem}; start nats-server -js, or set --nats")]
     Unreachable {
         /// The configured servers.
         servers: String,

@@ -3,7 +3,7 @@
 //! Fields beyond OpenAI's are kept, because templates may use them.
 
 use crate::error::Error;
-use crate::params::{Fields, empty, mistyped, too_long};
+use crate::params::{Fields, empty, known_fields, mistyped, too_long};
 use serde_json::Value;
 
 const ROLES: [&str; 6] = ["system", "developer", "user", "assistant", "tool", "function"];
@@ -12,7 +12,7 @@ const MAX_MESSAGES: usize = 2048;
 
 /// Takes `messages`.
 pub(super) fn take(fields: &mut Fields) -> Result<Vec<Value>, Error> {
-    let messages = fields.array("messages")?.ok_or_else(|| fields.missing("messages"))?;
+    let messages = fields.array("messages")?.ok_or_else(|| known_fields::missing(fields, "messages"))?;
     match messages.len() {
         0 => Err(empty("messages")),
         n if n > MAX_MESSAGES => Err(too_long("messages", MAX_MESSAGES, n)),

@@ -4,7 +4,7 @@
 
 use crate::error::Error;
 use crate::model::{EncodeJob, ServedModel};
-use crate::params::{CHOICES_MAX, Fields, Raw, empty, integer, mistyped_as, too_long};
+use crate::params::{CHOICES_MAX, Fields, Raw, empty, integer, known_fields, mistyped_as, too_long};
 use std::sync::Arc;
 
 const EXPECTED: &str = "a string, an array of strings, an array of tokens or an array of such arrays";
@@ -12,7 +12,7 @@ const EXPECTED: &str = "a string, an array of strings, an array of tokens or an 
 /// Takes `prompt` and returns each prompt as tokens.
 pub(super) fn take(fields: &mut Fields, model: &ServedModel, job: &EncodeJob) -> Result<Vec<Arc<[u32]>>, Error> {
     let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
-    let Some(prompt) = fields.raw("prompt") else { return Err(fields.missing("prompt")) };
+    let Some(prompt) = fields.raw("prompt") else { return Err(known_fields::missing(fields, "prompt")) };
     let reader = Reader { model, special, job };
     if prompt.is_string() {
         return Ok(vec![reader.text("prompt", &prompt)?]);

@@ -1,4 +1,4 @@
-use super::{EndpointKind, FIELDS, Field, Support, check, is_misspelling};
+use super::{EndpointKind, FIELDS, Field, Support, check, is_misspelling, missing};
 use crate::params::fields::Fields;
 use std::collections::HashSet;
 
@@ -71,6 +71,13 @@ fn unsupported_fields_are_rejected_unless_neutral() {
         }
     }
     assert!(checked(r#"{"length_penalty": 1.0}"#, EndpointKind::Chat).is_ok(), "a number is its value");
+}
+
+#[test]
+fn a_misspelt_required_field_is_named_instead_of_the_missing_one() {
+    let error = |body: &str| missing(&Fields::parse(&body.to_owned().into()).unwrap(), "messages").to_string();
+    assert_eq!(error(r#"{"mesages": []}"#), "Unknown parameter: 'mesages'. Did you mean 'messages'?");
+    assert_eq!(error(r#"{"vendor": 1}"#), "Missing required parameter: 'messages'.");
 }
 
 #[test]

@@ -50,6 +50,9 @@ const MAX_RECONNECT_DELAY: Duration = Duration::from_secs(1);
 /// Delay between attempts of [`Connection::open`], each of which tries all servers.
 const OPEN_DELAY: Duration = Duration::from_millis(500);
 
+/// Interval of log lines while [`Connection::open`] tries again.
+const OPEN_LOG_INTERVAL: Duration = Duration::from_secs(10);
+
 /// Messages received and not yet processed, per subscription. Tasks of this module process them at once, so this is
 /// the burst that arrives while the process gets no CPU.
 const RECEIVE_QUEUE: usize = 16_384;
@@ -110,7 +113,9 @@ pub(super) async fn until(due: Option<Instant>) {
 fn addresses(settings: &Settings) -> Result<Vec<ServerAddr>, ConnectError> {
     let parse = |server: &String| {
         let address = server.parse::<ServerAddr>();
-        address.map_err(|error| ConnectError::Setting { key: "servers", problem: format!("{server}: {error}") })
+        let problem =
+            |error: std::io::Error| format!("{server:?}: {error}; expected nats://HOST:PORT or tls://HOST:PORT");
+        address.map_err(|error| ConnectError::Setting { key: "servers", problem: problem(error) })
     };
     settings.servers.iter().map(parse).collect()
 }
@@ -202,6 +207,7 @@ async fn connect(
     deadline: Instant,
 ) -> Result<Client, ConnectError> {
     let names = || settings.servers.join(", ");
+    let mut next_line = Instant::now();
     loop {
         let error = match options.clone().connect(servers).await {
             Ok(client) => return Ok(client),
@@ -214,10 +220,19 @@ async fn connect(
         ) {
             return Err(ConnectError::Refused { servers: names(), problem });
         }
-        if Instant::now() + OPEN_DELAY >= deadline {
+        let now = Instant::now();
+        if now + OPEN_DELAY >= deadline {
             return Err(ConnectError::Unreachable { servers: names(), problem });
         }
-        tracing::warn!(servers = names(), problem, "nats cannot be reached yet");
+        if now >= next_line {
+            next_line = now + OPEN_LOG_INTERVAL;
+            let left = deadline.saturating_duration_since(now).as_secs_f64().ceil();
+            tracing::warn!(
+                servers = names(),
+                problem,
+                "cannot connect to NATS; trying again for up to {left}s (nats.connect_timeout)"
+            );
+        }
         tokio::time::sleep(OPEN_DELAY).await;
     }
 }
