@@ -233,19 +233,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     if let Some(rate) = traffic.recorded_rate() {
         eprintln!("{rate:.2} requests/s as recorded");
     }
-    let mut capacity = None;
-    if args.rate.is_empty() {
-        let progress = |rate, replay::Service { ttft_p99_s: p99, itl_p50_s }| {
-            if p99.is_finite() {
-                eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
-            } else {
-                eprintln!("  {rate:8.2}/s: more than 1 % of the requests were rejected");
-            }
-        };
-        let found = replay::capacity(&traffic, &options, progress)?;
-        eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
-        capacity = Some(found);
-    }
+    let capacity = args.rate.is_empty().then(|| measured_capacity(&traffic, &options)).transpose()?;
     let rates: Vec<f64> = match capacity {
         Some(capacity) => args.load_factor.iter().map(|load| load * capacity).collect(),
         None => args.rate.clone(),
@@ -294,6 +282,20 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
     output::print(&text)
+}
+
+/// Measures the capacity of the fleet and prints the progress.
+fn measured_capacity(traffic: &Traffic, options: &Options) -> anyhow::Result<f64> {
+    let progress = |rate, replay::Service { ttft_p99_s: p99, itl_p50_s }| {
+        if p99.is_finite() {
+            eprintln!("  {rate:8.2}/s: p99 first token {p99:.3} s, p50 between tokens {:.1} ms", itl_p50_s * 1e3);
+        } else {
+            eprintln!("  {rate:8.2}/s: more than 1 % of the requests were rejected");
+        }
+    };
+    let found = replay::capacity(traffic, options, progress)?;
+    eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
+    Ok(found)
 }
 
 fn traffic(args: &Replay) -> anyhow::Result<Traffic> {
