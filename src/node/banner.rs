@@ -280,7 +280,12 @@ mod tests {
     use super::*;
 
     fn banner(address: &str) -> Banner {
-        let model = ModelCard { identity: "x".into(), vocabulary: 10, ..ModelCard::new("it's", 4096, 16) };
+        let model = ModelCard {
+            identity: "x".into(),
+            vocabulary: 10,
+            random_weights: true,
+            ..ModelCard::new("it's", 4096, 16)
+        };
         let native = NativeFacts {
             model: Arc::new(model),
             roles: vec![Role::Prefill, Role::Decode, Role::Decode],

@@ -95,7 +95,7 @@ impl Engine for Watched {
     }
 
     fn degraded(&self) -> Vec<String> {
-        self.health.degraded()
+        self.health.degraded().into_iter().chain(self.router.degraded()).collect()
     }
 }
 

@@ -155,7 +155,7 @@ fn errors_name_the_setting_that_is_missing_or_wrong() {
     for (arguments, expected) in [
         (vec!["ls", "--data-dir", at], "--g4"),
         (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
-        (vec!["ls", "--g4", "/nonexistent/folder"], "cannot be used"),
+        (vec!["ls", "--g4", "/nonexistent/folder"], "/nonexistent/folder does not exist"),
     ] {
         let output = cache(&arguments);
         let stderr = String::from_utf8(output.stderr).unwrap();

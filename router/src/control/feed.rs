@@ -175,7 +175,13 @@ impl Feed {
             let cache_view = previous.as_ref().map_or(CacheView::Events, |previous| previous.cache_view);
             self.index.join_estimate(instance.id, reachable_stores(cache_view, &instance.stores))
         });
-        self.fleet.join(Arc::new(Worker::new(instance, engine, slot, previous.as_deref()).with_texts(texts)));
+        let worker = Worker::new(instance, engine, slot, previous.as_deref()).with_texts(texts);
+        if previous.is_none() && !Worker::publishes_events(&worker.instance.model) {
+            worker.estimated_cache.expect_no_events();
+            self.estimate(&worker, CacheView::Estimated(EstimateReason::NoEvents));
+        } else {
+            self.fleet.join(Arc::new(worker));
+        }
         self.admission.notify();
         self.check_names();
         self.gauges();
@@ -379,14 +385,20 @@ impl Feed {
         }
     }
 
+    /// Joins a worker with an estimate of its cache.
+    fn estimate(&self, worker: &Worker, cache_view: CacheView) {
+        let slot = self.index.join_estimate(worker.id(), reachable_stores(cache_view, &worker.instance.stores));
+        worker.estimated_cache.publish_estimate(&self.index, worker.id());
+        self.fleet.join(Arc::new(worker.with_cache_view(cache_view, slot)));
+    }
+
     fn set_cache_view(&mut self, worker: &Worker, cache_view: CacheView) {
         let (id, source) = (worker.id(), Source::Worker(worker.id()));
-        let Self { index, fleet, .. } = self;
         if cache_view == CacheView::Events {
             tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
-            fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
+            self.fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
             if worker.texts.is_none() {
-                index.forget(Holder::Estimate(id));
+                self.index.forget(Holder::Estimate(id));
             }
         } else {
             let (why, block_size) = (cache_view.remark().unwrap_or_default(), worker.instance.model.block_size);
@@ -394,9 +406,7 @@ impl Feed {
                 worker = %id, block_size, reason = why,
                 "KV events of the worker are unusable; its cache is estimated"
             );
-            let slot = index.join_estimate(id, reachable_stores(cache_view, &worker.instance.stores));
-            worker.estimated_cache.publish_estimate(index, id);
-            fleet.join(Arc::new(worker.with_cache_view(cache_view, slot)));
+            self.estimate(worker, cache_view);
         }
         // The index itself may be what was wrong.
         let wrong =

@@ -30,6 +30,11 @@ impl EstimatedCache {
         self.lock().accuracy.never_announced()
     }
 
+    /// The worker is known to publish no events.
+    pub(crate) fn expect_no_events(&self) {
+        self.lock().accuracy = EventAccuracy::without_events();
+    }
+
     /// A prompt placed at `placed` was computed, including blocks that the worker's events did not contain.
     pub(crate) fn computed(&self, placed: Instant, now: Instant) {
         self.lock().accuracy.computed(placed, now);

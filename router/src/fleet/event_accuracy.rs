@@ -87,6 +87,11 @@ impl CacheView {
 }
 
 impl EventAccuracy {
+    /// That of a worker which is known to publish no events.
+    pub(crate) fn without_events() -> Self {
+        Self { cache_view: CacheView::Estimated(EstimateReason::NoEvents), ..Self::default() }
+    }
+
     /// Records an event, or a snapshot that contains new ones.
     pub(crate) fn announced(&mut self, now: Instant) {
         self.announced = Some(now);

@@ -65,6 +65,8 @@ const RECENT_FAULTS: u32 = 8;
 const FIRST_OPEN: Duration = Duration::from_millis(250);
 /// Longest open time: the interval of probes of a worker that keeps failing.
 const MAX_OPEN: Duration = Duration::from_secs(8);
+/// Openings in a row after which a worker is down: its requests failed, and so did two health checks, for two seconds.
+const DOWN_AFTER: u32 = 3;
 /// Longest back-pressure that is obeyed.
 const BUSY_MAX: Duration = Duration::from_mins(1);
 /// Ejection until the breaker is closed: a year stands for no end.
@@ -152,6 +154,11 @@ impl Health {
     /// Whether the breaker is closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.breaker == Breaker::Closed
+    }
+
+    /// Whether the breaker is open and health checks have failed since it opened.
+    pub(crate) fn is_down(&self) -> bool {
+        !self.is_closed() && self.openings >= DOWN_AFTER
     }
 
     /// End of the ejection, as far as it is known.

@@ -92,6 +92,12 @@ impl Worker {
         card.is_relayed && card.has_exact_blocks
     }
 
+    /// Whether a worker with this card publishes KV events: a server says so when it is added, and every worker of ours
+    /// does.
+    pub(crate) fn publishes_events(card: &ModelCard) -> bool {
+        !card.is_relayed || card.has_exact_blocks
+    }
+
     /// The same worker, of which prompts of unknown tokens are looked up at this slot.
     pub(crate) fn with_texts(self, slot: Option<HolderId>) -> Self {
         Self { texts: slot, ..self }
@@ -190,6 +196,16 @@ impl Worker {
     pub(crate) fn probed(&self, signal: HealthSignal) {
         let now = Instant::now();
         self.change(|health| health.probed(signal, now));
+    }
+
+    /// Whether its requests and health checks fail, as far as is known.
+    pub(crate) fn is_failing(&self) -> bool {
+        !self.health().is_closed()
+    }
+
+    /// Whether they have failed for seconds.
+    pub(crate) fn is_down(&self) -> bool {
+        self.health().is_down()
     }
 
     /// Whether it is to be passed over while others are available.

@@ -16,8 +16,10 @@ impl Router {
         let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
         if decoding.peek().is_none() {
             Readiness::NotReady(absent.to_owned())
-        } else if decoding.all(|member| roster.is_cordoned(member.id())) {
+        } else if roster.workers().filter(|member| member.decodes()).all(|member| roster.is_cordoned(member.id())) {
             Readiness::NotReady("every worker that decodes is cordoned".to_owned())
+        } else if decoding.all(|member| member.is_down()) {
+            Readiness::NotReady("every worker that decodes fails its requests and health checks".to_owned())
         } else {
             Readiness::Ready
         }
@@ -38,6 +40,12 @@ impl Engine for Router {
 
     fn absence(&self, model: &str) -> Option<String> {
         self.core.fleet.snapshot().absence(model)
+    }
+
+    fn degraded(&self) -> Vec<String> {
+        let roster = self.core.fleet.snapshot();
+        let failing = roster.workers().filter(|member| member.is_failing());
+        failing.map(|member| format!("worker {} fails its requests or health checks", member.name)).collect()
     }
 
     fn readiness(&self) -> Readiness {

@@ -1,13 +1,13 @@
 //! Workers whose KV events are missing or wrong: routing by an estimate of their cache.
 
-use super::harness::{BLOCK, FakeEngine, Harness, MODEL, names, prompt, relayed, settle, stored};
+use super::harness::{BLOCK, FakeEngine, Harness, MODEL, card, names, prompt, relayed, settle, stored};
 use super::{cached_blocks, defaults};
 use crate::index::Holder;
 use kvbm::{BlockEvent, ChainKey, Epoch, EventLog, Level, SequenceHash};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::Request;
+use worker::engine::{ModelCard, Request};
 use worker::plane::{Event, EventBody, Events, Load, Role, Source, StoreId, WorkerId};
 
 /// Time in which event accuracy is evaluated.
@@ -75,6 +75,24 @@ async fn a_worker_without_events_is_routed_by_an_estimate() {
         assert!(worker.families().iter().all(|family| home.contains(family)), "each prompt returns to its worker");
     }
     assert_eq!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total"), 0);
+}
+
+/// A server that says so when it is added: the second request already finds the first.
+#[tokio::test(start_paused = true)]
+async fn the_cache_of_a_server_that_publishes_no_events_is_estimated_from_the_start() {
+    let harness = defaults();
+    let server = || ModelCard { is_relayed: true, has_exact_blocks: false, ..card(MODEL) };
+    let mut servers = Vec::new();
+    for id in 1..=2 {
+        servers.push(harness.join_with(id, Role::Both, server(), 1, &[]).await);
+    }
+    assert_eq!([index_source(&harness, "w1"), index_source(&harness, "w2")], ["estimated"; 2]);
+    for _ in 0..4 {
+        harness.answer(relayed_prompt(7, 1600)).await.unwrap();
+    }
+    let mut requests: Vec<usize> = servers.iter().map(|server| server.requests()).collect();
+    requests.sort_unstable();
+    assert_eq!(requests, [0, 4], "one server gets them all");
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
-use worker::engine::{Engine, Error, Output};
+use worker::engine::{Engine, Error, Output, Readiness};
 use worker::plane::{Event, EventBody, Events, Instance, Load, Role, RouterId, Source, WorkerId};
 use worker::serve::{Planes, Worker};
 
@@ -69,6 +69,25 @@ async fn no_worker_counts_as_stalled_when_all_are_slow() {
     pass(&harness, &[&a, &b], 120).await;
     assert_eq!((a.requests(), b.requests(), is_ejected(&harness, 1), is_ejected(&harness, 2)), (1, 1, false, false));
     answers.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_router_is_not_ready_while_all_workers_are_down() {
+    let (harness, a, b) = two().await;
+    let states = |harness: &Harness| (harness.router.readiness() == Readiness::Ready, harness.router.degraded().len());
+    assert_eq!(states(&harness), (true, 0));
+    for (worker, expected) in [(&a, (true, 1)), (&b, (false, 2))] {
+        worker.set_behaviour(Behaviour::Refuse(failed()));
+        for family in 0..12 {
+            // Both may fail it.
+            let _ = harness.answer(prompt(family, 10)).await;
+        }
+        pass(&harness, &[&a, &b], 20).await;
+        assert_eq!(states(&harness), expected, "{:?}", harness.router.degraded());
+    }
+    b.set_behaviour(Behaviour::Serve);
+    pass(&harness, &[&a, &b], 20).await;
+    assert_eq!(states(&harness), (true, 1), "its health checks get answers again");
 }
 
 #[tokio::test(start_paused = true)]
