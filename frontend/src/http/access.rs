@@ -103,21 +103,28 @@ impl AccessRules {
     }
 
     fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
-        let host = host(request.uri(), request.headers())?;
-        if let (Some(connection), Some(host)) = (ConnectionInfo::of(request.extensions()), &host)
-            && !self.is_own(host.host(), connection)
-        {
-            return Err(Error::HostNotAllowed(host.host().into()));
+        let connection = ConnectionInfo::of(request.extensions());
+        let origin = request.headers().get(ORIGIN).filter(|_| !origin_allowed);
+        let header = only_host(request);
+        let known = connection.and_then(|connection| connection.allowed_host.get());
+        let is_known = header.is_some_and(|header| known.is_some_and(|known| **known == *header));
+        if !is_known || origin.is_some() {
+            let host = host(request.uri(), request.headers())?;
+            if let (Some(connection), Some(host)) = (connection, &host) {
+                if !self.is_own(host.host(), connection) {
+                    return Err(Error::HostNotAllowed(host.host().into()));
+                }
+                if let Some(header) = header {
+                    // Copied, because the header is a part of the buffer that the request was read into.
+                    connection.allowed_host.get_or_init(|| header.into());
+                }
+            }
+            if let Some(origin) = origin.filter(|origin| !is_same_host(origin.as_bytes(), host.as_ref())) {
+                return Err(Error::OriginNotAllowed(String::from_utf8_lossy(origin.as_bytes()).into()));
+            }
         }
-        if origin_allowed {
-            return Ok(());
-        }
-        if let Some(origin) = request.headers().get(ORIGIN)
-            && !is_same_host(origin.as_bytes(), host.as_ref())
-        {
-            return Err(Error::OriginNotAllowed(String::from_utf8_lossy(origin.as_bytes()).into()));
-        }
-        if request.headers().get(SEC_FETCH_SITE).is_some_and(|site| site == "cross-site") {
+        let is_cross_site = || request.headers().get(SEC_FETCH_SITE).is_some_and(|site| site == "cross-site");
+        if !origin_allowed && is_cross_site() {
             return Err(Error::OriginNotAllowed("a cross-site request".into()));
         }
         Ok(())
@@ -144,6 +151,13 @@ fn is_localhost(name: &str) -> bool {
         return false;
     };
     last.eq_ignore_ascii_case(LOCALHOST) && (above.is_empty() || above.ends_with('.'))
+}
+
+/// The `Host` header, if nothing else in the request names a host.
+fn only_host(request: &Request) -> Option<&[u8]> {
+    let mut named = request.headers().get_all(HOST).iter();
+    let first = named.next().filter(|_| request.uri().authority().is_none())?;
+    named.next().is_none().then_some(first.as_bytes())
 }
 
 /// The host that a request names; `None` for HTTP/1.0 and for requests within this process.
