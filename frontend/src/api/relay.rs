@@ -275,7 +275,7 @@ pub(super) async fn respond(
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
     let (is_stream, question) = (routing.is_stream, routing.question.take());
     let mut source = routing.source;
-    let mut meter = RelayMeter::new(context.clone(), name, is_stream);
+    let mut meter = RelayMeter::new(context.clone(), &name, is_stream);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(question) = &question {
