@@ -100,7 +100,9 @@ fn cached_tokens(details: &[u8]) -> Option<u64> {
 }
 
 fn number(json: &[u8]) -> Option<u64> {
-    std::str::from_utf8(json).ok()?.parse().ok()
+    let digit = |byte: &u8| byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
+    let (first, others) = json.split_first()?;
+    others.iter().try_fold(digit(first)?, |number, byte| number.checked_mul(10)?.checked_add(digit(byte)?))
 }
 
 /// What the choices of a chunk have in common.
