@@ -1,10 +1,17 @@
 //! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, and `model` is a served model.
 
+mod of_model;
+
+pub(crate) use of_model::ModelMetrics;
+
+use parking_lot::RwLock;
 use prometheus::{
     HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     core::{Collector, Desc},
     proto,
 };
+use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Buckets in seconds, from one token of a small model to a prompt that fills the context of a large one.
 const SECONDS: [f64; 17] =
@@ -72,6 +79,8 @@ pub(crate) struct Metrics {
     pub(crate) output_length: HistogramVec,
     /// Reloads of the API keys, by outcome.
     pub(crate) key_reloads: IntCounterVec,
+    /// The metrics of each model that had a request.
+    models: Arc<RwLock<HashMap<Arc<str>, Arc<ModelMetrics>>>>,
 }
 
 impl Metrics {
@@ -124,9 +133,19 @@ impl Metrics {
                 "Changes of the file of API keys, by outcome: applied or rejected.",
                 &["outcome"],
             )?,
+            models: Arc::default(),
         };
         registry.register(Box::new(metrics.clone()))?;
         Ok(metrics)
+    }
+
+    /// The metrics of a served model.
+    pub(crate) fn of_model(&self, model: &Arc<str>) -> Arc<ModelMetrics> {
+        if let Some(known) = self.models.read().get(model) {
+            return Arc::clone(known);
+        }
+        let mut models = self.models.write();
+        Arc::clone(models.entry(Arc::clone(model)).or_insert_with(|| Arc::new(ModelMetrics::new(self, model))))
     }
 
     fn all(&self) -> [&dyn Collector; 14] {

@@ -90,14 +90,14 @@ impl UpstreamEngine {
         self.load.watch()
     }
 
-    async fn relay(&self, request: Request) -> Result<OutputStream, Error> {
+    async fn relay(&self, request: &Request) -> Result<OutputStream, Error> {
         let Work::Relay(http) = &request.work else {
             let problem = format!("the engine of {} takes HTTP requests only", self.card.id);
             return Err(Error::Invalid { field: "model", problem });
         };
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
         let (body, usage) =
-            self.body(http, &request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
+            self.body(http, request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
@@ -171,7 +171,7 @@ impl UpstreamEngine {
 
 impl Engine for UpstreamEngine {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        self.relay(request).boxed()
+        async move { self.relay(&request).await }.boxed()
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {

@@ -276,54 +276,31 @@ pub(super) async fn respond(
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
-    routing.attributes.tenant = Arc::clone(&tenant);
+    routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
-    let explain = wants_explanation(&parts.headers);
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
-    let mut meter = RelayMeter::new(context.clone(), name, routing.is_stream);
-    let domain = routing.salts.iter().fold(domain, |domain, salt| domain.salted(salt));
+    let (is_stream, question) = (routing.is_stream, routing.question.take());
+    let mut source = routing.source;
+    let mut meter = RelayMeter::new(context.clone(), &name, is_stream);
+    let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
-        let (mut tokens, mut source) = (routing.tokens, routing.source);
-        if let Some(question) = &routing.question {
+        if let Some(question) = &question {
             let mut span = context.trace().span("tokenize", Kind::Client);
-            if let Some(answer) = state.tokenizers.ask(&card, &domain, question).await {
-                (tokens, source) = (answer, TokenSource::Engine);
-                describe_tokens(&mut span, &tokens, source);
+            if let Some(answer) = state.tokenizers.ask(&card, &request.domain, question).await {
+                (request.tokens, source) = (answer, TokenSource::Engine);
+                request.attributes.has_estimated_tokens = false;
+                describe_tokens(&mut span, &request.tokens, source);
                 if is_charged {
-                    context.correct_prompt(tokens.len());
+                    context.correct_prompt(request.tokens.len());
                 }
             }
         }
-        if !tokens.is_empty() {
+        if !request.tokens.is_empty() {
             state.metrics.relayed_prompts.with_label_values(&[&*named.id, source.label()]).inc();
         }
-        let request = Request {
-            id: Arc::clone(&context.id),
-            model,
-            tokens,
-            generated_tokens: 0,
-            domain,
-            sampling: Sampling::default(),
-            stop: StopConditions { max_tokens: routing.max_tokens, ..StopConditions::default() },
-            work: Work::Relay(Arc::new(HttpRequest {
-                method: parts.method,
-                target: parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")),
-                headers: parts.headers,
-                body,
-                is_stream: routing.is_stream,
-                private_fields: &PRIVATE_FIELDS,
-            })),
-            attributes: RequestAttributes {
-                has_estimated_tokens: source == TokenSource::Estimate,
-                trace: context.trace(),
-                ..routing.attributes
-            },
-            explain,
-            group: (routing.choices > 1).then(|| RequestGroup::new(routing.choices)),
-        };
         let mut outputs = state.engine.generate(request).await?;
         match outputs.next().await {
-            Some(Ok(Output::Head(head))) => Ok((*head, outputs)),
+            Some(Ok(Output::Head(head))) => Ok((head, outputs)),
             Some(Err(error)) => Err(error.into()),
             _ => Err(Error::Failed("the engine sent no head of a response".into())),
         }
@@ -335,12 +312,48 @@ pub(super) async fn respond(
         () = &mut forced => Err(Error::ShuttingDown),
     };
     let (head, outputs) = started.inspect_err(|_| meter.mark_failed())?;
+    let head = *head;
     drop(memory);
     meter.head(head.worker);
     context.stream_started();
-    let is_stream = routing.is_stream;
     let relay = Relay { outputs, ahead: None, meter, context, forced, is_stream, is_done: false, _running: running };
     let mut response = Response::new(Body::new(RelayBody(Some(relay))));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))
+}
+
+/// The request for the engine.
+fn engine_request(
+    context: &RequestContext,
+    model: Arc<str>,
+    domain: Domain,
+    parts: Parts,
+    body: Bytes,
+    routing: Routing,
+) -> Request {
+    let Routing { tokens, source, is_stream, choices, max_tokens, attributes, salts, .. } = routing;
+    Request {
+        id: Arc::clone(&context.id),
+        model,
+        tokens,
+        generated_tokens: 0,
+        domain: salts.iter().fold(domain, |domain, salt| domain.salted(salt)),
+        sampling: Sampling::default(),
+        stop: StopConditions { max_tokens, ..StopConditions::default() },
+        explain: wants_explanation(&parts.headers),
+        work: Work::Relay(Arc::new(HttpRequest {
+            method: parts.method,
+            target: parts.uri.path_and_query().cloned().unwrap_or_else(|| PathAndQuery::from_static("/")),
+            headers: parts.headers,
+            body,
+            is_stream,
+            private_fields: &PRIVATE_FIELDS,
+        })),
+        attributes: RequestAttributes {
+            has_estimated_tokens: source == TokenSource::Estimate,
+            trace: context.trace(),
+            ..attributes
+        },
+        group: (choices > 1).then(|| RequestGroup::new(choices)),
+    }
 }

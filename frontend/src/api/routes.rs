@@ -148,8 +148,7 @@ impl Layers {
             Some(authentication) => authenticate(authentication, request, handler).await,
             None => handler(request).await,
         };
-        let admitted = async |request| access::admit(request, authenticated).await;
-        let checked = async |request| access::check(&self.access, request, admitted).await;
+        let checked = async |request| access::check_and_admit(&self.access, request, authenticated).await;
         let read = async |request| upload::discard_rest(&self.uploads, request, checked).await;
         request_context::observe(&self.observer, request, read).await
     }

@@ -45,50 +45,94 @@ pub(crate) async fn check(
     request: Request,
     next: impl AsyncFnOnce(Request) -> Response,
 ) -> Response {
-    let origin = request.headers().get(ORIGIN).cloned();
-    let allowed_origin = origin.filter(|origin| access.allows(origin.as_bytes()));
-    let mut response = match access.check(&request, allowed_origin.is_some()) {
-        Err(error) => error.into_response(),
-        Ok(()) if allowed_origin.is_some() && is_preflight(&request) => preflight(request.headers()),
-        Ok(()) => next(request).await,
+    let (page, response) = access.begin(&request);
+    let response = match response {
+        Some(response) => response,
+        None => next(request).await,
     };
-    let headers = response.headers_mut();
-    if let Some(origin) = allowed_origin {
-        headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
-        headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(EXPOSED));
-    }
-    if !access.origins.is_empty() {
-        headers.append(VARY, HeaderValue::from_static("origin"));
-    }
-    response
+    page.finish(response)
 }
 
-/// Middleware: rejects new requests once the listener is closed, and everything but health checks and metrics on
-/// reserved connections. Until then a server that shuts down serves requests of those that have not noticed yet.
-pub(crate) async fn admit(request: Request, next: impl AsyncFnOnce(Request) -> Response) -> Response {
-    let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
-    let connection = ConnectionInfo::of(request.extensions());
-    let stopping = connection.is_some_and(|connection| connection.shutdown.is_announced());
-    let closed = connection.is_some_and(|connection| connection.shutdown.is_closed());
-    let reserved = connection.is_some_and(|connection| connection.reserved);
-    let http1 = request.version() < Version::HTTP_2;
-    let rejection = match (is_health_check, closed, reserved) {
-        _ if request.uri().path_and_query().is_some_and(|path| path.as_str().len() > MAX_URL_BYTES) => {
-            Some(Error::UrlTooLong(MAX_URL_BYTES))
-        }
-        (false, true, _) => Some(Error::ShuttingDown),
-        (false, _, true) => Some(Error::TooManyConnections),
-        _ => None,
-    };
-    let mut response = match rejection {
+/// The same, for requests on connections of the API; see [`Admission`].
+///
+/// One layer, because a layer around a handler has a copy of its request.
+pub(crate) async fn check_and_admit(
+    access: &AccessRules,
+    request: Request,
+    next: impl AsyncFnOnce(Request) -> Response,
+) -> Response {
+    let (page, response) = access.begin(&request);
+    if let Some(response) = response {
+        return page.finish(response);
+    }
+    let admission = Admission::of(&request);
+    let response = match admission.rejection(&request) {
         Some(error) => error.into_response(),
         None => next(request).await,
     };
-    // The next request must go to another server, or use another connection.
-    if http1 && (stopping || reserved) {
-        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    page.finish(admission.finish(response))
+}
+
+/// The page in a browser that a request comes from, if it is one of another site that may use this server.
+struct Page<'a> {
+    access: &'a AccessRules,
+    allowed_origin: Option<HeaderValue>,
+}
+
+impl Page<'_> {
+    fn finish(self, mut response: Response) -> Response {
+        let headers = response.headers_mut();
+        if let Some(origin) = self.allowed_origin {
+            headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+            headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(EXPOSED));
+        }
+        if !self.access.origins.is_empty() {
+            headers.append(VARY, HeaderValue::from_static("origin"));
+        }
+        response
     }
-    response
+}
+
+/// Rejects new requests once the listener is closed, and everything but health checks and metrics on reserved
+/// connections. Until then a server that shuts down serves requests of those that have not noticed yet.
+struct Admission {
+    is_closed: bool,
+    is_reserved: bool,
+    /// The next request must go to another server, or use another connection.
+    ends_connection: bool,
+}
+
+impl Admission {
+    fn of(request: &Request) -> Self {
+        let connection = ConnectionInfo::of(request.extensions());
+        let is_stopping = connection.is_some_and(|connection| connection.shutdown.is_announced());
+        let is_reserved = connection.is_some_and(|connection| connection.reserved);
+        Self {
+            is_closed: connection.is_some_and(|connection| connection.shutdown.is_closed()),
+            is_reserved,
+            ends_connection: request.version() < Version::HTTP_2 && (is_stopping || is_reserved),
+        }
+    }
+
+    fn rejection(&self, request: &Request) -> Option<Error> {
+        if request.uri().path_and_query().is_some_and(|path| path.as_str().len() > MAX_URL_BYTES) {
+            return Some(Error::UrlTooLong(MAX_URL_BYTES));
+        }
+        let is_health_check = matches!(request.uri().path(), "/live" | "/ready" | "/health" | "/ping" | "/metrics");
+        match self {
+            _ if is_health_check => None,
+            Self { is_closed: true, .. } => Some(Error::ShuttingDown),
+            Self { is_reserved: true, .. } => Some(Error::TooManyConnections),
+            _ => None,
+        }
+    }
+
+    fn finish(self, mut response: Response) -> Response {
+        if self.ends_connection {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
+    }
 }
 
 impl AccessRules {
@@ -97,27 +141,46 @@ impl AccessRules {
         Self { hosts, origins: settings.cors_origins.clone() }
     }
 
+    /// Checks a request. There is a response already if it is rejected, or a preflight.
+    fn begin(&self, request: &Request) -> (Page<'_>, Option<Response>) {
+        let origin = request.headers().get(ORIGIN).cloned();
+        let allowed_origin = origin.filter(|origin| self.allows(origin.as_bytes()));
+        let response = match self.check(request, allowed_origin.is_some()) {
+            Err(error) => Some(error.into_response()),
+            Ok(()) if allowed_origin.is_some() && is_preflight(request) => Some(preflight(request.headers())),
+            Ok(()) => None,
+        };
+        (Page { access: self, allowed_origin }, response)
+    }
+
     /// Whether pages of an origin may use this server.
     fn allows(&self, origin: &[u8]) -> bool {
         self.origins.iter().any(|Origin(known)| known == "*" || known.as_bytes().eq_ignore_ascii_case(origin))
     }
 
     fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
-        let host = host(request.uri(), request.headers())?;
-        if let (Some(connection), Some(host)) = (ConnectionInfo::of(request.extensions()), &host)
-            && !self.is_own(host.host(), connection)
-        {
-            return Err(Error::HostNotAllowed(host.host().into()));
+        let connection = ConnectionInfo::of(request.extensions());
+        let origin = request.headers().get(ORIGIN).filter(|_| !origin_allowed);
+        let header = only_host(request);
+        let known = connection.and_then(|connection| connection.allowed_host.get());
+        let is_known = header.is_some_and(|header| known.is_some_and(|known| **known == *header));
+        if !is_known || origin.is_some() {
+            let host = host(request.uri(), request.headers())?;
+            if let (Some(connection), Some(host)) = (connection, &host) {
+                if !self.is_own(host.host(), connection) {
+                    return Err(Error::HostNotAllowed(host.host().into()));
+                }
+                if let Some(header) = header {
+                    // Copied, because the header is a part of the buffer that the request was read into.
+                    connection.allowed_host.get_or_init(|| header.into());
+                }
+            }
+            if let Some(origin) = origin.filter(|origin| !is_same_host(origin.as_bytes(), host.as_ref())) {
+                return Err(Error::OriginNotAllowed(String::from_utf8_lossy(origin.as_bytes()).into()));
+            }
         }
-        if origin_allowed {
-            return Ok(());
-        }
-        if let Some(origin) = request.headers().get(ORIGIN)
-            && !is_same_host(origin.as_bytes(), host.as_ref())
-        {
-            return Err(Error::OriginNotAllowed(String::from_utf8_lossy(origin.as_bytes()).into()));
-        }
-        if request.headers().get(SEC_FETCH_SITE).is_some_and(|site| site == "cross-site") {
+        let is_cross_site = || request.headers().get(SEC_FETCH_SITE).is_some_and(|site| site == "cross-site");
+        if !origin_allowed && is_cross_site() {
             return Err(Error::OriginNotAllowed("a cross-site request".into()));
         }
         Ok(())
@@ -144,6 +207,13 @@ fn is_localhost(name: &str) -> bool {
         return false;
     };
     last.eq_ignore_ascii_case(LOCALHOST) && (above.is_empty() || above.ends_with('.'))
+}
+
+/// The `Host` header, if nothing else in the request names a host.
+fn only_host(request: &Request) -> Option<&[u8]> {
+    let mut named = request.headers().get_all(HOST).iter();
+    let first = named.next().filter(|_| request.uri().authority().is_none())?;
+    named.next().is_none().then_some(first.as_bytes())
 }
 
 /// The host that a request names; `None` for HTTP/1.0 and for requests within this process.

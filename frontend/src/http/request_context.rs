@@ -8,7 +8,7 @@ use super::request_id;
 use crate::error::{Error, LoggedError};
 use crate::keys::Key;
 use crate::limits::LogLimit;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, ModelMetrics};
 use axum::extract::{MatchedPath, Request};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -46,7 +46,8 @@ pub(crate) struct RequestContext {
     /// Whether it counts as in flight.
     is_counted: bool,
     pub(crate) metrics: Arc<Metrics>,
-    model: OnceLock<Arc<str>>,
+    /// The metrics of its model.
+    model: OnceLock<Arc<ModelMetrics>>,
     /// The API key of the request.
     key: OnceLock<Arc<Key>>,
     /// Prompt tokens that were taken from the key's limit.
@@ -112,15 +113,14 @@ impl RequestContext {
     /// Records the model and the number of prompt tokens of a parsed request.
     pub(crate) fn record_prompt(&self, model: &Arc<str>, prompt_tokens: usize) {
         self.log_fields().prompt_tokens = Some(prompt_tokens);
-        self.metrics.prompt_tokens.with_label_values(&[model]).inc_by(prompt_tokens as u64);
-        self.metrics.prompt_length.with_label_values(&[model]).observe(prompt_tokens as f64);
-        self.record_model(model);
+        let metrics = self.record_model(model);
+        metrics.prompt_tokens.inc_by(prompt_tokens as u64);
+        metrics.prompt_length.observe(prompt_tokens as f64);
     }
 
-    /// Records the model of a request.
-    pub(crate) fn record_model(&self, model: &Arc<str>) {
-        // Set once: a request has one model.
-        let _ = self.model.set(model.clone());
+    /// Records the model of a request, of which it has one. Returns its metrics.
+    pub(crate) fn record_model(&self, model: &Arc<str>) -> &Arc<ModelMetrics> {
+        self.model.get_or_init(|| self.metrics.of_model(model))
     }
 
     /// Records the API key of the request.
@@ -208,7 +208,7 @@ impl RequestContext {
         let (trace, fields) = (&mut self.trace, self.log_fields.get_mut());
         trace.set_some("http.response.status_code", Some(sent).filter(|sent| *sent != 0));
         if let Some(model) = self.model.get() {
-            trace.set("gen_ai.request.model", model);
+            trace.set("gen_ai.request.model", &model.name);
             trace.set_some("gen_ai.usage.input_tokens", fields.prompt_tokens);
             trace.set("gen_ai.usage.output_tokens", fields.completion_tokens);
             trace.set_some("gen_ai.usage.cache_read.input_tokens", fields.cached_tokens);
@@ -241,7 +241,7 @@ impl RequestContext {
                     trace_id = self.trace.trace_id().map(tracing::field::display),
                     endpoint = self.endpoint(),
                     status,
-                    model = model.map(|model| &**model),
+                    model = model.map(|model| &*model.name),
                     key = self.key().map(|key| &*key.name),
                     tenant = fields.tenant.as_deref(),
                     worker = fields.worker.as_deref(),
@@ -295,7 +295,7 @@ impl Drop for RequestContext {
         let code = StatusCode::from_u16(status).expect("it is that of a response, or a constant");
         self.metrics.requests.with_label_values(&[self.endpoint(), code.as_str()]).inc();
         if let Some(model) = self.model.get() {
-            self.metrics.duration.with_label_values(&[model]).observe(self.arrived.elapsed().as_secs_f64());
+            model.duration.observe(self.arrived.elapsed().as_secs_f64());
         }
         self.log(status);
         self.describe(status, sent);

@@ -242,6 +242,7 @@ impl Server {
         let info = Arc::new(ConnectionInfo {
             loopback_only,
             reserved,
+            allowed_host: OnceLock::new(),
             local: socket.local_addr().ok().map(|local| local.ip()),
             choices: ConnectionChoices::default(),
             shutdown: shutdown.clone(),

@@ -1,6 +1,7 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
 use crate::http::RequestContext;
+use crate::metrics::ModelMetrics;
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -13,7 +14,7 @@ use worker::engine::RelayReport;
 /// tokens that arrived at the same time; the tokens of a stream that was cancelled are its events.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
-    model: Arc<str>,
+    metrics: Arc<ModelMetrics>,
     is_stream: bool,
     /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
     inter_token: Option<Histogram>,
@@ -27,9 +28,9 @@ pub(crate) struct RelayMeter {
 
 impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end.
-    pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, is_stream: bool) -> Self {
-        context.record_model(&model);
-        Self { context, model, is_stream, inter_token: None, latest: None, events: 0, ended: false, failed: false }
+    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, is_stream: bool) -> Self {
+        let metrics = Arc::clone(context.record_model(model));
+        Self { context, metrics, is_stream, inter_token: None, latest: None, events: 0, ended: false, failed: false }
     }
 
     /// Records the head of the response, which comes with its first output.
@@ -40,8 +41,8 @@ impl RelayMeter {
         if self.is_stream {
             let took = arrived.elapsed().as_secs_f64();
             log_fields.ttft_s = Some(took);
-            metrics.first_token.with_label_values(&[&*self.model]).observe(took);
-            self.inter_token = Some(metrics.inter_token.with_label_values(&[&*self.model]));
+            metrics.first_token.with_label_values(&[&*self.metrics.name]).observe(took);
+            self.inter_token = Some(metrics.inter_token.with_label_values(&[&*self.metrics.name]));
         }
     }
 
@@ -60,22 +61,30 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
-        let metrics = &self.context.metrics;
+        let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
-            self.context.record_prompt(&self.model, tokens as usize);
+            self.context.record_prompt(&metrics.name, tokens as usize);
         }
         if let Some(tokens) = report.cached_tokens {
-            metrics.cached_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
+            metrics.cached_tokens.inc_by(tokens.into());
         }
         if let Some(tokens) = report.completion_tokens {
-            metrics.generated_tokens.with_label_values(&[&*self.model]).inc_by(tokens.into());
-            metrics.output_length.with_label_values(&[&*self.model]).observe(f64::from(tokens));
+            metrics.generated_tokens.inc_by(tokens.into());
+            metrics.output_length.observe(f64::from(tokens));
         }
-        let reason = if report.failed { "error" } else { "relayed" };
-        metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+        if report.failed {
+            self.count_finished("error");
+        } else {
+            metrics.relayed.inc();
+        }
         let mut log_fields = self.context.log_fields();
         log_fields.cached_tokens = report.cached_tokens;
         log_fields.completion_tokens = report.completion_tokens.unwrap_or_default();
+    }
+
+    /// Counts a response that did not end as the engine would have ended it.
+    fn count_finished(&self, reason: &str) {
+        self.context.metrics.finished.with_label_values(&[&*self.metrics.name, reason]).inc();
     }
 
     /// Marks the response as failed.
@@ -88,7 +97,7 @@ impl Drop for RelayMeter {
     fn drop(&mut self) {
         if !self.ended {
             let reason = if self.failed { "error" } else { "cancelled" };
-            self.context.metrics.finished.with_label_values(&[&*self.model, reason]).inc();
+            self.count_finished(reason);
             // The engine reports the tokens at the end only, which did not arrive.
             self.context.log_fields().completion_tokens = self.events;
         }

@@ -167,7 +167,10 @@ impl Fields {
 
     /// Takes a whole number within a range.
     pub(crate) fn integer(&mut self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, Error> {
-        self.value(name)?.map(|value| integer(&self.path(name), &value, range)).transpose()
+        let Some(value) = self.value(name)? else { return Ok(None) };
+        // Only an error needs the path.
+        let within = value.as_i64().filter(|number| range.contains(number));
+        within.map_or_else(|| integer(&self.path(name), &value, range), Ok).map(Some)
     }
 }
 

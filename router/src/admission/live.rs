@@ -77,7 +77,7 @@ impl Admission {
         let (roster, class) = (fleet.snapshot(), request.priority);
         let mut inner = self.inner();
         let accepted =
-            inner.controller.admit_or_queue(Context { limits, roster: &roster, now: Instant::now() }, request);
+            inner.controller.admit_or_queue(Context { limits, roster: &roster, now: request.placed }, request);
         let Accepted { number, queue_reason, shed } = accepted.map_err(|rejection| self.rejected(class, rejection))?;
         inner.resolve(shed);
         let permit = Permit { admission: self.clone(), number, class, group: None };

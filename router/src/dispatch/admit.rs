@@ -8,13 +8,17 @@ use crate::policy::explain;
 use crate::state::Core;
 use spans::Kind;
 use std::sync::Arc;
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 use worker::engine::{Error, Request};
 
 /// Places a request and admits it, or queues it until its worker has capacity. The later choices of a group were
 /// admitted with its first and do not queue.
-pub(crate) async fn admit(core: &Core, request: &Request) -> Result<(Box<Placement>, Arc<Permit>), Error> {
-    let arrived = Instant::now();
+pub(crate) async fn admit(
+    core: &Core,
+    request: &Request,
+    arrived: Instant,
+) -> Result<(Box<Placement>, Arc<Permit>), Error> {
     let ticket = ticket(core, request, arrived);
     if let Some(group) = request.group.filter(|group| group.index() > 0) {
         let placement = place(core, request, true, &[], ticket.until())?;
@@ -50,15 +54,56 @@ async fn admit_or_queue(
     ticket: &Ticket,
     arrived: Instant,
 ) -> Result<(Box<Placement>, Permit), Error> {
+    let Admitted { placement, permit, is_late, waits } = place_and_admit(core, request, ticket)?;
+    match waits {
+        None => {
+            leave(core, ticket, is_late, &placement);
+            Ok((placement, permit))
+        }
+        // Boxed, because few requests wait.
+        Some(waits) => {
+            let queued = Queued { placement, permit, is_late, arrived };
+            Box::pin(wait(core, request, ticket, queued, waits)).await
+        }
+    }
+}
+
+/// Resolves when something is decided about a queued request; and why it is queued.
+type Waits = (oneshot::Receiver<Resolution>, &'static str);
+
+/// A placed request that is admitted, or that waits.
+struct Admitted {
+    placement: Box<Placement>,
+    permit: Permit,
+    is_late: bool,
+    waits: Option<Waits>,
+}
+
+/// A request in the queue.
+struct Queued {
+    placement: Box<Placement>,
+    permit: Permit,
+    is_late: bool,
+    arrived: Instant,
+}
+
+fn place_and_admit(core: &Core, request: &Request, ticket: &Ticket) -> Result<Admitted, Error> {
+    let (placement, queued) = place_to_queue(core, request, ticket, true)?;
+    let resolved = core.settings();
+    let (permit, waits) = core.admission.admit_or_queue(&core.fleet, &resolved.settings.admission, &queued)?;
+    Ok(Admitted { placement, permit, is_late: queued.is_late, waits })
+}
+
+/// Waits until a queued request may be sent.
+async fn wait(
+    core: &Core,
+    request: &Request,
+    ticket: &Ticket,
+    Queued { mut placement, permit, mut is_late, arrived }: Queued,
+    (mut resolution, why): Waits,
+) -> Result<(Box<Placement>, Permit), Error> {
     let (admission, resolved) = (&core.admission, core.settings());
     let limits = &resolved.settings.admission;
-    let (mut placement, queued) = place_to_queue(core, request, ticket, true)?;
-    let mut is_late = queued.is_late;
-    let (permit, waits) = admission.admit_or_queue(&core.fleet, limits, &queued)?;
-    let Some((mut resolution, why)) = waits else {
-        leave(core, ticket, is_late, &placement);
-        return Ok((placement, permit));
-    };
     let mut span = request.attributes.trace.span("admission queue", Kind::Internal);
     span.set("blockyard.queue.reason", why);
     let _waiting = GaugeGuard::new(core.metrics.admission_queue_requests.with_label_values(&[&*request.model]));
@@ -121,11 +166,11 @@ pub(crate) async fn run(core: Arc<Core>) {
 
 fn queued_request(
     ticket: &Ticket,
-    Placement { decode, amount, prefill, output_tokens, min_service_seconds, .. }: &Placement,
+    Placement { placed, decode, amount, prefill, output_tokens, min_service_seconds, .. }: &Placement,
 ) -> QueuedRequest {
     let route = Route { decode: decode.id(), prefill: prefill.as_ref().map(|remote| remote.member.id()) };
     let remote = prefill.as_ref().map(|remote| remote.amount).unwrap_or_default();
-    ticket.placed(route, [*amount, remote], *output_tokens, *min_service_seconds, Instant::now())
+    ticket.placed(route, [*amount, remote], *output_tokens, *min_service_seconds, *placed)
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub(super) async fn attempt(
     let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
-    let mut span = attempt_span(request, placement, tried.len());
+    let mut span = attempt_span(request, placement, tried.len() + 1);
     let sent = || {
         let mut sent = request.clone();
         sent.attributes.trace = span.context();
@@ -95,6 +95,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
             // None of the prompts that were sent to it waits.
             let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *request.model
+                && other.run() != member.run()
                 && (other.has_endpoint(request) || !member.has_endpoint(request))
                 && !tried.contains(&other.run())
                 && !roster.is_cordoned(other.id())
@@ -175,6 +176,7 @@ pub(super) fn stream(
     }
     let metrics = Arc::clone(&core.metrics);
     let mut held = Some((generation, sibling_bookings, permit, span));
+    let mut is_first = true;
     stream::once(future::ready(Ok(first)))
         .chain(rest)
         .inspect(move |item| {
@@ -205,7 +207,10 @@ pub(super) fn stream(
                 }
             };
             if item.is_ok() {
-                decode.touch(Instant::now());
+                // The first output was recorded above.
+                if !std::mem::take(&mut is_first) {
+                    decode.touch(Instant::now());
+                }
                 totals.output(tokens);
                 if let Some((generation, ..)) = &held {
                     generation.booking.add_output(tokens);

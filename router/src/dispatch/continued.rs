@@ -113,12 +113,12 @@ async fn continue_elsewhere(
             Err(error) => break Err(error),
         };
         let worker = placement.decode.run();
-        tried.push(worker);
         match attempt(&core, &request, &placement, &tried).await {
             Ok(first) => break Ok((worker, stream(&core, &request, placement, permit, first, None))),
             Err(error) => {
                 let signal = HealthSignal::of(&error);
                 placement.decode.note(signal);
+                tried.push(worker);
                 drop(placement);
                 core.admission.notify();
                 failures += usize::from(core.fleet.snapshot().has(worker));

@@ -20,6 +20,8 @@ use worker::engine::{Error, Request, Work};
 
 /// Where a request goes, with its reservations.
 pub(crate) struct Placement {
+    /// When it was decided.
+    pub(crate) placed: Instant,
     /// The worker that decodes.
     pub(crate) decode: Arc<Worker>,
     pub(crate) booking: Booking,
@@ -146,8 +148,7 @@ fn choose(
     if span.is_recorded() {
         describe(span, tuning.policy.name(), &decision);
     }
-    let learned = (pool.stats(), &output);
-    let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, learned);
+    let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
 }
@@ -179,9 +180,9 @@ fn book(
     overlaps: &Overlaps,
     decision: &Decision<'_>,
     tried: &[WorkerRun],
-    (stats, output): (&Arc<ModelStats>, &ExpectedOutput),
+    (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
-    let (row, now) = (&decision.chosen, Instant::now());
+    let row = &decision.chosen;
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
     let explanation = wanted.then(|| explain::line(policy, decision, tried));
     let trace_id = request.attributes.trace.trace_id();
@@ -245,6 +246,7 @@ fn book(
     core.metrics.requests.with_label_values(&[&*member.name, policy.name()]).inc();
     // Boxed, because it is handed on several times and has a kilobyte.
     Box::new(Placement {
+        placed: now,
         decode: member.clone(),
         booking: Booking::new(member, amount, cached_tokens, output.clone(), prefix, &core.outbox, now),
         totals,

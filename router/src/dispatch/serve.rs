@@ -15,41 +15,52 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use worker::engine::{Error, OutputStream, Request, Work};
 
-/// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
-pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
-    match request.attributes.deadline {
-        Some(deadline) => {
-            timeout_at(deadline, try_workers(core, request)).await.unwrap_or(Err(Error::DeadlineExceeded))
-        }
-        None => try_workers(core, request).await,
-    }
+/// What a request has when its first output is there.
+struct Served {
+    placement: Box<Placement>,
+    permit: Arc<Permit>,
+    first: FirstOutput,
+    trace: Option<RequestTrace>,
 }
 
-async fn try_workers(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
-    let mut trace = core.recorder.begin(Instant::now());
-    let (first, permit) = admit(core, &request).await?;
+/// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
+pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
+    let served = match request.attributes.deadline {
+        Some(deadline) => {
+            timeout_at(deadline, try_workers(core, &request)).await.unwrap_or(Err(Error::DeadlineExceeded))
+        }
+        None => try_workers(core, &request).await,
+    };
+    Ok(to_the_end(core, request, served?))
+}
+
+async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Error> {
+    let arrived = Instant::now();
+    let mut trace = core.recorder.begin(arrived);
+    let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
     let (mut tried, mut failures) = (Vec::new(), 0);
     let mut last = None;
     while failures < MAX_FAILURES {
         // An admitted request does not queue again.
         let placement =
-            match next.take().map_or_else(|| place(core, &request, false, &tried, request.attributes.deadline), Ok) {
+            match next.take().map_or_else(|| place(core, request, false, &tried, request.attributes.deadline), Ok) {
                 Ok(placement) => placement,
                 // The last worker's error says more than that there is no other worker.
                 Err(error) => return Err(last.unwrap_or(error)),
             };
-        tried.push(placement.decode.run());
         if let Some(trace) = &mut trace {
             trace.dispatched();
         }
-        match attempt(core, &request, &placement, &tried).await {
-            Ok(first) => return Ok(to_the_end(core, request, placement, permit, first, trace)),
+        match attempt(core, request, &placement, &tried).await {
+            Ok(first) => return Ok(Served { placement, permit, first, trace }),
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
                 let failed = placement.decode.id();
-                failures += usize::from(core.fleet.snapshot().has(placement.decode.run()));
+                let run = placement.decode.run();
+                tried.push(run);
+                failures += usize::from(core.fleet.snapshot().has(run));
                 drop(placement);
                 core.admission.notify();
                 if verdict == HealthSignal::Neutral {
@@ -89,14 +100,8 @@ fn back_pressure(error: &Error) -> Option<Duration> {
 }
 
 /// The stream of a request, continued on another worker if its worker fails. Relayed streams are not continued.
-fn to_the_end(
-    core: &Arc<Core>,
-    request: Request,
-    placement: Box<Placement>,
-    permit: Arc<Permit>,
-    first: FirstOutput,
-    trace: Option<RequestTrace>,
-) -> OutputStream {
+fn to_the_end(core: &Arc<Core>, request: Request, served: Served) -> OutputStream {
+    let Served { placement, permit, first, trace } = served;
     let worker = Arc::clone(&placement.decode);
     let stream = stream(core, &request, placement, Arc::clone(&permit), first, trace);
     match request.work {

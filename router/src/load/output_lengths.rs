@@ -209,7 +209,10 @@ const MIN_COUNT: f64 = 0.5;
 
 /// The shortest length of a bucket.
 fn lower(bucket: usize) -> f64 {
-    2f64.powf(bucket as f64 / PER_OCTAVE as f64)
+    // Every placement asks for a dozen of them.
+    static LOWER: LazyLock<[f64; BUCKETS + 1]> =
+        LazyLock::new(|| std::array::from_fn(|bucket| 2f64.powf(bucket as f64 / PER_OCTAVE as f64)));
+    LOWER[bucket]
 }
 
 fn bucket(tokens: f64) -> usize {

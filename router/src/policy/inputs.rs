@@ -123,6 +123,8 @@ struct HashScheme {
 thread_local! {
     /// Result buffers for reuse by the next lookups of this thread.
     static SPARE: RefCell<Vec<Overlap>> = const { RefCell::new(Vec::new()) };
+    /// The root of the last prompt's hashes, with the domain and the model that it belongs to.
+    static LAST_ROOT: RefCell<Option<(Domain, Box<str>, ChainKey)>> = const { RefCell::new(None) };
 }
 
 /// Buffers kept per thread: for decisions with several hash schemes, or nested ones.
@@ -153,7 +155,7 @@ impl Overlaps {
         let scheme = |card: &std::sync::Arc<ModelCard>| {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
-            let hashes = ChainKey::root(domain, &card.identity, None).hashes(cached, card.block_size);
+            let hashes = root(domain, &card.identity).hashes(cached, card.block_size);
             HashScheme::new(card.block_size, hashes, index)
         };
         Self { tokens: known, schemes: pool.schemes().iter().map(scheme).collect() }
@@ -199,6 +201,19 @@ impl Overlaps {
     pub(crate) fn held(&self, scheme: u32, slot: HolderId) -> WorkerOverlap {
         self.schemes.get(scheme as usize).map_or_else(WorkerOverlap::default, |scheme| scheme.overlap.at(slot))
     }
+}
+
+/// Where the hashes of a model's prompts begin. Most prompts have the domain and the model of the one before, and the
+/// root takes as long as the hashes of two blocks.
+fn root(domain: &Domain, model: &str) -> ChainKey {
+    LAST_ROOT.with_borrow_mut(|last| match last {
+        Some((of_domain, of_model, root)) if of_domain == domain && **of_model == *model => *root,
+        _ => {
+            let root = ChainKey::root(domain, model, None);
+            *last = Some((domain.clone(), model.into(), root));
+            root
+        }
+    })
 }
 
 /// Full blocks of a prompt that can come from a cache: the last token is always computed, for its logits.

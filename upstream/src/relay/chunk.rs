@@ -140,7 +140,7 @@ fn of_event_type(name: &str) -> (Kind, bool) {
 impl Usage {
     /// Reads a `usage` object of any of the APIs.
     pub fn read(json: &[u8]) -> Option<Self> {
-        serde_json::from_slice::<WireUsage>(json).ok().map(Self::from)
+        WireUsage::read(json).map(Self::from)
     }
 
     /// Adds what a later chunk says. Messages have the tokens of the prompt in the first and those of the answer in the
@@ -155,14 +155,13 @@ impl Usage {
 impl From<WireUsage> for Usage {
     fn from(wire: WireUsage) -> Self {
         let WireUsage { prompt_tokens, completion_tokens, input_tokens, output_tokens, .. } = wire;
-        let details = wire.prompt_tokens_details.or(wire.input_tokens_details);
         // Messages count the tokens from the cache apart, all other APIs within the prompt.
-        let apart = [wire.cache_read_input_tokens.0, wire.cache_creation_input_tokens.0];
-        let input = input_tokens.0.map(|input| apart.into_iter().flatten().fold(input, u64::saturating_add));
+        let apart = [wire.cache_read_input_tokens, wire.cache_creation_input_tokens];
+        let input = input_tokens.map(|input| apart.into_iter().flatten().fold(input, u64::saturating_add));
         Self {
-            prompt_tokens: prompt_tokens.0.or(input),
-            completion_tokens: completion_tokens.0.or(output_tokens.0),
-            cached_tokens: details.and_then(|details| details.cached_tokens.0).or(wire.cache_read_input_tokens.0),
+            prompt_tokens: prompt_tokens.or(input),
+            completion_tokens: completion_tokens.or(output_tokens),
+            cached_tokens: wire.cached_tokens.or(wire.cache_read_input_tokens),
         }
     }
 }

@@ -146,10 +146,21 @@ impl Client {
         headers: HeaderMap,
         body: Bytes,
     ) -> Result<Response<Body>, RelayError> {
+        self.exchange(&method, path, &headers, &body).await
+    }
+
+    /// [`send`](Self::send) of what its caller holds, so that a future has no second copy of it.
+    async fn exchange(
+        &self,
+        method: &Method,
+        path: &PathAndQuery,
+        headers: &HeaderMap,
+        body: &Bytes,
+    ) -> Result<Response<Body>, RelayError> {
         let shared = &*self.0;
         shared.check_path(path)?;
         if let Some(sender) = shared.http2.get() {
-            let request = shared.http2_request(&method, path, &headers, &body)?;
+            let request = shared.http2_request(method, path, headers, body)?;
             match Box::pin(http2::send(sender, request)).await {
                 // The connection ended before the request was sent.
                 Err(error) if error.is_canceled() => {}
@@ -159,7 +170,7 @@ impl Client {
         let target = [&shared.prefix, path.as_str()];
         let mut request = None;
         let mut outgoing = || {
-            let new = || http1::Outgoing::new(method.clone(), target, &shared.host, &headers, body.clone());
+            let new = || http1::Outgoing::new(method.clone(), target, &shared.host, headers, body.clone());
             request.get_or_insert_with(new).clone()
         };
         if let Some(socket) = shared.idle.take() {
@@ -170,8 +181,9 @@ impl Client {
                 outcome => return of_http1(outcome),
             }
         }
-        let http2 = || shared.http2_request(&method, path, &headers, &body);
-        shared.send_on_new_connection(outgoing, http2).await
+        let http2 = || shared.http2_request(method, path, headers, body);
+        // Boxed, because most requests go over an open connection.
+        Box::pin(shared.send_on_new_connection(outgoing, http2)).await
     }
 
     /// The same on a connection of its own, while those that are open may be dead. Later requests use it too.
@@ -199,11 +211,11 @@ impl Client {
         body: Bytes,
         usage: UsageInStream,
     ) -> Result<Relay<Body>, RelayError> {
-        let response = self.send(method, path, headers, body).await?;
+        let response = self.exchange(&method, path, &headers, &body).await?;
         if response.status().is_success() {
             return Ok(Relay::new(response, usage));
         }
-        Err(RelayError::Answered(Box::new(Answer::read(response).await)))
+        Err(RelayError::Answered(Box::new(Box::pin(Answer::read(response)).await)))
     }
 }
 

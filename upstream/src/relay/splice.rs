@@ -249,6 +249,11 @@ fn last_members(body: &[u8], at: usize, quoted: &[u8]) -> Result<Range<usize>, S
     Ok(value)
 }
 
+/// Calls `take` with the name of each top-level member of an object, as written between its quotes, and with its value.
+pub(super) fn each_member(object: &[u8], mut take: impl FnMut(&[u8], &[u8])) -> Result<(), SpliceError> {
+    scan_members(object, |Member { name, value, .. }| take(&object[name], &object[value])).map(|_| ())
+}
+
 /// Calls `take` with each top-level member of an object. Returns the position of its closing brace.
 fn scan_members(body: &[u8], mut take: impl FnMut(Member)) -> Result<usize, SpliceError> {
     let mut scanner = Scanner::new(body);

@@ -96,7 +96,9 @@ enum Phase {
 
 #[derive(Default, Debug)]
 struct Held {
-    frames: VecDeque<Bytes>,
+    /// Most answers never have more than one.
+    first: Option<Bytes>,
+    others: VecDeque<Bytes>,
     /// Of all frames that were ever held.
     bytes: usize,
 }
@@ -163,7 +165,7 @@ where
                 if let Some(head) = self.head.take() {
                     return Ok(Some(Item::Head(head)));
                 }
-                if let Some(frame) = self.held.frames.pop_front() {
+                if let Some(frame) = self.held.pop() {
                     return Ok(Some(Item::Frame(frame)));
                 }
             }
@@ -217,7 +219,7 @@ where
     fn fail(&mut self, error: RelayError) -> Poll<Option<Result<Item, RelayError>>> {
         self.phase = Phase::Ended;
         self.body = None;
-        self.held.frames.clear();
+        self.held.clear();
         Poll::Ready(Some(Err(error)))
     }
 }
@@ -305,7 +307,20 @@ fn position(whole: &Bytes, part: &Bytes) -> Option<Range<usize>> {
 impl Held {
     fn push(&mut self, frame: Bytes) {
         self.bytes += frame.len();
-        self.frames.push_back(frame);
+        if self.first.is_none() && self.others.is_empty() {
+            self.first = Some(frame);
+        } else {
+            self.others.push_back(frame);
+        }
+    }
+
+    fn pop(&mut self) -> Option<Bytes> {
+        self.first.take().or_else(|| self.others.pop_front())
+    }
+
+    fn clear(&mut self) {
+        self.first = None;
+        self.others.clear();
     }
 }
 

@@ -21,7 +21,7 @@ use hyper_util::service::TowerToHyperService;
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -44,6 +44,8 @@ pub(crate) struct ConnectionInfo {
     pub(crate) reserved: bool,
     /// The local address of the connection.
     pub(crate) local: Option<IpAddr>,
+    /// The `Host` of a request that was allowed. The others name the same, which is not checked again.
+    pub(crate) allowed_host: OnceLock<Box<[u8]>>,
     /// The running choices of its requests.
     pub(crate) choices: ConnectionChoices,
     /// The shutdown of the server.

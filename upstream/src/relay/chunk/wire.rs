@@ -1,5 +1,6 @@
 //! The members of chunks that are read, as they stand in JSON.
 
+use crate::relay::splice;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
@@ -47,79 +48,61 @@ impl<'a> Wire<'a> {
     }
 }
 
-/// The `usage` object of all APIs.
-#[derive(Deserialize)]
-#[serde(default)]
+/// The `usage` object of all APIs. A number of tokens is `None` for null and for anything that is no such number.
 #[derive(Default)]
+#[expect(clippy::struct_field_names, reason = "these are the names of the APIs")]
 pub(super) struct WireUsage {
-    pub(super) prompt_tokens: Count,
-    pub(super) completion_tokens: Count,
-    pub(super) prompt_tokens_details: Option<Details>,
-    pub(super) input_tokens: Count,
-    pub(super) output_tokens: Count,
-    pub(super) input_tokens_details: Option<Details>,
-    pub(super) cache_read_input_tokens: Count,
-    pub(super) cache_creation_input_tokens: Count,
+    pub(super) prompt_tokens: Option<u64>,
+    pub(super) completion_tokens: Option<u64>,
+    pub(super) input_tokens: Option<u64>,
+    pub(super) output_tokens: Option<u64>,
+    pub(super) cache_read_input_tokens: Option<u64>,
+    pub(super) cache_creation_input_tokens: Option<u64>,
+    /// In `prompt_tokens_details`, or in `input_tokens_details`.
+    pub(super) cached_tokens: Option<u64>,
 }
 
-#[derive(Deserialize, Default)]
-#[serde(default)]
-pub(super) struct Details {
-    pub(super) cached_tokens: Count,
-}
+impl WireUsage {
+    /// Reads an object. Every answer has one, so that it is read without a parser for types.
+    pub(super) fn read(json: &[u8]) -> Option<Self> {
+        let mut usage = Self::default();
+        splice::each_member(json, |name, value| usage.set(name, value)).ok()?;
+        Some(usage)
+    }
 
-/// A number of tokens; `None` for null and for anything that is no such number.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Count(pub(super) Option<u64>);
-
-impl<'de> Deserialize<'de> for Count {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(CountVisitor)
+    fn set(&mut self, name: &[u8], value: &[u8]) {
+        let field = match name {
+            b"prompt_tokens" => &mut self.prompt_tokens,
+            b"completion_tokens" => &mut self.completion_tokens,
+            b"input_tokens" => &mut self.input_tokens,
+            b"output_tokens" => &mut self.output_tokens,
+            b"cache_read_input_tokens" => &mut self.cache_read_input_tokens,
+            b"cache_creation_input_tokens" => &mut self.cache_creation_input_tokens,
+            b"prompt_tokens_details" | b"input_tokens_details" => {
+                self.cached_tokens = cached_tokens(value).or(self.cached_tokens);
+                return;
+            }
+            _ => return,
+        };
+        *field = number(value);
     }
 }
 
-struct CountVisitor;
+/// `cached_tokens` of the details of a usage. Null has none.
+fn cached_tokens(details: &[u8]) -> Option<u64> {
+    let mut cached = None;
+    let read = splice::each_member(details, |name, value| {
+        if name == b"cached_tokens" {
+            cached = number(value);
+        }
+    });
+    read.ok().and(cached)
+}
 
-impl<'de> Visitor<'de> for CountVisitor {
-    type Value = Count;
-
-    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("a number of tokens")
-    }
-
-    fn visit_u64<E: Error>(self, tokens: u64) -> Result<Count, E> {
-        Ok(Count(Some(tokens)))
-    }
-
-    fn visit_i64<E: Error>(self, _: i64) -> Result<Count, E> {
-        Ok(Count(None))
-    }
-
-    fn visit_f64<E: Error>(self, _: f64) -> Result<Count, E> {
-        Ok(Count(None))
-    }
-
-    fn visit_bool<E: Error>(self, _: bool) -> Result<Count, E> {
-        Ok(Count(None))
-    }
-
-    fn visit_str<E: Error>(self, _: &str) -> Result<Count, E> {
-        Ok(Count(None))
-    }
-
-    fn visit_unit<E: Error>(self) -> Result<Count, E> {
-        Ok(Count(None))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut values: A) -> Result<Count, A::Error> {
-        while values.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Count(None))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<Count, A::Error> {
-        while members.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Count(None))
-    }
+fn number(json: &[u8]) -> Option<u64> {
+    let digit = |byte: &u8| byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
+    let (first, others) = json.split_first()?;
+    others.iter().try_fold(digit(first)?, |number, byte| number.checked_mul(10)?.checked_add(digit(byte)?))
 }
 
 /// What the choices of a chunk have in common.

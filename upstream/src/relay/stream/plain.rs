@@ -11,8 +11,9 @@ const MAX_READ: usize = 4 << 20;
 
 #[derive(Default, Debug)]
 pub(super) struct Plain {
-    /// Slices of the frames that were passed on.
-    frames: Vec<Bytes>,
+    /// The frames that were passed on. Most bodies have one.
+    first: Bytes,
+    others: Vec<Bytes>,
     bytes: usize,
 }
 
@@ -20,23 +21,22 @@ impl Plain {
     pub(super) fn keep(&mut self, data: &Bytes) {
         self.bytes = self.bytes.saturating_add(data.len());
         if self.bytes > MAX_READ {
-            self.frames = Vec::new();
+            (self.first, self.others) = (Bytes::new(), Vec::new());
+        } else if self.first.is_empty() {
+            self.first = data.clone();
         } else {
-            self.frames.push(data.clone());
+            self.others.push(data.clone());
         }
     }
 
     /// The usage of a whole body. The body is no longer kept.
     pub(super) fn usage(&mut self) -> Option<Usage> {
-        let frames = std::mem::take(&mut self.frames);
-        let joined;
-        let body = match &frames[..] {
-            [body] => body,
-            frames => {
-                joined = frames.concat();
-                &joined[..]
-            }
-        };
+        let (mut body, others) = (std::mem::take(&mut self.first), std::mem::take(&mut self.others));
+        if !others.is_empty() {
+            let frames: Vec<Bytes> = [body].into_iter().chain(others).collect();
+            body = frames.concat().into();
+        }
+        let body = &body[..];
         Usage::read(&body[splice::find(body, &USAGE)?])
     }
 }

@@ -1,9 +1,9 @@
 //! Heads of HTTP/1.1: that of a request as bytes, and that of an answer from bytes.
 
 use super::framing::Framing;
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
-use std::io;
+use std::io::{self, Write};
 use std::mem::MaybeUninit;
 
 /// Most bytes of the head of an answer. Engines send 300.
@@ -27,29 +27,26 @@ pub(super) struct AnswerHead {
 pub(super) fn request(method: &Method, target: [&str; 2], host: &str, headers: &HeaderMap, body: usize) -> Bytes {
     let fields: usize = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum();
     // Method, version and the two headers below have less than 100 bytes.
-    let mut head = BytesMut::with_capacity(100 + target[0].len() + target[1].len() + host.len() + fields);
-    head.put_slice(method.as_str().as_bytes());
-    head.put_u8(b' ');
-    head.put_slice(target[0].as_bytes());
-    head.put_slice(target[1].as_bytes());
-    head.put_slice(b" HTTP/1.1\r\n");
+    let mut head = Vec::with_capacity(100 + target[0].len() + target[1].len() + host.len() + fields);
+    for part in [method.as_str(), " ", target[0], target[1], " HTTP/1.1\r\n"] {
+        head.extend_from_slice(part.as_bytes());
+    }
     put(&mut head, "host", host.as_bytes());
     for (name, value) in headers {
         put(&mut head, name.as_str(), value.as_bytes());
     }
     // Without a body these methods need no length (RFC 9110, section 8.6).
     if body > 0 || ![Method::GET, Method::HEAD, Method::OPTIONS, Method::DELETE].contains(method) {
-        put(&mut head, "content-length", body.to_string().as_bytes());
+        write!(head, "content-length: {body}\r\n").expect("writing to memory does not fail");
     }
-    head.put_slice(b"\r\n");
-    head.freeze()
+    head.extend_from_slice(b"\r\n");
+    head.into()
 }
 
-fn put(head: &mut BytesMut, name: &str, value: &[u8]) {
-    head.put_slice(name.as_bytes());
-    head.put_slice(b": ");
-    head.put_slice(value);
-    head.put_slice(b"\r\n");
+fn put(head: &mut Vec<u8>, name: &str, value: &[u8]) {
+    for part in [name.as_bytes(), b": ", value, b"\r\n"] {
+        head.extend_from_slice(part);
+    }
 }
 
 /// Reads the head at the start of `received`. `None` if it is not complete.
@@ -67,7 +64,8 @@ pub(super) fn answer(received: &[u8], method: &Method) -> io::Result<Option<Answ
     let status = status.ok_or_else(|| malformed("the status is not one of HTTP"))?;
     // One allocation for the values of all headers.
     let head = Bytes::copy_from_slice(&received[..length]);
-    let mut headers = HeaderMap::with_capacity(parsed.headers.len());
+    // Room for one that the gateway adds, for which the map would be built again.
+    let mut headers = HeaderMap::with_capacity(parsed.headers.len() + 1);
     for field in parsed.headers.iter() {
         let name =
             HeaderName::from_bytes(field.name.as_bytes()).map_err(|_| malformed("a header has no valid name"))?;
