@@ -1,7 +1,8 @@
-//! The process on its machine: available memory and threads, limits of the operating system, the writer of the log,
-//! panics, process metrics, and the text of errors.
+//! The process on its machine: available memory and threads, limits of the operating system, the format and the writer
+//! of the log, panics, process metrics, and the text of errors.
 
 mod error_text;
+pub mod log_fields;
 pub mod log_writer;
 pub mod machine;
 pub(crate) mod metrics;

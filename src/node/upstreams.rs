@@ -9,6 +9,7 @@
 //! was removed or changed, and for an address that a name no longer has.
 
 mod api;
+mod listed;
 mod server;
 
 use super::aliases::Aliases;

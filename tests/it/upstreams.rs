@@ -5,7 +5,7 @@
 use super::process::client;
 use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, Listen, Upstream};
 use blockyard::node::{Node, Process};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
 use serde_json::{Value, json};
 use std::num::NonZero;
 use std::path::Path;
@@ -183,6 +183,18 @@ async fn an_error_of_the_server_passes_as_it_is() {
     assert_eq!((refused.status().as_u16(), refused.json::<Value>().await.unwrap()), (400, error));
     let busy = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
     assert_eq!((busy.status().as_u16(), &busy.headers()[RETRY_AFTER]), (429, &"7".parse().unwrap()));
+}
+
+#[tokio::test]
+async fn a_redirect_of_the_server_is_an_error() {
+    let server = server([]).await;
+    let redirect = Script::json(302, &json!({})).header(LOCATION, "http://127.0.0.1:1/");
+    server.set_page("/v1/chat/completions", redirect);
+    let gateway = Gateway::start(&[&server]).await;
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+    assert_eq!((answer.status().as_u16(), answer.headers().get(LOCATION)), (502, None));
+    let error = answer.json::<Value>().await.unwrap();
+    assert!(error["error"]["message"].as_str().unwrap().contains("a redirect (status 302)"), "{error}");
 }
 
 #[tokio::test]

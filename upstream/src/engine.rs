@@ -14,7 +14,7 @@ use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use http::uri::PathAndQuery;
-use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use std::sync::Arc;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
@@ -253,13 +253,25 @@ fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
-        RelayError::Answered(answer) => {
-            let Answer { status, headers, body, kind } = *answer;
-            let headers = headers::response(headers, headers::Body::Changed);
-            // A redirect would send the client past this gateway.
-            let status = if status.is_redirection() { StatusCode::BAD_GATEWAY } else { status };
-            Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))
-        }
+        RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
+    }
+}
+
+/// The error for the client. A redirect would send the client past this gateway, and of other statuses than errors the
+/// API knows none, so the client gets an error of the gateway instead, without a header of the server.
+fn error_response(Answer { status, headers, body, kind }: Answer) -> ErrorResponse {
+    if status.is_client_error() || status.is_server_error() {
+        return ErrorResponse { status, headers: headers::response(headers, headers::Body::Changed), body, kind };
+    }
+    let what = if status.is_redirection() { "a redirect" } else { "no status of the API" };
+    let message = format!("The server answered with {what} (status {}).", status.as_u16());
+    let error = serde_json::json!({ "message": message, "type": "server_error", "param": null, "code": "bad_gateway" });
+    let content_type = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    ErrorResponse {
+        status: StatusCode::BAD_GATEWAY,
+        headers: [content_type].into_iter().collect(),
+        body: serde_json::json!({ "error": error }).to_string().into(),
+        kind,
     }
 }
 

@@ -29,7 +29,7 @@ use form::{Boundary, FormModel};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
-use response_body::{Relay, RelayBody};
+use response_body::{Ahead, Relay, RelayBody, is_event_stream, read_ahead};
 use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
@@ -311,13 +311,16 @@ pub(super) async fn respond(
         started = start => started,
         () = &mut forced => Err(Error::ShuttingDown),
     };
-    let (head, outputs) = started.inspect_err(|_| meter.mark_failed())?;
+    let (head, mut outputs) = started.inspect_err(|_| meter.mark_failed())?;
     let head = *head;
     drop(memory);
     meter.head(head.worker);
+    let is_stream = is_event_stream(&head.headers);
+    let ahead = if is_stream { Ok(Ahead::default()) } else { read_ahead(&mut outputs).await };
+    let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();
-    let relay = Relay { outputs, ahead: None, meter, context, forced, is_stream, is_done: false, _running: running };
-    let mut response = Response::new(Body::new(RelayBody(Some(relay))));
+    let relay = Relay { outputs, ahead, meter, context, forced, is_stream, is_done: false, _running: running };
+    let mut response = Response::new(Body::new(RelayBody::new(relay)));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))
 }

@@ -27,6 +27,8 @@ pub(crate) enum Step {
     Fail(Error),
     /// Waits for a permit.
     Wait(Arc<Semaphore>),
+    /// Is not ready when it is polled first.
+    Yield,
     Hang,
     Panic,
 }
@@ -95,6 +97,10 @@ impl Engine for FakeEngine {
                         Step::Fail(error) => Some(Err(error)),
                         Step::Wait(permits) => {
                             permits.acquire().await.unwrap().forget();
+                            None
+                        }
+                        Step::Yield => {
+                            tokio::task::yield_now().await;
                             None
                         }
                         Step::Hang => std::future::pending().await,

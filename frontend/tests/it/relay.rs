@@ -5,7 +5,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
 use bytes::Bytes;
-use futures::StreamExt;
+use futures::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use worker::engine::{
 };
 
 /// An engine that relays, with a script of its responses.
-fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
+pub(crate) fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
     let engine = FakeEngine::with_steps(steps);
     *engine.card.lock() = Arc::new(ModelCard {
         tokenizer: None,
@@ -28,8 +28,13 @@ fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
     engine
 }
 
-fn head() -> Step {
-    let headers: HeaderMap = [("content-type", "text/x-engine"), ("x-engine", "yes")]
+pub(crate) fn head() -> Step {
+    head_of("text/x-engine")
+}
+
+/// The head of a response with this content type.
+fn head_of(content_type: &str) -> Step {
+    let headers: HeaderMap = [("content-type", content_type), ("x-engine", "yes")]
         .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
         .into_iter()
         .collect();
@@ -42,7 +47,7 @@ fn head() -> Step {
     })))
 }
 
-fn part(text: &'static str) -> Step {
+pub(crate) fn part(text: &'static str) -> Step {
     Step::Relay(Output::Body(Bytes::from_static(text.as_bytes())))
 }
 
@@ -108,19 +113,56 @@ async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
     assert_eq!(answer.body, b"{\"object\":\"error\"}");
 }
 
+fn broken() -> Step {
+    Step::Fail(Error::Failed("the connection was reset".into()))
+}
+
 #[tokio::test]
-async fn a_response_that_breaks_off_does_not_look_complete() {
-    let steps = vec![head(), part("data: {}\n\n"), Step::Fail(Error::Failed("the connection was reset".into()))];
+async fn a_stream_that_breaks_off_ends_with_an_event() {
+    let steps = vec![head_of("text/event-stream; charset=utf-8"), part("data: {}\n\n"), broken()];
     let router = relaying(steps).router();
-    let streamed = post(&router, "/v1/completions", r#"{"model":"org/tiny","prompt":"x","stream":true}"#).await;
-    let text = String::from_utf8(streamed.body).unwrap();
-    let event = text.strip_prefix("data: {}\n\ndata: ").expect("the engine's bytes, then an event");
-    let event: Value = serde_json::from_str(event.trim_end()).unwrap();
-    assert!(event["error"]["message"].as_str().unwrap().contains("the connection was reset"));
-    let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));
-    let response = router.oneshot(request.unwrap()).await.unwrap();
-    let chunks: Vec<_> = response.into_body().into_data_stream().collect().await;
-    assert!(chunks.last().unwrap().is_err(), "the connection is cut");
+    // What the request asks for makes no difference.
+    for stream in [true, false] {
+        let body = json!({ "model": "org/tiny", "prompt": "x", "stream": stream }).to_string();
+        let answer = post(&router, "/v1/completions", &body).await;
+        let text = String::from_utf8(answer.body).unwrap();
+        let event = text.strip_prefix("data: {}\n\ndata: ").expect("the engine's bytes, then an event");
+        let event: Value = serde_json::from_str(event.trim_end()).unwrap();
+        assert!(event["error"]["message"].as_str().unwrap().contains("the connection was reset"));
+    }
+}
+
+#[tokio::test]
+async fn another_response_that_breaks_off_is_cut() {
+    let router = relaying(vec![head(), part("{\"a\" : "), Step::Yield, broken()]).router();
+    for stream in [true, false] {
+        let body = json!({ "model": "org/tiny", "prompt": "x", "stream": stream }).to_string();
+        let request = HttpRequest::post("/v1/completions").body(Body::from(body)).unwrap();
+        let response = router.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::CREATED);
+        let mut body = response.into_body().into_data_stream();
+        assert_eq!(body.next().await.unwrap().unwrap(), "{\"a\" : ");
+        assert!(body.next().now_or_never().is_none(), "what was sent leaves first");
+        assert!(body.next().await.unwrap().is_err(), "the connection is cut");
+        assert!(body.next().await.is_none());
+    }
+}
+
+#[tokio::test]
+async fn a_response_that_breaks_off_at_once_is_an_error() {
+    let no_end = vec![head(), part("{\"a\" : ")];
+    for steps in [vec![head(), part("{\"a\" : "), broken()], vec![head(), broken()], no_end] {
+        let engine = relaying(steps);
+        let router = engine.router();
+        let answer = post(&router, "/v1/completions", r#"{"model":"org/tiny","prompt":"x","stream":true}"#).await;
+        assert_eq!(answer.status, StatusCode::INTERNAL_SERVER_ERROR);
+        assert_eq!(answer.json()["error"]["code"], "internal_error");
+        assert_eq!(engine.open(), 0);
+        let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+        let metrics = String::from_utf8(metrics.body).unwrap();
+        let finished = metrics.lines().find(|line| line.contains("choices_finished_total{")).unwrap();
+        assert!(finished.contains("\"error\"") && finished.ends_with(" 1"), "{finished}");
+    }
 }
 
 #[tokio::test]
@@ -136,7 +178,8 @@ async fn a_client_that_disconnects_cancels_the_engine() {
 #[tokio::test]
 async fn a_client_that_leaves_after_done_gets_its_usage_counted() {
     let permits = Arc::new(Semaphore::new(0));
-    let engine = relaying(vec![head(), part("data: [DONE]\n\n"), Step::Wait(permits.clone()), end()]);
+    let head = head_of("text/event-stream");
+    let engine = relaying(vec![head, part("data: [DONE]\n\n"), Step::Wait(permits.clone()), end()]);
     let router = engine.router();
     let request = HttpRequest::post("/v1/completions");
     let request = request.body(Body::from(r#"{"model":"org/tiny","prompt":"x","stream":true}"#));

@@ -1,6 +1,7 @@
 //! The server over real connections: time limits, errors before a handler sees the request, and shutdown.
 
 use crate::fake::{FakeEngine, Step, first, last};
+use crate::relay::{head, part, relaying};
 use frontend::{Server, Settings, Shutdown};
 use prometheus::{Registry, TextEncoder};
 use serde_json::Value;
@@ -12,7 +13,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use units::{ByteSize, HumanDuration};
-use worker::engine::FinishReason;
+use worker::engine::{Error, FinishReason};
 
 const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"user","content":"hello"}]}"#;
 /// A timeout that expires during the test. No test depends on being faster.
@@ -166,6 +167,19 @@ async fn a_closed_connection_stops_the_engine() {
     until(|| engine.open() == 2).await;
     drop((streaming, waiting));
     until(|| engine.open() == 0).await;
+}
+
+#[tokio::test]
+async fn a_relayed_response_that_is_cut_off_begins_with_what_has_arrived() {
+    let broken = Step::Fail(Error::Failed("the connection was reset".into()));
+    let engine = relaying(vec![head(), part("{\"a\" : "), Step::Yield, broken]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let mut connection = send_request(&server, &BODY.replace("true", "false")).await;
+    let mut received = Vec::new();
+    connection.read_to_end(&mut received).await.unwrap();
+    let received = String::from_utf8(received).unwrap();
+    assert!(received.starts_with("HTTP/1.1 201") && received.contains("{\"a\" : "), "{received}");
+    assert!(!received.ends_with("0\r\n\r\n"), "it does not look complete: {received}");
 }
 
 /// Most clients read the response only after they have sent the whole request.

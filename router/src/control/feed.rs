@@ -38,6 +38,8 @@ pub(crate) struct Feed {
     followed: BTreeMap<Source, Followed>,
     /// Models that workers and servers of other programs serve under one name, which is logged once.
     named_twice: BTreeSet<String>,
+    /// Workers have joined or left since [`members_changed`](Self::members_changed).
+    has_changed: bool,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
     /// Sequence number of the last resync request.
     request_seq: u64,
@@ -111,6 +113,7 @@ impl Feed {
             events,
             followed: BTreeMap::new(),
             named_twice: BTreeSet::new(),
+            has_changed: false,
             resyncs: FuturesUnordered::new(),
             request_seq: 0,
             request_permits: Arc::new(Semaphore::new(MAX_REQUESTS)),
@@ -135,6 +138,9 @@ impl Feed {
                     Some(Membership::Left(id, epoch)) => self.left(id, epoch),
                     None => return,
                 },
+                // After all changes that wait: it takes time proportional to the number of workers, and a server with
+                // hundreds of models joins as that many workers.
+                () = std::future::ready(()), if self.has_changed => self.members_changed(),
                 Some(result) = self.resyncs.next() => self.resync_finished(result),
                 event = events.next() => match event {
                     Some(event) => self.event(event),
@@ -183,8 +189,7 @@ impl Feed {
             self.fleet.join(Arc::new(worker));
         }
         self.admission.notify();
-        self.check_names();
-        self.gauges();
+        self.has_changed = true;
     }
 
     fn left(&mut self, id: WorkerId, epoch: Epoch) {
@@ -195,7 +200,6 @@ impl Feed {
         tracing::info!(worker = %id, "worker left");
         self.fleet.leave(id);
         self.admission.notify();
-        self.check_names();
         self.followed.remove(&Source::Worker(id));
         for store in self.index.leave(id) {
             // No worker can onboard from the store now; the next one to join brings a snapshot of it.
@@ -203,6 +207,13 @@ impl Feed {
             self.followed.remove(&Source::Store(store));
         }
         self.metrics.remove_worker(id);
+        self.has_changed = true;
+    }
+
+    /// Brings up to date what is said of all workers together.
+    fn members_changed(&mut self) {
+        self.has_changed = false;
+        self.check_names();
         self.gauges();
     }
 

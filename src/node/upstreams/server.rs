@@ -17,13 +17,14 @@
 //! ([`Engine::chosen_by`]).
 
 use super::api::Api;
+use super::listed::{LeftOut, to_register};
 use super::{CheckedUpstream, Intervals, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
 use frontend::RegisteredTokenizer;
 use http::StatusCode;
 use kvbm::EventLog;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::panic::resume_unwind;
@@ -40,9 +41,6 @@ use upstream::{
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, PlaneError, Role, WorkerId};
 use worker::serve::Worker;
-
-/// Maximum number of models of one server: its model and its adapters. The list of a server has at most 4 MiB anyway.
-const MAX_MODELS: usize = 1 << 12;
 
 /// How vLLM publishes its KV events.
 pub(crate) const START_VLLM: &str = "start vLLM with --kv-events-config \
@@ -66,6 +64,8 @@ pub(super) struct Server {
 /// What a server says of itself.
 struct Answer {
     models: Vec<ListedModel>,
+    /// Further models that it lists.
+    left_out: LeftOut,
     /// `None`: it did not answer this question.
     kv: Option<KvSources>,
 }
@@ -126,7 +126,7 @@ impl Server {
             Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
         };
         let mut registered = None;
-        let mut last_error = String::new();
+        let (mut last_error, mut last_left_out) = (String::new(), LeftOut::default());
         loop {
             let answer = tokio::select! {
                 biased;
@@ -134,7 +134,14 @@ impl Server {
                 answer = self.ask(&client) => answer,
             };
             let outcome = match answer {
-                Ok(answer) => self.update(&client, &mut registered, answer).await.map_err(str::to_owned),
+                Ok(answer) => {
+                    let left_out = answer.left_out;
+                    // Once per change.
+                    if std::mem::replace(&mut last_left_out, left_out) != left_out {
+                        left_out.warn(&self.name());
+                    }
+                    self.update(&client, &mut registered, answer).await.map_err(str::to_owned)
+                }
                 Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
             let error = outcome.err().unwrap_or_default();
@@ -173,9 +180,8 @@ impl Server {
 
     async fn ask(&self, client: &Client) -> Result<Answer, DiscoverError> {
         let api_key = self.upstream.api_key.as_ref();
-        let mut models = discover(client, api_key).await?;
-        models.truncate(MAX_MODELS);
-        Ok(Answer { models, kv: self.kv_sources(client).await })
+        let (models, left_out) = to_register(discover(client, api_key).await?);
+        Ok(Answer { models, left_out, kv: self.kv_sources(client).await })
     }
 
     /// Where the server publishes its KV events, and its block size. What is configured is stronger than what the
@@ -196,6 +202,9 @@ impl Server {
         registered: &mut Option<Registered>,
         answer: Answer,
     ) -> Result<(), &'static str> {
+        if answer.models.is_empty() {
+            return Err("/v1/models lists no model with a valid id");
+        }
         let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let mut first = true;
@@ -223,12 +232,7 @@ impl Server {
             *registered = Some(self.start(client, answer.kv.unwrap_or_default(), api));
         }
         let Some(current) = registered else { return Ok(()) };
-        let is_listed = |id: &String, model: &RegisteredModel| {
-            listed.iter().any(|(card, facts)| card.id == *id && *facts == model.facts)
-        };
-        let gone: Vec<String> =
-            current.models.iter().filter(|(id, model)| !is_listed(id, model)).map(|(id, _)| id.clone()).collect();
-        for id in gone {
+        for id in gone(&current.models, &listed) {
             tracing::info!(upstream = %self.name(), model = id, "the server no longer has this model");
             current.models.remove(&id).into_iter().for_each(|model| self.drain(model));
         }
@@ -366,6 +370,13 @@ impl Server {
             (url, None) => url.clone(),
         }
     }
+}
+
+/// The models that are not listed as they were registered.
+fn gone(registered: &BTreeMap<String, RegisteredModel>, listed: &[(ModelCard, ModelFacts)]) -> Vec<String> {
+    let listed: HashMap<&str, &ModelFacts> = listed.iter().map(|(card, facts)| (card.id.as_str(), facts)).collect();
+    let is_gone = |id: &str, model: &RegisteredModel| listed.get(id).is_none_or(|facts| **facts != model.facts);
+    registered.iter().filter(|(id, model)| is_gone(id, model)).map(|(id, _)| id.clone()).collect()
 }
 
 /// The id of a model of a server or a rank: the same after each start and in each gateway of the same server, so that

@@ -207,6 +207,18 @@ async fn a_server_with_other_models_is_noticed() {
 }
 
 #[tokio::test]
+async fn a_list_is_registered_up_to_a_limit() {
+    let many: Vec<String> = (0..listed::MAX_MODELS + 3).map(|nth| format!("m{nth:04}")).collect();
+    let ids: Vec<&str> = ["m\n", ""].into_iter().chain(many.iter().map(String::as_str)).collect();
+    let server = any_server().await;
+    server.set_page("/v1/models", models(&ids));
+    let harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    harness.upstreams.until_known(Instant::now() + TIMEOUT).await;
+    assert_eq!(harness.upstreams.known(&server.uri().to_string()).models, many[..listed::MAX_MODELS]);
+}
+
+#[tokio::test]
 async fn a_model_that_a_server_does_not_know_is_asked_about() {
     let server = any_server().await;
     let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });

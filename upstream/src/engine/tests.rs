@@ -5,6 +5,7 @@ use crate::relay::fake::{FakeEngine, Script};
 use serde_json::json;
 use std::time::Duration;
 use tokio::time::timeout;
+use worker::engine::ErrorKind;
 
 /// For what must happen soon, on any machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -45,4 +46,30 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
     server.set_page("/health", Script::json(500, &json!({})));
     assert!(matches!(timeout(SOON, engine.probe()).await.unwrap(), Err(Error::Failed(_))));
     drop(server);
+}
+
+#[test]
+fn an_answer_that_is_neither_a_success_nor_an_error_becomes_an_error_of_the_gateway() {
+    let response = |status: u16| {
+        let location = (header::LOCATION, HeaderValue::from_static("http://elsewhere/"));
+        let (headers, body) = ([location].into_iter().collect(), Bytes::from_static(b"moved"));
+        let status = StatusCode::from_u16(status).unwrap();
+        let answer = Answer { status, headers, body, kind: ErrorKind::Fault };
+        match error_of(RelayError::Answered(Box::new(answer))) {
+            Error::Relayed(response) => ErrorResponse::clone(&response),
+            other => panic!("{other:?}"),
+        }
+    };
+    for (status, what) in [(302, "a redirect (status 302)"), (304, "(status 304)"), (600, "(status 600)")] {
+        let response = response(status);
+        assert_eq!((response.status, response.headers.len()), (StatusCode::BAD_GATEWAY, 1), "{status}");
+        let body: serde_json::Value = serde_json::from_slice(&response.body).unwrap();
+        assert!(body["error"]["message"].as_str().unwrap().contains(what), "{body}");
+        assert_eq!((&body["error"]["type"], response.kind), (&json!("server_error"), ErrorKind::Fault));
+    }
+    for status in [400, 599] {
+        let response = response(status);
+        assert_eq!((response.status.as_u16(), &response.body[..]), (status, &b"moved"[..]));
+        assert!(response.headers.contains_key(header::LOCATION), "it passes");
+    }
 }

@@ -1,16 +1,22 @@
 //! The body of a relayed response.
 //!
 //! Each part is polled from the connection of the engine to that of the client, without a task or a channel in between.
+//!
+//! **A response that breaks off never looks complete, and the client never gets nothing.** A stream of events ends with
+//! an event that says why. Any other body is cut off; if it breaks off at once, the client gets an error instead.
 
 use crate::error::Error;
 use crate::http::RequestContext;
 use crate::limits::RunningChoices;
 use crate::output::RelayMeter;
 use axum::body::HttpBody;
+use axum::http::HeaderMap;
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use bytes::Bytes;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use hyper::body::Frame;
+use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,28 +30,65 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Time for the end of an engine's response after [`DONE`]. It is the next packet.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Outputs that were read before their turn, in order.
+pub(super) type Ahead = [Option<Result<Output, engine::Error>>; 2];
+
 /// A response that is being relayed.
 pub(super) struct Relay {
     pub(super) outputs: OutputStream,
-    /// An output that was read before its turn.
-    pub(super) ahead: Option<Result<Output, engine::Error>>,
+    pub(super) ahead: Ahead,
     pub(super) meter: RelayMeter,
     pub(super) context: Arc<RequestContext>,
     /// Resolves when the server no longer waits for running requests.
     pub(super) forced: BoxFuture<'static, ()>,
+    /// The body consists of events.
     pub(super) is_stream: bool,
     /// The stream's `[DONE]` was relayed: the response is complete, and the client may disconnect.
     pub(super) is_done: bool,
     pub(super) _running: RunningChoices,
 }
 
-/// The body of a response. A stream that fails ends with an event that says why; any other body is cut off. `None` once
-/// its end was relayed.
-pub(super) struct RelayBody(pub(super) Option<Relay>);
+/// The body of a response.
+pub(super) struct RelayBody {
+    /// `None` once its end was relayed, or it has failed.
+    relay: Option<Relay>,
+    /// Cuts the body off when it is polled next.
+    cut: Option<io::Error>,
+}
+
+/// Whether a body consists of events, so that another event can be added to it. This is for the answer to say: an
+/// engine may answer a request for a stream with one JSON object.
+pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    let is_plain = headers.get(CONTENT_ENCODING).is_none_or(|coding| coding == "identity");
+    is_plain && media_type.eq_ignore_ascii_case("text/event-stream")
+}
+
+/// Reads what has arrived of a response after its head: its first part and what follows that. The client has not got
+/// anything yet, so a failure among it is an error of the request.
+pub(super) async fn read_ahead(outputs: &mut OutputStream) -> Result<Ahead, Error> {
+    let mut ahead = Ahead::default();
+    for slot in &mut ahead {
+        let next = poll_fn(|context| Poll::Ready(outputs.poll_next_unpin(context))).await;
+        let Poll::Ready(output) = next else { break };
+        let output = output.ok_or_else(no_end)??;
+        let is_last = !matches!(output, Output::Body(_));
+        *slot = Some(Ok(output));
+        if is_last {
+            break;
+        }
+    }
+    Ok(ahead)
+}
+
+fn no_end() -> Error {
+    Error::Failed("the engine's response has no end".into())
+}
 
 impl Relay {
     fn poll_output(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Output, engine::Error>>> {
-        if let Some(output) = self.ahead.take() {
+        if let Some(output) = self.ahead.iter_mut().find_map(Option::take) {
             return Poll::Ready(Some(output));
         }
         if let Poll::Ready(output) = self.outputs.poll_next_unpin(context) {
@@ -60,26 +103,35 @@ impl Relay {
         self.context.stream_finished();
     }
 
-    fn fail(&mut self, error: &Error) -> io::Result<Bytes> {
+    fn fail(&mut self, error: &Error) {
         self.meter.mark_failed();
         self.context.stream_failed(error);
-        if !self.is_stream {
-            return Err(io::Error::other(error.to_string()));
-        }
-        let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
-        Ok(format!("data: {object}\n\n").into())
     }
 }
 
 impl RelayBody {
+    pub(super) fn new(relay: Relay) -> Self {
+        Self { relay: Some(relay), cut: None }
+    }
+
     fn finish(&mut self, report: RelayReport) {
-        if let Some(mut relay) = self.0.take() {
+        if let Some(mut relay) = self.relay.take() {
             relay.finish(report);
         }
     }
 
-    fn fail(&mut self, error: &Error) -> Option<io::Result<Bytes>> {
-        Some(self.0.take()?.fail(error))
+    /// Ends the body with an event if it consists of events, else at the next poll with an error. In between hyper
+    /// writes the head and the parts that it has, which it would drop together with the connection.
+    fn fail(&mut self, error: &Error, context: &Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let Some(mut relay) = self.relay.take() else { return Poll::Ready(None) };
+        relay.fail(error);
+        if relay.is_stream {
+            let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
+            return Poll::Ready(Some(Ok(Frame::data(format!("data: {object}\n\n").into()))));
+        }
+        self.cut = Some(io::Error::other(error.to_string()));
+        context.waker().wake_by_ref();
+        Poll::Pending
     }
 }
 
@@ -91,7 +143,10 @@ impl HttpBody for RelayBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
-        let Some(relay) = &mut self.0 else { return Poll::Ready(None) };
+        if let Some(error) = self.cut.take() {
+            return Poll::Ready(Some(Err(error)));
+        }
+        let Some(relay) = &mut self.relay else { return Poll::Ready(None) };
         let part = match std::task::ready!(relay.poll_output(context)) {
             Some(Ok(Output::Body(bytes))) => {
                 relay.meter.body(&bytes);
@@ -101,23 +156,23 @@ impl HttpBody for RelayBody {
                 if may_be_last && let Poll::Ready(Some(next)) = relay.poll_output(context) {
                     match next {
                         Ok(Output::End(report)) => self.finish(report),
-                        other => relay.ahead = Some(other),
+                        other => relay.ahead[0] = Some(other),
                     }
                 }
-                Some(Ok(bytes))
+                Some(bytes)
             }
             Some(Ok(Output::End(report))) => {
                 self.finish(report);
                 None
             }
-            Some(Err(error)) => self.fail(&error.into()),
-            _ => self.fail(&Error::Failed("the engine's response has no end".into())),
+            Some(Err(error)) => return self.fail(&error.into(), context),
+            _ => return self.fail(&no_end(), context),
         };
-        Poll::Ready(part.map(|part| part.map(Frame::data)))
+        Poll::Ready(part.map(|part| Ok(Frame::data(part))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.is_none()
+        self.relay.is_none() && self.cut.is_none()
     }
 }
 
@@ -125,7 +180,7 @@ impl Drop for RelayBody {
     /// Clients may leave after `[DONE]`. What the engine says after it is read all the same: the usage is counted, and
     /// the connection to the engine can be used again. Without an end in time the request counts as cancelled.
     fn drop(&mut self) {
-        if let Some(mut relay) = self.0.take().filter(|relay| relay.is_done) {
+        if let Some(mut relay) = self.relay.take().filter(|relay| relay.is_done) {
             tokio::spawn(timeout(REST_TIMEOUT, async move {
                 while let Some(Ok(output)) = relay.outputs.next().await {
                     if let Output::End(report) = output {

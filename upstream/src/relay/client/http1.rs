@@ -16,7 +16,7 @@ use super::connect::Socket;
 use super::pool::Pool;
 use bytes::{Buf, Bytes, BytesMut};
 use framing::Framing;
-use head::AnswerHead;
+use head::{AnswerHead, MAX_HEAD};
 use http::{HeaderMap, Method, Response, StatusCode};
 use http_body::{Frame, SizeHint};
 use std::cell::RefCell;
@@ -29,6 +29,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Bytes that are read at a time: more than an engine writes between two wake-ups of the gateway.
 const READ: usize = 32 << 10;
+/// Most heads of an answer that announce another one (1xx). Engines send none or one; an endless row of them would keep
+/// a thread and a request busy.
+const MAX_INTERIM: usize = 16;
 
 thread_local! {
     /// What a thread reads into.
@@ -84,6 +87,17 @@ enum Sending {
     Broken,
 }
 
+/// What was received of the heads of an answer.
+#[derive(Default, Debug)]
+struct Heads {
+    /// The start of a head that arrives in parts.
+    partial: BytesMut,
+    /// Heads that announced another one (1xx), which are not kept.
+    interim: usize,
+    /// Bytes of those.
+    interim_bytes: usize,
+}
+
 impl Outgoing {
     /// A request for a path with its query, which may come in two parts. `host`: the value of the `Host` header.
     pub(super) fn new(method: Method, target: [&str; 2], host: &str, headers: &HeaderMap, body: Bytes) -> Self {
@@ -96,15 +110,15 @@ impl Outgoing {
 pub(super) async fn send(socket: Socket, request: Outgoing, pool: Arc<Pool>) -> Result<Response<Body>, Failed> {
     let Outgoing { method, head, body } = request;
     let mut connection = Connection { socket, head, body, sending: Sending::Unsent };
-    // A head that arrives in parts.
-    let mut partial = BytesMut::new();
+    let mut heads = Heads::default();
     let (mut head, first) = loop {
-        let received = poll_fn(|context| {
-            connection.poll_send(context);
-            connection.poll_read(context, |received| {
-                if received.is_empty() { None } else { Some(take_head(&mut partial, received, &method)) }
-            })
-        });
+        let received =
+            poll_fn(|context| {
+                connection.poll_send(context);
+                connection.poll_read(context, |received| {
+                    if received.is_empty() { None } else { Some(heads.take(received, &method)) }
+                })
+            });
         let failed = match received.await {
             Ok(Some(Ok(Some(whole)))) => break whole,
             Ok(Some(Ok(None))) => continue,
@@ -112,7 +126,7 @@ pub(super) async fn send(socket: Socket, request: Outgoing, pool: Arc<Pool>) -> 
             Ok(None) => io::ErrorKind::UnexpectedEof.into(),
             Err(error) => error,
         };
-        return Err(if partial.is_empty() { Failed::Closed(failed) } else { Failed::BrokenOff(failed) });
+        return Err(if heads.are_empty() { Failed::Closed(failed) } else { Failed::BrokenOff(failed) });
     };
     let mut body =
         Body { connection: Some(connection), framing: head.framing, first, keeps_alive: head.keeps_alive, pool };
@@ -123,31 +137,54 @@ pub(super) async fn send(socket: Socket, request: Outgoing, pool: Arc<Pool>) -> 
     Ok(response)
 }
 
-/// The head of an answer and the start of its body, if `received` completes them.
-fn take_head(partial: &mut BytesMut, received: &mut [u8], method: &Method) -> io::Result<Option<(AnswerHead, Bytes)>> {
-    if partial.is_empty()
-        && let Some((head, rest)) = final_head(received, method)?
-    {
-        return first_part(head, &mut received[rest..]).map(Some);
+impl Heads {
+    /// Nothing was received.
+    fn are_empty(&self) -> bool {
+        self.partial.is_empty() && self.interim == 0
     }
-    partial.extend_from_slice(received);
-    let Some((head, rest)) = final_head(partial, method)? else { return Ok(None) };
-    first_part(head, &mut partial[rest..]).map(Some)
-}
 
-/// The head and where it ends, without those that announce another one (1xx).
-fn final_head(received: &[u8], method: &Method) -> io::Result<Option<(AnswerHead, usize)>> {
-    let mut start = 0;
-    while let Some(head) = head::answer(&received[start..], method)? {
-        start += head.length;
-        if head.status == StatusCode::SWITCHING_PROTOCOLS {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "another protocol was not asked for"));
+    /// The final head and the start of the body, if `received` completes them.
+    fn take(&mut self, received: &mut [u8], method: &Method) -> io::Result<Option<(AnswerHead, Bytes)>> {
+        if self.partial.is_empty() {
+            let (head, end) = self.read(received, method)?;
+            let rest = &mut received[end..];
+            if let Some(head) = head {
+                return first_part(head, rest).map(Some);
+            }
+            self.partial.extend_from_slice(rest);
+            return Ok(None);
         }
-        if !head.status.is_informational() {
-            return Ok(Some((head, start)));
+        let mut partial = std::mem::take(&mut self.partial);
+        partial.extend_from_slice(received);
+        let (head, end) = self.read(&partial, method)?;
+        if let Some(head) = head {
+            return first_part(head, &mut partial[end..]).map(Some);
         }
+        partial.advance(end);
+        self.partial = partial;
+        Ok(None)
     }
-    Ok(None)
+
+    /// Reads whole heads up to the final one. Returns that, if it is complete, and where the last whole head ends.
+    fn read(&mut self, received: &[u8], method: &Method) -> io::Result<(Option<AnswerHead>, usize)> {
+        let mut end = 0;
+        while let Some(head) = head::answer(&received[end..], method)? {
+            end += head.length;
+            if head.status == StatusCode::SWITCHING_PROTOCOLS {
+                return Err(malformed("another protocol was not asked for"));
+            }
+            if !head.status.is_informational() {
+                return Ok((Some(head), end));
+            }
+            self.interim += 1;
+            self.interim_bytes += head.length;
+            if self.interim > MAX_INTERIM || self.interim_bytes > MAX_HEAD {
+                return Err(malformed("too many heads of 1xx before the answer"));
+            }
+        }
+        let is_too_long = self.interim_bytes + (received.len() - end) > MAX_HEAD;
+        if is_too_long { Err(malformed("the heads of the answer are too long")) } else { Ok((None, end)) }
+    }
 }
 
 fn first_part(mut head: AnswerHead, rest: &mut [u8]) -> io::Result<(AnswerHead, Bytes)> {
@@ -155,6 +192,10 @@ fn first_part(mut head: AnswerHead, rest: &mut [u8]) -> io::Result<(AnswerHead, 
     // What follows an answer is none to a request that was not sent.
     head.keeps_alive &= decoded.taken == rest.len();
     Ok((head, Bytes::copy_from_slice(&rest[..decoded.body])))
+}
+
+fn malformed(problem: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, problem)
 }
 
 impl Connection {
@@ -255,5 +296,58 @@ impl http_body::Body for Body {
             Framing::Length(left) => SizeHint::with_exact(left + self.first.len() as u64),
             _ => SizeHint::default(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The status of an answer and the start of its body, received in parts that end at `cuts`.
+    fn take(text: &str, cuts: &[usize]) -> io::Result<Option<(u16, Bytes)>> {
+        let (mut heads, mut start) = (Heads::default(), 0);
+        for end in cuts.iter().copied().chain([text.len()]) {
+            let mut received = text.as_bytes()[start..end].to_vec();
+            if let Some((head, mut first)) = heads.take(&mut received, &Method::POST)? {
+                // What comes later is read by the body.
+                if first.is_empty() {
+                    first = Bytes::copy_from_slice(&text.as_bytes()[end..]);
+                }
+                return Ok(Some((head.status.as_u16(), first)));
+            }
+            start = end;
+        }
+        Ok(None)
+    }
+
+    #[test]
+    fn heads_are_read_however_they_are_cut() {
+        let text = "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n\
+            HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\na";
+        let expected = Some((200, Bytes::from_static(b"a")));
+        for one in 0..=text.len() {
+            for other in one..=text.len() {
+                assert_eq!(take(text, &[one, other]).unwrap(), expected, "{one} {other}");
+            }
+        }
+        let bytes: Vec<usize> = (0..text.len()).collect();
+        assert_eq!(take(text, &bytes).unwrap(), expected);
+    }
+
+    #[test]
+    fn heads_before_the_final_one_are_few_and_not_kept() {
+        let mut heads = Heads::default();
+        assert!(heads.are_empty());
+        let interim = b"HTTP/1.1 102 Processing\r\n\r\n";
+        for _ in 0..MAX_INTERIM {
+            assert!(heads.take(&mut interim.to_vec(), &Method::POST).unwrap().is_none());
+            assert!(heads.partial.is_empty() && !heads.are_empty());
+        }
+        assert!(heads.take(&mut interim.to_vec(), &Method::POST).is_err());
+        let long = format!("HTTP/1.1 102 Processing\r\nx: {}\r\n\r\n", "y".repeat(MAX_HEAD / 3));
+        assert!(take(&long.repeat(2), &[]).unwrap().is_none());
+        assert!(take(&long.repeat(3), &[]).is_err());
+        let (whole, cut) = (long.len() * 2, long.len() * 2 + MAX_HEAD / 3);
+        assert!(take(&long.repeat(3), &[whole, cut]).is_err(), "together with one that is not complete");
     }
 }

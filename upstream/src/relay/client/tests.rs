@@ -326,6 +326,21 @@ async fn an_answer_that_is_not_http_is_broken() {
     assert!(matches!(error, RelayError::BrokenOff(_)), "{error}");
 }
 
+#[tokio::test]
+async fn endless_heads_end_the_request() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        socket.read_exact(&mut [0; 4]).await.unwrap();
+        // Ends when the client closes the connection.
+        while socket.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await.is_ok() {}
+    });
+    let error = timeout(SOON, relay(&client(&address, Protocol::Negotiated))).await.unwrap().unwrap_err();
+    assert!(matches!(error, RelayError::BrokenOff(_)), "{error}");
+}
+
 #[test]
 fn addresses_are_checked() {
     for address in ["/v1", "host:80", "ftp://host/", "unix://host"] {

@@ -1,0 +1,90 @@
+//! Which of the models that a server lists are registered.
+//!
+//! Each becomes a worker of the router, so the list of one server is limited, whatever the server says.
+
+use std::collections::HashSet;
+use upstream::ListedModel;
+
+/// Most models of one server: its model and its adapters, of which servers hold some hundreds. Each is a worker with a
+/// task and series of its own in `/metrics`, and the router copies its list of workers whenever one joins or leaves.
+pub(super) const MAX_MODELS: usize = 1000;
+
+/// Most bytes of an id, which is a label of metrics and part of log lines. The longest ids are paths of files, as
+/// llama.cpp has them.
+const MAX_ID_BYTES: usize = 512;
+
+/// How many models of a list are not registered.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(super) struct LeftOut {
+    /// Those with an invalid id.
+    invalid: usize,
+    /// Those beyond [`MAX_MODELS`].
+    beyond: usize,
+}
+
+impl LeftOut {
+    /// Says it in the log.
+    pub(super) fn warn(self, upstream: &str) {
+        if self.invalid > 0 {
+            tracing::warn!(
+                upstream,
+                models = self.invalid,
+                "the server lists models whose ids are empty, have control characters or more than {MAX_ID_BYTES} \
+                 bytes; these models are left out"
+            );
+        }
+        if self.beyond > 0 {
+            tracing::warn!(
+                upstream,
+                models = self.beyond,
+                "the server lists more than {MAX_MODELS} models; those after the first {MAX_MODELS} are left out"
+            );
+        }
+    }
+}
+
+/// The models that are registered, each once, in the order of the list, and how many others it has.
+pub(super) fn to_register(listed: Vec<ListedModel>) -> (Vec<ListedModel>, LeftOut) {
+    let count = listed.len();
+    let mut models: Vec<_> = listed.into_iter().filter(|model| is_valid(&model.card.id)).collect();
+    let invalid = count - models.len();
+    let mut ids = HashSet::new();
+    models.retain(|model| ids.insert(model.card.id.clone()));
+    let beyond = models.len().saturating_sub(MAX_MODELS);
+    models.truncate(MAX_MODELS);
+    (models, LeftOut { invalid, beyond })
+}
+
+fn is_valid(id: &str) -> bool {
+    (1..=MAX_ID_BYTES).contains(&id.len()) && !id.chars().any(char::is_control)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use worker::engine::ModelCard;
+
+    fn registered(ids: impl IntoIterator<Item = String>) -> (Vec<String>, LeftOut) {
+        let listed = |id: String| ListedModel { card: ModelCard::new(&id, 64, 16), parent: None, owned_by: None };
+        let (models, left_out) = to_register(ids.into_iter().map(listed).collect());
+        (models.into_iter().map(|model| model.card.id).collect(), left_out)
+    }
+
+    #[test]
+    fn models_are_registered_once_and_under_a_valid_id() {
+        let (short, long) = ("x".repeat(MAX_ID_BYTES), "x".repeat(MAX_ID_BYTES + 1));
+        let ids =
+            ["b", "", "a\nb", "\u{1b}[31m", "a", "b", long.as_str(), short.as_str(), "ü/x.gguf"].map(str::to_owned);
+        let (models, left_out) = registered(ids);
+        assert_eq!(models, ["b", "a", short.as_str(), "ü/x.gguf"]);
+        assert_eq!(left_out, LeftOut { invalid: 4, beyond: 0 });
+    }
+
+    #[test]
+    fn models_beyond_the_limit_are_counted() {
+        let ids = |count: usize| (0..count).map(|nth| format!("m{nth}")).collect::<Vec<_>>();
+        assert_eq!(registered(ids(MAX_MODELS)), (ids(MAX_MODELS), LeftOut::default()));
+        let more = LeftOut { invalid: 0, beyond: 7 };
+        assert_eq!(registered(ids(MAX_MODELS + 7)), (ids(MAX_MODELS), more));
+    }
+}
