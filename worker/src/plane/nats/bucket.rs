@@ -126,12 +126,13 @@ impl Bucket {
         }
     }
 
-    /// Writes a value that expires, if `expected` is the last revision of the key. Returns the new revision.
+    /// Writes a value that expires, if `expected` is the last revision of the key; `None`: whatever is there. Returns the
+    /// new revision.
     pub(super) async fn put(
         &self,
         id: WorkerId,
         value: Bytes,
-        expected: u64,
+        expected: Option<u64>,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
         self.write(id, HeaderMap::new(), value, expected, lifetime).await
@@ -141,7 +142,7 @@ impl Bucket {
     pub(super) async fn delete(&self, id: WorkerId, expected: u64, lifetime: Duration) -> Result<(), WriteError> {
         let mut headers = HeaderMap::new();
         headers.insert(OPERATION, DELETE);
-        self.write(id, headers, Bytes::new(), expected, lifetime + DELETION_LIFETIME).await.map(drop)
+        self.write(id, headers, Bytes::new(), Some(expected), lifetime + DELETION_LIFETIME).await.map(drop)
     }
 
     async fn write(
@@ -149,10 +150,12 @@ impl Bucket {
         id: WorkerId,
         mut headers: HeaderMap,
         value: Bytes,
-        expected: u64,
+        expected: Option<u64>,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
-        headers.insert(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, HeaderValue::from(expected));
+        if let Some(expected) = expected {
+            headers.insert(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, HeaderValue::from(expected));
+        }
         headers.insert(NATS_MESSAGE_TTL, HeaderValue::from(lifetime.as_secs()));
         let sent = self.jetstream.publish_with_headers(self.subjects.instance(id), headers, value).await;
         let acknowledged = match sent {

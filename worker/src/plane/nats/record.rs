@@ -6,11 +6,14 @@
 use super::texts::{Texts, TextsRef};
 use super::{Address, PROTOCOL};
 use crate::engine::ModelCard;
-use crate::plane::Instance;
+use crate::plane::{Instance, WorkerId};
 use bytes::Bytes;
 use kvbm::Epoch;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+/// Longest text of a record that is logged: a URL or an error has less.
+const MAX_LOGGED: usize = 200;
 
 /// The record of one worker.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -44,6 +47,15 @@ pub(super) enum RecordError {
     Protocol(u64),
     #[error("not a record: {0}")]
     Invalid(String),
+}
+
+/// What a record that cannot be used says about the worker of its key.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Unusable {
+    /// Nothing: whatever wrote it is not known to be a process of the deployment.
+    Ignored(String),
+    /// Another process has registered, whose instance cannot be used.
+    Superseded(String),
 }
 
 /// Who wrote the last record of a worker, compared with a process and epoch that want to write it.
@@ -80,7 +92,17 @@ impl Record {
         if head.protocol != u64::from(PROTOCOL) {
             return Err(RecordError::Protocol(head.protocol));
         }
-        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+        serde_json::from_slice(json).map_err(|error| invalid(&error))
+    }
+
+    /// The record in the key of a worker, if it can be used.
+    pub(super) fn admit(id: WorkerId, json: &[u8]) -> Result<Self, Unusable> {
+        match Self::decode(json) {
+            Ok(record) if record.instance.id == id => Ok(record),
+            Ok(record) => Err(Unusable::Ignored(format!("the record is that of {}", record.instance.id))),
+            Err(error @ RecordError::Protocol(_)) => Err(Unusable::Superseded(error.to_string())),
+            Err(error @ RecordError::Invalid(_)) => Err(Unusable::Ignored(error.to_string())),
+        }
     }
 
     /// The instance with its texts.
@@ -93,7 +115,7 @@ impl Record {
 
 impl RecordHead {
     pub(super) fn decode(json: &[u8]) -> Result<Self, RecordError> {
-        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+        serde_json::from_slice(json).map_err(|error| invalid(&error))
     }
 
     /// Epochs decide between processes with the same worker id. A restarted worker has a later epoch, and must not wait
@@ -111,6 +133,18 @@ impl RecordHead {
     pub(super) fn epoch(&self) -> Epoch {
         self.instance.epoch
     }
+}
+
+/// The error without its position in the record: records that are wrong in the same way are reported once.
+fn invalid(error: &serde_json::Error) -> RecordError {
+    let text = error.to_string();
+    let what = text.split(" at line ").next().unwrap_or_default();
+    RecordError::Invalid(shortened(what))
+}
+
+/// A text of a record for the log: its beginning, because whatever wrote the record chose its length.
+fn shortened(text: &str) -> String {
+    text.chars().take(MAX_LOGGED).collect()
 }
 
 #[cfg(test)]
@@ -148,6 +182,20 @@ mod tests {
             assert_eq!(Record::decode(json.as_bytes()), Err(RecordError::Protocol(other)));
         }
         assert!(matches!(Record::decode(b"{}"), Err(RecordError::Invalid(_))));
+    }
+
+    #[test]
+    fn only_a_record_says_that_a_worker_was_superseded() {
+        let json = String::from_utf8(record(1).encode().to_vec()).unwrap();
+        assert_eq!(Record::admit(WorkerId(7), json.as_bytes()), Ok(record(1)));
+        let newer = json.replace("\"protocol\":1", "\"protocol\":2");
+        assert!(matches!(Record::admit(WorkerId(7), newer.as_bytes()), Err(Unusable::Superseded(_))));
+        assert!(matches!(Record::admit(WorkerId(8), json.as_bytes()), Err(Unusable::Ignored(_))), "of another worker");
+        let answer = br#"{"type": "io.nats.jetstream.api.v1.stream_info_response", "total": 0}"#;
+        for other in [&b""[..], b"\x01\x00", b"{}", answer, &json.as_bytes()[..100]] {
+            let problem = Record::admit(WorkerId(7), other);
+            assert!(matches!(&problem, Err(Unusable::Ignored(text)) if !text.contains(" line ")), "{problem:?}");
+        }
     }
 
     #[test]

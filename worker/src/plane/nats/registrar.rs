@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Every write names the revision that it replaces (compare and set), so a process that was frozen cannot overwrite the
-//! record of its successor. Order matters within a process: a watcher that starts after a lease was dropped must not
+//! record of its successor. What is not a record of a worker is overwritten: something that writes it again and again must
+//! not end a registration, so the last attempt of several names no revision. Order matters within a process: a watcher that starts after a lease was dropped must not
 //! see its instance.
 
 use super::Address;
@@ -199,7 +200,8 @@ impl Registrar {
                     (held.revision, held.renew_at) = (revision, next);
                     metrics.renewal(outcome);
                     if matches!(outcome, Renewal::Registered) {
-                        tracing::info!(worker = %id, "the lease had expired; the worker registered again");
+                        let why = "the lease had expired, or the record was overwritten; the worker registered again";
+                        tracing::info!(worker = %id, "{why}");
                     }
                 }
                 (Renewed::Failed(error), Some(held)) => {
@@ -237,12 +239,14 @@ fn writer(last: &Last, connection: &Connection, epoch: Epoch) -> Option<Writer> 
 async fn write(connection: &Connection, instance: &Instance, record: &Bytes) -> Result<u64, PlaneError> {
     let (id, bucket) = (instance.id, &connection.bucket);
     let unavailable = |error| PlaneError::Unavailable(connection.explain(error));
-    for _ in 0..MAX_ATTEMPTS {
+    for attempt in 1..=MAX_ATTEMPTS {
         let last = bucket.last(id).await.map_err(unavailable)?;
-        if writer(&last, connection, instance.epoch) == Some(Writer::Other) {
+        let writer = writer(&last, connection, instance.epoch);
+        if writer == Some(Writer::Other) {
             return Err(PlaneError::Refused(taken(id, &last)));
         }
-        match bucket.put(id, record.clone(), last.revision, connection.settings.lease).await {
+        let expected = expected(&last, writer, attempt);
+        match bucket.put(id, record.clone(), expected, connection.settings.lease).await {
             Ok(revision) => return Ok(revision),
             Err(WriteError::Conflict) => {}
             Err(WriteError::NoBucket) => bucket.create_again().await.map_err(unavailable)?,
@@ -250,6 +254,13 @@ async fn write(connection: &Connection, instance: &Instance, record: &Bytes) -> 
         }
     }
     Err(PlaneError::Unavailable(format!("the record of worker {id} changes all the time")))
+}
+
+/// The revision that an attempt to write must expect. `None`: the key holds no record of a worker, and changes so often
+/// that all attempts before the last found another revision. A record that is overwritten nevertheless, because it was
+/// written just now, is written again by its process.
+fn expected(last: &Last, writer: Option<Writer>, attempt: usize) -> Option<u64> {
+    (writer.is_some() || attempt < MAX_ATTEMPTS).then_some(last.revision)
 }
 
 fn taken(id: WorkerId, last: &Last) -> String {
@@ -263,7 +274,7 @@ fn taken(id: WorkerId, last: &Last) -> String {
 
 async fn renew(connection: &Connection, id: WorkerId, held: &Held) -> Renewed {
     let (bucket, lease) = (&connection.bucket, connection.settings.lease);
-    match bucket.put(id, held.record.clone(), held.revision, lease).await {
+    match bucket.put(id, held.record.clone(), Some(held.revision), lease).await {
         Ok(revision) => return Renewed::Written(revision, Renewal::Renewed),
         Err(WriteError::Failed(error)) => return Renewed::Failed(error),
         Err(WriteError::NoBucket) => {
@@ -273,19 +284,24 @@ async fn renew(connection: &Connection, id: WorkerId, held: &Held) -> Renewed {
         }
         Err(WriteError::Conflict) => {}
     }
-    // The lease has expired, the answer to a renewal was lost, or another process has registered.
-    let last = match bucket.last(id).await {
-        Ok(last) => last,
-        Err(error) => return Renewed::Failed(error),
-    };
-    let writer = writer(&last, connection, held.epoch);
-    if writer == Some(Writer::Other) {
-        return Renewed::Superseded(taken(id, &last));
+    // The lease has expired, the answer to a renewal was lost, another process has registered, or something else has
+    // written.
+    for attempt in 1..=MAX_ATTEMPTS {
+        let last = match bucket.last(id).await {
+            Ok(last) => last,
+            Err(error) => return Renewed::Failed(error),
+        };
+        let writer = writer(&last, connection, held.epoch);
+        if writer == Some(Writer::Other) {
+            return Renewed::Superseded(taken(id, &last));
+        }
+        let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
+        match bucket.put(id, held.record.clone(), expected(&last, writer, attempt), lease).await {
+            Ok(revision) => return Renewed::Written(revision, outcome),
+            Err(WriteError::Failed(error)) => return Renewed::Failed(error),
+            Err(WriteError::NoBucket) => break,
+            Err(WriteError::Conflict) => {}
+        }
     }
-    let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
-    match bucket.put(id, held.record.clone(), last.revision, lease).await {
-        Ok(revision) => Renewed::Written(revision, outcome),
-        Err(WriteError::Failed(error)) => Renewed::Failed(error),
-        Err(WriteError::Conflict | WriteError::NoBucket) => Renewed::Failed("the record changed meanwhile".to_owned()),
-    }
+    Renewed::Failed("the record changed meanwhile".to_owned())
 }
