@@ -6,6 +6,7 @@
 
 use super::Address;
 use super::Connector;
+use super::authentication::{RecordKey, StoredRecord};
 use super::bucket::{self, Change};
 use super::connection::{ANSWER_TIMEOUT, Connection, Link, until};
 use super::metrics::Refused;
@@ -16,7 +17,6 @@ use super::view::View;
 use crate::plane::{Instance, Membership, WorkerId};
 use async_nats::jetstream::Message;
 use async_nats::jetstream::consumer::push::Ordered;
-use bytes::Bytes;
 use futures::StreamExt;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,6 +26,7 @@ use tokio::time::Instant;
 
 pub(super) struct Watcher {
     connection: Arc<Connection>,
+    key: Option<RecordKey>,
     view: View,
     records: BTreeMap<WorkerId, KnownRecord>,
     /// Why the record of a key was last not used.
@@ -37,7 +38,7 @@ pub(super) struct Watcher {
 
 /// The last record of a worker that was used.
 struct KnownRecord {
-    value: Bytes,
+    stored: StoredRecord,
     /// Kept for other instances of the same model.
     _texts: Option<Arc<Texts>>,
 }
@@ -59,11 +60,12 @@ impl Watcher {
     pub(super) fn new(
         connection: Arc<Connection>,
         connector: Connector,
+        key: Option<RecordKey>,
         changes: mpsc::UnboundedSender<Membership>,
     ) -> Self {
         let view = View::new(connector, connection.settings.lease);
         let (records, refused) = (BTreeMap::new(), BTreeMap::new());
-        Self { connection, view, records, refused, texts: TextsCache::default(), changes }
+        Self { connection, key, view, records, refused, texts: TextsCache::default(), changes }
     }
 
     /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
@@ -144,7 +146,7 @@ impl Watcher {
         if let Some(id) = subjects::worker(&message.subject) {
             let change = bucket::change(message.headers.as_ref(), message.payload.clone());
             let change = match change {
-                Change::Put(value) => self.put(id, value).await,
+                Change::Put(stored) => self.put(id, stored).await,
                 Change::Deleted => {
                     self.records.remove(&id);
                     self.refused.remove(&id);
@@ -168,16 +170,16 @@ impl Watcher {
         self.report(left);
     }
 
-    async fn put(&mut self, id: WorkerId, value: Bytes) -> Option<Membership> {
+    async fn put(&mut self, id: WorkerId, stored: StoredRecord) -> Option<Membership> {
         // Most records are renewals.
-        if self.records.get(&id).is_some_and(|known| known.value == value) && self.view.renewed(id) {
+        if self.records.get(&id).is_some_and(|known| known.stored == stored) && self.view.renewed(id) {
             return None;
         }
-        let (instance, address, texts) = match self.read(id, &value).await {
+        let (instance, address, texts) = match self.read(id, &stored).await {
             Ok(read) => read,
             Err(unusable) => return self.refuse(id, unusable),
         };
-        self.records.insert(id, KnownRecord { value, _texts: texts });
+        self.records.insert(id, KnownRecord { stored, _texts: texts });
         self.view.registered(instance, address)
     }
 
@@ -199,8 +201,12 @@ impl Watcher {
         }
     }
 
-    async fn read(&mut self, id: WorkerId, value: &Bytes) -> Result<(Instance, Address, Option<Arc<Texts>>), Unusable> {
-        let record = Record::admit(id, value)?;
+    async fn read(
+        &mut self,
+        id: WorkerId,
+        stored: &StoredRecord,
+    ) -> Result<(Instance, Address, Option<Arc<Texts>>), Unusable> {
+        let record = Record::admit(id, stored, self.key.as_ref())?;
         let texts = match &record.texts {
             Some(texts) => Some(self.texts.get(&self.connection, texts).await.map_err(Unusable::Superseded)?),
             None => None,
