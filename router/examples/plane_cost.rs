@@ -329,7 +329,8 @@ fn card() -> Arc<ModelCard> {
 
 async fn discovery(server: &Server) -> Result<Value> {
     let connector: worker::plane::nats::Connector = Arc::new(|_, _| Arc::new(Mute) as Arc<dyn Engine>);
-    let plane = |connection| NatsDiscovery::new(connection, Address("http://10.0.0.1:8100".into()), connector.clone());
+    let address = Address("http://10.0.0.1:8100".into());
+    let plane = |connection| NatsDiscovery::new(connection, address.clone(), connector.clone(), None);
     let workers = plane(server.connection().await?);
     let (card, cpu, before) = (card(), server.cpu()?, server.counts()?);
     let mut leases = Vec::new();

@@ -33,7 +33,8 @@ pub(super) fn combined(NatsPlanes { discovery, events }: NatsPlanes, local: &Pla
 }
 
 /// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes
-/// are reached with `credentials`.
+/// are reached with `credentials`, and only if their records are signed with the same secret: that of this process is
+/// sent to their address.
 pub(super) async fn open(
     config: &Config,
     address: Address,
@@ -41,9 +42,10 @@ pub(super) async fn open(
     registry: &Registry,
 ) -> anyhow::Result<NatsPlanes> {
     let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
+    let key = credentials.secret.as_ref().map(Secret::record_key);
     let connector: Connector =
         Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, credentials.clone())));
-    let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector);
+    let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector, key);
     Ok(NatsPlanes { discovery: Arc::new(discovery), events: Arc::new(NatsEvents::new(connection)) })
 }
 

@@ -14,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+mod authentication;
 mod bucket;
 mod codec;
 mod connection;
@@ -33,6 +34,7 @@ mod transfers;
 mod view;
 mod watcher;
 
+pub use authentication::RecordKey;
 pub use connection::Connection;
 pub use discovery::NatsDiscovery;
 pub use events::NatsEvents;

@@ -1,5 +1,7 @@
-//! The secret that the processes of a deployment share. A worker rejects requests without it.
+//! The secret that the processes of a deployment share. A worker rejects requests without it, and no process connects to
+//! a worker whose record in discovery is not signed with it.
 
+use crate::plane::nats::RecordKey;
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderValue};
 use std::fmt;
@@ -22,6 +24,9 @@ pub enum SecretError {
     NotAscii,
 }
 
+/// The scheme before the secret in its header.
+const SCHEME: &str = "Bearer ";
+
 /// A shorter secret can be guessed: 16 hexadecimal digits have 64 bits.
 const MIN_CHARACTERS: usize = 16;
 
@@ -35,9 +40,14 @@ impl Secret {
         if text.len() < MIN_CHARACTERS {
             return Err(SecretError::TooShort(text.len()));
         }
-        let mut header = HeaderValue::try_from(format!("Bearer {text}")).map_err(|_| SecretError::NotAscii)?;
+        let mut header = HeaderValue::try_from(format!("{SCHEME}{text}")).map_err(|_| SecretError::NotAscii)?;
         header.set_sensitive(true);
         Ok(Self { hash: blake3::hash(header.as_bytes()), header })
+    }
+
+    /// The key with which the records of the deployment's workers are signed.
+    pub fn record_key(&self) -> RecordKey {
+        RecordKey::derive(&self.header.as_bytes()[SCHEME.len()..])
     }
 
     pub(super) fn header(&self) -> HeaderValue {

@@ -5,6 +5,7 @@
 //! consumers receive. The client has no call for an update with an expiry, so writes are published with these headers.
 
 use super::ConnectError;
+use super::authentication::StoredRecord;
 use super::settings::Settings;
 use super::subjects::Subjects;
 use crate::plane::WorkerId;
@@ -32,13 +33,13 @@ pub(super) struct Last {
     /// The number that the next write must expect; 0 if there is none.
     pub(super) revision: u64,
     /// The value; `None` if the key was never written, was deleted, or has expired.
-    pub(super) value: Option<Bytes>,
+    pub(super) value: Option<StoredRecord>,
 }
 
 /// A change of a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Change {
-    Put(Bytes),
+    Put(StoredRecord),
     Deleted,
     Expired,
 }
@@ -68,6 +69,9 @@ const DELETION_LIFETIME: Duration = Duration::from_mins(1);
 
 /// Delay between attempts to open the bucket: a cluster that has just started has no leader yet.
 const OPEN_DELAY: Duration = Duration::from_millis(250);
+
+/// The header with the MAC of a record.
+const MAC: &str = "Blockyard-MAC";
 
 const OPERATION: &str = "KV-Operation";
 const DELETE: &str = "DEL";
@@ -126,22 +130,27 @@ impl Bucket {
         }
     }
 
-    /// Writes a value that expires, if `expected` is the last revision of the key. Returns the new revision.
+    /// Writes a record that expires, if `expected` is the last revision of the key; `None`: whatever is there. Returns the
+    /// new revision.
     pub(super) async fn put(
         &self,
         id: WorkerId,
-        value: Bytes,
-        expected: u64,
+        record: &StoredRecord,
+        expected: Option<u64>,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
-        self.write(id, HeaderMap::new(), value, expected, lifetime).await
+        let mut headers = HeaderMap::new();
+        if let Some(mac) = &record.mac {
+            headers.insert(MAC, mac.as_str());
+        }
+        self.write(id, headers, record.json.clone(), expected, lifetime).await
     }
 
     /// Deletes a key whose values have this lifetime, if `expected` is its last revision.
     pub(super) async fn delete(&self, id: WorkerId, expected: u64, lifetime: Duration) -> Result<(), WriteError> {
         let mut headers = HeaderMap::new();
         headers.insert(OPERATION, DELETE);
-        self.write(id, headers, Bytes::new(), expected, lifetime + DELETION_LIFETIME).await.map(drop)
+        self.write(id, headers, Bytes::new(), Some(expected), lifetime + DELETION_LIFETIME).await.map(drop)
     }
 
     async fn write(
@@ -149,10 +158,12 @@ impl Bucket {
         id: WorkerId,
         mut headers: HeaderMap,
         value: Bytes,
-        expected: u64,
+        expected: Option<u64>,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
-        headers.insert(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, HeaderValue::from(expected));
+        if let Some(expected) = expected {
+            headers.insert(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, HeaderValue::from(expected));
+        }
         headers.insert(NATS_MESSAGE_TTL, HeaderValue::from(lifetime.as_secs()));
         let sent = self.jetstream.publish_with_headers(self.subjects.instance(id), headers, value).await;
         let acknowledged = match sent {
@@ -219,7 +230,7 @@ pub(super) fn change(headers: Option<&HeaderMap>, value: Bytes) -> Change {
         Some("MaxAge") => Change::Expired,
         Some(_) => Change::Deleted,
         None if header(OPERATION).is_some_and(|operation| operation != "PUT") => Change::Deleted,
-        None => Change::Put(value),
+        None => Change::Put(StoredRecord { json: value, mac: header(MAC).map(str::to_owned) }),
     }
 }
 
@@ -234,8 +245,11 @@ mod tests {
             headers.insert(name, value);
             change(Some(&headers), Bytes::from_static(b"v"))
         };
-        assert_eq!(change(None, Bytes::from_static(b"v")), Change::Put(Bytes::from_static(b"v")));
-        assert_eq!(of("Nats-TTL", "5"), Change::Put(Bytes::from_static(b"v")));
+        let put = |mac: Option<&str>| {
+            Change::Put(StoredRecord { json: Bytes::from_static(b"v"), mac: mac.map(str::to_owned) })
+        };
+        assert_eq!(change(None, Bytes::from_static(b"v")), put(None));
+        assert_eq!((of("Nats-TTL", "5"), of("Blockyard-MAC", "0f")), (put(None), put(Some("0f"))));
         assert_eq!(of("Nats-Marker-Reason", "MaxAge"), Change::Expired);
         assert_eq!(of("Nats-Marker-Reason", "Purge"), Change::Deleted);
         assert_eq!((of("KV-Operation", "DEL"), of("KV-Operation", "PURGE")), (Change::Deleted, Change::Deleted));

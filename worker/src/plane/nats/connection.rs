@@ -2,11 +2,11 @@
 
 use super::ConnectError;
 use super::bucket::Bucket;
-use super::metrics::{Lost, Metrics};
+use super::metrics::{Lost, Metrics, Refused};
 use super::settings::{Credentials, Settings, secret};
 use super::subjects::Subjects;
 use async_nats::jetstream::{Context, ContextBuilder};
-use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, ServerAddr, ServerError};
+use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, Message, ServerAddr, ServerError, Subject};
 use kvbm::splitmix::SplitMix64;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -25,6 +25,8 @@ pub struct Connection {
     pub(super) process: String,
     link: watch::Receiver<Link>,
     denied: Denied,
+    /// When a request was last logged that is not answered.
+    unanswered: Mutex<Option<Instant>>,
 }
 
 /// State of the connection.
@@ -60,6 +62,10 @@ const RECEIVE_QUEUE: usize = 16_384;
 /// The smallest `max_payload` that works: the largest event has 1024 blocks of 16 bytes.
 const MIN_MESSAGE_BYTES: usize = 64 << 10;
 
+/// Shortest time between two lines of the log about requests that are not answered: a client can send thousands a
+/// second. The metric counts all of them.
+const UNANSWERED_LOG_INTERVAL: Duration = Duration::from_mins(1);
+
 impl Connection {
     /// Connects, checks the server, and opens the bucket of the instances or creates it. Tries for
     /// [`Settings::connect_timeout`].
@@ -82,7 +88,8 @@ impl Connection {
         let info = client.server_info();
         let prefix = &settings.prefix;
         tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
-        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied }))
+        let unanswered = Mutex::default();
+        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied, unanswered }))
     }
 
     pub(super) fn link(&self) -> watch::Receiver<Link> {
@@ -91,6 +98,23 @@ impl Connection {
 
     pub(super) fn is_connected(&self) -> bool {
         self.link.borrow().connected
+    }
+
+    /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of the
+    /// deployment. Every responder asks here, and answers nothing otherwise.
+    pub(super) fn reply_to(&self, request: &Message) -> Option<Subject> {
+        let reply = request.reply.as_ref()?;
+        if self.subjects.is_in_inbox(reply) {
+            return Some(reply.clone());
+        }
+        self.metrics.refused(Refused::Reply);
+        if is_due(&mut self.unanswered.lock(), Instant::now(), UNANSWERED_LOG_INTERVAL) {
+            // Quoted, because a client chooses the subjects.
+            let (subject, reply, inbox) = (&*request.subject, &**reply, self.subjects.inbox());
+            let problem = "a request for an answer outside of the inboxes is not answered; which client sends it?";
+            tracing::warn!(subject = ?subject, reply = ?reply, inbox, "{problem}");
+        }
+        None
     }
 
     /// The text of an error, with the permission that the server denied last, which may be its cause.
@@ -108,6 +132,15 @@ pub(super) async fn until(due: Option<Instant>) {
         Some(due) => tokio::time::sleep_until(due).await,
         None => std::future::pending().await,
     }
+}
+
+/// Whether an interval is over since the last time. If so, the next one begins.
+fn is_due(last: &mut Option<Instant>, now: Instant, interval: Duration) -> bool {
+    let due = last.is_none_or(|last| now - last >= interval);
+    if due {
+        *last = Some(now);
+    }
+    due
 }
 
 fn addresses(settings: &Settings) -> Result<Vec<ServerAddr>, ConnectError> {
@@ -271,6 +304,13 @@ mod tests {
         ] {
             assert_eq!(has_key_expiry(version), new_enough, "{version}");
         }
+    }
+
+    #[test]
+    fn a_line_is_logged_at_most_once_in_an_interval() {
+        let (mut last, start, interval) = (None, Instant::now(), Duration::from_mins(1));
+        let due = [0, 1, 59, 60, 61, 119, 120].map(|at| is_due(&mut last, start + Duration::from_secs(at), interval));
+        assert_eq!(due, [true, false, false, true, false, false, true]);
     }
 
     #[test]

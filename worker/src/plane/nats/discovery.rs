@@ -1,5 +1,6 @@
 //! Discovery on NATS: a registrar per process, and a watcher per stream of changes.
 
+use super::authentication::RecordKey;
 use super::connection::Connection;
 use super::registrar::{Command, Commands, Registrar};
 use super::watcher::Watcher;
@@ -16,15 +17,17 @@ use tokio::sync::{mpsc, oneshot};
 pub struct NatsDiscovery {
     connection: Arc<Connection>,
     connector: Connector,
+    key: Option<RecordKey>,
     registrar: Commands,
 }
 
 impl NatsDiscovery {
     /// Discovery over a connection. Workers of this process are registered with `address`; the engines of all instances
-    /// come from `connector`.
-    pub fn new(connection: Arc<Connection>, address: Address, connector: Connector) -> Self {
-        let registrar = Registrar::start(Arc::clone(&connection), address);
-        Self { connection, connector, registrar }
+    /// come from `connector`. With a key, the records of this process are signed, and instances whose records are not
+    /// signed with the same key are ignored.
+    pub fn new(connection: Arc<Connection>, address: Address, connector: Connector, key: Option<RecordKey>) -> Self {
+        let registrar = Registrar::start(Arc::clone(&connection), address, key.clone());
+        Self { connection, connector, key, registrar }
     }
 
     /// Waits until dropped leases are deregistered. To be called before the process ends; otherwise its instances are
@@ -51,7 +54,8 @@ impl Discovery for NatsDiscovery {
 
     fn watch(&self) -> BoxStream<'static, Membership> {
         let (sender, receiver) = mpsc::unbounded_channel();
-        let watcher = Watcher::new(Arc::clone(&self.connection), Arc::clone(&self.connector), sender);
+        let (connection, connector) = (Arc::clone(&self.connection), Arc::clone(&self.connector));
+        let watcher = Watcher::new(connection, connector, self.key.clone(), sender);
         // An error means that the task has ended with its runtime; then the stream ends.
         let _ = self.registrar.send(Command::Watch(Box::new(watcher)));
         stream::unfold(receiver, async |mut receiver| receiver.recv().await.map(|change| (change, receiver))).boxed()

@@ -39,7 +39,8 @@ pub(super) enum Renewal {
     Failed,
 }
 
-/// What was refused because of another protocol number, or because it cannot be decoded.
+/// What was refused: because of another protocol number, because it cannot be decoded, or because of who may have sent
+/// it.
 #[derive(Clone, Copy)]
 pub(super) enum Refused {
     /// The record of an instance.
@@ -48,6 +49,8 @@ pub(super) enum Refused {
     Event,
     /// A request for a log, or its answer.
     Log,
+    /// A request whose answer would not go to an inbox.
+    Reply,
 }
 
 impl Metrics {
@@ -63,7 +66,7 @@ impl Metrics {
             reconnects: IntCounter::new("blockyard_nats_reconnects_total", "Connections after a loss of the first")?,
             events_lost: vector("events_lost_total", "Events lost in this process, by the reason", "reason")?,
             renewals: vector("lease_renewals_total", "Renewals of the leases of this process's workers", "outcome")?,
-            refused: vector("refused_total", "Messages of another protocol number, or not decodable", "kind")?,
+            refused: vector("refused_total", "Messages that were not used because of what they contain", "kind")?,
         };
         registry.register(Box::new(metrics.connected.clone()))?;
         registry.register(Box::new(metrics.reconnects.clone()))?;
@@ -95,6 +98,7 @@ impl Metrics {
             Refused::Instance => "instance",
             Refused::Event => "event",
             Refused::Log => "log",
+            Refused::Reply => "reply",
         };
         self.refused.with_label_values(&[kind]).inc();
     }

@@ -3,14 +3,18 @@
 //! A record is written with each renewal and sent to every follower, so it is small: the texts of the model, megabytes
 //! of tokenizer, are named by their hash and fetched once (see [`texts`](super::texts)).
 
+use super::authentication::{RecordKey, StoredRecord};
 use super::texts::{Texts, TextsRef};
 use super::{Address, PROTOCOL};
 use crate::engine::ModelCard;
-use crate::plane::Instance;
+use crate::plane::{Instance, WorkerId};
 use bytes::Bytes;
 use kvbm::Epoch;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+/// Longest text of a record that is logged: a URL or an error has less.
+const MAX_LOGGED: usize = 200;
 
 /// The record of one worker.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -44,6 +48,15 @@ pub(super) enum RecordError {
     Protocol(u64),
     #[error("not a record: {0}")]
     Invalid(String),
+}
+
+/// What a record that cannot be used says about the worker of its key.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Unusable {
+    /// Nothing: whatever wrote it is not known to be a process of the deployment.
+    Ignored(String),
+    /// Another process has registered, whose instance cannot be used.
+    Superseded(String),
 }
 
 /// Who wrote the last record of a worker, compared with a process and epoch that want to write it.
@@ -80,7 +93,33 @@ impl Record {
         if head.protocol != u64::from(PROTOCOL) {
             return Err(RecordError::Protocol(head.protocol));
         }
-        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+        serde_json::from_slice(json).map_err(|error| invalid(&error))
+    }
+
+    /// The record in the key of a worker, if it can be used by a process with this key.
+    pub(super) fn admit(id: WorkerId, stored: &StoredRecord, key: Option<&RecordKey>) -> Result<Self, Unusable> {
+        let believed = stored.verify(id, key);
+        let record = match Self::decode(&stored.json) {
+            Ok(record) => record,
+            Err(error @ RecordError::Protocol(_)) if believed.is_ok() => {
+                return Err(Unusable::Superseded(error.to_string()));
+            }
+            // The number explains more than a MAC that a former protocol may not have.
+            Err(error) => return Err(Unusable::Ignored(error.to_string())),
+        };
+        if let Err(error) = believed {
+            // Quoted, because whatever wrote the record chose it.
+            let address = shortened(&record.address.0);
+            return Err(Unusable::Ignored(format!(
+                "the record with the address {address:?} is not believed: {error}; write the same secret to \
+                 cluster.secret_file of all frontends and workers, and use a version that signs records; if no worker \
+                 of yours has this address, another client of nats wrote the record"
+            )));
+        }
+        if record.instance.id != id {
+            return Err(Unusable::Ignored(format!("the record is that of {}", record.instance.id)));
+        }
+        Ok(record)
     }
 
     /// The instance with its texts.
@@ -93,7 +132,7 @@ impl Record {
 
 impl RecordHead {
     pub(super) fn decode(json: &[u8]) -> Result<Self, RecordError> {
-        serde_json::from_slice(json).map_err(|error| RecordError::Invalid(error.to_string()))
+        serde_json::from_slice(json).map_err(|error| invalid(&error))
     }
 
     /// Epochs decide between processes with the same worker id. A restarted worker has a later epoch, and must not wait
@@ -111,6 +150,18 @@ impl RecordHead {
     pub(super) fn epoch(&self) -> Epoch {
         self.instance.epoch
     }
+}
+
+/// The error without its position in the record: records that are wrong in the same way are reported once.
+fn invalid(error: &serde_json::Error) -> RecordError {
+    let text = error.to_string();
+    let what = text.split(" at line ").next().unwrap_or_default();
+    RecordError::Invalid(shortened(what))
+}
+
+/// A text of a record for the log: its beginning, because whatever wrote the record chose its length.
+fn shortened(text: &str) -> String {
+    text.chars().take(MAX_LOGGED).collect()
 }
 
 #[cfg(test)]
@@ -148,6 +199,49 @@ mod tests {
             assert_eq!(Record::decode(json.as_bytes()), Err(RecordError::Protocol(other)));
         }
         assert!(matches!(Record::decode(b"{}"), Err(RecordError::Invalid(_))));
+    }
+
+    #[test]
+    fn only_a_record_says_that_a_worker_was_superseded() {
+        let json = String::from_utf8(record(1).encode().to_vec()).unwrap();
+        let admit = |id, json: &[u8]| {
+            let stored = StoredRecord { json: Bytes::copy_from_slice(json), mac: None };
+            Record::admit(WorkerId(id), &stored, None)
+        };
+        assert_eq!(admit(7, json.as_bytes()), Ok(record(1)));
+        let newer = json.replace("\"protocol\":1", "\"protocol\":2");
+        assert!(matches!(admit(7, newer.as_bytes()), Err(Unusable::Superseded(_))));
+        assert!(matches!(admit(8, json.as_bytes()), Err(Unusable::Ignored(_))), "of another worker");
+        let answer = br#"{"type": "io.nats.jetstream.api.v1.stream_info_response", "total": 0}"#;
+        for other in [&b""[..], b"\x01\x00", b"{}", answer, &json.as_bytes()[..100]] {
+            let problem = admit(7, other);
+            assert!(matches!(&problem, Err(Unusable::Ignored(text)) if !text.contains(" line ")), "{problem:?}");
+        }
+    }
+
+    #[test]
+    fn with_a_secret_a_record_that_is_not_signed_with_it_says_nothing() {
+        let key = RecordKey::derive(b"0123456789abcdef");
+        let signed = StoredRecord::sign(WorkerId(7), record(1).encode(), Some(&key));
+        let admit = |stored: &StoredRecord| Record::admit(WorkerId(7), stored, Some(&key));
+        assert_eq!(admit(&signed), Ok(record(1)));
+        let changed = |from: &str, to: &str| {
+            let json = String::from_utf8(signed.json.to_vec()).unwrap();
+            assert!(json.contains(from), "{json}");
+            StoredRecord { json: json.replace(from, to).into(), ..signed.clone() }
+        };
+        let ignored = |stored: &StoredRecord| match admit(stored) {
+            Err(Unusable::Ignored(problem)) => problem,
+            other => panic!("{other:?}"),
+        };
+        let moved = ignored(&changed("http://host:1", "http://other:1"));
+        assert!(moved.contains("\"http://other:1\"") && moved.contains("cluster.secret_file"), "{moved}");
+        let unsigned = ignored(&StoredRecord { mac: None, ..signed.clone() });
+        assert!(unsigned.contains("\"http://host:1\"") && unsigned.contains("no MAC"), "{unsigned}");
+        let newer = changed("\"protocol\":1", "\"protocol\":2");
+        assert_eq!(ignored(&newer), "protocol number 2, this process has 1", "it ends no worker");
+        let newer = StoredRecord::sign(WorkerId(7), newer.json, Some(&key));
+        assert!(matches!(admit(&newer), Err(Unusable::Superseded(_))));
     }
 
     #[test]

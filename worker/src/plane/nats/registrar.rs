@@ -8,17 +8,18 @@
 //! ```
 //!
 //! Every write names the revision that it replaces (compare and set), so a process that was frozen cannot overwrite the
-//! record of its successor. Order matters within a process: a watcher that starts after a lease was dropped must not
+//! record of its successor. What is not a record of a worker is overwritten: something that writes it again and again must
+//! not end a registration, so the last attempt of several names no revision. Order matters within a process: a watcher that starts after a lease was dropped must not
 //! see its instance.
 
 use super::Address;
+use super::authentication::{RecordKey, StoredRecord};
 use super::bucket::{Last, WriteError};
 use super::connection::{Connection, until};
 use super::metrics::Renewal;
 use super::record::{Record, RecordHead, Writer};
 use super::watcher::Watcher;
 use crate::plane::{Instance, Lease, PlaneError, WorkerId};
-use bytes::Bytes;
 use futures::future::join_all;
 use kvbm::Epoch;
 use std::collections::BTreeMap;
@@ -46,6 +47,8 @@ pub(super) type Commands = mpsc::UnboundedSender<Command>;
 pub(super) struct Registrar {
     connection: Arc<Connection>,
     address: Address,
+    /// Signs the records of this process, and tells those of others from what else is in their keys.
+    key: Option<RecordKey>,
     /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
     commands: mpsc::WeakUnboundedSender<Command>,
     held: BTreeMap<WorkerId, Held>,
@@ -56,7 +59,7 @@ pub(super) struct Registrar {
 struct Held {
     lease: LeaseId,
     epoch: Epoch,
-    record: Bytes,
+    record: StoredRecord,
     revision: u64,
     renew_at: Instant,
     /// Serves the texts of its model.
@@ -75,11 +78,12 @@ const MAX_ATTEMPTS: usize = 5;
 
 impl Registrar {
     /// Starts the task, which ends when the sender and all leases are dropped.
-    pub(super) fn start(connection: Arc<Connection>, address: Address) -> Commands {
+    pub(super) fn start(connection: Arc<Connection>, address: Address, key: Option<RecordKey>) -> Commands {
         let (commands, receiver) = mpsc::unbounded_channel();
         let registrar = Self {
             connection,
             address,
+            key,
             commands: commands.downgrade(),
             held: BTreeMap::new(),
             last_lease: LeaseId::default(),
@@ -132,10 +136,10 @@ impl Registrar {
             return Err(PlaneError::Unavailable("not connected to nats".to_owned()));
         }
         let (record, texts) = Record::new(&instance, &self.address, &connection.process);
-        let record = record.encode();
-        let limit = connection.client.max_payload() / 2;
-        if record.len() > limit {
-            let problem = format!("the record of worker {} has {} bytes, over {limit}", instance.id, record.len());
+        let record = StoredRecord::sign(instance.id, record.encode(), self.key.as_ref());
+        let (bytes, limit) = (record.json.len(), connection.client.max_payload() / 2);
+        if bytes > limit {
+            let problem = format!("the record of worker {} has {bytes} bytes, over {limit}", instance.id);
             return Err(PlaneError::Refused(problem));
         }
         // Before the record is visible: its readers ask for the texts at once.
@@ -143,7 +147,7 @@ impl Registrar {
             Some(texts) => Some(texts.serve(&connection).await.map_err(PlaneError::Unavailable)?),
             None => None,
         };
-        let revision = write(&connection, &instance, &record).await?;
+        let revision = write(&connection, self.key.as_ref(), &instance, &record).await?;
         self.last_lease.0 += 1;
         let held = Held {
             lease: self.last_lease,
@@ -173,7 +177,7 @@ impl Registrar {
         for _ in 0..MAX_ATTEMPTS {
             match self.connection.bucket.delete(id, held.revision, lease_time).await {
                 Ok(()) | Err(WriteError::NoBucket) => return,
-                Err(WriteError::Conflict) => match self.connection.bucket.last(id).await {
+                Err(WriteError::Conflict) => match last(&self.connection, self.key.as_ref(), id).await {
                     // A renewal whose answer was lost.
                     Ok(last) if writer(&last, &self.connection, held.epoch) == Some(Writer::Own) => {
                         held.revision = last.revision;
@@ -188,9 +192,9 @@ impl Registrar {
 
     async fn renew_due(&mut self) {
         let now = Instant::now();
-        let connection = &self.connection;
+        let (connection, key) = (&self.connection, self.key.as_ref());
         let due = self.held.iter().filter(|(_, held)| held.renew_at <= now);
-        let renewals = due.map(|(id, held)| async move { (*id, renew(connection, *id, held).await) });
+        let renewals = due.map(|(id, held)| async move { (*id, renew(connection, key, *id, held).await) });
         for (id, renewed) in join_all(renewals).await {
             let next = self.next_renewal();
             let metrics = &self.connection.metrics;
@@ -199,7 +203,8 @@ impl Registrar {
                     (held.revision, held.renew_at) = (revision, next);
                     metrics.renewal(outcome);
                     if matches!(outcome, Renewal::Registered) {
-                        tracing::info!(worker = %id, "the lease had expired; the worker registered again");
+                        let why = "the lease had expired, or the record was overwritten; the worker registered again";
+                        tracing::info!(worker = %id, "{why}");
                     }
                 }
                 (Renewed::Failed(error), Some(held)) => {
@@ -227,22 +232,36 @@ fn log_release(id: WorkerId, error: &str) {
     tracing::warn!(worker = %id, error, "the worker cannot be deregistered; its lease expires");
 }
 
+/// The last record of a worker. What a process with this key does not believe counts as none: a client of NATS without
+/// the secret must not end a registration.
+async fn last(connection: &Connection, key: Option<&RecordKey>, id: WorkerId) -> Result<Last, String> {
+    let Last { revision, value } = connection.bucket.last(id).await?;
+    Ok(Last { revision, value: value.filter(|stored| stored.verify(id, key).is_ok()) })
+}
+
 /// The writer of the last record, compared with this process; `None` without a record that can be read.
 fn writer(last: &Last, connection: &Connection, epoch: Epoch) -> Option<Writer> {
-    let head = RecordHead::decode(last.value.as_deref()?).ok()?;
+    let head = RecordHead::decode(&last.value.as_ref()?.json).ok()?;
     Some(head.writer(&connection.process, epoch))
 }
 
 /// Writes the record of an instance, if no other process has registered its epoch or a later one.
-async fn write(connection: &Connection, instance: &Instance, record: &Bytes) -> Result<u64, PlaneError> {
+async fn write(
+    connection: &Connection,
+    key: Option<&RecordKey>,
+    instance: &Instance,
+    record: &StoredRecord,
+) -> Result<u64, PlaneError> {
     let (id, bucket) = (instance.id, &connection.bucket);
     let unavailable = |error| PlaneError::Unavailable(connection.explain(error));
-    for _ in 0..MAX_ATTEMPTS {
-        let last = bucket.last(id).await.map_err(unavailable)?;
-        if writer(&last, connection, instance.epoch) == Some(Writer::Other) {
+    for attempt in 1..=MAX_ATTEMPTS {
+        let last = last(connection, key, id).await.map_err(unavailable)?;
+        let writer = writer(&last, connection, instance.epoch);
+        if writer == Some(Writer::Other) {
             return Err(PlaneError::Refused(taken(id, &last)));
         }
-        match bucket.put(id, record.clone(), last.revision, connection.settings.lease).await {
+        let expected = expected(&last, writer, attempt);
+        match bucket.put(id, record, expected, connection.settings.lease).await {
             Ok(revision) => return Ok(revision),
             Err(WriteError::Conflict) => {}
             Err(WriteError::NoBucket) => bucket.create_again().await.map_err(unavailable)?,
@@ -252,8 +271,15 @@ async fn write(connection: &Connection, instance: &Instance, record: &Bytes) -> 
     Err(PlaneError::Unavailable(format!("the record of worker {id} changes all the time")))
 }
 
+/// The revision that an attempt to write must expect. `None`: the key holds no record of a worker, and changes so often
+/// that all attempts before the last found another revision. A record that is overwritten nevertheless, because it was
+/// written just now, is written again by its process.
+fn expected(last: &Last, writer: Option<Writer>, attempt: usize) -> Option<u64> {
+    (writer.is_some() || attempt < MAX_ATTEMPTS).then_some(last.revision)
+}
+
 fn taken(id: WorkerId, last: &Last) -> String {
-    let epoch = last.value.as_deref().and_then(|value| RecordHead::decode(value).ok());
+    let epoch = last.value.as_ref().and_then(|stored| RecordHead::decode(&stored.json).ok());
     let epoch = epoch.map_or(0, |head| head.epoch().0);
     format!(
         "another process serves as worker {id}, since epoch {epoch}; give each worker an id of its own, or wait until \
@@ -261,9 +287,9 @@ fn taken(id: WorkerId, last: &Last) -> String {
     )
 }
 
-async fn renew(connection: &Connection, id: WorkerId, held: &Held) -> Renewed {
+async fn renew(connection: &Connection, key: Option<&RecordKey>, id: WorkerId, held: &Held) -> Renewed {
     let (bucket, lease) = (&connection.bucket, connection.settings.lease);
-    match bucket.put(id, held.record.clone(), held.revision, lease).await {
+    match bucket.put(id, &held.record, Some(held.revision), lease).await {
         Ok(revision) => return Renewed::Written(revision, Renewal::Renewed),
         Err(WriteError::Failed(error)) => return Renewed::Failed(error),
         Err(WriteError::NoBucket) => {
@@ -273,19 +299,24 @@ async fn renew(connection: &Connection, id: WorkerId, held: &Held) -> Renewed {
         }
         Err(WriteError::Conflict) => {}
     }
-    // The lease has expired, the answer to a renewal was lost, or another process has registered.
-    let last = match bucket.last(id).await {
-        Ok(last) => last,
-        Err(error) => return Renewed::Failed(error),
-    };
-    let writer = writer(&last, connection, held.epoch);
-    if writer == Some(Writer::Other) {
-        return Renewed::Superseded(taken(id, &last));
+    // The lease has expired, the answer to a renewal was lost, another process has registered, or something else has
+    // written.
+    for attempt in 1..=MAX_ATTEMPTS {
+        let last = match last(connection, key, id).await {
+            Ok(last) => last,
+            Err(error) => return Renewed::Failed(error),
+        };
+        let writer = writer(&last, connection, held.epoch);
+        if writer == Some(Writer::Other) {
+            return Renewed::Superseded(taken(id, &last));
+        }
+        let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
+        match bucket.put(id, &held.record, expected(&last, writer, attempt), lease).await {
+            Ok(revision) => return Renewed::Written(revision, outcome),
+            Err(WriteError::Failed(error)) => return Renewed::Failed(error),
+            Err(WriteError::NoBucket) => break,
+            Err(WriteError::Conflict) => {}
+        }
     }
-    let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
-    match bucket.put(id, held.record.clone(), last.revision, lease).await {
-        Ok(revision) => Renewed::Written(revision, outcome),
-        Err(WriteError::Failed(error)) => Renewed::Failed(error),
-        Err(WriteError::Conflict | WriteError::NoBucket) => Renewed::Failed("the record changed meanwhile".to_owned()),
-    }
+    Renewed::Failed("the record changed meanwhile".to_owned())
 }

@@ -75,7 +75,7 @@ impl Logs {
 
     async fn reply(&self, request: Message, source: Source, epoch: Option<Epoch>) {
         let Connection { client, metrics, .. } = &*self.connection;
-        let Some(reply) = request.reply else { return };
+        let Some(reply) = self.connection.reply_to(&request) else { return };
         let asked = match codec::decode(&request.payload) {
             Ok(asked) => asked,
             Err(error) => {

@@ -29,6 +29,13 @@ impl Subjects {
         format!("{}.inbox", self.prefix)
     }
 
+    /// Whether answers may be published to a subject: it is in an inbox of the deployment. A process publishes them with
+    /// its own permissions, so any other subject would let the reader write where only this process may.
+    pub(super) fn is_in_inbox(&self, subject: &str) -> bool {
+        let rest = subject.strip_prefix(&self.inbox()).and_then(|rest| rest.strip_prefix('.'));
+        rest.is_some_and(|rest| !rest.is_empty())
+    }
+
     /// All events of a topic.
     pub(super) fn topic(&self, topic: Topic) -> String {
         format!("{}.events.{}.*.*", self.prefix, name(topic))
@@ -108,5 +115,26 @@ mod tests {
         assert_eq!(subjects.event(Topic::Cache, Source::Worker(WorkerId(7))), "a.b.events.cache.worker.7");
         assert_eq!(worker(&subjects.instance(WorkerId(7))), Some(WorkerId(7)));
         assert_eq!((source("a.events.cache.other.1"), source("a.events.cache.worker.x")), (None, None));
+    }
+
+    #[test]
+    fn answers_go_to_inboxes_of_the_deployment_only() {
+        let subjects = Subjects::new("a.b", "c");
+        assert!(subjects.is_in_inbox("a.b.inbox.XYZ") && subjects.is_in_inbox("a.b.inbox.XYZ.1"));
+        let events = subjects.event(Topic::Cache, Source::Worker(WorkerId(7)));
+        for other in [
+            subjects.instance(WorkerId(7)).as_str(),
+            events.as_str(),
+            "a.b.inbox",
+            "a.b.inbox.",
+            "a.b.inboxes.1",
+            "a.inbox.1",
+            "_INBOX.1",
+            "x.a.b.inbox.1",
+            "A.B.INBOX.1",
+            "",
+        ] {
+            assert!(!subjects.is_in_inbox(other), "{other:?}");
+        }
     }
 }

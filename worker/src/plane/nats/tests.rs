@@ -84,7 +84,12 @@ fn address() -> Address {
 
 /// Discovery whose engines reject every request.
 fn discovery_of(connection: &Arc<Connection>) -> NatsDiscovery {
-    NatsDiscovery::new(Arc::clone(connection), address(), Arc::new(|_, _| contract::engine()))
+    discovery_with_key(connection, None)
+}
+
+/// The same of a deployment with a secret.
+fn discovery_with_key(connection: &Arc<Connection>, key: Option<RecordKey>) -> NatsDiscovery {
+    NatsDiscovery::new(Arc::clone(connection), address(), Arc::new(|_, _| contract::engine()), key)
 }
 
 /// A watcher in another process, which has begun.

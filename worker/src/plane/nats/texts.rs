@@ -52,19 +52,18 @@ impl Texts {
     }
 
     /// Serves the texts until the guard is dropped. Returns when a request of this process would be answered.
-    pub(super) async fn serve(&self, connection: &Connection) -> Result<DropGuard, String> {
+    pub(super) async fn serve(&self, connection: &Arc<Connection>) -> Result<DropGuard, String> {
         let encoded: Bytes = codec::encode(self).into();
         let subject = connection.subjects.texts(&reference(&encoded).blake3);
         let subscribed = connection.client.queue_subscribe(subject, QUEUE_GROUP.to_owned()).await;
         let mut requests = subscribed.map_err(|error| error.to_string())?;
-        let (stop, client) = (CancellationToken::new(), connection.client.clone());
+        let (stop, connection) = (CancellationToken::new(), Arc::clone(connection));
         tokio::spawn(stop.clone().run_until_cancelled_owned(async move {
             while let Some(request) = requests.next().await {
-                let Some((reply, piece)) = request.reply.zip(codec::decode::<Piece>(&request.payload).ok()) else {
-                    continue;
-                };
+                let piece = codec::decode::<Piece>(&request.payload).ok();
+                let Some((reply, piece)) = connection.reply_to(&request).zip(piece) else { continue };
                 // An error means that the client is closed.
-                let _ = client.publish(reply, transfers::piece_of(&encoded, piece.offset)).await;
+                let _ = connection.client.publish(reply, transfers::piece_of(&encoded, piece.offset)).await;
             }
         }));
         Ok(stop.drop_guard())

@@ -13,6 +13,10 @@
 //! has expired although the workers live: they could not renew. So an expiry counts at once only while messages of the
 //! bucket keep arriving. After a silence of half a lease, and after a new connection, expired instances have a grace of
 //! one lease to renew. A fleet whose only worker dies is silent too: its end is noticed after two leases.
+//!
+//! A record that cannot be used says nothing about the worker in whose place it stands: something else has written it, and
+//! the worker writes its own again with its next renewal. It may have no expiry, so the view ends the lease itself, one
+//! lease after the first record that could not be used.
 
 use super::{Address, Connector};
 use crate::engine::Engine;
@@ -40,6 +44,15 @@ struct Entry {
     engine: Arc<dyn Engine>,
     /// Its lease has expired, and the grace goes on.
     is_expired: bool,
+    /// When its lease ends, while a record that cannot be used stands in the place of its own.
+    lease_ends: Option<Instant>,
+}
+
+impl Entry {
+    fn renew(&mut self) {
+        self.is_expired = false;
+        self.lease_ends = None;
+    }
 }
 
 impl View {
@@ -81,7 +94,7 @@ impl View {
         let known = known.filter(|known| known.instance.epoch == instance.epoch && known.address == address);
         let engine = match known {
             Some(known) => {
-                known.is_expired = false;
+                known.renew();
                 if *known.instance == instance {
                     return None;
                 }
@@ -90,7 +103,13 @@ impl View {
             None => (self.connector)(&instance, &address),
         };
         let instance = Arc::new(instance);
-        let entry = Entry { instance: Arc::clone(&instance), address, engine: Arc::clone(&engine), is_expired: false };
+        let entry = Entry {
+            instance: Arc::clone(&instance),
+            address,
+            engine: Arc::clone(&engine),
+            is_expired: false,
+            lease_ends: None,
+        };
         self.entries.insert(instance.id, entry);
         Some(Membership::Joined(instance, engine))
     }
@@ -98,11 +117,20 @@ impl View {
     /// The record of an instance as before. Returns whether the instance is known.
     pub(super) fn renewed(&mut self, id: WorkerId) -> bool {
         self.seen(id);
-        let known = self.entries.get_mut(&id);
-        known.map(|known| known.is_expired = false).is_some()
+        self.entries.get_mut(&id).map(Entry::renew).is_some()
     }
 
-    /// A worker deregistered, or its record cannot be used.
+    /// A record that cannot be used, in the place of that of a worker.
+    pub(super) fn unusable(&mut self, id: WorkerId, now: Instant) {
+        self.seen(id);
+        let end = now + self.lease;
+        if let Some(entry) = self.entries.get_mut(&id).filter(|entry| !entry.is_expired) {
+            // Further ones do not extend the lease.
+            entry.lease_ends = entry.lease_ends.or(Some(end));
+        }
+    }
+
+    /// A worker deregistered, or another process whose record cannot be used has taken its place.
     pub(super) fn removed(&mut self, id: WorkerId) -> Option<Membership> {
         self.seen(id);
         self.entries.remove(&id).map(|entry| Membership::Left(id, entry.instance.epoch))
@@ -117,23 +145,40 @@ impl View {
         if let Some(entry) = self.entries.get_mut(&id) {
             tracing::info!(worker = %id, "lease expired while nats was away; the worker has time to renew it");
             entry.is_expired = true;
+            entry.lease_ends = None;
         }
         None
     }
 
     /// When [`due`](Self::due) has something to do.
     pub(super) fn next_due(&self) -> Option<Instant> {
-        self.grace_until.filter(|_| self.entries.values().any(|entry| entry.is_expired))
+        let grace = self.grace_until.filter(|_| self.entries.values().any(|entry| entry.is_expired));
+        self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).min()
     }
 
-    /// The instances that have not renewed within the grace.
+    /// The instances that have not renewed within the grace, or within a lease whose record cannot be used. To be called
+    /// while NATS is connected.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Membership> {
+        let mut left = self.end_leases(now);
         if self.grace_until.is_some_and(|until| now < until) {
-            return Vec::new();
+            return left;
         }
-        let expired = self.entries.iter().filter(|(_, entry)| entry.is_expired).map(|(id, _)| *id);
-        let expired: Vec<_> = expired.collect();
-        expired.into_iter().filter_map(|id| self.removed(id)).collect()
+        let expired = self.ids(|entry| entry.is_expired);
+        left.extend(expired.into_iter().filter_map(|id| self.removed(id)));
+        left
+    }
+
+    fn end_leases(&mut self, now: Instant) -> Vec<Membership> {
+        let over = self.ids(|entry| entry.lease_ends.is_some_and(|end| now >= end));
+        // Without other messages it may be NATS that does not answer.
+        if !over.is_empty() && self.heard.is_some_and(|heard| now - heard > self.lease / 2) {
+            self.grace_until = Some(now + self.lease);
+        }
+        over.into_iter().filter_map(|id| self.expired(id, now)).collect()
+    }
+
+    fn ids(&self, of: impl Fn(&Entry) -> bool) -> Vec<WorkerId> {
+        self.entries.iter().filter(|(_, entry)| of(entry)).map(|(id, _)| *id).collect()
     }
 
     fn seen(&mut self, id: WorkerId) {
@@ -227,6 +272,43 @@ mod tests {
         assert_eq!(left(view.due(end - Duration::from_secs(1))), []);
         assert_eq!(left(view.due(end)), [(3, 1)]);
         assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (None, 3));
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_used_leaves_a_known_worker_its_lease() {
+        let (mut view, start, made) = view();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        for id in 1..=3 {
+            view.registered(instance(id, 1), address());
+        }
+        for second in 0..=6 {
+            view.heard(at(second));
+            // Of the first: again and again. Of one that is not known: nothing happens.
+            [1, 4].into_iter().for_each(|id| view.unusable(WorkerId(id), at(second)));
+            assert_eq!(view.next_due(), Some(start + LEASE), "more of them do not extend the lease");
+        }
+        view.unusable(WorkerId(2), at(4));
+        assert!(view.renewed(WorkerId(2)), "its own record is there again");
+        view.unusable(WorkerId(3), at(4));
+        assert_eq!(joined(view.registered(instance(3, 1), address())), None);
+        assert_eq!(left(view.due(at(5))), []);
+        assert_eq!(left(view.due(at(6))), [(1, 1)]);
+        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (None, 3), "the others stay");
+    }
+
+    #[test]
+    fn after_a_silence_a_worker_without_a_usable_record_may_renew() {
+        let (mut view, start, _) = view();
+        view.registered(instance(1, 1), address());
+        view.registered(instance(2, 1), address());
+        view.heard(start);
+        [1, 2].into_iter().for_each(|id| view.unusable(WorkerId(id), start));
+        assert_eq!(left(view.due(start + LEASE)), [], "nothing was heard, so NATS may not answer");
+        view.unusable(WorkerId(1), start + LEASE);
+        assert!(view.renewed(WorkerId(2)));
+        assert_eq!(view.next_due(), Some(start + LEASE * 2));
+        assert_eq!(left(view.due(start + LEASE * 2)), [(1, 1)]);
+        assert_eq!(view.next_due(), None);
     }
 
     #[test]

@@ -6,17 +6,17 @@
 
 use super::Address;
 use super::Connector;
+use super::authentication::{RecordKey, StoredRecord};
 use super::bucket::{self, Change};
 use super::connection::{ANSWER_TIMEOUT, Connection, Link, until};
 use super::metrics::Refused;
-use super::record::{Record, RecordError};
+use super::record::{Record, Unusable};
 use super::subjects;
 use super::texts::{Texts, TextsCache};
 use super::view::View;
 use crate::plane::{Instance, Membership, WorkerId};
 use async_nats::jetstream::Message;
 use async_nats::jetstream::consumer::push::Ordered;
-use bytes::Bytes;
 use futures::StreamExt;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,16 +26,19 @@ use tokio::time::Instant;
 
 pub(super) struct Watcher {
     connection: Arc<Connection>,
+    key: Option<RecordKey>,
     view: View,
     records: BTreeMap<WorkerId, KnownRecord>,
+    /// Why the record of a key was last not used.
+    refused: BTreeMap<WorkerId, String>,
     texts: TextsCache,
     /// Unbounded, because the contract forbids loss; workers register and leave rarely.
     changes: mpsc::UnboundedSender<Membership>,
 }
 
-/// The last record of a worker.
+/// The last record of a worker that was used.
 struct KnownRecord {
-    value: Bytes,
+    stored: StoredRecord,
     /// Kept for other instances of the same model.
     _texts: Option<Arc<Texts>>,
 }
@@ -57,10 +60,12 @@ impl Watcher {
     pub(super) fn new(
         connection: Arc<Connection>,
         connector: Connector,
+        key: Option<RecordKey>,
         changes: mpsc::UnboundedSender<Membership>,
     ) -> Self {
         let view = View::new(connector, connection.settings.lease);
-        Self { connection, view, records: BTreeMap::new(), texts: TextsCache::default(), changes }
+        let (records, refused) = (BTreeMap::new(), BTreeMap::new());
+        Self { connection, key, view, records, refused, texts: TextsCache::default(), changes }
     }
 
     /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
@@ -106,7 +111,8 @@ impl Watcher {
             self.end_list();
         }
         loop {
-            let due = self.view.next_due();
+            // While NATS is away, the view stays as it is.
+            let due = self.view.next_due().filter(|_| self.connection.is_connected());
             tokio::select! {
                 biased;
                 () = changes.closed() => return Ended::Dropped,
@@ -140,12 +146,16 @@ impl Watcher {
         if let Some(id) = subjects::worker(&message.subject) {
             let change = bucket::change(message.headers.as_ref(), message.payload.clone());
             let change = match change {
-                Change::Put(value) => self.put(id, value).await,
+                Change::Put(stored) => self.put(id, stored).await,
                 Change::Deleted => {
                     self.records.remove(&id);
+                    self.refused.remove(&id);
                     self.view.removed(id)
                 }
-                Change::Expired => self.view.expired(id, Instant::now()),
+                Change::Expired => {
+                    self.refused.remove(&id);
+                    self.view.expired(id, Instant::now())
+                }
             };
             self.report(change);
         }
@@ -160,39 +170,49 @@ impl Watcher {
         self.report(left);
     }
 
-    async fn put(&mut self, id: WorkerId, value: Bytes) -> Option<Membership> {
+    async fn put(&mut self, id: WorkerId, stored: StoredRecord) -> Option<Membership> {
         // Most records are renewals.
-        if self.records.get(&id).is_some_and(|known| known.value == value) && self.view.renewed(id) {
+        if self.records.get(&id).is_some_and(|known| known.stored == stored) && self.view.renewed(id) {
             return None;
         }
-        let (instance, address, texts) = match self.read(id, &value).await {
+        let (instance, address, texts) = match self.read(id, &stored).await {
             Ok(read) => read,
-            Err(problem) => {
-                // Each renewal brings the record again: it is refused once, unless its texts can still arrive.
-                let known = self.records.insert(id, KnownRecord { value: value.clone(), _texts: None });
-                if known.is_none_or(|known| known.value != value) {
-                    self.connection.metrics.refused(Refused::Instance);
-                    tracing::warn!(worker = %id, problem, "the instance is not used");
-                }
-                return self.view.removed(id);
-            }
+            Err(unusable) => return self.refuse(id, unusable),
         };
-        self.records.insert(id, KnownRecord { value, _texts: texts });
+        self.records.insert(id, KnownRecord { stored, _texts: texts });
         self.view.registered(instance, address)
     }
 
-    async fn read(&mut self, id: WorkerId, value: &Bytes) -> Result<(Instance, Address, Option<Arc<Texts>>), String> {
-        let record = Record::decode(value).map_err(|error: RecordError| error.to_string())?;
+    /// Each renewal brings an unusable record again, and each time it is read again, because its texts can still arrive. It
+    /// is reported once.
+    fn refuse(&mut self, id: WorkerId, unusable: Unusable) -> Option<Membership> {
+        let (Unusable::Ignored(problem) | Unusable::Superseded(problem)) = &unusable;
+        if self.refused.get(&id) != Some(problem) {
+            self.connection.metrics.refused(Refused::Instance);
+            tracing::warn!(worker = %id, problem, "the record of the instance is not used");
+            self.refused.insert(id, problem.clone());
+        }
+        match unusable {
+            Unusable::Superseded(_) => self.view.removed(id),
+            Unusable::Ignored(_) => {
+                self.view.unusable(id, Instant::now());
+                None
+            }
+        }
+    }
+
+    async fn read(
+        &mut self,
+        id: WorkerId,
+        stored: &StoredRecord,
+    ) -> Result<(Instance, Address, Option<Arc<Texts>>), Unusable> {
+        let record = Record::admit(id, stored, self.key.as_ref())?;
         let texts = match &record.texts {
-            Some(texts) => Some(self.texts.get(&self.connection, texts).await?),
+            Some(texts) => Some(self.texts.get(&self.connection, texts).await.map_err(Unusable::Superseded)?),
             None => None,
         };
         let address = record.address.clone();
-        let instance = record.into_instance(texts.as_deref());
-        if instance.id != id {
-            return Err(format!("the record is that of {}", instance.id));
-        }
-        Ok((instance, address, texts))
+        Ok((record.into_instance(texts.as_deref()), address, texts))
     }
 
     fn report(&mut self, changes: impl IntoIterator<Item = Membership>) {
