@@ -8,7 +8,6 @@
 
 use std::error::Error;
 use std::fmt::{self, Debug, Write};
-use std::iter::successors;
 use tracing::field::{Field, Visit};
 use tracing_subscriber::field::{MakeVisitor, VisitFmt, VisitOutput};
 use tracing_subscriber::fmt::format::{DefaultVisitor, Writer};
@@ -49,8 +48,11 @@ impl Visit for EscapedVisitor<'_> {
     }
 
     fn record_error(&mut self, field: &Field, value: &(dyn Error + 'static)) {
-        let causes = successors(value.source(), |error| error.source());
-        let text = causes.fold(value.to_string(), |text, cause| format!("{text}: {cause}"));
+        let (mut text, mut next) = (value.to_string(), value.source());
+        while let Some(cause) = next {
+            text = format!("{text}: {cause}");
+            next = cause.source();
+        }
         self.record_debug(field, &format_args!("{text}"));
     }
 }

@@ -284,7 +284,9 @@ mod tests {
         for second in 0..=6 {
             view.heard(at(second));
             // Of the first: again and again. Of one that is not known: nothing happens.
-            [1, 4].into_iter().for_each(|id| view.unusable(WorkerId(id), at(second)));
+            for id in [1, 4] {
+                view.unusable(WorkerId(id), at(second));
+            }
             assert_eq!(view.next_due(), Some(start + LEASE), "more of them do not extend the lease");
         }
         view.unusable(WorkerId(2), at(4));
@@ -302,7 +304,9 @@ mod tests {
         view.registered(instance(1, 1), address());
         view.registered(instance(2, 1), address());
         view.heard(start);
-        [1, 2].into_iter().for_each(|id| view.unusable(WorkerId(id), start));
+        for id in [1, 2] {
+            view.unusable(WorkerId(id), start);
+        }
         assert_eq!(left(view.due(start + LEASE)), [], "nothing was heard, so NATS may not answer");
         view.unusable(WorkerId(1), start + LEASE);
         assert!(view.renewed(WorkerId(2)));

@@ -177,7 +177,7 @@ impl Watcher {
         }
         let (instance, address, texts) = match self.read(id, &stored).await {
             Ok(read) => read,
-            Err(unusable) => return self.refuse(id, unusable),
+            Err(unusable) => return self.refuse(id, &unusable),
         };
         self.records.insert(id, KnownRecord { stored, _texts: texts });
         self.view.registered(instance, address)
@@ -185,8 +185,8 @@ impl Watcher {
 
     /// Each renewal brings an unusable record again, and each time it is read again, because its texts can still arrive. It
     /// is reported once.
-    fn refuse(&mut self, id: WorkerId, unusable: Unusable) -> Option<Membership> {
-        let (Unusable::Ignored(problem) | Unusable::Superseded(problem)) = &unusable;
+    fn refuse(&mut self, id: WorkerId, unusable: &Unusable) -> Option<Membership> {
+        let (Unusable::Ignored(problem) | Unusable::Superseded(problem)) = unusable;
         if self.refused.get(&id) != Some(problem) {
             self.connection.metrics.refused(Refused::Instance);
             tracing::warn!(worker = %id, problem, "the record of the instance is not used");
