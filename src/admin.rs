@@ -10,6 +10,7 @@ use crate::config::Listen;
 use crate::node::{CacheAudit, TierAudit, listen};
 use crate::reload::{Outcome, Reload};
 use axum::extract::State;
+use axum::extract::rejection::StringRejection;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post, put};
@@ -55,11 +56,15 @@ async fn tiers(State(audit): State<Weak<CacheAudit>>) -> Result<Json<Vec<TierAud
 }
 
 /// The body is the new filter, as in `log.filter`. It stays until the next reload.
-async fn set_log_filter(State(reload): State<Arc<Reload>>, filter: String) -> Response {
-    match reload.set_log_filter(filter.trim()) {
+async fn set_log_filter(
+    State(reload): State<Arc<Reload>>,
+    filter: Result<String, StringRejection>,
+) -> Result<Response, request::Error> {
+    let filter = filter.map_err(request::Error::Body)?;
+    Ok(match reload.set_log_filter(filter.trim()) {
         Ok(()) => Json(reload.as_json()["config"]["log.filter"].clone()).into_response(),
         Err(problem) => request::error(StatusCode::UNPROCESSABLE_ENTITY, &problem),
-    }
+    })
 }
 
 async fn reload_now(State(reload): State<Arc<Reload>>) -> (StatusCode, Json<crate::reload::Report>) {

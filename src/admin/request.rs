@@ -1,10 +1,11 @@
-//! What the two admin APIs of workers have in common: the path of a worker, the wait of a drain, and the errors.
+//! What parts of the admin API have in common: the path of a worker, the wait of a drain, and the errors.
 
 use crate::config::HumanDuration;
 use axum::Json;
 use axum::extract::Query;
-use axum::extract::rejection::QueryRejection;
-use axum::http::StatusCode;
+use axum::extract::rejection::{QueryRejection, StringRejection};
+use axum::http::header::CONNECTION;
+use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use router::NoSuchWorker;
 use serde::Deserialize;
@@ -32,6 +33,8 @@ pub(super) enum Error {
     NoSuchWorker(String),
     /// The query string is invalid.
     Query(QueryRejection),
+    /// The body is too large, or is no text.
+    Body(StringRejection),
 }
 
 impl From<NoSuchWorker> for Error {
@@ -42,14 +45,22 @@ impl From<NoSuchWorker> for Error {
 
 impl IntoResponse for Error {
     fn into_response(self) -> Response {
+        let is_of_body = matches!(self, Self::Body(_));
         let (status, message) = match self {
             Self::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "the node is shutting down".to_owned()),
             Self::NoSuchWorker(id) => {
                 (StatusCode::NOT_FOUND, format!("there is no worker {id:?}; GET /admin/workers lists them"))
             }
             Self::Query(problem) => (StatusCode::BAD_REQUEST, problem.body_text()),
+            Self::Body(problem) => (problem.status(), problem.body_text()),
         };
-        error(status, &message)
+        let mut response = error(status, &message);
+        if is_of_body {
+            // The rest of a body that is too large is not read. A server that says so discards what still comes, so
+            // that the client gets the response.
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
+        response
     }
 }
 
@@ -74,12 +85,35 @@ pub(super) fn parse_id(id: &str) -> Result<WorkerId, Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_id;
-    use worker::plane::WorkerId;
+    use super::*;
+    use axum::Router;
+    use axum::body::{Body, to_bytes};
+    use axum::http::Request;
+    use axum::routing::put;
+    use serde_json::Value;
+    use tower::ServiceExt;
 
     #[test]
     fn a_worker_id_is_w2_or_2() {
         assert!(matches!((parse_id("w2"), parse_id("2")), (Ok(WorkerId(2)), Ok(WorkerId(2)))));
         assert!(["", "w", "x2", "w-1"].iter().all(|name| parse_id(name).is_err()));
+    }
+
+    async fn put_text(body: Result<String, StringRejection>) -> Result<String, Error> {
+        body.map_err(Error::Body)
+    }
+
+    #[tokio::test]
+    async fn a_body_that_is_too_large_or_no_text_gets_an_error_object() {
+        let app = Router::new().route("/", put(put_text));
+        for (body, status) in [(vec![0xff], 400), (vec![b'x'; 10 << 20], 413)] {
+            let request = Request::put("/").body(Body::from(body)).unwrap();
+            let answer = app.clone().oneshot(request).await.unwrap();
+            assert_eq!(answer.status().as_u16(), status);
+            assert_eq!(answer.headers()[CONNECTION], "close");
+            let body: Value = serde_json::from_slice(&to_bytes(answer.into_body(), usize::MAX).await.unwrap()).unwrap();
+            assert_eq!(body["error"]["type"], "invalid_request_error");
+            assert!(body["error"]["message"].is_string(), "{body}");
+        }
     }
 }
