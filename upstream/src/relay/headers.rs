@@ -84,7 +84,9 @@ pub fn set_rank(headers: &mut HeaderMap, rank: u32) {
 
 /// The headers of an answer to the client.
 pub fn response(engine: HeaderMap, body: Body) -> HeaderMap {
-    let ends_here = |name: &HeaderName| body == Body::Changed && name == header::CONTENT_LENGTH;
+    let ends_here = |name: &HeaderName| {
+        (body == Body::Changed && name == header::CONTENT_LENGTH) || name.as_str().starts_with(PRIVATE)
+    };
     // Most answers have only headers that pass.
     if engine.keys().any(|name| HOP_BY_HOP.contains(name) || ends_here(name)) {
         passed(&engine, ends_here)

@@ -65,6 +65,14 @@ fn headers_for_the_gateway_end_there() {
 }
 
 #[test]
+fn headers_of_the_gateway_are_not_those_of_an_engine() {
+    let engine = headers(&[("x-blockyard-explain", "{}"), ("x-blockyard-new", "1"), ("x-engine", "1")]);
+    for body in [Body::Changed, Body::Unchanged] {
+        assert_eq!(response(engine.clone(), body), headers(&[("x-engine", "1")]));
+    }
+}
+
+#[test]
 fn the_length_of_a_changed_body_is_removed() {
     let engine = headers(&[("content-length", "7"), ("content-type", "text/event-stream"), ("x-request-id", "r")]);
     assert_eq!(response(engine.clone(), Body::Unchanged), engine);
