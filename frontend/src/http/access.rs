@@ -1,4 +1,4 @@
-//! Access checks of every request: shutdown, reserved connections, and requests of web pages.
+//! Access checks of every request: shutdown, reserved connections, number of headers, and requests of web pages.
 //!
 //! A web page in a browser can send requests to any port of the same machine, and read the responses by DNS rebinding.
 //! Three checks prevent this: `Host` must name this server; `Origin` must be this server's or one of `cors_origins`;
@@ -21,6 +21,8 @@ use std::net::IpAddr;
 
 /// Maximum URL length in bytes, as in most servers: far longer than any route, for query strings that proxies add.
 const MAX_URL_BYTES: usize = 8 << 10;
+/// Maximum number of headers: that of hyper for HTTP/1.1, which has none for HTTP/2. The error names it.
+const MAX_HEADERS: usize = 100;
 /// Seconds for which browsers cache the response to a preflight. Chromium caps it at 7200.
 const PREFLIGHT_SECONDS: &str = "7200";
 
@@ -30,13 +32,15 @@ const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-contro
 /// Response headers that scripts may read beyond those of the Fetch standard.
 const EXPOSED: &str = "x-request-id, retry-after, x-blockyard-explain";
 
-/// The hosts and origins whose requests are served.
-#[derive(Clone, Debug, Default)]
+/// Which requests are served, by host, origin and number of headers.
+#[derive(Clone, Debug)]
 pub(crate) struct AccessRules {
     /// Names of this server besides its addresses and `localhost`, in lower case.
     pub(crate) hosts: Vec<String>,
     /// Origins of other sites whose pages may use this server.
     pub(crate) origins: Vec<Origin>,
+    /// Maximum bytes of the headers, for the error. The protocol layer checks it.
+    pub(crate) max_headers: usize,
 }
 
 /// Middleware: rejects requests that `access` does not allow, and responds to preflight requests.
@@ -138,7 +142,7 @@ impl Admission {
 impl AccessRules {
     pub(crate) fn new(settings: &Settings) -> Self {
         let hosts = settings.allowed_hosts.iter().map(|host| host.trim_end_matches('.').to_ascii_lowercase()).collect();
-        Self { hosts, origins: settings.cors_origins.clone() }
+        Self { hosts, origins: settings.cors_origins.clone(), max_headers: settings.max_headers.as_usize() }
     }
 
     /// Checks a request. There is a response already if it is rejected, or a preflight.
@@ -159,6 +163,9 @@ impl AccessRules {
     }
 
     fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
+        if request.headers().len() > MAX_HEADERS {
+            return Err(Error::HeadersTooLarge(self.max_headers));
+        }
         let connection = ConnectionInfo::of(request.extensions());
         let origin = request.headers().get(ORIGIN).filter(|_| !origin_allowed);
         let header = only_host(request);

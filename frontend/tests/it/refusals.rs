@@ -26,6 +26,19 @@ fn check(what: &str, answer: &TestResponse, status: u16, code: &Value, param: &V
     serde_json::from_value::<ApiError>(error.clone()).unwrap_or_else(|e| panic!("{what}: {e}: {body}"));
 }
 
+/// hyper limits the headers of HTTP/1.1 only.
+#[tokio::test]
+async fn more_than_100_headers_are_rejected() {
+    let router = FakeEngine::with_steps(vec![]).router();
+    let ask = async |count: usize| {
+        let names = (0..count).map(|nth| format!("x-{nth}"));
+        let request = names.fold(Request::get("/live"), |request, name| request.header(name, "y"));
+        send(&router, request.body(Body::empty()).unwrap()).await
+    };
+    assert_eq!(ask(100).await.status, 200);
+    check("101 headers", &ask(101).await, 431, &json!("headers_too_large"), &Value::Null);
+}
+
 #[tokio::test]
 async fn invalid_cache_fields_are_rejected() {
     let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
