@@ -19,8 +19,9 @@ pub struct Cluster {
     /// and of their stores are derived from it, so it should be the same after a restart. Default: the address of
     /// `cluster.listen`.
     pub advertise: Option<String>,
-    /// A file with the secret that frontends send and workers require, the same for all processes. Default none:
-    /// workers take requests of every process that reaches them.
+    /// A file with the secret that frontends send and workers require, the same for all processes. Workers sign with it
+    /// what they register in NATS, and frontends use only workers that have. Default none: workers take requests of every
+    /// process that reaches them, and frontends use every worker that is registered.
     pub secret_file: Option<PathBuf>,
     /// TLS between frontends and workers, and between workers.
     pub tls: ClusterTls,

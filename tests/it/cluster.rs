@@ -167,7 +167,7 @@ async fn requests_go_on_when_a_worker_is_killed_and_its_blocks_are_found_after_a
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_says_what_is_wrong() {
+async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_ignores_workers_of_another() {
     let Some(mut cluster) = Cluster::new() else { return };
     let worker = cluster.worker(&cluster.seat("a")).await;
     let http = client();
@@ -181,11 +181,24 @@ async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_says_what_i
     }
     let rebinding = http.get(format!("{}/metrics", worker.client.url)).header("host", "attacker.example").send();
     assert_eq!(rebinding.await.unwrap().status().as_u16(), 403, "on loopback only loopback hosts");
+    // A worker with another secret is not used: a frontend would send it its own.
+    let frontend = cluster.frontend().await;
     std::fs::write(cluster.folder.path().join("other"), "another secret".repeat(4).replace(' ', "-")).unwrap();
     cluster.secret = cluster.folder.path().join("other");
-    let frontend = cluster.frontend().await;
-    let answer = frontend.client.ask(&prompt(1)).await.unwrap();
-    assert!(answer["error"]["message"].as_str().unwrap().contains("secret"), "{answer}");
+    let stranger = cluster.worker(&cluster.seat("b")).await;
+    while frontend.client.metric("blockyard_nats_refused_total", "kind=\"instance\"").await < 1.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    // The log is written by another thread than the one that counts.
+    let refused = loop {
+        match frontend.log().lines().find(|line| line.contains(&stranger.client.url)) {
+            Some(line) => break line.to_owned(),
+            None => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    };
+    assert!(refused.contains("cluster.secret_file"), "{refused}");
+    assert!((frontend.client.metric("blockyard_router_workers", "").await - 1.0).abs() < 0.5, "{refused}");
+    frontend.client.complete(&prompt(1)).await.unwrap();
 }
 
 #[test]

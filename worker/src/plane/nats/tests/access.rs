@@ -4,6 +4,7 @@ use super::*;
 use crate::plane::contract::{engine, instance, next, soon};
 use crate::plane::{Discovery, Event, EventBody, Events, PlaneError, ReservationUpdate, Role, RouterId, Source, Topic};
 use crate::plane::{StoreId, WorkerId};
+use async_nats::header::HeaderMap;
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
 use std::path::Path;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -11,6 +12,9 @@ use tokio::net::TcpListener;
 
 /// The documented permissions.
 const PAGE: &str = include_str!("../../../../../docs/nats.md");
+
+/// The counter of what was refused.
+const REFUSED: &str = "blockyard_nats_refused_total";
 
 /// Certificates for `localhost`, each its own authority.
 const ONE: [&str; 2] = [
@@ -26,6 +30,18 @@ fn file(folder: &Path, name: &str, text: &str) -> PathBuf {
     let path = folder.join(name);
     std::fs::write(&path, text).unwrap();
     path
+}
+
+/// A server with the documented users.
+async fn documented() -> Option<Server> {
+    let (_, text) = PAGE.split_once("```conf\n").unwrap();
+    Server::with_configuration(text.split_once("```").unwrap().0).await
+}
+
+/// Whether the key of a worker holds its record.
+async fn has_record(connection: &Connection, id: u64) -> bool {
+    let last = connection.bucket.last(WorkerId(id)).await.unwrap().value;
+    last.is_some_and(|stored| record::Record::admit(WorkerId(id), &stored, None).is_ok())
 }
 
 fn user(server: &Server, user: &str) -> Settings {
@@ -52,8 +68,7 @@ fn block(source: Source) -> Event {
 
 #[tokio::test]
 async fn the_documented_permissions_suffice_and_separate_the_roles() {
-    let (_, text) = PAGE.split_once("```conf\n").unwrap();
-    let Some(server) = Server::with_configuration(text.split_once("```").unwrap().0).await else { return };
+    let Some(server) = documented().await else { return };
     let (worker, frontend) = (connect(user(&server, "worker")).await, connect(user(&server, "frontend")).await);
     let (workers, frontends) = (discovery_of(&worker), discovery_of(&frontend));
     let (worker_events, frontend_events) = (NatsEvents::new(worker), NatsEvents::new(frontend));
@@ -97,6 +112,126 @@ async fn the_documented_permissions_suffice_and_separate_the_roles() {
     assert!(is_quiet(&mut reservations, Duration::from_millis(200)).await);
     drop(lease);
     assert_eq!(next(&mut instances).await, (1, 1, false));
+}
+
+#[tokio::test]
+async fn a_frontend_cannot_make_a_worker_overwrite_records() {
+    let Some(server) = documented().await else { return };
+    let (worker, registry) = open(user(&server, "worker")).await.unwrap();
+    let frontend = connect(user(&server, "frontend")).await;
+    let (workers, frontends) = (discovery_of(&worker), discovery_of(&frontend));
+    let (worker_events, frontend_events) =
+        (NatsEvents::new(Arc::clone(&worker)), NatsEvents::new(Arc::clone(&frontend)));
+    let source = Source::Worker(WorkerId(1));
+    let _offer = worker_events.offer(source, Arc::new(EventLog::new(Epoch(1))));
+    let mut sent = instance(1, 1);
+    Arc::make_mut(&mut sent.model).tokenizer = Some("tokenizer".into());
+    let _lease = workers.register(sent, engine()).await.unwrap();
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+    until("the log answers", async || frontend_events.snapshot(source).await.is_ok()).await;
+
+    // Requests that a frontend may send, for answers where only a worker may write.
+    let stored = worker.bucket.last(WorkerId(1)).await.unwrap().value.unwrap();
+    let json: serde_json::Value = serde_json::from_slice(&stored.json).unwrap();
+    let subjects = &frontend.subjects;
+    let requests = [
+        (subjects.log(source), codec::encode(&codec::LogRequest::Epoch)),
+        (subjects.log_of_epoch(source, Epoch(1)), codec::encode(&codec::LogRequest::OpenSnapshot)),
+        (subjects.log(source), vec![]),
+        (subjects.texts(json["texts"]["blake3"].as_str().unwrap()), codec::encode(&codec::Piece { offset: 0 })),
+    ];
+    let replies = [subjects.instance(WorkerId(1)), subjects.event(Topic::Cache, source)];
+    for (subject, request) in &requests {
+        for reply in &replies {
+            let request = request.clone().into();
+            frontend.client.publish_with_reply(subject.clone(), reply.clone(), request).await.unwrap();
+        }
+    }
+    let sent = (requests.len() * replies.len()) as u64;
+    until("the worker has refused all of them", async || counter(&registry, REFUSED, "reply") == sent).await;
+    assert!(has_record(&worker, 1).await);
+    assert!(is_quiet(&mut instances, Duration::from_millis(200)).await);
+    assert_eq!(frontend_events.snapshot(source).await.unwrap().number, 0, "other requests are answered");
+}
+
+#[tokio::test]
+async fn a_record_that_something_else_overwrites_does_not_end_a_worker() {
+    let Some(server) = documented().await else { return };
+    let worker = connect(short_lease(user(&server, "worker"))).await;
+    let (frontend, registry) = open(short_lease(user(&server, "frontend"))).await.unwrap();
+    let (workers, frontends) = (discovery_of(&worker), discovery_of(&frontend));
+    let _lease = workers.register(instance(1, 1), engine()).await.unwrap();
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+    // JetStream itself answers to any subject.
+    let overwrite = async |id: u64| {
+        let (subject, reply) = ("$JS.API.STREAM.INFO.KV_blockyard", frontend.subjects.instance(WorkerId(id)));
+        frontend.client.publish_with_reply(subject, reply, "".into()).await.unwrap();
+    };
+    let lease = tokio::time::Instant::now() + frontend.settings.lease * 2;
+    while tokio::time::Instant::now() < lease {
+        overwrite(1).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    until("the record is there again", async || has_record(&worker, 1).await).await;
+    assert!(is_quiet(&mut instances, Duration::from_millis(200)).await, "the worker never left");
+    assert_eq!(counter(&registry, REFUSED, "instance"), 1, "it is reported once");
+
+    // A worker that is gone leaves although nothing expires what is in its place.
+    let dying = processes::Process::start(short_lease(user(&server, "worker")), 2, 1).await.unwrap();
+    assert_eq!(next(&mut instances).await, (2, 1, true));
+    dying.kill();
+    overwrite(2).await;
+    assert_eq!(next(&mut instances).await, (2, 1, false));
+}
+
+#[tokio::test]
+async fn with_a_secret_only_signed_records_are_used() {
+    let Some(server) = documented().await else { return };
+    let (worker, (frontend, registry)) =
+        (connect(user(&server, "worker")).await, open(user(&server, "frontend")).await.unwrap());
+    let (ours, other) = (RecordKey::derive(b"0123456789abcdef"), RecordKey::derive(b"fedcba9876543210"));
+    let workers = discovery_with_key(&worker, Some(ours.clone()));
+    let (unsigned, strangers) = (discovery_of(&worker), discovery_with_key(&worker, Some(other)));
+    let _leases = [
+        workers.register(instance(1, 1), engine()).await.unwrap(),
+        unsigned.register(instance(2, 1), engine()).await.unwrap(),
+        strangers.register(instance(3, 1), engine()).await.unwrap(),
+    ];
+    // With the permissions of a worker and without the secret: a copy of a record under another id, and one with another
+    // address in the place of the first.
+    let stored = worker.bucket.last(WorkerId(1)).await.unwrap().value.unwrap();
+    let (json, mac) = (String::from_utf8(stored.json.to_vec()).unwrap(), stored.mac.clone().unwrap());
+    let forge = async |id: u64, from: &str, to: &str| {
+        assert!(json.contains(from), "{json}");
+        let mut headers = HeaderMap::new();
+        headers.insert("Blockyard-MAC", mac.as_str());
+        let (subject, forged) = (worker.subjects.instance(WorkerId(id)), json.replace(from, to));
+        worker.client.publish_with_headers(subject, headers, forged.into()).await.unwrap();
+    };
+    let address = address().to_string();
+    forge(4, "\"id\":1", "\"id\":4").await;
+    let frontends = discovery_with_key(&frontend, Some(ours));
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+    forge(1, &address, "http://127.0.0.1:10").await;
+    forge(1, "\"epoch\":1", "\"epoch\":9").await;
+    until("the others are refused", async || counter(&registry, REFUSED, "instance") >= 4).await;
+    until("the worker has written its record again", async || {
+        worker.bucket.last(WorkerId(1)).await.unwrap().value.is_some_and(|last| last == stored)
+    })
+    .await;
+    assert!(is_quiet(&mut instances, Duration::from_millis(200)).await);
+
+    // Without a secret all of them are used.
+    let mut all = watch(user(&server, "frontend")).await;
+    let mut seen: Vec<u64> = Vec::new();
+    for _ in 0..4 {
+        seen.push(next(&mut all).await.0);
+    }
+    seen.sort_unstable();
+    assert_eq!(seen, [1, 2, 3, 4]);
 }
 
 #[tokio::test]
