@@ -123,7 +123,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ),
             ("state", &["tokenizers", "params", "model", "http", "keys", "limits", "settings", "metrics"]),
             ("tokenizers", &["model", "metrics"]),
-            ("output", &["params", "model", "http", "limits", "error"]),
+            ("output", &["params", "model", "http", "limits", "metrics", "error"]),
             ("params", &["settings", "keys", "error"]),
             ("model", &["error"]),
             ("http", &["limits", "settings", "metrics", "keys", "error"]),

@@ -1,5 +1,5 @@
-//! The metrics of one model. Each is looked up at its first use, because that takes longer than an observation, and every
-//! request has several. One that is never used is not exported.
+//! The metrics of one model. Each is looked up at its first use, because that takes longer than an observation, and
+//! every request has several. One that is never used is not exported.
 
 use super::Metrics;
 use prometheus::core::{MetricVec, MetricVecBuilder};

@@ -110,8 +110,8 @@ fn choose(
         return Err(Error::Unavailable(problem));
     }
     let (prompt, context) = (request.tokens.len(), pool.context());
-    // The length of a relayed prompt is an estimate, and its engine knows better: what seems too long for all is sent to
-    // one with the longest context.
+    // The length of a relayed prompt is an estimate, and its engine knows better: what seems too long for all is sent
+    // to one with the longest context.
     let length = if matches!(request.work, Work::Relay(_)) { prompt.min(context.saturating_sub(1)) } else { prompt };
     if length >= context {
         return Err(Error::PromptTooLong { prompt, context });

@@ -53,8 +53,8 @@ impl Replication {
         self.rate > 0.0
     }
 
-    /// What later requests save when a worker with this load computes the prefix, as a negative cost. It is at most what
-    /// the placement costs because the worker does not have the prefix.
+    /// What later requests save when a worker with this load computes the prefix, as a negative cost. It is at most
+    /// what the placement costs because the worker does not have the prefix.
     pub(crate) fn saving(&self, work: &RemainingWork, estimate: &ServiceEstimate, cost: &Cost) -> f64 {
         if work.shared <= 0.0 {
             return 0.0;

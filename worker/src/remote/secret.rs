@@ -1,5 +1,5 @@
-//! The secret that the processes of a deployment share. A worker rejects requests without it, and no process connects to
-//! a worker whose record in discovery is not signed with it.
+//! The secret that the processes of a deployment share. A worker rejects requests without it, and no process connects
+//! to a worker whose record in discovery is not signed with it.
 
 use crate::plane::nats::RecordKey;
 use http::header::AUTHORIZATION;

@@ -18,7 +18,8 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// Time from the last message to the last consequence: a booking of another router whose end was lost expires after a
 /// minute. A digest every ten seconds shows what a router missed, and a resync is repeated after up to five.
 const QUIET: Duration = Duration::from_secs(75);
-/// Time after which a health check of an idle worker has ended, and how often that is waited for: another may have begun.
+/// Time after which a health check of an idle worker has ended, and how often that is waited for: another may have
+/// begun.
 const HEALTH_CHECK: Duration = Duration::from_secs(2);
 const LOOKS: usize = 4;
 /// Time by which a change of membership reaches a router that is connected: the slowest message of a bad network.

@@ -1,11 +1,12 @@
-//! The message authentication code (MAC) of a record: what a process must know, beside the permission to write the bucket,
-//! to be believed.
+//! The message authentication code (MAC) of a record: what a process must know, beside the permission to write the
+//! bucket, to be believed.
 //!
-//! A frontend sends the secret of the deployment and prompts to the address in a record. The permissions of NATS let each
-//! worker, and each client with the credentials of one, write the record of any. So a process signs its records with a
-//! key that is derived from the secret, and a process with a secret ignores records that were not signed with the same
-//! one. The MAC covers the id of the worker and the whole record: a copy for another id, or with another address, is not
-//! valid. It is carried in a header of the message, so that processes without a secret read the record as it is.
+//! A frontend sends the secret of the deployment and prompts to the address in a record. The permissions of NATS let
+//! each worker, and each client with the credentials of one, write the record of any. So a process signs its records
+//! with a key that is derived from the secret, and a process with a secret ignores records that were not signed with
+//! the same one. The MAC covers the id of the worker and the whole record: a copy for another id, or with another
+//! address, is not valid. It is carried in a header of the message, so that processes without a secret read the record
+//! as it is.
 //!
 //! Not here: freshness. A copy of a record that once was valid is valid, so it can show a worker that has left, at the
 //! address that this worker had.
@@ -101,8 +102,8 @@ mod tests {
         }
     }
 
-    /// When this fails, processes of other versions do not believe each other's records: change `CONTEXT` too, and say so
-    /// in the changelog.
+    /// When this fails, processes of other versions do not believe each other's records: change `CONTEXT` too, and say
+    /// so in the changelog.
     #[test]
     fn the_mac_is_that_of_the_documented_construction() {
         let key = blake3::derive_key(CONTEXT, b"0123456789abcdef");

@@ -130,8 +130,8 @@ impl Bucket {
         }
     }
 
-    /// Writes a record that expires, if `expected` is the last revision of the key; `None`: whatever is there. Returns the
-    /// new revision.
+    /// Writes a record that expires, if `expected` is the last revision of the key; `None`: whatever is there. Returns
+    /// the new revision.
     pub(super) async fn put(
         &self,
         id: WorkerId,

@@ -100,8 +100,8 @@ impl Connection {
         self.link.borrow().connected
     }
 
-    /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of the
-    /// deployment. Every responder asks here, and answers nothing otherwise.
+    /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of
+    /// the deployment. Every responder asks here, and answers nothing otherwise.
     pub(super) fn reply_to(&self, request: &Message) -> Option<Subject> {
         let reply = request.reply.as_ref()?;
         if self.subjects.is_in_inbox(reply) {

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Every write names the revision that it replaces (compare and set), so a process that was frozen cannot overwrite the
-//! record of its successor. What is not a record of a worker is overwritten: something that writes it again and again must
-//! not end a registration, so the last attempt of several names no revision. Order matters within a process: a watcher that starts after a lease was dropped must not
-//! see its instance.
+//! record of its successor. What is not a record of a worker is overwritten: something that writes it again and again
+//! must not end a registration, so the last attempt of several names no revision. Order matters within a process: a
+//! watcher that starts after a lease was dropped must not see its instance.
 
 use super::Address;
 use super::authentication::{RecordKey, StoredRecord};

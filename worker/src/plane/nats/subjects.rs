@@ -29,8 +29,8 @@ impl Subjects {
         format!("{}.inbox", self.prefix)
     }
 
-    /// Whether answers may be published to a subject: it is in an inbox of the deployment. A process publishes them with
-    /// its own permissions, so any other subject would let the reader write where only this process may.
+    /// Whether answers may be published to a subject: it is in an inbox of the deployment. A process publishes them
+    /// with its own permissions, so any other subject would let the reader write where only this process may.
     pub(super) fn is_in_inbox(&self, subject: &str) -> bool {
         let rest = subject.strip_prefix(&self.inbox()).and_then(|rest| rest.strip_prefix('.'));
         rest.is_some_and(|rest| !rest.is_empty())

@@ -14,9 +14,9 @@
 //! bucket keep arriving. After a silence of half a lease, and after a new connection, expired instances have a grace of
 //! one lease to renew. A fleet whose only worker dies is silent too: its end is noticed after two leases.
 //!
-//! A record that cannot be used says nothing about the worker in whose place it stands: something else has written it, and
-//! the worker writes its own again with its next renewal. It may have no expiry, so the view ends the lease itself, one
-//! lease after the first record that could not be used.
+//! A record that cannot be used says nothing about the worker in whose place it stands: something else has written it,
+//! and the worker writes its own again with its next renewal. It may have no expiry, so the view ends the lease itself,
+//! one lease after the first record that could not be used.
 
 use super::{Address, Connector};
 use crate::engine::Engine;
@@ -156,8 +156,8 @@ impl View {
         self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).min()
     }
 
-    /// The instances that have not renewed within the grace, or within a lease whose record cannot be used. To be called
-    /// while NATS is connected.
+    /// The instances that have not renewed within the grace, or within a lease whose record cannot be used. To be
+    /// called while NATS is connected.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Membership> {
         let mut left = self.end_leases(now);
         if self.grace_until.is_some_and(|until| now < until) {

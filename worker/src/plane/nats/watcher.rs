@@ -183,8 +183,8 @@ impl Watcher {
         self.view.registered(instance, address)
     }
 
-    /// Each renewal brings an unusable record again, and each time it is read again, because its texts can still arrive. It
-    /// is reported once.
+    /// Each renewal brings an unusable record again, and each time it is read again, because its texts can still
+    /// arrive. It is reported once.
     fn refuse(&mut self, id: WorkerId, unusable: &Unusable) -> Option<Membership> {
         let (Unusable::Ignored(problem) | Unusable::Superseded(problem)) = unusable;
         if self.refused.get(&id) != Some(problem) {

@@ -199,8 +199,8 @@ async fn with_a_secret_only_signed_records_are_used() {
         unsigned.register(instance(2, 1), engine()).await.unwrap(),
         strangers.register(instance(3, 1), engine()).await.unwrap(),
     ];
-    // With the permissions of a worker and without the secret: a copy of a record under another id, and one with another
-    // address in the place of the first.
+    // With the permissions of a worker and without the secret: a copy of a record under another id, and one with
+    // another address in the place of the first.
     let stored = worker.bucket.last(WorkerId(1)).await.unwrap().value.unwrap();
     let (json, mac) = (String::from_utf8(stored.json.to_vec()).unwrap(), stored.mac.clone().unwrap());
     let forge = async |id: u64, from: &str, to: &str| {
