@@ -17,6 +17,8 @@ use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::timeout;
 use worker::engine::{ModelCard, Readiness, UNKNOWN_CONTEXT};
 
 /// `GET /live`: the process responds.
@@ -30,10 +32,30 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, connection: Connec
     if is_shutting_down(connection) {
         return Error::ShuttingDown.into_response();
     }
+    let readiness = match state.engine.readiness() {
+        Readiness::Ready if !has_models(&state).await => {
+            Readiness::NotReady("the tokenizer of a model is being loaded".to_owned())
+        }
+        other => other,
+    };
     let stale = state.keys.as_ref().is_some_and(|keys| keys.is_stale());
     let stale = stale.then(|| "frontend.api_keys_file cannot be read; the log has the reason".to_owned());
-    respond_ready(state.engine.readiness(), || state.engine.degraded().into_iter().chain(stale).collect())
+    respond_ready(readiness, || state.engine.degraded().into_iter().chain(stale).collect())
 }
+
+/// Loads the models that are served, so that the first requests do not wait for it. `false` while that takes longer than
+/// a health check waits; it goes on then.
+async fn has_models(state: &Arc<AppState>) -> bool {
+    if state.models.is_preloaded(&*state.engine) {
+        return true;
+    }
+    let loading = Arc::clone(state);
+    let loading = tokio::spawn(async move { loading.models.preload(&*loading.engine).await });
+    timeout(LOADING_WAIT, loading).await.is_ok()
+}
+
+/// Kubernetes' probes wait for a second.
+const LOADING_WAIT: Duration = Duration::from_millis(800);
 
 /// The connection of a request; `None` within this process.
 pub(super) type Connection = Option<Extension<Arc<ConnectionInfo>>>;

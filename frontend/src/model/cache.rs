@@ -18,6 +18,8 @@ pub(crate) struct ModelCache {
 struct Entry {
     card: Arc<ModelCard>,
     model: Arc<OnceCell<Arc<ServedModel>>>,
+    /// Set after the first attempt to load it ahead of requests.
+    preloaded: Arc<OnceCell<()>>,
 }
 
 /// The card of the model with this id, as served now.
@@ -35,6 +37,11 @@ pub(crate) fn find_card(engine: &dyn Engine, id: &str) -> Result<Arc<ModelCard>,
     }
     let known = cards.iter().map(|card| card.id.clone()).collect();
     Err(Error::UnknownModel { model: id.into(), known })
+}
+
+/// The models whose requests are tokenized by this process.
+fn tokenized(engine: &dyn Engine) -> impl Iterator<Item = Arc<ModelCard>> {
+    engine.models().into_iter().filter(|card| !card.is_relayed)
 }
 
 impl ModelCache {
@@ -55,6 +62,24 @@ impl ModelCache {
         entry.model.get_or_try_init(load).await.cloned()
     }
 
+    /// Whether [`preload`](Self::preload) has nothing to do.
+    pub(crate) fn is_preloaded(&self, engine: &dyn Engine) -> bool {
+        tokenized(engine).all(|card| self.entry(engine, &card).preloaded.initialized())
+    }
+
+    /// Loads all models that are tokenized here, once each, so that no request waits for that. An error is that of the
+    /// requests for the model, which try again.
+    pub(crate) async fn preload(&self, engine: &dyn Engine) {
+        for card in tokenized(engine) {
+            let attempt = async {
+                if let Err(error) = self.get(engine, &card).await {
+                    tracing::warn!(model = card.id, %error, "cannot load the tokenizer of the model");
+                }
+            };
+            self.entry(engine, &card).preloaded.get_or_init(|| attempt).await;
+        }
+    }
+
     fn entry(&self, engine: &dyn Engine, card: &Arc<ModelCard>) -> Entry {
         let mut models = self.models.lock();
         if let Some(entry) = models.get(&card.id)
@@ -65,7 +90,7 @@ impl ModelCache {
         // The card is new or has changed: drop models that are no longer served.
         let served = engine.models();
         models.retain(|id, _| served.iter().any(|card| card.id == *id));
-        let entry = Entry { card: card.clone(), model: Arc::default() };
+        let entry = Entry { card: card.clone(), model: Arc::default(), preloaded: Arc::default() };
         models.insert(card.id.clone(), entry.clone());
         entry
     }
