@@ -247,22 +247,45 @@ impl Log {
 
     /// Chooses victims until the group is within its limit and the next segment fits into the capacity.
     fn select_victims(&self, state: &mut State, group: u16, carry: u64) -> Vec<ReclaimingSegment> {
-        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let most = self.quotas.bounds[usize::from(group)].maximum;
         let mut victims = Vec::new();
         while bytes_of(state, group) > most {
             let Some(next) = self.oldest_victim(state, group, carry) else { break };
             victims.push(next);
         }
+        victims.extend(self.excess_victims(state, carry));
+        victims
+    }
+
+    /// Chooses victims until the next segment fits into the capacity.
+    fn excess_victims(&self, state: &mut State, carry: u64) -> Vec<ReclaimingSegment> {
+        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let taken = |state: &State| -> u64 {
             let remaining = state.segments.values().filter(|segment| !segment.is_reclaiming());
             remaining.map(|segment| segment.bytes()).sum()
         };
+        let mut victims = Vec::new();
         while taken(state) + segment_bytes > capacity_bytes {
             let Some(next) = self.next_victim(state, carry) else { break };
             victims.push(next);
         }
         victims
+    }
+
+    /// Reclaims the oldest recovered segments of a log whose capacity was larger before, and its larger spare. Nothing
+    /// is carried over, because no head exists yet.
+    pub(super) fn shrink_to_capacity(&self) {
+        let victims = self.excess_victims(&mut self.lock(), 0);
+        for victim in &victims {
+            self.reclaim(victim);
+        }
+        if !victims.is_empty() {
+            tracing::info!(
+                folder = %self.folder.display(), segments = victims.len(), capacity_bytes = self.capacity(),
+                used_bytes = self.used_bytes(), "removed the oldest segments, because the capacity of G3 is smaller now"
+            );
+        }
+        segment::delete_large_spare(&self.io, &self.folder, self.settings.segment_bytes);
     }
 
     /// The oldest sealed segment of the group that is furthest over its guarantee.

@@ -88,16 +88,42 @@ async fn a_reused_segment_contains_no_old_record() {
 }
 
 #[tokio::test]
-async fn a_smaller_capacity_applies_from_the_first_store_on() {
+async fn a_smaller_capacity_applies_from_the_start() {
     let folder = tempfile::tempdir().unwrap();
+    let on_disk =
+        || -> u64 { fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum() };
     let (tier, _) = open(folder.path());
-    store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
+    store(&*tier, blocks.clone()).await;
     drop(tier);
-    let (tier, _) = open_with(folder.path(), small());
+    let before = on_disk();
+    let (tier, _) = open(folder.path());
+    assert_eq!((tier.usage().blocks, on_disk()), (400, before), "the same capacity removes nothing");
+    drop(tier);
+
+    let (tier, events) = open_with(folder.path(), small());
+    assert!(tier.usage().bytes <= small().capacity_bytes, "{} bytes", tier.usage().bytes);
+    assert!(on_disk() <= small().capacity_bytes, "{} bytes on disk, with the spare", on_disk());
+    let held = tier.usage().blocks;
+    assert!(held > 4 * FULL, "{held} blocks are left");
+    assert_eq!(announced(&events, Level::G3).len() as u64, held, "the removed blocks are not announced any more");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&blocks[399..])), 1, "the newest blocks are kept");
     store(&*tier, chain(99, 1)).await;
     idle(&tier).await;
-    assert!(tier.usage().bytes <= small().capacity_bytes);
+    assert!(on_disk() <= small().capacity_bytes);
     assert!(all(&load(&*tier, fingerprint(), hashes(&chain(99, 1))).await));
+}
+
+#[tokio::test]
+async fn a_capacity_below_one_old_segment_removes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), Settings { segment_bytes: 2 << 20, ..settings() });
+    store(&*tier, chain(1, 400)).await;
+    drop(tier);
+    let (tier, events) = open_with(folder.path(), Settings { capacity_bytes: 1 << 20, ..settings() });
+    assert_eq!((tier.usage().blocks, tier.usage().bytes, announced(&events, Level::G3).len()), (0, 0, 0));
+    assert!(!folder.path().join("spare").exists());
+    store(&*tier, chain(2, 40)).await;
 }
 
 #[tokio::test(start_paused = true)]
