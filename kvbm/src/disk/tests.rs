@@ -363,7 +363,7 @@ async fn a_block_larger_than_a_segment_is_rejected_alone() {
     let large = chain_of(fingerprint(), 1, 1, 70_000);
     let small = chain(2, 1);
     let answers = tier.store([large, small].concat()).await;
-    assert!(matches!(answers[..], [Err(StoreError::Full), Ok(())]));
+    assert!(matches!(answers[..], [Err(StoreError::TooLarge(70_000..)), Ok(())]));
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@
 
 use super::direct::Access;
 use super::log::{Log, State};
-use super::queue::{Batch, WriterPermit, clone_error};
+use super::queue::{Batch, WriterPermit, same_error};
 use super::record::Record;
 use super::segment::Head;
 use crate::tier::StoreError;
@@ -47,9 +47,7 @@ impl Log {
             for job in batch.jobs {
                 let answer = match &written {
                     Ok(()) => Ok(()),
-                    Err(StoreError::Busy) => Err(StoreError::Busy),
-                    Err(StoreError::Full) => Err(StoreError::Full),
-                    Err(StoreError::Io(error)) => Err(StoreError::Io(clone_error(error))),
+                    Err(error) => Err(same_error(error)),
                 };
                 // Released before the answer, so that a caller that gets an error can try another path.
                 drop(job.claim);
@@ -65,7 +63,8 @@ impl Log {
         let (segment, mut rotations) = (self.settings.segment_bytes, 0);
         loop {
             if self.is_withdrawn() {
-                return Some((self.take(&state, writer, Take::Rejected)?.0, Step::Reject(StoreError::Busy)));
+                let down = StoreError::Unavailable(self.failure().unwrap_or("the path went down").to_owned());
+                return Some((self.take(&state, writer, Take::Rejected)?.0, Step::Reject(down)));
             }
             let (batch, waits) = self.take(&state, writer, Take::Writable)?;
             if !batch.is_empty() {
