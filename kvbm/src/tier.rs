@@ -39,7 +39,7 @@ use std::io;
 ///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; the caller does.
 /// - `store` MUST resolve only when the bytes are as durable as the tier promises, and only then announce them. Storing
 ///   a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot accept a block
-///   now MUST answer [`StoreError::Busy`] soon instead of waiting.
+///   now MUST answer [`StoreError::Busy`] or [`StoreError::Unavailable`] soon instead of waiting.
 /// - After `discard`, `holds` and `load` MUST miss the block, and its removal MUST be announced. A tier with several
 ///   copies of the block may continue with another one, and may treat further calls as repetitions of the first for
 ///   some time.
@@ -111,9 +111,15 @@ pub enum StoreError {
     /// The tier is overloaded; the caller may retry or give up.
     #[error("tier is busy")]
     Busy,
+    /// The tier cannot be used now, for this reason; the caller may retry or give up.
+    #[error("tier is down: {0}")]
+    Unavailable(String),
     /// The tier is full and cannot evict anything.
     #[error("tier is full")]
     Full,
+    /// The tier takes no block of this payload length in bytes.
+    #[error("a block of {0} bytes is too large for the capacity of the tier")]
+    TooLarge(u64),
     /// The device or store failed.
     #[error("write failed: {0}")]
     Io(#[from] io::Error),

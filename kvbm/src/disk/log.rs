@@ -104,6 +104,8 @@ pub(super) struct Log {
     read_failures: AtomicU32,
     /// Whether writes fail. Logged once, until a write succeeds.
     writes: WriteHealth,
+    /// A segment was reclaimed on a full disk, and no head could be created in its space.
+    pub(super) reclaimed_in_vain: AtomicBool,
     /// Why the folder cannot be used; set once.
     failure: OnceLock<String>,
     /// Cancelled when `failure` is set, so that no caller waits for the device any more.
@@ -187,6 +189,7 @@ impl Log {
             cooldown_until: Mutex::default(),
             read_failures: AtomicU32::new(0),
             writes: WriteHealth::default(),
+            reclaimed_in_vain: AtomicBool::new(false),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
             withdrawn: AtomicBool::new(false),

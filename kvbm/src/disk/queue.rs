@@ -188,8 +188,18 @@ impl Drop for WriterPermit<'_> {
     }
 }
 
-/// A copy of an error for another caller.
-pub(super) fn clone_error(error: &io::Error) -> io::Error {
+/// The same error for another caller.
+pub(super) fn same_error(error: &StoreError) -> StoreError {
+    match error {
+        StoreError::Busy => StoreError::Busy,
+        StoreError::Unavailable(why) => StoreError::Unavailable(why.clone()),
+        StoreError::Full => StoreError::Full,
+        StoreError::TooLarge(bytes) => StoreError::TooLarge(*bytes),
+        StoreError::Io(error) => StoreError::Io(clone_error(error)),
+    }
+}
+
+fn clone_error(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
         None => io::Error::new(error.kind(), error.to_string()),

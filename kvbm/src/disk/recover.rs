@@ -46,7 +46,7 @@ type Position = (u32, u32);
 impl Log {
     /// Recovers the blocks of an earlier process and publishes events for them. The newest record of a block wins.
     /// Sealed segments come first, then scanned ones as they are completed. Loads find what is recovered so far;
-    /// writers wait.
+    /// writers wait. Blocks beyond a capacity that is smaller than before are removed at the end.
     pub(super) fn recover(&self) -> io::Result<()> {
         let started = Instant::now();
         let found = self.find();
@@ -91,6 +91,9 @@ impl Log {
         self.assign_tombstones(&mut recovery);
         let segments = recovery.segments.into_iter().map(|segment| (segment.number(), segment));
         self.lock().segments.extend(segments);
+        if !self.is_withdrawn() {
+            self.shrink_to_capacity();
+        }
         Ok(found)
     }
 

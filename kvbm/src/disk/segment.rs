@@ -136,6 +136,14 @@ pub(super) fn delete_spare(io: &FileIo, folder: &Path) -> bool {
     io.remove(&spare(folder)).is_ok()
 }
 
+/// Deletes the spare if it is larger than a new segment.
+pub(super) fn delete_large_spare(io: &FileIo, folder: &Path, segment_bytes: u64) {
+    let length = io.query(|| spare(folder).symlink_metadata()).map_or(0, |found| found.len());
+    if length > segment_bytes {
+        delete_spare(io, folder);
+    }
+}
+
 /// Opens a regular file. A pipe or a device is an error, because opening or reading it could block for ever.
 pub(super) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<File> {
     if !fs::metadata(path)?.is_file() {

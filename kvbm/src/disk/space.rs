@@ -27,6 +27,12 @@ use std::sync::atomic::Ordering;
 const CARRIED_DIVISOR: u64 = 4;
 /// When others have filled the disk, the log retains one part in so many of its capacity.
 const RETAINED_DIVISOR: u64 = 4;
+/// It retains at least so many segments: the head and a sealed one ([`reclaimable_bytes`]).
+const RETAINED_SEGMENTS: u64 = 2;
+/// On a full disk a head may be smaller than configured, at least one part in so many.
+const SMALL_HEAD_DIVISOR: u64 = 4;
+/// One part in so many of the free space is left to the filesystem, which needs some for its own structures.
+const METADATA_DIVISOR: u64 = 64;
 /// The retained space may be exceeded by one part in so many of a segment: segments are not filled to their end, and
 /// one victim has to suffice for one new segment.
 const SLACK_DIVISOR: u64 = 8;
@@ -55,29 +61,28 @@ impl Log {
     /// Seals the head of a group, creates the next one, and frees space for the rotation after this one. Runs on one
     /// thread at a time, without the lock; other writers go on as soon as the new head exists.
     ///
-    /// Blocks that are carried over get at most the first `carry` bytes of the new head.
-    pub(super) fn rotate(&self, group: u16, carry: u64) -> Result<(), StoreError> {
+    /// Blocks that are carried over get at most the first `carry` bytes of the new head. It has at least `least` bytes.
+    pub(super) fn rotate(&self, group: u16, carry: u64, least: u64) -> Result<(), StoreError> {
         if self.in_cooldown() {
             return Err(StoreError::Busy);
         }
         let full = self.lock().heads.remove(&group);
         // This seals the segment, unless another thread still writes to it.
         drop(full);
-        self.start_head(group, carry).map_err(|error| {
+        self.start_head(group, carry, least).map_err(|error| {
             self.start_cooldown(&error);
             self.check_folder_after(&error);
-            match error.kind() {
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full,
-                _ => StoreError::Io(error),
-            }
+            StoreError::Io(error)
         })
     }
 
-    fn start_head(&self, group: u16, carry: u64) -> io::Result<()> {
+    fn start_head(&self, group: u16, carry: u64, least: u64) -> io::Result<()> {
         self.check_folder()?;
         let before = self.used_bytes();
-        let head = self.create_segment(group)?;
+        let head = self.create_segment(group, least)?;
         let number = head.segment().number();
+        // A small head has no space to spare.
+        let carry = if head.segment().bytes() < self.settings.segment_bytes { 0 } else { carry };
         // Checked before victims are chosen, because those must then be deleted.
         let short = self.missing_free_bytes()? > 0;
         let victims = {
@@ -117,10 +122,15 @@ impl Log {
         }
     }
 
+    /// Bytes that the log keeps when others have filled the disk.
+    fn retained_bytes(&self) -> u64 {
+        (self.capacity() / RETAINED_DIVISOR).max(RETAINED_SEGMENTS * self.settings.segment_bytes)
+    }
+
     /// Reclaims segments while the filesystem has less than `min_free_bytes` free. The log retains a part of its
-    /// capacity ([`RETAINED_DIVISOR`]) and continues to write in that space; it does not grow.
+    /// capacity ([`Self::retained_bytes`]) and continues to write in that space; it does not grow.
     fn make_room(&self, before: u64, carry: u64) -> io::Result<()> {
-        let kept = before.min(self.capacity() / RETAINED_DIVISOR);
+        let kept = before.min(self.retained_bytes());
         loop {
             let over = self.used_bytes().saturating_sub(kept + self.settings.segment_bytes / SLACK_DIVISOR);
             let wanted = self.missing_free_bytes()?.min(over);
@@ -129,46 +139,105 @@ impl Log {
             }
             let next = {
                 let mut state = self.lock();
-                let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_reclaiming());
-                // If all sealed segments would not suffice, none is reclaimed.
-                let suffices = sealed.map(|segment| segment.bytes()).sum::<u64>() >= wanted;
+                // If the segments would not suffice, none is reclaimed.
+                let suffices = reclaimable_bytes(&state) >= wanted;
                 suffices.then(|| self.next_victim(&mut state, carry)).flatten()
             };
-            let Some(victim) = next else { return Err(io::ErrorKind::StorageFull.into()) };
+            let Some(victim) = next else {
+                let why = "the disk is full, and removing the oldest segments would not free enough";
+                return Err(io::Error::new(io::ErrorKind::StorageFull, why));
+            };
             self.reclaim(&victim);
         }
     }
 
-    fn create_segment(&self, group: u16) -> io::Result<Arc<Head>> {
-        loop {
-            #[cfg(test)]
-            self.shared.hooks.write(self.path)?;
-            let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
-            let (bytes, keys) = (self.settings.segment_bytes, self.shared.keys.clone());
-            match Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.used_bytes) {
-                Ok(head) => return Ok(Arc::new(head)),
-                Err(error) if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-                    // There is no space for one more segment: the oldest one is reclaimed without carrying blocks
-                    // over.
-                    let next = self.next_victim(&mut self.lock(), 0);
-                    let Some(victim) = next else { return Err(error) };
-                    self.reclaim(&victim);
-                }
-                Err(error) => return Err(error),
+    /// Creates the next head. On a full disk it reclaims the oldest segments for it, without carrying blocks over. A
+    /// sealed segment is smaller than a new one, so the head may be smaller then, but has at least `least` bytes.
+    /// Reclaims nothing if that would not suffice.
+    fn create_segment(&self, group: u16, least: u64) -> io::Result<Arc<Head>> {
+        #[cfg(test)]
+        self.shared.hooks.write(self.path)?;
+        let whole = self.settings.segment_bytes;
+        let least = least.max(whole / SMALL_HEAD_DIVISOR);
+        let error = match self.create_head(group, whole) {
+            Err(error) if is_full(&error) => error,
+            answer => return answer,
+        };
+        // The failed attempt has deleted the spare, so the free space includes it. A quota of the user is not part of
+        // it; what that leaves is unknown.
+        let has_quota = error.kind() == io::ErrorKind::QuotaExceeded;
+        let mut free = if has_quota { 0 } else { usable(self.free_bytes()?) };
+        if free >= least {
+            if let Some(head) = self.create_small_head(group, free, least)? {
+                return Ok(head);
             }
+            // The filesystem does not grant what it reports.
+            free = 0;
         }
+        let mut freed = 0;
+        while freed + free < least {
+            let Some(victim) = self.victim_for_head(least - freed - free) else { return Err(error) };
+            freed += victim.segment.bytes();
+            self.reclaim(&victim);
+        }
+        // The first victim is the spare now. A head that is not larger takes its space before others can.
+        let bytes = if freed >= least { freed } else { freed + free };
+        let mut head = self.create_small_head(group, bytes, least)?;
+        if head.is_none() && !has_quota {
+            head = self.create_small_head(group, usable(self.free_bytes()?), least)?;
+        }
+        if head.is_none() && freed > 0 {
+            self.reclaimed_in_vain.store(true, Ordering::Relaxed);
+        }
+        head.ok_or(error)
+    }
+
+    /// A head of about `bytes`; `None` when that is less than `least` or the disk has less.
+    fn create_small_head(&self, group: u16, bytes: u64, least: u64) -> io::Result<Option<Arc<Head>>> {
+        let bytes = bytes.min(self.settings.segment_bytes) / Access::BLOCK * Access::BLOCK;
+        if bytes < least {
+            return Ok(None);
+        }
+        match self.create_head(group, bytes) {
+            Err(error) if is_full(&error) => Ok(None),
+            answer => answer.map(Some),
+        }
+    }
+
+    fn create_head(&self, group: u16, bytes: u64) -> io::Result<Arc<Head>> {
+        #[cfg(test)]
+        if let Err(error) = self.shared.hooks.reserve(bytes, self.used_bytes()) {
+            segment::delete_spare(&self.io, &self.folder);
+            return Err(error);
+        }
+        let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
+        let keys = self.shared.keys.clone();
+        let head = Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.used_bytes)?;
+        self.reclaimed_in_vain.store(false, Ordering::Relaxed);
+        Ok(Arc::new(head))
+    }
+
+    /// The next victim for a head on a full disk, if enough may be reclaimed to free `wanted` bytes.
+    fn victim_for_head(&self, wanted: u64) -> Option<ReclaimingSegment> {
+        let mut state = self.lock();
+        let suffices = reclaimable_bytes(&state) >= wanted;
+        // Others may take the space before the log does; that must not go on until nothing is left.
+        let may = !self.reclaimed_in_vain.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
+        (suffices && may).then(|| self.next_victim(&mut state, 0)).flatten()
+    }
+
+    /// Bytes that the filesystem has free for the log.
+    fn free_bytes(&self) -> io::Result<u64> {
+        #[cfg(test)]
+        if let Some(free) = self.shared.hooks.free(self.used_bytes()) {
+            return Ok(free);
+        }
+        self.io.query(|| direct::free_bytes(&self.folder))
     }
 
     /// Bytes missing to `min_free_bytes` of free space, after the spare was deleted.
     fn missing_free_bytes(&self) -> io::Result<u64> {
-        let free = || {
-            #[cfg(test)]
-            if let Some(free) = self.shared.hooks.free(self.used_bytes()) {
-                return Ok(free);
-            }
-            self.io.query(|| direct::free_bytes(&self.folder))
-        };
-        let missing = || -> io::Result<u64> { Ok(self.settings.min_free_bytes.saturating_sub(free()?)) };
+        let missing = || -> io::Result<u64> { Ok(self.settings.min_free_bytes.saturating_sub(self.free_bytes()?)) };
         match missing()? {
             0 => Ok(0),
             some if !segment::delete_spare(&self.io, &self.folder) => Ok(some),
@@ -178,22 +247,45 @@ impl Log {
 
     /// Chooses victims until the group is within its limit and the next segment fits into the capacity.
     fn select_victims(&self, state: &mut State, group: u16, carry: u64) -> Vec<ReclaimingSegment> {
-        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let most = self.quotas.bounds[usize::from(group)].maximum;
         let mut victims = Vec::new();
         while bytes_of(state, group) > most {
             let Some(next) = self.oldest_victim(state, group, carry) else { break };
             victims.push(next);
         }
+        victims.extend(self.excess_victims(state, carry));
+        victims
+    }
+
+    /// Chooses victims until the next segment fits into the capacity.
+    fn excess_victims(&self, state: &mut State, carry: u64) -> Vec<ReclaimingSegment> {
+        let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let taken = |state: &State| -> u64 {
             let remaining = state.segments.values().filter(|segment| !segment.is_reclaiming());
             remaining.map(|segment| segment.bytes()).sum()
         };
+        let mut victims = Vec::new();
         while taken(state) + segment_bytes > capacity_bytes {
             let Some(next) = self.next_victim(state, carry) else { break };
             victims.push(next);
         }
         victims
+    }
+
+    /// Reclaims the oldest recovered segments of a log whose capacity was larger before, and its larger spare. Nothing
+    /// is carried over, because no head exists yet.
+    pub(super) fn shrink_to_capacity(&self) {
+        let victims = self.excess_victims(&mut self.lock(), 0);
+        for victim in &victims {
+            self.reclaim(victim);
+        }
+        if !victims.is_empty() {
+            tracing::info!(
+                folder = %self.folder.display(), segments = victims.len(), capacity_bytes = self.capacity(),
+                used_bytes = self.used_bytes(), "removed the oldest segments, because the capacity of G3 is smaller now"
+            );
+        }
+        segment::delete_large_spare(&self.io, &self.folder, self.settings.segment_bytes);
     }
 
     /// The oldest sealed segment of the group that is furthest over its guarantee.
@@ -363,4 +455,21 @@ fn segments_of(state: &State, group: u16) -> impl Iterator<Item = &Arc<Segment>>
 /// Bytes of a group's segments.
 fn bytes_of(state: &State, group: u16) -> usize {
     segments_of(state, group).map(|segment| segment.bytes() as usize).sum()
+}
+
+/// Bytes that the log may give up on a full disk: all sealed segments but the newest, so that a write never costs all
+/// blocks.
+fn reclaimable_bytes(state: &State) -> u64 {
+    let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_reclaiming());
+    sealed.rev().skip(1).map(|segment| segment.bytes()).sum()
+}
+
+/// Whether the disk, or the quota of the user on it, has no space for a file.
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+/// The part of the free bytes that one file can take.
+fn usable(free: u64) -> u64 {
+    free - free / METADATA_DIVISOR
 }

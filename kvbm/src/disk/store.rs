@@ -1,6 +1,7 @@
 //! Stores: chooses a path for each block, queues the block there, and waits for the result.
 
 use super::log::Log;
+use super::path::LogPath;
 use super::tier::DiskTier;
 use crate::block::Block;
 use crate::tier::StoreError;
@@ -43,7 +44,7 @@ impl DiskTier {
                     }
                     // A path that fails costs a block another try, but not its place in the order.
                     submitted = match self.submit(&block, &refused_by) {
-                        Submitted::Answered(Err(StoreError::Busy)) => break answer,
+                        Submitted::Answered(Err(StoreError::Busy | StoreError::Unavailable(_))) => break answer,
                         submitted => submitted,
                     };
                     self.start_writers();
@@ -64,8 +65,11 @@ impl DiskTier {
             Err(other) => return Submitted::Claimed(other),
         };
         let mut logs = self.logs();
-        if logs.iter().flatten().next().is_some() && !logs.iter().flatten().any(|log| log.fits(block.header.length)) {
-            return Submitted::Answered(Err(StoreError::Full));
+        if logs.iter().all(Option::is_none) {
+            return Submitted::Answered(Err(StoreError::Unavailable(self.why_down())));
+        }
+        if !logs.iter().flatten().any(|log| log.fits(block.header.length)) {
+            return Submitted::Answered(Err(StoreError::TooLarge(block.header.length)));
         }
         let accepts = |path: usize, log: &Log| {
             !refused_by.contains(&path)
@@ -85,6 +89,16 @@ impl DiskTier {
             Ok(answer) => Submitted::Waits { path, failed: log.failed.clone(), answer },
             Err(error) => Submitted::Answered(Err(error)),
         }
+    }
+
+    /// Why no path takes blocks.
+    fn why_down(&self) -> String {
+        let why = |log_path: &LogPath| {
+            let why = log_path.failure().unwrap_or_else(|| "it is closed".to_owned());
+            format!("{}: {why}", log_path.folder.display())
+        };
+        let all: Vec<String> = self.log_paths.iter().map(|log_path| why(log_path)).collect();
+        all.join("; ")
     }
 
     /// Waits for the result of a submission. On an error the second value is the path that refused.

@@ -43,6 +43,8 @@ struct HooksState {
     faults: [Faults; 4],
     /// Bytes that the filesystem leaves to the log, instead of the real value.
     space: Mutex<Option<u64>>,
+    /// The most that the filesystem lets the log reserve, with what it uses.
+    reservable: Mutex<Option<u64>>,
 }
 
 impl TestHooks {
@@ -62,6 +64,28 @@ impl TestHooks {
     /// Leaves so many bytes to the log from now on, including those that it uses.
     pub(super) fn leave_space(&self, bytes: u64) {
         *self.0.space.lock() = Some(bytes);
+    }
+
+    /// Fills the disk, so that no segment can be created that takes more than this, with the others.
+    pub(super) fn fill_disk(&self, left: u64) {
+        self.leave_space(left);
+        *self.0.reservable.lock() = Some(left);
+    }
+
+    /// Makes the filesystem refuse any new segment, whatever is free.
+    pub(super) fn refuse_segments(&self) {
+        *self.0.reservable.lock() = Some(0);
+    }
+
+    /// Ends [`TestHooks::fill_disk`].
+    pub(super) fn clear_disk(&self) {
+        (*self.0.space.lock(), *self.0.reservable.lock()) = (None, None);
+    }
+
+    /// Whether a segment of so many bytes can be created when the log uses `taken`.
+    pub(super) fn reserve(&self, bytes: u64, taken: u64) -> io::Result<()> {
+        let most = self.0.reservable.lock().unwrap_or(u64::MAX);
+        if taken.saturating_add(bytes) <= most { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
     }
 
     pub(super) fn write(&self, path: u8) -> io::Result<()> {
@@ -339,7 +363,7 @@ async fn a_block_larger_than_a_segment_is_rejected_alone() {
     let large = chain_of(fingerprint(), 1, 1, 70_000);
     let small = chain(2, 1);
     let answers = tier.store([large, small].concat()).await;
-    assert!(matches!(answers[..], [Err(StoreError::Full), Ok(())]));
+    assert!(matches!(answers[..], [Err(StoreError::TooLarge(70_000..)), Ok(())]));
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@
 
 use super::direct::Access;
 use super::log::{Log, State};
-use super::queue::{Batch, WriterPermit, clone_error};
+use super::queue::{Batch, WriterPermit, same_error};
 use super::record::Record;
 use super::segment::Head;
 use crate::tier::StoreError;
@@ -16,6 +16,15 @@ use std::sync::Arc;
 
 /// Maximum length of one write in bytes: enough to be as fast as the device.
 const MAX_WRITE_BYTES: u64 = 4 << 20;
+
+/// Which records are taken from the queue.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Take {
+    /// Those for which the head of their group has room.
+    Writable,
+    /// Any, because they are rejected.
+    Rejected,
+}
 
 /// Next step of a writer.
 pub(super) enum Step {
@@ -38,9 +47,7 @@ impl Log {
             for job in batch.jobs {
                 let answer = match &written {
                     Ok(()) => Ok(()),
-                    Err(StoreError::Busy) => Err(StoreError::Busy),
-                    Err(StoreError::Full) => Err(StoreError::Full),
-                    Err(StoreError::Io(error)) => Err(StoreError::Io(clone_error(error))),
+                    Err(error) => Err(same_error(error)),
                 };
                 // Released before the answer, so that a caller that gets an error can try another path.
                 drop(job.claim);
@@ -56,9 +63,10 @@ impl Log {
         let (segment, mut rotations) = (self.settings.segment_bytes, 0);
         loop {
             if self.is_withdrawn() {
-                return Some((self.take(&state, writer, u64::MAX)?.0, Step::Reject(StoreError::Busy)));
+                let down = StoreError::Unavailable(self.failure().unwrap_or("the path went down").to_owned());
+                return Some((self.take(&state, writer, Take::Rejected)?.0, Step::Reject(down)));
             }
-            let (batch, waits) = self.take(&state, writer, segment)?;
+            let (batch, waits) = self.take(&state, writer, Take::Writable)?;
             if !batch.is_empty() {
                 let open = state.heads.get_mut(&batch.group).expect("only an open segment has room");
                 let spans = batch.records().map(|record| record.span(self.access.alignment()));
@@ -83,32 +91,33 @@ impl Log {
             drop(state);
             // Carried over blocks may leave too little space for the queued ones, so that the new head is sealed
             // early; this must not happen twice in a row. A footer of many small records may take an eighth.
-            let room = segment.saturating_sub(waits.next_multiple_of(Access::BLOCK) + Self::footer_bytes(1));
+            let least = waits.next_multiple_of(Access::BLOCK) + Self::footer_bytes(1);
+            let room = segment.saturating_sub(least);
             let carry = if rotations == 0 { segment / 2 } else { room.min(segment / 2) / 8 * 7 };
             rotations += 1;
-            let rotated = self.rotate(batch.group, carry);
+            let rotated = self.rotate(batch.group, carry, least);
             drop(rotating);
             state = self.lock();
             if let Err(error) = rotated {
-                return Some((self.take(&state, writer, u64::MAX)?.0, Step::Reject(error)));
+                return Some((self.take(&state, writer, Take::Rejected)?.0, Step::Reject(error)));
             }
         }
     }
 
-    /// Takes as many records as one write takes and a head of `limit` bytes has room for. The second value is the
-    /// length of the first record that does not fit.
-    fn take(&self, state: &State, writer: &mut WriterPermit<'_>, limit: u64) -> Option<(Batch, u64)> {
+    /// Takes as many records as one write takes. The second value is the length of the first record that is left.
+    fn take(&self, state: &State, writer: &mut WriterPermit<'_>, which: Take) -> Option<(Batch, u64)> {
         let (mut taken, mut more, mut waits) = (0, 0, 0);
         let batch = writer.take(|group, block| {
             let open = state.heads.get(&group).filter(|open| !open.reserved);
-            let open = open.map(|open| (open.end, open.records));
-            let closed = open.is_none() && limit != u64::MAX;
-            let (end, records) = open.unwrap_or_default();
+            let open = open.map(|open| (open.end, open.records, open.head.segment().bytes()));
+            let (end, records, limit) = match which {
+                Take::Writable => open.unwrap_or_default(),
+                Take::Rejected => (0, 0, u64::MAX),
+            };
             let span =
                 block.map_or(self.access.alignment(), |block| Record::Block(block).span(self.access.alignment()));
             let whole = end + (taken + span).next_multiple_of(Access::BLOCK);
-            let fits = !closed
-                && (taken == 0 || taken + span <= MAX_WRITE_BYTES)
+            let fits = (taken == 0 || taken + span <= MAX_WRITE_BYTES)
                 && whole.saturating_add(Self::footer_bytes(records + more + 1)) <= limit;
             if fits {
                 (taken, more) = (taken + span, more + 1);

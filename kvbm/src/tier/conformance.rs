@@ -134,7 +134,7 @@ pub(crate) async fn store(tier: &dyn Tier, blocks: Vec<Block>) {
             let mut answers = answers.into_iter();
             left.retain(|_| match answers.next() {
                 Some(Ok(())) => false,
-                Some(Err(StoreError::Busy)) => true,
+                Some(Err(StoreError::Busy | StoreError::Unavailable(_))) => true,
                 other => panic!("store answered {other:?}"),
             });
             tokio::task::yield_now().await;

@@ -235,6 +235,8 @@ async fn a_removed_folder_takes_its_path_down_without_io() {
     fs::remove_dir_all(paths.folder(0)).unwrap();
     paths.until(|paths| !paths.up()[0]).await;
     assert!(paths.tier.paths()[0].failure.as_ref().unwrap().contains("removed"), "the reason is named");
+    let answer = paths.tier.store(blocks(2, 1)).await.remove(0).unwrap_err().to_string();
+    assert!(answer.starts_with("tier is down: ") && answer.contains("removed"), "{answer}");
     assert_eq!(paths.found(&blocks(1, 4)).await, 0, "its blocks are misses");
 }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::block::{Block, BlockAttrs, BlockRetention, Date};
+use crate::tier::Usage;
 
 fn small() -> Settings {
     Settings { capacity_bytes: 6 * (64 << 10), ..settings() }
@@ -87,16 +88,42 @@ async fn a_reused_segment_contains_no_old_record() {
 }
 
 #[tokio::test]
-async fn a_smaller_capacity_applies_from_the_first_store_on() {
+async fn a_smaller_capacity_applies_from_the_start() {
     let folder = tempfile::tempdir().unwrap();
+    let on_disk =
+        || -> u64 { fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum() };
     let (tier, _) = open(folder.path());
-    store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
+    store(&*tier, blocks.clone()).await;
     drop(tier);
-    let (tier, _) = open_with(folder.path(), small());
+    let before = on_disk();
+    let (tier, _) = open(folder.path());
+    assert_eq!((tier.usage().blocks, on_disk()), (400, before), "the same capacity removes nothing");
+    drop(tier);
+
+    let (tier, events) = open_with(folder.path(), small());
+    assert!(tier.usage().bytes <= small().capacity_bytes, "{} bytes", tier.usage().bytes);
+    assert!(on_disk() <= small().capacity_bytes, "{} bytes on disk, with the spare", on_disk());
+    let held = tier.usage().blocks;
+    assert!(held > 4 * FULL, "{held} blocks are left");
+    assert_eq!(announced(&events, Level::G3).len() as u64, held, "the removed blocks are not announced any more");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&blocks[399..])), 1, "the newest blocks are kept");
     store(&*tier, chain(99, 1)).await;
     idle(&tier).await;
-    assert!(tier.usage().bytes <= small().capacity_bytes);
+    assert!(on_disk() <= small().capacity_bytes);
     assert!(all(&load(&*tier, fingerprint(), hashes(&chain(99, 1))).await));
+}
+
+#[tokio::test]
+async fn a_capacity_below_one_old_segment_removes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), Settings { segment_bytes: 2 << 20, ..settings() });
+    store(&*tier, chain(1, 400)).await;
+    drop(tier);
+    let (tier, events) = open_with(folder.path(), Settings { capacity_bytes: 1 << 20, ..settings() });
+    assert_eq!((tier.usage().blocks, tier.usage().bytes, announced(&events, Level::G3).len()), (0, 0, 0));
+    assert!(!folder.path().join("spare").exists());
+    store(&*tier, chain(2, 40)).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -166,10 +193,94 @@ async fn a_log_that_cannot_free_enough_reclaims_nothing() {
     let settings = Settings { segment_bytes: 1 << 20, min_free_bytes: 1 << 30, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
     tier.shared.hooks.leave_space(0);
-    assert!(matches!(tier.store(chain(9, 1)).await[..], [Err(StoreError::Full)]));
+    let answers = tier.store(chain(9, 1)).await;
+    let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
+    assert!(error.to_string().contains("the disk is full"), "{error}");
     assert_eq!(tier.usage().blocks, 20, "all segments together would not suffice");
     tier.shared.hooks.leave_space(4 << 30);
     tokio::time::advance(Duration::from_secs(2)).await;
+    store(&*tier, chain(9, 1)).await;
+}
+
+/// Number of blocks that fill a segment.
+const FULL: u64 = 15;
+
+/// A log of this many full segments, opened again on a disk that leaves it `left` bytes more.
+async fn reopened_on_a_full_disk(folder: &Path, segments: u64, left: u64) -> Arc<DiskTier> {
+    let (tier, _) = open(folder);
+    for seed in 0..segments {
+        store(&*tier, chain(1_000 + seed, FULL as usize)).await;
+    }
+    drop(tier);
+    let (tier, _) = open(folder);
+    assert_eq!(tier.usage().blocks, segments * FULL);
+    tier.shared.hooks.fill_disk(tier.usage().bytes + left);
+    tier
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_costs_no_block_when_one_segment_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 1, 0).await;
+    for seed in 0..5 {
+        let answers = tier.store(chain(seed, 1)).await;
+        let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
+        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+        assert_eq!(tier.usage().blocks, FULL);
+        tokio::time::advance(Duration::from_secs(2)).await;
+    }
+    assert!(all(&load(&*tier, fingerprint(), hashes(&chain(1_000, FULL as usize))).await), "its blocks are still read");
+    tier.shared.hooks.clear_disk();
+    store(&*tier, chain(9, 1)).await;
+    assert_eq!(tier.usage().blocks, FULL + 1);
+}
+
+#[tokio::test]
+async fn a_full_disk_costs_one_segment_per_new_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 3, 0).await;
+    let before = tier.usage().bytes;
+    store(&*tier, chain(1, 1)).await;
+    assert_eq!(tier.usage().blocks, 2 * FULL + 1, "the oldest segment made room for the new one");
+    for seed in 2..100 {
+        store(&*tier, chain(seed, 5)).await;
+        let Usage { bytes, blocks, .. } = tier.usage();
+        assert!(bytes <= before && blocks >= 5, "after chain {seed}: {blocks} blocks, {bytes} of {before} bytes");
+    }
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(99, 5))), 5);
+    let held = tier.usage().blocks;
+    drop(tier);
+    let (tier, _) = open(folder.path());
+    assert_eq!(tier.usage().blocks, held, "segments of any size are recovered");
+}
+
+#[tokio::test]
+async fn free_space_below_one_segment_is_used_before_blocks_are_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 2, 40 << 10).await;
+    store(&*tier, chain(1, 5)).await;
+    assert_eq!(tier.usage().blocks, 2 * FULL + 5);
+}
+
+#[tokio::test]
+async fn a_large_block_gets_a_head_that_it_fits_into() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 5, 20 << 10).await;
+    store(&*tier, chain_of(fingerprint(), 1, 1, 40_000)).await;
+    assert_eq!(tier.usage().blocks, 4 * FULL + 1, "the free 20 KiB do not suffice for it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn space_that_others_take_costs_one_segment_at_most() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 6, 0).await;
+    tier.shared.hooks.refuse_segments();
+    for seed in 0..5 {
+        assert!(matches!(tier.store(chain(seed, 1)).await[..], [Err(StoreError::Io(_))]));
+        tokio::time::advance(Duration::from_secs(2)).await;
+    }
+    assert_eq!(tier.usage().blocks, 5 * FULL);
+    tier.shared.hooks.clear_disk();
     store(&*tier, chain(9, 1)).await;
 }
 

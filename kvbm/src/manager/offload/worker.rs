@@ -189,14 +189,14 @@ impl Core {
     }
 }
 
-/// Stores blocks, again while the tier is busy, as long as they are `current`. Returns the number of bytes stored, the
-/// number of blocks not stored, and the last error.
+/// Stores blocks, again while the tier is busy or down, as long as they are `current`. Returns the number of bytes
+/// stored, the number of blocks not stored, and the last error.
 async fn store(
     tier: &dyn Tier,
     mut blocks: Vec<Block>,
     current: impl Fn(&Block) -> bool,
 ) -> (u64, usize, Option<StoreError>) {
-    let (mut bytes, mut rejected, mut failure) = (0, 0, None);
+    let (mut bytes, mut rejected, mut failure, mut refusal) = (0, 0, None, StoreError::Busy);
     for attempt in 0..STORE_ATTEMPTS {
         if attempt > 0 {
             time::sleep(FIRST_PAUSE * 2_u32.pow(attempt - 1)).await;
@@ -207,7 +207,10 @@ async fn store(
         for (block, answer) in blocks.into_iter().zip(answers) {
             match answer {
                 Ok(()) => bytes += block.header.length,
-                Err(StoreError::Busy) => busy.push(block),
+                Err(error @ (StoreError::Busy | StoreError::Unavailable(_))) => {
+                    busy.push(block);
+                    refusal = error;
+                }
                 Err(error) => {
                     rejected += 1;
                     failure = Some(error);
@@ -219,5 +222,5 @@ async fn store(
             return (bytes, rejected, failure);
         }
     }
-    (bytes, rejected + blocks.len(), Some(failure.unwrap_or(StoreError::Busy)))
+    (bytes, rejected + blocks.len(), Some(failure.unwrap_or(refusal)))
 }

@@ -103,7 +103,7 @@ impl ObjectTier {
             match waiting.await.unwrap_or_else(|closed| Err(io::Error::other(closed).into())) {
                 Ok(()) => stored += 1,
                 Err(StoreError::Io(error)) => return Err(error),
-                Err(StoreError::Busy | StoreError::Full) => {}
+                Err(_) => {}
             }
         }
         Ok(stored)
