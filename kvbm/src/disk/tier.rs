@@ -153,6 +153,11 @@ impl Tier for DiskTier {
         }
     }
 
+    fn withdraw(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        // No tombstone: the record is found again by the next start, unless a newer one follows.
+        self.shared.index.remove([(fingerprint, hash)], |_| true);
+    }
+
     fn expire(&self, now: Date) -> usize {
         self.shared.index.expire(now)
     }

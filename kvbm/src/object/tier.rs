@@ -344,6 +344,11 @@ impl Tier for ObjectTier {
         self.catalog.discard(fingerprint, hash);
     }
 
+    fn withdraw(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        // The catalog drops the copy; its object stays in the store.
+        self.catalog.discard(fingerprint, hash);
+    }
+
     fn expire_one(&self, fingerprint: Fingerprint, hash: SequenceHash) -> usize {
         // Drops the block whichever copy expired, like `expire`.
         self.catalog.index.remove([(fingerprint, hash)], |_| true)

@@ -111,7 +111,7 @@ async fn a_flood_drops_no_offloads_of_another_domain() {
 async fn blocks_are_stored_once_and_many_at_a_time() {
     struct CountingTier(Arc<PlacedTier>, Mutex<Vec<usize>>);
     impl Tier for CountingTier {
-        delegate!(0: level, holds, load, discard, expire_one, expire, usage);
+        delegate!(0: level, holds, load, discard, withdraw, expire_one, expire, usage);
 
         fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
             self.1.lock().push(blocks.len());
