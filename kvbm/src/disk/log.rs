@@ -351,6 +351,14 @@ impl Log {
         self.shared.index.insert(blocks, |parent, child| self.mark_hot(parent, child.segment));
     }
 
+    /// Adds recovered blocks to the index. The newest record of a block wins, also among several paths: it is the one
+    /// that the last process could read, if it could not read the others.
+    pub(super) fn index_recovered(&self, blocks: impl IntoIterator<Item = IndexEntry<Location>>) {
+        let position = |location: &Location| (location.segment, location.offset);
+        let is_newer = |new: &Location, known: &Location| position(new) >= position(known);
+        self.shared.index.insert_if(is_newer, blocks, |parent, child| self.mark_hot(parent, child.segment));
+    }
+
     /// Marks the parents of blocks that will be written to a segment.
     pub(super) fn mark_parents<'a>(&self, blocks: impl Iterator<Item = &'a Header>, segment: u32) {
         let parents = blocks.filter_map(|block| Some((block.fingerprint, block.parent?)));

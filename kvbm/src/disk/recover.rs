@@ -183,7 +183,7 @@ impl Log {
             });
             // Collected first, because the index is locked while it inserts.
             let blocks: Vec<IndexEntry<Location>> = blocks.collect();
-            self.index_blocks(blocks);
+            self.index_recovered(blocks);
         }
         recovery.segments.extend(segments);
         if self.is_withdrawn() {

@@ -379,6 +379,26 @@ async fn discard_removes_the_copies_on_every_path() {
     assert_eq!(paths.found(&blocks).await, 6);
 }
 
+#[tokio::test]
+async fn the_newest_record_wins_whichever_path_has_it() {
+    let mut paths = Paths::new(2, settings());
+    let old = chain(1, 1).remove(0);
+    let new = Block::new(old.header.hash, None, fingerprint(), bytes::Bytes::from_static(&[7; 5_000]));
+    store(&*paths.tier, vec![old.clone()]).await;
+    let first = paths.paths_of(std::slice::from_ref(&old))[0];
+    // As a block that this process cannot decrypt.
+    paths.tier.withdraw(fingerprint(), old.header.hash);
+    assert_eq!(paths.tier.holds(fingerprint(), &[old.header.hash]), 0);
+    paths.tier.shared.hooks.fail_writes(first, libc::EIO);
+    store(&*paths.tier, vec![new.clone()]).await;
+    assert_ne!(paths.paths_of(std::slice::from_ref(&new))[0], first);
+    for _ in 0..8 {
+        paths = paths.reopen(settings());
+        let loaded = load(&*paths.tier, fingerprint(), vec![old.header.hash]).await;
+        assert_eq!(loaded[0].as_ref().unwrap().payload(), new.payload);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn recovered_blocks_are_served_during_recovery() {
     let paths = Paths::new(2, settings());

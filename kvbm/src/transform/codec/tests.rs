@@ -32,7 +32,11 @@ mod in_memory {
     conformance::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
         // The suite's payloads are noise: with a minimum ratio of 0 they are encoded nevertheless.
-        Subject::with_resources(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0, metrics()), log, ())
+        Subject::with_resources(
+            with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0, metrics()),
+            log,
+            (),
+        )
     });
 }
 
