@@ -202,6 +202,7 @@ struct DiskHealth {
     path_failures: IntCounterVec,
     corrupt_ranges: IntCounterVec,
     corrupt_footers: IntCounterVec,
+    missing_segments: IntCounterVec,
 }
 
 impl DiskHealth {
@@ -216,6 +217,10 @@ impl DiskHealth {
         let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
         let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
         let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
+        let missing = opts(
+            "missing_segments_total",
+            "Segments of the log whose files disappeared while the log was open. Their blocks were recomputed.",
+        );
         Ok(Self {
             disk,
             paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
@@ -223,15 +228,22 @@ impl DiskHealth {
             path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
             corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
             corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
+            missing_segments: IntCounterVec::new(missing, &["tier"])?,
         })
+    }
+}
+
+impl DiskHealth {
+    fn counters(&self) -> [&IntCounterVec; 4] {
+        [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers, &self.missing_segments]
     }
 }
 
 impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
-        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        let counters = self.counters().into_iter().flat_map(Collector::desc);
         let gauges = [&self.paths_up, &self.paths_writable];
-        counters.into_iter().flat_map(Collector::desc).chain(gauges.into_iter().flat_map(Collector::desc)).collect()
+        counters.chain(gauges.into_iter().flat_map(Collector::desc)).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -243,6 +255,7 @@ impl Collector for DiskHealth {
             };
             raise(&self.corrupt_ranges, &[level], disk.corrupt_ranges());
             raise(&self.corrupt_footers, &[level], disk.corrupt_footers());
+            raise(&self.missing_segments, &[level], disk.missing_segments());
             for path in disk.paths() {
                 let folder = path.folder.display().to_string();
                 let (is_up, writes) = (path.failure.is_none(), path.write_failure.is_none());
@@ -251,13 +264,9 @@ impl Collector for DiskHealth {
                 raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
-        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        let counters = self.counters().into_iter().flat_map(Collector::collect);
         let gauges = [&self.paths_up, &self.paths_writable];
-        counters
-            .into_iter()
-            .flat_map(Collector::collect)
-            .chain(gauges.into_iter().flat_map(Collector::collect))
-            .collect()
+        counters.chain(gauges.into_iter().flat_map(Collector::collect)).collect()
     }
 }
 

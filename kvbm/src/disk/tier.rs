@@ -74,6 +74,11 @@ impl DiskTier {
         self.shared.corruption.footers.load(Ordering::Relaxed)
     }
 
+    /// Number of segments whose files disappeared while the tier was open, as far as reads noticed it.
+    pub fn missing_segments(&self) -> u64 {
+        self.shared.corruption.missing_segments.load(Ordering::Relaxed)
+    }
+
     /// Digest of the blocks on all paths. Reads the whole index, so call it rarely.
     pub fn set_digest(&self) -> SetDigest {
         self.shared.index.set_digest()

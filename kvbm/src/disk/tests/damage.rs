@@ -148,6 +148,37 @@ async fn an_invalid_record_is_reported_and_removed() {
 }
 
 #[tokio::test]
+async fn a_missing_segment_is_noticed_by_the_first_read_and_loses_all_its_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open(folder.path());
+    let blocks: Vec<Block> = (0..3).flat_map(|seed| chain(seed, 12)).collect();
+    store(&*tier, blocks.clone()).await;
+    let of = |number: u32| {
+        let at = |block: &Block| tier.shared.index.get(fingerprint(), block.header.hash);
+        let inside = |block: &&Block| at(block).is_some_and(|location| location.segment == number);
+        blocks.iter().filter(inside).cloned().collect::<Vec<Block>>()
+    };
+    let numbers = segment::numbers(folder.path()).unwrap();
+    let (sealed, head) = (numbers[0], *numbers.last().unwrap());
+    assert!(sealed != head && !of(sealed).is_empty() && !of(head).is_empty());
+    let mut left = blocks.len();
+    for (missing, number) in [(1, sealed), (2, head)] {
+        let (lost, used) = (of(number), tier.usage().bytes);
+        fs::remove_file(segment::path(folder.path(), number)).unwrap();
+        assert!(load(&*tier, fingerprint(), hashes(&lost[..1])).await[0].is_none());
+        left -= lost.len();
+        assert_eq!((tier.usage().blocks, tier.missing_segments()), (left as u64, missing));
+        assert_eq!(announced(&events, Level::G3).len(), left, "the removal is announced");
+        assert!(tier.usage().bytes < used);
+        assert!(tier.paths()[0].failure.is_none());
+    }
+    // Its blocks can be stored again.
+    store(&*tier, blocks.clone()).await;
+    assert!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await));
+    assert_eq!(tier.missing_segments(), 2);
+}
+
+#[tokio::test]
 async fn other_files_are_left_alone() {
     let (folder, blocks) = image().await;
     fs::write(folder.path().join("notes.txt"), "mine").unwrap();
