@@ -254,6 +254,25 @@ async fn a_pipe_instead_of_a_segment_does_not_block_the_start() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_path_that_is_down_has_the_reason_of_the_last_attempt() {
+    let paths = Paths::new(1, large());
+    store(&*paths.tier, blocks(1, 4)).await;
+    let aside = paths.folders[0].path().join("aside");
+    let has_reason = |paths: &Paths, reason: &str| {
+        paths.tier.paths()[0].failure.as_ref().is_some_and(|failure| failure.contains(reason))
+    };
+    fs::rename(paths.folder(0), &aside).unwrap();
+    paths.until(|paths| has_reason(paths, "the folder was removed or moved away")).await;
+    // A file where the folder was.
+    fs::write(paths.folder(0), "").unwrap();
+    paths.until(|paths| has_reason(paths, "Not a directory")).await;
+    fs::remove_file(paths.folder(0)).unwrap();
+    fs::rename(&aside, paths.folder(0)).unwrap();
+    paths.until(|paths| paths.up()[0]).await;
+    assert_eq!(paths.tier.paths()[0].failures, 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_moved_folder_is_detected_and_reopened() {
     let paths = Paths::new(2, large());
     let prefix = blocks(1, 80);
