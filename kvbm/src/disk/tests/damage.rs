@@ -190,6 +190,27 @@ async fn other_files_are_left_alone() {
     assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
 }
 
+#[tokio::test]
+async fn a_segment_of_garbage_counts_as_corrupt_and_an_unfinished_first_write_does_not() {
+    let (folder, blocks) = image().await;
+    let path = segments(folder.path()).remove(0);
+    let sound = fs::read(&path).unwrap();
+    let ranges = async |bytes: &[u8]| {
+        let copy = crashed(folder.path());
+        fs::write(copy.path().join(path.file_name().unwrap()), bytes).unwrap();
+        let (tier, _) = open(copy.path());
+        assert!(load(&*tier, fingerprint(), hashes(&blocks)).await.iter().any(Option::is_some), "other segments");
+        (tier.corrupt_ranges(), copy.path().join(path.file_name().unwrap()).exists())
+    };
+    let garbage: Vec<u8> = (0..20_000_u32).map(|n| (n * 7 + n / 251) as u8 | 1).collect();
+    assert_eq!(ranges(&garbage).await, (1, false));
+    assert_eq!(ranges(&[&[0; 8_192], &garbage[..]].concat()).await, (1, false));
+    // The header of the first block, and a part of its payload.
+    assert_eq!(ranges(&[&sound[..1_024], &[0; 8_192][..]].concat()).await, (0, false));
+    assert_eq!(ranges(&[0; 8_192]).await, (0, false));
+    assert_eq!(ranges(&[]).await, (0, false));
+}
+
 /// The metadata keys of a process with this master key and its own key store.
 async fn keys(master: &str) -> Arc<MetadataKeys> {
     let master = master.repeat(32);
@@ -242,7 +263,7 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     // Sealed segments of an earlier version, or from before blocks were encrypted.
     survivors(folder.path(), &blocks).await;
     let count = segments(folder.path()).len() as u64;
-    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), count));
+    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "scanned, and not corrupt");
     assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "sealed now");
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "without keys there is nothing to verify with");
     // A footer with a valid checksum that gives a wrong location for a block.
@@ -257,5 +278,5 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     }
     let forged = crashed(folder.path());
     assert_eq!(opened(forged.path(), &ours).await, (blocks.len(), count));
-    assert_eq!(opened(folder.path(), &keys("02").await).await.0, blocks.len(), "another key: scanned");
+    assert_eq!(opened(folder.path(), &keys("02").await).await, (blocks.len(), 0), "another key: scanned");
 }
