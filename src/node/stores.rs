@@ -132,6 +132,16 @@ impl Stores {
         self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.digest))).collect()
     }
 
+    /// The levels of the tiers.
+    pub(super) fn levels(&self) -> Vec<Level> {
+        self.all.iter().map(|store| store.tier.level()).collect()
+    }
+
+    /// Whether the store of a tier is known not to answer.
+    pub(super) fn is_unavailable(&self, level: Level) -> bool {
+        self.shared.iter().filter_map(Weak::upgrade).any(|tier| tier.level() == level && tier.is_unavailable())
+    }
+
     /// Reports failed tiers to `health`.
     pub(super) fn watch(&self, health: &Health) {
         health.watch_disk(Weak::clone(&self.disk));

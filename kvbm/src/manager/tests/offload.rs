@@ -71,6 +71,19 @@ async fn a_store_that_hangs_times_out_and_is_counted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_flush_of_one_level_does_not_wait_for_a_store_that_hangs() {
+    let ssd = placed(Level::G3, 0, 0);
+    let stuck = Faulty::new(placed(Level::G4, 0, 0), 1, Faults { hang: 1.0, ..Faults::default() });
+    let harness = Harness::new(16, 16, vec![ssd.clone(), Arc::new(stuck)]);
+    drop(harness.compute(0..4));
+    let start = Instant::now();
+    harness.manager.flush_level(Level::G3).await;
+    assert_eq!((ssd.holds(fingerprint(), &hashes(4)), start.elapsed().as_secs()), (4, 0));
+    let waiting = tokio::time::timeout(Duration::from_secs(10), harness.manager.flush_level(Level::G4));
+    assert!(waiting.await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
 async fn storing_in_a_busy_tier_is_retried() {
     let inner = placed(Level::G3, 0, 0);
     let busy = Arc::new(Faulty::new(inner.clone(), 1, Faults { busy: 0.5, ..Faults::default() }));
