@@ -16,7 +16,7 @@ use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Qu
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -289,13 +289,15 @@ async fn open_disk(
     let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes }: Disk| {
         (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
     };
+    let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
     let opened = tokio::task::spawn_blocking(move || DiskTier::open_in_background(&paths, &shares, log, keys)).await;
-    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
+    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error, &folders))
 }
 
 /// Checks the sizes of the G3 logs before any of them is opened.
 pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
+    let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     disks.iter().try_for_each(|disk| {
         // The automatic size is a share of the free space.
         if disk.bytes == 0 {
@@ -306,15 +308,20 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()>
             );
         }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
-        settings.check(shares).map_err(|error| refused(&error))
+        settings.check(shares).map_err(|error| refused(&error, &folders))
     })
 }
 
-fn refused(error: &disk::OpenError) -> anyhow::Error {
+/// The error of opening the logs in `folders`, with advice.
+fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> anyhow::Error {
     match error {
-        disk::OpenError::Owned { .. } => {
-            anyhow!("{error}; use another --data-dir, or turn G3 off: --set tiers.g3=off")
+        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => {
+            anyhow!("tiers.g3_paths lists the folder {} twice", folder.display())
         }
+        disk::OpenError::Owned { .. } => anyhow!(
+            "{error}; use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: \
+             --set tiers.g3=off"
+        ),
         disk::OpenError::TooSmall { capacity_bytes, least } => {
             let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
             anyhow!(
@@ -323,6 +330,12 @@ fn refused(error: &disk::OpenError) -> anyhow::Error {
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
     }
+}
+
+/// Whether several of `folders` are this one, under whatever names.
+fn is_listed_twice(folder: &Path, folders: &[PathBuf]) -> bool {
+    let identity = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.into());
+    folders.iter().filter(|other| identity(other) == identity(folder)).count() > 1
 }
 
 /// Capacity of the channel of spilled blocks: about as many blocks of one segment as are worth spilling.
