@@ -106,8 +106,8 @@ async fn tiers(raw: Vec<u8>, json: bool) -> Result<Value, Box<dyn Error>> {
             let tier = match n {
                 0 => disk,
                 1 => encrypt(disk),
-                2 => encoded(disk, Mode::Smaller),
-                _ => encoded(encrypt(disk), Mode::Smaller),
+                2 => encoded(disk, Mode::Smaller, metrics.clone()),
+                _ => encoded(encrypt(disk), Mode::Smaller, metrics.clone()),
             };
             let before = cpu_seconds();
             let start = Instant::now();

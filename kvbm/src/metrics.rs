@@ -15,6 +15,7 @@ pub struct Metrics {
     transfer_seconds: HistogramVec,
     corrupt: IntCounterVec,
     shredded: IntCounterVec,
+    undecryptable: IntCounterVec,
     offload_dropped: IntCounterVec,
     deadline_misses: IntCounterVec,
     hits: IntCounterVec,
@@ -83,6 +84,12 @@ impl Metrics {
                 "Blocks that the tier returned and whose data key has been deleted. They count as misses.",
                 &["tier"],
             )?,
+            undecryptable: counter(
+                "undecryptable_blocks_total",
+                "Blocks that the tier returned and that this process has no key for. They count as misses, and are \
+                 computed and stored again.",
+                &["tier"],
+            )?,
             offload_dropped: counter(
                 "offload_dropped_blocks_total",
                 "Blocks that were not offloaded to the tier: its queue was full, it failed, or they were evicted \
@@ -142,6 +149,10 @@ impl Metrics {
 
     pub(crate) fn shredded(&self, level: Level) {
         self.shredded.with_label_values(&[level.name()]).inc();
+    }
+
+    pub(crate) fn undecryptable(&self, level: Level) {
+        self.undecryptable.with_label_values(&[level.name()]).inc();
     }
 
     pub(crate) fn offload_dropped(&self, level: Level, blocks: usize) {

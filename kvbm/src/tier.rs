@@ -43,6 +43,8 @@ use std::io;
 /// - After `discard`, `holds` and `load` MUST miss the block, and its removal MUST be announced. A tier with several
 ///   copies of the block may continue with another one, and may treat further calls as repetitions of the first for
 ///   some time.
+/// - After `withdraw`, the same holds as after `discard`, but the stored bytes MUST stay where the tier outlives the
+///   process: another process, or this one after a restart, may have the block's key.
 /// - After `expire`, `holds` and `load` MUST miss every block that the tier knows to be expired, and the removals MUST
 ///   be announced. A tier that learns a block's dates only when it reads the block may miss some; callers of `load`
 ///   check the dates.
@@ -64,6 +66,12 @@ pub trait Tier: Send + Sync + 'static {
 
     /// Removes a block that was found corrupt.
     fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash);
+
+    /// Removes a block that this process cannot decrypt, so that a copy that it can decrypt is stored. A tier that
+    /// keeps no blocks of other processes can discard it.
+    fn withdraw(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.discard(fingerprint, hash);
+    }
 
     /// Removes a block that was found expired when it was read. Returns the number of removed blocks: 0 if it was
     /// removed already.

@@ -18,7 +18,9 @@ mod buffers;
 pub mod codec;
 pub mod crypt;
 mod tier;
+mod undecryptable;
 
 use blocking_pool::BlockingPool;
 pub(crate) use buffers::Buffers;
 use tier::{Inverted, Transform, TransformedTier};
+use undecryptable::Undecryptable;

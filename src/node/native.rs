@@ -12,12 +12,13 @@ use crate::config::Config;
 use crate::process::machine::{self, Machine};
 use anyhow::{Context, anyhow};
 use futures::future::join_all;
-use kvbm::{BlockManager, permissions};
+use kvbm::{BlockManager, Level, permissions};
 use prometheus::Registry;
 use spans::Tracer;
 use std::ffi::OsStr;
 use std::sync::Arc;
-use tokio::time::{Instant, timeout_at};
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 use worker::handoff::Peers;
 use worker::llama::Limits;
@@ -32,6 +33,9 @@ pub(super) struct Native {
     /// Drops the blocks of shredded domains.
     _shred_watch: Option<AbortOnDropHandle<()>>,
 }
+
+/// Interval at which a stop checks whether the stores that it writes to still answer. They are polled every second.
+const AVAILABILITY_INTERVAL: Duration = Duration::from_millis(200);
 
 impl Native {
     /// Loads the model, opens the tiers, and starts the workers.
@@ -112,10 +116,39 @@ impl Native {
         if timeout_at(end_requests, drained).await.is_err() {
             tracing::warn!("requests still run and are ended; a frontend of another process continues them elsewhere");
         }
-        if timeout_at(deadline, join_all(managers.iter().map(BlockManager::flush))).await.is_err() {
-            tracing::warn!("blocks were still being written after the shutdown timeout; they will be recomputed");
-        }
+        flush(&managers, &self.stores, deadline).await;
         self.stores
+    }
+}
+
+/// Writes the queued blocks to each tier until `deadline`, except to a tier whose store does not answer.
+async fn flush(managers: &[BlockManager], stores: &Stores, deadline: Instant) {
+    let flush_to = async |level: Level| {
+        let flushed = join_all(managers.iter().map(|manager| manager.flush_level(level)));
+        let why = tokio::select! {
+            biased;
+            flushed = timeout_at(deadline, flushed) => match flushed {
+                Ok(_) => return,
+                Err(_) => "the shutdown timeout is over",
+            },
+            () = until_unavailable(stores, level) => "the store does not answer",
+        };
+        tracing::warn!(
+            tier = %level, reason = why,
+            "queued blocks were not written to the tier; those that are in no other tier will be recomputed"
+        );
+    };
+    join_all(stores.levels().into_iter().map(flush_to)).await;
+}
+
+/// Resolves when the store of a tier is known not to answer, and not at once: with nothing queued, the flush ends
+/// first.
+async fn until_unavailable(stores: &Stores, level: Level) {
+    loop {
+        sleep(AVAILABILITY_INTERVAL).await;
+        if stores.is_unavailable(level) {
+            return;
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Qu
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -132,6 +132,16 @@ impl Stores {
         self.all.iter().map(|store| (store.id, store.tier.level(), Arc::clone(&store.digest))).collect()
     }
 
+    /// The levels of the tiers.
+    pub(super) fn levels(&self) -> Vec<Level> {
+        self.all.iter().map(|store| store.tier.level()).collect()
+    }
+
+    /// Whether the store of a tier is known not to answer.
+    pub(super) fn is_unavailable(&self, level: Level) -> bool {
+        self.shared.iter().filter_map(Weak::upgrade).any(|tier| tier.level() == level && tier.is_unavailable())
+    }
+
     /// Reports failed tiers to `health`.
     pub(super) fn watch(&self, health: &Health) {
         health.watch_disk(Weak::clone(&self.disk));
@@ -202,6 +212,7 @@ struct DiskHealth {
     path_failures: IntCounterVec,
     corrupt_ranges: IntCounterVec,
     corrupt_footers: IntCounterVec,
+    missing_segments: IntCounterVec,
 }
 
 impl DiskHealth {
@@ -216,6 +227,10 @@ impl DiskHealth {
         let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
         let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
         let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
+        let missing = opts(
+            "missing_segments_total",
+            "Segments of the log whose files disappeared while the log was open. Their blocks were recomputed.",
+        );
         Ok(Self {
             disk,
             paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
@@ -223,15 +238,22 @@ impl DiskHealth {
             path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
             corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
             corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
+            missing_segments: IntCounterVec::new(missing, &["tier"])?,
         })
+    }
+}
+
+impl DiskHealth {
+    fn counters(&self) -> [&IntCounterVec; 4] {
+        [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers, &self.missing_segments]
     }
 }
 
 impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
-        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        let counters = self.counters().into_iter().flat_map(Collector::desc);
         let gauges = [&self.paths_up, &self.paths_writable];
-        counters.into_iter().flat_map(Collector::desc).chain(gauges.into_iter().flat_map(Collector::desc)).collect()
+        counters.chain(gauges.into_iter().flat_map(Collector::desc)).collect()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
@@ -243,6 +265,7 @@ impl Collector for DiskHealth {
             };
             raise(&self.corrupt_ranges, &[level], disk.corrupt_ranges());
             raise(&self.corrupt_footers, &[level], disk.corrupt_footers());
+            raise(&self.missing_segments, &[level], disk.missing_segments());
             for path in disk.paths() {
                 let folder = path.folder.display().to_string();
                 let (is_up, writes) = (path.failure.is_none(), path.write_failure.is_none());
@@ -251,13 +274,9 @@ impl Collector for DiskHealth {
                 raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
-        let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
+        let counters = self.counters().into_iter().flat_map(Collector::collect);
         let gauges = [&self.paths_up, &self.paths_writable];
-        counters
-            .into_iter()
-            .flat_map(Collector::collect)
-            .chain(gauges.into_iter().flat_map(Collector::collect))
-            .collect()
+        counters.chain(gauges.into_iter().flat_map(Collector::collect)).collect()
     }
 }
 
@@ -270,13 +289,15 @@ async fn open_disk(
     let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes }: Disk| {
         (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
     };
+    let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
     let opened = tokio::task::spawn_blocking(move || DiskTier::open_in_background(&paths, &shares, log, keys)).await;
-    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
+    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error, &folders))
 }
 
 /// Checks the sizes of the G3 logs before any of them is opened.
 pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
+    let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     disks.iter().try_for_each(|disk| {
         // The automatic size is a share of the free space.
         if disk.bytes == 0 {
@@ -287,15 +308,20 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()>
             );
         }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
-        settings.check(shares).map_err(|error| refused(&error))
+        settings.check(shares).map_err(|error| refused(&error, &folders))
     })
 }
 
-fn refused(error: &disk::OpenError) -> anyhow::Error {
+/// The error of opening the logs in `folders`, with advice.
+fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> anyhow::Error {
     match error {
-        disk::OpenError::Owned { .. } => {
-            anyhow!("{error}; use another --data-dir, or turn G3 off: --set tiers.g3=off")
+        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => {
+            anyhow!("tiers.g3_paths lists the folder {} twice", folder.display())
         }
+        disk::OpenError::Owned { .. } => anyhow!(
+            "{error}; use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: \
+             --set tiers.g3=off"
+        ),
         disk::OpenError::TooSmall { capacity_bytes, least } => {
             let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
             anyhow!(
@@ -304,6 +330,12 @@ fn refused(error: &disk::OpenError) -> anyhow::Error {
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
     }
+}
+
+/// Whether several of `folders` are this one, under whatever names.
+fn is_listed_twice(folder: &Path, folders: &[PathBuf]) -> bool {
+    let identity = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.into());
+    folders.iter().filter(|other| identity(other) == identity(folder)).count() > 1
 }
 
 /// Capacity of the channel of spilled blocks: about as many blocks of one segment as are worth spilling.

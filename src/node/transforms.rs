@@ -65,10 +65,11 @@ impl Transforms {
             Some(keys) => encrypted(tier, keys.clone(), self.metrics.clone()),
             None => tier,
         };
+        let metrics = self.metrics.clone();
         match self.compression {
-            Compression::Off => decoded(tier),
-            Compression::Auto => encoded(tier, codec::Mode::Faster),
-            Compression::Always => encoded(tier, codec::Mode::Smaller),
+            Compression::Off => decoded(tier, metrics),
+            Compression::Auto => encoded(tier, codec::Mode::Faster, metrics),
+            Compression::Always => encoded(tier, codec::Mode::Smaller, metrics),
         }
     }
 }

@@ -43,8 +43,8 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, connection: Connec
     respond_ready(readiness, || state.engine.degraded().into_iter().chain(stale).collect())
 }
 
-/// Loads the models that are served, so that the first requests do not wait for it. `false` while that takes longer than
-/// a health check waits; it goes on then.
+/// Loads the models that are served, so that the first requests do not wait for it. `false` while that takes longer
+/// than a health check waits; it goes on then.
 async fn has_models(state: &Arc<AppState>) -> bool {
     if state.models.is_preloaded(&*state.engine) {
         return true;

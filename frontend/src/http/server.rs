@@ -208,8 +208,8 @@ impl Server {
             return Ok(());
         }
         tracing::warn!(
-            shutdown_timeout_s = drain.as_secs_f64(),
-            "requests still run after the shutdown timeout and are aborted"
+            waited_s = drain.as_secs_f64(),
+            "requests still run at the end of their share of the shutdown timeout and are aborted"
         );
         shutdown.0.forced.cancel();
         // Connections that are still open after this are dropped with the runtime.

@@ -13,9 +13,10 @@
 //!
 //! An entry takes 52 bytes, so the footers of a million blocks take 52 MB.
 //!
-//! Footers are sealed where blocks are encrypted. There, a footer without a valid seal counts as corrupt, and its
+//! Footers are sealed where blocks are encrypted. There, a footer without a valid seal is rejected, and its
 //! segment is scanned. The tag covers the segment's number, the footer before the seal, and the trailer before the
-//! CRC.
+//! CRC. Only a seal of a known key that does not match counts as corruption: a footer without a seal, or with one of
+//! another key, is from before encryption was turned on or the keys were replaced.
 //!
 //! The trailer is untrusted: a footer must have exactly the length that its counts imply, end with the file, and list
 //! records that lie before it without overlap. Memory is allocated only for entries that are present.
@@ -249,6 +250,17 @@ impl RecordList {
             listed.push(entry);
         }
         (end <= at).then_some(Self { namespaces, entries: listed })
+    }
+
+    /// Whether a footer that [`decode`](Self::decode) rejects matches its checksum, and only has no seal of any of the
+    /// `keys`.
+    pub(super) fn lacks_seal(footer: &[u8], number: u32, keys: &MetadataKeys) -> bool {
+        let Some((body, trailer)) = footer.split_last_chunk::<TRAILER_LEN>() else { return false };
+        let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..footer.len() - 8]);
+        let Some(seal) = body.last_chunk().map(Seal::from_bytes) else { return false };
+        trailer.ends_with(&sum.to_le_bytes())
+            && (trailer[..8] == MAGIC
+                || keys.verify(Context::Footer(number), covered(footer), &seal) == Authenticity::UnknownKey)
     }
 }
 

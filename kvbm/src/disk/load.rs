@@ -79,7 +79,8 @@ pub(super) fn plan(
 }
 
 impl Log {
-    /// Executes a read, blocking. A corrupt record is removed from the index; a segment that was reclaimed is a miss.
+    /// Executes a read, blocking. A corrupt record is removed from the index; the blocks of a segment that was
+    /// reclaimed, or whose file is missing, are misses.
     pub(super) fn load(&self, fingerprint: Fingerprint, hashes: &[SequenceHash], part: &SegmentRead) -> Vec<Loaded> {
         let indices = part.run.blocks.iter().map(|wanted| wanted.index);
         let is_current = |location: &Location| self.is_in_segment(location, part.segment);
@@ -104,7 +105,9 @@ impl Log {
                 let lost = indices.clone().map(|index| (fingerprint, hashes[index]));
                 self.shared.index.remove(lost, is_current);
                 if error.kind() == io::ErrorKind::NotFound {
-                    self.check_folder_after(&error);
+                    if self.check_folder_after(&error) {
+                        self.remove_missing(part.segment);
+                    }
                     return indices.map(|index| (index, Ok(self.load_moved(fingerprint, hashes[index])))).collect();
                 }
                 self.read_failed(&error);

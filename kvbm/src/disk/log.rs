@@ -75,13 +75,15 @@ pub(super) struct Spill {
     pub(super) to: mpsc::Sender<Block>,
 }
 
-/// Corruption found during recovery.
+/// Corruption of files.
 #[derive(Default)]
 pub(super) struct CorruptionCounters {
-    /// Corrupt byte ranges of segments.
+    /// Corrupt byte ranges of segments, found during recovery.
     pub(super) ranges: AtomicU64,
-    /// Footers that do not match their checksums or seals.
+    /// Footers that do not match their checksums or seals, found during recovery.
     pub(super) footers: AtomicU64,
+    /// Segments whose files disappeared while the log was open.
+    pub(super) missing_segments: AtomicU64,
 }
 
 pub(super) struct Log {
@@ -233,11 +235,41 @@ impl Log {
         self.folder_lock.lock().take();
     }
 
-    /// Checks the folder after a failed read or write.
-    pub(super) fn check_folder_after(&self, error: &io::Error) {
-        if self.check_folder().is_err() {
-            self.mark_failed(error);
-        }
+    /// Checks the folder after a failed read or write. Returns whether the folder is usable.
+    pub(super) fn check_folder_after(&self, error: &io::Error) -> bool {
+        let Err(gone) = self.check_folder() else { return true };
+        // A missing file says nothing about its folder; any other error is the reason why the folder is not found.
+        self.mark_failed(if error.kind() == io::ErrorKind::NotFound { &gone } else { error });
+        false
+    }
+
+    /// Removes a segment whose file is missing and that is not being reclaimed: all its blocks leave the index, and its
+    /// bytes no longer count.
+    pub(super) fn remove_missing(&self, number: u32) {
+        let (segment, head) = {
+            let mut state = self.lock();
+            let is_lost = |segment: &Arc<Segment>| {
+                // The records of a segment that is being deleted are taken before its file is.
+                !segment.is_reclaiming() && !segment.is_deleted() && segment.record_list().len() > 0
+            };
+            if !state.segments.get(&number).is_some_and(is_lost) {
+                return;
+            }
+            let Some(segment) = state.segments.remove(&number) else { return };
+            let group = segment.group();
+            let is_open = state.heads.get(&group).is_some_and(|open| open.head.segment().number() == number);
+            (segment, if is_open { state.heads.remove(&group) } else { None })
+        };
+        let (records, bytes) = (std::mem::take(&mut *segment.record_list()), segment.bytes());
+        // Without records, this leaves the file alone.
+        drop(head);
+        let blocks = records.iter().map(|(fingerprint, entry)| (fingerprint, entry.hash));
+        let blocks = self.shared.index.remove(blocks, |location| self.is_in_segment(location, number));
+        self.shared.corruption.missing_segments.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(
+            folder = %self.folder.display(), segment = number, bytes, blocks,
+            "the file of a segment is missing; its blocks are computed again"
+        );
     }
 
     pub(super) fn read_failed(&self, error: &io::Error) {
@@ -352,6 +384,14 @@ impl Log {
     /// Adds stored blocks to the index.
     pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = IndexEntry<Location>>) {
         self.shared.index.insert(blocks, |parent, child| self.mark_hot(parent, child.segment));
+    }
+
+    /// Adds recovered blocks to the index. The newest record of a block wins, also among several paths: it is the one
+    /// that the last process could read, if it could not read the others.
+    pub(super) fn index_recovered(&self, blocks: impl IntoIterator<Item = IndexEntry<Location>>) {
+        let position = |location: &Location| (location.segment, location.offset);
+        let is_newer = |new: &Location, known: &Location| position(new) >= position(known);
+        self.shared.index.insert_if(is_newer, blocks, |parent, child| self.mark_hot(parent, child.segment));
     }
 
     /// Marks the parents of blocks that will be written to a segment.

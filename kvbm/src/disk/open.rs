@@ -112,9 +112,9 @@ impl DiskTier {
             // A path whose opening timed out is completed by `LogPath::finish_open`.
             match &error {
                 OpenError::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => {
-                    log_path.count_failure(&error.to_string());
+                    log_path.count_failure(&log_path.reason(&error));
                 }
-                error => log_path.fail(&error.to_string()),
+                error => log_path.fail(&log_path.reason(error)),
             }
         }
         let (recovered, _) = watch::channel(false);

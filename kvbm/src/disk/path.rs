@@ -38,6 +38,8 @@ const MAX_RETRY_DELAY: Duration = Duration::from_mins(1);
 pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval at which the folder and the oldest operation are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Why a path whose folder was there before is down.
+const GONE: &str = "the folder was removed or moved away";
 /// A log that worked for this long before it failed resets the backoff.
 const STABLE_AFTER: Duration = Duration::from_mins(5);
 
@@ -127,7 +129,13 @@ impl LogPath {
         let failed = |source| OpenError::Io { path: self.folder.clone(), source };
         if let Some(device) = self.device.get() {
             // Below a removed mount is another folder, on another filesystem, which must not be written to.
-            let found = std::fs::metadata(&self.folder).map_err(failed)?.dev();
+            let found = match std::fs::metadata(&self.folder) {
+                Ok(found) => found.dev(),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Err(failed(io::Error::new(error.kind(), GONE)));
+                }
+                Err(error) => return Err(failed(error)),
+            };
             if found != *device {
                 return Err(failed(io::Error::other("another filesystem is mounted there")));
             }
@@ -160,7 +168,7 @@ impl LogPath {
     pub(super) fn finish_open(self: &Arc<Self>, opened: Result<(), OpenError>) {
         match opened {
             Ok(()) => self.recover(),
-            Err(error) => self.fail(&error.to_string()),
+            Err(error) => self.fail(&self.reason(&error)),
         }
     }
 
@@ -203,6 +211,25 @@ impl LogPath {
     pub(super) fn count_failure(&self, reason: &str) {
         self.failures.fetch_add(1, Ordering::Relaxed);
         *self.failure.lock() = Some(reason.to_owned());
+    }
+
+    /// The error as the reason of a failure. The folder is shown beside it, so it is not repeated.
+    pub(super) fn reason(&self, error: &OpenError) -> String {
+        match error {
+            OpenError::Io { path, source } if *path == self.folder => source.to_string(),
+            error => error.to_string(),
+        }
+    }
+
+    /// Keeps the reason of the last attempt to reopen the path: the first failure may only be its consequence.
+    fn still_down(&self, error: &OpenError) {
+        let reason = self.reason(error);
+        let folder = self.folder.display();
+        if self.failure.lock().replace(reason.clone()).as_ref() == Some(&reason) {
+            tracing::debug!(%folder, reason, "G3 path is still down");
+        } else {
+            tracing::warn!(%folder, reason, "G3 path is still down, for another reason than before");
+        }
     }
 }
 
@@ -254,7 +281,7 @@ async fn reopen(log_path: Weak<LogPath>, mut retry_delay: Duration) {
                     tracing::info!(folder = %log_path.folder.display(), "G3 path is usable again");
                     log_path.recover();
                 }
-                Err(error) => tracing::debug!(folder = %log_path.folder.display(), %error, "G3 path is still down"),
+                Err(error) => log_path.still_down(error),
             }
             opened.is_ok()
         });

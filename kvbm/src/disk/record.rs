@@ -90,6 +90,11 @@ pub(super) fn claimed_bytes(bytes: &[u8]) -> Option<u64> {
     Some(PAYLOAD_OFFSET as u64 + header.length)
 }
 
+/// Whether `bytes` begin like a record.
+pub(super) fn begins(bytes: &[u8]) -> bool {
+    bytes.starts_with(&TOMBSTONE_MAGIC) || claimed_bytes(bytes).is_some()
+}
+
 /// Parses the record at the start of `bytes` and compares its checksum. Returns `None` for an invalid record, and for
 /// one that claims more than `most` bytes.
 ///

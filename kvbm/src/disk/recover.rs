@@ -165,9 +165,7 @@ impl Log {
                 recovery.affected.extend(
                     later.map(|(tombstone_segment, _)| (*tombstone_segment, segment.group(), *namespace, entry.hash)),
                 );
-                let newer =
-                    |location: &Location| location.path == self.path && (location.segment, location.offset) > at;
-                later.is_none() && !(late && self.shared.index.get(*namespace, entry.hash).as_ref().is_some_and(newer))
+                later.is_none()
             };
             let blocks = record_list.iter().filter(|(_, entry)| !entry.is_tombstone).filter(is_stored);
             let blocks = blocks.map(|(fingerprint, entry)| IndexEntry {
@@ -186,7 +184,7 @@ impl Log {
             });
             // Collected first, because the index is locked while it inserts.
             let blocks: Vec<IndexEntry<Location>> = blocks.collect();
-            self.index_blocks(blocks);
+            self.index_recovered(blocks);
         }
         recovery.segments.extend(segments);
         if self.is_withdrawn() {
@@ -222,7 +220,7 @@ impl Log {
         let length = self.io.query(|| file.metadata())?.len();
         let record_list = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
             Footer::Valid(record_list) => record_list,
-            Footer::Missing | Footer::Corrupt => return Ok(None),
+            Footer::Missing | Footer::Unsealed | Footer::Corrupt => return Ok(None),
         };
         Ok(Some(self.new_segment(number, record_list, length)))
     }
@@ -236,7 +234,10 @@ impl Log {
         let footer = footer(&self.io, &file, length, number, keys)?;
         let Scanned { mut record_list, corrupt_ranges, has_corrupt_footer } =
             scan(&self.io, &file, length, number, keys)?;
-        if has_corrupt_footer || matches!(footer, Footer::Corrupt) {
+        if matches!(footer, Footer::Unsealed) {
+            // After encryption was turned on or its keys were replaced, this concerns every segment.
+            tracing::info!(segment = %path.display(), "segment footer has no valid seal; the segment was scanned");
+        } else if has_corrupt_footer || matches!(footer, Footer::Corrupt) {
             self.shared.corruption.footers.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(segment = %path.display(), "segment footer is corrupt; the segment was scanned");
         }
@@ -247,9 +248,17 @@ impl Log {
                 "segment is corrupt; its corrupt ranges are skipped"
             );
         }
-        tracing::info!(segment = %path.display(), records = record_list.len(), "scanned a segment without a footer");
+        tracing::info!(
+            segment = %path.display(), records = record_list.len(),
+            "scanned a segment without a valid footer"
+        );
         if record_list.len() == 0 {
-            tracing::info!(segment = %path.display(), bytes = length, "removes a segment without a sound record");
+            let segment = path.display();
+            if corrupt_ranges > 0 {
+                tracing::warn!(%segment, bytes = length, "removes a segment that has no valid record and is corrupt");
+            } else {
+                tracing::info!(%segment, bytes = length, "removes a segment that has no valid record");
+            }
             self.io.remove(&path)?;
             return Ok(None);
         }
@@ -271,6 +280,8 @@ pub(super) enum Footer {
     Valid(RecordList),
     /// There is no footer: the segment was never sealed.
     Missing,
+    /// There is a footer without a seal of a known key.
+    Unsealed,
     /// There is a footer, and it is invalid.
     Corrupt,
 }
@@ -290,13 +301,17 @@ pub(super) fn footer(
     let Some(at) = trailer.start() else { return Ok(Footer::Corrupt) };
     let mut footer = vec![0; (length - at) as usize];
     io.read_exact(file, &mut footer, at)?;
-    Ok(RecordList::decode(&footer, number, keys).map_or(Footer::Corrupt, Footer::Valid))
+    Ok(match RecordList::decode(&footer, number, keys) {
+        Some(record_list) => Footer::Valid(record_list),
+        None if keys.is_some_and(|keys| RecordList::lacks_seal(&footer, number, keys)) => Footer::Unsealed,
+        None => Footer::Corrupt,
+    })
 }
 
 /// Result of a scan.
 pub(super) struct Scanned {
     pub(super) record_list: RecordList,
-    /// Number of corrupt byte ranges between valid records.
+    /// Number of corrupt byte ranges between valid records; 1 for a file that does not begin with a record.
     pub(super) corrupt_ranges: u64,
     /// Whether the bytes behind the records are a corrupt footer.
     pub(super) has_corrupt_footer: bool,
@@ -304,7 +319,8 @@ pub(super) struct Scanned {
 
 /// Finds every valid record of a segment without a footer. Between records there may be zeros, where a write never
 /// happened, or corrupt ranges, which are counted. The bytes behind the last valid record are an unfinished write, or
-/// a footer with a corrupt trailer.
+/// a footer with a corrupt trailer. Without any valid record, bytes that do not begin like a record are corrupt: an
+/// unfinished write has written its first bytes.
 pub(super) fn scan(
     io: &FileIo,
     file: &File,
@@ -314,6 +330,7 @@ pub(super) fn scan(
 ) -> io::Result<Scanned> {
     let mut record_list = RecordList::default();
     let (mut corrupt_ranges, mut corrupt, mut footer) = (0, false, None);
+    let mut begins_as_record = None;
     // Invalid records rarely overlap by accident; the limit bounds the work on a file in which they do.
     let mut effort = MAX_EFFORT * length;
     let mut window = Window { io, file, length, start: 0, bytes: Vec::new() };
@@ -342,12 +359,18 @@ pub(super) fn scan(
         } else {
             let unit = (length - at).min(Access::UNIT) as usize;
             let bytes = &window.bytes(at, unit)?[..unit];
-            corrupt |= !is_zero(bytes);
+            if !is_zero(bytes) {
+                corrupt = true;
+                begins_as_record.get_or_insert_with(|| record::begins(bytes));
+            }
             if footer.is_none() && at.is_multiple_of(Access::BLOCK) && record_list.begins(bytes) {
                 footer = Some(at);
             }
             Access::UNIT
         };
+    }
+    if record_list.len() == 0 && begins_as_record == Some(false) {
+        corrupt_ranges = 1;
     }
     let has_corrupt_footer = match footer {
         Some(at) => !is_interrupted(&mut window, at, &record_list.encode(at, number, keys))?,

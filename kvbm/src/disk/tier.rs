@@ -74,6 +74,11 @@ impl DiskTier {
         self.shared.corruption.footers.load(Ordering::Relaxed)
     }
 
+    /// Number of segments whose files disappeared while the tier was open, as far as reads noticed it.
+    pub fn missing_segments(&self) -> u64 {
+        self.shared.corruption.missing_segments.load(Ordering::Relaxed)
+    }
+
     /// Digest of the blocks on all paths. Reads the whole index, so call it rarely.
     pub fn set_digest(&self) -> SetDigest {
         self.shared.index.set_digest()
@@ -151,6 +156,11 @@ impl Tier for DiskTier {
             }
             self.start_writers();
         }
+    }
+
+    fn withdraw(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        // No tombstone: the record is found again by the next start, unless a newer one follows.
+        self.shared.index.remove([(fingerprint, hash)], |_| true);
     }
 
     fn expire(&self, now: Date) -> usize {

@@ -302,6 +302,12 @@ impl BlockManager {
     pub async fn flush(&self) {
         self.0.offload.flush().await;
     }
+
+    /// Resolves when every block queued for the tiers of one level is stored there, or has failed. So a caller need not
+    /// wait for a tier that does not answer.
+    pub async fn flush_level(&self, level: Level) {
+        self.0.offload.flush_level(level).await;
+    }
 }
 
 impl Inner {

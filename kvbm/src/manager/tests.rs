@@ -140,7 +140,7 @@ impl PlacedTier {
 }
 
 impl Tier for PlacedTier {
-    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+    delegate!(tier: holds, store, discard, withdraw, expire_one, expire, usage);
 
     fn level(&self) -> Level {
         self.level

@@ -204,6 +204,11 @@ impl ObjectTier {
         )
     }
 
+    /// Whether the store is known not to respond, or to deny access. A store that has not responded yet may.
+    pub fn is_unavailable(&self) -> bool {
+        matches!(*self.health.borrow(), StoreHealth::Unavailable(_) | StoreHealth::Refused(_))
+    }
+
     /// Whether the store responded to the last poll.
     pub fn is_available(&self) -> bool {
         *self.health.borrow() == StoreHealth::Ready
@@ -341,6 +346,11 @@ impl Tier for ObjectTier {
     }
 
     fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        self.catalog.discard(fingerprint, hash);
+    }
+
+    fn withdraw(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        // The catalog drops the copy; its object stays in the store.
         self.catalog.discard(fingerprint, hash);
     }
 

@@ -223,7 +223,10 @@ impl Packer {
             Err(error) => {
                 let reason = reason(error);
                 if writes.failed(attempt, &reason) == Change::Changed {
-                    tracing::warn!(%store, %prefix, reason, "cannot write to the store; its blocks are still read");
+                    tracing::warn!(
+                        %store, %prefix, reason,
+                        "cannot write to the store; the next blocks are new attempts"
+                    );
                 }
             }
             Ok(()) => {}

@@ -265,9 +265,9 @@ fn wrap(form: Form, tier: Arc<dyn Tier>, keys: &Arc<Keyring>, metrics: &Metrics)
     let secret = |tier| encrypted(tier, keys.clone(), metrics.clone());
     match form {
         Form::Plain => tier,
-        Form::Encoded => encoded(tier, Mode::Smaller),
+        Form::Encoded => encoded(tier, Mode::Smaller, metrics.clone()),
         Form::Encrypted => secret(tier),
-        Form::Both => encoded(secret(tier), Mode::Smaller),
+        Form::Both => encoded(secret(tier), Mode::Smaller, metrics.clone()),
     }
 }
 

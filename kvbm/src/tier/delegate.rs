@@ -39,6 +39,11 @@ macro_rules! delegate {
             self.$field.discard(fingerprint, hash);
         }
     };
+    (@withdraw $field:tt) => {
+        fn withdraw(&self, fingerprint: crate::block::Fingerprint, hash: crate::block::SequenceHash) {
+            self.$field.withdraw(fingerprint, hash);
+        }
+    };
     (@expire_one $field:tt) => {
         fn expire_one(&self, fingerprint: crate::block::Fingerprint, hash: crate::block::SequenceHash) -> usize {
             self.$field.expire_one(fingerprint, hash)

@@ -75,7 +75,7 @@ impl Faulty {
 }
 
 impl Tier for Faulty {
-    delegate!(tier: level, holds, discard, expire_one, expire, usage);
+    delegate!(tier: level, holds, discard, withdraw, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let injector = self.injector.clone();

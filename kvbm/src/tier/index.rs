@@ -80,12 +80,25 @@ impl<P: Copy> Index<P> {
     /// Inserts blocks, or replaces the locations of known ones. `follow` may update the location of a block's parent,
     /// given the location of the block.
     pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = IndexEntry<P>>, follow: impl Fn(&mut P, P)) {
+        self.insert_if(|_, _| true, blocks, follow);
+    }
+
+    /// Inserts blocks like [`Index::insert`], except those of which `replaces(new, known)` rejects the new location.
+    pub(crate) fn insert_if(
+        &self,
+        replaces: impl Fn(&P, &P) -> bool,
+        blocks: impl IntoIterator<Item = IndexEntry<P>>,
+        follow: impl Fn(&mut P, P),
+    ) {
         let mut spaces = self.write();
         // Dropped before the lock, so that the announcements are in the order of the changes.
         let mut stored = StoredBatch::new(self.level, &self.log);
         for block in blocks {
             let known = spaces.values().any(|space| space.contains(&block.hash));
             let space = spaces.entry(block.fingerprint).or_default();
+            if space.get(&block.hash).is_some_and(|known| !replaces(&block.location, known)) {
+                continue;
+            }
             space.insert(block.hash, block.location);
             self.retention().insert((block.fingerprint, block.hash), block.retention);
             if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {

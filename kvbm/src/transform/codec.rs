@@ -28,8 +28,9 @@ mod throughput;
 
 pub use policy::{Rates, best_codec, bound, is_worth_it};
 
-use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier};
+use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier, Undecryptable};
 use crate::block::{Block, Codec, Corrupt, Header};
+use crate::metrics::Metrics;
 use crate::tier::{LoadError, StoreError, Tier};
 use byte_planes::{Four, Planes, Two};
 use bytes::Bytes;
@@ -63,22 +64,23 @@ const MIN_RATIO: f64 = 1.05;
 const DEFAULT_RATES: Rates = Rates { offload: 1e9, onboard: 2e9 };
 
 /// A tier that stores blocks encoded where that is worth it.
-pub fn encoded(tier: Arc<dyn Tier>, mode: Mode) -> Arc<dyn Tier> {
-    with(tier, Some(mode), MIN_RATIO)
+pub fn encoded(tier: Arc<dyn Tier>, mode: Mode, metrics: Metrics) -> Arc<dyn Tier> {
+    with(tier, Some(mode), MIN_RATIO, metrics)
 }
 
 /// A tier that stores blocks raw, and decodes blocks that another process, or this one before a restart, encoded.
-pub fn decoded(tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
-    with(tier, None, MIN_RATIO)
+pub fn decoded(tier: Arc<dyn Tier>, metrics: Metrics) -> Arc<dyn Tier> {
+    with(tier, None, MIN_RATIO, metrics)
 }
 
-fn with(tier: Arc<dyn Tier>, mode: Option<Mode>, min_ratio: f64) -> Arc<dyn Tier> {
+fn with(tier: Arc<dyn Tier>, mode: Option<Mode>, min_ratio: f64, metrics: Metrics) -> Arc<dyn Tier> {
     let device = Arc::new(Throughput::default());
     let encoding = Encoding {
         mode,
         min_ratio,
         device: device.clone(),
         codec: Throughput::default(),
+        undecryptable: Undecryptable::new(tier.level(), metrics),
         pool: BlockingPool::new(),
         coders: Mutex::default(),
         buffers: Arc::default(),
@@ -94,6 +96,8 @@ struct Encoding {
     device: Arc<Throughput>,
     /// Throughput of the codec on one core.
     codec: Throughput,
+    /// Encrypted blocks: a tier that decrypts them is below, if there is one.
+    undecryptable: Undecryptable,
     pool: BlockingPool,
     /// Idle coders, at most one per thread of the pool.
     coders: Mutex<Vec<Coder>>,
@@ -159,8 +163,9 @@ impl Transform for Encoding {
 
     fn invert(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Inverted, LoadError>> {
         if block.header.key.is_some() {
-            // The block is encrypted, and this process decrypts nothing below. Others may have its data key.
-            return future::ready(Ok(Inverted::Miss)).boxed();
+            // This process decrypts nothing below. Others may have the data key.
+            self.undecryptable.count(&block, "the blocks are encrypted, and encryption is off");
+            return future::ready(Ok(Inverted::Undecryptable)).boxed();
         }
         if block.header.codec == Codec::Raw {
             return future::ready(Ok(Inverted::Block(block))).boxed();

@@ -33,7 +33,7 @@ pub use master_key::MasterKeyId;
 pub use metadata::MetadataKeys;
 pub(crate) use metadata::{Authenticity, Context, SEAL, Seal};
 
-use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier};
+use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier, Undecryptable};
 use crate::block::{Block, Corrupt, DomainId, KeyId, Level};
 use crate::metrics::Metrics;
 use crate::tier::{LoadError, StoreError, Tier};
@@ -46,8 +46,14 @@ use std::sync::Arc;
 ///
 /// Compression comes before encryption: `encoded(encrypted(tier, …), …)`.
 pub fn encrypted(tier: Arc<dyn Tier>, keys: Arc<Keyring>, metrics: Metrics) -> Arc<dyn Tier> {
-    let encryption =
-        Encryption { level: tier.level(), keys, metrics, pool: BlockingPool::new(), buffers: Arc::default() };
+    let encryption = Encryption {
+        level: tier.level(),
+        keys,
+        undecryptable: Undecryptable::new(tier.level(), metrics.clone()),
+        metrics,
+        pool: BlockingPool::new(),
+        buffers: Arc::default(),
+    };
     Arc::new(TransformedTier::new(tier, encryption))
 }
 
@@ -97,6 +103,7 @@ pub enum KeyError {
 struct Encryption {
     level: Level,
     keys: Arc<Keyring>,
+    undecryptable: Undecryptable,
     metrics: Metrics,
     pool: BlockingPool,
     buffers: Arc<Buffers>,
@@ -116,12 +123,22 @@ impl Transform for Encryption {
     fn invert(self: Arc<Self>, block: Block) -> BoxFuture<'static, Result<Inverted, LoadError>> {
         async move {
             let id = block.header.key.ok_or(Corrupt::Transform)?;
-            let key = match self.keys.find(block.header.domain, id).await.map_err(io::Error::other)? {
-                KeyLookup::Key(key) => key,
-                missing => {
+            let key = match self.keys.find(block.header.domain, id).await {
+                Ok(KeyLookup::Key(key)) => key,
+                Ok(KeyLookup::Shredded) => {
                     self.metrics.shredded(self.level);
-                    return Ok(if missing.is_shredded() { Inverted::Unreadable } else { Inverted::Miss });
+                    return Ok(Inverted::Unreadable);
                 }
+                Ok(KeyLookup::Unknown) => {
+                    self.undecryptable.count(&block, format_args!("the key store has no data key {id}"));
+                    return Ok(Inverted::Undecryptable);
+                }
+                Err(error @ (KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. })) => {
+                    self.undecryptable.count(&block, error);
+                    return Ok(Inverted::Undecryptable);
+                }
+                // The key store or the source fails: the key may be there in a moment.
+                Err(error) => return Err(io::Error::other(error).into()),
             };
             let buffers = self.buffers.clone();
             let decrypted = self.pool.run(move || key.decrypt(&block, &buffers)).await?;

@@ -19,8 +19,9 @@ pub(super) trait Transform: Send + Sync + 'static {
 pub(super) enum Inverted {
     /// The block as it was stored.
     Block(Block),
-    /// A miss; the block may be readable later or elsewhere.
-    Miss,
+    /// This process has no key for the block; another one may have it. The block is withdrawn: if the tier still held
+    /// it, no readable copy would be stored.
+    Undecryptable,
     /// The block can never be read again: it is discarded.
     Unreadable,
 }
@@ -42,7 +43,7 @@ impl<F: Transform> TransformedTier<F> {
 }
 
 impl<F: Transform> Tier for TransformedTier<F> {
-    delegate!(tier: level, holds, discard, expire_one, expire, usage);
+    delegate!(tier: level, holds, discard, withdraw, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let (tier, transform) = (self.tier.clone(), self.transform.clone());
@@ -53,7 +54,10 @@ impl<F: Transform> Tier for TransformedTier<F> {
                 block.check(hash, fingerprint)?;
                 Ok(match transform.invert(block).await? {
                     Inverted::Block(block) => Some(block),
-                    Inverted::Miss => None,
+                    Inverted::Undecryptable => {
+                        tier.withdraw(fingerprint, hash);
+                        None
+                    }
                     Inverted::Unreadable => {
                         tier.discard(fingerprint, hash);
                         None

@@ -148,6 +148,37 @@ async fn an_invalid_record_is_reported_and_removed() {
 }
 
 #[tokio::test]
+async fn a_missing_segment_is_noticed_by_the_first_read_and_loses_all_its_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, events) = open(folder.path());
+    let blocks: Vec<Block> = (0..3).flat_map(|seed| chain(seed, 12)).collect();
+    store(&*tier, blocks.clone()).await;
+    let of = |number: u32| {
+        let at = |block: &Block| tier.shared.index.get(fingerprint(), block.header.hash);
+        let inside = |block: &&Block| at(block).is_some_and(|location| location.segment == number);
+        blocks.iter().filter(inside).cloned().collect::<Vec<Block>>()
+    };
+    let numbers = segment::numbers(folder.path()).unwrap();
+    let (sealed, head) = (numbers[0], *numbers.last().unwrap());
+    assert!(sealed != head && !of(sealed).is_empty() && !of(head).is_empty());
+    let mut left = blocks.len();
+    for (missing, number) in [(1, sealed), (2, head)] {
+        let (lost, used) = (of(number), tier.usage().bytes);
+        fs::remove_file(segment::path(folder.path(), number)).unwrap();
+        assert!(load(&*tier, fingerprint(), hashes(&lost[..1])).await[0].is_none());
+        left -= lost.len();
+        assert_eq!((tier.usage().blocks, tier.missing_segments()), (left as u64, missing));
+        assert_eq!(announced(&events, Level::G3).len(), left, "the removal is announced");
+        assert!(tier.usage().bytes < used);
+        assert!(tier.paths()[0].failure.is_none());
+    }
+    // Its blocks can be stored again.
+    store(&*tier, blocks.clone()).await;
+    assert!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await));
+    assert_eq!(tier.missing_segments(), 2);
+}
+
+#[tokio::test]
 async fn other_files_are_left_alone() {
     let (folder, blocks) = image().await;
     fs::write(folder.path().join("notes.txt"), "mine").unwrap();
@@ -157,6 +188,27 @@ async fn other_files_are_left_alone() {
     }
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len());
     assert_eq!(fs::read(folder.path().join("notes.txt")).unwrap(), b"mine");
+}
+
+#[tokio::test]
+async fn a_segment_of_garbage_counts_as_corrupt_and_an_unfinished_first_write_does_not() {
+    let (folder, blocks) = image().await;
+    let path = segments(folder.path()).remove(0);
+    let sound = fs::read(&path).unwrap();
+    let ranges = async |bytes: &[u8]| {
+        let copy = crashed(folder.path());
+        fs::write(copy.path().join(path.file_name().unwrap()), bytes).unwrap();
+        let (tier, _) = open(copy.path());
+        assert!(load(&*tier, fingerprint(), hashes(&blocks)).await.iter().any(Option::is_some), "other segments");
+        (tier.corrupt_ranges(), copy.path().join(path.file_name().unwrap()).exists())
+    };
+    let garbage: Vec<u8> = (0..20_000_u32).map(|n| (n * 7 + n / 251) as u8 | 1).collect();
+    assert_eq!(ranges(&garbage).await, (1, false));
+    assert_eq!(ranges(&[&[0; 8_192], &garbage[..]].concat()).await, (1, false));
+    // The header of the first block, and a part of its payload.
+    assert_eq!(ranges(&[&sound[..1_024], &[0; 8_192][..]].concat()).await, (0, false));
+    assert_eq!(ranges(&[0; 8_192]).await, (0, false));
+    assert_eq!(ranges(&[]).await, (0, false));
 }
 
 /// The metadata keys of a process with this master key and its own key store.
@@ -211,7 +263,7 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     // Sealed segments of an earlier version, or from before blocks were encrypted.
     survivors(folder.path(), &blocks).await;
     let count = segments(folder.path()).len() as u64;
-    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), count));
+    assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "scanned, and not corrupt");
     assert_eq!(opened(folder.path(), &ours).await, (blocks.len(), 0), "sealed now");
     assert_eq!(survivors(folder.path(), &blocks).await, blocks.len(), "without keys there is nothing to verify with");
     // A footer with a valid checksum that gives a wrong location for a block.
@@ -226,5 +278,5 @@ async fn with_keys_invalid_footers_are_scanned_and_sealed() {
     }
     let forged = crashed(folder.path());
     assert_eq!(opened(forged.path(), &ours).await, (blocks.len(), count));
-    assert_eq!(opened(folder.path(), &keys("02").await).await.0, blocks.len(), "another key: scanned");
+    assert_eq!(opened(folder.path(), &keys("02").await).await, (blocks.len(), 0), "another key: scanned");
 }

@@ -256,6 +256,25 @@ async fn a_pipe_instead_of_a_segment_does_not_block_the_start() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_path_that_is_down_has_the_reason_of_the_last_attempt() {
+    let paths = Paths::new(1, large());
+    store(&*paths.tier, blocks(1, 4)).await;
+    let aside = paths.folders[0].path().join("aside");
+    let has_reason = |paths: &Paths, reason: &str| {
+        paths.tier.paths()[0].failure.as_ref().is_some_and(|failure| failure.contains(reason))
+    };
+    fs::rename(paths.folder(0), &aside).unwrap();
+    paths.until(|paths| has_reason(paths, "the folder was removed or moved away")).await;
+    // A file where the folder was.
+    fs::write(paths.folder(0), "").unwrap();
+    paths.until(|paths| has_reason(paths, "Not a directory")).await;
+    fs::remove_file(paths.folder(0)).unwrap();
+    fs::rename(&aside, paths.folder(0)).unwrap();
+    paths.until(|paths| paths.up()[0]).await;
+    assert_eq!(paths.tier.paths()[0].failures, 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_moved_folder_is_detected_and_reopened() {
     let paths = Paths::new(2, large());
     let prefix = blocks(1, 80);
@@ -379,6 +398,26 @@ async fn discard_removes_the_copies_on_every_path() {
     let paths = paths.reopen(settings());
     assert_eq!(paths.tier.usage().blocks, 6);
     assert_eq!(paths.found(&blocks).await, 6);
+}
+
+#[tokio::test]
+async fn the_newest_record_wins_whichever_path_has_it() {
+    let mut paths = Paths::new(2, settings());
+    let old = chain(1, 1).remove(0);
+    let new = Block::new(old.header.hash, None, fingerprint(), bytes::Bytes::from_static(&[7; 5_000]));
+    store(&*paths.tier, vec![old.clone()]).await;
+    let first = paths.paths_of(std::slice::from_ref(&old))[0];
+    // As a block that this process cannot decrypt.
+    paths.tier.withdraw(fingerprint(), old.header.hash);
+    assert_eq!(paths.tier.holds(fingerprint(), &[old.header.hash]), 0);
+    paths.tier.shared.hooks.fail_writes(first, libc::EIO);
+    store(&*paths.tier, vec![new.clone()]).await;
+    assert_ne!(paths.paths_of(std::slice::from_ref(&new))[0], first);
+    for _ in 0..8 {
+        paths = paths.reopen(settings());
+        let loaded = load(&*paths.tier, fingerprint(), vec![old.header.hash]).await;
+        assert_eq!(loaded[0].as_ref().unwrap().payload(), new.payload);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -101,6 +101,10 @@ impl OffloadWorker {
 }
 
 impl OffloadQueue {
+    pub(super) fn level(&self) -> Level {
+        self.level
+    }
+
     /// Queues blocks, and counts those that are dropped because the queue is full.
     pub(super) fn push(&self, core: &Core, requests: &[OffloadRequest]) {
         core.metrics.offload_dropped(self.level, self.queue.push(requests));

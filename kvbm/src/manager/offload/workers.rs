@@ -2,6 +2,7 @@
 
 use super::fair_queue::OffloadRequest;
 use super::worker::{OffloadQueue, OffloadWorker};
+use crate::block::Level;
 use crate::manager::shared::Core;
 use crate::pool::{BlockRef, CachedBlocks};
 use crate::tier::Quotas;
@@ -46,6 +47,17 @@ impl OffloadWorkers {
         let first = if self.core.host.is_some() { 1 } else { self.workers.len() };
         let queues = self.workers.iter().take(first).map(OffloadWorker::queue);
         queues.for_each(|queue: &OffloadQueue| queue.push(&self.core, requests));
+    }
+
+    /// Resolves when every block queued for the tiers of this level is stored there, or has failed.
+    pub(in crate::manager) async fn flush_level(&self, level: Level) {
+        let (host, below) = self.workers.split_at(usize::from(self.core.host.is_some()));
+        // G2's worker queues its blocks for the workers below it.
+        for worker in host {
+            worker.queue().flush().await;
+        }
+        let below = below.iter().map(OffloadWorker::queue).filter(|queue| queue.level() == level);
+        futures::future::join_all(below.map(OffloadQueue::flush)).await;
     }
 
     /// Resolves when every block queued for offloading is stored in every tier, or has failed.

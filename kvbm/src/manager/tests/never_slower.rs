@@ -37,7 +37,7 @@ impl ThrottledTier {
 }
 
 impl Tier for ThrottledTier {
-    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+    delegate!(tier: holds, store, discard, withdraw, expire_one, expire, usage);
 
     fn level(&self) -> Level {
         Level::G3

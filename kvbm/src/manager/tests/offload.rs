@@ -71,6 +71,19 @@ async fn a_store_that_hangs_times_out_and_is_counted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_flush_of_one_level_does_not_wait_for_a_store_that_hangs() {
+    let ssd = placed(Level::G3, 0, 0);
+    let stuck = Faulty::new(placed(Level::G4, 0, 0), 1, Faults { hang: 1.0, ..Faults::default() });
+    let harness = Harness::new(16, 16, vec![ssd.clone(), Arc::new(stuck)]);
+    drop(harness.compute(0..4));
+    let start = Instant::now();
+    harness.manager.flush_level(Level::G3).await;
+    assert_eq!((ssd.holds(fingerprint(), &hashes(4)), start.elapsed().as_secs()), (4, 0));
+    let waiting = tokio::time::timeout(Duration::from_secs(10), harness.manager.flush_level(Level::G4));
+    assert!(waiting.await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
 async fn storing_in_a_busy_tier_is_retried() {
     let inner = placed(Level::G3, 0, 0);
     let busy = Arc::new(Faulty::new(inner.clone(), 1, Faults { busy: 0.5, ..Faults::default() }));
@@ -111,7 +124,7 @@ async fn a_flood_drops_no_offloads_of_another_domain() {
 async fn blocks_are_stored_once_and_many_at_a_time() {
     struct CountingTier(Arc<PlacedTier>, Mutex<Vec<usize>>);
     impl Tier for CountingTier {
-        delegate!(0: level, holds, load, discard, expire_one, expire, usage);
+        delegate!(0: level, holds, load, discard, withdraw, expire_one, expire, usage);
 
         fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
             self.1.lock().push(blocks.len());

@@ -53,7 +53,7 @@ struct InterruptedTier {
 }
 
 impl Tier for InterruptedTier {
-    delegate!(tier: holds, store, discard, expire_one, expire, usage);
+    delegate!(tier: holds, store, discard, withdraw, expire_one, expire, usage);
 
     fn level(&self) -> Level {
         Level::G4

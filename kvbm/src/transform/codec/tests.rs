@@ -1,11 +1,12 @@
 use super::synthetic::Shape;
 use super::*;
-use crate::block::SequenceHash;
+use crate::block::{Level, SequenceHash};
 use crate::disk::{self, DiskTier};
 use crate::event::{Epoch, EventLog};
 use crate::tests::fuzz;
 use crate::tier::conformance::{self, Memory, Subject, chain, fingerprint, hashes};
 use futures::StreamExt;
+use prometheus::Registry;
 use proptest::prelude::*;
 
 const SHAPE: Shape = Shape { layers: 4, tokens: 16, channels: 1024 };
@@ -13,6 +14,10 @@ const SHAPE: Shape = Shape { layers: 4, tokens: 16, channels: 1024 };
 fn block(raw: impl Into<Bytes>) -> Block {
     let parent = Some(SequenceHash::from_bytes([1; 16]));
     Block::new(SequenceHash::from_bytes([2; 16]), parent, fingerprint(), raw.into())
+}
+
+fn metrics() -> Metrics {
+    Metrics::new(&Registry::new()).unwrap()
 }
 
 /// Checks and decodes a block.
@@ -27,7 +32,11 @@ mod in_memory {
     conformance::suite!(async || {
         let log = Arc::new(EventLog::new(Epoch(1)));
         // The suite's payloads are noise: with a minimum ratio of 0 they are encoded nevertheless.
-        Subject::with_resources(with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0), log, ())
+        Subject::with_resources(
+            with(Arc::new(Memory::new(log.clone(), None)), Some(Mode::Smaller), 0.0, metrics()),
+            log,
+            (),
+        )
     });
 }
 
@@ -39,7 +48,7 @@ mod on_disk {
         let folder = tempfile::tempdir().unwrap();
         let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
         let disk = DiskTier::open(folder.path(), settings, log.clone()).unwrap();
-        Subject::with_resources(with(disk, Some(Mode::Smaller), 0.0), log, folder)
+        Subject::with_resources(with(disk, Some(Mode::Smaller), 0.0, metrics()), log, folder)
     });
 }
 
@@ -62,7 +71,7 @@ fn the_ratio_is_near_the_entropy_bound() {
 async fn only_compressible_blocks_are_encoded_and_all_come_back() {
     let log = Arc::new(EventLog::new(Epoch(1)));
     let memory = Arc::new(Memory::new(log, None));
-    let tier = encoded(memory.clone(), Mode::Smaller);
+    let tier = encoded(memory.clone(), Mode::Smaller, metrics());
     let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     let noise = chain(1, 1).remove(0);
     let both = [kv.clone(), noise.clone()];
@@ -81,31 +90,57 @@ async fn a_decoding_tier_reads_both_and_stores_raw() {
     let memory = Arc::new(Memory::new(log, None));
     let kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
     let raw = chain(1, 1).remove(0);
-    conformance::store(&*encoded(memory.clone(), Mode::Smaller), vec![kv.clone()]).await;
-    let tier = super::decoded(memory.clone());
+    conformance::store(&*encoded(memory.clone(), Mode::Smaller, metrics()), vec![kv.clone()]).await;
+    let tier = super::decoded(memory.clone(), metrics());
     conformance::store(&*tier, vec![raw.clone()]).await;
     let both = [kv, raw];
     let loaded = conformance::load(&*tier, fingerprint(), hashes(&both)).await;
     assert!(loaded.iter().zip(&both).all(|(loaded, block)| loaded.as_ref().unwrap().payload() == block.payload));
 
     let plain = block(synthetic::bf16(&synthetic::kv(8, SHAPE)));
-    let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)));
+    let tier = super::decoded(Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None)), metrics());
     conformance::store(&*tier, vec![plain.clone()]).await;
     let found = tier.load(fingerprint(), vec![plain.header.hash]).next().await.unwrap().1.unwrap().unwrap();
     assert_eq!(found.header.codec, Codec::Raw, "it stores blocks raw");
 }
 
 #[tokio::test]
-async fn an_encrypted_block_without_keys_is_a_miss_and_stays() {
-    let memory = Arc::new(Memory::new(Arc::new(EventLog::new(Epoch(1))), None));
-    let mut kv = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
-    kv.header.key = Some(crate::block::KeyId::from_bytes([3; 8]));
-    kv.header = kv.header.for_payload(&kv.payload);
-    conformance::store(&*memory, vec![kv.clone()]).await;
-    let tier = super::decoded(memory.clone());
-    let (_, answer) = tier.load(fingerprint(), vec![kv.header.hash]).next().await.unwrap();
-    assert!(answer.unwrap().is_none());
-    assert_eq!(memory.holds(fingerprint(), &[kv.header.hash]), 1);
+async fn without_keys_an_encrypted_block_makes_room_for_a_readable_one_and_its_record_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let open = || {
+        let settings = disk::Settings { capacity_bytes: 64 << 20, min_free_bytes: 0, ..Default::default() };
+        DiskTier::open(folder.path(), settings, Arc::new(EventLog::new(Epoch(1)))).unwrap()
+    };
+    let plain = block(synthetic::bf16(&synthetic::kv(7, SHAPE)));
+    let mut encrypted = plain.clone();
+    encrypted.header.key = Some(crate::block::KeyId::from_bytes([3; 8]));
+    encrypted.header = encrypted.header.for_payload(&encrypted.payload);
+    let name = [plain.header.hash];
+    let found = async |tier: &Arc<dyn Tier>| tier.load(fingerprint(), name.to_vec()).next().await.unwrap().1.unwrap();
+    conformance::store(&*open(), vec![encrypted]).await;
+
+    let registry = Registry::new();
+    let disk = open();
+    let tier = super::decoded(disk.clone(), Metrics::new(&registry).unwrap());
+    assert_eq!(tier.holds(fingerprint(), &name), 1, "the index does not know that it is encrypted");
+    assert!(found(&tier).await.is_none());
+    assert_eq!((tier.holds(fingerprint(), &name), disk.usage().blocks), (0, 0));
+    let family = registry.gather().into_iter().find(|family| family.name().ends_with("undecryptable_blocks_total"));
+    assert_eq!(family.map(|family| family.get_metric()[0].get_counter().get_value()), Some(1.0));
+    disk.close().await;
+    drop((tier, disk));
+
+    let disk = open();
+    assert_eq!(disk.holds(fingerprint(), &name), 1, "a process with the key would read it");
+    let tier = super::decoded(disk.clone(), metrics());
+    assert!(found(&tier).await.is_none());
+    conformance::store(&*tier, vec![plain.clone()]).await;
+    assert_eq!(found(&tier).await.unwrap().payload, plain.payload);
+    disk.close().await;
+    drop((tier, disk));
+
+    let tier = super::decoded(open(), metrics());
+    assert_eq!(found(&tier).await.unwrap().payload, plain.payload, "the newest record wins");
 }
 
 #[tokio::test]
@@ -131,6 +166,7 @@ fn a_fast_device_gets_raw_blocks_and_a_slow_one_encoded_ones() {
             min_ratio: MIN_RATIO,
             device: Arc::default(),
             codec: Throughput::default(),
+            undecryptable: Undecryptable::new(Level::G3, metrics()),
             pool: BlockingPool::new(),
             coders: Mutex::default(),
             buffers: Arc::default(),

@@ -66,7 +66,7 @@ impl MeasuredTier {
 }
 
 impl Tier for MeasuredTier {
-    delegate!(tier: level, holds, discard, expire_one, expire, usage);
+    delegate!(tier: level, holds, discard, withdraw, expire_one, expire, usage);
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let throughput = self.throughput.clone();

@@ -39,12 +39,6 @@ pub(in crate::transform::crypt) enum KeyLookup {
     Unknown,
 }
 
-impl KeyLookup {
-    pub(in crate::transform::crypt) fn is_shredded(&self) -> bool {
-        matches!(self, Self::Shredded)
-    }
-}
-
 impl Known {
     pub(super) fn new(masters: MasterKeys) -> Self {
         let now = Instant::now();
