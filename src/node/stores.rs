@@ -275,8 +275,8 @@ async fn open_disk(
     opened.context("opening the G3 log failed")?.map_err(|error| refused(&error))
 }
 
-/// Checks the sizes of the G3 logs before any of them is opened.
-pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
+/// Checks the sizes of the G3 logs before any of them is opened: also that each takes blocks of `block` bytes.
+pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> anyhow::Result<()> {
     disks.iter().try_for_each(|disk| {
         // The automatic size is a share of the free space.
         if disk.bytes == 0 {
@@ -287,7 +287,7 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()>
             );
         }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
-        settings.check(shares).map_err(|error| refused(&error))
+        settings.check_block(shares, block).map_err(|error| refused(&error))
     })
 }
 
@@ -300,6 +300,13 @@ fn refused(error: &disk::OpenError) -> anyhow::Error {
             let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
             anyhow!(
                 "{asked} is too small for tiers.g3: the log needs at least {least} in each folder; `off` turns it off"
+            )
+        }
+        disk::OpenError::BlockTooLarge { capacity_bytes, block_bytes, least } => {
+            let [asked, block, least] = [capacity_bytes, block_bytes, least].map(|bytes| ByteSize(*bytes).about());
+            anyhow!(
+                "{asked} is too small for tiers.g3: one block of the model takes {block}, so the log needs at least \
+                 {least} in each folder; `off` turns it off"
             )
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),

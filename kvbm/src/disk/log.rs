@@ -9,7 +9,8 @@ use super::footer::RecordList;
 use super::lock::FolderLock;
 use super::queue::Queue;
 use super::segment::{self, Head, Segment};
-use super::{OpenError, Settings, record};
+use super::settings::segment_of;
+use super::{OpenError, Settings};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
 use crate::transform::crypt::MetadataKeys;
@@ -338,9 +339,7 @@ impl Log {
 
     /// Whether a block with a payload of this length fits into a segment.
     pub(super) fn fits(&self, payload: u64) -> bool {
-        u32::try_from(payload).is_ok()
-            && record::span(payload, self.access.alignment()).next_multiple_of(Access::BLOCK) + Self::footer_bytes(1)
-                <= self.settings.segment_bytes
+        u32::try_from(payload).is_ok() && segment_of(payload) <= self.settings.segment_bytes
     }
 
     /// Length in bytes of a footer of so many records.
