@@ -199,6 +199,7 @@ struct DiskHealth {
     disk: Weak<DiskTier>,
     paths_up: IntGaugeVec,
     paths_writable: IntGaugeVec,
+    paths_limited: IntGaugeVec,
     path_failures: IntCounterVec,
     corrupt_ranges: IntCounterVec,
     corrupt_footers: IntCounterVec,
@@ -213,6 +214,10 @@ impl DiskHealth {
             "1 while blocks are written to a folder of the tier, 0 after a write failed and until one succeeds, and \
              while the folder is not in use.",
         );
+        let paths_limited = opts(
+            "path_disk_full",
+            "1 while the disk of a folder of the tier is full, which keeps its log below its capacity.",
+        );
         let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
         let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
         let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
@@ -220,6 +225,7 @@ impl DiskHealth {
             disk,
             paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
             paths_writable: IntGaugeVec::new(paths_writable, &["tier", "path"])?,
+            paths_limited: IntGaugeVec::new(paths_limited, &["tier", "path"])?,
             path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
             corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
             corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
@@ -230,7 +236,7 @@ impl DiskHealth {
 impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
         let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
-        let gauges = [&self.paths_up, &self.paths_writable];
+        let gauges = [&self.paths_up, &self.paths_writable, &self.paths_limited];
         counters.into_iter().flat_map(Collector::desc).chain(gauges.into_iter().flat_map(Collector::desc)).collect()
     }
 
@@ -248,11 +254,12 @@ impl Collector for DiskHealth {
                 let (is_up, writes) = (path.failure.is_none(), path.write_failure.is_none());
                 self.paths_up.with_label_values(&[level, &folder]).set(is_up.into());
                 self.paths_writable.with_label_values(&[level, &folder]).set((is_up && writes).into());
+                self.paths_limited.with_label_values(&[level, &folder]).set(path.limited_to.is_some().into());
                 raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
         let counters = [&self.path_failures, &self.corrupt_ranges, &self.corrupt_footers];
-        let gauges = [&self.paths_up, &self.paths_writable];
+        let gauges = [&self.paths_up, &self.paths_writable, &self.paths_limited];
         counters
             .into_iter()
             .flat_map(Collector::collect)

@@ -105,6 +105,8 @@ pub(super) struct Log {
     read_failures: AtomicU32,
     /// Whether writes fail. Logged once, until a write succeeds.
     writes: WriteHealth,
+    /// The disk has too little free space for the log to grow. Logged once.
+    disk_is_full: AtomicBool,
     /// A segment was reclaimed on a full disk, and no head could be created in its space.
     pub(super) reclaimed_in_vain: AtomicBool,
     /// Why the folder cannot be used; set once.
@@ -190,6 +192,7 @@ impl Log {
             cooldown_until: Mutex::default(),
             read_failures: AtomicU32::new(0),
             writes: WriteHealth::default(),
+            disk_is_full: AtomicBool::new(false),
             reclaimed_in_vain: AtomicBool::new(false),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
@@ -326,6 +329,35 @@ impl Log {
     /// Why the last write failed, if it did.
     pub(super) fn write_failure(&self) -> Option<String> {
         self.writes.failure()
+    }
+
+    /// Sets whether the disk has too little free space for the log to grow.
+    pub(super) fn set_disk_is_full(&self, is_full: bool) {
+        if self.disk_is_full.swap(is_full, Ordering::Relaxed) == is_full {
+            return;
+        }
+        let (folder, used_bytes, capacity_bytes) = (self.folder.display(), self.used_bytes(), self.capacity());
+        if is_full {
+            tracing::warn!(
+                %folder, used_bytes, capacity_bytes, min_free_bytes = self.settings.min_free_bytes,
+                "the disk is full; G3 stays below its capacity, and new blocks replace its oldest ones"
+            );
+        } else {
+            tracing::info!(%folder, used_bytes, capacity_bytes, "the disk has free space again; G3 grows");
+        }
+    }
+
+    /// Bytes that the log is limited to, because the disk is full.
+    pub(super) fn limited_to(&self) -> Option<u64> {
+        self.disk_is_full.load(Ordering::Relaxed).then(|| self.used_bytes())
+    }
+
+    /// Checks whether a disk that was full has free space again.
+    pub(super) fn check_space(&self) {
+        let wanted = self.settings.min_free_bytes.saturating_add(self.settings.segment_bytes);
+        if self.disk_is_full.load(Ordering::Relaxed) && self.free_bytes().is_ok_and(|free| free >= wanted) {
+            self.set_disk_is_full(false);
+        }
     }
 
     /// Bytes of all segments.

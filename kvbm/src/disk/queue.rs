@@ -199,7 +199,8 @@ pub(super) fn same_error(error: &StoreError) -> StoreError {
     }
 }
 
-fn clone_error(error: &io::Error) -> io::Error {
+/// A copy of an error of the device.
+pub(super) fn clone_error(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
         None => io::Error::new(error.kind(), error.to_string()),
