@@ -108,8 +108,8 @@ pub enum OpenError {
     },
     /// The capacity is too small for blocks of this size.
     #[error(
-        "a capacity of {capacity_bytes} bytes is too small for G3: with blocks of {block_bytes} bytes it needs at least \
-         {least}"
+        "a capacity of {capacity_bytes} bytes is too small for G3: with blocks of {block_bytes} bytes it needs at \
+         least {least}"
     )]
     BlockTooLarge {
         /// The configured capacity in bytes.
