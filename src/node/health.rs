@@ -1,6 +1,7 @@
 //! The engine that the frontend sees: the router, plus the failed components that `/ready` lists while requests are
 //! served.
 
+use crate::config::ByteSize;
 use crate::process::panics;
 use futures::future::BoxFuture;
 use kvbm::disk::PathState;
@@ -43,13 +44,17 @@ impl Health {
     }
 }
 
-/// What `/ready` says of a folder of G3 that is not used, or to which the last write failed.
-fn problem_of_path(PathState { folder, failure, write_failure, .. }: PathState) -> Option<String> {
+/// What `/ready` says of a folder of G3 that is not used, to which the last write failed, or whose disk is full.
+fn problem_of_path(PathState { folder, failure, write_failure, limited_to, .. }: PathState) -> Option<String> {
     let folder = folder.display();
-    match (failure, write_failure) {
-        (Some(why), _) => Some(format!("tiers.g3: {folder} is down: {why}")),
-        (None, Some(why)) => Some(format!("tiers.g3: cannot write to {folder}: {why}; {STILL_READ}")),
-        (None, None) => None,
+    match (failure, write_failure, limited_to) {
+        (Some(why), ..) => Some(format!("tiers.g3: {folder} is down: {why}")),
+        (None, Some(why), _) => Some(format!("tiers.g3: cannot write to {folder}: {why}; {STILL_READ}")),
+        (None, None, Some(bytes)) => {
+            let size = ByteSize(bytes).about();
+            Some(format!("tiers.g3: the disk of {folder} is full; the log is limited to {size}, below its capacity"))
+        }
+        (None, None, None) => None,
     }
 }
 
@@ -105,11 +110,15 @@ mod tests {
 
     #[test]
     fn a_tier_that_cannot_write_is_listed_with_the_reason() {
-        let path = |failure: Option<&str>, write_failure: Option<&str>| {
+        let limited = |failure: Option<&str>, write_failure: Option<&str>, limited_to| {
             let [failure, write_failure] = [failure, write_failure].map(|why| why.map(str::to_owned));
-            problem_of_path(PathState { folder: "/kv".into(), failure, write_failure, failures: 0 })
+            problem_of_path(PathState { folder: "/kv".into(), failure, write_failure, limited_to, failures: 0 })
         };
+        let path = |failure, write_failure| limited(failure, write_failure, None);
         assert_eq!(path(None, None), None);
+        let small = limited(None, None, Some(1 << 30)).unwrap();
+        assert_eq!(small, "tiers.g3: the disk of /kv is full; the log is limited to 1.0 GiB, below its capacity");
+        assert!(limited(None, Some("full"), Some(1 << 30)).unwrap().contains("cannot write"));
         let full = path(None, Some("No space left on device (os error 28)")).unwrap();
         assert!(full.starts_with("tiers.g3: cannot write to /kv: No space left on device"), "{full}");
         assert_eq!(path(Some("gone"), Some("full")).unwrap(), "tiers.g3: /kv is down: gone");

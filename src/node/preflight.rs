@@ -134,6 +134,8 @@ fn shared_store(config: &Config) -> anyhow::Result<()> {
 /// What the native engine of a configuration needs, and what the machine has.
 pub(crate) struct NativeSizes {
     pub(crate) weights: u64,
+    /// Bytes of one block.
+    pub(crate) block: u64,
     pub(crate) sizes: Sizes,
     pub(crate) disks: Vec<Disk>,
     pub(crate) machine: Machine,
@@ -144,15 +146,16 @@ pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
     let machine = Machine::detect();
     let shape = model::shape(&config.model, &machine)?;
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
-    let sizes = Sizes::compute(&config.tiers, config.workers.count(), Needs::of(&shape), &machine, &disks)?;
-    Ok(NativeSizes { weights: shape.weights_bytes, sizes, disks, machine })
+    let needs = Needs::of(&shape);
+    let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+    Ok(NativeSizes { weights: needs.weights, block: needs.block, sizes, disks, machine })
 }
 
 /// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
 fn native(config: &Config) -> anyhow::Result<()> {
-    let NativeSizes { sizes, disks, .. } = native_sizes(config)?;
+    let NativeSizes { block, sizes, disks, .. } = native_sizes(config)?;
     let domains = frontend::CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
     let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
-    super::stores::check_disks(&disks, &shares)
+    super::stores::check_disks(&disks, &shares, block)
 }

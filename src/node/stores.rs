@@ -209,6 +209,7 @@ struct DiskHealth {
     disk: Weak<DiskTier>,
     paths_up: IntGaugeVec,
     paths_writable: IntGaugeVec,
+    paths_limited: IntGaugeVec,
     path_failures: IntCounterVec,
     corrupt_ranges: IntCounterVec,
     corrupt_footers: IntCounterVec,
@@ -224,6 +225,10 @@ impl DiskHealth {
             "1 while blocks are written to a folder of the tier, 0 after a write failed and until one succeeds, and \
              while the folder is not in use.",
         );
+        let paths_limited = opts(
+            "path_disk_full",
+            "1 while the disk of a folder of the tier is full, which keeps its log below its capacity.",
+        );
         let path_failures = opts("path_failures_total", "How often a folder of the tier failed.");
         let ranges = opts("corrupt_ranges_total", "Corrupt byte ranges of the log, found by the scan at the start.");
         let footers = opts("corrupt_footers_total", "Corrupt segment footers of the log. Those segments were scanned.");
@@ -235,6 +240,7 @@ impl DiskHealth {
             disk,
             paths_up: IntGaugeVec::new(paths_up, &["tier", "path"])?,
             paths_writable: IntGaugeVec::new(paths_writable, &["tier", "path"])?,
+            paths_limited: IntGaugeVec::new(paths_limited, &["tier", "path"])?,
             path_failures: IntCounterVec::new(path_failures, &["tier", "path"])?,
             corrupt_ranges: IntCounterVec::new(ranges, &["tier"])?,
             corrupt_footers: IntCounterVec::new(footers, &["tier"])?,
@@ -252,7 +258,7 @@ impl DiskHealth {
 impl Collector for DiskHealth {
     fn desc(&self) -> Vec<&Desc> {
         let counters = self.counters().into_iter().flat_map(Collector::desc);
-        let gauges = [&self.paths_up, &self.paths_writable];
+        let gauges = [&self.paths_up, &self.paths_writable, &self.paths_limited];
         counters.chain(gauges.into_iter().flat_map(Collector::desc)).collect()
     }
 
@@ -271,11 +277,12 @@ impl Collector for DiskHealth {
                 let (is_up, writes) = (path.failure.is_none(), path.write_failure.is_none());
                 self.paths_up.with_label_values(&[level, &folder]).set(is_up.into());
                 self.paths_writable.with_label_values(&[level, &folder]).set((is_up && writes).into());
+                self.paths_limited.with_label_values(&[level, &folder]).set(path.limited_to.is_some().into());
                 raise(&self.path_failures, &[level, &folder], path.failures);
             }
         }
         let counters = self.counters().into_iter().flat_map(Collector::collect);
-        let gauges = [&self.paths_up, &self.paths_writable];
+        let gauges = [&self.paths_up, &self.paths_writable, &self.paths_limited];
         counters.chain(gauges.into_iter().flat_map(Collector::collect)).collect()
     }
 }
@@ -295,8 +302,8 @@ async fn open_disk(
     opened.context("opening the G3 log failed")?.map_err(|error| refused(&error, &folders))
 }
 
-/// Checks the sizes of the G3 logs before any of them is opened.
-pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()> {
+/// Checks the sizes of the G3 logs before any of them is opened: also that each takes blocks of `block` bytes.
+pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> anyhow::Result<()> {
     let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     disks.iter().try_for_each(|disk| {
         // The automatic size is a share of the free space.
@@ -308,7 +315,7 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas) -> anyhow::Result<()>
             );
         }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
-        settings.check(shares).map_err(|error| refused(&error, &folders))
+        settings.check_block(shares, block).map_err(|error| refused(&error, &folders))
     })
 }
 
@@ -326,6 +333,13 @@ fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> anyhow::Error {
             let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
             anyhow!(
                 "{asked} is too small for tiers.g3: the log needs at least {least} in each folder; `off` turns it off"
+            )
+        }
+        disk::OpenError::BlockTooLarge { capacity_bytes, block_bytes, least } => {
+            let [asked, block, least] = [capacity_bytes, block_bytes, least].map(|bytes| ByteSize(*bytes).about());
+            anyhow!(
+                "{asked} is too small for tiers.g3: one block of the model takes {block}, so the log needs at least \
+                 {least} in each folder; `off` turns it off"
             )
         }
         disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),

@@ -9,7 +9,8 @@ use super::footer::RecordList;
 use super::lock::FolderLock;
 use super::queue::Queue;
 use super::segment::{self, Head, Segment};
-use super::{OpenError, Settings, record};
+use super::settings::segment_of;
+use super::{OpenError, Settings};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
 use crate::transform::crypt::MetadataKeys;
@@ -106,6 +107,8 @@ pub(super) struct Log {
     read_failures: AtomicU32,
     /// Whether writes fail. Logged once, until a write succeeds.
     writes: WriteHealth,
+    /// The disk has too little free space for the log to grow. Logged once.
+    disk_is_full: AtomicBool,
     /// A segment was reclaimed on a full disk, and no head could be created in its space.
     pub(super) reclaimed_in_vain: AtomicBool,
     /// Why the folder cannot be used; set once.
@@ -191,6 +194,7 @@ impl Log {
             cooldown_until: Mutex::default(),
             read_failures: AtomicU32::new(0),
             writes: WriteHealth::default(),
+            disk_is_full: AtomicBool::new(false),
             reclaimed_in_vain: AtomicBool::new(false),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
@@ -359,6 +363,35 @@ impl Log {
         self.writes.failure()
     }
 
+    /// Sets whether the disk has too little free space for the log to grow.
+    pub(super) fn set_disk_is_full(&self, is_full: bool) {
+        if self.disk_is_full.swap(is_full, Ordering::Relaxed) == is_full {
+            return;
+        }
+        let (folder, used_bytes, capacity_bytes) = (self.folder.display(), self.used_bytes(), self.capacity());
+        if is_full {
+            tracing::warn!(
+                %folder, used_bytes, capacity_bytes, min_free_bytes = self.settings.min_free_bytes,
+                "the disk is full; G3 stays below its capacity, and new blocks replace its oldest ones"
+            );
+        } else {
+            tracing::info!(%folder, used_bytes, capacity_bytes, "the disk has free space again; G3 grows");
+        }
+    }
+
+    /// Bytes that the log is limited to, because the disk is full.
+    pub(super) fn limited_to(&self) -> Option<u64> {
+        self.disk_is_full.load(Ordering::Relaxed).then(|| self.used_bytes())
+    }
+
+    /// Checks whether a disk that was full has free space again.
+    pub(super) fn check_space(&self) {
+        let wanted = self.settings.min_free_bytes.saturating_add(self.settings.segment_bytes);
+        if self.disk_is_full.load(Ordering::Relaxed) && self.free_bytes().is_ok_and(|free| free >= wanted) {
+            self.set_disk_is_full(false);
+        }
+    }
+
     /// Bytes of all segments.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used_bytes.load(Ordering::Relaxed)
@@ -370,9 +403,7 @@ impl Log {
 
     /// Whether a block with a payload of this length fits into a segment.
     pub(super) fn fits(&self, payload: u64) -> bool {
-        u32::try_from(payload).is_ok()
-            && record::span(payload, self.access.alignment()).next_multiple_of(Access::BLOCK) + Self::footer_bytes(1)
-                <= self.settings.segment_bytes
+        u32::try_from(payload).is_ok() && segment_of(payload) <= self.settings.segment_bytes
     }
 
     /// Length in bytes of a footer of so many records.

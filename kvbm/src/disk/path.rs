@@ -244,8 +244,9 @@ async fn watch(log_path: Weak<LogPath>) {
         if folder_check.as_ref().is_none_or(JoinHandle::is_finished) {
             let (log_path, log) = (log_path.clone(), log.clone());
             // Not tracked, because a close must not wait for it.
-            folder_check = Some(log_path.runtime.clone().spawn_blocking(move || {
-                if let Err(error) = log.check_folder() {
+            folder_check = Some(log_path.runtime.clone().spawn_blocking(move || match log.check_folder() {
+                Ok(()) => log.check_space(),
+                Err(error) => {
                     log.mark_failed(&error);
                     log_path.check(&log);
                 }

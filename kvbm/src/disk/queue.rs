@@ -199,6 +199,7 @@ pub(super) fn same_error(error: &StoreError) -> StoreError {
     }
 }
 
+/// A copy of an error of the device.
 pub(super) fn clone_error(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),

@@ -1,7 +1,9 @@
 //! Settings of a log, and the errors of opening one.
 
 use super::direct::Access;
-use crate::block::Level;
+use super::log::Log;
+use super::record;
+use crate::block::{Header, Level};
 use crate::tier::Quotas;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -37,11 +39,28 @@ impl Settings {
 
     /// Checks that a log of this capacity can be opened.
     pub fn check(self, quotas: &Quotas) -> Result<(), OpenError> {
-        self.in_blocks(quotas.for_tier(Level::G3, 1).bounds.len()).map(drop)
+        self.in_blocks(groups_of(quotas)).map(drop)
+    }
+
+    /// Checks that a log of this capacity takes blocks with payloads of `block_bytes`: a block has to fit into one
+    /// segment.
+    pub fn check_block(self, quotas: &Quotas, block_bytes: u64) -> Result<(), OpenError> {
+        let groups = groups_of(quotas);
+        let Self { capacity_bytes, segment_bytes, .. } = self.in_blocks(groups)?;
+        let wanted = segment_of(block_bytes.min(Header::MAX_LENGTH) + ENCRYPTION_BYTES);
+        if wanted <= segment_bytes {
+            return Ok(());
+        }
+        let least = Self::segments(groups).saturating_mul(wanted);
+        Err(OpenError::BlockTooLarge { capacity_bytes, block_bytes, least })
+    }
+
+    const fn segments(groups: usize) -> u64 {
+        if groups > 1 { Self::SEGMENTS_PER_GROUP * groups as u64 } else { Self::MIN_SEGMENTS }
     }
 
     pub(super) fn in_blocks(self, groups: usize) -> Result<Self, OpenError> {
-        let segments = if groups > 1 { Self::SEGMENTS_PER_GROUP * groups as u64 } else { Self::MIN_SEGMENTS };
+        let segments = Self::segments(groups);
         let segment = self.segment_bytes.min(self.capacity_bytes / segments);
         let segment_bytes = segment / Access::BLOCK * Access::BLOCK;
         if segment_bytes < Self::MIN_SEGMENT_BYTES {
@@ -50,6 +69,19 @@ impl Settings {
         }
         Ok(Self { segment_bytes, ..self })
     }
+}
+
+/// Limit of the bytes that encryption adds to a block.
+const ENCRYPTION_BYTES: u64 = 64;
+
+/// Number of groups of segments.
+fn groups_of(quotas: &Quotas) -> usize {
+    quotas.for_tier(Level::G3, 1).bounds.len()
+}
+
+/// Length in bytes of a segment that has one block with such a payload.
+pub(super) fn segment_of(payload: u64) -> u64 {
+    record::span(payload, Access::BLOCK) + Log::footer_bytes(1)
 }
 
 /// Why a log was not opened.
@@ -72,6 +104,19 @@ pub enum OpenError {
         /// The configured capacity in bytes.
         capacity_bytes: u64,
         /// The minimum capacity in bytes, with segments of the minimum size.
+        least: u64,
+    },
+    /// The capacity is too small for blocks of this size.
+    #[error(
+        "a capacity of {capacity_bytes} bytes is too small for G3: with blocks of {block_bytes} bytes it needs at \
+         least {least}"
+    )]
+    BlockTooLarge {
+        /// The configured capacity in bytes.
+        capacity_bytes: u64,
+        /// Payload of a block in bytes.
+        block_bytes: u64,
+        /// The minimum capacity in bytes for such blocks.
         least: u64,
     },
     /// The folder cannot be used.

@@ -79,7 +79,7 @@ impl Log {
     fn start_head(&self, group: u16, carry: u64, least: u64) -> io::Result<()> {
         self.check_folder()?;
         let before = self.used_bytes();
-        let head = self.create_segment(group, least)?;
+        let (head, is_full) = self.create_segment(group, least)?;
         let number = head.segment().number();
         // A small head has no space to spare.
         let carry = if head.segment().bytes() < self.settings.segment_bytes { 0 } else { carry };
@@ -100,6 +100,7 @@ impl Log {
             self.reclaim(&victim);
         }
         if !short {
+            self.set_disk_is_full(is_full);
             return Ok(());
         }
         let made = self.make_room(before, carry);
@@ -109,6 +110,7 @@ impl Log {
                 open.reserved = false;
                 drop(state);
                 self.notify();
+                self.set_disk_is_full(true);
                 Ok(())
             }
             (made, _) => {
@@ -153,15 +155,15 @@ impl Log {
 
     /// Creates the next head. On a full disk it reclaims the oldest segments for it, without carrying blocks over. A
     /// sealed segment is smaller than a new one, so the head may be smaller then, but has at least `least` bytes.
-    /// Reclaims nothing if that would not suffice.
-    fn create_segment(&self, group: u16, least: u64) -> io::Result<Arc<Head>> {
+    /// Reclaims nothing if that would not suffice. The second value is whether the disk is full.
+    fn create_segment(&self, group: u16, least: u64) -> io::Result<(Arc<Head>, bool)> {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;
         let whole = self.settings.segment_bytes;
         let least = least.max(whole / SMALL_HEAD_DIVISOR);
         let error = match self.create_head(group, whole) {
             Err(error) if is_full(&error) => error,
-            answer => return answer,
+            answer => return answer.map(|head| (head, false)),
         };
         // The failed attempt has deleted the spare, so the free space includes it. A quota of the user is not part of
         // it; what that leaves is unknown.
@@ -169,7 +171,7 @@ impl Log {
         let mut free = if has_quota { 0 } else { usable(self.free_bytes()?) };
         if free >= least {
             if let Some(head) = self.create_small_head(group, free, least)? {
-                return Ok(head);
+                return Ok((head, true));
             }
             // The filesystem does not grant what it reports.
             free = 0;
@@ -189,7 +191,7 @@ impl Log {
         if head.is_none() && freed > 0 {
             self.reclaimed_in_vain.store(true, Ordering::Relaxed);
         }
-        head.ok_or(error)
+        head.map(|head| (head, true)).ok_or(error)
     }
 
     /// A head of about `bytes`; `None` when that is less than `least` or the disk has less.
@@ -227,7 +229,7 @@ impl Log {
     }
 
     /// Bytes that the filesystem has free for the log.
-    fn free_bytes(&self) -> io::Result<u64> {
+    pub(super) fn free_bytes(&self) -> io::Result<u64> {
         #[cfg(test)]
         if let Some(free) = self.shared.hooks.free(self.used_bytes()) {
             return Ok(free);

@@ -367,6 +367,22 @@ async fn a_block_larger_than_a_segment_is_rejected_alone() {
 }
 
 #[tokio::test]
+async fn the_least_capacity_for_a_block_takes_it() {
+    let block_bytes = 1 << 20;
+    let check = |capacity_bytes| {
+        let settings = Settings { capacity_bytes, min_free_bytes: 0, ..Settings::default() };
+        settings.check_block(&Quotas::default(), block_bytes).map(|()| settings)
+    };
+    let Err(OpenError::BlockTooLarge { least, .. }) = check(4 << 20) else { panic!("a block and its header") };
+    assert!((4 << 20..5 << 20).contains(&least), "{least}");
+    assert!(check(least - 1).is_err());
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), check(least).unwrap());
+    store(&*tier, vec![chain_of(fingerprint(), 0, 1, block_bytes as usize).remove(0)]).await;
+    assert!(Settings::default().check_block(&Quotas::default(), Header::MAX_LENGTH).is_err());
+}
+
+#[tokio::test]
 async fn buffered_access_works_where_direct_access_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let tier = open_accessing(folder.path(), direct::Access::Buffered);

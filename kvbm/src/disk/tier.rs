@@ -38,6 +38,8 @@ pub struct PathState {
     pub failure: Option<String>,
     /// Why the last write to the path failed, until one succeeds. Its blocks are still read. `None` while it is down.
     pub write_failure: Option<String>,
+    /// Bytes that the log is limited to, below its capacity, because its disk is full. `None` otherwise.
+    pub limited_to: Option<u64>,
     /// Number of times that the path went down.
     pub failures: u64,
 }
@@ -107,7 +109,8 @@ impl DiskTier {
             PathState {
                 folder: log_path.folder.clone(),
                 failure: log.is_none().then(|| log_path.failure().unwrap_or_else(|| "closed".into())),
-                write_failure: log.and_then(|log| log.write_failure()),
+                write_failure: log.as_ref().and_then(|log| log.write_failure()),
+                limited_to: log.and_then(|log| log.limited_to()),
                 failures: log_path.failures(),
             }
         };

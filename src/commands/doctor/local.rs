@@ -125,7 +125,7 @@ fn index_memory(limit: ByteSize, available: Option<u64>, findings: &mut Findings
 }
 
 async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
-    let NativeSizes { weights, sizes, disks, machine } = native;
+    let NativeSizes { weights, sizes, disks, machine, .. } = native;
     let size = |bytes: u64| ByteSize(bytes).about();
     let workers = config.workers.count() as u64;
     findings.ok("model", format!("{}: weights of {}", config.model, size(*weights)));

@@ -96,9 +96,8 @@ async fn a_smaller_capacity_applies_from_the_start() {
     let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
     store(&*tier, blocks.clone()).await;
     drop(tier);
-    let before = on_disk();
     let (tier, _) = open(folder.path());
-    assert_eq!((tier.usage().blocks, on_disk()), (400, before), "the same capacity removes nothing");
+    assert_eq!(tier.usage().blocks, 400, "the same capacity removes nothing");
     drop(tier);
 
     let (tier, events) = open_with(folder.path(), small());
@@ -252,6 +251,37 @@ async fn a_full_disk_costs_one_segment_per_new_one() {
     drop(tier);
     let (tier, _) = open(folder.path());
     assert_eq!(tier.usage().blocks, held, "segments of any size are recovered");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_log_that_a_full_disk_limits_is_reported_until_space_is_free() {
+    let limited_to = |tier: &DiskTier| tier.paths()[0].limited_to;
+    // Without `min_free_bytes`, the filesystem refuses a segment; with it, the log shrinks before.
+    for min_free_bytes in [0, 1 << 30] {
+        let folder = tempfile::tempdir().unwrap();
+        let (tier, _) = open_with(folder.path(), Settings { capacity_bytes: 2 << 20, min_free_bytes, ..settings() });
+        tier.shared.hooks.leave_space(4 << 30);
+        store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
+        assert_eq!(limited_to(&tier), None);
+        if min_free_bytes == 0 {
+            tier.shared.hooks.fill_disk(tier.usage().bytes);
+        } else {
+            tier.shared.hooks.leave_space(0);
+        }
+        store(&*tier, chain(100, 20)).await;
+        assert_eq!(limited_to(&tier), Some(tier.usage().bytes));
+
+        tier.shared.hooks.clear_disk();
+        tier.shared.hooks.leave_space(4 << 30);
+        for _ in 0..100_000 {
+            if limited_to(&tier).is_none() {
+                break;
+            }
+            tokio::time::advance(Duration::from_millis(200)).await;
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(limited_to(&tier), None, "it is checked without a write");
+    }
 }
 
 #[tokio::test]

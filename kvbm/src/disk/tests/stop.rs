@@ -39,7 +39,7 @@ async fn close_seals_the_log_of_a_referenced_tier() {
     assert_intact(folder.path(), &blocks()).await;
     let late = tier.store(chain(7, 2)).await;
     assert!(
-        late.iter().all(|answer| matches!(answer, Err(StoreError::Busy))),
+        late.iter().all(|answer| matches!(answer, Err(StoreError::Unavailable(_)))),
         "a closed tier accepts no block: {late:?}"
     );
     drop(not_read_yet);
