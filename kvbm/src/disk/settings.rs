@@ -1,7 +1,7 @@
 //! Settings of a log, and the errors of opening one.
 
 use super::direct::Access;
-use super::log::Log;
+use super::footer::RecordList;
 use super::record;
 use crate::block::{Header, Level};
 use crate::tier::Quotas;
@@ -81,7 +81,7 @@ fn groups_of(quotas: &Quotas) -> usize {
 
 /// Length in bytes of a segment that has one block with such a payload.
 pub(super) fn segment_of(payload: u64) -> u64 {
-    record::span(payload, Access::BLOCK) + Log::footer_bytes(1)
+    record::span(payload, Access::BLOCK) + RecordList::footer_bytes(1, 1)
 }
 
 /// Why a log was not opened.
