@@ -251,10 +251,13 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
 /// Whether clients may use an engine's endpoint. Others change the engine for all clients: they load adapters, flush
 /// caches, or put it to sleep. A path that an engine could read as another one is not public.
 fn is_public(path: &str) -> bool {
+    let mut parts = path.split('/').skip(1).peekable();
     let is_ambiguous = path.contains(['%', '\\', ';'])
-        || path.split('/').skip(1).any(|part| matches!(part, "" | "." | ".."))
-        || path.bytes().any(|byte| byte.is_ascii_uppercase());
-    let changes_the_engine = path.starts_with("/v1/load_lora") || path.starts_with("/v1/unload_lora");
+        || std::iter::from_fn(|| parts.next().map(|part| (part, parts.peek().is_none())))
+            .any(|(part, is_last)| matches!(part, "." | "..") || (part.is_empty() && !is_last));
+    // Some engines ignore the case of paths.
+    let endpoint = path.strip_prefix("/v1/").unwrap_or_default().to_ascii_lowercase();
+    let changes_the_engine = endpoint.starts_with("load_lora") || endpoint.starts_with("unload_lora");
     !is_ambiguous && ((path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path))
 }
 

@@ -206,6 +206,8 @@ async fn endpoints_of_the_engine_alone_are_relayed() {
         ("/v1/audio/transcriptions", "no JSON"),
         ("/tokenize", r#"{"prompt":"x"}"#),
         ("/v1/something/new", ""),
+        ("/v1/files/file-AbC123/content", ""),
+        ("/v1/files/", ""),
     ] {
         let answer = post(&router, path, body).await;
         assert_eq!((answer.status, &answer.body[..]), (StatusCode::CREATED, &b"ok"[..]), "{path}");
@@ -224,6 +226,10 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
         "/reset_prefix_cache",
         "/sleep",
         "/v1/load_lora_adapter",
+        "/v1/LOAD_LORA_ADAPTER",
+        "/v1/Unload_Lora_Adapter/",
+        "/v1//load_lora_adapter",
+        "//v1/load_lora_adapter",
         "/v1/load%5Flora_adapter",
         "/v1/../sleep",
         "/v1/./x",

@@ -98,11 +98,12 @@ impl Chunk {
         let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
             return Self { kind: Kind::Output, finished: false, usage: None };
         };
-        let usage = wire.usage().and_then(|usage| Usage::read(usage.get().as_bytes()));
+        let reported = wire.usage().filter(|usage| usage.get() != "null");
+        let usage = reported.and_then(|usage| Usage::read(usage.get().as_bytes()));
         let (kind, finished) = if wire.is_error() {
             (Kind::Error, true)
         } else if let Some(choices) = wire.choices {
-            of_choices(serde_json::from_str(choices.get()).unwrap_or(Choices::UNKNOWN), usage.is_some())
+            of_choices(serde_json::from_str(choices.get()).unwrap_or(Choices::UNKNOWN), reported.is_some())
         } else {
             wire.event_type().map_or((Kind::Output, true), of_event_type)
         };

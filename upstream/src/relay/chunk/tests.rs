@@ -47,6 +47,9 @@ fn the_usage_chunk_has_no_choices() {
     let chunk = Chunk::read(format!(r#"{{"choices":[{{"delta":{{"content":"a"}}}}],"usage":{usage}}}"#).as_bytes());
     assert_eq!((chunk.kind, chunk.usage), (Output, Some(expected)));
     assert_eq!(read(r#"{"choices":[],"usage":null,"prompt_filter_results":[{}]}"#), (Preamble, false));
+    for unreadable in ["[]", "7", r#""none""#] {
+        assert_eq!(read(&format!(r#"{{"choices":[],"usage":{unreadable}}}"#)), (Kind::Usage, true), "{unreadable}");
+    }
 }
 
 #[test]
