@@ -3,13 +3,13 @@
 use super::banner::NativeFacts;
 use super::health::Health;
 use super::scope::Scope;
-use super::sizes::{self, Needs, Shortage, Sizes};
+use super::sizes::{self, Disk, Needs, Shortage, Sizes};
 use super::stores::Stores;
 use super::transforms::Transforms;
 use super::workers::{RunningWorker, Shared};
 use super::{model, quotas};
 use crate::config::Config;
-use crate::process::machine::{self, Machine};
+use crate::process::machine::{self, Machine, Space};
 use anyhow::{Context, anyhow};
 use futures::future::join_all;
 use kvbm::{BlockManager, Level, permissions};
@@ -37,6 +37,17 @@ pub(super) struct Native {
 /// Interval at which a stop checks whether the stores that it writes to still answer. They are polled every second.
 const AVAILABILITY_INTERVAL: Duration = Duration::from_millis(200);
 
+/// The folders of the G3 log. Logs those that have too little space for one.
+fn usable_disks(config: &Config, block: u64) -> Vec<Disk> {
+    let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
+    let usable = sizes::usable(disks.clone(), block);
+    for disk in disks.iter().filter(|disk| !usable.contains(disk)) {
+        let detail = disk.detail(machine::space(&disk.folder).free);
+        tracing::warn!("too little free space for a block of the model; G3 is off there: {detail}");
+    }
+    usable
+}
+
 impl Native {
     /// Loads the model, opens the tiers, and starts the workers.
     pub(super) async fn start(
@@ -56,10 +67,10 @@ impl Native {
             .map_err(|problem| anyhow!(problem))
             .context("the model cannot be served")?;
         let needs = Needs::of(&runtime.shape());
-        let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
+        let disks = usable_disks(config, needs.block);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
         for disk in &disks {
-            let (free, taken) = (machine::space(&disk.folder).free, machine::taken(&disk.folder));
+            let Space { free, taken, .. } = machine::space(&disk.folder);
             if let Some(Shortage { detail, advice, .. }) = disk.shortage(&config.tiers, free, taken) {
                 tracing::warn!("too little free space: {detail}; {advice}");
             }

@@ -145,8 +145,8 @@ pub(crate) struct NativeSizes {
 pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
     let machine = Machine::detect();
     let shape = model::shape(&config.model, &machine)?;
-    let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
     let needs = Needs::of(&shape);
+    let disks = sizes::usable(sizes::disks(&config.tiers, &config.data_dir, machine::space), needs.block);
     let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
     Ok(NativeSizes { weights: needs.weights, block: needs.block, sizes, disks, machine })
 }

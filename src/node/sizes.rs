@@ -3,6 +3,7 @@
 
 use crate::config::{Budget, ByteSize, DiskPath, Tiers};
 use crate::process::machine::{Machine, Space};
+use kvbm::{Quotas, disk};
 use std::path::{Path, PathBuf};
 use worker::llama::Shape;
 
@@ -100,6 +101,8 @@ pub struct Disk {
     pub folder: PathBuf,
     /// Capacity of the log in the folder, in bytes.
     pub bytes: u64,
+    /// Whether the capacity follows from the space on the disk.
+    pub is_automatic: bool,
     /// Bytes that the log leaves free on its disk.
     pub min_free: u64,
 }
@@ -155,16 +158,35 @@ pub fn disks(tiers: &Tiers, data: &Path, space: impl Fn(&Path) -> Space) -> Vec<
         let bytes = match (tiers.g3, *capacity) {
             (Budget::Off, _) | (_, Budget::Off) => return None,
             (_, Budget::Bytes(size)) | (Budget::Bytes(size), Budget::Auto) => size.0,
-            (Budget::Auto, Budget::Auto) => G3_BYTES.min(space(path).free / 100 * G3_SHARE),
+            (Budget::Auto, Budget::Auto) => automatic_capacity(space(path)),
         };
+        let is_automatic = tiers.g3 == Budget::Auto && *capacity == Budget::Auto;
         let min_free = match tiers.g3_min_free {
             Budget::Auto => G3_MIN_FREE.min(space(path).total / 100 * G3_MIN_FREE_SHARE),
             Budget::Off => 0,
             Budget::Bytes(size) => size.0,
         };
-        Some(Disk { folder: path.clone(), bytes, min_free })
+        Some(Disk { folder: path.clone(), bytes, is_automatic, min_free })
     };
     paths.iter().filter_map(disk).collect()
+}
+
+/// A share of the space that is free without the log. A log that has more keeps it, so that a restart on a disk that
+/// others have filled does not remove its blocks.
+fn automatic_capacity(Space { free, taken, .. }: Space) -> u64 {
+    let share = free.saturating_add(taken) / 100 * G3_SHARE;
+    G3_BYTES.min(share.max(taken))
+}
+
+/// The folders whose log takes blocks of `block` bytes. A folder with an automatic size that is too small for that has
+/// no log; one with a configured size is an error when it is opened.
+pub fn usable(disks: Vec<Disk>, block: u64) -> Vec<Disk> {
+    let takes = |disk: &Disk| {
+        let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
+        settings.check_block(&Quotas::default(), block).is_ok()
+    };
+    // Without any space, the folder cannot be used for anything else either.
+    disks.into_iter().filter(|disk| !disk.is_automatic || disk.bytes == 0 || takes(disk)).collect()
 }
 
 impl Sizes {
@@ -217,17 +239,41 @@ mod tests {
 
     #[test]
     fn automatic_tiers_share_what_the_weights_leave() {
-        let disks = disks(&Tiers::default(), "/data".as_ref(), |_| Space { free: 100 << 30, total: 200 << 30 });
+        let disks =
+            disks(&Tiers::default(), "/data".as_ref(), |_| Space { free: 100 << 30, total: 200 << 30, taken: 0 });
         let sizes = Sizes::compute(&Tiers::default(), 3, NEEDS, &MACHINE, &disks).unwrap();
         let each = (10_u64 << 30) / 100 * 15 / 3;
         assert_eq!(sizes, Sizes { g1: each, g2: Some(each), g3: Some(10 << 30) });
     }
 
     #[test]
+    fn an_automatic_g3_keeps_its_log_when_others_fill_the_disk() {
+        let of = |free: u64, taken: u64| {
+            let space = Space { free: free << 20, total: 900 << 20, taken: taken << 20 };
+            disks(&Tiers::default(), "/data".as_ref(), |_| space).remove(0)
+        };
+        let first = of(900, 0).bytes;
+        assert_eq!(of(900 - (first >> 20), first >> 20).bytes >> 20, first >> 20, "a restart changes nothing");
+        assert_eq!(of(60, 140).bytes, 140 << 20, "nor does a full disk");
+        assert_eq!(of(60, 20_000).bytes, G3_BYTES, "but it has a limit");
+    }
+
+    #[test]
+    fn an_automatic_g3_without_space_for_a_block_is_off() {
+        let has_log = |free: u64, tiers: &Tiers| {
+            let space = Space { free, total: 1 << 30, taken: 0 };
+            !usable(disks(tiers, "/data".as_ref(), |_| space), 1 << 20).is_empty()
+        };
+        assert!(has_log(500 << 20, &Tiers::default()) && !has_log(15 << 20, &Tiers::default()));
+        let configured = Tiers { g3: bytes("1MiB"), ..Tiers::default() };
+        assert!(has_log(15 << 20, &configured), "a configured size is an error instead");
+    }
+
+    #[test]
     fn a_g3_folder_has_its_own_or_the_common_or_an_automatic_size() {
         let space = |folder: &Path| {
             let free = if folder.starts_with("/small") { 10 << 30 } else { 100 << 30 };
-            Space { free, total: free }
+            Space { free, total: free, taken: 0 }
         };
         let found = |tiers: &Tiers| -> Vec<(String, u64)> {
             let disks = disks(tiers, "/data".as_ref(), space);
@@ -246,7 +292,7 @@ mod tests {
     #[test]
     fn g3_leaves_a_gibibyte_or_a_twentieth_of_a_small_disk() {
         let min_free = |tiers: &Tiers, total: u64| {
-            disks(tiers, "/data".as_ref(), |_| Space { free: total / 2, total })[0].min_free
+            disks(tiers, "/data".as_ref(), |_| Space { free: total / 2, total, taken: 0 })[0].min_free
         };
         assert_eq!(min_free(&Tiers::default(), 100 << 30), 1 << 30);
         assert_eq!(min_free(&Tiers::default(), 1000), 50);
@@ -256,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_log_that_does_not_fit_on_its_disk_is_a_shortage_with_advice() {
-        let disk = Disk { folder: "/a".into(), bytes: 100, min_free: 10 };
+        let disk = Disk { folder: "/a".into(), bytes: 100, is_automatic: false, min_free: 10 };
         let own = DiskPath { path: "/a".into(), capacity: bytes("100B") };
         let tiers = Tiers { g3_paths: vec![own], ..Tiers::default() };
         let shortage = |tiers: &Tiers, free, taken| {

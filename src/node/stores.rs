@@ -293,7 +293,7 @@ async fn open_disk(
     log: Arc<EventLog>,
     keys: Option<Arc<MetadataKeys>>,
 ) -> anyhow::Result<Arc<DiskTier>> {
-    let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes }: Disk| {
+    let settings = |Disk { folder, bytes: capacity_bytes, min_free: min_free_bytes, .. }: Disk| {
         (folder, disk::Settings { capacity_bytes, min_free_bytes, ..disk::Settings::default() })
     };
     let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
@@ -336,6 +336,8 @@ fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> anyhow::Error {
             )
         }
         disk::OpenError::BlockTooLarge { capacity_bytes, block_bytes, least } => {
+            // Rounded up, so that the size in the message is accepted.
+            let least = &least.next_multiple_of(if *least < 1 << 20 { 1 << 10 } else { 1 << 20 });
             let [asked, block, least] = [capacity_bytes, block_bytes, least].map(|bytes| ByteSize(*bytes).about());
             anyhow!(
                 "{asked} is too small for tiers.g3: one block of the model takes {block}, so the log needs at least \

@@ -33,6 +33,8 @@ pub struct Space {
     pub free: u64,
     /// Size of the disk.
     pub total: u64,
+    /// Taken by the files of the folder.
+    pub taken: u64,
 }
 
 /// The space on the disk of a folder. The folder may be missing. Zero if the system does not report it.
@@ -45,12 +47,13 @@ pub fn space(folder: &Path) -> Space {
     let space = |disk: rustix::fs::StatVfs| Space {
         free: disk.f_bavail.saturating_mul(disk.f_frsize),
         total: disk.f_blocks.saturating_mul(disk.f_frsize),
+        taken: taken(folder),
     };
     disk.map(space).unwrap_or_default()
 }
 
 /// Bytes that the files of a folder take on its disk. Zero if the folder cannot be read.
-pub fn taken(folder: &Path) -> u64 {
+fn taken(folder: &Path) -> u64 {
     let files = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.metadata().ok());
     files.filter(Metadata::is_file).map(|file| file.blocks() * 512).sum()
 }

@@ -4,7 +4,7 @@ use super::findings::{self, Check, Findings};
 use crate::config::{ByteSize, Config, Error, Errors, Listen, Purpose};
 use crate::node::sizes::Shortage;
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
-use crate::process::machine::{self, Machine};
+use crate::process::machine::{self, Machine, Space};
 use futures::future::join_all;
 use http::Uri;
 use kvbm::object::StoreLocation;
@@ -136,7 +136,7 @@ async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
     folder(&config.data_dir, "data_dir", findings);
     for disk in disks {
         folder(&disk.folder, "disk", findings);
-        let (free, taken) = (machine::space(&disk.folder).free, machine::taken(&disk.folder));
+        let Space { free, taken, .. } = machine::space(&disk.folder);
         match disk.shortage(&config.tiers, free, taken) {
             Some(Shortage { is_full, detail, advice }) => findings.wrong(is_full, "disk_space", detail, advice),
             None => findings.ok("disk_space", disk.detail(free)),
