@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::num::NonZero;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use worker::engine::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
+use worker::engine::{ModelCard, UNKNOWN_CONTEXT};
 
 /// The list of a server with a thousand adapters has 300 KiB.
 const LIST: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(5) };
@@ -76,22 +76,14 @@ pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<
 fn listed_model(Listed { id, created, max_model_len, owned_by, parent, meta }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let context_of_slot = meta["n_ctx"].as_u64().and_then(|context| usize::try_from(context).ok());
+    let context = max_model_len.or(context_of_slot).unwrap_or(UNKNOWN_CONTEXT);
     let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
         identity: format!("upstream {id}"),
-        id,
         created: created.unwrap_or_else(now),
-        context: max_model_len.or(context_of_slot).unwrap_or(UNKNOWN_CONTEXT),
-        block_size: DEFAULT_BLOCK_SIZE.get() as usize,
-        vocabulary: 0,
-        eos: Vec::new(),
-        tokenizer: None,
-        chat_template: None,
-        special_tokens: Vec::new(),
-        sampling: SamplingDefaults::default(),
-        random_weights: false,
         is_relayed: true,
         has_exact_blocks: false,
+        ..ModelCard::new(&id, context, DEFAULT_BLOCK_SIZE.get() as usize)
     };
     ListedModel { card, parent, owned_by }
 }

@@ -1,5 +1,5 @@
-//! The message authentication code (MAC) of a record: what a process must know, beside the permission to write the
-//! bucket, to be believed.
+//! The message authentication code (MAC) of a record: it shows that the process that wrote the record knows the secret
+//! of the deployment, beside having the permission to write the bucket.
 //!
 //! A frontend sends the secret of the deployment and prompts to the address in a record. The permissions of NATS let
 //! each worker, and each client with the credentials of one, write the record of any. So a process signs its records
@@ -26,7 +26,7 @@ pub(super) struct StoredRecord {
     pub(super) mac: Option<String>,
 }
 
-/// Why a record is not believed.
+/// Why a record is not authentic.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum MacError {
     #[error("it has no MAC, and this process has a secret")]
@@ -58,7 +58,7 @@ impl StoredRecord {
         Self { json, mac }
     }
 
-    /// Whether a process with this key believes that the record is that of a worker. Without a key, all are believed.
+    /// Whether the record of a worker was signed with this key. Without a key, all records are accepted.
     pub(super) fn verify(&self, id: WorkerId, key: Option<&RecordKey>) -> Result<(), MacError> {
         let Some(key) = key else { return Ok(()) };
         let mac = self.mac.as_deref().ok_or(MacError::Missing)?;
@@ -102,7 +102,7 @@ mod tests {
         }
     }
 
-    /// When this fails, processes of other versions do not believe each other's records: change `CONTEXT` too, and say
+    /// When this fails, processes of other versions do not accept each other's records: change `CONTEXT` too, and say
     /// so in the changelog.
     #[test]
     fn the_mac_is_that_of_the_documented_construction() {

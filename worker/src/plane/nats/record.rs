@@ -98,20 +98,20 @@ impl Record {
 
     /// The record in the key of a worker, if it can be used by a process with this key.
     pub(super) fn admit(id: WorkerId, stored: &StoredRecord, key: Option<&RecordKey>) -> Result<Self, Unusable> {
-        let believed = stored.verify(id, key);
+        let verified = stored.verify(id, key);
         let record = match Self::decode(&stored.json) {
             Ok(record) => record,
-            Err(error @ RecordError::Protocol(_)) if believed.is_ok() => {
+            Err(error @ RecordError::Protocol(_)) if verified.is_ok() => {
                 return Err(Unusable::Superseded(error.to_string()));
             }
             // The number explains more than a MAC that a former protocol may not have.
             Err(error) => return Err(Unusable::Ignored(error.to_string())),
         };
-        if let Err(error) = believed {
+        if let Err(error) = verified {
             // Quoted, because whatever wrote the record chose it.
             let address = shortened(&record.address.0);
             return Err(Unusable::Ignored(format!(
-                "the record with the address {address:?} is not believed: {error}; write the same secret to \
+                "the record with the address {address:?} is not authentic: {error}; write the same secret to \
                  cluster.secret_file of all frontends and workers, and use a version that signs records; if no worker \
                  of yours has this address, another client of nats wrote the record"
             )));

@@ -232,7 +232,7 @@ fn log_release(id: WorkerId, error: &str) {
     tracing::warn!(worker = %id, error, "the worker cannot be deregistered; its lease expires");
 }
 
-/// The last record of a worker. What a process with this key does not believe counts as none: a client of NATS without
+/// The last record of a worker. What was not signed with this key counts as none: a client of NATS without
 /// the secret must not end a registration.
 async fn last(connection: &Connection, key: Option<&RecordKey>, id: WorkerId) -> Result<Last, String> {
     let Last { revision, value } = connection.bucket.last(id).await?;
