@@ -65,7 +65,8 @@ const RECENT_FAULTS: u32 = 8;
 const FIRST_OPEN: Duration = Duration::from_millis(250);
 /// Longest open time: the interval of probes of a worker that keeps failing.
 const MAX_OPEN: Duration = Duration::from_secs(8);
-/// Openings in a row after which a worker is down: its requests failed, and so did two health checks, for two seconds.
+/// Openings in a row after which a worker is down: its requests failed, and so did two health checks, the second after
+/// half a second more.
 const DOWN_AFTER: u32 = 3;
 /// Longest back-pressure that is obeyed.
 const BUSY_MAX: Duration = Duration::from_mins(1);

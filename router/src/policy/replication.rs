@@ -20,8 +20,8 @@ pub(crate) struct Replication {
 }
 
 impl Replication {
-    /// `holders`: the workers that hold the prefix, of `workers` in all; `per_sequence`: what a sequence less costs a
-    /// request, and one like it that is there, on average.
+    /// `holders`: the workers that hold the prefix, of `workers` in all; `per_sequence`: seconds that a request and the
+    /// sequences beside it save, on average, for each sequence fewer on its worker.
     pub(crate) fn of<'a>(
         shared: SharedPrefix,
         holders: impl Iterator<Item = &'a ServiceEstimate>,
