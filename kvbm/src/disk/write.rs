@@ -95,12 +95,14 @@ impl Log {
             let room = segment.saturating_sub(least);
             let carry = if rotations == 0 { segment / 2 } else { room.min(segment / 2) / 8 * 7 };
             rotations += 1;
-            let rotated = self.rotate(batch.group, carry, least);
+            if let Err(error) = self.rotate(batch.group, carry, least) {
+                // Taken before the rotation ends: another writer would find the writes suspended and answer these
+                // records with `Busy`, without the reason.
+                let batch = self.take(&self.lock(), writer, Take::Rejected)?.0;
+                return Some((batch, Step::Reject(error)));
+            }
             drop(rotating);
             state = self.lock();
-            if let Err(error) = rotated {
-                return Some((self.take(&state, writer, Take::Rejected)?.0, Step::Reject(error)));
-            }
         }
     }
 
