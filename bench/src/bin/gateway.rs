@@ -32,9 +32,13 @@ const PACE: Duration = Duration::from_millis(20);
 /// The same while memory is measured: streams are open, and little is computed.
 const SLOW_PACE: Duration = Duration::from_secs(1);
 
+/// The name of the measurement of memory; the others are [`Scenario`]s.
+const MEMORY: &str = "memory";
+
 const USAGE: &str = "\
   --json             print JSON instead of a table
   --only NAME        a gateway to measure (repeatable; all)
+  --measure NAME     plain, stream, paced, single, long or memory (repeatable; all)
   --blockyard PATH   program under test (the release build of this checkout)
   --environment DIR  Python environment with the peers (bench/.venv-gateways)
   --seconds N        duration of each measurement (5)
@@ -46,6 +50,7 @@ const USAGE: &str = "\
 struct Options {
     json: bool,
     only: Vec<String>,
+    measure: Vec<String>,
     blockyard: Option<PathBuf>,
     environment: PathBuf,
     seconds: f64,
@@ -59,6 +64,7 @@ impl Options {
         let mut options = Self {
             json: false,
             only: Vec::new(),
+            measure: Vec::new(),
             blockyard: None,
             environment: root().join("bench/.venv-gateways"),
             seconds: 5.0,
@@ -72,6 +78,7 @@ impl Options {
             match argument.as_str() {
                 "--json" => options.json = true,
                 "--only" => options.only.push(value()?),
+                "--measure" => options.measure.push(value()?),
                 "--blockyard" => options.blockyard = Some(value()?.into()),
                 "--environment" => options.environment = value()?.into(),
                 "--seconds" => options.seconds = value()?.parse().context("--seconds")?,
@@ -189,6 +196,10 @@ async fn main() -> Result<()> {
     let options = Options::from_args()?;
     let names = Gateway::ALL.map(Gateway::name);
     let only = suite::selected(&names, &options.only)?;
+    let measured: Vec<&str> = Scenario::ALL.map(Scenario::name).into_iter().chain([MEMORY]).collect();
+    let measured = suite::selected(&measured, &options.measure)?;
+    let scenarios: Vec<Scenario> =
+        Scenario::ALL.into_iter().filter(|scenario| measured.iter().any(|name| name == scenario.name())).collect();
     let folder = tempfile::tempdir()?;
     let blockyard = match &options.blockyard {
         Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
@@ -204,8 +215,8 @@ async fn main() -> Result<()> {
             None => drop(missing.insert(gateway.name(), gateway.install(&options.environment))),
         }
     }
-    let mut results = bench.matrix(&installed).await?;
-    for (gateway, program) in &installed {
+    let mut results = bench.matrix(&installed, &scenarios).await?;
+    for (gateway, program) in installed.iter().filter(|_| measured.iter().any(|name| name == MEMORY)) {
         let memory = bench.memory(*gateway, program).await?;
         results.entry(gateway.name()).or_default().extend(memory);
     }
@@ -285,7 +296,11 @@ impl Bench<'_> {
     }
 
     /// Every scenario with every gateway in turn, so that a change of the machine concerns all of them.
-    async fn matrix(&self, installed: &[(Gateway, PathBuf)]) -> Result<BTreeMap<&'static str, Results>> {
+    async fn matrix(
+        &self,
+        installed: &[(Gateway, PathBuf)],
+        scenarios: &[Scenario],
+    ) -> Result<BTreeMap<&'static str, Results>> {
         let mut running = Vec::new();
         for (gateway, program) in installed {
             running.push((*gateway, self.start(*gateway, program).await?));
@@ -294,7 +309,7 @@ impl Bench<'_> {
         let mut samples: BTreeMap<(&str, What), Vec<f64>> = BTreeMap::new();
         let mut failed: BTreeMap<(&str, Scenario), String> = BTreeMap::new();
         for repetition in 0..self.options.repetitions {
-            for scenario in Scenario::ALL {
+            for scenario in scenarios.iter().copied() {
                 self.set_pace(scenario.pace()).await?;
                 let direct = match scenario {
                     Scenario::Single => Some(run(&scenario.load(self.engines.to_vec(), time), None).await),
@@ -327,7 +342,7 @@ impl Bench<'_> {
         let mut results: BTreeMap<&'static str, Results> = BTreeMap::new();
         for (gateway, _) in installed {
             let name = gateway.name();
-            for scenario in Scenario::ALL {
+            for scenario in scenarios.iter().copied() {
                 for what in scenario.measures() {
                     let value = match samples.get_mut(&(name, *what)) {
                         Some(values) if !failed.contains_key(&(name, scenario)) => Ok(median(values)),
@@ -455,6 +470,7 @@ mod tests {
         Options {
             json: false,
             only: Vec::new(),
+            measure: Vec::new(),
             blockyard: None,
             environment: PathBuf::new(),
             seconds: 1.0,
