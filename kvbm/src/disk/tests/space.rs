@@ -114,6 +114,28 @@ async fn a_smaller_capacity_applies_from_the_start() {
 }
 
 #[tokio::test]
+async fn recovery_counts_the_blocks_that_the_log_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
+    store(&*tier, blocks.clone()).await;
+    for block in &blocks[380..390] {
+        tier.discard(fingerprint(), block.header.hash);
+    }
+    idle(&tier).await;
+    drop(tier);
+    let recovered = |settings| {
+        let tier = open_logs_with_hooks(folder.path(), settings, TestHooks::default());
+        let log = tier.logs().remove(0).unwrap();
+        (log.recover().unwrap() as u64, tier.usage().blocks)
+    };
+    assert_eq!(recovered(settings()), (390, 390), "neither discarded blocks nor tombstones");
+    let (counted, held) = recovered(small());
+    assert_eq!(counted, held);
+    assert!((1..390).contains(&held), "{held} blocks fit into the smaller capacity");
+}
+
+#[tokio::test]
 async fn a_capacity_below_one_old_segment_removes_it() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), Settings { segment_bytes: 2 << 20, ..settings() });
