@@ -151,8 +151,8 @@ impl Metrics {
         self.shredded.with_label_values(&[level.name()]).inc();
     }
 
-    pub(crate) fn undecryptable(&self, level: Level) {
-        self.undecryptable.with_label_values(&[level.name()]).inc();
+    pub(crate) fn undecryptable(&self, level: Level, blocks: usize) {
+        self.undecryptable.with_label_values(&[level.name()]).inc_by(blocks as u64);
     }
 
     pub(crate) fn offload_dropped(&self, level: Level, blocks: usize) {

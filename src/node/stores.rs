@@ -137,7 +137,7 @@ impl Stores {
         self.all.iter().map(|store| store.tier.level()).collect()
     }
 
-    /// Whether the store of a tier is known not to answer.
+    /// Whether the store of a tier is known not to answer, or has not answered for seconds since it was opened.
     pub(super) fn is_unavailable(&self, level: Level) -> bool {
         self.shared.iter().filter_map(Weak::upgrade).any(|tier| tier.level() == level && tier.is_unavailable())
     }

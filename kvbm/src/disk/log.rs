@@ -412,6 +412,11 @@ impl Log {
         RecordList::footer_bytes(records, records)
     }
 
+    /// Number of blocks that the index locates in this log. Scans the whole index.
+    pub(super) fn held_blocks(&self) -> usize {
+        self.shared.index.count(|location| location.path == self.path)
+    }
+
     /// Adds stored blocks to the index.
     pub(super) fn index_blocks(&self, blocks: impl IntoIterator<Item = IndexEntry<Location>>) {
         self.shared.index.insert(blocks, |parent, child| self.mark_hot(parent, child.segment));

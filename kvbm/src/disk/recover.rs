@@ -46,12 +46,14 @@ type Position = (u32, u32);
 impl Log {
     /// Recovers the blocks of an earlier process and publishes events for them. The newest record of a block wins.
     /// Sealed segments come first, then scanned ones as they are completed. Loads find what is recovered so far;
-    /// writers wait. Blocks beyond a capacity that is smaller than before are removed at the end.
-    pub(super) fn recover(&self) -> io::Result<()> {
+    /// writers wait. Blocks beyond a capacity that is smaller than before are removed at the end. Returns the number
+    /// of blocks that the log holds then.
+    pub(super) fn recover(&self) -> io::Result<usize> {
         let started = Instant::now();
-        let found = self.find();
+        // Counted before the writers add blocks.
+        let held = self.find().map(|()| self.held_blocks());
         self.finish_recovery();
-        let blocks: usize = found?;
+        let blocks = held?;
         let alignment = match self.access {
             Access::Direct { alignment } => Some(alignment),
             Access::Buffered => None,
@@ -60,11 +62,11 @@ impl Log {
             folder = %self.folder.display(), direct_io = alignment.is_some(), alignment, blocks,
             bytes = self.used_bytes(), duration_s = started.elapsed().as_secs_f64(), "G3 path opened"
         );
-        Ok(())
+        Ok(blocks)
     }
 
-    /// Runs the recovery and returns the number of records.
-    fn find(&self) -> io::Result<usize> {
+    /// Runs the recovery.
+    fn find(&self) -> io::Result<()> {
         #[cfg(test)]
         self.shared.hooks.read(self.path)?;
         let numbers = self.io.query(|| segment::numbers(&self.folder))?;
@@ -87,14 +89,13 @@ impl Log {
                 self.announce(&mut recovery, found.into_iter().collect());
             },
         );
-        let found = recovery.segments.iter().map(|segment| segment.record_list().len()).sum();
         self.assign_tombstones(&mut recovery);
         let segments = recovery.segments.into_iter().map(|segment| (segment.number(), segment));
         self.lock().segments.extend(segments);
         if !self.is_withdrawn() {
             self.shrink_to_capacity();
         }
-        Ok(found)
+        Ok(())
     }
 
     /// Reads segments on several threads, and passes each result to `take` on this one. Unreadable segments are

@@ -19,6 +19,7 @@ use parking_lot::{Mutex, MutexGuard};
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -134,6 +135,13 @@ pub(super) fn delete_keeping_spare(io: &FileIo, folder: &Path, number: u32) -> i
 /// Deletes the spare. Returns false when there is none.
 pub(super) fn delete_spare(io: &FileIo, folder: &Path) -> bool {
     io.remove(&spare(folder)).is_ok()
+}
+
+/// Bytes that the spare takes on the disk; 0 when there is none.
+pub(super) fn spare_bytes(io: &FileIo, folder: &Path) -> u64 {
+    /// The unit of `st_blocks`.
+    const UNIT: u64 = 512;
+    io.query(|| spare(folder).symlink_metadata()).map_or(0, |found| found.blocks() * UNIT)
 }
 
 /// Deletes the spare if it is larger than a new segment.

@@ -153,22 +153,33 @@ impl Log {
         }
     }
 
-    /// Creates the next head. On a full disk it reclaims the oldest segments for it, without carrying blocks over. A
-    /// sealed segment is smaller than a new one, so the head may be smaller then, but has at least `least` bytes.
-    /// Reclaims nothing if that would not suffice. The second value is whether the disk is full.
+    /// Creates the next head. On a full disk the head may be smaller than a segment, but has at least `least` bytes. It
+    /// takes the space of the spare, and what is free beyond `min_free_bytes`. If that is less than `least`, the oldest
+    /// segments are reclaimed for it, without carrying blocks over; none is, if that would not suffice. The second value
+    /// is whether the disk is full.
     fn create_segment(&self, group: u16, least: u64) -> io::Result<(Arc<Head>, bool)> {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;
         let whole = self.settings.segment_bytes;
         let least = least.max(whole / SMALL_HEAD_DIVISOR);
-        let error = match self.create_head(group, whole) {
-            Err(error) if is_full(&error) => error,
-            answer => return answer.map(|head| (head, false)),
-        };
-        // The failed attempt has deleted the spare, so the free space includes it. A quota of the user is not part of
-        // it; what that leaves is unknown.
+        let mut error = io::Error::from_raw_os_error(libc::ENOSPC);
+        // Not attempted without the space: until it failed, the attempt would take all that is free, and fill the disk
+        // for other programs.
+        if self.free_bytes()?.saturating_add(self.spare_bytes()) >= whole {
+            match self.create_head(group, whole) {
+                Err(refused) if is_full(&refused) => error = refused,
+                answer => return answer.map(|head| (head, false)),
+            }
+        }
+        // A failed attempt has deleted the spare, and its space is free. A quota of the user is not part of the free
+        // space; what it leaves is unknown.
         let has_quota = error.kind() == io::ErrorKind::QuotaExceeded;
-        let mut free = if has_quota { 0 } else { usable(self.free_bytes()?) };
+        let mut free = if has_quota {
+            0
+        } else {
+            let beyond = self.free_bytes()?.saturating_sub(self.settings.min_free_bytes);
+            self.spare_bytes().saturating_add(usable(beyond))
+        };
         if free >= least {
             if let Some(head) = self.create_small_head(group, free, least)? {
                 return Ok((head, true));
@@ -176,6 +187,8 @@ impl Log {
             // The filesystem does not grant what it reports.
             free = 0;
         }
+        // Otherwise the first victim would not become the spare.
+        segment::delete_spare(&self.io, &self.folder);
         let mut freed = 0;
         while freed + free < least {
             let Some(victim) = self.victim_for_head(least - freed - free) else { return Err(error) };
@@ -186,7 +199,7 @@ impl Log {
         let bytes = if freed >= least { freed } else { freed + free };
         let mut head = self.create_small_head(group, bytes, least)?;
         if head.is_none() && !has_quota {
-            head = self.create_small_head(group, usable(self.free_bytes()?), least)?;
+            head = self.create_small_head(group, usable(self.free_bytes()?).min(bytes), least)?;
         }
         if head.is_none() && freed > 0 {
             self.reclaimed_in_vain.store(true, Ordering::Relaxed);
@@ -235,6 +248,16 @@ impl Log {
             return Ok(free);
         }
         self.io.query(|| direct::free_bytes(&self.folder))
+    }
+
+    /// Bytes of the spare, which a new segment reuses. They do not count as free.
+    fn spare_bytes(&self) -> u64 {
+        // The free bytes that a test sets include the spare.
+        #[cfg(test)]
+        if self.shared.hooks.free(0).is_some() {
+            return 0;
+        }
+        segment::spare_bytes(&self.io, &self.folder)
     }
 
     /// Bytes missing to `min_free_bytes` of free space, after the spare was deleted.

@@ -15,7 +15,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 use tempfile::TempDir;
@@ -45,6 +45,8 @@ struct HooksState {
     space: Mutex<Option<u64>>,
     /// The most that the filesystem lets the log reserve, with what it uses.
     reservable: Mutex<Option<u64>>,
+    /// Number of attempts to reserve a segment.
+    reservations: AtomicUsize,
 }
 
 impl TestHooks {
@@ -61,7 +63,8 @@ impl TestHooks {
         self.0.space.lock().map(|space| space.saturating_sub(taken))
     }
 
-    /// Leaves so many bytes to the log from now on, including those that it uses.
+    /// Leaves so many bytes to the log from now on, including those that it uses. The rest counts as taken by other
+    /// programs.
     pub(super) fn leave_space(&self, bytes: u64) {
         *self.0.space.lock() = Some(bytes);
     }
@@ -84,8 +87,14 @@ impl TestHooks {
 
     /// Whether a segment of so many bytes can be created when the log uses `taken`.
     pub(super) fn reserve(&self, bytes: u64, taken: u64) -> io::Result<()> {
+        self.0.reservations.fetch_add(1, Ordering::Relaxed);
         let most = self.0.reservable.lock().unwrap_or(u64::MAX);
         if taken.saturating_add(bytes) <= most { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
+    }
+
+    /// Number of attempts to reserve a segment so far.
+    pub(super) fn reservations(&self) -> usize {
+        self.0.reservations.load(Ordering::Relaxed)
     }
 
     pub(super) fn write(&self, path: u8) -> io::Result<()> {

@@ -34,6 +34,11 @@ use tokio_util::task::AbortOnDropHandle;
 /// object that is written and one that fills.
 const QUEUE_BYTES: usize = 256 << 20;
 
+/// A store that has answered nothing for so long after it was opened counts as unavailable. The first poll of a store
+/// that hangs fails only after two timeouts of requests, 20 s by default, and until then nothing else is known of it. A
+/// name server and a connection that have to be tried twice take less.
+const FIRST_ANSWER_MAX: Duration = Duration::from_secs(5);
+
 /// Blocks under a prefix of an object store.
 pub struct ObjectTier {
     pub(super) settings: Settings,
@@ -204,9 +209,11 @@ impl ObjectTier {
         )
     }
 
-    /// Whether the store is known not to respond, or to deny access. A store that has not responded yet may.
+    /// Whether the store did not respond to the last poll, or denied access, or has not responded to anything for
+    /// several seconds since it was opened. Before that, a store that has not responded yet may.
     pub fn is_unavailable(&self) -> bool {
         matches!(*self.health.borrow(), StoreHealth::Unavailable(_) | StoreHealth::Refused(_))
+            || self.client.has_been_silent_for(FIRST_ANSWER_MAX)
     }
 
     /// Whether the store responded to the last poll.

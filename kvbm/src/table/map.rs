@@ -81,6 +81,11 @@ impl<T> PrefetchMap<T> {
         self.entries.iter().map(|(hash, _)| *hash)
     }
 
+    /// All values, in no particular order.
+    pub(crate) fn values(&self) -> impl Iterator<Item = &T> {
+        self.entries.iter().map(|(_, value)| value)
+    }
+
     pub(crate) fn get(&self, hash: &SequenceHash) -> Option<&T> {
         self.position(hash).map(|at| &self.entries[at as usize].1)
     }

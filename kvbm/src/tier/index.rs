@@ -184,6 +184,11 @@ impl<P: Copy> Index<P> {
         self.read().values().map(PrefetchMap::len).sum()
     }
 
+    /// Number of blocks whose location matches, counted per fingerprint. Scans the whole index.
+    pub(crate) fn count(&self, matches: impl Fn(&P) -> bool) -> usize {
+        self.read().values().flat_map(PrefetchMap::values).filter(|location| matches(location)).count()
+    }
+
     /// Digest of the distinct hashes under all fingerprints. Scans the whole index.
     pub(crate) fn set_digest(&self) -> SetDigest {
         let spaces = self.read();

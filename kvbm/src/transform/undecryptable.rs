@@ -15,12 +15,14 @@ pub(super) struct Undecryptable {
 
 impl Undecryptable {
     pub(super) fn new(level: Level, metrics: Metrics) -> Self {
+        // The series exists before the first block, so that alerts see the increase.
+        metrics.undecryptable(level, 0);
         Self { level, metrics, is_logged: AtomicBool::new(false) }
     }
 
     /// Counts a block. `why` says what is missing to decrypt it.
     pub(super) fn count(&self, block: &Block, why: impl Display) {
-        self.metrics.undecryptable(self.level);
+        self.metrics.undecryptable(self.level, 1);
         // Thousands of blocks may follow, of the same key in most cases.
         if !self.is_logged.swap(true, Ordering::Relaxed) {
             tracing::warn!(

@@ -114,6 +114,28 @@ async fn a_smaller_capacity_applies_from_the_start() {
 }
 
 #[tokio::test]
+async fn recovery_counts_the_blocks_that_the_log_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    let blocks: Vec<Block> = (0..20).flat_map(|seed| chain(seed, 20)).collect();
+    store(&*tier, blocks.clone()).await;
+    for block in &blocks[380..390] {
+        tier.discard(fingerprint(), block.header.hash);
+    }
+    idle(&tier).await;
+    drop(tier);
+    let recovered = |settings| {
+        let tier = open_logs_with_hooks(folder.path(), settings, TestHooks::default());
+        let log = tier.logs().remove(0).unwrap();
+        (log.recover().unwrap() as u64, tier.usage().blocks)
+    };
+    assert_eq!(recovered(settings()), (390, 390), "neither discarded blocks nor tombstones");
+    let (counted, held) = recovered(small());
+    assert_eq!(counted, held);
+    assert!((1..390).contains(&held), "{held} blocks fit into the smaller capacity");
+}
+
+#[tokio::test]
 async fn a_capacity_below_one_old_segment_removes_it() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), Settings { segment_bytes: 2 << 20, ..settings() });
@@ -172,7 +194,7 @@ async fn a_log_on_a_full_disk_keeps_a_quarter_and_writes_on() {
     let (tier, _) = open_with(folder.path(), settings);
     tier.shared.hooks.leave_space(4 << 30);
     store(&*tier, (0..20).flat_map(|seed| chain(seed, 20)).collect()).await;
-    tier.shared.hooks.leave_space(0);
+    tier.shared.hooks.leave_space(TOO_LITTLE);
     for seed in 100..140 {
         store(&*tier, chain(seed, 20)).await;
         let bytes = tier.usage().bytes;
@@ -191,7 +213,7 @@ async fn a_log_that_cannot_free_enough_reclaims_nothing() {
     drop(tier);
     let settings = Settings { segment_bytes: 1 << 20, min_free_bytes: 1 << 30, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
-    tier.shared.hooks.leave_space(0);
+    tier.shared.hooks.leave_space(TOO_LITTLE);
     let answers = tier.store(chain(9, 1)).await;
     let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
     assert!(error.to_string().contains("the disk is full"), "{error}");
@@ -200,6 +222,9 @@ async fn a_log_that_cannot_free_enough_reclaims_nothing() {
     tokio::time::advance(Duration::from_secs(2)).await;
     store(&*tier, chain(9, 1)).await;
 }
+
+/// Bytes that are less than the `min_free_bytes` of a test, and more than a segment.
+const TOO_LITTLE: u64 = 512 << 20;
 
 /// Number of blocks that fill a segment.
 const FULL: u64 = 15;
@@ -266,7 +291,7 @@ async fn a_log_that_a_full_disk_limits_is_reported_until_space_is_free() {
         if min_free_bytes == 0 {
             tier.shared.hooks.fill_disk(tier.usage().bytes);
         } else {
-            tier.shared.hooks.leave_space(0);
+            tier.shared.hooks.leave_space(TOO_LITTLE);
         }
         store(&*tier, chain(100, 20)).await;
         assert_eq!(limited_to(&tier), Some(tier.usage().bytes));
@@ -290,6 +315,39 @@ async fn free_space_below_one_segment_is_used_before_blocks_are_removed() {
     let tier = reopened_on_a_full_disk(folder.path(), 2, 40 << 10).await;
     store(&*tier, chain(1, 5)).await;
     assert_eq!(tier.usage().blocks, 2 * FULL + 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_segment_without_space_for_it_is_not_attempted() {
+    // Too little is free for the smallest segment, or what is free is to stay free.
+    for (left, min_free_bytes) in [(8 << 10, 0), (40 << 10, 1 << 30)] {
+        let folder = tempfile::tempdir().unwrap();
+        drop(reopened_on_a_full_disk(folder.path(), 1, 0).await);
+        let (tier, _) = open_with(folder.path(), Settings { min_free_bytes, ..settings() });
+        tier.shared.hooks.fill_disk(tier.usage().bytes + left);
+        for seed in 0..5 {
+            let answers = tier.store(chain(seed, 1)).await;
+            let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
+            assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+            tokio::time::advance(Duration::from_secs(2)).await;
+        }
+        assert_eq!((tier.usage().blocks, tier.shared.hooks.reservations()), (FULL, 0), "{left} bytes are free");
+    }
+}
+
+#[tokio::test]
+async fn the_spare_counts_as_space_for_the_next_segment() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open_with(folder.path(), small());
+    let log = tier.logs().remove(0).unwrap();
+    assert_eq!(segment::spare_bytes(&log.io, folder.path()), 0);
+    for seed in 0..20 {
+        store(&*tier, chain(seed, 10)).await;
+    }
+    idle(&tier).await;
+    assert!(segment::spare_bytes(&log.io, folder.path()) >= small().segment_bytes / 2);
+    assert!(segment::delete_spare(&log.io, folder.path()));
+    assert_eq!(segment::spare_bytes(&log.io, folder.path()), 0);
 }
 
 #[tokio::test]

@@ -9,7 +9,7 @@ use crate::manager::shared::Core;
 use crate::metrics::Direction;
 use crate::pool::HostTier;
 use crate::table::BlockSet;
-use crate::tier::{Quotas, StoreError, Tier};
+use crate::tier::{Change, Quotas, StoreError, Tier, WriteHealth};
 use futures::FutureExt;
 use spans::Kind;
 use std::convert::Infallible;
@@ -30,6 +30,28 @@ pub(super) struct OffloadWorker {
 pub(super) struct OffloadQueue {
     level: Level,
     queue: Arc<Queue>,
+}
+
+/// What the storing of a batch says about writes to the tier.
+#[derive(Debug)]
+pub(in crate::manager) enum BatchOutcome {
+    /// Nothing: no block was written and none was refused. The tier has them already, or memory has them no more.
+    Unwritten,
+    /// Every block that was offered was written.
+    Written,
+    /// At least one block was not written.
+    Failed(StoreError),
+}
+
+impl BatchOutcome {
+    /// Records the outcome. A batch without a write neither begins nor ends an outage.
+    pub(in crate::manager) fn record(&self, writes: &WriteHealth) -> Change {
+        match self {
+            Self::Unwritten => Change::Same,
+            Self::Written => writes.succeeded(),
+            Self::Failed(error) => writes.failed(writes.begin(), error.to_string()),
+        }
+    }
 }
 
 /// A store that takes longer has failed: the worker goes on without its blocks.
@@ -59,21 +81,22 @@ impl OffloadWorker {
     pub(super) fn to_tier(core: Arc<Core>, tier: usize) -> Self {
         let level = core.tiers[tier].level();
         Self::spawn(&core.clone(), level, async move |queue| {
-            let (mut failing, mut batcher) = (false, Batcher::at(level));
+            let (writes, mut batcher) = (WriteHealth::default(), Batcher::at(level));
             let size = batcher.batch_blocks(&core);
             loop {
                 let batch = queue.next(size, &mut batcher).await;
                 let wanted = batch.requests.len();
-                let failed = core.store_in(tier, batch.requests).await;
+                let outcome = core.store_in(tier, batch.requests).await;
                 // Logged at the beginning and at the end of an outage; the counter shows the number of lost blocks.
-                match &failed {
-                    Some(error) if !failing => {
-                        tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks");
+                if outcome.record(&writes) == Change::Changed {
+                    match &outcome {
+                        BatchOutcome::Failed(error) => {
+                            tracing::warn!(tier = %level, blocks = wanted, %error, "cannot store blocks");
+                        }
+                        BatchOutcome::Written => tracing::info!(tier = %level, "storing blocks works again"),
+                        BatchOutcome::Unwritten => {}
                     }
-                    None if failing => tracing::info!(tier = %level, "storing blocks works again"),
-                    _ => {}
                 }
-                failing = failed.is_some();
             }
         })
     }
@@ -159,8 +182,12 @@ impl Core {
         requests
     }
 
-    /// Stores blocks that the tier does not hold, from memory. Returns the last error.
-    async fn store_in(self: &Arc<Self>, tier: usize, requests: Vec<OffloadRequest>) -> Option<StoreError> {
+    /// Stores blocks that the tier does not hold, from memory.
+    pub(in crate::manager) async fn store_in(
+        self: &Arc<Self>,
+        tier: usize,
+        requests: Vec<OffloadRequest>,
+    ) -> BatchOutcome {
         let (tier, fingerprint) = (self.tiers[tier].clone(), self.device.fingerprint());
         let mut hashes: Vec<_> = requests.iter().map(|request| request.hash).collect();
         hashes.retain(|hash| tier.holds(fingerprint, &[*hash]) == 0);
@@ -171,7 +198,7 @@ impl Core {
         self.metrics.offload_dropped(tier.level(), wanted - blocks.len());
         let offered = blocks.len();
         if offered == 0 {
-            return None;
+            return BatchOutcome::Unwritten;
         }
         let start = Instant::now();
         let mut span = self.tracer.get().map(|tracer| tracer.root("offload", Kind::Internal, None)).unwrap_or_default();
@@ -186,10 +213,14 @@ impl Core {
         span.set("blockyard.tier", tier.level().name());
         span.set("blockyard.blocks", offered - rejected);
         span.set("blockyard.bytes", stored);
-        if let Some(error) = &error {
-            span.fail(error);
+        match error {
+            Some(error) => {
+                span.fail(&error);
+                BatchOutcome::Failed(error)
+            }
+            None if rejected < offered => BatchOutcome::Written,
+            None => BatchOutcome::Unwritten,
         }
-        error
     }
 }
 

@@ -1,7 +1,8 @@
 //! Offloading.
 
 use super::*;
-use crate::tier::Quota;
+use crate::manager::offload::OffloadRequest;
+use crate::tier::{Change, Quota, WriteHealth};
 
 #[tokio::test]
 async fn flush_waits_until_blocks_are_in_every_tier() {
@@ -93,6 +94,38 @@ async fn storing_in_a_busy_tier_is_retried() {
     let stored = inner.usage().blocks;
     assert_eq!(stored + harness.counter("offload_dropped_blocks_total", Level::G3), 40);
     assert!(stored >= 36, "seven tries each: {stored}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_a_written_block_ends_an_outage_of_writes() {
+    let ssd = Arc::new(Faulty::new(placed(Level::G3, 0, 0), 1, Faults::default()));
+    let harness = Harness::new(16, 0, vec![ssd.clone()]);
+    let _held = harness.compute(0..8);
+    let writes = WriteHealth::default();
+    let request = |n| OffloadRequest { hash: hash(n), domain: DomainId::SHARED };
+    let store = async |range: std::ops::Range<usize>| {
+        let outcome = harness.manager.0.core.store_in(0, range.map(request).collect()).await;
+        (outcome.record(&writes), writes.failure().is_some())
+    };
+    assert_eq!(store(0..4).await, (Change::Same, false));
+    ssd.set(Faults { error: 1.0, ..Faults::default() });
+    harness.manager.flush().await;
+    let ssd_holds = |n| ssd.holds(fingerprint(), &[hash(n)]) == 1;
+    assert!(ssd_holds(0));
+    // The worker of the manager may have stored the others before the fault.
+    for n in 4..8 {
+        ssd.discard(fingerprint(), hash(n));
+    }
+    assert_eq!(store(4..8).await, (Change::Changed, true));
+    assert_eq!(store(4..8).await, (Change::Same, true));
+    assert_eq!(store(0..4).await, (Change::Same, true), "the tier has these already");
+    assert_eq!(store(0..0).await, (Change::Same, true), "a flush of an empty queue");
+    assert_eq!(store(20..24).await, (Change::Same, true), "these are not in memory");
+    ssd.set(Faults { busy: 1.0, ..Faults::default() });
+    assert_eq!(store(4..8).await, (Change::Same, true), "a tier that is busy writes nothing");
+    ssd.set(Faults::default());
+    assert_eq!(store(4..8).await, (Change::Changed, false));
+    assert!((4..8).all(ssd_holds));
 }
 
 #[tokio::test(start_paused = true)]

@@ -15,7 +15,7 @@ use std::fmt;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -50,6 +50,9 @@ pub(in crate::object) struct Client {
     metadata: Semaphore,
     request_timeout: Duration,
     policy: Mutex<RetryPolicy>,
+    created_at: Instant,
+    /// Whether the store has answered a request since then.
+    has_answered: AtomicBool,
     consecutive_failures: AtomicU64,
     /// When the last read of a small object was answered.
     last_read_at: Mutex<Option<Instant>>,
@@ -86,6 +89,8 @@ impl Client {
             metadata: Semaphore::new(METADATA_BYTES as usize),
             request_timeout,
             policy: Mutex::new(RetryPolicy::new(seed)),
+            created_at: Instant::now(),
+            has_answered: AtomicBool::new(false),
             consecutive_failures: AtomicU64::new(0),
             last_read_at: Mutex::default(),
             writes: WriteHealth::default(),
@@ -243,6 +248,11 @@ impl Client {
         Err(generic_error("circuit breaker is open: the store does not respond"))
     }
 
+    /// Whether the store has answered nothing since the client was created, at least `time` ago.
+    pub(in crate::object) fn has_been_silent_for(&self, time: Duration) -> bool {
+        !self.has_answered.load(Ordering::Relaxed) && self.created_at.elapsed() >= time
+    }
+
     async fn with_retries<T, F>(&self, attempts: u32, send: impl Fn() -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -252,6 +262,7 @@ impl Client {
                 Err(error) if is_retryable(&error) => error,
                 result => {
                     self.consecutive_failures.store(0, Ordering::Relaxed);
+                    self.has_answered.store(true, Ordering::Relaxed);
                     self.policy().record_response();
                     return result;
                 }

@@ -57,6 +57,27 @@ async fn an_unreachable_store_is_read_when_it_responds() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_store_that_never_answered_is_soon_unavailable() {
+    let shared = Arc::new(Flaky::default());
+    shared.set_fault(Some(("", Fault::Hangs)));
+    let (tier, _) = open_on(shared.clone());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!tier.is_unavailable(), "it may still answer");
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert!(tier.is_unavailable(), "before its first request has timed out");
+    shared.set_fault(None);
+    tier.wait_until_ready().await;
+    assert!(!tier.is_unavailable());
+    shared.set_fault(Some(("", Fault::Hangs)));
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    assert!(!tier.is_unavailable(), "it has answered before, so its poll decides");
+    while tier.is_available() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(tier.is_unavailable());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_store_that_takes_no_writes_is_read_and_says_why_until_it_takes_them() {
     let shared = Arc::new(Flaky::default());
     let (tier, _) = open_on(shared.clone());

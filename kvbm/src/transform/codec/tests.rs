@@ -122,11 +122,15 @@ async fn without_keys_an_encrypted_block_makes_room_for_a_readable_one_and_its_r
     let registry = Registry::new();
     let disk = open();
     let tier = super::decoded(disk.clone(), Metrics::new(&registry).unwrap());
+    let undecryptable = || {
+        let family = registry.gather().into_iter().find(|family| family.name().ends_with("undecryptable_blocks_total"));
+        family.map(|family| family.get_metric()[0].get_counter().get_value())
+    };
+    assert_eq!(undecryptable(), Some(0.0), "the series exists before the first block");
     assert_eq!(tier.holds(fingerprint(), &name), 1, "the index does not know that it is encrypted");
     assert!(found(&tier).await.is_none());
     assert_eq!((tier.holds(fingerprint(), &name), disk.usage().blocks), (0, 0));
-    let family = registry.gather().into_iter().find(|family| family.name().ends_with("undecryptable_blocks_total"));
-    assert_eq!(family.map(|family| family.get_metric()[0].get_counter().get_value()), Some(1.0));
+    assert_eq!(undecryptable(), Some(1.0));
     disk.close().await;
     drop((tier, disk));
 

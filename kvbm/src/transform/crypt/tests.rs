@@ -53,9 +53,11 @@ impl Harness {
         self.count("tier_undecryptable_blocks_total")
     }
 
+    /// The sum over all tiers.
     fn count(&self, name: &str) -> u64 {
         let family = self.registry.gather().into_iter().find(|family| family.name().ends_with(name));
-        family.map_or(0, |family| family.get_metric()[0].get_counter().get_value() as u64)
+        let value = |metric: &prometheus::proto::Metric| metric.get_counter().get_value() as u64;
+        family.map_or(0, |family| family.get_metric().iter().map(value).sum())
     }
 
     async fn stored(&self, blocks: &[Block]) -> Vec<Option<Block>> {
