@@ -262,9 +262,8 @@ impl Node {
             upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
         }
         let facts = config.upstreams.iter().map(|upstream| {
-            let url = upstream.url.to_string();
-            let Known { servers, models } = upstreams.known(&url);
-            UpstreamFacts { url, servers, models }
+            let Known { servers, models } = upstreams.known(&upstream.url.to_string());
+            UpstreamFacts { url: upstream.shown_url(), servers, models }
         });
         let facts = facts.collect();
         self.upstreams = Some(Arc::new(upstreams));

@@ -32,6 +32,8 @@ const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batc
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
 pub struct UpstreamSettings {
+    /// The server for an operator: its URL without credentials.
+    pub address: Option<String>,
     /// The API key that the server wants.
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
@@ -180,6 +182,10 @@ impl Engine for UpstreamEngine {
 
     fn readiness(&self) -> Readiness {
         Readiness::Ready
+    }
+
+    fn address(&self) -> Option<String> {
+        self.settings.address.clone()
     }
 
     fn chosen_by(&self, request: &Request) -> Option<u64> {

@@ -56,7 +56,8 @@ async fn probe(worker: Arc<Worker>, admission: &Admission, health_checks: &IntCo
     };
     let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
     if failed {
-        tracing::warn!(worker = %worker.id(), error = error.as_deref(), "health check of the worker failed");
+        let (address, error) = (worker.engine.address(), error.as_deref());
+        tracing::warn!(worker = %worker.id(), address = address.as_deref(), error, "health check of the worker failed");
     }
     health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     worker.probed(signal);

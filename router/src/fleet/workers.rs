@@ -112,6 +112,14 @@ impl Worker {
         self.instance.id
     }
 
+    /// Its id, and where it is if that is not this process, for an operator.
+    pub(crate) fn described(&self) -> String {
+        match self.engine.address() {
+            Some(address) => format!("worker {} ({address})", self.name),
+            None => format!("worker {}", self.name),
+        }
+    }
+
     pub(crate) fn run(&self) -> WorkerRun {
         WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }

@@ -204,6 +204,10 @@ impl Engine for FakeEngine {
     fn readiness(&self) -> Readiness {
         Readiness::Ready
     }
+
+    fn address(&self) -> Option<String> {
+        Some(format!("http://{}:8000", self.source))
+    }
 }
 
 /// A router, its planes and its workers.

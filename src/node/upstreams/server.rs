@@ -333,6 +333,7 @@ impl Server {
             cache.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
         }
         let settings = UpstreamSettings {
+            address: Some(self.name()),
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
             takes_salts: of.api.takes_salts,
@@ -363,11 +364,12 @@ impl Server {
         worker_id(&self.canonical_url, self.key.1, model, rank.map(|rank| rank.position))
     }
 
-    /// The server in logs.
+    /// The server in logs and for operators.
     fn name(&self) -> String {
-        match &self.key {
-            (url, Some(address)) => format!("{url} at {address}"),
-            (url, None) => url.clone(),
+        let url = self.upstream.upstream.shown_url();
+        match self.key.1 {
+            Some(address) => format!("{url} at {address}"),
+            None => url,
         }
     }
 }
