@@ -30,6 +30,8 @@ fn lists(model: &str) -> Script {
 async fn server(scripts: impl IntoIterator<Item = Script>) -> FakeEngine {
     let server = FakeEngine::start(scripts).await.unwrap();
     server.set_page("/v1/models", models());
+    // Health checks take no script.
+    server.set_page("/health", Script::json(200, &json!({})));
     server
 }
 
