@@ -80,14 +80,11 @@ use worker::serve::Planes;
 /// [`Process::shutdown`] stops them in order.
 #[must_use = "dropping a node stops it"]
 pub struct Node {
-    banner: Banner,
-    registry: Registry,
-    http: HttpServer,
+    process: HttpProcess,
     router: Arc<Router>,
     /// The native engine, if it runs in this process.
     native: Option<Native>,
     upstreams: Option<Arc<Upstreams>>,
-    audit: Arc<CacheAudit>,
     shutdown_timeout: Duration,
     shutdown_delay: Duration,
     /// End of the shutdown timeout, once the shutdown was announced.
@@ -95,6 +92,15 @@ pub struct Node {
     tracer: Tracer,
     /// Sends the spans of the process, if there is a collector.
     exporter: Option<Exporter>,
+}
+
+/// What every process has: an HTTP server, and what is known of the process.
+pub struct HttpProcess {
+    banner: Banner,
+    registry: Registry,
+    http: HttpServer,
+    /// Read by the metrics, too.
+    audit: Arc<CacheAudit>,
 }
 
 /// Share of the shutdown timeout that running requests get. The remainder is for writing blocks.
@@ -111,17 +117,28 @@ const WORKERS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A process that runs until it is stopped.
 pub trait Process {
+    /// What every process has.
+    fn process(&self) -> &HttpProcess;
+
     /// The banner that the process prints.
-    fn banner(&self) -> &Banner;
+    fn banner(&self) -> &Banner {
+        &self.process().banner
+    }
 
     /// The metrics of the process.
-    fn registry(&self) -> &Registry;
+    fn registry(&self) -> &Registry {
+        &self.process().registry
+    }
 
     /// The HTTP server, with the limits of the frontend.
-    fn server(&self) -> &Server;
+    fn server(&self) -> &Server {
+        self.process().http.server()
+    }
 
     /// The audit of stored against indexed blocks.
-    fn audit(&self) -> &Arc<CacheAudit>;
+    fn audit(&self) -> &Arc<CacheAudit> {
+        &self.process().audit
+    }
 
     /// Resolves when the HTTP server has failed, with the reason. A worker that fails is deregistered; the others
     /// continue.
@@ -154,7 +171,7 @@ impl Node {
             node.start_native(config, planes, &health).await?;
         } else {
             let upstreams = Upstreams::new(planes, system_lookup(), aliases, tokenizers, upstream_metrics);
-            node.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams).await?);
+            node.process.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams).await?);
         }
         Ok(node)
     }
@@ -180,7 +197,7 @@ impl Node {
         // Not an error: workers may start later.
         let workers = timeout(WORKERS_TIMEOUT, until_discovered(&router));
         let (upstreams, _) = tokio::join!(node.start_upstreams(config, upstreams), workers);
-        node.banner.serves = Serves::Cluster(ClusterFacts {
+        node.process.banner.serves = Serves::Cluster(ClusterFacts {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
             models: router.models().iter().map(|model| model.id.clone()).collect(),
@@ -217,7 +234,7 @@ impl Node {
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
         let parts = frontend::Parts { tokenizers: Arc::clone(&tokenizers), tracer: tracer.clone() };
         let app = frontend::router_with(parts, engine, registry.clone(), settings)?;
-        let node = Self {
+        let process = HttpProcess {
             banner: Banner {
                 address,
                 has_tls: config.frontend.tls_cert_file.is_some(),
@@ -227,10 +244,13 @@ impl Node {
             registry,
             // From here on an early return closes the HTTP server.
             http: HttpServer::start(server, listener, app),
-            router: Arc::clone(&router),
+            audit: Arc::new(CacheAudit { router: Some(Arc::clone(&router)), workers: Vec::new(), stores: Vec::new() }),
+        };
+        let node = Self {
+            process,
+            router,
             native: None,
             upstreams: None,
-            audit: Arc::new(CacheAudit { router: Some(router), workers: Vec::new(), stores: Vec::new() }),
             shutdown_timeout: config.shutdown_timeout.0,
             shutdown_delay: config.frontend.shutdown_delay.0,
             deadline: None,
@@ -242,14 +262,14 @@ impl Node {
 
     async fn start_native(&mut self, config: &Config, planes: Planes, health: &Health) -> anyhow::Result<()> {
         let (scope, peers, tracer) = (Scope::Process, Peers::default(), self.tracer.clone());
-        let native = Native::start(config, planes, scope, (peers, tracer), health, &self.registry).await?;
+        let native = Native::start(config, planes, scope, (peers, tracer), health, &self.process.registry).await?;
         let discovered = timeout(DISCOVERY_TIMEOUT, until_discovered(&self.router)).await;
         discovered.context("the router has not discovered the workers")?;
         let (router, stores) = (Arc::clone(&self.router), native.stores.digests());
-        self.audit = Arc::new(CacheAudit { router: Some(router), workers: native.managers(), stores });
-        let usage = CacheUsage::of(Arc::downgrade(&self.audit), native.stores.weak())?;
-        self.registry.register(Box::new(usage))?;
-        self.banner.serves = Serves::Native(Box::new(native.facts.clone()));
+        self.process.audit = Arc::new(CacheAudit { router: Some(router), workers: native.managers(), stores });
+        let usage = CacheUsage::of(Arc::downgrade(&self.process.audit), native.stores.weak())?;
+        self.process.registry.register(Box::new(usage))?;
+        self.process.banner.serves = Serves::Native(Box::new(native.facts.clone()));
         self.native = Some(native);
         Ok(())
     }
@@ -262,9 +282,8 @@ impl Node {
             upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
         }
         let facts = config.upstreams.iter().map(|upstream| {
-            let url = upstream.url.to_string();
-            let Known { servers, models } = upstreams.known(&url);
-            UpstreamFacts { url, servers, models }
+            let Known { servers, models } = upstreams.known(&upstream.url.to_string());
+            UpstreamFacts { url: upstream.shown_url(), servers, models }
         });
         let facts = facts.collect();
         self.upstreams = Some(Arc::new(upstreams));
@@ -288,29 +307,17 @@ impl Node {
 
     /// The address of the OpenAI-compatible API.
     pub fn address(&self) -> SocketAddr {
-        self.banner.address
+        self.process.banner.address
     }
 }
 
 impl Process for Node {
-    fn banner(&self) -> &Banner {
-        &self.banner
-    }
-
-    fn registry(&self) -> &Registry {
-        &self.registry
-    }
-
-    fn server(&self) -> &Server {
-        self.http.server()
-    }
-
-    fn audit(&self) -> &Arc<CacheAudit> {
-        &self.audit
+    fn process(&self) -> &HttpProcess {
+        &self.process
     }
 
     async fn failed(&mut self) -> anyhow::Error {
-        self.http.failed().await
+        self.process.http.failed().await
     }
 
     /// Makes `/ready` fail, and serves new requests for `frontend.shutdown_delay` (within the shutdown timeout) so that
@@ -318,7 +325,7 @@ impl Process for Node {
     async fn announce_shutdown(&mut self) {
         let now = Instant::now();
         self.deadline = Some(now + self.shutdown_timeout);
-        self.http.announce_shutdown();
+        self.process.http.announce_shutdown();
         sleep(self.shutdown_delay.min(self.shutdown_timeout.mul_f64(REQUEST_SHARE))).await;
     }
 
@@ -327,7 +334,7 @@ impl Process for Node {
     async fn shutdown(mut self) {
         let deadline = self.deadline.unwrap_or_else(|| Instant::now() + self.shutdown_timeout);
         let for_blocks = self.shutdown_timeout.mul_f64(1.0 - REQUEST_SHARE);
-        self.http.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks)).await;
+        self.process.http.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks)).await;
         let stores = match self.native {
             Some(native) => Some(native.drain(deadline, deadline).await),
             None => None,
@@ -335,7 +342,7 @@ impl Process for Node {
         if let Some(upstreams) = self.upstreams {
             upstreams.stop().await;
         }
-        drop(self.audit);
+        drop(self.process.audit);
         self.router.stop().await;
         if let Some(stores) = stores {
             stores.close(deadline).await;

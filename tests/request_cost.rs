@@ -52,6 +52,8 @@ fn server(answer: Script) -> Uri {
         let server = FakeEngine::start(vec![answer; WARMUP + COUNTED]).await.unwrap();
         let models = json!({ "object": "list", "data": [{ "id": MODEL, "max_model_len": 4096 }] });
         server.set_page("/v1/models", Script::json(200, &models));
+        // Health checks take none of the answers.
+        server.set_page("/health", Script::json(200, &json!({})));
         started.send(server.uri()).unwrap();
         std::future::pending::<()>().await;
     })

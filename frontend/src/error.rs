@@ -14,6 +14,10 @@ pub(crate) const CONTEXT: &str = "context_length_exceeded";
 /// `Retry-After` when no worker can serve a request. A worker needs seconds to start, or longer for a large model.
 const WORKER_RETRY: Duration = Duration::from_secs(5);
 
+/// Maximum models that the error of an unknown one lists. A gateway may serve a thousand, whose names together would be
+/// longer than most responses.
+const MAX_LISTED_MODELS: usize = 10;
+
 /// Maximum characters of an error message in the log: enough for the field and the value.
 const MAX_LOGGED_CHARS: usize = 300;
 
@@ -117,7 +121,7 @@ pub(crate) enum Error {
     UnknownModel {
         /// The requested model.
         model: String,
-        /// The served models.
+        /// The served models that the client may use, in the order in which the message lists them.
         known: Vec<String>,
     },
     /// The route does not exist.
@@ -361,8 +365,13 @@ fn seconds(wait: Duration) -> u64 {
 }
 
 fn served_models(known: &[String]) -> String {
-    match known {
-        [] => String::new(),
-        known => format!(" Served here: {}.", known.join(", ")),
+    if known.is_empty() {
+        return String::new();
+    }
+    let (listed, others) = known.split_at(known.len().min(MAX_LISTED_MODELS));
+    let listed = listed.join(", ");
+    match others.len() {
+        0 => format!(" Served here: {listed}."),
+        more => format!(" Served here: {listed}, and {more} more. GET /v1/models lists all of them."),
     }
 }

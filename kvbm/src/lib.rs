@@ -83,7 +83,6 @@ pub mod blocking;
 pub mod disk;
 pub mod event;
 pub mod heap;
-mod log_limit;
 mod manager;
 mod metrics;
 pub mod object;

@@ -226,7 +226,7 @@ impl Metrics {
             admission_wait_seconds: register(registry, HistogramVec::new(wait_seconds, &["priority"]))?,
             health_checks: counters(
                 "blockyard_router_health_checks_total",
-                "Health checks of workers, each a request of one token, by outcome: ok or failed.",
+                "Health checks of workers, each a request of one token, and of upstreams, by outcome: ok or failed.",
                 &["outcome"],
             )?,
             trace_records: counters(

@@ -10,7 +10,8 @@
 //! takes a lock. The same holds for requests that are not sampled, whose context only has ids for other programs. The
 //! queue is bounded, and a span that finds it full is dropped and counted: tracing delays no request.
 //!
-//! Not here: the export (the program does it), the log (`tracing`).
+//! Of the log, which is that of `tracing`, only the rate limit of its lines is here ([`LogLimit`]): every crate writes
+//! lines, and this crate is below all that do. Not here: the export (the program does it).
 //!
 //! ```
 //! use spans::{Kind, Sampling, Tracer};
@@ -33,12 +34,14 @@
 mod context;
 mod headers;
 mod id;
+mod log_limit;
 mod span;
 mod tracer;
 
 pub use context::{Context, Remote};
 pub use headers::{extract, inject};
 pub use id::{SpanId, TraceId};
+pub use log_limit::LogLimit;
 pub use span::{EndedSpan, Event, Kind, Span, Value};
 pub use tracer::{Sampling, SpanQueue, Tracer};
 

@@ -96,7 +96,7 @@ async fn checks_of(sources: &Sources, probing: Probing) -> Vec<Check> {
 pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
     let tenants = config.frontend.has_tenants();
     let upstreams = config.upstreams.iter().enumerate().map(async |(at, upstream)| {
-        let url = upstream.url.to_string();
+        let url = upstream.shown_url();
         let mut findings = Findings::of(url.clone());
         let servers = server::resolve(upstream, &mut findings).await;
         let several = servers.len() > 1;

@@ -91,7 +91,7 @@ impl Config {
         }
         for (nth, upstream) in self.upstreams.iter().enumerate() {
             if let Some(first) = self.upstreams[..nth].iter().position(|other| other.url == upstream.url) {
-                let problem = format!("{} is upstreams.{first} already", upstream.url);
+                let problem = format!("{} is upstreams.{first} already", upstream.shown_url());
                 problems.push(Problem::new(format!("upstreams.{nth}.url"), problem));
             }
         }

@@ -257,6 +257,9 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     };
     let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
     assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
+    for url in ["http://10.0.0.1:8000/a", "http://ann:secret@10.0.0.1:8000/a", "http://ann@10.0.0.1:8000/a"] {
+        assert_eq!(Upstream::new(url.parse().unwrap()).shown_url(), "http://10.0.0.1:8000/a");
+    }
     let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
         kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n";
     let (config, origins) = load_file(table).unwrap();

@@ -28,6 +28,15 @@ impl Upstream {
         }
     }
 
+    /// The URL as logs and operators see it: without a user and a password.
+    pub fn shown_url(&self) -> String {
+        let url = self.url.to_string();
+        match self.url.authority().and_then(|authority| authority.as_str().rsplit_once('@')) {
+            Some((user, _)) => url.replacen(&format!("{user}@"), "", 1),
+            None => url,
+        }
+    }
+
     /// How to connect to the server at these addresses; none: at those of its host. `authorities`: those that may sign
     /// its certificate; `None`: those of the operating system.
     pub fn connection(&self, addresses: Vec<IpAddr>, authorities: Option<&Authorities>) -> Settings {

@@ -139,7 +139,7 @@ impl Upstreams {
                 format!("upstreams.{number}.ca_file: {}", path.display())
             })?;
             Client::new(&upstream.url, &upstream.connection(Vec::new(), authorities.as_ref()))
-                .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.url))?;
+                .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.shown_url()))?;
             let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
             let header = |key: String| {
                 bearer(&key).with_context(|| {
@@ -156,9 +156,10 @@ impl Upstreams {
     pub fn apply(&self, upstreams: Vec<CheckedUpstream>) {
         let mut running = self.running.lock();
         let is_listed = |was: &Running| upstreams.contains(&was.upstream);
-        running.retain(|url, was| {
+        running.retain(|_, was| {
             let stays = is_listed(was);
             if !stays {
+                let url = was.upstream.upstream.shown_url();
                 tracing::info!(upstream = url, "upstream deregistered; its running requests finish");
             }
             stays
@@ -237,7 +238,7 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
     let Some(name) = upstream.name().map(str::to_owned) else {
         return Server::new(shared, upstream, Vec::new()).run(stop).await;
     };
-    let mut servers = NamedServers::default();
+    let (url, mut servers) = (upstream.upstream.shown_url(), NamedServers::default());
     let mut running: HashMap<IpAddr, CancellationToken> = HashMap::new();
     let mut last_error = String::new();
     loop {
@@ -252,12 +253,12 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 for addresses in changes.added {
                     let one = stop.child_token();
                     running.insert(addresses[0], one.clone());
-                    tracing::info!(upstream = %upstream.upstream.url, ?addresses, "the name has another server");
+                    tracing::info!(upstream = url, ?addresses, "the name has another server");
                     shared.spawn(Server::new(Arc::clone(&shared), upstream.clone(), addresses).run(one));
                 }
                 for address in changes.removed {
                     tracing::info!(
-                        upstream = %upstream.upstream.url, %address,
+                        upstream = url, %address,
                         "the name no longer has this server; its running requests finish"
                     );
                     running.remove(&address).inspect(CancellationToken::cancel);
@@ -270,7 +271,9 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
         // Once per reason.
         if !error.is_empty() && error != last_error {
             tracing::warn!(
-                upstream = %upstream.upstream.url, servers = servers.len(), error,
+                upstream = url,
+                servers = servers.len(),
+                error,
                 "the name cannot be resolved; keeping the servers that are known"
             );
         }

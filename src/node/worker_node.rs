@@ -16,7 +16,7 @@ use super::native::Native;
 use super::planes::{self, NatsPlanes};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
+use super::{HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;
@@ -26,7 +26,7 @@ use axum::http::{Response, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use frontend::{ClientCertificate, Server, internal_router};
+use frontend::{ClientCertificate, internal_router};
 use prometheus::Registry;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,14 +45,10 @@ use worker::serve::{Cordon, Planes};
 /// The workers of a process. Dropping it stops them at once; [`Process::shutdown`] stops them in order.
 #[must_use = "dropping a node stops it"]
 pub struct WorkerNode {
-    banner: Banner,
-    registry: Registry,
-    http: HttpServer,
+    process: HttpProcess,
     health: Arc<WorkerHealth>,
     native: Native,
     discovery: Arc<NatsDiscovery>,
-    /// Read by the metrics.
-    audit: Arc<CacheAudit>,
     shutdown_timeout: Duration,
     /// Sends the spans of the process, if there is a collector.
     exporter: Option<Exporter>,
@@ -132,13 +128,10 @@ impl WorkerNode {
             serves: Serves::Workers(Box::new(facts)),
         };
         Ok(Self {
-            banner,
-            registry,
-            http,
+            process: HttpProcess { banner, registry, http, audit },
             health,
             native,
             discovery,
-            audit,
             shutdown_timeout: config.shutdown_timeout.0,
             exporter,
         })
@@ -156,29 +149,17 @@ impl WorkerNode {
 }
 
 impl Process for WorkerNode {
-    fn banner(&self) -> &Banner {
-        &self.banner
-    }
-
-    fn registry(&self) -> &Registry {
-        &self.registry
-    }
-
-    fn server(&self) -> &Server {
-        self.http.server()
-    }
-
-    fn audit(&self) -> &Arc<CacheAudit> {
-        &self.audit
+    fn process(&self) -> &HttpProcess {
+        &self.process
     }
 
     async fn failed(&mut self) -> anyhow::Error {
-        self.http.failed().await
+        self.process.http.failed().await
     }
 
     /// Routers learn over NATS that the workers leave, so there is no time to wait for.
     async fn announce_shutdown(&mut self) {
-        self.http.announce_shutdown();
+        self.process.http.announce_shutdown();
     }
 
     async fn shutdown(mut self) {
@@ -189,8 +170,8 @@ impl Process for WorkerNode {
         if timeout_at(deadline, self.discovery.settled()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
-        self.http.close(LAST_OUTPUTS).await;
-        drop(self.audit);
+        self.process.http.close(LAST_OUTPUTS).await;
+        drop(self.process.audit);
         stores.close(deadline).await;
         flush_spans(self.exporter, deadline).await;
     }

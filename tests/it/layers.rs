@@ -41,16 +41,15 @@ const ROOMS: [(&str, Rooms); 7] = [
     (
         "kvbm",
         &[
-            ("manager", &["pool", "tier", "event", "table", "metrics", "log_limit", "blocking", "block"]),
+            ("manager", &["pool", "tier", "event", "table", "metrics", "blocking", "block"]),
             ("disk", &["transform", "tier", "event", "table", "permissions", "block"]),
-            ("object", &["transform", "tier", "event", "table", "permissions", "log_limit", "block"]),
+            ("object", &["transform", "tier", "event", "table", "permissions", "block"]),
             ("pool", &["tier", "event", "table", "metrics", "blocking", "block"]),
             ("transform", &["tier", "metrics", "permissions", "block"]),
             ("tier", &["event", "table", "block"]),
             ("event", &["table", "blocking", "block"]),
             ("table", &["block"]),
             ("metrics", &["block"]),
-            ("log_limit", &[]),
             ("permissions", &[]),
             ("heap", &[]),
             ("blocking", &[]),

@@ -29,6 +29,8 @@ async fn server(scripts: impl IntoIterator<Item = Script>) -> FakeEngine {
     let server = FakeEngine::start(scripts).await.unwrap();
     let models = json!({ "object": "list", "data": [{ "id": MODEL, "max_model_len": 4096 }] });
     server.set_page("/v1/models", Script::json(200, &models));
+    // Health checks take no script.
+    server.set_page("/health", Script::json(200, &json!({})));
     server
 }
 

@@ -32,6 +32,10 @@ const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batc
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
 pub struct UpstreamSettings {
+    /// The server for an operator: its URL without credentials.
+    pub address: Option<String>,
+    /// Identifies the server: all its models and ranks have the same.
+    pub server: Option<u64>,
     /// The API key that the server wants.
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
@@ -53,8 +57,6 @@ pub struct Rank {
     pub position: u32,
     /// Its number among the ranks of all servers of the deployment, by which metrics name it.
     pub number: u32,
-    /// Identifies the server: its ranks have the same.
-    pub server: u64,
 }
 
 /// One model of one server.
@@ -182,13 +184,21 @@ impl Engine for UpstreamEngine {
         Readiness::Ready
     }
 
+    fn address(&self) -> Option<String> {
+        self.settings.address.clone()
+    }
+
     fn chosen_by(&self, request: &Request) -> Option<u64> {
         let Work::Relay(http) = &request.work else { return None };
-        self.settings.rank.filter(|_| !is_by_rank(http)).map(|rank| rank.server)
+        self.settings.rank.filter(|_| !is_by_rank(http)).and(self.settings.server)
     }
 
     fn only(&self) -> Option<EndpointKind> {
         self.settings.only
+    }
+
+    fn server(&self) -> Option<u64> {
+        self.settings.server
     }
 
     fn probe(&self) -> BoxFuture<'_, Result<(), Error>> {

@@ -19,7 +19,7 @@ use std::pin::pin;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-/// Number of answers whose times count: a quarter of an hour of an idle server.
+/// Number of answers whose times count: two minutes of an idle server.
 const RECENT: usize = 32;
 /// Of fewer answers no 95th percentile is known.
 const FEWEST: usize = 8;

@@ -83,9 +83,21 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// Where the engine is, for an operator: the URL of its server or process, without credentials. `None`: in this
+    /// process.
+    fn address(&self) -> Option<String> {
+        None
+    }
+
     /// The server that chooses which of its engines computes a request, as a number that these engines share. `None`:
     /// this engine computes it.
     fn chosen_by(&self, _request: &Request) -> Option<u64> {
+        None
+    }
+
+    /// The server whose health [`probe`](Self::probe) checks, as a number that its engines share: one check is for all of
+    /// them, and computes no token. `None`: a check is of this engine only.
+    fn server(&self) -> Option<u64> {
         None
     }
 

@@ -7,14 +7,13 @@
 use super::request_id;
 use crate::error::{Error, LoggedError};
 use crate::keys::Key;
-use crate::limits::LogLimit;
 use crate::metrics::{Metrics, ModelMetrics};
 use axum::extract::{MatchedPath, Request};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use parking_lot::{Mutex, MutexGuard};
-use spans::{Kind, Tracer};
+use spans::{Kind, LogLimit, Tracer};
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};

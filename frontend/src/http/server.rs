@@ -18,7 +18,7 @@ mod stream;
 pub use connection::ClientCertificate;
 pub(crate) use connection::ConnectionInfo;
 
-use crate::limits::{ConnectionChoices, LogLimit};
+use crate::limits::ConnectionChoices;
 use crate::metrics::ConnectionMetrics;
 use crate::settings::Settings;
 use activity::Timeouts;
@@ -26,6 +26,7 @@ use axum::Router;
 use axum::http::Extensions;
 use connections::{Admission, Connections};
 use prometheus::{IntGauge, Registry};
+use spans::LogLimit;
 use std::future::Future;
 use std::io;
 use std::sync::{Arc, OnceLock};

@@ -35,7 +35,8 @@ pub(crate) fn find_card(engine: &dyn Engine, id: &str) -> Result<Arc<ModelCard>,
     if let Some(why) = engine.absence(id) {
         return Err(Error::Unavailable(why));
     }
-    let known = cards.iter().map(|card| card.id.clone()).collect();
+    let mut known: Vec<String> = cards.iter().map(|card| card.id.clone()).collect();
+    known.sort_unstable();
     Err(Error::UnknownModel { model: id.into(), known })
 }
 

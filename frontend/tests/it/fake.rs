@@ -40,6 +40,8 @@ pub(crate) struct FakeEngine {
     script: Box<Script>,
     pub(crate) readiness: Mutex<Readiness>,
     pub(crate) card: Mutex<Arc<ModelCard>>,
+    /// Further models that are listed.
+    pub(crate) others: Mutex<Vec<Arc<ModelCard>>>,
     /// Requests in order of arrival.
     pub(crate) seen: Mutex<Vec<Request>>,
     /// The number of open streams.
@@ -52,6 +54,7 @@ impl FakeEngine {
             script: Box::new(script),
             readiness: Mutex::new(Readiness::Ready),
             card: Mutex::new(Arc::new(card())),
+            others: Mutex::default(),
             seen: Mutex::default(),
             open: Arc::default(),
         })
@@ -114,7 +117,9 @@ impl Engine for FakeEngine {
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
-        vec![self.card.lock().clone()]
+        let mut models = self.others.lock().clone();
+        models.push(self.card.lock().clone());
+        models
     }
 
     fn readiness(&self) -> Readiness {

@@ -5,8 +5,9 @@ use async_openai::error::ApiError;
 use axum::body::Body;
 use axum::http::Request;
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Error, FinishReason};
+use worker::engine::{Error, FinishReason, ModelCard};
 
 fn check(what: &str, answer: &TestResponse, status: u16, code: &Value, param: &Value) {
     let body = answer.json();
@@ -250,6 +251,23 @@ async fn an_unknown_model_is_named_with_those_that_are_known() {
     check("model", &answer, 404, &json!("model_not_found"), &json!("model"));
     let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
     assert!(message.contains("`gpt-4` does not exist") && message.contains("org/tiny"), "{message}");
+}
+
+#[tokio::test]
+async fn the_error_of_an_unknown_model_lists_at_most_ten_others() {
+    let engine = FakeEngine::with_steps(vec![]);
+    let message = async |others: usize| {
+        let card = |nth: usize| Arc::new(ModelCard::new(&format!("org/m{nth:02}"), 64, 16));
+        *engine.others.lock() = (0..others).rev().map(card).collect();
+        let answer = send(&engine.router(), completion(json!({ "model": "other" }))).await;
+        answer.json()["error"]["message"].as_str().unwrap().to_owned()
+    };
+    let nine: Vec<_> = (0..9).map(|nth| format!("org/m{nth:02}")).collect();
+    let nine = nine.join(", ");
+    let start = format!("The model `other` does not exist. Served here: {nine}");
+    assert_eq!(message(9).await, format!("{start}, org/tiny."));
+    let end = ", org/m09, and 15 more. GET /v1/models lists all of them.";
+    assert_eq!(message(24).await, format!("{start}{end}"));
 }
 
 #[tokio::test]

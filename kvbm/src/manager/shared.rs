@@ -1,11 +1,10 @@
 //! The state that a manager shares with its background tasks and its peers.
 
 use crate::block::{Clock, DomainId};
-use crate::log_limit::LogLimit;
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, DeviceBlocks, HostTier};
 use crate::tier::Tier;
-use spans::Tracer;
+use spans::{LogLimit, Tracer};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 

@@ -9,12 +9,12 @@ use super::format::layout::{InstanceId, ObjectId};
 use super::format::manifest::{BlockEntry, Section};
 use crate::block::{DomainId, Fingerprint, Level, SequenceHash};
 use crate::event::EventLog;
-use crate::log_limit::LogLimit;
 use crate::table::BlockHasher;
 use crate::tier::{Index, IndexEntry};
 use object_store::ObjectMeta;
 use object_store::path::Path;
 use parking_lot::{Mutex, MutexGuard};
+use spans::LogLimit;
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::hash::BuildHasherDefault;
 use std::sync::Arc;
@@ -348,7 +348,7 @@ impl Catalog {
     pub(super) fn mark_missing(&self, number: i64) {
         for object in self.remove(&mut self.lock(), &[number]) {
             self.missing.fetch_add(1, Ordering::Relaxed);
-            if let Some(suppressed) = self.missing_object_log.pass() {
+            if let Some(suppressed) = self.missing_object_log.admit() {
                 tracing::warn!(
                     object = %object.path, blocks = object.blocks.len(), suppressed,
                     "object is missing from the store; its blocks are dropped"

@@ -407,7 +407,7 @@ impl Follower {
         let sections = manifest::decode(writer, &bytes).filter(|_| is_authentic);
         if sections.is_none() {
             self.catalog.count_corrupt_manifest();
-            if let Some(suppressed) = self.catalog.corrupt_manifest_log.pass() {
+            if let Some(suppressed) = self.catalog.corrupt_manifest_log.admit() {
                 tracing::warn!(manifest = %path, suppressed, "manifest is corrupt");
             }
         }

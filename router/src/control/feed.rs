@@ -154,7 +154,8 @@ impl Feed {
 
     fn joined(&mut self, instance: Arc<Instance>, engine: Arc<dyn Engine>) {
         let (source, holder) = (Source::Worker(instance.id), Holder::Worker(instance.id));
-        tracing::info!(worker = %instance.id, role = %instance.role, model = %instance.model.id, "worker joined");
+        let (role, model, address) = (instance.role, &instance.model.id, engine.address());
+        tracing::info!(worker = %instance.id, %role, %model, address = address.as_deref(), "worker joined");
         let slot = self.index.join(instance.id, &instance.stores);
         // A rejoin of the same epoch keeps its load: its requests are still running. A known cursor does not show that
         // the worker has joined before: events may arrive before its join, and before the end of its former epoch.
@@ -413,8 +414,9 @@ impl Feed {
             }
         } else {
             let (why, block_size) = (cache_view.remark().unwrap_or_default(), worker.instance.model.block_size);
+            let address = worker.engine.address();
             tracing::warn!(
-                worker = %id, block_size, reason = why,
+                worker = %id, address = address.as_deref(), block_size, reason = why,
                 "KV events of the worker are unusable; its cache is estimated"
             );
             self.estimate(worker, cache_view);

@@ -7,7 +7,7 @@
 
 use crate::fleet::{ModelPool, Worker};
 use crate::policy::planner::{
-    Capacity, Mode, Plan, PlanStatus, PlannedWorker, Planner, RoleChange, Settings, Targets, Workload,
+    Capacity, Mode, Outlook, Plan, PlanStatus, PlannedWorker, Planner, RoleChange, Settings, Targets, Workload,
 };
 use crate::state::Core;
 use kvbm::Epoch;
@@ -157,8 +157,8 @@ impl Controller {
         for (target, outlook) in plan.outlooks().into_iter().filter(|(_, outlook)| !outlook.is_met) {
             tracing::warn!(
                 %model, target, target_s = outlook.target_s, expected_s = outlook.expected_s, least_s = outlook.least_s,
-                prefill_workers, decode_workers, max_workers,
-                "the planner cannot meet a target with at most max_workers workers"
+                prefill_workers, decode_workers, max_workers, advice = advice(target, &outlook),
+                "a latency target is missed also with as many workers as the planner advises"
             );
         }
         if missed.is_empty() {
@@ -224,6 +224,19 @@ impl Controller {
     }
 }
 
+/// What to change about a target that is missed with the advised workers, by the keys of the configuration.
+fn advice(target: &str, outlook: &Outlook) -> String {
+    let Outlook { target_s, least_s, .. } = *outlook;
+    if least_s > target_s {
+        format!("no number of workers meets router.slo.{target}; increase it to more than {least_s:.3} s")
+    } else {
+        format!(
+            "router.slo.{target} needs more workers than the planner asks for; increase router.planner.max_workers \
+             (default: twice the workers that there are)"
+        )
+    }
+}
+
 fn planned_worker(worker: &Worker, now: Instant) -> PlannedWorker {
     let stats = worker.load.stats(now);
     PlannedWorker { id: worker.id(), role: worker.instance.role, requests: u64::from(stats.sequences + stats.prompts) }
@@ -247,6 +260,14 @@ mod tests {
         assert_eq!(fit(&[(10.0, 0.02), (10.0, 0.02)]), Some((0.0, 0.002)), "nothing is known of smaller batches");
         assert_eq!(fit(&[(10.0, 0.04), (30.0, 0.02)]), Some((0.03, 0.0)), "more sequences cost at least nothing");
         assert_eq!(fit(&[(10.0, 0.0), (20.0, 0.1)]).map(|(start, _)| start), Some(0.0));
+    }
+
+    #[test]
+    fn a_missed_target_names_the_key_to_change() {
+        let missed = |least_s: f64| Outlook { target_s: 1.0, expected_s: 9.0, least_s, is_met: false };
+        let (bounded, unattainable) = (advice("ttft", &missed(0.5)), advice("itl", &missed(2.0)));
+        assert!(bounded.contains("router.slo.ttft") && bounded.contains("router.planner.max_workers"), "{bounded}");
+        assert!(unattainable.contains("router.slo.itl") && !unattainable.contains("max_workers"), "{unattainable}");
     }
 
     #[test]

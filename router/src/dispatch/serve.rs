@@ -57,8 +57,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
                 placement.decode.note(verdict);
-                let failed = placement.decode.id();
-                let run = placement.decode.run();
+                let (failed, run) = (Arc::clone(&placement.decode), placement.decode.run());
                 tried.push(run);
                 failures += usize::from(core.fleet.snapshot().has(run));
                 drop(placement);
@@ -68,12 +67,13 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                 }
                 let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
                 core.metrics.retries.with_label_values(&[reason]).inc();
+                let address = failed.engine.address();
                 // Without the span of the request, which has its id too.
                 tracing::info!(
                     parent: None,
                     request_id = %request.id,
                     trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
-                    worker = %failed, %error, "request failed on a worker"
+                    worker = %failed.id(), address = address.as_deref(), %error, "request failed on a worker"
                 );
                 last = Some(preferred_error(last, error));
             }

@@ -22,7 +22,8 @@ pub(crate) struct Health {
     consecutive_faults: u32,
     /// The last sixteen outcomes, the newest in the lowest bit; 1 is a fault.
     recent: u16,
-    /// Openings since the last output; each doubles the open time.
+    /// Openings since the last output, or since a health check found the breaker closed and no fault; each doubles the
+    /// open time.
     openings: u32,
     /// End of the back-pressure that the worker asked for.
     busy_until: Option<Instant>,
@@ -124,15 +125,20 @@ impl Health {
         }
     }
 
-    /// Records the result of a probe. An answer closes the breaker, but only the output of a request resets the open
-    /// time.
+    /// Records the result of a probe. An answer closes the breaker, but resets the open time only if the breaker has
+    /// stayed closed without a fault since the answer before.
     pub(crate) fn probed(&mut self, signal: HealthSignal, now: Instant) {
         match signal {
             HealthSignal::Healthy | HealthSignal::Busy(_) => {
                 if let HealthSignal::Busy(wait) = signal {
                     self.busy(wait, now);
                 }
-                (self.consecutive_faults, self.recent, self.breaker) = (0, 0, Breaker::Closed);
+                if self.breaker != Breaker::Closed {
+                    (self.consecutive_faults, self.recent, self.breaker) = (0, 0, Breaker::Closed);
+                } else if self.consecutive_faults == 0 {
+                    self.openings = 0;
+                }
+                // Else the faults stay counted: a server may answer health checks and fail every request.
             }
             // Neither opens nor closes: the next probe is due after the same open time.
             HealthSignal::Neutral if self.breaker == Breaker::HalfOpen => {

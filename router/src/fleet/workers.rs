@@ -112,6 +112,14 @@ impl Worker {
         self.instance.id
     }
 
+    /// Its id, and where it is if that is not this process, for an operator.
+    pub(crate) fn described(&self) -> String {
+        match self.engine.address() {
+            Some(address) => format!("worker {} ({address})", self.name),
+            None => format!("worker {}", self.name),
+        }
+    }
+
     pub(crate) fn run(&self) -> WorkerRun {
         WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }
@@ -174,17 +182,35 @@ impl Worker {
         self.measured.load(Ordering::Relaxed)
     }
 
-    /// Whether a health check is due: its breaker has been open long enough, or it was idle for `idle`.
+    /// Whether a health check is due: its breaker has been open long enough, or it was idle for `idle` without one.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        let Some(since) = now.checked_sub(idle).filter(|since| self.first_seen <= *since) else {
-            return !health.is_closed() && health.wants_probe(now, now);
+        if !health.is_closed() {
+            return health.wants_probe(now, now);
+        }
+        now.checked_sub(idle).is_some_and(|since| health.wants_probe(since, now) && self.is_idle_since(since, now))
+    }
+
+    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, or it was
+    /// idle for `idle`.
+    pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {
+        let health = self.health();
+        if !health.is_closed() {
+            return health.wants_probe(now, now);
+        }
+        now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
+    }
+
+    fn is_idle_since(&self, since: Instant, now: Instant) -> bool {
+        let has_requests = || {
+            if self.instance.model.is_relayed {
+                // A server also reports requests of other gateways. They do not show this one that it answers.
+                return self.load.reservations() > 0;
+            }
+            let LoadStats { sequences, prompts, .. } = self.load.stats(now);
+            sequences > 0 || prompts > 0
         };
-        let is_idle_since = || {
-            let stats = self.load.stats(now);
-            stats.sequences == 0 && stats.prompts == 0 && !self.active_since(since)
-        };
-        health.wants_probe(since, now) && (!health.is_closed() || is_idle_since())
+        self.first_seen <= since && !self.active_since(since) && !has_requests()
     }
 
     /// Records the start of a health check.

@@ -18,6 +18,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub struct WorkerStatus {
     /// Id of the worker in logs and explanations, like `w1`.
     pub worker: String,
+    /// Where it is, if that is not this process: the URL of its server or process, without credentials.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub address: Option<String>,
     /// Id of the model that it serves.
     pub model: String,
     /// Role: prefill, decode or both.
@@ -47,6 +50,7 @@ impl Router {
             let standing = member.load.stats(now);
             WorkerStatus {
                 worker: member.id().to_string(),
+                address: member.engine.address(),
                 model: member.instance.model.id.clone(),
                 role: member.instance.role,
                 cordoned: roster.is_cordoned(member.id()),

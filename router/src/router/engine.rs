@@ -1,10 +1,14 @@
 //! The router as an `Engine`.
 
 use crate::dispatch;
+use crate::fleet::Worker;
 use crate::router::Router;
 use futures::future::BoxFuture;
 use std::sync::Arc;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
+
+/// Workers that the reason of a router without a worker names: a line, also of a large fleet.
+const MAX_NAMED: usize = 10;
 
 impl Router {
     /// Whether requests can be served. `absent`: the reason when no worker that decodes has joined.
@@ -13,16 +17,27 @@ impl Router {
             return Readiness::NotReady(format!("router failed: {reason}"));
         }
         let roster = self.core.fleet.snapshot();
-        let mut decoding = roster.workers().filter(|member| member.decodes()).peekable();
-        if decoding.peek().is_none() {
+        let decoding: Vec<_> = roster.workers().filter(|member| member.decodes()).collect();
+        if decoding.is_empty() {
             Readiness::NotReady(absent.to_owned())
-        } else if roster.workers().filter(|member| member.decodes()).all(|member| roster.is_cordoned(member.id())) {
+        } else if decoding.iter().all(|member| roster.is_cordoned(member.id())) {
             Readiness::NotReady("every worker that decodes is cordoned".to_owned())
-        } else if decoding.all(|member| member.is_down()) {
-            Readiness::NotReady("every worker that decodes fails its requests and health checks".to_owned())
+        } else if decoding.iter().all(|member| member.is_down()) {
+            let reason = "every worker that decodes fails its requests and health checks";
+            Readiness::NotReady(format!("{reason}: {}", listed(&decoding)))
         } else {
             Readiness::Ready
         }
+    }
+}
+
+/// The first of these workers, and how many others there are.
+fn listed(workers: &[&Arc<Worker>]) -> String {
+    let (named, others) = workers.split_at(workers.len().min(MAX_NAMED));
+    let named: Vec<String> = named.iter().map(|worker| worker.described()).collect();
+    match others.len() {
+        0 => named.join(", "),
+        more => format!("{}, and {more} more", named.join(", ")),
     }
 }
 
@@ -45,7 +60,7 @@ impl Engine for Router {
     fn degraded(&self) -> Vec<String> {
         let roster = self.core.fleet.snapshot();
         let failing = roster.workers().filter(|member| member.is_failing());
-        failing.map(|member| format!("worker {} fails its requests or health checks", member.name)).collect()
+        failing.map(|member| format!("{} fails its requests or health checks", member.described())).collect()
     }
 
     fn readiness(&self) -> Readiness {

@@ -35,7 +35,7 @@ pub(super) fn spawn(
         is_leader.clone(),
     );
     let planning = rebalance::run(core.clone(), events, id, is_leader);
-    let probing = prober::run(fleet(), admission(), metrics.health_checks.clone());
+    let probing = prober::run(id, fleet(), admission(), metrics.health_checks.clone());
     tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
     tasks.spawn(supervise("replication", core.clone(), cancel.clone(), replication));
     tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));

@@ -60,6 +60,8 @@ pub(crate) struct FakeEngine {
     firsts: Mutex<Vec<u32>>,
     /// Number of health checks.
     pub(crate) probes: AtomicUsize,
+    /// The server that health checks are of.
+    pub(crate) server: Mutex<Option<u64>>,
     /// Number of open streams.
     pub(crate) open: Arc<AtomicUsize>,
     pub(crate) log: Arc<EventLog>,
@@ -204,6 +206,14 @@ impl Engine for FakeEngine {
     fn readiness(&self) -> Readiness {
         Readiness::Ready
     }
+
+    fn address(&self) -> Option<String> {
+        Some(format!("http://{}:8000", self.source))
+    }
+
+    fn server(&self) -> Option<u64> {
+        *self.server.lock()
+    }
 }
 
 /// A router, its planes and its workers.
@@ -257,6 +267,7 @@ impl Harness {
             received: Mutex::default(),
             firsts: Mutex::default(),
             probes: AtomicUsize::new(0),
+            server: Mutex::default(),
             open: Arc::default(),
             log: Arc::new(EventLog::new(Epoch(epoch))),
             cache: Arc::default(),

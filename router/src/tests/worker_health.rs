@@ -85,6 +85,12 @@ async fn the_router_is_not_ready_while_all_workers_are_down() {
         pass(&harness, &[&a, &b], 20).await;
         assert_eq!(states(&harness), expected, "{:?}", harness.router.degraded());
     }
+    let failing = |id| format!("worker w{id} (http://w{id}:8000) fails its requests or health checks");
+    assert_eq!(harness.router.degraded(), [failing(1), failing(2)]);
+    let reason = "every worker that decodes fails its requests and health checks";
+    let named = format!("{reason}: worker w1 (http://w1:8000), worker w2 (http://w2:8000)");
+    assert_eq!(harness.router.readiness(), Readiness::NotReady(named));
+    assert_eq!(harness.router.workers()[0].address.as_deref(), Some("http://w1:8000"));
     b.set_behaviour(Behaviour::Serve);
     pass(&harness, &[&a, &b], 20).await;
     assert_eq!(states(&harness), (true, 1), "its health checks get answers again");
@@ -122,6 +128,44 @@ async fn health_checks_find_an_idle_worker_that_stalls() {
         harness.answer(prompt(family, 10)).await.unwrap();
     }
     assert_eq!((a.requests(), b.requests()), (0, 4), "no request was sent to it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_health_check_is_for_all_idle_models_of_a_server() {
+    let harness = defaults();
+    let (model, adapter) = (harness.relayed_worker(1).await, harness.relayed_worker(2).await);
+    for engine in [&model, &adapter] {
+        *engine.server.lock() = Some(7);
+    }
+    pass(&harness, &[&model, &adapter], 60).await;
+    let checks = probes(&model) + probes(&adapter);
+    // Every 3 to 5 s, not twice as often.
+    assert!((10..=21).contains(&checks), "{checks} in a minute");
+    for engine in [&model, &adapter] {
+        engine.set_behaviour(Behaviour::Refuse(failed()));
+    }
+    pass(&harness, &[&model, &adapter], 6).await;
+    assert!(is_ejected(&harness, 1) && is_ejected(&harness, 2));
+    for engine in [&model, &adapter] {
+        engine.set_behaviour(Behaviour::Serve);
+    }
+    pass(&harness, &[&model, &adapter], 10).await;
+    assert!(!is_ejected(&harness, 1) && !is_ejected(&harness, 2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_idle_server_that_hangs_is_checked_once_at_a_time() {
+    let harness = defaults();
+    let server = harness.relayed_worker(1).await;
+    *server.server.lock() = Some(7);
+    server.set_behaviour(Behaviour::Hang);
+    while probes(&server) == 0 {
+        pass(&harness, &[&server], 1).await;
+    }
+    pass(&harness, &[&server], 8).await;
+    assert_eq!((probes(&server), is_ejected(&harness, 1)), (1, false));
+    pass(&harness, &[&server], 3).await;
+    assert!(is_ejected(&harness, 1));
 }
 
 #[tokio::test(start_paused = true)]

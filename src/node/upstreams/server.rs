@@ -279,9 +279,9 @@ impl Server {
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
         following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
-        let (server, mut caches) = (self.worker_id("", None).0, Vec::new());
+        let mut caches = Vec::new();
         for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
-            let cache = cache(Some(Rank { position, number: *number, server }));
+            let cache = cache(Some(Rank { position, number: *number }));
             following.spawn(Arc::clone(&cache.events).follow(vec![source.clone()]));
             caches.push(cache);
         }
@@ -333,6 +333,8 @@ impl Server {
             cache.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
         }
         let settings = UpstreamSettings {
+            address: Some(self.name()),
+            server: Some(self.worker_id("", None).0),
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
             takes_salts: of.api.takes_salts,
@@ -363,11 +365,12 @@ impl Server {
         worker_id(&self.canonical_url, self.key.1, model, rank.map(|rank| rank.position))
     }
 
-    /// The server in logs.
+    /// The server in logs and for operators.
     fn name(&self) -> String {
-        match &self.key {
-            (url, Some(address)) => format!("{url} at {address}"),
-            (url, None) => url.clone(),
+        let url = self.upstream.upstream.shown_url();
+        match self.key.1 {
+            Some(address) => format!("{url} at {address}"),
+            None => url,
         }
     }
 }

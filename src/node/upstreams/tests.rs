@@ -133,6 +133,7 @@ async fn each_address_of_a_name_is_a_server_while_it_is_listed() {
     let (other_instance, engine) = harness.joined().await;
     assert_ne!(one_instance.id, other_instance.id);
     let host = format!("engines.test:{port}");
+    assert_eq!(engine.address(), Some(format!("http://{host}/ at 127.0.0.2")));
     assert!(other.requests().iter().all(|request| request.headers["host"] == *host), "the name stays");
 
     // A name that cannot be resolved keeps its servers, and a server that is gone finishes its requests.

@@ -101,6 +101,10 @@ impl Engine for RemoteEngine {
         Readiness::Ready
     }
 
+    fn address(&self) -> Option<String> {
+        self.connections.endpoint().address()
+    }
+
     /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after a ping.
     fn left(&self) {
         self.connections.check(self.worker);

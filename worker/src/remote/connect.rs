@@ -49,6 +49,14 @@ impl Endpoint {
         Self { target: Target::parse(url), credentials }
     }
 
+    /// The URL of the process, without credentials. `None` if it is wrong.
+    pub(super) fn address(&self) -> Option<String> {
+        let Target { scheme, authority } = self.target.as_ref().ok()?;
+        let authority = authority.as_str();
+        let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+        Some(format!("{scheme}://{host}"))
+    }
+
     /// The URI of a path.
     pub(super) fn uri(&self, path: &str) -> Uri {
         let (scheme, authority) = match &self.target {

@@ -300,6 +300,18 @@ async fn another_protocol_number_is_refused_by_its_number() {
     }
 }
 
+#[test]
+fn an_operator_sees_the_address_without_credentials() {
+    let address = |url: &str| {
+        let instance = crate::plane::contract::instance(1, 1);
+        RemoteEngine::new(&instance, &Address(url.to_owned()), None).address()
+    };
+    for url in ["http://10.0.0.1:8100", "http://ann:secret@10.0.0.1:8100"] {
+        assert_eq!(address(url).as_deref(), Some("http://10.0.0.1:8100"));
+    }
+    assert_eq!(address("nowhere"), None);
+}
+
 #[tokio::test]
 async fn a_wrong_address_is_an_error_of_the_request() {
     for address in ["", "host", "ftp://host:1", "http://host", "https://host:1", "http://127.0.0.1:1"] {

@@ -7,9 +7,9 @@
 use super::activity::Activity;
 use crate::error::Error;
 use crate::http::request_id;
-use crate::limits::LogLimit;
 use axum::http::StatusCode;
 use bytes::{Buf, Bytes};
+use spans::LogLimit;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;

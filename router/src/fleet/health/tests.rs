@@ -177,3 +177,28 @@ async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
     health.note(HealthSignal::Hung, now);
     assert!(health.wants_probe(start, now + FIRST_OPEN));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_good_health_check_of_a_closed_breaker_forgets_no_fault() {
+    let now = Instant::now();
+    let mut health = after_two_faults(now);
+    health.probe(now);
+    health.probed(HealthSignal::Healthy, now);
+    health.note(HealthSignal::Fault, now);
+    assert!(!health.is_closed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn good_health_checks_of_a_closed_breaker_reset_its_open_time() {
+    let start = Instant::now();
+    let mut health = open(start);
+    for _ in 0..4 {
+        for _ in 0..2 {
+            health.probe(start);
+            health.probed(HealthSignal::Healthy, start);
+        }
+        health.probed(HealthSignal::Fault, start);
+        assert!(!health.is_down());
+        assert!(health.wants_probe(start, start + FIRST_OPEN));
+    }
+}

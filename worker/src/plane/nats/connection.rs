@@ -9,6 +9,7 @@ use async_nats::jetstream::{Context, ContextBuilder};
 use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, Message, ServerAddr, ServerError, Subject};
 use kvbm::splitmix::SplitMix64;
 use parking_lot::Mutex;
+use spans::LogLimit;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -25,8 +26,8 @@ pub struct Connection {
     pub(super) process: String,
     link: watch::Receiver<Link>,
     denied: Denied,
-    /// When a request was last logged that is not answered.
-    unanswered: Mutex<Option<Instant>>,
+    /// Limits log lines about requests that are not answered.
+    unanswered: LogLimit,
 }
 
 /// State of the connection.
@@ -88,7 +89,7 @@ impl Connection {
         let info = client.server_info();
         let prefix = &settings.prefix;
         tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
-        let unanswered = Mutex::default();
+        let unanswered = LogLimit::new(1, UNANSWERED_LOG_INTERVAL);
         Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied, unanswered }))
     }
 
@@ -108,11 +109,11 @@ impl Connection {
             return Some(reply.clone());
         }
         self.metrics.refused(Refused::Reply);
-        if is_due(&mut self.unanswered.lock(), Instant::now(), UNANSWERED_LOG_INTERVAL) {
+        if let Some(suppressed) = self.unanswered.admit() {
             // Quoted, because a client chooses the subjects.
             let (subject, reply, inbox) = (&*request.subject, &**reply, self.subjects.inbox());
             let problem = "a request for an answer outside of the inboxes is not answered; which client sends it?";
-            tracing::warn!(subject = ?subject, reply = ?reply, inbox, "{problem}");
+            tracing::warn!(subject = ?subject, reply = ?reply, inbox, suppressed, "{problem}");
         }
         None
     }
@@ -132,15 +133,6 @@ pub(super) async fn until(due: Option<Instant>) {
         Some(due) => tokio::time::sleep_until(due).await,
         None => std::future::pending().await,
     }
-}
-
-/// Whether an interval is over since the last time. If so, the next one begins.
-fn is_due(last: &mut Option<Instant>, now: Instant, interval: Duration) -> bool {
-    let due = last.is_none_or(|last| now - last >= interval);
-    if due {
-        *last = Some(now);
-    }
-    due
 }
 
 fn addresses(settings: &Settings) -> Result<Vec<ServerAddr>, ConnectError> {
@@ -304,13 +296,6 @@ mod tests {
         ] {
             assert_eq!(has_key_expiry(version), new_enough, "{version}");
         }
-    }
-
-    #[test]
-    fn a_line_is_logged_at_most_once_in_an_interval() {
-        let (mut last, start, interval) = (None, Instant::now(), Duration::from_mins(1));
-        let due = [0, 1, 59, 60, 61, 119, 120].map(|at| is_due(&mut last, start + Duration::from_secs(at), interval));
-        assert_eq!(due, [true, false, false, true, false, false, true]);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use crate::plane::{Instance, Membership, WorkerId};
 use async_nats::jetstream::Message;
 use async_nats::jetstream::consumer::push::Ordered;
 use futures::StreamExt;
+use spans::LogLimit;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,19 +32,12 @@ pub(super) struct Watcher {
     records: BTreeMap<WorkerId, KnownRecord>,
     /// Why the record of a key was last not used.
     refused: BTreeMap<WorkerId, String>,
-    warnings: WarningBudget,
+    /// Limits log lines about records that are not used. A client with the permissions of a worker can write any number
+    /// of them.
+    warnings: LogLimit,
     texts: TextsCache,
     /// Unbounded, because the contract forbids loss; workers register and leave rarely.
     changes: mpsc::UnboundedSender<Membership>,
-}
-
-/// How many records that are not used are logged. A client with the permissions of a worker can write any number of
-/// them.
-struct WarningBudget {
-    /// When the present minute began.
-    since: Instant,
-    /// Warnings in it.
-    used: u32,
 }
 
 /// The last record of a worker that was used.
@@ -68,21 +62,6 @@ const RETRY_DELAY: Duration = Duration::from_millis(500);
 /// More of them say nothing new: as many as a deployment has workers that were forgotten in a change of its secret.
 const WARNINGS_PER_MINUTE: u32 = 20;
 
-impl WarningBudget {
-    fn new(now: Instant) -> Self {
-        Self { since: now, used: 0 }
-    }
-
-    /// Whether one more may be logged.
-    fn take(&mut self, now: Instant) -> bool {
-        if now.duration_since(self.since) >= Duration::from_mins(1) {
-            *self = Self::new(now);
-        }
-        self.used = self.used.saturating_add(1);
-        self.used <= WARNINGS_PER_MINUTE
-    }
-}
-
 impl Watcher {
     pub(super) fn new(
         connection: Arc<Connection>,
@@ -91,7 +70,8 @@ impl Watcher {
         changes: mpsc::UnboundedSender<Membership>,
     ) -> Self {
         let view = View::new(connector, connection.settings.lease);
-        let (records, refused, warnings) = (BTreeMap::new(), BTreeMap::new(), WarningBudget::new(Instant::now()));
+        let warnings = LogLimit::new(WARNINGS_PER_MINUTE, Duration::from_mins(1));
+        let (records, refused) = (BTreeMap::new(), BTreeMap::new());
         Self { connection, key, view, records, refused, warnings, texts: TextsCache::default(), changes }
     }
 
@@ -216,8 +196,8 @@ impl Watcher {
         let (Unusable::Ignored(problem) | Unusable::Superseded(problem)) = unusable;
         if self.refused.get(&id) != Some(problem) {
             self.connection.metrics.refused(Refused::Instance);
-            if self.warnings.take(Instant::now()) {
-                tracing::warn!(worker = %id, problem, "the record of the instance is not used");
+            if let Some(suppressed) = self.warnings.admit() {
+                tracing::warn!(worker = %id, problem, suppressed, "the record of the instance is not used");
             }
             self.refused.insert(id, problem.clone());
         }
@@ -252,21 +232,5 @@ impl Watcher {
             // The watcher may have been dropped.
             let _ = self.changes.send(change);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn some_warnings_a_minute_are_logged() {
-        let start = Instant::now();
-        let mut warnings = WarningBudget::new(start);
-        let of_minute = |warnings: &mut WarningBudget, minute: u32| {
-            let now = start + Duration::from_mins(1) * minute;
-            (0..3000).filter(|_| warnings.take(now)).count()
-        };
-        assert_eq!([0, 1, 5].map(|minute| of_minute(&mut warnings, minute)), [WARNINGS_PER_MINUTE as usize; 3]);
     }
 }

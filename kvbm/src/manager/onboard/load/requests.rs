@@ -243,7 +243,7 @@ impl Loading<'_> {
             let Source { tier, throughput } = &self.job.sources[source];
             let sample = stats.sample(elapsed);
             if throughput.record(sample, now)
-                && let Some(others) = core.unresponsive_log.pass()
+                && let Some(others) = core.unresponsive_log.admit()
             {
                 tracing::warn!(
                     tier = %tier.level(), duration_s = elapsed.as_secs_f64(), suppressed = others,

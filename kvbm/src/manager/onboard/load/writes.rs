@@ -122,7 +122,7 @@ impl Loading<'_> {
 
     pub(super) fn discard_corrupt(&self, source: usize, index: usize, why: Corrupt) {
         let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.onboarder.core, self.job.hashes[index]);
-        if let Some(others) = core.corrupt_log.pass() {
+        if let Some(others) = core.corrupt_log.admit() {
             tracing::warn!(
                 tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
                 "corrupt block deleted"

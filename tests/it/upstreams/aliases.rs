@@ -1,0 +1,76 @@
+//! Aliases of models, and weighted splits.
+
+use super::{Gateway, completions, lists, server};
+use blockyard::config::{Alias, Config, Deployment, Upstream};
+use http::header::CONTENT_TYPE;
+use serde_json::{Value, json};
+use std::path::Path;
+use upstream::relay::fake::{FakeEngine, Script};
+
+/// A gateway of these servers with an alias `chat`.
+async fn with_alias(servers: &[&FakeEngine], deployments: &[(&str, u32)]) -> Gateway {
+    let deployment = |(model, weight): &(&str, u32)| Deployment { model: (*model).to_owned(), weight: *weight };
+    let alias = Alias { deployments: deployments.iter().map(deployment).collect() };
+    Gateway::with(Config {
+        upstreams: servers.iter().map(|server| Upstream::new(server.uri())).collect(),
+        aliases: [("chat".to_owned(), alias)].into(),
+        ..Config::with_cache(Path::new("/nonexistent"))
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_alias_is_sent_under_the_models_own_name() {
+    let answer = json!({ "model": "org/m", "choices": [] });
+    let server = server([Script::json(200, &answer)]).await;
+    let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
+    let body = r#"{"messages":[],  "model" : "chat","top_p":0.10}"#;
+    let response = gateway.post("/v1/chat/completions", body).await;
+    assert_eq!(response.json::<Value>().await.unwrap(), answer, "the model that answered is named");
+    assert_eq!(completions(&server)[0].body, r#"{"messages":[],  "model" : "org/m","top_p":0.10}"#);
+    let listed = gateway.http.get(format!("{}/v1/models", gateway.url)).send().await.unwrap();
+    let listed: Value = listed.json().await.unwrap();
+    let ids: Vec<&str> = listed["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["chat", "org/m"]);
+}
+
+#[tokio::test]
+async fn an_alias_in_a_form_is_replaced() {
+    let server = server([]).await;
+    let gateway = with_alias(&[&server], &[("org/m", 1)]).await;
+    let form = |model: &str| {
+        let field =
+            |header: &str, value: &str| format!("--b\r\nContent-Disposition: form-data; {header}\r\n\r\n{value}\r\n");
+        let file = field("name=\"file\"; filename=\"a.wav\"", "RIFF chat");
+        format!("{}{file}--b--\r\n", field("name=\"model\"", model))
+    };
+    for (named, sent) in [("chat", "org/m"), ("org/m", "org/m"), ("other", "other")] {
+        let request = gateway.http.post(format!("{}/v1/audio/transcriptions", gateway.url));
+        let request = request.header(CONTENT_TYPE, "multipart/form-data; boundary=b").body(form(named));
+        assert_eq!(request.send().await.unwrap().status(), 200);
+        assert_eq!(completions(&server).last().unwrap().body, form(sent), "{named}");
+    }
+}
+
+#[tokio::test]
+async fn conversations_stay_with_their_deployment() {
+    let (one, other) = (server([]).await, server([]).await);
+    other.set_page("/v1/models", lists("org/n"));
+    let gateway = with_alias(&[&one, &other], &[("org/m", 1), ("org/n", 1), ("org/absent", 8)]).await;
+    let mut counts = Vec::new();
+    for conversation in 0..20 {
+        let mut messages = vec![
+            json!({ "role": "system", "content": "Answer briefly." }),
+            json!({ "role": "user", "content": format!("question {conversation}") }),
+        ];
+        for turn in 0..3 {
+            let body = json!({ "model": "chat", "messages": messages }).to_string();
+            assert_eq!(gateway.post("/v1/chat/completions", &body).await.status(), 200);
+            messages.push(json!({ "role": "assistant", "content": "yes" }));
+            messages.push(json!({ "role": "user", "content": format!("and {turn}?") }));
+        }
+        counts.push([completions(&one).len(), completions(&other).len()]);
+    }
+    assert!(counts.iter().all(|[one, other]| one % 3 == 0 && other % 3 == 0), "{counts:?}");
+    assert!(counts.last().unwrap().iter().all(|count| *count > 0), "both get conversations: {counts:?}");
+}

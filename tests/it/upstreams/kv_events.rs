@@ -1,0 +1,160 @@
+//! Servers that publish KV events, and prompts that are routed by them.
+
+use super::{Gateway, TIMEOUT, chat, completions, server};
+use blockyard::config::{KvEvents, Upstream};
+use serde_json::{Value, json};
+use std::num::NonZero;
+use std::time::Duration;
+use tokio::time::sleep;
+use upstream::kv_events::fake::FakePublisher;
+use upstream::relay::fake::Script;
+
+/// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with
+/// a salt, and others.
+pub(crate) const MESSAGES: &str = include_str!("../../../upstream/tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
+
+pub(crate) fn publish(publisher: &FakePublisher, message: &str) {
+    let digit = |hex: &str, at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
+    let frame = |hex: &str| (0..hex.len()).step_by(2).map(|at| digit(hex, at)).collect::<Vec<u8>>();
+    let frames: Vec<Vec<u8>> = message.split(' ').map(frame).collect();
+    publisher.publish([&frames[0], &frames[1], &frames[2]]);
+}
+
+/// Prompt tokens of a completion that are predicted to be cached.
+async fn predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> u64 {
+    let body = json!({ "model": "org/m", "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
+    let answer = gateway.post("/v1/completions", &body).await;
+    assert_eq!(answer.status(), 200);
+    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    decision["cached_tokens"].as_u64().unwrap()
+}
+
+async fn until_predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32> + Clone, cached: u64) {
+    let all = async {
+        while predicted(gateway, prompt.clone()).await != cached {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, all).await.expect("the events arrive");
+}
+
+#[tokio::test]
+async fn published_blocks_are_predicted_as_cached() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let endpoint = format!("tcp://*:{}", publisher.port());
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "topic": "kv" }])));
+    let metrics = "vllm:cache_config_info{block_size=\"32\"} 1.0\n";
+    server.set_page("/metrics", Script::events([metrics]));
+    let gateway = Gateway::of(vec![Upstream { kv_events: KvEvents::Auto, ..Upstream::new(server.uri()) }]).await;
+    let mut messages = MESSAGES.lines();
+    assert_eq!(predicted(&gateway, 100..200).await, 0);
+    publish(&publisher, messages.next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    assert_eq!(predicted(&gateway, 101..201).await, 0);
+    let longer = (100..200).chain(300..400);
+    publish(&publisher, messages.next().unwrap());
+    until_predicted(&gateway, longer.clone(), 192).await;
+    // The last message clears the cache and stores the first three blocks again.
+    messages.for_each(|message| publish(&publisher, message));
+    until_predicted(&gateway, longer, 96).await;
+
+    // Text has the tokens that the server says.
+    let sent = gateway.metric("blockyard_router_requests_total").await;
+    server
+        .set_page("/tokenize", Script::json(200, &json!({ "count": 100, "tokens": (100..200).collect::<Vec<u32>>() })));
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
+    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+    assert_eq!(decision["cached_tokens"], 96);
+    let asked = server.requests().into_iter().rfind(|request| request.uri.path() == "/tokenize").unwrap();
+    let asked: Value = serde_json::from_slice(&asked.body).unwrap();
+    assert_eq!(asked, json!({ "model": "org/m", "messages": [{ "role": "user", "content": "hello" }] }));
+    assert_eq!(gateway.metric("blockyard_router_requests_total").await, sent + 1, "a question is no request");
+    // A server that does not say them answers all the same.
+    server.set_page("/tokenize", Script::json(404, &json!({})));
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+}
+
+/// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
+/// have their default, always a rank.
+fn sglang_payload() -> Vec<u8> {
+    let text = |text: &str| [&[0xa0 | text.len() as u8], text.as_bytes()].concat();
+    let hash = |hash: i64| [&[0xd3][..], &hash.to_be_bytes()].concat();
+    let tokens: Vec<u8> = (1..=127).chain([0xcc, 128]).collect();
+    [
+        [&[0x93, 0xcb][..], &1.5_f64.to_be_bytes(), &[0x91, 0x87]].concat(),
+        [text("type"), text("BlockStored")].concat(),
+        [text("block_hashes"), vec![0x92], hash(-5), hash(i64::MIN)].concat(),
+        [text("parent_block_hash"), vec![0xc0]].concat(),
+        [text("token_ids"), vec![0xdc, 0, 128], tokens].concat(),
+        [text("block_size"), vec![64]].concat(),
+        [text("lora_id"), vec![0xc0]].concat(),
+        [text("medium"), text("GPU"), vec![0]].concat(),
+    ]
+    .concat()
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_is_routed_by_its_events() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang", "max_model_len": 4096 }] });
+    server.set_page("/v1/models", Script::json(200, &models));
+    server.set_page("/metrics", Script::events(["sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\n"]));
+    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At { live, replay: None };
+    let upstream = Upstream { kv_events, block_size: NonZero::new(64), ..Upstream::new(server.uri()) };
+    let gateway = Gateway::of(vec![upstream]).await;
+    assert_eq!(predicted(&gateway, 1..200).await, 0);
+    publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
+}
+
+#[tokio::test]
+async fn a_request_goes_to_the_rank_that_has_its_blocks() {
+    let publishers = [FakePublisher::start().await.unwrap(), FakePublisher::start().await.unwrap()];
+    let server = server([]).await;
+    let endpoint = |publisher: &FakePublisher| json!({ "endpoint": format!("tcp://*:{}", publisher.port()) });
+    let sources = json!({ "0": endpoint(&publishers[0]), "1": endpoint(&publishers[1]) });
+    server.set_page("/kv_event_sources", Script::json(200, &sources));
+    server.set_page("/metrics", Script::events(["vllm:cache_config_info{block_size=\"32\"} 1.0\n"]));
+    let gateway = Gateway::start(&[&server]).await;
+    let mut messages = MESSAGES.lines();
+    publish(&publishers[1], messages.next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    let rank = || completions(&server).last().unwrap().headers["x-data-parallel-rank"].clone();
+    assert_eq!(rank(), "1");
+    for _ in 0..3 {
+        assert_eq!((predicted(&gateway, 100..200).await, rank()), (96, "1".parse().unwrap()));
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_of_unknown_tokens_is_found_by_its_text() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let servers = [server([]).await, server([]).await];
+    for server in &servers {
+        let endpoint = format!("tcp://*:{}", publisher.port());
+        server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "block_size": 32 }])));
+    }
+    let gateway = Gateway::start(&[&servers[0], &servers[1]]).await;
+    let asked = |number: u32| {
+        let input = format!("{number} {}", "The keys and values of a block. ".repeat(50));
+        json!({ "model": "org/m", "input": input }).to_string()
+    };
+    let mut chosen = Vec::new();
+    for number in [1, 2, 3, 1, 2, 3] {
+        let answer = gateway.post("/v1/responses", &asked(number)).await;
+        let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+        drop(answer.bytes().await.unwrap());
+        let index = decision["candidates"][0]["index"].as_str().unwrap().to_owned();
+        assert_eq!(index, "estimated: the tokens of the prompt are unknown; compared by its text");
+        chosen.push((decision["chosen"].as_str().unwrap().to_owned(), decision["cached_tokens"].as_u64().unwrap()));
+    }
+    let (first, again) = chosen.split_at(3);
+    assert!(
+        first.iter().all(|(_, cached)| *cached == 0) && again.iter().all(|(_, cached)| *cached == 384),
+        "{chosen:?}"
+    );
+    assert!(first.iter().zip(again).all(|(first, again)| first.0 == again.0), "{chosen:?}");
+}

@@ -1,0 +1,125 @@
+//! Which servers there are, how they are reached, and which one gets a request.
+
+use super::{Gateway, TIMEOUT, chat, completions, models, server};
+use blockyard::config::{Config, HttpVersion, Listen, Upstream};
+use blockyard::node::{Node, Process};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+use upstream::relay::fake::{FakeEngine, Script};
+
+#[tokio::test]
+async fn a_server_may_speak_http_2_without_tls() {
+    let server = server([Script::chat(&["Hello"], None)]).await;
+    let gateway = Gateway::of(vec![Upstream { http: HttpVersion::H2c, ..Upstream::new(server.uri()) }]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(completions(&server)[0].version, http::Version::HTTP_2);
+}
+
+#[tokio::test]
+async fn a_server_may_have_an_authority_of_its_own() {
+    // Another gateway is the server with TLS.
+    let pem = Path::new("upstream/src/relay/client/tests");
+    let server = server([Script::chat(&["Hello"], None)]).await;
+    let mut config =
+        Config { upstreams: vec![Upstream::new(server.uri())], ..Config::with_cache(Path::new("/nonexistent")) };
+    config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    config.frontend.tls_cert_file = Some(pem.join("localhost.pem"));
+    config.frontend.tls_key_file = Some(pem.join("localhost.key"));
+    let behind = Node::start(&config).await.unwrap();
+    let url: http::Uri = format!("https://localhost:{}", behind.address().port()).parse().unwrap();
+    let gateway = Gateway::of(vec![Upstream { ca_file: Some(pem.join("localhost.pem")), ..Upstream::new(url) }]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(completions(&server).len(), 1);
+}
+
+#[tokio::test]
+async fn servers_of_one_model_may_have_different_endpoints() {
+    let answer = |text: &str| Script::json(200, &json!({ "object": text }));
+    let (generates, pools) = (server([]).await, server([]).await);
+    for (server, path) in [(&generates, "/v1/chat/completions"), (&pools, "/v1/embeddings")] {
+        server.set_page("/openapi.json", Script::json(200, &json!({ "paths": { path: {} } })));
+        server.set_page("/v1/chat/completions", Script::json(404, &json!({ "detail": "Not Found" })));
+        server.set_page("/v1/embeddings", Script::json(404, &json!({ "detail": "Not Found" })));
+        server.set_page(path, answer(path));
+    }
+    let gateway = Gateway::start(&[&generates, &pools]).await;
+    for number in 0..4 {
+        let body = json!({ "model": "org/m", "input": format!("text {number}") }).to_string();
+        let embedded = gateway.post("/v1/embeddings", &body).await;
+        assert_eq!(embedded.json::<Value>().await.unwrap()["object"], "/v1/embeddings");
+        let chatted = gateway.post("/v1/chat/completions", &chat(&format!("text {number}"), false)).await;
+        assert_eq!(chatted.json::<Value>().await.unwrap()["object"], "/v1/chat/completions");
+    }
+    assert_eq!((completions(&generates).len(), completions(&pools).len()), (4, 4));
+}
+
+#[tokio::test]
+async fn a_request_without_output_goes_to_another_server() {
+    let role = Script::chat(&["never"], None).broken_after(1);
+    let broken = server([Script::close(), role, Script::json(500, &json!({}))]).await;
+    let good = server([]).await;
+    let gateway = Gateway::start(&[&broken, &good]).await;
+    // Until each of the three faults has been met; the circuit breaker opens after the third.
+    let met = async {
+        let mut asked = 0;
+        while completions(&broken).len() < 3 {
+            let answer = gateway.post("/v1/chat/completions", &chat(&format!("{asked} hello"), true)).await;
+            assert_eq!(answer.status(), 200);
+            assert!(answer.text().await.unwrap().ends_with("data: [DONE]\n\n"));
+            asked += 1;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, met).await.expect("both servers get requests");
+}
+
+#[tokio::test]
+async fn prompts_that_begin_alike_go_to_the_same_server() {
+    let (one, other) = (server([]).await, server([]).await);
+    let gateway = Gateway::start(&[&one, &other]).await;
+    let text = "A block holds the keys and values of sixteen tokens. ".repeat(40);
+    let deadline = Instant::now() + TIMEOUT;
+    // Servers without KV events are recognised as such after some seconds.
+    while gateway.metric("blockyard_router_worker_index_source").await == 0 || !estimated(&gateway).await {
+        assert!(Instant::now() < deadline, "the caches of both are estimated");
+        for turn in 0..2 {
+            gateway.post("/v1/chat/completions", &chat(&format!("{turn}{text}"), false)).await;
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+    let before = (completions(&one).len(), completions(&other).len());
+    for turn in 0..6 {
+        gateway.post("/v1/chat/completions", &chat(&format!("{text}{turn}"), false)).await;
+    }
+    let after = (completions(&one).len() - before.0, completions(&other).len() - before.1);
+    assert!(after == (6, 0) || after == (0, 6), "{after:?}");
+}
+
+/// Whether the caches of both servers are estimated.
+async fn estimated(gateway: &Gateway) -> bool {
+    let text = gateway.http.get(format!("{}/metrics", gateway.url)).send().await.unwrap().text().await.unwrap();
+    let lines = text.lines().filter(|line| line.starts_with("blockyard_router_worker_index_source{"));
+    lines.filter(|line| line.contains("estimated") && line.ends_with(" 1")).count() == 2
+}
+
+#[tokio::test]
+async fn a_name_with_one_address_is_one_server() {
+    let server = server([]).await;
+    let url = format!("http://localhost:{}", server.address().port()).parse().unwrap();
+    let gateway = Gateway::of(vec![Upstream::new(url)]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    assert_eq!(gateway.metric("blockyard_router_workers").await, 1);
+    let banner = gateway.node.banner().as_json();
+    assert_eq!(banner["upstreams"][0]["servers"], 1, "localhost may have two addresses of one server");
+}
+
+#[tokio::test]
+async fn a_server_that_starts_late_is_found() {
+    let server = FakeEngine::start([Script::json(503, &json!({})), models()]).await.unwrap();
+    let gateway = Gateway::start(&[&server]).await;
+    assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+    let text = gateway.node.banner().to_string();
+    assert!(text.contains("org/m"), "{text}");
+    gateway.node.shutdown().await;
+}
