@@ -34,7 +34,7 @@ mod transfers;
 mod view;
 mod watcher;
 
-pub use authentication::RecordKey;
+pub use authentication::{RecordKey, RecordKeys};
 pub use connection::Connection;
 pub use discovery::NatsDiscovery;
 pub use events::NatsEvents;
