@@ -44,7 +44,8 @@ pub struct ClusterTls {
     pub client_ca_file: Option<PathBuf>,
 }
 
-/// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease.
+/// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease. Its files are read
+/// again at each connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Nats {

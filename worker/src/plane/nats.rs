@@ -18,6 +18,7 @@ mod authentication;
 mod bucket;
 mod codec;
 mod connection;
+mod credentials;
 mod discovery;
 mod events;
 mod metrics;

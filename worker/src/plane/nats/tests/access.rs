@@ -296,6 +296,52 @@ async fn each_kind_of_credentials_is_accepted_and_wrong_ones_are_refused() {
     }
 }
 
+/// Stops the server of a connection, and starts it again with another configuration and after a change of files.
+async fn restart(server: &mut Server, connection: &Connection, configuration: &str, change: impl FnOnce()) {
+    server.stop();
+    until("the loss of the connection is noticed", async || !connection.is_connected()).await;
+    file(server.folder(), "nats.conf", configuration);
+    change();
+    server.start_again().await;
+    until("the process is connected again", async || connection.is_connected()).await;
+}
+
+#[tokio::test]
+async fn credentials_are_read_again_at_each_connection() {
+    let Some(mut server) = Server::with_configuration("authorization { token: former }").await else { return };
+    let path = file(server.folder(), "token", "former\n");
+    let credentials = Credentials::Token(path.clone());
+    let connection = connect(Settings { credentials, ..only(&server.url()) }).await;
+    let new = "authorization { token: other }";
+    restart(&mut server, &connection, new, || std::fs::write(&path, "other\n").unwrap()).await;
+    restart(&mut server, &connection, new, || std::fs::remove_file(&path).unwrap()).await;
+}
+
+#[tokio::test]
+async fn tls_files_are_read_again_at_each_connection() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    // Each certificate is its own authority.
+    let write = |of_server: [&str; 2], of_client: [&str; 2]| {
+        for (name, [certificate, key]) in [("server", of_server), ("client", of_client)] {
+            file(folder.path(), &format!("{name}.pem"), certificate);
+            file(folder.path(), &format!("{name}.key"), key);
+        }
+    };
+    write(ONE, TWO);
+    let configuration = format!(
+        "tls {{ cert_file: {:?}, key_file: {:?}, ca_file: {:?}, verify: true }}",
+        path("server.pem"),
+        path("server.key"),
+        path("client.pem")
+    );
+    let Some(mut server) = Server::with_configuration(&configuration).await else { return };
+    let client = ClientCertificate { cert_file: path("client.pem"), key_file: path("client.key") };
+    let tls = Some(Tls { ca_file: Some(path("server.pem")), client: Some(client) });
+    let connection = connect(Settings { tls, ..only(&server.tls_url()) }).await;
+    restart(&mut server, &connection, &configuration, || write(TWO, ONE)).await;
+}
+
 #[tokio::test]
 async fn a_missing_secret_is_refused_by_its_path() {
     let credentials = Credentials::Token("/no/such/token".into());
