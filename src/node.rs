@@ -182,7 +182,8 @@ impl Node {
         let listener = http_server::listen_to_clients(config).await?;
         check(config, Purpose::Frontend).await?;
         let registry = Registry::new();
-        let credentials = planes::credentials(config, &CertificateMetrics::new("cluster", &registry)?)?;
+        let certificates = CertificateMetrics::new("cluster", &registry)?;
+        let credentials = planes::credentials(config, &certificates, &registry)?;
         // This process registers no worker.
         let no_address = Address(String::new());
         let shared = planes::open(config, no_address, credentials, &registry).await?;

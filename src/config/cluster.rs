@@ -20,8 +20,9 @@ pub struct Cluster {
     /// `cluster.listen`.
     pub advertise: Option<String>,
     /// A file with the secret that frontends send and workers require, the same for all processes. Workers sign with it
-    /// what they register in NATS, and frontends use only workers that have. Default none: workers take requests of
-    /// every process that reaches them, and frontends use every worker that is registered.
+    /// what they register in NATS, and frontends use only workers that have. Further lines have secrets that are also
+    /// accepted. The file is loaded again when it changes. Default none: workers take requests of every process that
+    /// reaches them, and frontends use every worker that is registered.
     pub secret_file: Option<PathBuf>,
     /// TLS between frontends and workers, and between workers.
     pub tls: ClusterTls,
@@ -43,7 +44,8 @@ pub struct ClusterTls {
     pub client_ca_file: Option<PathBuf>,
 }
 
-/// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease.
+/// The connection to NATS. All processes of a deployment have the same prefix, bucket and lease. Its files are read
+/// again at each connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Nats {

@@ -4,12 +4,13 @@
 use crate::config::Config;
 use anyhow::Context;
 use prometheus::Registry;
+use std::path::Path;
 use std::sync::Arc;
 use transport::{CertificateMetrics, ClientTls};
 use worker::plane::combined::{CombinedDiscovery, CombinedEvents};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::nats::{Address, Connection, Connector, Metrics, NatsDiscovery, NatsEvents};
-use worker::remote::{Credentials, RemoteEngine, Secret};
+use worker::remote::{Credentials, RemoteEngine, Secret, SecretMetrics};
 use worker::serve::Planes;
 
 /// The planes on NATS.
@@ -33,8 +34,8 @@ pub(super) fn combined(NatsPlanes { discovery, events }: NatsPlanes, local: &Pla
 }
 
 /// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes
-/// are reached with `credentials`, and only if their records are signed with the same secret: that of this process is
-/// sent to their address.
+/// are reached with `credentials`, and only if their records are signed with a secret that this process accepts: its
+/// own is sent to their address.
 pub(super) async fn open(
     config: &Config,
     address: Address,
@@ -42,24 +43,36 @@ pub(super) async fn open(
     registry: &Registry,
 ) -> anyhow::Result<NatsPlanes> {
     let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
-    let key = credentials.secret.as_ref().map(Secret::record_key);
+    let keys = credentials.secret.as_ref().map(Secret::record_keys);
     let connector: Connector =
         Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, credentials.clone())));
-    let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector, key);
+    let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector, keys);
     Ok(NatsPlanes { discovery: Arc::new(discovery), events: Arc::new(NatsEvents::new(connection)) })
 }
 
-/// What this process shows to workers of other processes. Blocks while it reads files; to be called within a runtime.
-pub(super) fn credentials(config: &Config, certificates: &CertificateMetrics) -> anyhow::Result<Credentials> {
+/// What this process shows to workers of other processes. Blocks while it reads files, whose changes are followed.
+/// To be called within a runtime.
+pub(super) fn credentials(
+    config: &Config,
+    certificates: &CertificateMetrics,
+    registry: &Registry,
+) -> anyhow::Result<Credentials> {
     let files = config.cluster.tls.client()?;
     let tls = files.map(|files| ClientTls::open(files, certificates.clone())).transpose()?;
-    Ok(Credentials { secret: secret(config)?, tls: tls.map(Arc::new) })
+    let reloads = SecretMetrics::new(registry)?;
+    let secret = match &config.cluster.secret_file {
+        Some(path) => Some(Secret::open(path, reloads).with_context(|| secret_file(path))?),
+        None => None,
+    };
+    Ok(Credentials { secret, tls: tls.map(Arc::new) })
 }
 
-/// The secret that frontends send and workers require. Blocks while it reads the file.
-pub(super) fn secret(config: &Config) -> anyhow::Result<Option<Secret>> {
-    let Some(path) = &config.cluster.secret_file else { return Ok(None) };
-    let key = || format!("cluster.secret_file = \"{}\"", path.display());
-    let text = std::fs::read_to_string(path).with_context(key)?;
-    Ok(Some(Secret::new(&text).with_context(key)?))
+/// Checks the file with the secret that frontends send and workers require. Blocks while it reads the file.
+pub(super) fn check_secret(config: &Config) -> anyhow::Result<()> {
+    let Some(path) = &config.cluster.secret_file else { return Ok(()) };
+    Secret::check(path).with_context(|| secret_file(path))
+}
+
+fn secret_file(path: &Path) -> String {
+    format!("cluster.secret_file = \"{}\"", path.display())
 }

@@ -52,7 +52,7 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
         check(address("listen", &config.listen));
     }
     if purpose != Purpose::Serve {
-        check(super::planes::secret(config).map(drop));
+        check(super::planes::check_secret(config));
         check(cluster_tls(config));
     }
     if let Some(admin) = &config.admin.listen {

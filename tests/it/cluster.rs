@@ -11,6 +11,7 @@ mod faults;
 mod handoff;
 mod partitions;
 mod proxy;
+mod secrets;
 mod tls;
 mod traces;
 mod upstreams;

@@ -40,4 +40,4 @@ pub use files::{Identity, NamedFile, TlsError};
 pub use followed::CertificateMetrics;
 pub use server::{NoTls, ServerFiles, ServerTls};
 pub use socket::{Socket, has_certificate, is_buffered, tcp};
-pub use watch::WatchedFiles;
+pub use watch::{WatchedFiles, read_text};

@@ -1,11 +1,14 @@
-//! Notices changes of files that are used while the process runs: API keys, certificates.
+//! Notices changes of files that are used while the process runs, and reads their text: API keys, certificates, the
+//! secret of a deployment.
 //!
 //! Files are polled, because notifications of the system miss files on network file systems, and links to folders that
 //! are replaced, as Kubernetes does with secrets.
 
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -75,7 +78,7 @@ impl WatchedFiles {
 /// A missing file has no stamp.
 fn stamps(paths: &[PathBuf]) -> Vec<Option<Stamp>> {
     let stamp = |path: &PathBuf| {
-        let file = std::fs::metadata(path).ok()?;
+        let file = fs::metadata(path).ok()?;
         Some(Stamp {
             device: file.dev(),
             inode: file.ino(),
@@ -87,10 +90,22 @@ fn stamps(paths: &[PathBuf]) -> Vec<Option<Stamp>> {
     paths.iter().map(stamp).collect()
 }
 
+/// The text of a regular file of at most `max_bytes`. Blocks while it reads.
+pub fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
+    // Opening a pipe would wait for its writer.
+    let metadata = fs::metadata(path)?;
+    if !metadata.is_file() || metadata.len() > max_bytes {
+        let expected = format!("expected a regular file of at most {max_bytes} bytes");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, expected));
+    }
+    let mut text = String::new();
+    File::open(path)?.take(max_bytes).read_to_string(&mut text)?;
+    Ok(text)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::WatchedFiles;
-    use std::fs;
+    use super::*;
 
     #[test]
     fn a_change_is_reported_once_it_is_complete() {

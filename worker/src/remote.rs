@@ -31,7 +31,7 @@ mod wire;
 pub use client::RemoteEngine;
 pub use connect::Credentials;
 pub use peer::RemotePeer;
-pub use secret::{Secret, SecretError};
+pub use secret::{Secret, SecretError, SecretMetrics};
 pub use server::{RequestServer, ResponseBody};
 
 /// Number of the protocol of requests and outputs. It changes with every incompatible change of one of them; a request

@@ -18,6 +18,7 @@ mod authentication;
 mod bucket;
 mod codec;
 mod connection;
+mod credentials;
 mod discovery;
 mod events;
 mod metrics;
@@ -34,7 +35,7 @@ mod transfers;
 mod view;
 mod watcher;
 
-pub use authentication::RecordKey;
+pub use authentication::{RecordKey, RecordKeys};
 pub use connection::Connection;
 pub use discovery::NatsDiscovery;
 pub use events::NatsEvents;

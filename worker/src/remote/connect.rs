@@ -14,7 +14,7 @@ use transport::{ClientTls, Socket};
 /// What a process shows to workers of other processes, and what it checks of them.
 #[derive(Clone, Default)]
 pub struct Credentials {
-    /// The secret that workers require.
+    /// The secret that workers require, as it is at each request.
     pub secret: Option<Secret>,
     /// The authorities that sign the certificates of workers, and the certificate of this process. `None`: workers
     /// without TLS only.
@@ -67,7 +67,7 @@ impl Endpoint {
         uri.expect("authority and path are valid")
     }
 
-    /// The header with the secret.
+    /// The header with the secret that is sent now.
     pub(super) fn authorization(&self) -> Option<HeaderValue> {
         self.credentials.secret.as_ref().map(Secret::header)
     }

@@ -66,7 +66,8 @@ const MAX_BLOCKS_BYTES: usize = 16 << 20;
 const MAX_FRAME_BYTES: usize = 16 << 10;
 
 impl RequestServer {
-    /// A server for requests with this secret; `None`: for all requests. The blocks of workers in `peers` can be read.
+    /// A server for requests with a secret that it accepts; `None`: for all requests. The blocks of workers in `peers`
+    /// can be read.
     pub fn new(secret: Option<Secret>, peers: Peers) -> Arc<Self> {
         Self::traced(secret, peers, Tracer::off())
     }
@@ -150,7 +151,7 @@ impl RequestServer {
     /// Why a request is refused: its secret or its protocol number is another one.
     fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
         if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
-            return Some((StatusCode::UNAUTHORIZED, "the request does not have the secret of the worker".to_owned()));
+            return Some((StatusCode::UNAUTHORIZED, "the request has no secret that the worker accepts".to_owned()));
         }
         let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
         let why = || format!("the request has protocol number {protocol}, this worker {PROTOCOL}");

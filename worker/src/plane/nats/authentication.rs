@@ -8,15 +8,27 @@
 //! address, is not valid. It is carried in a header of the message, so that processes without a secret read the record
 //! as it is.
 //!
+//! A secret is replaced while processes run: for some time a process accepts two of them, and signs with one. When its
+//! keys change, it signs its records again, and verifies those of others again.
+//!
 //! Not here: freshness. A copy of a record that once was valid is valid, so it can show a worker that has left, at the
 //! address that this worker had.
 
 use crate::plane::WorkerId;
 use bytes::Bytes;
+use tokio::sync::watch;
 
 /// Signs and checks the records of a deployment.
 #[derive(Clone)]
 pub struct RecordKey([u8; blake3::KEY_LEN]);
+
+/// The keys of a process: the first one signs its records, and each verifies records of others. Clones see the same
+/// keys.
+#[derive(Clone)]
+pub struct RecordKeys(watch::Receiver<Vec<RecordKey>>);
+
+/// Reports changes of keys.
+pub(super) struct KeyChanges(Option<watch::Receiver<Vec<RecordKey>>>);
 
 /// A record as it is in the bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -31,7 +43,7 @@ pub(super) struct StoredRecord {
 pub(super) enum MacError {
     #[error("it has no MAC, and this process has a secret")]
     Missing,
-    #[error("its MAC was not made with the secret of this process")]
+    #[error("its MAC was not made with a secret that this process accepts")]
     Wrong,
 }
 
@@ -39,7 +51,7 @@ pub(super) enum MacError {
 const CONTEXT: &str = "blockyard 2026-11 MAC of records in discovery";
 
 impl RecordKey {
-    /// The key that belongs to the secret of a deployment.
+    /// The key that belongs to a secret.
     pub fn derive(secret: &[u8]) -> Self {
         Self(blake3::derive_key(CONTEXT, secret))
     }
@@ -51,19 +63,56 @@ impl RecordKey {
     }
 }
 
+impl RecordKeys {
+    /// The keys in a channel. Without any nothing is signed, and no record is accepted.
+    pub fn following(keys: watch::Receiver<Vec<RecordKey>>) -> Self {
+        Self(keys)
+    }
+}
+
+#[cfg(test)]
+impl RecordKeys {
+    /// Keys that do not change.
+    pub(super) fn fixed(keys: impl Into<Vec<RecordKey>>) -> Self {
+        Self(watch::channel(keys.into()).1)
+    }
+}
+
+impl KeyChanges {
+    /// The changes from now on.
+    pub(super) fn of(keys: Option<&RecordKeys>) -> Self {
+        let mut receiver = keys.map(|keys| keys.0.clone());
+        if let Some(receiver) = &mut receiver {
+            receiver.mark_unchanged();
+        }
+        Self(receiver)
+    }
+
+    /// Waits for the next change; for ever without keys, or with keys that will not change again.
+    pub(super) async fn next(&mut self) {
+        if let Some(receiver) = &mut self.0
+            && receiver.changed().await.is_ok()
+        {
+            return;
+        }
+        std::future::pending().await
+    }
+}
+
 impl StoredRecord {
-    /// The record of a worker as a process with this key writes it.
-    pub(super) fn sign(id: WorkerId, json: Bytes, key: Option<&RecordKey>) -> Self {
-        let mac = key.map(|key| key.mac(id, &json).to_hex().to_string());
+    /// The record of a worker as a process with these keys writes it.
+    pub(super) fn sign(id: WorkerId, json: Bytes, keys: Option<&RecordKeys>) -> Self {
+        let mac = keys.and_then(|keys| keys.0.borrow().first().map(|key| key.mac(id, &json).to_hex().to_string()));
         Self { json, mac }
     }
 
-    /// Whether the record of a worker was signed with this key. Without a key, all records are accepted.
-    pub(super) fn verify(&self, id: WorkerId, key: Option<&RecordKey>) -> Result<(), MacError> {
-        let Some(key) = key else { return Ok(()) };
+    /// Whether the record of a worker was signed with one of these keys. Without a secret, all records are accepted.
+    pub(super) fn verify(&self, id: WorkerId, keys: Option<&RecordKeys>) -> Result<(), MacError> {
+        let Some(keys) = keys else { return Ok(()) };
         let mac = self.mac.as_deref().ok_or(MacError::Missing)?;
+        let mac = blake3::Hash::from_hex(mac).map_err(|_| MacError::Wrong)?;
         // Hashes are compared in constant time.
-        let is_valid = blake3::Hash::from_hex(mac).is_ok_and(|mac| mac == key.mac(id, &self.json));
+        let is_valid = keys.0.borrow().iter().any(|key| mac == key.mac(id, &self.json));
         if is_valid { Ok(()) } else { Err(MacError::Wrong) }
     }
 }
@@ -71,16 +120,21 @@ impl StoredRecord {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures::FutureExt;
 
     const JSON: &str = r#"{"address":"http://10.0.0.7:8100"}"#;
 
-    fn signed(key: Option<&RecordKey>) -> StoredRecord {
-        StoredRecord::sign(WorkerId(7), JSON.into(), key)
+    fn keys<const N: usize>(secrets: [&str; N]) -> RecordKeys {
+        RecordKeys::fixed(secrets.map(|secret| RecordKey::derive(secret.as_bytes())))
+    }
+
+    fn signed(keys: Option<&RecordKeys>) -> StoredRecord {
+        StoredRecord::sign(WorkerId(7), JSON.into(), keys)
     }
 
     #[test]
     fn a_mac_is_valid_for_its_secret_id_and_record_only() {
-        let (ours, other) = (RecordKey::derive(b"0123456789abcdef"), RecordKey::derive(b"0123456789abcdeF"));
+        let (ours, other) = (keys(["0123456789abcdef"]), keys(["0123456789abcdeF"]));
         let record = signed(Some(&ours));
         let verify = |record: &StoredRecord| record.verify(WorkerId(7), Some(&ours));
         assert_eq!(verify(&record), Ok(()));
@@ -95,9 +149,43 @@ mod tests {
     }
 
     #[test]
+    fn the_first_key_signs_and_each_verifies() {
+        let (former, new) = ("0123456789abcdef", "fedcba9876543210");
+        let verify = |signing: &RecordKeys, verifying: &RecordKeys| {
+            signed(Some(signing)).verify(WorkerId(7), Some(verifying)).is_ok()
+        };
+        // The steps of a rotation: in each, a process that has made the step and one that has not accept each other.
+        let steps = [keys([former]), keys([former, new]), keys([new, former]), keys([new])];
+        for pair in steps.windows(2) {
+            assert!(verify(&pair[0], &pair[1]) && verify(&pair[1], &pair[0]));
+        }
+        assert!(!verify(&steps[1], &steps[3]), "the first one signs");
+        assert!(!verify(&keys([]), &keys([former])) && !verify(&keys([former]), &keys([])), "no key is no secret");
+    }
+
+    #[tokio::test]
+    async fn keys_that_change_sign_and_verify_from_then_on() {
+        let derive = |secret: &str| RecordKey::derive(secret.as_bytes());
+        let (former, new) = ("0123456789abcdef", "fedcba9876543210");
+        let (sender, receiver) = watch::channel(vec![derive(former)]);
+        let following = RecordKeys::following(receiver);
+        let before = signed(Some(&following));
+        sender.send_replace(vec![derive("a-change-before-it-is-followed")]);
+        let mut changes = KeyChanges::of(Some(&following));
+        let is_changed = |changes: &mut KeyChanges| changes.next().now_or_never().is_some();
+        assert!(!is_changed(&mut changes));
+        sender.send_replace(vec![derive(new)]);
+        assert!(is_changed(&mut changes) && !is_changed(&mut changes), "once");
+        assert_eq!(before.verify(WorkerId(7), Some(&following)), Err(MacError::Wrong));
+        assert_eq!(signed(Some(&following)), signed(Some(&keys([new]))));
+        drop(sender);
+        assert!(!is_changed(&mut changes) && !is_changed(&mut KeyChanges::of(None)));
+    }
+
+    #[test]
     fn without_a_secret_a_record_needs_no_mac_and_may_have_any() {
         let wrong = StoredRecord { mac: Some("wrong".to_owned()), ..signed(None) };
-        for record in [signed(None), signed(Some(&RecordKey::derive(b"0123456789abcdef"))), wrong] {
+        for record in [signed(None), signed(Some(&keys(["0123456789abcdef"]))), wrong] {
             assert_eq!(record.verify(WorkerId(7), None), Ok(()));
         }
     }
@@ -109,6 +197,6 @@ mod tests {
         let key = blake3::derive_key(CONTEXT, b"0123456789abcdef");
         let input = [&7u64.to_le_bytes()[..], JSON.as_bytes()].concat();
         let expected = blake3::keyed_hash(&key, &input).to_hex().to_string();
-        assert_eq!(signed(Some(&RecordKey::derive(b"0123456789abcdef"))).mac, Some(expected));
+        assert_eq!(signed(Some(&keys(["0123456789abcdef"]))).mac, Some(expected));
     }
 }

@@ -2,8 +2,9 @@
 
 use super::ConnectError;
 use super::bucket::Bucket;
+use super::credentials;
 use super::metrics::{Lost, Metrics, Refused};
-use super::settings::{Credentials, Settings, secret};
+use super::settings::Settings;
 use super::subjects::Subjects;
 use async_nats::jetstream::{Context, ContextBuilder};
 use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, Message, ServerAddr, ServerError, Subject};
@@ -76,7 +77,7 @@ impl Connection {
         let servers = addresses(&settings)?;
         let (sender, mut link) = watch::channel(Link::default());
         let denied = Denied::default();
-        let options = with_callbacks(options(&settings, &subjects).await?, sender, metrics.clone(), &denied);
+        let options = with_callbacks(options(&settings, &subjects)?, sender, metrics.clone(), &denied);
         let deadline = Instant::now() + settings.connect_timeout;
         let client = connect(&options, &servers, &settings, deadline).await?;
         // Followers compare their view again after each connection, so the first must be counted before they start.
@@ -145,29 +146,14 @@ fn addresses(settings: &Settings) -> Result<Vec<ServerAddr>, ConnectError> {
     settings.servers.iter().map(parse).collect()
 }
 
-async fn options(settings: &Settings, subjects: &Subjects) -> Result<ConnectOptions, ConnectError> {
-    let mut options = ConnectOptions::new()
+fn options(settings: &Settings, subjects: &Subjects) -> Result<ConnectOptions, ConnectError> {
+    let mut options = credentials::options(&settings.credentials)?
         .name(concat!("blockyard ", env!("CARGO_PKG_VERSION")))
         .custom_inbox_prefix(subjects.inbox())
         .ping_interval(PING_INTERVAL)
         .subscription_capacity(RECEIVE_QUEUE)
         .request_timeout(Some(ANSWER_TIMEOUT));
-    options = match &settings.credentials {
-        Credentials::Anonymous => options,
-        Credentials::UserPassword { user, password_file } => {
-            options.user_and_password(user.clone(), secret(password_file).await?)
-        }
-        Credentials::Token(file) => options.token(secret(file).await?),
-        Credentials::Nkey(file) => options.nkey(secret(file).await?),
-        Credentials::CredentialsFile(file) => {
-            let text = secret(file).await?;
-            let invalid = |_| ConnectError::File {
-                path: file.clone(),
-                error: "expected a credentials file with a JWT and the seed of a user".to_owned(),
-            };
-            options.credentials(&text).map_err(invalid)?
-        }
-    };
+    // The library reads the files at each connection.
     if let Some(tls) = &settings.tls {
         options = options.require_tls(true);
         if let Some(file) = &tls.ca_file {

@@ -1,6 +1,6 @@
 //! Discovery on NATS: a registrar per process, and a watcher per stream of changes.
 
-use super::authentication::RecordKey;
+use super::authentication::RecordKeys;
 use super::connection::Connection;
 use super::registrar::{Command, Commands, Registrar};
 use super::watcher::Watcher;
@@ -17,17 +17,17 @@ use tokio::sync::{mpsc, oneshot};
 pub struct NatsDiscovery {
     connection: Arc<Connection>,
     connector: Connector,
-    key: Option<RecordKey>,
+    keys: Option<RecordKeys>,
     registrar: Commands,
 }
 
 impl NatsDiscovery {
     /// Discovery over a connection. Workers of this process are registered with `address`; the engines of all instances
-    /// come from `connector`. With a key, the records of this process are signed, and instances whose records are not
-    /// signed with the same key are ignored.
-    pub fn new(connection: Arc<Connection>, address: Address, connector: Connector, key: Option<RecordKey>) -> Self {
-        let registrar = Registrar::start(Arc::clone(&connection), address, key.clone());
-        Self { connection, connector, key, registrar }
+    /// come from `connector`. With keys, the records of this process are signed with the first one, and instances whose
+    /// records are not signed with one of them are ignored.
+    pub fn new(connection: Arc<Connection>, address: Address, connector: Connector, keys: Option<RecordKeys>) -> Self {
+        let registrar = Registrar::start(Arc::clone(&connection), address, keys.clone());
+        Self { connection, connector, keys, registrar }
     }
 
     /// Waits until dropped leases are deregistered. To be called before the process ends; otherwise its instances are
@@ -55,7 +55,7 @@ impl Discovery for NatsDiscovery {
     fn watch(&self) -> BoxStream<'static, Membership> {
         let (sender, receiver) = mpsc::unbounded_channel();
         let (connection, connector) = (Arc::clone(&self.connection), Arc::clone(&self.connector));
-        let watcher = Watcher::new(connection, connector, self.key.clone(), sender);
+        let watcher = Watcher::new(connection, connector, self.keys.clone(), sender);
         // An error means that the task has ended with its runtime; then the stream ends.
         let _ = self.registrar.send(Command::Watch(Box::new(watcher)));
         stream::unfold(receiver, async |mut receiver| receiver.recv().await.map(|change| (change, receiver))).boxed()

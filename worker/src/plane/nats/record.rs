@@ -3,7 +3,7 @@
 //! A record is written with each renewal and sent to every follower, so it is small: the texts of the model, megabytes
 //! of tokenizer, are named by their hash and fetched once (see [`texts`](super::texts)).
 
-use super::authentication::{RecordKey, StoredRecord};
+use super::authentication::{RecordKeys, StoredRecord};
 use super::texts::{Texts, TextsRef};
 use super::{Address, PROTOCOL};
 use crate::engine::ModelCard;
@@ -96,9 +96,9 @@ impl Record {
         serde_json::from_slice(json).map_err(|error| invalid(&error))
     }
 
-    /// The record in the key of a worker, if it can be used by a process with this key.
-    pub(super) fn admit(id: WorkerId, stored: &StoredRecord, key: Option<&RecordKey>) -> Result<Self, Unusable> {
-        let verified = stored.verify(id, key);
+    /// The record in the key of a worker, if it can be used by a process with these keys.
+    pub(super) fn admit(id: WorkerId, stored: &StoredRecord, keys: Option<&RecordKeys>) -> Result<Self, Unusable> {
+        let verified = stored.verify(id, keys);
         let record = match Self::decode(&stored.json) {
             Ok(record) => record,
             Err(error @ RecordError::Protocol(_)) if verified.is_ok() => {
@@ -168,6 +168,7 @@ fn shortened(text: &str) -> String {
 mod tests {
     use super::*;
     use crate::plane::contract::instance;
+    use crate::plane::nats::RecordKey;
 
     fn record(epoch: u64) -> Record {
         Record::new(&instance(7, epoch), &Address("http://host:1".into()), "p").0
@@ -221,9 +222,9 @@ mod tests {
 
     #[test]
     fn with_a_secret_a_record_that_is_not_signed_with_it_says_nothing() {
-        let key = RecordKey::derive(b"0123456789abcdef");
-        let signed = StoredRecord::sign(WorkerId(7), record(1).encode(), Some(&key));
-        let admit = |stored: &StoredRecord| Record::admit(WorkerId(7), stored, Some(&key));
+        let keys = RecordKeys::fixed([RecordKey::derive(b"0123456789abcdef")]);
+        let signed = StoredRecord::sign(WorkerId(7), record(1).encode(), Some(&keys));
+        let admit = |stored: &StoredRecord| Record::admit(WorkerId(7), stored, Some(&keys));
         assert_eq!(admit(&signed), Ok(record(1)));
         let changed = |from: &str, to: &str| {
             let json = String::from_utf8(signed.json.to_vec()).unwrap();
@@ -240,7 +241,7 @@ mod tests {
         assert!(unsigned.contains("\"http://host:1\"") && unsigned.contains("no MAC"), "{unsigned}");
         let newer = changed("\"protocol\":1", "\"protocol\":2");
         assert_eq!(ignored(&newer), "protocol number 2, this process has 1", "it ends no worker");
-        let newer = StoredRecord::sign(WorkerId(7), newer.json, Some(&key));
+        let newer = StoredRecord::sign(WorkerId(7), newer.json, Some(&keys));
         assert!(matches!(admit(&newer), Err(Unusable::Superseded(_))));
     }
 

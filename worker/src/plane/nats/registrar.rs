@@ -1,5 +1,5 @@
 //! The registrations of this process: one task writes, renews and deletes their records, and starts watchers, in the
-//! order in which it was asked.
+//! order in which it was asked. When the secret changes, the records are signed again.
 //!
 //! ```text
 //!   register ──▶ held ──renew──▶ held              expired meanwhile: registered again
@@ -13,13 +13,14 @@
 //! watcher that starts after a lease was dropped must not see its instance.
 
 use super::Address;
-use super::authentication::{RecordKey, StoredRecord};
+use super::authentication::{KeyChanges, RecordKeys, StoredRecord};
 use super::bucket::{Last, WriteError};
 use super::connection::{Connection, until};
 use super::metrics::Renewal;
 use super::record::{Record, RecordHead, Writer};
 use super::watcher::Watcher;
 use crate::plane::{Instance, Lease, PlaneError, WorkerId};
+use bytes::Bytes;
 use futures::future::join_all;
 use kvbm::Epoch;
 use std::collections::BTreeMap;
@@ -47,8 +48,8 @@ pub(super) type Commands = mpsc::UnboundedSender<Command>;
 pub(super) struct Registrar {
     connection: Arc<Connection>,
     address: Address,
-    /// Signs the records of this process, and tells those of others from what else is in their keys.
-    key: Option<RecordKey>,
+    /// Sign the records of this process, and tell those of others from what else is in their keys.
+    keys: Option<RecordKeys>,
     /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
     commands: mpsc::WeakUnboundedSender<Command>,
     held: BTreeMap<WorkerId, Held>,
@@ -59,7 +60,8 @@ pub(super) struct Registrar {
 struct Held {
     lease: LeaseId,
     epoch: Epoch,
-    record: StoredRecord,
+    /// The record, which is signed with each renewal.
+    json: Bytes,
     revision: u64,
     renew_at: Instant,
     /// Serves the texts of its model.
@@ -78,12 +80,12 @@ const MAX_ATTEMPTS: usize = 5;
 
 impl Registrar {
     /// Starts the task, which ends when the sender and all leases are dropped.
-    pub(super) fn start(connection: Arc<Connection>, address: Address, key: Option<RecordKey>) -> Commands {
+    pub(super) fn start(connection: Arc<Connection>, address: Address, keys: Option<RecordKeys>) -> Commands {
         let (commands, receiver) = mpsc::unbounded_channel();
         let registrar = Self {
             connection,
             address,
-            key,
+            keys,
             commands: commands.downgrade(),
             held: BTreeMap::new(),
             last_lease: LeaseId::default(),
@@ -95,6 +97,7 @@ impl Registrar {
     async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
         let mut link = self.connection.link();
         link.mark_unchanged();
+        let mut key_changes = KeyChanges::of(self.keys.as_ref());
         loop {
             let due = self.held.values().map(|held| held.renew_at).min();
             tokio::select! {
@@ -106,9 +109,10 @@ impl Registrar {
                 Ok(()) = link.changed() => {
                     if link.borrow_and_update().connected {
                         // Leases may have expired meanwhile.
-                        self.held.values_mut().for_each(|held| held.renew_at = Instant::now());
+                        self.renew_all_now();
                     }
                 }
+                () = key_changes.next() => self.renew_all_now(),
                 () = until(due) => self.renew_due().await,
             }
         }
@@ -136,7 +140,7 @@ impl Registrar {
             return Err(PlaneError::Unavailable("not connected to nats".to_owned()));
         }
         let (record, texts) = Record::new(&instance, &self.address, &connection.process);
-        let record = StoredRecord::sign(instance.id, record.encode(), self.key.as_ref());
+        let record = StoredRecord::sign(instance.id, record.encode(), self.keys.as_ref());
         let (bytes, limit) = (record.json.len(), connection.client.max_payload() / 2);
         if bytes > limit {
             let problem = format!("the record of worker {} has {bytes} bytes, over {limit}", instance.id);
@@ -147,12 +151,12 @@ impl Registrar {
             Some(texts) => Some(texts.serve(&connection).await.map_err(PlaneError::Unavailable)?),
             None => None,
         };
-        let revision = write(&connection, self.key.as_ref(), &instance, &record).await?;
+        let revision = write(&connection, self.keys.as_ref(), &instance, &record).await?;
         self.last_lease.0 += 1;
         let held = Held {
             lease: self.last_lease,
             epoch: instance.epoch,
-            record,
+            json: record.json,
             revision,
             renew_at: self.next_renewal(),
             _texts: texts,
@@ -177,7 +181,7 @@ impl Registrar {
         for _ in 0..MAX_ATTEMPTS {
             match self.connection.bucket.delete(id, held.revision, lease_time).await {
                 Ok(()) | Err(WriteError::NoBucket) => return,
-                Err(WriteError::Conflict) => match last(&self.connection, self.key.as_ref(), id).await {
+                Err(WriteError::Conflict) => match last(&self.connection, self.keys.as_ref(), id).await {
                     // A renewal whose answer was lost.
                     Ok(last) if writer(&last, &self.connection, held.epoch) == Some(Writer::Own) => {
                         held.revision = last.revision;
@@ -192,9 +196,9 @@ impl Registrar {
 
     async fn renew_due(&mut self) {
         let now = Instant::now();
-        let (connection, key) = (&self.connection, self.key.as_ref());
+        let (connection, keys) = (&self.connection, self.keys.as_ref());
         let due = self.held.iter().filter(|(_, held)| held.renew_at <= now);
-        let renewals = due.map(|(id, held)| async move { (*id, renew(connection, key, *id, held).await) });
+        let renewals = due.map(|(id, held)| async move { (*id, renew(connection, keys, *id, held).await) });
         for (id, renewed) in join_all(renewals).await {
             let next = self.next_renewal();
             let metrics = &self.connection.metrics;
@@ -223,6 +227,11 @@ impl Registrar {
         }
     }
 
+    fn renew_all_now(&mut self) {
+        let now = Instant::now();
+        self.held.values_mut().for_each(|held| held.renew_at = now);
+    }
+
     fn next_renewal(&self) -> Instant {
         Instant::now() + self.connection.settings.renewal_interval()
     }
@@ -232,11 +241,11 @@ fn log_release(id: WorkerId, error: &str) {
     tracing::warn!(worker = %id, error, "the worker cannot be deregistered; its lease expires");
 }
 
-/// The last record of a worker. What was not signed with this key counts as none: a client of NATS without
-/// the secret must not end a registration.
-async fn last(connection: &Connection, key: Option<&RecordKey>, id: WorkerId) -> Result<Last, String> {
+/// The last record of a worker. What was not signed with one of these keys counts as none: a client of NATS without the
+/// secret must not end a registration.
+async fn last(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId) -> Result<Last, String> {
     let Last { revision, value } = connection.bucket.last(id).await?;
-    Ok(Last { revision, value: value.filter(|stored| stored.verify(id, key).is_ok()) })
+    Ok(Last { revision, value: value.filter(|stored| stored.verify(id, keys).is_ok()) })
 }
 
 /// The writer of the last record, compared with this process; `None` without a record that can be read.
@@ -248,14 +257,14 @@ fn writer(last: &Last, connection: &Connection, epoch: Epoch) -> Option<Writer> 
 /// Writes the record of an instance, if no other process has registered its epoch or a later one.
 async fn write(
     connection: &Connection,
-    key: Option<&RecordKey>,
+    keys: Option<&RecordKeys>,
     instance: &Instance,
     record: &StoredRecord,
 ) -> Result<u64, PlaneError> {
     let (id, bucket) = (instance.id, &connection.bucket);
     let unavailable = |error| PlaneError::Unavailable(connection.explain(error));
     for attempt in 1..=MAX_ATTEMPTS {
-        let last = last(connection, key, id).await.map_err(unavailable)?;
+        let last = last(connection, keys, id).await.map_err(unavailable)?;
         let writer = writer(&last, connection, instance.epoch);
         if writer == Some(Writer::Other) {
             return Err(PlaneError::Refused(taken(id, &last)));
@@ -287,9 +296,10 @@ fn taken(id: WorkerId, last: &Last) -> String {
     )
 }
 
-async fn renew(connection: &Connection, key: Option<&RecordKey>, id: WorkerId, held: &Held) -> Renewed {
+async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId, held: &Held) -> Renewed {
     let (bucket, lease) = (&connection.bucket, connection.settings.lease);
-    match bucket.put(id, &held.record, Some(held.revision), lease).await {
+    let record = StoredRecord::sign(id, held.json.clone(), keys);
+    match bucket.put(id, &record, Some(held.revision), lease).await {
         Ok(revision) => return Renewed::Written(revision, Renewal::Renewed),
         Err(WriteError::Failed(error)) => return Renewed::Failed(error),
         Err(WriteError::NoBucket) => {
@@ -302,7 +312,7 @@ async fn renew(connection: &Connection, key: Option<&RecordKey>, id: WorkerId, h
     // The lease has expired, the answer to a renewal was lost, another process has registered, or something else has
     // written.
     for attempt in 1..=MAX_ATTEMPTS {
-        let last = match last(connection, key, id).await {
+        let last = match last(connection, keys, id).await {
             Ok(last) => last,
             Err(error) => return Renewed::Failed(error),
         };
@@ -311,7 +321,7 @@ async fn renew(connection: &Connection, key: Option<&RecordKey>, id: WorkerId, h
             return Renewed::Superseded(taken(id, &last));
         }
         let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
-        match bucket.put(id, &held.record, expected(&last, writer, attempt), lease).await {
+        match bucket.put(id, &record, expected(&last, writer, attempt), lease).await {
             Ok(revision) => return Renewed::Written(revision, outcome),
             Err(WriteError::Failed(error)) => return Renewed::Failed(error),
             Err(WriteError::NoBucket) => break,

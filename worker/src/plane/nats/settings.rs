@@ -1,4 +1,4 @@
-//! Settings of the connection to NATS, and reading the secrets that they name.
+//! Settings of the connection to NATS.
 
 use super::ConnectError;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub struct Settings {
     pub connect_timeout: Duration,
 }
 
-/// TLS of the connection.
+/// TLS of the connection. The files are read at each connection.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Tls {
     /// PEM file with the certificate authority of the servers; `None`: the certificates of the system.
@@ -45,7 +45,8 @@ pub struct ClientCertificate {
     pub key_file: PathBuf,
 }
 
-/// Authentication. Secrets are in files, so that none is in a configuration, a URL or a log.
+/// Authentication. Secrets are in files, so that none is in a configuration, a URL or a log. The files are read at each
+/// connection.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Credentials {
     /// None, or the client certificate alone.
@@ -125,15 +126,17 @@ impl Settings {
     }
 }
 
-/// Reads a file with a secret, without the newline at its end.
-pub(super) async fn secret(path: &Path) -> Result<String, ConnectError> {
-    let text = tokio::fs::read_to_string(path).await;
-    let text = text.map_err(|error| ConnectError::File { path: path.to_owned(), error: error.to_string() })?;
-    let secret = text.trim();
-    if secret.is_empty() {
-        return Err(ConnectError::File { path: path.to_owned(), error: "the file is empty".to_owned() });
+impl Credentials {
+    /// The file that has them.
+    pub(super) fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Anonymous => None,
+            Self::UserPassword { password_file: file, .. }
+            | Self::Token(file)
+            | Self::Nkey(file)
+            | Self::CredentialsFile(file) => Some(file),
+        }
     }
-    Ok(secret.to_owned())
 }
 
 #[cfg(test)]
@@ -160,13 +163,5 @@ mod tests {
         assert_eq!(refused(|settings| settings.replicas = 0), "replicas");
         assert_eq!(refused(|settings| settings.lease = Duration::from_millis(2500)), "lease");
         assert_eq!(refused(|settings| settings.lease = Duration::from_secs(1)), "lease");
-    }
-
-    #[tokio::test]
-    async fn secrets_are_read_without_their_newline() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        assert!(secret(file.path()).await.is_err_and(|error| error.to_string().contains("empty")));
-        std::fs::write(file.path(), "s3cret\n").unwrap();
-        assert_eq!(secret(file.path()).await.unwrap(), "s3cret");
     }
 }

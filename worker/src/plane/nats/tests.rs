@@ -84,12 +84,12 @@ fn address() -> Address {
 
 /// Discovery whose engines reject every request.
 fn discovery_of(connection: &Arc<Connection>) -> NatsDiscovery {
-    discovery_with_key(connection, None)
+    discovery_with_keys(connection, None)
 }
 
 /// The same of a deployment with a secret.
-fn discovery_with_key(connection: &Arc<Connection>, key: Option<RecordKey>) -> NatsDiscovery {
-    NatsDiscovery::new(Arc::clone(connection), address(), Arc::new(|_, _| contract::engine()), key)
+fn discovery_with_keys(connection: &Arc<Connection>, keys: Option<RecordKeys>) -> NatsDiscovery {
+    NatsDiscovery::new(Arc::clone(connection), address(), Arc::new(|_, _| contract::engine()), keys)
 }
 
 /// A watcher in another process, which has begun.

@@ -1,12 +1,12 @@
 //! Follows the bucket for one watcher, and reports changes of its view.
 //!
-//! The server sends the last revision of every key, then all changes. After each new connection, and when the server
-//! sends nothing for too long, the watcher begins again with all keys and compares them with its view: so nothing is
-//! lost, and nothing is reported twice.
+//! The server sends the last revision of every key, then all changes. After each new connection, when the server sends
+//! nothing for too long, and when the secret changes, the watcher begins again with all keys and compares them with its
+//! view: so nothing is lost, and nothing is reported twice.
 
 use super::Address;
 use super::Connector;
-use super::authentication::{RecordKey, StoredRecord};
+use super::authentication::{KeyChanges, RecordKeys, StoredRecord};
 use super::bucket::{self, Change};
 use super::connection::{ANSWER_TIMEOUT, Connection, Link, until};
 use super::metrics::Refused;
@@ -27,7 +27,7 @@ use tokio::time::Instant;
 
 pub(super) struct Watcher {
     connection: Arc<Connection>,
-    key: Option<RecordKey>,
+    keys: Option<RecordKeys>,
     view: View,
     records: BTreeMap<WorkerId, KnownRecord>,
     /// Why the record of a key was last not used.
@@ -66,13 +66,13 @@ impl Watcher {
     pub(super) fn new(
         connection: Arc<Connection>,
         connector: Connector,
-        key: Option<RecordKey>,
+        keys: Option<RecordKeys>,
         changes: mpsc::UnboundedSender<Membership>,
     ) -> Self {
         let view = View::new(connector, connection.settings.lease);
         let warnings = LogLimit::new(WARNINGS_PER_MINUTE, Duration::from_mins(1));
         let (records, refused) = (BTreeMap::new(), BTreeMap::new());
-        Self { connection, key, view, records, refused, warnings, texts: TextsCache::default(), changes }
+        Self { connection, keys, view, records, refused, warnings, texts: TextsCache::default(), changes }
     }
 
     /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
@@ -109,12 +109,12 @@ impl Watcher {
         }
     }
 
-    async fn follow(&mut self, keys: u64, mut messages: Ordered, link: &mut LinkReceiver) -> Ended {
-        let changes = self.changes.clone();
+    async fn follow(&mut self, listed: u64, mut messages: Ordered, link: &mut LinkReceiver) -> Ended {
+        let (changes, mut key_changes) = (self.changes.clone(), KeyChanges::of(self.keys.as_ref()));
         let max_silence = self.connection.settings.lease * 2;
         let mut silent_at = Instant::now() + max_silence;
         self.view.begin_list(Instant::now());
-        if keys == 0 {
+        if listed == 0 {
             self.end_list();
         }
         loop {
@@ -128,6 +128,8 @@ impl Watcher {
                         return Ended::ListAgain;
                     }
                 }
+                // Each record is verified again: one that was ignored may be authentic now, and the other way round.
+                () = key_changes.next() => return Ended::ListAgain,
                 message = messages.next() => {
                     let Some(Ok(message)) = message else { return Ended::ListAgain };
                     silent_at = Instant::now() + max_silence;
@@ -178,8 +180,9 @@ impl Watcher {
     }
 
     async fn put(&mut self, id: WorkerId, stored: StoredRecord) -> Option<Membership> {
-        // Most records are renewals.
-        if self.records.get(&id).is_some_and(|known| known.stored == stored) && self.view.renewed(id) {
+        // Most records are renewals. The keys may have changed since the last one.
+        let is_known = self.records.get(&id).is_some_and(|known| known.stored == stored);
+        if is_known && stored.verify(id, self.keys.as_ref()).is_ok() && self.view.renewed(id) {
             return None;
         }
         let (instance, address, texts) = match self.read(id, &stored).await {
@@ -215,7 +218,7 @@ impl Watcher {
         id: WorkerId,
         stored: &StoredRecord,
     ) -> Result<(Instance, Address, Option<Arc<Texts>>), Unusable> {
-        let record = Record::admit(id, stored, self.key.as_ref())?;
+        let record = Record::admit(id, stored, self.keys.as_ref())?;
         let texts = match &record.texts {
             Some(texts) => Some(self.texts.get(&self.connection, texts).await.map_err(Unusable::Superseded)?),
             None => None,

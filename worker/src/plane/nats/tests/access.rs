@@ -191,9 +191,10 @@ async fn with_a_secret_only_signed_records_are_used() {
     let Some(server) = documented().await else { return };
     let (worker, (frontend, registry)) =
         (connect(user(&server, "worker")).await, open(user(&server, "frontend")).await.unwrap());
-    let (ours, other) = (RecordKey::derive(b"0123456789abcdef"), RecordKey::derive(b"fedcba9876543210"));
-    let workers = discovery_with_key(&worker, Some(ours.clone()));
-    let (unsigned, strangers) = (discovery_of(&worker), discovery_with_key(&worker, Some(other)));
+    let [ours, other] = ["0123456789abcdef", "fedcba9876543210"]
+        .map(|secret| RecordKeys::fixed([RecordKey::derive(secret.as_bytes())]));
+    let workers = discovery_with_keys(&worker, Some(ours.clone()));
+    let (unsigned, strangers) = (discovery_of(&worker), discovery_with_keys(&worker, Some(other)));
     let _leases = [
         workers.register(instance(1, 1), engine()).await.unwrap(),
         unsigned.register(instance(2, 1), engine()).await.unwrap(),
@@ -212,7 +213,7 @@ async fn with_a_secret_only_signed_records_are_used() {
     };
     let address = address().to_string();
     forge(4, "\"id\":1", "\"id\":4").await;
-    let frontends = discovery_with_key(&frontend, Some(ours));
+    let frontends = discovery_with_keys(&frontend, Some(ours));
     let mut instances = frontends.watch();
     assert_eq!(next(&mut instances).await, (1, 1, true));
     forge(1, &address, "http://127.0.0.1:10").await;
@@ -232,6 +233,42 @@ async fn with_a_secret_only_signed_records_are_used() {
     }
     seen.sort_unstable();
     assert_eq!(seen, [1, 2, 3, 4]);
+}
+
+#[tokio::test]
+async fn records_are_signed_and_verified_again_when_keys_change() {
+    let Some(server) = documented().await else { return };
+    let worker = connect(short_lease(user(&server, "worker"))).await;
+    let (frontend, registry) = open(short_lease(user(&server, "frontend"))).await.unwrap();
+    let [former, new] = ["0123456789abcdef", "fedcba9876543210"].map(|secret| RecordKey::derive(secret.as_bytes()));
+    let (of_worker, keys) = tokio::sync::watch::channel(vec![former.clone()]);
+    let workers = discovery_with_keys(&worker, Some(RecordKeys::following(keys)));
+    let (of_frontend, keys) = tokio::sync::watch::channel(vec![former.clone()]);
+    let frontends = discovery_with_keys(&frontend, Some(RecordKeys::following(keys)));
+    let _lease = workers.register(instance(1, 1), engine()).await.unwrap();
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+
+    // A rotation in three steps, the worker before the frontend.
+    of_worker.send_replace(vec![former.clone(), new.clone()]);
+    of_frontend.send_replace(vec![former.clone(), new.clone()]);
+    of_worker.send_replace(vec![new.clone(), former.clone()]);
+    let signed_with = async |key: &RecordKey| {
+        let stored = worker.bucket.last(WorkerId(1)).await.unwrap().value;
+        stored.is_some_and(|stored| stored.verify(WorkerId(1), Some(&RecordKeys::fixed([key.clone()]))).is_ok())
+    };
+    until("the record is signed with the new key", async || signed_with(&new).await).await;
+    of_frontend.send_replace(vec![new.clone(), former.clone()]);
+    of_worker.send_replace(vec![new.clone()]);
+    of_frontend.send_replace(vec![new.clone()]);
+    assert!(is_quiet(&mut instances, frontend.settings.lease * 2).await, "the worker never left");
+    assert_eq!(counter(&registry, REFUSED, "instance"), 0);
+
+    // A worker that signs with a key that was removed leaves after a lease, and is back with the key.
+    of_frontend.send_replace(vec![former]);
+    assert_eq!(next(&mut instances).await, (1, 1, false));
+    of_frontend.send_replace(vec![new]);
+    assert_eq!(next(&mut instances).await, (1, 1, true));
 }
 
 #[tokio::test]
@@ -257,6 +294,52 @@ async fn each_kind_of_credentials_is_accepted_and_wrong_ones_are_refused() {
         assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
         connect(settings(right)).await;
     }
+}
+
+/// Stops the server of a connection, and starts it again with another configuration and after a change of files.
+async fn restart(server: &mut Server, connection: &Connection, configuration: &str, change: impl FnOnce()) {
+    server.stop();
+    until("the loss of the connection is noticed", async || !connection.is_connected()).await;
+    file(server.folder(), "nats.conf", configuration);
+    change();
+    server.start_again().await;
+    until("the process is connected again", async || connection.is_connected()).await;
+}
+
+#[tokio::test]
+async fn credentials_are_read_again_at_each_connection() {
+    let Some(mut server) = Server::with_configuration("authorization { token: former }").await else { return };
+    let path = file(server.folder(), "token", "former\n");
+    let credentials = Credentials::Token(path.clone());
+    let connection = connect(Settings { credentials, ..only(&server.url()) }).await;
+    let new = "authorization { token: other }";
+    restart(&mut server, &connection, new, || std::fs::write(&path, "other\n").unwrap()).await;
+    restart(&mut server, &connection, new, || std::fs::remove_file(&path).unwrap()).await;
+}
+
+#[tokio::test]
+async fn tls_files_are_read_again_at_each_connection() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    // Each certificate is its own authority.
+    let write = |of_server: [&str; 2], of_client: [&str; 2]| {
+        for (name, [certificate, key]) in [("server", of_server), ("client", of_client)] {
+            file(folder.path(), &format!("{name}.pem"), certificate);
+            file(folder.path(), &format!("{name}.key"), key);
+        }
+    };
+    write(ONE, TWO);
+    let configuration = format!(
+        "tls {{ cert_file: {:?}, key_file: {:?}, ca_file: {:?}, verify: true }}",
+        path("server.pem"),
+        path("server.key"),
+        path("client.pem")
+    );
+    let Some(mut server) = Server::with_configuration(&configuration).await else { return };
+    let client = ClientCertificate { cert_file: path("client.pem"), key_file: path("client.key") };
+    let tls = Some(Tls { ca_file: Some(path("server.pem")), client: Some(client) });
+    let connection = connect(Settings { tls, ..only(&server.tls_url()) }).await;
+    restart(&mut server, &connection, &configuration, || write(TWO, ONE)).await;
 }
 
 #[tokio::test]
