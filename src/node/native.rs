@@ -152,8 +152,8 @@ async fn flush(managers: &[BlockManager], stores: &Stores, deadline: Instant) {
     join_all(stores.levels().into_iter().map(flush_to)).await;
 }
 
-/// Resolves when the store of a tier does not answer ([`Stores::is_unavailable`]), and not at once: with nothing queued,
-/// the flush ends first.
+/// Resolves when the store of a tier does not answer ([`Stores::is_unavailable`]), and not at once: with nothing
+/// queued, the flush ends first.
 async fn until_unavailable(stores: &Stores, level: Level) {
     loop {
         sleep(AVAILABILITY_INTERVAL).await;

@@ -95,8 +95,8 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// The server whose health [`probe`](Self::probe) checks, as a number that its engines share: one check is for all of
-    /// them, and computes no token. `None`: a check is of this engine only.
+    /// The server whose health [`probe`](Self::probe) checks, as a number that its engines share: one check is for all
+    /// of them, and computes no token. `None`: a check is of this engine only.
     fn server(&self) -> Option<u64> {
         None
     }

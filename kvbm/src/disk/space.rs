@@ -155,8 +155,8 @@ impl Log {
 
     /// Creates the next head. On a full disk the head may be smaller than a segment, but has at least `least` bytes. It
     /// takes the space of the spare, and what is free beyond `min_free_bytes`. If that is less than `least`, the oldest
-    /// segments are reclaimed for it, without carrying blocks over; none is, if that would not suffice. The second value
-    /// is whether the disk is full.
+    /// segments are reclaimed for it, without carrying blocks over; none is, if that would not suffice. The second
+    /// value is whether the disk is full.
     fn create_segment(&self, group: u16, least: u64) -> io::Result<(Arc<Head>, bool)> {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;

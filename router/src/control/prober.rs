@@ -50,7 +50,7 @@ impl Target {
             Self::Worker(_) => IDLE_TIME,
             Self::Server(server) => {
                 let [shortest, longest] = SERVER_IDLE_TIMES;
-                shortest + (longest - shortest).mul_f64(SplitMix64::new(router.0 ^ server).uniform())
+                shortest + longest.saturating_sub(shortest).mul_f64(SplitMix64::new(router.0 ^ server).uniform())
             }
         }
     }
@@ -87,7 +87,9 @@ pub(crate) async fn run(router: RouterId, fleet: Arc<Fleet>, admission: Arc<Admi
                             of_server.filter(|other| other.shares_probe(idle(other), now)).cloned().collect()
                         }
                     };
-                    checked.iter().for_each(|worker| worker.probe(now));
+                    for worker in &checked {
+                        worker.probe(now);
+                    }
                     let probe = probe(Arc::clone(worker), checked, &fleet, &admission, &health_checks);
                     running.push(async move {
                         probe.await;

@@ -95,7 +95,7 @@ impl KeyChanges {
         {
             return;
         }
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
