@@ -6,7 +6,7 @@
 //! A worker whose events have tokens of its own has an estimate beside accurate events: of prompts whose tokens are
 //! unknown, which no event matches.
 
-use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
+use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS, Inserted};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
 use crate::index::{Holder, Index};
 use kvbm::{BlockEvent, Level, Run, SequenceHash};
@@ -44,10 +44,15 @@ impl EstimatedCache {
     pub(crate) fn sent(&self, index: &Index, worker: WorkerId, hashes: &[SequenceHash], capacity: usize, now: Instant) {
         // Held to the end, so that the index applies changes in the order in which they were made.
         let mut state = self.lock();
-        let removed = state.assumed.insert(hashes, if capacity == 0 { DEFAULT_BLOCKS } else { capacity }, now);
-        // The index ignores it until the estimate has joined.
+        let capacity = if capacity == 0 { DEFAULT_BLOCKS } else { capacity };
+        let Inserted { entered, removed } = state.assumed.insert(hashes, capacity, now);
+        // The index ignores these until the estimate has joined.
         let holder = Holder::Estimate(worker);
-        index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent: None, blocks: hashes.to_vec() });
+        for range in entered {
+            let parent = range.start.checked_sub(1).map(|before| hashes[before]);
+            let blocks = hashes[range].to_vec();
+            index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent, blocks });
+        }
         forget(index, holder, removed);
     }
 

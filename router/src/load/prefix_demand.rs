@@ -45,9 +45,10 @@ const WIDTH: usize = 16_384;
 /// Time constant of the decay, and the time for which a demand is taken to last: long enough to repay a copy that takes
 /// seconds, and short enough that a hot set which has moved on is forgotten within minutes.
 pub(crate) const HORIZON: f64 = 60.0;
-/// Seconds for which a prefix is taken to have been asked for at least: a few requests at the same time are a burst,
-/// not a rate.
-const MIN_SECONDS: f64 = 1.0;
+/// Seconds for which a prefix is taken to have been asked for at least: requests that come within a few steps of an
+/// engine are a burst, not a rate. Longer, a large fleet would make too few copies in the seconds in which a prefix is
+/// new.
+const MIN_SECONDS: f64 = 0.1;
 /// Tokens between counted depths: computing fewer takes less than a step of a large model.
 const DEPTH_TOKENS: usize = 1024;
 /// Maximum number of counted depths; of a longer prompt they are further apart.
