@@ -109,6 +109,6 @@ pub use pool::device;
 pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
-pub use table::{hugepages, prefetch, splitmix, swar};
+pub use table::{HashIndex, Prefetcher, hugepages, prefetch, splitmix, swar};
 pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Quotas, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

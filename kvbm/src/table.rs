@@ -10,4 +10,5 @@ pub mod prefetch;
 pub mod splitmix;
 pub mod swar;
 
-pub(crate) use map::{BATCH, BlockHasher, BlockMap, BlockSet, HashIndex, PrefetchMap, Prefetcher};
+pub(crate) use map::{BATCH, BlockHasher, BlockMap, BlockSet, PrefetchMap};
+pub use map::{HashIndex, Prefetcher};

@@ -7,7 +7,7 @@
 mod hash_index;
 
 use crate::block::SequenceHash;
-pub(crate) use hash_index::{HashIndex, Prefetcher};
+pub use hash_index::{HashIndex, Prefetcher};
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 

@@ -4,31 +4,39 @@
 //! A conservative guess: at most as many blocks as the worker has, evicted least recently sent first and from the end
 //! of a prompt, none older than [`MAX_AGE`]. Prompts sent by other routers and generated tokens are not in it.
 //!
-//! The order is approximate: a block that was entered recently is not entered again, because most blocks of a prompt
-//! are those of a hot prefix. So a block may be evicted as if it had been sent an eighth of the capacity, or of
-//! [`MAX_AGE`], earlier.
+//! The blocks are a doubly linked list in a vector, in the order in which they were entered. Their age is counted in
+//! generations. A block of one of the last two is not entered again, because most blocks of a prompt are those of a hot
+//! prefix. So a block may be evicted as if it had been sent a sixteenth of the capacity, or an eighth of [`MAX_AGE`],
+//! earlier.
 
-use crate::hash::NumberMap;
-use kvbm::SequenceHash;
+use kvbm::{HashIndex, Prefetcher, SequenceHash};
 use std::collections::VecDeque;
-use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// The blocks, by the time of the last prompt that contained them.
-#[derive(Default)]
 pub(crate) struct AssumedCache {
-    /// The number of a block's latest entry in the queue, by its short hash. If two blocks have the same, the earlier
-    /// one leaves with the later one.
-    latest: NumberMap<u64, (u64, SequenceHash)>,
-    /// Entries, oldest first, including those that a later entry of the same block replaced.
-    queue: VecDeque<(u64, Instant, SequenceHash)>,
-    entries: u64,
-    /// Number of entries when the present generation of entries began, and the one before.
-    generations: [u64; 2],
-    /// When the present generation began.
-    turned: Option<Instant>,
+    /// Where each block is among the nodes.
+    positions: HashIndex,
+    /// The node [`END`] is before the first block of the list and after its last one.
+    nodes: Vec<Node>,
+    /// Nodes that are not in the list.
+    free: Vec<u32>,
+    /// When each generation began, the oldest first; those that are too old have left.
+    generations: VecDeque<Instant>,
+    /// Number of the oldest one.
+    first_generation: u32,
+    /// Number of new blocks in the newest one.
+    added: usize,
+}
+
+struct Node {
+    hash: SequenceHash,
+    /// The generation in which it was entered.
+    generation: u32,
+    newer: u32,
+    older: u32,
 }
 
 /// What a prompt changed.
@@ -43,84 +51,148 @@ pub(crate) struct Inserted {
 /// A prefix not used for this long is evicted on a busy worker, and rarely needed on an idle one.
 pub(crate) const MAX_AGE: Duration = Duration::from_mins(10);
 
-/// Number of generations in the capacity, and in [`MAX_AGE`]. Entries of two generations are recent. One that ends late,
-/// because no prompt came, is at most twice as long.
+/// Number of generations in the capacity, and in [`MAX_AGE`]. One that ends late, because no prompt came, is at most
+/// twice as long.
 const GENERATIONS: u32 = 32;
+
+/// Number of generations whose beginning is known: each of them has added a part of the capacity or lasted a part of
+/// [`MAX_AGE`], but for one of two that begin together.
+const MAX_GENERATIONS: usize = 4 * GENERATIONS as usize;
 
 /// Assumed capacity of a worker that does not report one: blocks of 16 tokens that fit a small GPU.
 pub(crate) const DEFAULT_BLOCKS: usize = 16_384;
 
+/// Position of the node that is no block.
+const END: u32 = 0;
+/// The hash of a node that is no block.
+const NO_HASH: SequenceHash = SequenceHash::from_bytes([0; 16]);
+
+impl Default for AssumedCache {
+    fn default() -> Self {
+        Self {
+            positions: HashIndex::default(),
+            nodes: vec![Node { hash: NO_HASH, generation: 0, newer: END, older: END }],
+            free: Vec::new(),
+            generations: VecDeque::new(),
+            first_generation: 0,
+            added: 0,
+        }
+    }
+}
+
 impl AssumedCache {
     /// Adds the blocks of a computed prompt, and evicts blocks to stay within `capacity`.
     pub(crate) fn insert(&mut self, prompt: &[SequenceHash], capacity: usize, now: Instant) -> Inserted {
-        let recent = self.recent_after(capacity, now);
-        let Inserted { mut entered, mut removed } = Inserted::default();
+        let generation = self.generation(capacity, now);
+        let mut inserted = Inserted::default();
         // The end first, so that it is evicted first.
-        for (index, hash) in prompt.iter().enumerate().rev() {
-            let entry = (self.entries + 1, *hash);
-            match self.latest.entry(hash.short()) {
-                Entry::Occupied(known) if known.get().0 > recent => continue,
-                Entry::Occupied(mut known) => drop(known.insert(entry)),
-                Entry::Vacant(vacant) => drop(vacant.insert(entry)),
-            }
-            self.entries += 1;
-            self.queue.push_back((self.entries, now, *hash));
-            match entered.last_mut() {
+        let reversed: Vec<SequenceHash> = prompt.iter().rev().copied().collect();
+        let mut prefetcher = Prefetcher::default();
+        for (at, hash) in reversed.iter().enumerate() {
+            let (node, matches) =
+                (|position| self.nodes.get(position as usize), |node: &Node, hash: &_| node.hash == *hash);
+            let known = self.positions.find_batched(&mut prefetcher, &reversed, at, node, matches);
+            let position = if let Some(position) = known {
+                if self.nodes[position as usize].generation + 1 >= generation {
+                    continue;
+                }
+                self.unlink(position);
+                position
+            } else {
+                let position = self.free_node();
+                self.positions.insert(hash, position);
+                self.added += 1;
+                position
+            };
+            let index = prompt.len() - 1 - at;
+            self.link(position, *hash, generation);
+            match inserted.entered.last_mut() {
                 Some(Range { start, .. }) if *start == index + 1 => *start = index,
-                _ => entered.push(index..index + 1),
+                _ => inserted.entered.push(index..index + 1),
             }
         }
-        while self.latest.len() > capacity
-            && let Some((entry, _, hash)) = self.queue.pop_front()
-        {
-            self.drop_block(entry, hash, &mut removed);
+        while self.positions.len() > capacity {
+            inserted.removed.push(self.remove(self.oldest()));
         }
-        // Afterwards at least half of the entries are current, so the cost is constant per entry.
-        if self.queue.len() > 2 * self.latest.len() {
-            let latest = &self.latest;
-            self.queue.retain(|(entry, _, hash)| latest.get(&hash.short()).is_some_and(|(last, _)| last == entry));
-        }
-        Inserted { entered, removed }
+        inserted
     }
 
     /// Removes and returns the blocks that are too old.
     pub(crate) fn expire(&mut self, now: Instant) -> Vec<SequenceHash> {
+        let is_old = |began: &Instant| now.saturating_duration_since(*began) >= MAX_AGE;
+        let old = self.generations.partition_point(is_old);
+        self.generations.drain(..old);
+        self.first_generation += old as u32;
         let mut removed = Vec::new();
-        while let Some((entry, at, hash)) = self.queue.front().copied()
-            && now.saturating_duration_since(at) >= MAX_AGE
-        {
-            self.queue.pop_front();
-            self.drop_block(entry, hash, &mut removed);
+        // The list is in the order of generations.
+        while self.oldest() != END && self.nodes[self.oldest() as usize].generation < self.first_generation {
+            removed.push(self.remove(self.oldest()));
         }
         removed
     }
 
-    /// All blocks, in no order.
+    /// All blocks, the most recently entered first.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = SequenceHash> {
-        self.latest.values().map(|(_, hash)| *hash)
+        let node = |position: u32| (position != END).then(|| &self.nodes[position as usize]);
+        let newest = node(self.nodes[END as usize].older);
+        std::iter::successors(newest, move |newer| node(newer.older)).map(|node| node.hash)
     }
 
-    /// Entries with a larger number are recent: those of the present generation and of the one before. A generation
-    /// is a part of the capacity, or of [`MAX_AGE`].
-    fn recent_after(&mut self, capacity: usize, now: Instant) -> u64 {
-        let age = self.turned.map_or(MAX_AGE, |turned| now.saturating_duration_since(turned));
+    /// The generation of a prompt. The next one begins when the newest one has added a part of the capacity, or after
+    /// a part of [`MAX_AGE`].
+    fn generation(&mut self, capacity: usize, now: Instant) -> u32 {
+        let age = self.generations.back().map_or(MAX_AGE, |began| now.saturating_duration_since(*began));
         let longest = MAX_AGE / GENERATIONS;
-        let [present, _] = self.generations;
-        if age >= 2 * longest {
-            (self.generations, self.turned) = ([self.entries; 2], Some(now));
-        } else if age >= longest || self.entries - present >= capacity as u64 / u64::from(GENERATIONS) {
-            (self.generations, self.turned) = ([self.entries, present], Some(now));
+        // After a long time without prompts no block is recent.
+        let begun = match age {
+            _ if age >= 2 * longest => 2,
+            _ if age >= longest || self.added >= capacity / GENERATIONS as usize => 1,
+            _ => 0,
+        };
+        if begun > 0 {
+            self.generations.extend([now; 2].into_iter().take(begun));
+            self.added = 0;
         }
-        self.generations[1]
+        // Blocks of earlier ones are evicted, or too old.
+        while self.generations.len() > MAX_GENERATIONS {
+            self.generations.pop_front();
+            self.first_generation += 1;
+        }
+        self.first_generation + self.generations.len() as u32 - 1
     }
 
-    fn drop_block(&mut self, entry: u64, hash: SequenceHash, removed: &mut Vec<SequenceHash>) {
-        if let Entry::Occupied(known) = self.latest.entry(hash.short())
-            && known.get().0 == entry
-        {
-            known.remove();
-            removed.push(hash);
-        }
+    /// A node that is not in the list.
+    fn free_node(&mut self) -> u32 {
+        self.free.pop().unwrap_or_else(|| {
+            self.nodes.push(Node { hash: NO_HASH, generation: 0, newer: END, older: END });
+            (self.nodes.len() - 1) as u32
+        })
+    }
+
+    fn oldest(&self) -> u32 {
+        self.nodes[END as usize].newer
+    }
+
+    /// Makes a node that is not in the list the newest one.
+    fn link(&mut self, position: u32, hash: SequenceHash, generation: u32) {
+        let newest = self.nodes[END as usize].older;
+        self.nodes[position as usize] = Node { hash, generation, newer: END, older: newest };
+        self.nodes[newest as usize].newer = position;
+        self.nodes[END as usize].older = position;
+    }
+
+    fn unlink(&mut self, position: u32) {
+        let Node { newer, older, .. } = self.nodes[position as usize];
+        self.nodes[newer as usize].older = older;
+        self.nodes[older as usize].newer = newer;
+    }
+
+    fn remove(&mut self, position: u32) -> SequenceHash {
+        self.unlink(position);
+        self.free.push(position);
+        let hash = self.nodes[position as usize].hash;
+        self.positions.remove(&hash, position);
+        hash
     }
 }
 
@@ -161,11 +233,14 @@ mod tests {
     }
 
     #[test]
-    fn a_hot_prompt_does_not_grow_the_queue() {
-        let (mut cache, now) = (AssumedCache::default(), Instant::now());
-        cache.insert(&hashes(50..51), 100, now);
-        (0..1000).for_each(|_| drop(cache.insert(&hashes(0..10), 100, now)));
-        assert!(cache.queue.len() <= 2 * cache.latest.len(), "{}", cache.queue.len());
+    fn nodes_are_used_again() {
+        let (mut cache, start) = (AssumedCache::default(), Instant::now());
+        for nth in 0..1000_u32 {
+            let now = start + MAX_AGE / 50 * nth;
+            cache.insert(&hashes((nth % 200) as u8..(nth % 200) as u8 + 10), 100, now);
+            cache.expire(now);
+        }
+        assert!(cache.nodes.len() <= 111 && cache.generations.len() <= 100, "{} nodes", cache.nodes.len());
     }
 
     #[test]
@@ -187,7 +262,7 @@ mod tests {
         for turn in 0..250_u8 {
             let now = start + MAX_AGE / 20 * u32::from(turn);
             cache.insert(&hashes(0..1 + turn / 2), 1600, now);
-            assert!(cache.expire(now + MAX_AGE / 5 * 4).is_empty(), "turn {turn}: {:?}", cache.queue.front());
+            assert!(cache.expire(now + MAX_AGE / 5 * 4).is_empty(), "turn {turn}");
         }
     }
 
@@ -201,7 +276,6 @@ mod tests {
             let Inserted { removed, .. } = cache.insert(&prompt, 160, now);
             assert!(!removed.iter().any(|hash| hot.contains(hash)), "at {nth}");
         }
-        assert_eq!(cache.latest.len(), 160);
-        assert!(cache.queue.len() <= 320);
+        assert_eq!(cache.positions.len(), 160);
     }
 }

@@ -20,7 +20,7 @@ const BUCKET: usize = 2 * WAYS;
 
 /// Maps each block hash to its position in an array of the caller, which holds the hashes themselves.
 #[derive(Default)]
-pub(crate) struct HashIndex {
+pub struct HashIndex {
     words: Vec<u32>,
     /// Index in `words` of the first bucket, which is aligned to a cache line.
     start: usize,
@@ -33,7 +33,7 @@ pub(crate) struct HashIndex {
 /// State of a batch of lookups in order: the guessed positions of the next [`DISTANCE`](Self::DISTANCE) hashes. See
 /// [`HashIndex::find_batched`].
 #[derive(Default)]
-pub(crate) struct Prefetcher([u32; Prefetcher::DISTANCE]);
+pub struct Prefetcher([u32; Prefetcher::DISTANCE]);
 
 impl Prefetcher {
     /// Number of lookups by which the array entry is prefetched ahead; the bucket is prefetched twice as far ahead.
@@ -58,8 +58,13 @@ impl HashIndex {
     }
 
     /// Number of hashes.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Whether there is no hash.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
     }
 
     /// The position of a hash. `is_at` tells whether a position holds the hash, because two hashes may share a tag.
@@ -86,7 +91,7 @@ impl HashIndex {
     /// The position of `hashes[at]`, as one of a batch of lookups: `at` counts up from zero. Prefetches for the
     /// lookups that follow. `entry` returns the array entry at a position, and `matches` tells whether it holds a
     /// hash. The index and the array may change between two lookups.
-    pub(crate) fn find_batched<'a, T: 'a>(
+    pub fn find_batched<'a, T: 'a>(
         &self,
         prefetcher: &mut Prefetcher,
         hashes: &[SequenceHash],
@@ -131,7 +136,7 @@ impl HashIndex {
     }
 
     /// Adds a hash that the index does not contain.
-    pub(crate) fn insert(&mut self, hash: &SequenceHash, position: u32) {
+    pub fn insert(&mut self, hash: &SequenceHash, position: u32) {
         if self.buckets * WAYS < (self.len + 1) * 2 {
             self.grow();
         }
@@ -139,7 +144,7 @@ impl HashIndex {
     }
 
     /// Removes a hash that the index maps to `position`.
-    pub(crate) fn remove(&mut self, hash: &SequenceHash, position: u32) {
+    pub fn remove(&mut self, hash: &SequenceHash, position: u32) {
         let (mut bucket, mut way) = self.way_of(hash, position);
         self.len -= 1;
         loop {
