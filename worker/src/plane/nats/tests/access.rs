@@ -115,6 +115,25 @@ async fn the_documented_permissions_suffice_and_separate_the_roles() {
 }
 
 #[tokio::test]
+async fn the_documented_permissions_suffice_after_a_reconnect() {
+    let Some(mut server) = documented().await else { return };
+    let (worker, frontend) = (connect(user(&server, "worker")).await, connect(user(&server, "frontend")).await);
+    let (workers, frontends) = (discovery_of(&worker), discovery_of(&frontend));
+    let _lease = workers.register(instance(1, 1), engine()).await.unwrap();
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+    server.stop();
+    until("the loss is noticed", async || !worker.is_connected() && !frontend.is_connected()).await;
+    server.start_again().await;
+    until("both are connected again", async || worker.is_connected() && frontend.is_connected()).await;
+    // By then the client library has deleted its consumer, and made one.
+    assert!(is_quiet(&mut instances, Duration::from_secs(1)).await, "the worker never left");
+    for connection in [&worker, &frontend] {
+        assert_eq!(connection.explain("denied".to_owned()), "denied", "nothing was denied");
+    }
+}
+
+#[tokio::test]
 async fn a_frontend_cannot_make_a_worker_overwrite_records() {
     let Some(server) = documented().await else { return };
     let (worker, registry) = open(user(&server, "worker")).await.unwrap();
