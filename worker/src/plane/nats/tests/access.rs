@@ -372,6 +372,52 @@ async fn a_missing_secret_is_refused_by_its_path() {
 }
 
 #[tokio::test]
+async fn a_file_of_tls_that_cannot_be_used_is_refused_by_its_path() {
+    let ca_file = Some(PathBuf::from("/no/such/ca.pem"));
+    let tls = Some(Tls { ca_file, client: None });
+    let error = refused(Settings { tls, ..Settings::default() }).await;
+    let text = error.to_string();
+    assert!(matches!(error, ConnectError::TlsFile(_)) && text.contains("nats.ca_file = \"/no/such/ca.pem\""), "{text}");
+}
+
+#[tokio::test]
+async fn what_keeps_a_process_from_connecting_again_is_known() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str, text| file(folder.path(), name, text);
+    let (certificate, key, ca_file) = (path("one.pem", ONE[0]), path("one.key", ONE[1]), path("ca.pem", ONE[0]));
+    let configuration = |token: &str| {
+        format!("tls {{ cert_file: {certificate:?}, key_file: {key:?} }}\nauthorization {{ token: {token} }}")
+    };
+    let Some(mut server) = Server::with_configuration(&configuration("former")).await else { return };
+    let credentials = Credentials::Token(path("token", "former"));
+    let tls = Some(Tls { ca_file: Some(ca_file.clone()), client: None });
+    let connection = connect(Settings { tls, credentials, ..only(&server.tls_url()) }).await;
+    assert_eq!(connection.problem(), None);
+    server.stop();
+    until("the loss of the connection is noticed", async || !connection.is_connected()).await;
+    let problem_has = async |parts: [&str; 2]| {
+        until(parts[0], async || {
+            connection.problem().is_some_and(|problem| parts.iter().all(|part| problem.contains(part)))
+        })
+        .await;
+    };
+    problem_has(["nats is away", "Connection refused"]).await;
+    path("ca.pem", "");
+    server.start_again().await;
+    problem_has(["nats.ca_file = ", "expected PEM"]).await;
+    path("ca.pem", TWO[0]);
+    problem_has(["invalid peer certificate", "nats.ca_file = "]).await;
+    server.stop();
+    file(server.folder(), "nats.conf", &configuration("other"));
+    server.start_again().await;
+    path("ca.pem", ONE[0]);
+    problem_has(["authorization violation", "nats.token_file = "]).await;
+    path("token", "other");
+    until("the process is connected again", async || connection.is_connected()).await;
+    assert_eq!(connection.problem(), None);
+}
+
+#[tokio::test]
 async fn servers_and_clients_are_verified_by_tls() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str, text| file(folder.path(), name, text);
