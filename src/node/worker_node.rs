@@ -105,8 +105,9 @@ impl WorkerNode {
         // From here on an early return closes the HTTP server.
         let http = HttpServer::start(server, listener, app);
 
-        let NatsPlanes { discovery, events } =
+        let NatsPlanes { discovery, events, connection } =
             planes::open(config, Address(url.clone()), credentials, &registry).await?;
+        health.tiers.watch_nats(Arc::downgrade(&connection));
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
         let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
         // Set once: here only.
