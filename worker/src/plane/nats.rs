@@ -55,8 +55,8 @@ use std::sync::Arc;
 /// a message with another number is refused.
 pub const PROTOCOL: u8 = 1;
 
-/// The target under which the client library of NATS logs. It repeats an error with each attempt to connect; this module
-/// logs the state of the connection itself, and each cause once.
+/// The target under which the client library of NATS logs. It repeats an error with each attempt to connect. This
+/// module logs the state of the connection itself, and each cause once.
 pub const LIBRARY_LOG_TARGET: &str = "async_nats";
 
 /// The URL of a worker's endpoint for requests.
