@@ -26,6 +26,7 @@ mod native;
 mod planes;
 mod preflight;
 mod quotas;
+mod refused_requests;
 mod scope;
 mod store_metrics;
 pub(crate) mod stores;
