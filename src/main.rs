@@ -249,8 +249,8 @@ fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
     let wrong = |problem: String| anyhow!("log.filter = {directives:?}: {problem}");
     config::check_log_filter(directives).map_err(wrong)?;
     // The certificate library repeats an error with every request; the tier logs it once. The planes log the connection
-    // to NATS themselves.
-    EnvFilter::try_new(format!("rustls_platform_verifier=off,{LIBRARY_LOG_TARGET}=warn,{directives}"))
+    // to NATS themselves. `log.filter` may name both.
+    EnvFilter::try_new(format!("rustls_platform_verifier=off,{LIBRARY_LOG_TARGET}=off,{directives}"))
         .map_err(|error| wrong(error.to_string()))
 }
 

@@ -26,6 +26,7 @@ mod native;
 mod planes;
 mod preflight;
 mod quotas;
+mod refused_requests;
 mod scope;
 mod store_metrics;
 pub(crate) mod stores;
@@ -187,12 +188,14 @@ impl Node {
         // This process registers no worker.
         let no_address = Address(String::new());
         let shared = planes::open(config, no_address, credentials, &registry).await?;
+        let connection = Arc::downgrade(&shared.connection);
         // Also without upstreams: the first may come with a reload.
         let local = planes::local();
         let planes = planes::combined(shared, &local);
         let upstream_metrics = upstream::Metrics::new(&registry)?;
-        let (mut node, Parts { aliases, tokenizers, .. }) =
+        let (mut node, Parts { health, aliases, tokenizers }) =
             Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
+        health.watch_nats(connection);
         let upstreams = Upstreams::new(local, system_lookup(), aliases, tokenizers, upstream_metrics);
         let router = Arc::clone(&node.router);
         // Not an error: workers may start later.

@@ -13,4 +13,4 @@ pub(crate) mod upload;
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
 pub(crate) use server::ConnectionInfo;
-pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls};
+pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address};

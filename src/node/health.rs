@@ -9,6 +9,7 @@ use kvbm::{DiskTier, ObjectTier, Tier};
 use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use worker::plane::nats::Connection;
 
 /// Components that can fail while requests are still served.
 #[derive(Default)]
@@ -17,6 +18,8 @@ pub(super) struct Health {
     disk: OnceLock<Weak<DiskTier>>,
     /// G3.5 and G4, set once they are open.
     shared: OnceLock<Vec<Weak<ObjectTier>>>,
+    /// The connection to NATS, if the process has one.
+    nats: OnceLock<Weak<Connection>>,
 }
 
 impl Health {
@@ -27,6 +30,11 @@ impl Health {
 
     pub(super) fn watch_shared(&self, tiers: Vec<Weak<ObjectTier>>) {
         let _ = self.shared.set(tiers);
+    }
+
+    pub(super) fn watch_nats(&self, connection: Weak<Connection>) {
+        // Set once: a process has one connection.
+        let _ = self.nats.set(connection);
     }
 
     pub(super) fn degraded(&self) -> Vec<String> {
@@ -40,7 +48,8 @@ impl Health {
             let problem = problem_of_store(tier.is_available(), tier.write_failure())?;
             Some(format!("tiers.{}: {problem}", tier.level().name()))
         });
-        paths.chain(shared).chain(panics).collect()
+        let nats = self.nats.get().and_then(Weak::upgrade).and_then(|connection| connection.problem());
+        nats.into_iter().chain(paths).chain(shared).chain(panics).collect()
     }
 }
 

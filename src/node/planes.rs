@@ -17,6 +17,8 @@ use worker::serve::Planes;
 pub(super) struct NatsPlanes {
     pub(super) discovery: Arc<NatsDiscovery>,
     pub(super) events: Arc<NatsEvents>,
+    /// The connection of both.
+    pub(super) connection: Arc<Connection>,
 }
 
 /// The planes of what only this process knows.
@@ -26,7 +28,7 @@ pub(super) fn local() -> Planes {
 
 /// Both planes as the router of a frontend sees them: workers come from NATS, upstreams from `local`, and the
 /// reservations of all frontends pass over NATS.
-pub(super) fn combined(NatsPlanes { discovery, events }: NatsPlanes, local: &Planes) -> Planes {
+pub(super) fn combined(NatsPlanes { discovery, events, .. }: NatsPlanes, local: &Planes) -> Planes {
     Planes {
         discovery: Arc::new(CombinedDiscovery::new(discovery, Arc::clone(&local.discovery))),
         events: Arc::new(CombinedEvents::new(events, Arc::clone(&local.events))),
@@ -47,7 +49,8 @@ pub(super) async fn open(
     let connector: Connector =
         Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, credentials.clone())));
     let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector, keys);
-    Ok(NatsPlanes { discovery: Arc::new(discovery), events: Arc::new(NatsEvents::new(connection)) })
+    let events = Arc::new(NatsEvents::new(Arc::clone(&connection)));
+    Ok(NatsPlanes { discovery: Arc::new(discovery), events, connection })
 }
 
 /// What this process shows to workers of other processes. Blocks while it reads files, whose changes are followed.

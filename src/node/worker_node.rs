@@ -14,6 +14,7 @@ use super::health::Health;
 use super::http_server::{self, HttpServer, listen};
 use super::native::Native;
 use super::planes::{self, NatsPlanes};
+use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
 use super::usage::CacheUsage;
 use super::{HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
@@ -26,7 +27,7 @@ use axum::http::{Response, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use frontend::{ClientCertificate, internal_router};
+use frontend::{ClientCertificate, internal_router, peer_address};
 use prometheus::Registry;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,24 +90,36 @@ impl WorkerNode {
         let (tracer, exporter) = otlp::start(config, Purpose::Worker, &address.to_string(), &registry)?;
         let requests = RequestServer::traced(credentials.secret.clone(), peers.clone(), tracer.clone());
         let requires_certificate = config.cluster.tls.client_ca_file.is_some();
+        let refused = Arc::new(RefusedRequests::new(&registry)?);
         let routes = Router::new()
             .route("/workers/{worker}/generate", post(generate))
             .route("/workers/{worker}/blocks", post(blocks))
             .route("/workers/{worker}/handoffs/{handoff}", get(progress))
             .with_state(requests.clone())
-            .route_layer(from_fn(move |request: Request, next: Next| async move {
-                let is_known = request.extensions().get::<ClientCertificate>().is_some();
-                if is_known || !requires_certificate {
-                    return next.run(request).await;
+            .route_layer(from_fn(move |request: Request, next: Next| {
+                let refused = Arc::clone(&refused);
+                async move {
+                    let peer = peer_address(request.extensions());
+                    let is_known = request.extensions().get::<ClientCertificate>().is_some();
+                    if requires_certificate && !is_known {
+                        refused.refused(Refusal::Certificate, peer);
+                        return (StatusCode::UNAUTHORIZED, NO_CERTIFICATE).into_response();
+                    }
+                    let response = next.run(request).await;
+                    // The only reason of the request server for this status.
+                    if response.status() == StatusCode::UNAUTHORIZED {
+                        refused.refused(Refusal::Secret, peer);
+                    }
+                    response
                 }
-                (StatusCode::UNAUTHORIZED, NO_CERTIFICATE).into_response()
             }));
         let app = internal_router(routes, Arc::clone(&health) as _, registry.clone(), &settings);
         // From here on an early return closes the HTTP server.
         let http = HttpServer::start(server, listener, app);
 
-        let NatsPlanes { discovery, events } =
+        let NatsPlanes { discovery, events, connection } =
             planes::open(config, Address(url.clone()), credentials, &registry).await?;
+        health.tiers.watch_nats(Arc::downgrade(&connection));
         let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
         let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
         // Set once: here only.

@@ -1,7 +1,9 @@
 //! Certificates, keys and authorities in files in PEM format.
 
+use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::sign::CertifiedKey;
 use rustls::{InconsistentKeys, RootCertStore};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -84,6 +86,12 @@ impl Identity {
         }
     }
 
+    /// Checks that the files have a certificate and its key, for a library that reads them itself. Blocks.
+    pub fn check(&self) -> Result<(), TlsError> {
+        let (chain, key) = self.load()?;
+        CertifiedKey::from_der(chain, key, &default_provider()).map(drop).map_err(|error| self.error(&error))
+    }
+
     pub(crate) fn load(&self) -> Result<Pair, TlsError> {
         let chain = self.certificate.certificates(
             "PEM with `-----BEGIN CERTIFICATE-----`: the certificate of this process, then those that signed it",
@@ -108,6 +116,11 @@ impl Identity {
 }
 
 impl NamedFile {
+    /// Checks that the file has authorities, for a library that reads it itself. Blocks.
+    pub fn check_authorities(&self) -> Result<(), TlsError> {
+        self.authorities().map(drop)
+    }
+
     /// The authorities in the file.
     pub(crate) fn authorities(&self) -> Result<RootCertStore, TlsError> {
         let expected = "PEM with `-----BEGIN CERTIFICATE-----`: the authorities that sign the certificates of others";

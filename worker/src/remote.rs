@@ -38,6 +38,9 @@ pub use server::{RequestServer, ResponseBody};
 /// with another number is refused.
 pub const PROTOCOL: u8 = 2;
 
+/// The text of a response with status 401. The client of a request may get it: what to change is in the log only.
+const NO_SECRET: &str = "the request has no secret that the worker accepts";
+
 /// The header with the number of the protocol.
 const PROTOCOL_HEADER: &str = "x-blockyard-protocol";
 

@@ -15,8 +15,8 @@ mod connections;
 mod repoll;
 mod stream;
 
-pub use connection::ClientCertificate;
 pub(crate) use connection::ConnectionInfo;
+pub use connection::{ClientCertificate, peer_address};
 
 use crate::limits::ConnectionChoices;
 use crate::metrics::ConnectionMetrics;
@@ -245,6 +245,7 @@ impl Server {
             reserved,
             allowed_host: OnceLock::new(),
             local: socket.local_addr().ok().map(|local| local.ip()),
+            peer: socket.peer_addr().ok(),
             choices: ConnectionChoices::default(),
             shutdown: shutdown.clone(),
         });

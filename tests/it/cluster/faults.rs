@@ -66,13 +66,17 @@ async fn requests_are_served_while_nats_is_away() {
     for _ in 0..16 {
         let (again, cached) = frontend.client.complete(&prompt(1)).await.unwrap();
         assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288));
-        assert!(frontend.client.get("/ready").await.0 && worker.client.get("/ready").await.0);
+        for process in [&frontend, &worker] {
+            let (is_ready, body) = process.client.get("/ready").await;
+            assert!(is_ready && body.contains("nats is away"), "{body}");
+        }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     nats.start_again().await;
     let other = cluster.worker(&cluster.seat("b")).await;
     until_workers(&frontend, 2).await;
     until_cached(&frontend, &prompt(1)).await;
+    assert!(!frontend.client.get("/ready").await.1.contains("nats"));
     drop(other);
 }
 

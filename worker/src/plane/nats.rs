@@ -14,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+mod attempts;
 mod authentication;
 mod bucket;
 mod codec;
@@ -31,6 +32,7 @@ mod settings;
 mod subjects;
 mod subscriptions;
 mod texts;
+mod tls;
 mod transfers;
 mod view;
 mod watcher;
@@ -53,7 +55,8 @@ use std::sync::Arc;
 /// a message with another number is refused.
 pub const PROTOCOL: u8 = 1;
 
-/// The target under which the client library of NATS logs. This module logs the state of the connection itself.
+/// The target under which the client library of NATS logs. It repeats an error with each attempt to connect. This
+/// module logs the state of the connection itself, and each cause once.
 pub const LIBRARY_LOG_TARGET: &str = "async_nats";
 
 /// The URL of a worker's endpoint for requests.
@@ -89,6 +92,9 @@ pub enum ConnectError {
         /// The error.
         error: String,
     },
+    /// A file of TLS cannot be used.
+    #[error("{0}")]
+    TlsFile(String),
     /// A server refused the connection: credentials, or TLS.
     #[error("nats at {servers} refuses the connection: {problem}")]
     Refused {

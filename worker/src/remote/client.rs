@@ -73,6 +73,7 @@ impl RemoteEngine {
             status => {
                 let body = error_body(response.into_body()).await.unwrap_or_default();
                 let text = String::from_utf8_lossy(&body);
+                self.connections.endpoint().log_refusal(text.trim());
                 Err(self.unavailable(format_args!("status {}: {}", status.as_u16(), text.trim())))
             }
         }

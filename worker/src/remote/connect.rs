@@ -1,8 +1,9 @@
 //! Connections to another process of the deployment: where it listens, and what the two show to each other.
 
-use super::Secret;
+use super::{NO_SECRET, Secret};
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Uri};
+use spans::LogLimit;
 use std::error::Error as StdError;
 use std::io;
 use std::sync::Arc;
@@ -25,6 +26,8 @@ pub struct Credentials {
 pub(super) struct Endpoint {
     target: Result<Target, String>,
     credentials: Credentials,
+    /// Limits log lines about a secret that the process does not accept: each request fails.
+    refusals: LogLimit,
 }
 
 /// Where a process listens.
@@ -46,7 +49,7 @@ impl From<Option<Secret>> for Credentials {
 impl Endpoint {
     /// The process at a URL, `http://host:port` or `https://host:port`. A wrong URL fails at each request.
     pub(super) fn new(url: &str, credentials: Credentials) -> Self {
-        Self { target: Target::parse(url), credentials }
+        Self { target: Target::parse(url), credentials, refusals: LogLimit::default() }
     }
 
     /// The URL of the process, without credentials. `None` if it is wrong.
@@ -70,6 +73,15 @@ impl Endpoint {
     /// The header with the secret that is sent now.
     pub(super) fn authorization(&self) -> Option<HeaderValue> {
         self.credentials.secret.as_ref().map(Secret::header)
+    }
+
+    /// Logs what to change if the text of a response with an error is about the secret.
+    pub(super) fn log_refusal(&self, text: &str) {
+        let Some(change) = refusal(text, self.credentials.secret.is_some()) else { return };
+        if let Some(suppressed) = self.refusals.admit() {
+            let address = self.address();
+            tracing::warn!(address, suppressed, "a worker answers with status 401: {change}");
+        }
     }
 
     /// A new connection for a protocol (ALPN).
@@ -111,6 +123,19 @@ impl Endpoint {
     }
 }
 
+/// What to change if the text of a response with an error is about the secret.
+fn refusal(text: &str, has_secret: bool) -> Option<&'static str> {
+    if text != NO_SECRET {
+        return None;
+    }
+    Some(if has_secret {
+        "it does not accept the first secret in cluster.secret_file of this process; write this secret to \
+         cluster.secret_file of the worker, too"
+    } else {
+        "it requires a secret, and this process has none; set cluster.secret_file to the same file as at the worker"
+    })
+}
+
 impl Target {
     fn parse(url: &str) -> Result<Self, String> {
         let uri: Uri = url.parse().map_err(|error| format!("address {url:?}: {error}"))?;
@@ -121,6 +146,19 @@ impl Target {
                 Ok(Self { scheme: scheme.clone(), authority: authority.clone() })
             }
             _ => Err(format!("address {url:?}: expected http://host:port or https://host:port")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_secret_is_explained_by_its_setting() {
+        for has_secret in [true, false] {
+            assert!(refusal(NO_SECRET, has_secret).is_some_and(|change| change.contains("cluster.secret_file")));
+            assert_eq!(refusal("no worker with this id takes requests here", has_secret), None);
         }
     }
 }

@@ -4,7 +4,7 @@ use super::blocks::{self, BlockFrames};
 use super::progress::ProgressFrames;
 use super::served::ServedRequest;
 use super::wire;
-use super::{PROTOCOL, PROTOCOL_HEADER, Secret};
+use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, Secret};
 use crate::engine::{Engine, OutputStream};
 use crate::handoff::{HandoffId, Peers};
 use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
@@ -151,7 +151,7 @@ impl RequestServer {
     /// Why a request is refused: its secret or its protocol number is another one.
     fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
         if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
-            return Some((StatusCode::UNAUTHORIZED, "the request has no secret that the worker accepts".to_owned()));
+            return Some((StatusCode::UNAUTHORIZED, NO_SECRET.to_owned()));
         }
         let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
         let why = || format!("the request has protocol number {protocol}, this worker {PROTOCOL}");

@@ -20,7 +20,7 @@ use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use spans::LogLimit;
 use std::convert::Infallible;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
@@ -45,6 +45,8 @@ pub(crate) struct ConnectionInfo {
     pub(crate) reserved: bool,
     /// The local address of the connection.
     pub(crate) local: Option<IpAddr>,
+    /// The address of the other end.
+    pub(crate) peer: Option<SocketAddr>,
     /// The `Host` of a request that was allowed. The others name the same, which is not checked again.
     pub(crate) allowed_host: OnceLock<Box<[u8]>>,
     /// The running choices of its requests.
@@ -58,6 +60,11 @@ impl ConnectionInfo {
     pub(crate) fn of(extensions: &Extensions) -> Option<&Self> {
         extensions.get::<Arc<Self>>().map(|info| &**info)
     }
+}
+
+/// The address that a request came from, of its client or of a proxy. `None` within this process.
+pub fn peer_address(extensions: &Extensions) -> Option<SocketAddr> {
+    ConnectionInfo::of(extensions)?.peer
 }
 
 /// Among the extensions of a request whose client has shown a certificate, which was verified.

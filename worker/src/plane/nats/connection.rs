@@ -1,6 +1,7 @@
 //! The connection to NATS: options, checks of the server, and the state of the connection.
 
 use super::ConnectError;
+use super::attempts::Attempts;
 use super::bucket::Bucket;
 use super::credentials;
 use super::metrics::{Lost, Metrics, Refused};
@@ -8,7 +9,6 @@ use super::settings::Settings;
 use super::subjects::Subjects;
 use async_nats::jetstream::{Context, ContextBuilder};
 use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, Message, ServerAddr, ServerError, Subject};
-use kvbm::splitmix::SplitMix64;
 use parking_lot::Mutex;
 use spans::LogLimit;
 use std::sync::Arc;
@@ -27,6 +27,7 @@ pub struct Connection {
     pub(super) process: String,
     link: watch::Receiver<Link>,
     denied: Denied,
+    attempts: Arc<Attempts>,
     /// Limits log lines about requests that are not answered.
     unanswered: LogLimit,
 }
@@ -48,9 +49,6 @@ pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// A connection that is lost without a sign is noticed after three of these.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Longest delay between attempts to reconnect: a fraction of a lease, so that leases are renewed soon after an outage.
-const MAX_RECONNECT_DELAY: Duration = Duration::from_secs(1);
-
 /// Delay between attempts of [`Connection::open`], each of which tries all servers.
 const OPEN_DELAY: Duration = Duration::from_millis(500);
 
@@ -68,6 +66,9 @@ const MIN_MESSAGE_BYTES: usize = 64 << 10;
 /// second. The metric counts all of them.
 const UNANSWERED_LOG_INTERVAL: Duration = Duration::from_mins(1);
 
+/// A client that sends what it may not send gets an error for each message.
+const SERVER_ERRORS_PER_MINUTE: u32 = 20;
+
 impl Connection {
     /// Connects, checks the server, and opens the bucket of the instances or creates it. Tries for
     /// [`Settings::connect_timeout`].
@@ -76,10 +77,10 @@ impl Connection {
         let subjects = Subjects::new(&settings.prefix, &settings.bucket);
         let servers = addresses(&settings)?;
         let (sender, mut link) = watch::channel(Link::default());
-        let denied = Denied::default();
-        let options = with_callbacks(options(&settings, &subjects)?, sender, metrics.clone(), &denied);
+        let (denied, attempts) = (Denied::default(), Attempts::new(&settings));
+        let options = with_callbacks(options(&settings, &subjects)?, sender, metrics.clone(), &denied, &attempts);
         let deadline = Instant::now() + settings.connect_timeout;
-        let client = connect(&options, &servers, &settings, deadline).await?;
+        let client = connect(&options, &servers, &settings, &attempts, deadline).await?;
         // Followers compare their view again after each connection, so the first must be counted before they start.
         let _ = link.wait_for(|link| link.generation > 0).await;
         check_server(&client)?;
@@ -91,7 +92,7 @@ impl Connection {
         let prefix = &settings.prefix;
         tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
         let unanswered = LogLimit::new(1, UNANSWERED_LOG_INTERVAL);
-        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied, unanswered }))
+        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied, attempts, unanswered }))
     }
 
     pub(super) fn link(&self) -> watch::Receiver<Link> {
@@ -100,6 +101,15 @@ impl Connection {
 
     pub(super) fn is_connected(&self) -> bool {
         self.link.borrow().connected
+    }
+
+    /// Why the planes have their last view and not the current one. `None` while the process is connected.
+    pub fn problem(&self) -> Option<String> {
+        if self.is_connected() {
+            return None;
+        }
+        let cause = self.attempts.cause().map(|cause| format!(" ({cause})")).unwrap_or_default();
+        Some(format!("nats is away{cause}; the last view of instances and caches is used"))
     }
 
     /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of
@@ -153,7 +163,7 @@ fn options(settings: &Settings, subjects: &Subjects) -> Result<ConnectOptions, C
         .ping_interval(PING_INTERVAL)
         .subscription_capacity(RECEIVE_QUEUE)
         .request_timeout(Some(ANSWER_TIMEOUT));
-    // The library reads the files at each connection.
+    // The library reads the files at each connection; `Attempts` checks them before.
     if let Some(tls) = &settings.tls {
         options = options.require_tls(true);
         if let Some(file) = &tls.ca_file {
@@ -171,32 +181,45 @@ fn with_callbacks(
     link: watch::Sender<Link>,
     metrics: Metrics,
     denied: &Denied,
+    attempts: &Arc<Attempts>,
 ) -> ConnectOptions {
-    let denied = Arc::clone(denied);
-    options.reconnect_delay_callback(reconnect_delay).event_callback(move |event| {
+    let (denied, attempts) = (Arc::clone(denied), Arc::clone(attempts));
+    let errors = LogLimit::new(SERVER_ERRORS_PER_MINUTE, Duration::from_mins(1));
+    attempts.apply(options).event_callback(move |event| {
         match event {
             Event::Connected => {
                 let first = link.borrow().generation == 0;
+                let is_loss_logged = attempts.connected();
                 link.send_modify(|link| *link = Link { connected: true, generation: link.generation + 1 });
                 metrics.connected.set(1);
                 // An old denial does not explain a new error.
                 *denied.lock() = None;
                 if !first {
                     metrics.reconnects.inc();
+                }
+                if is_loss_logged {
                     tracing::info!("nats connected again");
                 }
             }
             Event::Disconnected => {
+                attempts.disconnected();
                 link.send_modify(|link| link.connected = false);
                 metrics.connected.set(0);
-                tracing::warn!("nats is away; the last view of instances and caches is used until it is back");
             }
             Event::SlowConsumer(_) => metrics.lost(Lost::ReceiveQueue, 1),
-            Event::ServerError(ServerError::Other(problem)) => {
-                tracing::warn!(problem, "nats server reports an error");
-                *denied.lock() = Some(problem);
+            Event::ServerError(error) => {
+                let problem = match &error {
+                    ServerError::Other(problem) => problem.clone(),
+                    error => error.to_string(),
+                };
+                if let Some(suppressed) = errors.admit() {
+                    tracing::warn!(problem, suppressed, "nats server reports an error");
+                }
+                attempts.server_reported(&problem);
+                if let ServerError::Other(problem) = error {
+                    *denied.lock() = Some(problem);
+                }
             }
-            Event::ServerError(problem) => tracing::warn!(%problem, "nats server reports an error"),
             Event::ClientError(problem) => tracing::debug!(%problem, "nats connection attempt failed"),
             Event::Closed | Event::Draining | Event::LameDuckMode => {}
         }
@@ -204,27 +227,22 @@ fn with_callbacks(
     })
 }
 
-/// Doubles from milliseconds, with jitter: after an outage all processes reconnect at once.
-fn reconnect_delay(attempts: usize) -> Duration {
-    let delay = Duration::from_millis(1u64 << attempts.min(10)).min(MAX_RECONNECT_DELAY);
-    let seed = u64::from(std::process::id()) ^ attempts as u64;
-    delay.mul_f64(0.5 + 0.5 * SplitMix64::new(seed).uniform())
-}
-
 async fn connect(
     options: &ConnectOptions,
     servers: &[ServerAddr],
     settings: &Settings,
+    attempts: &Attempts,
     deadline: Instant,
 ) -> Result<Client, ConnectError> {
     let names = || settings.servers.join(", ");
     let mut next_line = Instant::now();
     loop {
+        attempts.check_files().await.map_err(ConnectError::TlsFile)?;
         let error = match options.clone().connect(servers).await {
             Ok(client) => return Ok(client),
             Err(error) => error,
         };
-        let problem = error.to_string();
+        let problem = attempts.explain(&error.to_string());
         if matches!(
             error.kind(),
             ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication | ConnectErrorKind::Tls
@@ -281,14 +299,6 @@ mod tests {
             ("", false),
         ] {
             assert_eq!(has_key_expiry(version), new_enough, "{version}");
-        }
-    }
-
-    #[test]
-    fn reconnect_delays_grow_up_to_a_limit() {
-        assert!(reconnect_delay(1) < Duration::from_millis(3));
-        for attempts in [10, 64, usize::MAX] {
-            assert!((MAX_RECONNECT_DELAY / 2..=MAX_RECONNECT_DELAY).contains(&reconnect_delay(attempts)));
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What this process authenticates with at NATS. The file with it is read at each connection: the server ends a
 //! connection whose credentials it no longer accepts, and the next one has those that are in the file by then.
 //!
-//! Not here: TLS. The client library reads the files of TLS itself, also at each connection.
+//! Not here: TLS (`tls`). The client library reads the files of TLS itself, also at each connection.
 
 use super::ConnectError;
 use super::settings::Credentials;

@@ -127,6 +127,17 @@ impl Settings {
 }
 
 impl Credentials {
+    /// The setting that names the file.
+    pub(super) fn key(&self) -> &'static str {
+        match self {
+            Self::Anonymous => "nats",
+            Self::UserPassword { .. } => "nats.password_file",
+            Self::Token(_) => "nats.token_file",
+            Self::Nkey(_) => "nats.nkey_file",
+            Self::CredentialsFile(_) => "nats.credentials_file",
+        }
+    }
+
     /// The file that has them.
     pub(super) fn file(&self) -> Option<&Path> {
         match self {

@@ -30,7 +30,7 @@ pub(super) struct Watcher {
     keys: Option<RecordKeys>,
     view: View,
     records: BTreeMap<WorkerId, KnownRecord>,
-    /// Why the record of a key was last not used.
+    /// Why the last record of a key is not used.
     refused: BTreeMap<WorkerId, String>,
     /// Limits log lines about records that are not used. A client with the permissions of a worker can write any number
     /// of them.
@@ -183,12 +183,15 @@ impl Watcher {
         // Most records are renewals. The keys may have changed since the last one.
         let is_known = self.records.get(&id).is_some_and(|known| known.stored == stored);
         if is_known && stored.verify(id, self.keys.as_ref()).is_ok() && self.view.renewed(id) {
+            self.refused.remove(&id);
             return None;
         }
         let (instance, address, texts) = match self.read(id, &stored).await {
             Ok(read) => read,
             Err(unusable) => return self.refuse(id, &unusable),
         };
+        // The same problem is reported again if it comes back.
+        self.refused.remove(&id);
         self.records.insert(id, KnownRecord { stored, _texts: texts });
         self.view.registered(instance, address)
     }

@@ -52,6 +52,7 @@ impl PeerEndpoint {
         if response.status != 200 {
             let text = response.rest(MAX_ERROR_BYTES).await.unwrap_or_default();
             let text = String::from_utf8_lossy(&text);
+            self.endpoint.log_refusal(text.trim());
             return Err(io::Error::other(format!("status {}: {}", response.status, text.trim())));
         }
         Ok(response)

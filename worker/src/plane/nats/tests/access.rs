@@ -115,6 +115,25 @@ async fn the_documented_permissions_suffice_and_separate_the_roles() {
 }
 
 #[tokio::test]
+async fn the_documented_permissions_suffice_after_a_reconnect() {
+    let Some(mut server) = documented().await else { return };
+    let (worker, frontend) = (connect(user(&server, "worker")).await, connect(user(&server, "frontend")).await);
+    let (workers, frontends) = (discovery_of(&worker), discovery_of(&frontend));
+    let _lease = workers.register(instance(1, 1), engine()).await.unwrap();
+    let mut instances = frontends.watch();
+    assert_eq!(next(&mut instances).await, (1, 1, true));
+    server.stop();
+    until("the loss is noticed", async || !worker.is_connected() && !frontend.is_connected()).await;
+    server.start_again().await;
+    until("both are connected again", async || worker.is_connected() && frontend.is_connected()).await;
+    // By then the client library has deleted its consumer, and made one.
+    assert!(is_quiet(&mut instances, Duration::from_secs(1)).await, "the worker never left");
+    for connection in [&worker, &frontend] {
+        assert_eq!(connection.explain("denied".to_owned()), "denied", "nothing was denied");
+    }
+}
+
+#[tokio::test]
 async fn a_frontend_cannot_make_a_worker_overwrite_records() {
     let Some(server) = documented().await else { return };
     let (worker, registry) = open(user(&server, "worker")).await.unwrap();
@@ -265,10 +284,13 @@ async fn records_are_signed_and_verified_again_when_keys_change() {
     assert_eq!(counter(&registry, REFUSED, "instance"), 0);
 
     // A worker that signs with a key that was removed leaves after a lease, and is back with the key.
-    of_frontend.send_replace(vec![former]);
-    assert_eq!(next(&mut instances).await, (1, 1, false));
-    of_frontend.send_replace(vec![new]);
-    assert_eq!(next(&mut instances).await, (1, 1, true));
+    for times in 1..=2 {
+        of_frontend.send_replace(vec![former.clone()]);
+        assert_eq!(next(&mut instances).await, (1, 1, false));
+        assert_eq!(counter(&registry, REFUSED, "instance"), times, "it is reported each time");
+        of_frontend.send_replace(vec![new.clone()]);
+        assert_eq!(next(&mut instances).await, (1, 1, true));
+    }
 }
 
 #[tokio::test]
@@ -347,6 +369,52 @@ async fn a_missing_secret_is_refused_by_its_path() {
     let credentials = Credentials::Token("/no/such/token".into());
     let error = refused(Settings { credentials, ..Settings::default() }).await;
     assert!(matches!(&error, ConnectError::File { .. }) && error.to_string().contains("/no/such/token"), "{error}");
+}
+
+#[tokio::test]
+async fn a_file_of_tls_that_cannot_be_used_is_refused_by_its_path() {
+    let ca_file = Some(PathBuf::from("/no/such/ca.pem"));
+    let tls = Some(Tls { ca_file, client: None });
+    let error = refused(Settings { tls, ..Settings::default() }).await;
+    let text = error.to_string();
+    assert!(matches!(error, ConnectError::TlsFile(_)) && text.contains("nats.ca_file = \"/no/such/ca.pem\""), "{text}");
+}
+
+#[tokio::test]
+async fn what_keeps_a_process_from_connecting_again_is_known() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str, text| file(folder.path(), name, text);
+    let (certificate, key, ca_file) = (path("one.pem", ONE[0]), path("one.key", ONE[1]), path("ca.pem", ONE[0]));
+    let configuration = |token: &str| {
+        format!("tls {{ cert_file: {certificate:?}, key_file: {key:?} }}\nauthorization {{ token: {token} }}")
+    };
+    let Some(mut server) = Server::with_configuration(&configuration("former")).await else { return };
+    let credentials = Credentials::Token(path("token", "former"));
+    let tls = Some(Tls { ca_file: Some(ca_file.clone()), client: None });
+    let connection = connect(Settings { tls, credentials, ..only(&server.tls_url()) }).await;
+    assert_eq!(connection.problem(), None);
+    server.stop();
+    until("the loss of the connection is noticed", async || !connection.is_connected()).await;
+    let problem_has = async |parts: [&str; 2]| {
+        until(parts[0], async || {
+            connection.problem().is_some_and(|problem| parts.iter().all(|part| problem.contains(part)))
+        })
+        .await;
+    };
+    problem_has(["nats is away", "Connection refused"]).await;
+    path("ca.pem", "");
+    server.start_again().await;
+    problem_has(["nats.ca_file = ", "expected PEM"]).await;
+    path("ca.pem", TWO[0]);
+    problem_has(["invalid peer certificate", "nats.ca_file = "]).await;
+    server.stop();
+    file(server.folder(), "nats.conf", &configuration("other"));
+    server.start_again().await;
+    path("ca.pem", ONE[0]);
+    problem_has(["authorization violation", "nats.token_file = "]).await;
+    path("token", "other");
+    until("the process is connected again", async || connection.is_connected()).await;
+    assert_eq!(connection.problem(), None);
 }
 
 #[tokio::test]
