@@ -132,6 +132,13 @@ impl Metrics {
         }
     }
 
+    /// Creates the series of a tier that alerts compute increases of. An increase from no series is not seen.
+    pub(crate) fn start_series(&self, level: Level) {
+        for counter in [&self.corrupt, &self.offload_dropped] {
+            counter.with_label_values(&[level.name()]);
+        }
+    }
+
     /// Counts blocks of a tier that expired.
     pub(crate) fn expired(&self, level: Level, blocks: usize) {
         self.expired.with_label_values(&[level.name()]).inc_by(blocks as u64);

@@ -136,8 +136,6 @@ pub(super) struct OpenHead {
     /// Offset of the next record in bytes, and number of records.
     pub(super) end: u64,
     pub(super) records: usize,
-    /// Closed for writing: the segment may have to be deleted for lack of space.
-    pub(super) reserved: bool,
 }
 
 impl OpenHead {

@@ -6,6 +6,9 @@
 //!             writers go on ◀────────┘  └▶ carry over and spill blocks, delete the victims
 //! ```
 //!
+//! **On a full disk** the order is the opposite: victims are reclaimed before the head is created, so that the log
+//! never takes free space that is to stay free ([`Log::space_limit`]). Their blocks to carry over wait in memory.
+//!
 //! One thread rotates at a time, and all reads and writes happen without the lock. Each quota group has segments of
 //! its own, and so reclaims its own.
 
@@ -33,9 +36,6 @@ const RETAINED_SEGMENTS: u64 = 2;
 const SMALL_HEAD_DIVISOR: u64 = 4;
 /// One part in so many of the free space is left to the filesystem, which needs some for its own structures.
 const METADATA_DIVISOR: u64 = 64;
-/// The retained space may be exceeded by one part in so many of a segment: segments are not filled to their end, and
-/// one victim has to suffice for one new segment.
-const SLACK_DIVISOR: u64 = 8;
 /// Maximum length in bytes of one read and one write of carried over blocks.
 const CARRY_BYTES: u64 = 4 << 20;
 
@@ -53,8 +53,27 @@ pub(super) struct ReclaimingSegment {
 /// Blocks that are copied together.
 struct CarryOver {
     run: ReadRun,
+    /// The head and the offset in it; `None` when the blocks wait in memory for the next head.
+    to: Option<(Arc<Head>, u64)>,
+}
+
+/// The blocks of some runs, in memory.
+type KeptBlocks = Vec<Vec<Block>>;
+
+/// What segments that were reclaimed before a head exists have given to it.
+#[derive(Default)]
+struct Freed {
+    bytes: u64,
+    kept: KeptBlocks,
+}
+
+/// A head, before it is part of the log.
+struct NewHead {
     head: Arc<Head>,
-    at: u64,
+    /// Blocks to carry over to it.
+    kept: KeptBlocks,
+    /// Whether a full disk limits the log.
+    is_full: bool,
 }
 
 impl Log {
@@ -66,62 +85,48 @@ impl Log {
         if self.in_cooldown() {
             return Err(StoreError::Busy);
         }
+        // Sealing the head truncates it, and the next one may have that space again.
+        let before = self.used_bytes() + self.spare_bytes();
         let full = self.lock().heads.remove(&group);
         // This seals the segment, unless another thread still writes to it.
         drop(full);
-        self.start_head(group, carry, least).map_err(|error| {
+        self.start_head(group, carry, least, before).map_err(|error| {
             self.start_cooldown(&error);
             self.check_folder_after(&error);
             StoreError::Io(error)
         })
     }
 
-    fn start_head(&self, group: u16, carry: u64, least: u64) -> io::Result<()> {
+    fn start_head(&self, group: u16, carry: u64, least: u64, before: u64) -> io::Result<()> {
         self.check_folder()?;
-        let before = self.used_bytes();
-        let (head, is_full) = self.create_segment(group, least)?;
-        let number = head.segment().number();
+        let NewHead { head, kept, is_full } = self.create_segment(group, carry, least, before)?;
+        let (number, bytes) = (head.segment().number(), head.segment().bytes());
         // A small head has no space to spare.
-        let carry = if head.segment().bytes() < self.settings.segment_bytes { 0 } else { carry };
-        // Checked before victims are chosen, because those must then be deleted.
-        let short = self.missing_free_bytes()? > 0;
-        let victims = {
+        let carry = if bytes < self.settings.segment_bytes { 0 } else { carry };
+        let (kept, victims) = {
             let mut state = self.lock();
             state.segments.retain(|_, segment| !segment.is_deleted());
             state.segments.insert(number, head.segment().clone());
-            // While space is short, the head is closed for writing until it is certain that it can be kept.
-            state.heads.insert(group, OpenHead { head: head.clone(), end: 0, records: 0, reserved: short });
-            self.select_victims(&mut state, group, carry)
+            let mut open = OpenHead { head: head.clone(), end: 0, records: 0 };
+            let most = carry_limit(bytes, least);
+            let place = |blocks: Vec<Block>| {
+                let bytes: u64 = blocks.iter().map(|block| Record::Block(block).span(self.access.alignment())).sum();
+                let fits = open.end + bytes.next_multiple_of(Access::BLOCK) <= most;
+                fits.then(|| (open.take(bytes, blocks.len()), blocks))
+            };
+            let kept: Vec<(u64, Vec<Block>)> = kept.into_iter().filter_map(place).collect();
+            state.heads.insert(group, open);
+            (kept, self.select_victims(&mut state, group, carry))
         };
-        if !short {
-            self.notify();
+        self.notify();
+        if let Err(error) = self.write_kept(&head, &kept) {
+            tracing::warn!(folder = %self.folder.display(), %error, "cannot copy hot blocks to a new segment");
         }
         for victim in victims {
             self.reclaim(&victim);
         }
-        if !short {
-            self.set_disk_is_full(is_full);
-            return Ok(());
-        }
-        let made = self.make_room(before, carry);
-        let mut state = self.lock();
-        match (made, state.heads.get_mut(&group)) {
-            (Ok(()), Some(open)) => {
-                open.reserved = false;
-                drop(state);
-                self.notify();
-                self.set_disk_is_full(true);
-                Ok(())
-            }
-            (made, _) => {
-                // The carried over blocks are lost too.
-                state.heads.remove(&group);
-                drop(state);
-                self.delete_segment(head.segment());
-                segment::delete_spare(&self.io, &self.folder);
-                made.and(Err(io::ErrorKind::NotConnected.into()))
-            }
-        }
+        self.set_disk_is_full(is_full);
+        Ok(())
     }
 
     /// Bytes that the log keeps when others have filled the disk.
@@ -129,97 +134,75 @@ impl Log {
         (self.capacity() / RETAINED_DIVISOR).max(RETAINED_SEGMENTS * self.settings.segment_bytes)
     }
 
-    /// Reclaims segments while the filesystem has less than `min_free_bytes` free. The log retains a part of its
-    /// capacity ([`Self::retained_bytes`]) and continues to write in that space; it does not grow.
-    fn make_room(&self, before: u64, carry: u64) -> io::Result<()> {
-        let kept = before.min(self.retained_bytes());
-        loop {
-            let over = self.used_bytes().saturating_sub(kept + self.settings.segment_bytes / SLACK_DIVISOR);
-            let wanted = self.missing_free_bytes()?.min(over);
-            if wanted == 0 {
-                return Ok(());
-            }
-            let next = {
-                let mut state = self.lock();
-                // If the segments would not suffice, none is reclaimed.
-                let suffices = reclaimable_bytes(&state) >= wanted;
-                suffices.then(|| self.next_victim(&mut state, carry)).flatten()
-            };
-            let Some(victim) = next else {
-                let why = "the disk is full, and removing the oldest segments would not free enough";
-                return Err(io::Error::new(io::ErrorKind::StorageFull, why));
-            };
-            self.reclaim(&victim);
-        }
+    /// Bytes that all segments, including the next head, may take: what the log takes now and what is free beyond
+    /// `min_free_bytes`, or less what is missing to it. When others have filled the disk, the log retains a part of its
+    /// capacity ([`Self::retained_bytes`]), but does not grow: `before` is what it took before its head was sealed.
+    fn space_limit(&self, used: u64, before: u64) -> io::Result<u64> {
+        let (free, min_free) = (self.free_bytes()?, self.settings.min_free_bytes);
+        let taken = used + self.spare_bytes();
+        let beyond = usable(free.saturating_sub(min_free));
+        let missing = min_free.saturating_sub(free);
+        Ok(taken.saturating_add(beyond).saturating_sub(missing).max(before.min(self.retained_bytes())))
     }
 
-    /// Creates the next head. On a full disk the head may be smaller than a segment, but has at least `least` bytes. It
-    /// takes the space of the spare, and what is free beyond `min_free_bytes`. If that is less than `least`, the oldest
-    /// segments are reclaimed for it, without carrying blocks over; none is, if that would not suffice. The second
-    /// value is whether the disk is full.
-    fn create_segment(&self, group: u16, least: u64) -> io::Result<(Arc<Head>, bool)> {
+    /// Creates the next head within [`Self::space_limit`]. It takes what is left of the limit, up to a whole segment.
+    /// Only if that is less than `least` and the smallest head, the oldest segments are reclaimed first; none is, if
+    /// that would not suffice.
+    fn create_segment(&self, group: u16, carry: u64, least: u64, before: u64) -> io::Result<NewHead> {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;
         let whole = self.settings.segment_bytes;
-        let least = least.max(whole / SMALL_HEAD_DIVISOR);
-        let mut error = io::Error::from_raw_os_error(libc::ENOSPC);
-        // Not attempted without the space: until it failed, the attempt would take all that is free, and fill the disk
-        // for other programs.
-        if self.free_bytes()?.saturating_add(self.spare_bytes()) >= whole {
-            match self.create_head(group, whole) {
-                Err(refused) if is_full(&refused) => error = refused,
-                answer => return answer.map(|head| (head, false)),
-            }
+        let least = least.max(whole / SMALL_HEAD_DIVISOR).next_multiple_of(Access::BLOCK);
+        let used = self.used_bytes();
+        let limit = self.space_limit(used, before)?;
+        let wanted = (used + least).saturating_sub(limit);
+        let mut freed = Freed::default();
+        if wanted > 0 {
+            let Some(victims) = self.reclaim_for_head(group, wanted, carry, least) else {
+                // It begins like the error of the filesystem, which is known to operators.
+                let why = "No space left on device: the disk is full, and removing the oldest segments would not free \
+                           enough";
+                return Err(io::Error::new(io::ErrorKind::StorageFull, why));
+            };
+            freed = victims;
         }
-        // A failed attempt has deleted the spare, and its space is free. A quota of the user is not part of the free
-        // space; what it leaves is unknown.
-        let has_quota = error.kind() == io::ErrorKind::QuotaExceeded;
-        let mut free = if has_quota {
-            0
-        } else {
-            let beyond = self.free_bytes()?.saturating_sub(self.settings.min_free_bytes);
-            self.spare_bytes().saturating_add(usable(beyond))
+        let new_head = |head: Arc<Head>, kept| {
+            let is_full = wanted > 0 || head.segment().bytes() < whole;
+            NewHead { head, kept, is_full }
         };
-        if free >= least {
-            if let Some(head) = self.create_small_head(group, free, least)? {
-                return Ok((head, true));
+        let refused = match self.create_head(group, limit.saturating_add(freed.bytes).saturating_sub(used)) {
+            Err(error) if is_full(&error) => error,
+            answer => return answer.map(|head| new_head(head, freed.kept)),
+        };
+        // Others have taken the space at the same moment, or the filesystem does not grant what it reports, or a quota
+        // of the user does not, which is not part of the free space. Only the space of victims is certain.
+        if freed.bytes < least {
+            let Some(more) = self.reclaim_for_head(group, least - freed.bytes, carry, least) else {
+                self.reclaimed_in_vain.fetch_or(freed.bytes > 0, Ordering::Relaxed);
+                return Err(refused);
+            };
+            freed.bytes += more.bytes;
+            freed.kept.extend(more.kept);
+        }
+        let mut answer = self.create_head(group, freed.bytes);
+        if answer.as_ref().is_err_and(is_full) && refused.kind() != io::ErrorKind::QuotaExceeded {
+            let granted = usable(self.free_bytes()?).min(freed.bytes);
+            if granted >= least {
+                answer = self.create_head(group, granted);
             }
-            // The filesystem does not grant what it reports.
-            free = 0;
         }
-        // Otherwise the first victim would not become the spare.
-        segment::delete_spare(&self.io, &self.folder);
-        let mut freed = 0;
-        while freed + free < least {
-            let Some(victim) = self.victim_for_head(least - freed - free) else { return Err(error) };
-            freed += victim.segment.bytes();
-            self.reclaim(&victim);
-        }
-        // The first victim is the spare now. A head that is not larger takes its space before others can.
-        let bytes = if freed >= least { freed } else { freed + free };
-        let mut head = self.create_small_head(group, bytes, least)?;
-        if head.is_none() && !has_quota {
-            head = self.create_small_head(group, usable(self.free_bytes()?).min(bytes), least)?;
-        }
-        if head.is_none() && freed > 0 {
-            self.reclaimed_in_vain.store(true, Ordering::Relaxed);
-        }
-        head.map(|head| (head, true)).ok_or(error)
-    }
-
-    /// A head of about `bytes`; `None` when that is less than `least` or the disk has less.
-    fn create_small_head(&self, group: u16, bytes: u64, least: u64) -> io::Result<Option<Arc<Head>>> {
-        let bytes = bytes.min(self.settings.segment_bytes) / Access::BLOCK * Access::BLOCK;
-        if bytes < least {
-            return Ok(None);
-        }
-        match self.create_head(group, bytes) {
-            Err(error) if is_full(&error) => Ok(None),
-            answer => answer.map(Some),
+        match answer {
+            Err(error) if is_full(&error) => {
+                self.reclaimed_in_vain.store(true, Ordering::Relaxed);
+                Err(refused)
+            }
+            answer => answer.map(|head| NewHead { is_full: true, ..new_head(head, freed.kept) }),
         }
     }
 
+    /// Creates a head of about `bytes`, at most a whole segment.
     fn create_head(&self, group: u16, bytes: u64) -> io::Result<Arc<Head>> {
+        let bytes = bytes.min(self.settings.segment_bytes) / Access::BLOCK * Access::BLOCK;
         #[cfg(test)]
         if let Err(error) = self.shared.hooks.reserve(bytes, self.used_bytes()) {
             segment::delete_spare(&self.io, &self.folder);
@@ -232,13 +215,39 @@ impl Log {
         Ok(Arc::new(head))
     }
 
-    /// The next victim for a head on a full disk, if enough may be reclaimed to free `wanted` bytes.
-    fn victim_for_head(&self, wanted: u64) -> Option<ReclaimingSegment> {
-        let mut state = self.lock();
-        let suffices = reclaimable_bytes(&state) >= wanted;
-        // Others may take the space before the log does; that must not go on until nothing is left.
-        let may = !self.reclaimed_in_vain.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
-        (suffices && may).then(|| self.next_victim(&mut state, 0)).flatten()
+    /// Reclaims the oldest segments until they have given `wanted` bytes, which are missing to a head of `least` bytes.
+    /// `None`, and no block is deleted, when the segments that may be reclaimed give less.
+    fn reclaim_for_head(&self, group: u16, wanted: u64, carry: u64, least: u64) -> Option<Freed> {
+        let (victims, bytes) = {
+            let mut state = self.lock();
+            // Others may take the space before the log does; that must not go on until nothing is left.
+            let may = !self.reclaimed_in_vain.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
+            if !may || reclaimable_bytes(&state) < wanted {
+                return None;
+            }
+            let (mut victims, mut bytes) = (Vec::new(), 0);
+            while bytes < wanted {
+                let Some(victim) = self.next_victim(&mut state, 0) else { break };
+                bytes += victim.segment.bytes();
+                victims.push(victim);
+            }
+            let head_bytes = (least + bytes).saturating_sub(wanted).min(self.settings.segment_bytes);
+            let mut most = carry.min(carry_limit(head_bytes, least));
+            for victim in &mut victims {
+                let of = victim.segment.group();
+                if of == group {
+                    self.choose_carried_over(None, most, victim);
+                    most = most.saturating_sub(victim.carried_bytes());
+                } else {
+                    self.choose_carried_over_to_head(&mut state, carry, victim);
+                }
+            }
+            (victims, bytes)
+        };
+        // Otherwise the first victim would not become the spare, whose space others cannot take.
+        segment::delete_spare(&self.io, &self.folder);
+        let kept = victims.iter().flat_map(|victim| self.reclaim(victim)).collect();
+        Some(Freed { bytes, kept })
     }
 
     /// Bytes that the filesystem has free for the log.
@@ -258,16 +267,6 @@ impl Log {
             return 0;
         }
         segment::spare_bytes(&self.io, &self.folder)
-    }
-
-    /// Bytes missing to `min_free_bytes` of free space, after the spare was deleted.
-    fn missing_free_bytes(&self) -> io::Result<u64> {
-        let missing = || -> io::Result<u64> { Ok(self.settings.min_free_bytes.saturating_sub(self.free_bytes()?)) };
-        match missing()? {
-            0 => Ok(0),
-            some if !segment::delete_spare(&self.io, &self.folder) => Ok(some),
-            _ => missing(),
-        }
     }
 
     /// Chooses victims until the group is within its limit and the next segment fits into the capacity.
@@ -331,13 +330,23 @@ impl Log {
         let mut victim =
             ReclaimingSegment { segment, blocks: Vec::new(), carried_over: Vec::new(), to_spill: Vec::new() };
         if carry > 0 {
-            self.choose_carried_over(state.heads.get_mut(&group), carry, &mut victim);
+            self.choose_carried_over_to_head(state, carry, &mut victim);
         }
         Some(victim)
     }
 
-    /// Chooses the blocks of a victim to carry over, and those worth spilling.
-    fn choose_carried_over(&self, mut open: Option<&mut OpenHead>, carry: u64, victim: &mut ReclaimingSegment) {
+    /// Chooses the blocks of a victim to carry over to the open head of its group, if there is one, and those worth
+    /// spilling.
+    fn choose_carried_over_to_head(&self, state: &mut State, carry: u64, victim: &mut ReclaimingSegment) {
+        let open = state.heads.get_mut(&victim.segment.group());
+        // One rotation may reclaim several segments.
+        let left = open.as_ref().map_or(0, |open| carry.saturating_sub(open.end));
+        self.choose_carried_over(open, left, victim);
+    }
+
+    /// Chooses the blocks of a victim to carry over, at most `left` bytes, and those worth spilling. Without an open
+    /// head the former wait in memory for the next one.
+    fn choose_carried_over(&self, mut open: Option<&mut OpenHead>, left: u64, victim: &mut ReclaimingSegment) {
         let number = victim.segment.number();
         let record_list = victim.segment.record_list();
         let blocks = record_list.iter().filter(|(_, entry)| !entry.is_tombstone).filter_map(|(fingerprint, entry)| {
@@ -351,16 +360,14 @@ impl Log {
         victim.blocks = blocks.collect();
         drop(record_list);
         let candidates: Vec<Candidate> = victim.blocks.iter().map(|(candidate, _)| *candidate).collect();
-        // One rotation may reclaim several segments.
-        let left = |open: &mut OpenHead| carry.saturating_sub(open.end);
         let part = self.settings.segment_bytes / CARRIED_DIVISOR;
-        let budget = open.as_deref_mut().map_or(0, left).min(part);
+        let budget = left.min(part);
         let mut most = budget;
         let (carried, runs) = loop {
             let carried = reclaim::carried(&candidates, most);
             let runs = victim.runs(&carried);
             // Each copied run takes whole device blocks.
-            let takes: u64 = runs.iter().map(|run| (run.end() - run.start()).next_multiple_of(Access::BLOCK)).sum();
+            let takes: u64 = runs.iter().map(whole_blocks).sum();
             if takes <= budget {
                 break (carried, runs);
             }
@@ -368,16 +375,17 @@ impl Log {
         };
         victim.to_spill = reclaim::carried(&candidates, part.saturating_add(budget));
         victim.to_spill.retain(|index| carried.binary_search(index).is_err());
-        let Some(open) = open else { return };
         let carried_over = runs.into_iter().map(|run| {
-            let at = open.take(run.end() - run.start(), run.blocks.len());
-            CarryOver { run, head: open.head.clone(), at }
+            let (bytes, records) = (run.end() - run.start(), run.blocks.len());
+            let to = open.as_deref_mut().map(|open| (open.head.clone(), open.take(bytes, records)));
+            CarryOver { run, to }
         });
         victim.carried_over = carried_over.collect();
     }
 
-    /// Carries over and spills the chosen blocks, and deletes the segment.
-    pub(super) fn reclaim(&self, victim: &ReclaimingSegment) {
+    /// Carries over and spills the chosen blocks, and deletes the segment. Returns the blocks that wait for the next
+    /// head. They are misses until they are in it.
+    pub(super) fn reclaim(&self, victim: &ReclaimingSegment) -> KeptBlocks {
         // The other blocks leave the index first, so that a store of one of them is not answered as already stored.
         let carried_over: HashSet<usize> = victim
             .carried_over
@@ -387,10 +395,32 @@ impl Log {
         let goes = victim.blocks.iter().enumerate().filter(|(index, _)| !carried_over.contains(index));
         let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.hash));
         self.shared.index.remove(goes, |location| self.is_in_segment(location, victim.segment.number()));
-        if let Err(error) = self.carry_over(victim) {
+        let kept = self.carry_over(victim).unwrap_or_else(|error| {
             tracing::warn!(folder = %self.folder.display(), %error, "cannot copy hot blocks to a new segment");
-        }
+            Vec::new()
+        });
         self.delete_segment(&victim.segment);
+        kept
+    }
+
+    /// Writes blocks to the places in the head that were taken for them.
+    fn write_kept(&self, head: &Head, kept: &[(u64, Vec<Block>)]) -> io::Result<()> {
+        for (at, blocks) in kept {
+            let records: Vec<Record<'_>> = blocks.iter().map(Record::Block).collect();
+            let offsets = head.write(*at, &records, &self.shared.pool)?;
+            let entries = blocks.iter().zip(offsets);
+            self.index_blocks(entries.map(|(block, offset)| self.index_entry(block, head.segment(), offset)));
+            self.remove_if_withdrawn(blocks, head);
+        }
+        Ok(())
+    }
+
+    /// Removes blocks that were written to the head from the index, if `withdraw` did not find them there.
+    fn remove_if_withdrawn(&self, written: &[Block], head: &Head) {
+        if self.is_withdrawn() {
+            let blocks = written.iter().map(|block| (block.header.fingerprint, block.header.hash));
+            self.shared.index.remove(blocks, |location| self.is_in_segment(location, head.segment().number()));
+        }
     }
 
     fn delete_segment(&self, segment: &Segment) {
@@ -403,10 +433,10 @@ impl Log {
         segment.resize(0);
     }
 
-    fn carry_over(&self, victim: &ReclaimingSegment) -> io::Result<()> {
+    fn carry_over(&self, victim: &ReclaimingSegment) -> io::Result<KeptBlocks> {
         let number = victim.segment.number();
-        let (mut unreadable, mut last) = (0, None);
-        for CarryOver { run, head, at } in &victim.carried_over {
+        let (mut unreadable, mut last, mut kept) = (0, None, Vec::new());
+        for CarryOver { run, to } in &victim.carried_over {
             // An unreadable run loses its own blocks only.
             let valid = match self.read_valid(victim, run) {
                 Ok(valid) => valid,
@@ -415,6 +445,12 @@ impl Log {
                     continue;
                 }
             };
+            let Some((head, at)) = to else {
+                if !valid.is_empty() {
+                    kept.push(valid);
+                }
+                continue;
+            };
             let records: Vec<Record<'_>> = valid.iter().map(Record::Block).collect();
             let offsets = head.write(*at, &records, &self.shared.pool)?;
             for (block, offset) in valid.iter().zip(offsets) {
@@ -422,11 +458,7 @@ impl Log {
                 let still = |location: &Location| self.is_in_segment(location, number);
                 self.shared.index.relocate(new.fingerprint, new.hash, still, new.location);
             }
-            if self.is_withdrawn() {
-                // `withdraw` did not find these blocks in the head.
-                let blocks = valid.iter().map(|block| (block.header.fingerprint, block.header.hash));
-                self.shared.index.remove(blocks, |location| self.is_in_segment(location, head.segment().number()));
-            }
+            self.remove_if_withdrawn(&valid, head);
         }
         if let Some(error) = last {
             tracing::warn!(
@@ -445,7 +477,7 @@ impl Log {
                 }
             }
         }
-        Ok(())
+        Ok(kept)
     }
 
     /// The blocks of a run that pass verification.
@@ -462,6 +494,11 @@ impl Log {
 }
 
 impl ReclaimingSegment {
+    /// Bytes that the blocks to carry over take in a head.
+    fn carried_bytes(&self) -> u64 {
+        self.carried_over.iter().map(|carried_over| whole_blocks(&carried_over.run)).sum()
+    }
+
     /// The runs of records of some blocks.
     fn runs(&self, positions: &[usize]) -> Vec<ReadRun> {
         let wanted = positions.iter().map(|&index| {
@@ -470,6 +507,17 @@ impl ReclaimingSegment {
         });
         coalesce::coalesce(wanted.collect(), 0, CARRY_BYTES)
     }
+}
+
+/// Bytes that a run takes in a head.
+fn whole_blocks(run: &ReadRun) -> u64 {
+    (run.end() - run.start()).next_multiple_of(Access::BLOCK)
+}
+
+/// Bytes of a head that blocks from memory may take, so that `least` bytes are left. A footer of many small records may
+/// take an eighth.
+fn carry_limit(head_bytes: u64, least: u64) -> u64 {
+    head_bytes.saturating_sub(least) / 8 * 7
 }
 
 /// The segments of a group that are not being reclaimed, oldest first.

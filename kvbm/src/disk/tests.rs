@@ -47,6 +47,8 @@ struct HooksState {
     reservable: Mutex<Option<u64>>,
     /// Number of attempts to reserve a segment.
     reservations: AtomicUsize,
+    /// The fewest bytes that a new segment has left free.
+    lowest: Mutex<Option<u64>>,
 }
 
 impl TestHooks {
@@ -66,7 +68,12 @@ impl TestHooks {
     /// Leaves so many bytes to the log from now on, including those that it uses. The rest counts as taken by other
     /// programs.
     pub(super) fn leave_space(&self, bytes: u64) {
-        *self.0.space.lock() = Some(bytes);
+        (*self.0.space.lock(), *self.0.lowest.lock()) = (Some(bytes), None);
+    }
+
+    /// The fewest bytes that a new segment has left free since [`TestHooks::leave_space`].
+    pub(super) fn lowest_free(&self) -> Option<u64> {
+        *self.0.lowest.lock()
     }
 
     /// Fills the disk, so that no segment can be created that takes more than this, with the others.
@@ -89,7 +96,14 @@ impl TestHooks {
     pub(super) fn reserve(&self, bytes: u64, taken: u64) -> io::Result<()> {
         self.0.reservations.fetch_add(1, Ordering::Relaxed);
         let most = self.0.reservable.lock().unwrap_or(u64::MAX);
-        if taken.saturating_add(bytes) <= most { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
+        if taken.saturating_add(bytes) > most {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        if let Some(left) = self.free(taken.saturating_add(bytes)) {
+            let mut lowest = self.0.lowest.lock();
+            *lowest = Some(lowest.map_or(left, |lowest| lowest.min(left)));
+        }
+        Ok(())
     }
 
     /// Number of attempts to reserve a segment so far.

@@ -79,10 +79,7 @@ impl Log {
             if state.rotating {
                 // Until the group has a new head, or the rotation failed.
                 let group = batch.group;
-                let head = |state: &State| {
-                    let open = state.heads.get(&group).filter(|open| !open.reserved);
-                    open.map(|open| open.head.segment().number())
-                };
+                let head = |state: &State| state.heads.get(&group).map(|open| open.head.segment().number());
                 let full = head(&state);
                 self.wait(&mut state, |state| state.rotating && head(state) == full);
                 continue;
@@ -110,8 +107,7 @@ impl Log {
     fn take(&self, state: &State, writer: &mut WriterPermit<'_>, which: Take) -> Option<(Batch, u64)> {
         let (mut taken, mut more, mut waits) = (0, 0, 0);
         let batch = writer.take(|group, block| {
-            let open = state.heads.get(&group).filter(|open| !open.reserved);
-            let open = open.map(|open| (open.end, open.records, open.head.segment().bytes()));
+            let open = state.heads.get(&group).map(|open| (open.end, open.records, open.head.segment().bytes()));
             let (end, records, limit) = match which {
                 Take::Writable => open.unwrap_or_default(),
                 Take::Rejected => (0, 0, u64::MAX),

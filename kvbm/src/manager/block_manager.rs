@@ -68,6 +68,9 @@ impl BlockManager {
         let pool = BlockPool::new(Level::G1, device.capacity(), log, metrics.memory(Level::G1), clock.clone());
         let first: Option<Arc<dyn Tier>> = host.clone().map(|host| Arc::new(host) as _);
         let tiers: Vec<_> = first.into_iter().chain(lower).collect();
+        for tier in &tiers {
+            metrics.start_series(tier.level());
+        }
         let core = Arc::new(Core {
             device,
             pool,

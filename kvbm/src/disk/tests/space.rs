@@ -336,6 +336,109 @@ async fn a_segment_without_space_for_it_is_not_attempted() {
 }
 
 #[tokio::test]
+async fn a_full_disk_keeps_its_free_space_while_the_log_replaces_segments() {
+    let folder = tempfile::tempdir().unwrap();
+    let min_free_bytes = 60 << 10;
+    let (tier, _) = open_with(folder.path(), Settings { capacity_bytes: 2 << 20, min_free_bytes, ..settings() });
+    store(&*tier, chain(1_000, 4 * FULL as usize)).await;
+    // More than a segment is free, but not beyond what is to stay free.
+    let limit = tier.usage().bytes + (10 << 10);
+    tier.shared.hooks.leave_space(limit + min_free_bytes);
+    for seed in 0..40 {
+        store(&*tier, chain(seed, 10)).await;
+        let Usage { bytes, blocks, .. } = tier.usage();
+        assert!(bytes <= limit && blocks >= 2 * FULL, "after chain {seed}: {blocks} blocks, {bytes} of {limit} bytes");
+    }
+    let lowest = tier.shared.hooks.lowest_free().unwrap();
+    assert!(lowest >= min_free_bytes, "{lowest} bytes were free");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(39, 10))), 10);
+}
+
+#[tokio::test]
+async fn an_empty_log_takes_only_what_may_be_taken() {
+    let min_free_bytes = 100 << 10;
+    let on_disk_with = async |beyond: u64| {
+        let folder = tempfile::tempdir().unwrap();
+        let (tier, _) = open_with(folder.path(), Settings { capacity_bytes: 2 << 20, min_free_bytes, ..settings() });
+        tier.shared.hooks.leave_space(min_free_bytes + beyond);
+        let answers = tier.store(chain(1, 5)).await;
+        (folder, tier, answers)
+    };
+    let (_folder, tier, answers) = on_disk_with(40 << 10).await;
+    assert!(answers.iter().all(Result::is_ok), "a small segment fits: {answers:?}");
+    // The only full segment is not removed for more blocks.
+    assert!(tier.store(chain(2, 20)).await.iter().any(Result::is_err));
+    assert!(all(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await));
+    let lowest = tier.shared.hooks.lowest_free().unwrap();
+    assert!(lowest >= min_free_bytes, "{lowest} bytes were free");
+
+    let (_folder, tier, answers) = on_disk_with(8 << 10).await;
+    let Some(Err(StoreError::Io(error))) = answers.first() else { panic!("{answers:?}") };
+    assert_eq!(error.kind(), io::ErrorKind::StorageFull);
+    assert!(error.to_string().contains("the disk is full"), "{error}");
+    assert_eq!((tier.usage().blocks, tier.shared.hooks.reservations()), (0, 0));
+}
+
+#[tokio::test]
+async fn a_log_of_small_segments_writes_on_when_others_fill_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    for seed in 0..5 {
+        let (tier, _) = open(folder.path());
+        store(&*tier, chain(1_000 + seed, 6)).await;
+    }
+    let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 1 << 30, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    let before = tier.usage().bytes;
+    tier.shared.hooks.leave_space(TOO_LITTLE);
+    for seed in 0..20 {
+        store(&*tier, chain(seed, 3)).await;
+        let Usage { bytes, blocks, .. } = tier.usage();
+        assert!(bytes <= before && blocks >= 12, "after chain {seed}: {blocks} blocks, {bytes} of {before} bytes");
+    }
+    let lowest = tier.shared.hooks.lowest_free().unwrap();
+    assert!(lowest >= TOO_LITTLE - before, "{lowest} bytes were free");
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(19, 3))), 3);
+}
+
+#[tokio::test]
+async fn a_small_log_of_large_blocks_writes_on_when_others_fill_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { capacity_bytes: 4 * (64 << 10), min_free_bytes: 1 << 30, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    tier.shared.hooks.leave_space(4 << 30);
+    // One block is in each segment.
+    let block = |seed| chain_of(fingerprint(), seed, 1, 40_000);
+    for seed in 0..4 {
+        store(&*tier, block(seed)).await;
+    }
+    tier.shared.hooks.leave_space(TOO_LITTLE);
+    for seed in 4..14 {
+        store(&*tier, block(seed)).await;
+        assert!(tier.usage().blocks >= 2, "after block {seed}");
+        assert_eq!(tier.holds(fingerprint(), &hashes(&block(seed))), 1);
+    }
+}
+
+#[tokio::test]
+async fn pins_survive_a_full_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = Settings { capacity_bytes: 2 << 20, min_free_bytes: 1 << 30, ..settings() };
+    let (tier, _) = open_with(folder.path(), settings);
+    tier.shared.hooks.leave_space(4 << 30);
+    let retention = BlockRetention { pinned: Some(Date::from_unix(1_000)), ..BlockRetention::default() };
+    let attrs = BlockAttrs { retention, ..BlockAttrs::default() };
+    let pinned: Vec<Block> = chain(100, 4).into_iter().map(|block| block.with_attrs(attrs)).collect();
+    store(&*tier, pinned.clone()).await;
+    store(&*tier, chain(101, 100)).await;
+    tier.shared.hooks.leave_space(TOO_LITTLE);
+    for seed in 0..60 {
+        store(&*tier, chain(seed, 10)).await;
+    }
+    idle(&tier).await;
+    assert!(all(&load(&*tier, fingerprint(), hashes(&pinned)).await), "no load has read them");
+}
+
+#[tokio::test]
 async fn the_spare_counts_as_space_for_the_next_segment() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open_with(folder.path(), small());
