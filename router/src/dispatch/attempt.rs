@@ -32,6 +32,7 @@ pub(super) async fn attempt(
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
+    decode.request_sent(Instant::now());
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
     let mut span = attempt_span(request, placement, tried.len() + 1);
     let sent = || {

@@ -3,7 +3,7 @@
 use super::endpoints::{self, Endpoints};
 use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
-use super::health::{Health, HealthSignal};
+use super::health::{Check, Health, HealthSignal};
 use crate::index::HolderId;
 use crate::load::{LoadStats, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use kvbm::Epoch;
@@ -182,23 +182,25 @@ impl Worker {
         self.measured.load(Ordering::Relaxed)
     }
 
-    /// Whether a health check is due: its breaker has been open long enough, or it was idle for `idle` without one.
+    /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
+    /// was idle as long or awaits a trial.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        if !health.is_closed() {
+        if health.is_open() {
             return health.wants_probe(now, now);
         }
-        now.checked_sub(idle).is_some_and(|since| health.wants_probe(since, now) && self.is_idle_since(since, now))
+        let is_due = |since| health.wants_probe(since, now) && (!health.is_closed() || self.is_idle_since(since, now));
+        now.checked_sub(idle).is_some_and(is_due)
     }
 
-    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, or it was
-    /// idle for `idle`.
+    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, it awaits
+    /// a trial, or it was idle for `idle`.
     pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        if !health.is_closed() {
+        if health.is_open() {
             return health.wants_probe(now, now);
         }
-        now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
+        !health.is_closed() || now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
     }
 
     fn is_idle_since(&self, since: Instant, now: Instant) -> bool {
@@ -221,10 +223,19 @@ impl Worker {
     /// Records the result of a health check.
     pub(crate) fn probed(&self, signal: HealthSignal) {
         let now = Instant::now();
-        self.change(|health| health.probed(signal, now));
+        let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
+        self.change(|health| health.probed(check, signal, now));
     }
 
-    /// Whether its requests and health checks fail, as far as is known.
+    /// Records that a request is sent to it.
+    pub(crate) fn request_sent(&self, now: Instant) {
+        // Only a breaker that is not closed has a trial.
+        if self.is_failing() {
+            self.change(|health| health.request_sent(now));
+        }
+    }
+
+    /// Whether its requests or health checks have failed, and no request has shown yet that it works again.
     pub(crate) fn is_failing(&self) -> bool {
         !self.health().is_closed()
     }

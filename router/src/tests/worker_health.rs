@@ -245,3 +245,60 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     assert_eq!((ids, a.open(), harness.load(1)), (vec![1, 2], 0, (0, 0, 0)), "the booking ends with the stream");
     assert_eq!((is_ejected(&harness, 1), harness.metric("blockyard_router_retries_total")), (false, 0));
 }
+
+/// Two servers, whose health checks compute nothing.
+async fn two_servers() -> (Arc<Harness>, Arc<FakeEngine>, Arc<FakeEngine>) {
+    let (harness, a, b) = two().await;
+    *a.server.lock() = Some(1);
+    *b.server.lock() = Some(2);
+    (harness, a, b)
+}
+
+#[tokio::test(start_paused = true)]
+async fn rare_requests_seldom_meet_a_server_that_answers_only_health_checks() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..15 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+        assert_eq!(harness.router.degraded().len(), usize::from(a.requests() >= 3), "after request {family}");
+        pass(&harness, &[&a, &b], 6).await;
+    }
+    assert!((4..=8).contains(&a.requests()), "{} requests", a.requests());
+    a.set_behaviour(Behaviour::Serve);
+    pass(&harness, &[&a, &b], 61).await;
+    assert_eq!(harness.router.degraded().len(), 1, "only its health checks are good");
+    for family in 20..22 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+    }
+    assert_eq!(harness.router.degraded(), [""; 0], "a request has succeeded");
+}
+
+#[tokio::test(start_paused = true)]
+async fn good_health_checks_for_minutes_take_a_server_from_the_list() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..6 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+    }
+    pass(&harness, &[&a, &b], 280).await;
+    assert_eq!(harness.router.degraded().len(), 1);
+    pass(&harness, &[&a, &b], 40).await;
+    assert_eq!(harness.router.degraded(), [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_awaits_a_trial_serves_when_no_other_answers() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..40 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+        pass(&harness, &[&a, &b], 1).await;
+    }
+    b.set_behaviour(Behaviour::Hang);
+    pass(&harness, &[&a, &b], 20).await;
+    assert!(is_ejected(&harness, 1) && is_ejected(&harness, 2));
+    a.set_behaviour(Behaviour::Serve);
+    let before = (a.requests(), b.requests());
+    harness.answer(prompt(50, 10)).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (before.0 + 1, before.1));
+}
