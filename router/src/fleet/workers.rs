@@ -193,6 +193,17 @@ impl Worker {
         now.checked_sub(idle).is_some_and(is_due)
     }
 
+    /// When the health check that is due became due; `None` if none is. Those that were due first come first.
+    pub(crate) fn probe_due(&self, idle: Duration, now: Instant) -> Option<Instant> {
+        let due = || self.health().probe_due(idle).unwrap_or(self.first_seen + idle);
+        self.wants_probe(idle, now).then(due)
+    }
+
+    /// Whether its health checks fail, or have not been answered since its requests failed.
+    pub(crate) fn fails_health_checks(&self) -> bool {
+        self.health().is_open()
+    }
+
     /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, it awaits
     /// a trial, or it was idle for `idle`.
     pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {

@@ -169,6 +169,57 @@ async fn an_idle_server_that_hangs_is_checked_once_at_a_time() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn servers_that_hang_keep_no_other_from_its_checks() {
+    let harness = defaults();
+    let mut servers = Vec::new();
+    for id in 1..=48 {
+        let server = harness.relayed_worker(id).await;
+        *server.server.lock() = Some(id);
+        servers.push(server);
+    }
+    let all: Vec<&Arc<FakeEngine>> = servers.iter().collect();
+    let (hung, healthy) = all.split_at(44);
+    for server in hung {
+        server.set_behaviour(Behaviour::Hang);
+    }
+    pass(&harness, &all, 20).await;
+    assert_eq!(harness.router.degraded().len(), hung.len());
+    let before: Vec<_> = all.iter().map(|server| probes(server)).collect();
+    pass(&harness, &all, 60).await;
+    for (server, before) in healthy.iter().zip(&before[hung.len()..]) {
+        let checks = probes(server) - before;
+        assert!((10..=21).contains(&checks), "{checks} in a minute");
+    }
+    for (server, before) in hung.iter().zip(&before) {
+        let checks = probes(server) - before;
+        assert!((3..=6).contains(&checks), "{checks} in a minute of one that hangs");
+    }
+    assert_eq!(harness.router.degraded().len(), hung.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn workers_that_hang_keep_no_other_from_its_checks() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=44 {
+        workers.push(harness.worker(id, Role::Both).await);
+    }
+    let all: Vec<&Arc<FakeEngine>> = workers.iter().collect();
+    let (hung, healthy) = all.split_at(40);
+    for worker in hung {
+        worker.set_behaviour(Behaviour::Hang);
+    }
+    // Sixteen are checked at a time until it is known which of them hang.
+    pass(&harness, &all, 70).await;
+    assert_eq!(harness.router.degraded().len(), hung.len());
+    let before: Vec<_> = healthy.iter().map(|worker| probes(worker)).collect();
+    pass(&harness, &all, 70).await;
+    for (worker, before) in healthy.iter().zip(before) {
+        assert!(probes(worker) >= before + 2, "twice a minute");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_health_check_without_an_answer_fails_after_ten_seconds() {
     let (harness, a, b) = two().await;
     a.set_behaviour(Behaviour::Hang);
