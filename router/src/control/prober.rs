@@ -10,7 +10,7 @@
 //! of checks, all intervals become longer alike.
 
 use crate::admission::Admission;
-use crate::fleet::{Fleet, FleetSnapshot, HealthSignal, Worker};
+use crate::fleet::{Cause, Fleet, FleetSnapshot, HealthSignal, Transition, Worker, WorkerRun};
 use futures::StreamExt;
 use futures::future::join_all;
 use futures::stream::FuturesUnordered;
@@ -184,15 +184,24 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
     };
     let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
     if failed {
+        // What changes is logged below, once.
         let (address, error) = (worker.engine.address(), error.as_deref());
-        tracing::warn!(worker = %worker.id(), address = address.as_deref(), error, "health check of the worker failed");
+        tracing::debug!(worker = %worker.id(), address = address.as_deref(), error, "health check failed");
     }
     health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     let workers = fleet.snapshot();
-    for run in checked.iter().map(|worker| worker.run()) {
-        // The entry of a worker is replaced when its role or the view of its cache changes.
-        if let Some(worker) = workers.get(run.worker).filter(|worker| worker.run() == run) {
-            worker.probed(signal);
+    // The entry of a worker is replaced when its role or the view of its cache changes.
+    let present = |run: WorkerRun| workers.get(run.worker).filter(|worker| worker.run() == run);
+    let changed: Vec<_> = checked
+        .iter()
+        .filter_map(|worker| present(worker.run()))
+        .filter_map(|worker| Some((worker, worker.probed(signal)?)))
+        .collect();
+    // One line for all workers of a server.
+    for transition in [Transition::Opened, Transition::Closed] {
+        let mut of_kind = changed.iter().filter(|(_, other)| *other == transition).map(|(worker, _)| *worker);
+        if let Some(first) = of_kind.next() {
+            transition.log(first, 1 + of_kind.count(), Cause::HealthCheck, &error.as_deref().unwrap_or_default());
         }
     }
     admission.notify();

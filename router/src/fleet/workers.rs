@@ -4,11 +4,13 @@ use super::endpoints::{self, Endpoints};
 use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
 use super::health::{Check, Health, HealthSignal};
+use super::transition::{Cause, Transition};
 use crate::index::HolderId;
 use crate::load::{LoadStats, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use kvbm::Epoch;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -134,19 +136,21 @@ impl Worker {
         self.instance.role != Role::Prefill
     }
 
-    /// Records the outcome of a request.
-    pub(crate) fn note(&self, signal: HealthSignal) {
-        self.noted(signal, Instant::now());
+    /// Records that a request has failed, and why, for the log.
+    pub(crate) fn note(&self, signal: HealthSignal, error: &dyn Display) {
+        self.noted(signal, error, Instant::now());
     }
 
-    fn noted(&self, signal: HealthSignal, now: Instant) {
-        self.change(|health| health.note(signal, now));
+    fn noted(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
+        if let Some(transition) = self.change(|health| health.note(signal, now)) {
+            transition.log(self, 1, Cause::Request, error);
+        }
     }
 
     /// Records a first output.
     pub(crate) fn succeeded(&self, now: Instant) {
         self.touch(now);
-        self.noted(HealthSignal::Healthy, now);
+        self.noted(HealthSignal::Healthy, &"", now);
     }
 
     /// Records an output.
@@ -231,11 +235,11 @@ impl Worker {
         self.change(|health| health.probe(now));
     }
 
-    /// Records the result of a health check.
-    pub(crate) fn probed(&self, signal: HealthSignal) {
+    /// Records the result of a health check. Returns what it has changed.
+    pub(crate) fn probed(&self, signal: HealthSignal) -> Option<Transition> {
         let now = Instant::now();
         let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
-        self.change(|health| health.probed(check, signal, now));
+        self.change(|health| health.probed(check, signal, now))
     }
 
     /// Records that a request is sent to it.
@@ -265,11 +269,17 @@ impl Worker {
         *self.health.lock()
     }
 
-    fn change(&self, change: impl FnOnce(&mut Health)) {
+    fn change(&self, change: impl FnOnce(&mut Health)) -> Option<Transition> {
         let mut health = self.health.lock();
+        let was_closed = health.is_closed();
         change(&mut health);
         // Decisions read the published load instead of taking this lock.
         self.load.eject_until(health.ejected_until().map(Timestamp::from));
+        match (was_closed, health.is_closed()) {
+            (true, false) => Some(Transition::Opened),
+            (false, true) => Some(Transition::Closed),
+            (true, true) | (false, false) => None,
+        }
     }
 }
 
