@@ -172,7 +172,7 @@ impl Node {
             node.start_native(config, planes, &health).await?;
         } else {
             let upstreams = Upstreams::new(planes, system_lookup(), aliases, tokenizers, upstream_metrics);
-            node.process.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams).await?);
+            node.process.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams, &health).await?);
         }
         Ok(node)
     }
@@ -200,7 +200,7 @@ impl Node {
         let router = Arc::clone(&node.router);
         // Not an error: workers may start later.
         let workers = timeout(WORKERS_TIMEOUT, until_discovered(&router));
-        let (upstreams, _) = tokio::join!(node.start_upstreams(config, upstreams), workers);
+        let (upstreams, _) = tokio::join!(node.start_upstreams(config, upstreams, &health), workers);
         node.process.banner.serves = Serves::Cluster(ClusterFacts {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
@@ -279,7 +279,14 @@ impl Node {
     }
 
     /// Starts the upstreams, and waits a moment for the first. If none answers, the node starts all the same.
-    async fn start_upstreams(&mut self, config: &Config, upstreams: Upstreams) -> anyhow::Result<Vec<UpstreamFacts>> {
+    async fn start_upstreams(
+        &mut self,
+        config: &Config,
+        upstreams: Upstreams,
+        health: &Health,
+    ) -> anyhow::Result<Vec<UpstreamFacts>> {
+        let upstreams = Arc::new(upstreams);
+        health.watch_upstreams(Arc::downgrade(&upstreams));
         upstreams.apply(Upstreams::check(&config.upstreams, config.frontend.has_tenants())?);
         upstreams.set_aliases(config.aliases.clone());
         if !config.upstreams.is_empty() {
@@ -290,7 +297,7 @@ impl Node {
             UpstreamFacts { url: upstream.shown_url(), servers, models }
         });
         let facts = facts.collect();
-        self.upstreams = Some(Arc::new(upstreams));
+        self.upstreams = Some(upstreams);
         Ok(facts)
     }
 

@@ -11,6 +11,7 @@ mod endpoints;
 mod estimated_cache;
 mod event_accuracy;
 mod health;
+mod transition;
 mod workers;
 
 #[cfg(test)]
@@ -18,4 +19,5 @@ pub(crate) use assumed_cache::MAX_AGE as ASSUMED_MAX_AGE;
 pub(crate) use estimated_cache::reachable_stores;
 pub(crate) use event_accuracy::{CacheView, EstimateReason};
 pub(crate) use health::HealthSignal;
+pub(crate) use transition::{Cause, Transition};
 pub(crate) use workers::{Fleet, FleetSnapshot, ModelPool, PromptTokens, Worker, WorkerEntry, WorkerRun};

@@ -1,6 +1,7 @@
 //! The engine that the frontend sees: the router, plus the failed components that `/ready` lists while requests are
 //! served.
 
+use super::upstreams::Upstreams;
 use crate::config::ByteSize;
 use crate::process::panics;
 use futures::future::BoxFuture;
@@ -20,6 +21,8 @@ pub(super) struct Health {
     shared: OnceLock<Vec<Weak<ObjectTier>>>,
     /// The connection to NATS, if the process has one.
     nats: OnceLock<Weak<Connection>>,
+    /// The servers behind the process, if it is a gateway.
+    upstreams: OnceLock<Weak<Upstreams>>,
 }
 
 impl Health {
@@ -37,6 +40,11 @@ impl Health {
         let _ = self.nats.set(connection);
     }
 
+    pub(super) fn watch_upstreams(&self, upstreams: Weak<Upstreams>) {
+        // Set once: a process has one set of upstreams, which reloads change.
+        let _ = self.upstreams.set(upstreams);
+    }
+
     pub(super) fn degraded(&self) -> Vec<String> {
         let panics = panics::counts().into_iter();
         let panics = panics
@@ -49,7 +57,9 @@ impl Health {
             Some(format!("tiers.{}: {problem}", tier.level().name()))
         });
         let nats = self.nats.get().and_then(Weak::upgrade).and_then(|connection| connection.problem());
-        nats.into_iter().chain(paths).chain(shared).chain(panics).collect()
+        let upstreams = self.upstreams.get().and_then(Weak::upgrade);
+        let upstreams = upstreams.iter().flat_map(|upstreams| upstreams.problems());
+        nats.into_iter().chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
     }
 }
 

@@ -57,6 +57,8 @@ struct Shared {
     metrics: Metrics,
     intervals: Intervals,
     known: watch::Sender<BTreeMap<ServerKey, Vec<String>>>,
+    /// Why servers are not registered, for `/ready`.
+    problems: Mutex<BTreeMap<ServerKey, String>>,
     tasks: TaskTracker,
     abort: CancellationToken,
 }
@@ -76,6 +78,12 @@ struct Intervals {
 
 /// A server: the URL in the configuration, and the first of its addresses if it is one of several servers of a name.
 type ServerKey = (String, Option<IpAddr>);
+
+/// The place of a server among the [`problems`](Shared::problems), for as long as it is listed in the configuration.
+struct Problem {
+    shared: Arc<Shared>,
+    key: ServerKey,
+}
 
 /// A table of the configuration that is in effect.
 struct Running {
@@ -122,7 +130,9 @@ impl Upstreams {
         let abort = CancellationToken::new();
         let (known, salts, tasks) = (watch::Sender::default(), Arc::default(), TaskTracker::new());
         let abort_all = abort.clone();
-        let shared = Shared { planes, salts, lookup, tokenizers, metrics, intervals, known, tasks, abort: abort_all };
+        let problems = Mutex::default();
+        let shared =
+            Shared { planes, salts, lookup, tokenizers, metrics, intervals, known, problems, tasks, abort: abort_all };
         Self {
             shared: Arc::new(shared),
             aliases: Arc::default(),
@@ -195,6 +205,11 @@ impl Upstreams {
         all
     }
 
+    /// The servers that could not be used since the start, with the reason.
+    pub(super) fn problems(&self) -> Vec<String> {
+        self.shared.problems.lock().values().cloned().collect()
+    }
+
     /// Deregisters all servers. Streams that were started go on.
     pub(super) async fn stop(&self) {
         self.shared.abort.cancel();
@@ -224,6 +239,22 @@ impl Shared {
     }
 }
 
+impl Problem {
+    fn set(&self, problem: Option<String>) {
+        let mut problems = self.shared.problems.lock();
+        match problem {
+            Some(problem) => problems.insert(self.key.clone(), problem),
+            None => problems.remove(&self.key),
+        };
+    }
+}
+
+impl Drop for Problem {
+    fn drop(&mut self) {
+        self.set(None);
+    }
+}
+
 impl CheckedUpstream {
     /// The name that stands for several servers, if the URL has one.
     fn name(&self) -> Option<&str> {
@@ -241,6 +272,7 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
     let (url, mut servers) = (upstream.upstream.shown_url(), NamedServers::default());
     let mut running: HashMap<IpAddr, CancellationToken> = HashMap::new();
     let mut last_error = String::new();
+    let problem = Problem { shared: Arc::clone(&shared), key: (upstream.upstream.url.to_string(), None) };
     loop {
         let answer = tokio::select! {
             biased;
@@ -277,6 +309,8 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 "the name cannot be resolved; keeping the servers that are known"
             );
         }
+        let is_unknown = servers.is_empty() && !error.is_empty();
+        problem.set(is_unknown.then(|| format!("upstream {url}: the name cannot be resolved: {error}")));
         last_error = error;
         tokio::select! {
             biased;

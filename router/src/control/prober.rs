@@ -4,15 +4,19 @@
 //! A probe of a worker is a request of one token: it shows that the engine computes, not only that the process runs.
 //! A server of another program has a health check of its own, which costs nothing, so it is asked more often: one
 //! check is for all of its models that are idle.
+//!
+//! **No worker keeps another one from its checks.** Those that are longest overdue come first, and those that fail have
+//! places of their own, because each of their checks may take its full time. In a fleet that is larger than the rate
+//! of checks, all intervals become longer alike.
 
 use crate::admission::Admission;
-use crate::fleet::{Fleet, HealthSignal, Worker};
+use crate::fleet::{Cause, Fleet, FleetSnapshot, HealthSignal, Transition, Worker, WorkerRun};
 use futures::StreamExt;
 use futures::future::join_all;
 use futures::stream::FuturesUnordered;
 use kvbm::splitmix::SplitMix64;
 use prometheus::IntCounterVec;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -36,8 +40,14 @@ const IDLE_TIME: Duration = Duration::from_secs(30);
 const SERVER_IDLE_TIMES: [Duration; 2] = [Duration::from_secs(3), Duration::from_secs(5)];
 /// A worker that takes longer for one token has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Concurrent probes: a large idle fleet is probed a part at a time.
-const MAX_CONCURRENT: usize = 16;
+/// Concurrent probes of workers, and of workers that fail: each takes a token of a GPU, so a large idle fleet is probed
+/// a part at a time.
+const MAX_WORKERS: [usize; 2] = [16, 16];
+/// The same of servers. A check takes one or two connections, and an answer milliseconds: the places are for servers
+/// that have just begun to hang. Those that are known to hang take one for 10 of 18 s; if they are more, they wait.
+const MAX_SERVERS: [usize; 2] = [512, 128];
+/// Probes that are started per tick: at most 512 in a second, so that 10,000 servers are each checked every 20 s.
+const MAX_STARTS: usize = 128;
 
 impl Target {
     fn of(worker: &Worker) -> Self {
@@ -56,42 +66,64 @@ impl Target {
     }
 }
 
+/// The running probes.
+#[derive(Default)]
+struct Running {
+    /// With the place that each takes.
+    targets: BTreeMap<Target, Place>,
+    taken: BTreeMap<Place, usize>,
+}
+
+/// What a probe takes of the places of a kind of target.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Place {
+    is_server: bool,
+    is_failing: bool,
+}
+
+impl Place {
+    fn max(self) -> usize {
+        let [working, failing] = if self.is_server { MAX_SERVERS } else { MAX_WORKERS };
+        if self.is_failing { failing } else { working }
+    }
+}
+
+impl Running {
+    /// Takes a place for the probe of a target. Returns `false` if there is none, or if the target is being probed: the
+    /// probe of an idle server may take longer than the time until the next one is due.
+    fn start(&mut self, target: Target, is_failing: bool) -> bool {
+        let place = Place { is_server: matches!(target, Target::Server(_)), is_failing };
+        let taken = self.taken.entry(place).or_default();
+        if *taken >= place.max() || self.targets.contains_key(&target) {
+            return false;
+        }
+        *taken += 1;
+        self.targets.insert(target, place);
+        true
+    }
+
+    fn end(&mut self, target: Target) {
+        let Some(place) = self.targets.remove(&target) else { return };
+        if let Some(taken) = self.taken.get_mut(&place) {
+            *taken -= 1;
+        }
+    }
+}
+
 /// Probes the workers that are due, for as long as the router lives.
 pub(crate) async fn run(router: RouterId, fleet: Arc<Fleet>, admission: Arc<Admission>, health_checks: IntCounterVec) {
     let mut ticks = tokio::time::interval(INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
-    let (mut running, mut targets) = (FuturesUnordered::new(), BTreeSet::<Target>::new());
+    let (mut probes, mut running) = (FuturesUnordered::new(), Running::default());
     loop {
         tokio::select! {
             biased;
-            Some(target) = running.next() => {
-                targets.remove(&target);
-            }
+            Some(target) = probes.next() => running.end(target),
             _ = ticks.tick() => {
                 let now = Instant::now();
-                let workers = fleet.snapshot();
-                let idle = |worker: &Worker| Target::of(worker).idle_time(router);
-                for worker in workers.workers().filter(|worker| worker.wants_probe(idle(worker), now)) {
-                    if targets.len() >= MAX_CONCURRENT {
-                        break;
-                    }
-                    let target = Target::of(worker);
-                    // The probe of an idle server may take longer than the time until the next one is due.
-                    if !targets.insert(target) {
-                        continue;
-                    }
-                    let checked: Vec<Arc<Worker>> = match target {
-                        Target::Worker(_) => vec![Arc::clone(worker)],
-                        Target::Server(_) => {
-                            let of_server = workers.workers().filter(|other| Target::of(other) == target);
-                            of_server.filter(|other| other.shares_probe(idle(other), now)).cloned().collect()
-                        }
-                    };
-                    for worker in &checked {
-                        worker.probe(now);
-                    }
-                    let probe = probe(Arc::clone(worker), checked, &fleet, &admission, &health_checks);
-                    running.push(async move {
+                for (target, checked) in start_due(&fleet.snapshot(), router, &mut running, now) {
+                    let probe = probe(checked, &fleet, &admission, &health_checks);
+                    probes.push(async move {
                         probe.await;
                         target
                     });
@@ -101,14 +133,44 @@ pub(crate) async fn run(router: RouterId, fleet: Arc<Fleet>, admission: Arc<Admi
     }
 }
 
-/// Probes a worker, for itself or for all workers of its server.
-async fn probe(
-    worker: Arc<Worker>,
-    checked: Vec<Arc<Worker>>,
-    fleet: &Fleet,
-    admission: &Admission,
-    health_checks: &IntCounterVec,
-) {
+/// Records the start of the probes that are due and have a place. Returns the workers that each of them checks.
+fn start_due(
+    workers: &FleetSnapshot,
+    router: RouterId,
+    running: &mut Running,
+    now: Instant,
+) -> BTreeMap<Target, Vec<Arc<Worker>>> {
+    let idle = |worker: &Worker| Target::of(worker).idle_time(router);
+    let mut due: Vec<(Instant, &Arc<Worker>)> =
+        workers.workers().filter_map(|worker| Some((worker.probe_due(idle(worker), now)?, worker))).collect();
+    due.sort_by_key(|(at, _)| *at);
+    let mut started = BTreeMap::<Target, Vec<Arc<Worker>>>::new();
+    for (_, worker) in due {
+        if started.len() >= MAX_STARTS {
+            break;
+        }
+        let target = Target::of(worker);
+        if running.start(target, worker.fails_health_checks()) {
+            let alone = matches!(target, Target::Worker(_)).then(|| Arc::clone(worker));
+            started.insert(target, alone.into_iter().collect());
+        }
+    }
+    if started.keys().any(|target| matches!(target, Target::Server(_))) {
+        let of_servers = workers.workers().filter(|worker| matches!(Target::of(worker), Target::Server(_)));
+        for worker in of_servers.filter(|worker| worker.shares_probe(idle(worker), now)) {
+            if let Some(checked) = started.get_mut(&Target::of(worker)) {
+                checked.push(Arc::clone(worker));
+            }
+        }
+    }
+    started.values().flatten().for_each(|worker| worker.probe(now));
+    started
+}
+
+/// Probes a worker, or a server for all of its workers that are `checked`.
+async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, health_checks: &IntCounterVec) {
+    // A worker that is due shares the probe of its server.
+    let Some(worker) = checked.first() else { return };
     let all_left = join_all(checked.iter().map(|worker| worker.lease_ended.cancelled()));
     let (signal, error) = tokio::select! {
         biased;
@@ -122,15 +184,24 @@ async fn probe(
     };
     let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
     if failed {
+        // What changes is logged below, once.
         let (address, error) = (worker.engine.address(), error.as_deref());
-        tracing::warn!(worker = %worker.id(), address = address.as_deref(), error, "health check of the worker failed");
+        tracing::debug!(worker = %worker.id(), address = address.as_deref(), error, "health check failed");
     }
     health_checks.with_label_values(&[if failed { "failed" } else { "ok" }]).inc();
     let workers = fleet.snapshot();
-    for run in checked.iter().map(|worker| worker.run()) {
-        // The entry of a worker is replaced when its role or the view of its cache changes.
-        if let Some(worker) = workers.get(run.worker).filter(|worker| worker.run() == run) {
-            worker.probed(signal);
+    // The entry of a worker is replaced when its role or the view of its cache changes.
+    let present = |run: WorkerRun| workers.get(run.worker).filter(|worker| worker.run() == run);
+    let changed: Vec<_> = checked
+        .iter()
+        .filter_map(|worker| present(worker.run()))
+        .filter_map(|worker| Some((worker, worker.probed(signal)?)))
+        .collect();
+    // One line for all workers of a server.
+    for transition in [Transition::Opened, Transition::Closed] {
+        let mut of_kind = changed.iter().filter(|(_, other)| *other == transition).map(|(worker, _)| *worker);
+        if let Some(first) = of_kind.next() {
+            transition.log(first, 1 + of_kind.count(), Cause::HealthCheck, &error.as_deref().unwrap_or_default());
         }
     }
     admission.notify();
@@ -139,6 +210,20 @@ async fn probe(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn targets_that_fail_take_no_place_of_others() {
+        let mut running = Running::default();
+        let started = |running: &mut Running, from: u64, is_failing| {
+            (from..from + 1000).filter(|id| running.start(Target::Server(*id), is_failing)).count()
+        };
+        assert_eq!(started(&mut running, 0, true), MAX_SERVERS[1]);
+        assert_eq!(started(&mut running, 0, false), MAX_SERVERS[0], "each target once");
+        assert!(running.start(Target::Worker(WorkerId(1)), false));
+        assert!(!running.start(Target::Server(5000), true));
+        running.end(Target::Server(0));
+        assert!(running.start(Target::Server(5000), true));
+    }
 
     #[test]
     fn each_router_has_another_interval_for_an_idle_server() {

@@ -32,6 +32,7 @@ pub(super) async fn attempt(
 ) -> Result<FirstOutput, Error> {
     let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
+    decode.request_sent(Instant::now());
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
     let mut span = attempt_span(request, placement, tried.len() + 1);
     let sent = || {
@@ -103,7 +104,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && (other.active_since(since) || free())
         };
         if !member.active_since(since) && roster.workers().find(is_better).is_some() {
-            return member.note(HealthSignal::Hung);
+            return member.note(HealthSignal::Hung, &"no output in time");
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }
@@ -193,13 +194,13 @@ pub(super) fn stream(
                         prediction.compare(&metrics, &decode, found.into());
                     }
                     if report.failed {
-                        decode.note(HealthSignal::Fault);
+                        decode.note(HealthSignal::Fault, &"the response ended with an error");
                     }
                     report.completion_tokens.unwrap_or_default() as usize
                 }
                 Ok(Output::Handoff(_) | Output::Prefilled | Output::Head(_) | Output::Body(_)) => 0,
                 Err(error) => {
-                    decode.note(HealthSignal::of(error));
+                    decode.note(HealthSignal::of(error), error);
                     if let Some((.., span)) = &mut held {
                         span.fail(error);
                     }

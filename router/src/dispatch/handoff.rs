@@ -166,14 +166,15 @@ pub(super) fn failed(core: &Core, remote: &RemotePrefill, request: &Request, err
         worker = %remote.member.id(), %error,
         "remote prefill failed; the decode worker computes the prompt"
     );
-    remote.member.note(HealthSignal::of(error));
+    remote.member.note(HealthSignal::of(error), error);
     core.admission.notify();
     core.metrics.disaggregated_requests.with_label_values(&["local_fallback"]).inc();
 }
 
 fn hung(remote: &RemotePrefill) -> Error {
-    remote.member.note(HealthSignal::Hung);
-    Error::Failed(format!("no prefill within {:?}", remote.stall_timeout))
+    let error = Error::Failed(format!("no prefill within {:?}", remote.stall_timeout));
+    remote.member.note(HealthSignal::Hung, &error);
+    error
 }
 
 fn unexpected() -> Error {

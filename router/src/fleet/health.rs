@@ -7,6 +7,19 @@
 //!     │ └───────────────── an output ───────────────────────────────┤                                 │
 //!     └────────── the probe is answered, or an output ─────────── HalfOpen ───────────────────────────┘
 //! ```
+//! A health check that computes nothing does not show that requests are served. Where requests have opened the breaker,
+//! it leads to a trial, and the first request decides:
+//!
+//! ```text
+//!   HalfOpen ── the check is answered ──▶ AwaitsTrial ── wait over: a request is sent ──▶ InTrial
+//!                                            │   ▲                                          │ │
+//!   Closed ◀─── five minutes of good checks ─┘   └────────── it fails: wait longer ─────────┘ │
+//!     ▲                                                                                       │
+//!     └──────────────────────────────────── an output ────────────────────────────────────────┘
+//! ```
+//! A health check that fails opens the breaker in each state. The next good one then closes it: the server was away, and
+//! that is why its requests failed.
+//!
 //! Errors caused by the client neither open nor close the breaker. Back-pressure is obeyed and is no fault. An open
 //! breaker lowers a worker's rank; it never excludes the last worker.
 
@@ -25,6 +38,13 @@ pub(crate) struct Health {
     /// Openings since the last output, or since a health check found the breaker closed and no fault; each doubles the
     /// open time.
     openings: u32,
+    /// Openings by requests and failed trials since the last output, or since a long calm; each doubles the time before
+    /// a trial.
+    request_openings: u32,
+    /// Requests have opened the breaker, and a request may be tried from then on.
+    trial_from: Option<Instant>,
+    /// First of the good health checks since the last fault of a request or a check.
+    calm_since: Option<Instant>,
     /// End of the back-pressure that the worker asked for.
     busy_until: Option<Instant>,
     /// Start of the last probe.
@@ -39,6 +59,19 @@ enum Breaker {
     Open(Instant),
     /// A probe is running.
     HalfOpen,
+    /// The health check is good, and no request has been tried yet.
+    AwaitsTrial,
+    /// A request is tried.
+    InTrial,
+}
+
+/// What a good health check shows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Check {
+    /// The worker has computed a token.
+    Computes,
+    /// The server answers, and may fail every request.
+    Answers,
 }
 
 /// What an outcome says about the health of a worker.
@@ -66,6 +99,18 @@ const RECENT_FAULTS: u32 = 8;
 const FIRST_OPEN: Duration = Duration::from_millis(250);
 /// Longest open time: the interval of probes of a worker that keeps failing.
 const MAX_OPEN: Duration = Duration::from_secs(8);
+/// Longest time before another request is tried on a server that answers health checks and fails requests. Each trial
+/// costs a client a retry.
+const MAX_TRIAL_WAIT: Duration = Duration::from_mins(1);
+/// Openings that a failed trial counts as. The check before it was good, so that only requests show the fault: the time
+/// grows fast enough to be longer than the interval of rare requests.
+const FAILED_TRIAL: u32 = 2;
+/// A trial without an outcome, as of a client that disconnects, keeps other requests away for this long. Longer than
+/// most first outputs take.
+const TRIAL_TIME: Duration = Duration::from_secs(30);
+/// Good health checks for this long without a fault count as an output: a server that was repaired and gets no requests
+/// is not listed for ever.
+const CALM: Duration = Duration::from_mins(5);
 /// Openings in a row after which a worker is down: its requests failed, and so did two health checks, the second after
 /// half a second more.
 const DOWN_AFTER: u32 = 3;
@@ -98,22 +143,50 @@ impl Health {
     /// Records the outcome of a request.
     pub(crate) fn note(&mut self, signal: HealthSignal, now: Instant) {
         match signal {
-            HealthSignal::Neutral => {}
-            HealthSignal::Busy(wait) => self.busy(wait, now),
+            HealthSignal::Neutral => self.trial_undecided(now),
+            HealthSignal::Busy(wait) => {
+                self.trial_undecided(now);
+                self.busy(wait, now);
+            }
             HealthSignal::Healthy => {
                 self.recent <<= 1;
                 (self.consecutive_faults, self.openings, self.breaker) = (0, 0, Breaker::Closed);
+                (self.request_openings, self.trial_from) = (0, None);
             }
-            // An open breaker ignores the outcomes of requests that were sent before.
-            HealthSignal::Fault | HealthSignal::Hung if self.breaker != Breaker::Closed => {}
-            HealthSignal::Hung => self.open(now),
-            HealthSignal::Fault => {
-                self.recent = self.recent << 1 | 1;
-                self.consecutive_faults += 1;
-                if self.consecutive_faults >= CONSECUTIVE_FAULTS || self.recent.count_ones() >= RECENT_FAULTS {
-                    self.open(now);
+            HealthSignal::Fault | HealthSignal::Hung => {
+                self.calm_since = None;
+                self.request_failed(signal, now);
+            }
+        }
+    }
+
+    fn request_failed(&mut self, signal: HealthSignal, now: Instant) {
+        match self.breaker {
+            Breaker::Closed => {
+                if signal == HealthSignal::Fault {
+                    self.recent = self.recent << 1 | 1;
+                    self.consecutive_faults += 1;
+                    if self.consecutive_faults < CONSECUTIVE_FAULTS && self.recent.count_ones() < RECENT_FAULTS {
+                        return;
+                    }
                 }
+                self.wait_for_trial(1, now);
+                self.open(now);
             }
+            Breaker::InTrial => {
+                self.wait_for_trial(FAILED_TRIAL, now);
+                self.breaker = Breaker::AwaitsTrial;
+            }
+            // These ignore the outcomes of requests that were sent before.
+            Breaker::Open(_) | Breaker::HalfOpen | Breaker::AwaitsTrial => {}
+        }
+    }
+
+    /// Records that a request is sent: it is the trial, if one is due.
+    pub(crate) fn request_sent(&mut self, now: Instant) {
+        let is_trial = matches!(self.breaker, Breaker::AwaitsTrial | Breaker::InTrial);
+        if is_trial && self.trial_from.is_none_or(|from| from <= now) {
+            (self.breaker, self.trial_from) = (Breaker::InTrial, Some(now + TRIAL_TIME));
         }
     }
 
@@ -125,42 +198,80 @@ impl Health {
         }
     }
 
-    /// Records the result of a probe. An answer closes the breaker, but resets the open time only if the breaker has
-    /// stayed closed without a fault since the answer before.
-    pub(crate) fn probed(&mut self, signal: HealthSignal, now: Instant) {
+    /// Records the result of a probe. An answer closes the breaker, or leads to a trial if requests have opened it and
+    /// the check computes nothing. It resets the open time only if the breaker has stayed closed since the answer
+    /// before, of a check that computes without a fault.
+    pub(crate) fn probed(&mut self, check: Check, signal: HealthSignal, now: Instant) {
         match signal {
-            HealthSignal::Healthy | HealthSignal::Busy(_) => {
-                if let HealthSignal::Busy(wait) = signal {
-                    self.busy(wait, now);
-                }
-                if self.breaker != Breaker::Closed {
-                    (self.consecutive_faults, self.recent, self.breaker) = (0, 0, Breaker::Closed);
-                } else if self.consecutive_faults == 0 {
-                    self.openings = 0;
-                }
-                // Else the faults stay counted: a server may answer health checks and fail every request.
+            HealthSignal::Healthy => self.check_passed(check, now),
+            HealthSignal::Busy(wait) => {
+                self.busy(wait, now);
+                self.check_passed(check, now);
             }
             // Neither opens nor closes: the next probe is due after the same open time.
             HealthSignal::Neutral if self.breaker == Breaker::HalfOpen => {
                 self.breaker = Breaker::Open(now + self.open_time());
             }
             HealthSignal::Neutral => {}
-            HealthSignal::Fault | HealthSignal::Hung => self.open(now),
+            HealthSignal::Fault | HealthSignal::Hung => {
+                (self.trial_from, self.calm_since) = (None, None);
+                self.open(now);
+            }
         }
     }
 
-    /// Whether a probe is due: the open time is over, or the breaker is closed and the last probe was before `since`.
+    fn check_passed(&mut self, check: Check, now: Instant) {
+        let calm = now.saturating_duration_since(*self.calm_since.get_or_insert(now));
+        if check == Check::Computes || calm >= CALM {
+            (self.request_openings, self.trial_from) = (0, None);
+        }
+        match self.breaker {
+            // Else the faults stay counted: a worker may answer health checks and fail every request.
+            Breaker::Closed => {
+                if check == Check::Answers || self.consecutive_faults == 0 {
+                    self.openings = 0;
+                }
+            }
+            Breaker::InTrial if self.trial_from.is_some() => {}
+            Breaker::Open(_) | Breaker::HalfOpen | Breaker::AwaitsTrial if self.trial_from.is_some() => {
+                (self.consecutive_faults, self.recent, self.openings) = (0, 0, 0);
+                self.breaker = Breaker::AwaitsTrial;
+            }
+            Breaker::Open(_) | Breaker::HalfOpen | Breaker::AwaitsTrial | Breaker::InTrial => {
+                // Where requests failed before the server was away, the next fault opens the breaker again.
+                let faults = if self.request_openings > 0 { CONSECUTIVE_FAULTS - 1 } else { 0 };
+                (self.consecutive_faults, self.recent, self.breaker) = (faults, 0, Breaker::Closed);
+            }
+        }
+    }
+
+    /// Whether a probe is due: the open time is over, or the breaker is not open and the last probe was before `since`.
     pub(crate) fn wants_probe(&self, since: Instant, now: Instant) -> bool {
         match self.breaker {
             Breaker::Open(until) => until <= now,
             Breaker::HalfOpen => false,
-            Breaker::Closed => self.probed.is_none_or(|at| at <= since),
+            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.probed.is_none_or(|at| at <= since),
+        }
+    }
+
+    /// When the next probe is due, if one was sent before and none is running. `interval`: between two probes while the
+    /// breaker is not open.
+    pub(crate) fn probe_due(&self, interval: Duration) -> Option<Instant> {
+        match self.breaker {
+            Breaker::Open(until) => Some(until),
+            Breaker::HalfOpen => None,
+            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.probed.map(|at| at + interval),
         }
     }
 
     /// Whether the breaker is closed.
     pub(crate) fn is_closed(&self) -> bool {
         self.breaker == Breaker::Closed
+    }
+
+    /// Whether the breaker is open, so that its next health check decides.
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(self.breaker, Breaker::Open(_) | Breaker::HalfOpen)
     }
 
     /// Whether the breaker is open and health checks have failed since it opened.
@@ -174,6 +285,7 @@ impl Health {
             Breaker::Closed => self.busy_until,
             Breaker::Open(until) => Some(until + UNTIL_CLOSED),
             Breaker::HalfOpen => self.probed.map(|at| at + UNTIL_CLOSED),
+            Breaker::AwaitsTrial | Breaker::InTrial => self.trial_from.max(self.busy_until),
         }
     }
 
@@ -184,6 +296,20 @@ impl Health {
 
     fn open_time(&self) -> Duration {
         FIRST_OPEN.saturating_mul(1 << self.openings.saturating_sub(1).min(5)).min(MAX_OPEN)
+    }
+
+    /// Lets no request be tried until the time is over that this failure extends.
+    fn wait_for_trial(&mut self, openings: u32, now: Instant) {
+        self.request_openings = self.request_openings.saturating_add(openings);
+        let wait = FIRST_OPEN.saturating_mul(1 << self.request_openings.saturating_sub(1).min(8));
+        self.trial_from = Some(now + wait.min(MAX_TRIAL_WAIT));
+    }
+
+    /// The request in trial says nothing of the server: another one may be tried at once.
+    fn trial_undecided(&mut self, now: Instant) {
+        if self.breaker == Breaker::InTrial {
+            (self.breaker, self.trial_from) = (Breaker::AwaitsTrial, Some(now));
+        }
     }
 
     fn busy(&mut self, wait: Duration, now: Instant) {

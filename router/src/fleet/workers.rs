@@ -3,12 +3,14 @@
 use super::endpoints::{self, Endpoints};
 use super::estimated_cache::EstimatedCache;
 use super::event_accuracy::CacheView;
-use super::health::{Health, HealthSignal};
+use super::health::{Check, Health, HealthSignal};
+use super::transition::{Cause, Transition};
 use crate::index::HolderId;
 use crate::load::{LoadStats, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use kvbm::Epoch;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -134,19 +136,21 @@ impl Worker {
         self.instance.role != Role::Prefill
     }
 
-    /// Records the outcome of a request.
-    pub(crate) fn note(&self, signal: HealthSignal) {
-        self.noted(signal, Instant::now());
+    /// Records that a request has failed, and why, for the log.
+    pub(crate) fn note(&self, signal: HealthSignal, error: &dyn Display) {
+        self.noted(signal, error, Instant::now());
     }
 
-    fn noted(&self, signal: HealthSignal, now: Instant) {
-        self.change(|health| health.note(signal, now));
+    fn noted(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
+        if let Some(transition) = self.change(|health| health.note(signal, now)) {
+            transition.log(self, 1, Cause::Request, error);
+        }
     }
 
     /// Records a first output.
     pub(crate) fn succeeded(&self, now: Instant) {
         self.touch(now);
-        self.noted(HealthSignal::Healthy, now);
+        self.noted(HealthSignal::Healthy, &"", now);
     }
 
     /// Records an output.
@@ -182,23 +186,36 @@ impl Worker {
         self.measured.load(Ordering::Relaxed)
     }
 
-    /// Whether a health check is due: its breaker has been open long enough, or it was idle for `idle` without one.
+    /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
+    /// was idle as long or awaits a trial.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        if !health.is_closed() {
+        if health.is_open() {
             return health.wants_probe(now, now);
         }
-        now.checked_sub(idle).is_some_and(|since| health.wants_probe(since, now) && self.is_idle_since(since, now))
+        let is_due = |since| health.wants_probe(since, now) && (!health.is_closed() || self.is_idle_since(since, now));
+        now.checked_sub(idle).is_some_and(is_due)
     }
 
-    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, or it was
-    /// idle for `idle`.
+    /// When the health check that is due became due; `None` if none is. Those that were due first come first.
+    pub(crate) fn probe_due(&self, idle: Duration, now: Instant) -> Option<Instant> {
+        let due = || self.health().probe_due(idle).unwrap_or(self.first_seen + idle);
+        self.wants_probe(idle, now).then(due)
+    }
+
+    /// Whether its health checks fail, or have not been answered since its requests failed.
+    pub(crate) fn fails_health_checks(&self) -> bool {
+        self.health().is_open()
+    }
+
+    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, it awaits
+    /// a trial, or it was idle for `idle`.
     pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
-        if !health.is_closed() {
+        if health.is_open() {
             return health.wants_probe(now, now);
         }
-        now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
+        !health.is_closed() || now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
     }
 
     fn is_idle_since(&self, since: Instant, now: Instant) -> bool {
@@ -218,13 +235,22 @@ impl Worker {
         self.change(|health| health.probe(now));
     }
 
-    /// Records the result of a health check.
-    pub(crate) fn probed(&self, signal: HealthSignal) {
+    /// Records the result of a health check. Returns what it has changed.
+    pub(crate) fn probed(&self, signal: HealthSignal) -> Option<Transition> {
         let now = Instant::now();
-        self.change(|health| health.probed(signal, now));
+        let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
+        self.change(|health| health.probed(check, signal, now))
     }
 
-    /// Whether its requests and health checks fail, as far as is known.
+    /// Records that a request is sent to it.
+    pub(crate) fn request_sent(&self, now: Instant) {
+        // Only a breaker that is not closed has a trial.
+        if self.is_failing() {
+            self.change(|health| health.request_sent(now));
+        }
+    }
+
+    /// Whether its requests or health checks have failed, and no request has shown yet that it works again.
     pub(crate) fn is_failing(&self) -> bool {
         !self.health().is_closed()
     }
@@ -243,11 +269,17 @@ impl Worker {
         *self.health.lock()
     }
 
-    fn change(&self, change: impl FnOnce(&mut Health)) {
+    fn change(&self, change: impl FnOnce(&mut Health)) -> Option<Transition> {
         let mut health = self.health.lock();
+        let was_closed = health.is_closed();
         change(&mut health);
         // Decisions read the published load instead of taking this lock.
         self.load.eject_until(health.ejected_until().map(Timestamp::from));
+        match (was_closed, health.is_closed()) {
+            (true, false) => Some(Transition::Opened),
+            (false, true) => Some(Transition::Closed),
+            (true, true) | (false, false) => None,
+        }
     }
 }
 

@@ -29,6 +29,8 @@ pub(crate) struct SnapshotCache {
 pub(crate) struct WorkerSnapshot {
     /// The worker is passed over while others are available.
     pub(crate) ejected: bool,
+    /// The same until a known time: it is preferred to other ejected workers.
+    pub(crate) ejected_for_now: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// Service times, with means of the fleet for missing measurements.
@@ -110,8 +112,9 @@ impl SnapshotCache {
 
 impl WorkerSnapshot {
     fn of(reading: &LoadReading, fleet_means: &FleetMeans) -> Self {
-        let LoadReading { stats, measured, ejected, chosen, .. } = *reading;
-        Self { estimate: estimate(stats, measured, fleet_means), chosen, ejected, measured, stats }
+        let LoadReading { stats, measured, ejected, ejected_for_now, chosen, .. } = *reading;
+        let estimate = estimate(stats, measured, fleet_means);
+        Self { ejected, ejected_for_now, chosen, estimate, measured, stats }
     }
 }
 
@@ -128,6 +131,7 @@ impl Default for WorkerSnapshot {
             estimate: ServiceEstimate::of(&stats),
             chosen: 0,
             ejected: false,
+            ejected_for_now: false,
             measured: MeasuredMask::default(),
             stats,
         }

@@ -38,6 +38,8 @@ pub(crate) struct LoadReading {
     pub(crate) measured: MeasuredMask,
     /// The worker is ejected: it is silent, or its circuit breaker is not closed.
     pub(crate) ejected: bool,
+    /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
+    pub(crate) ejected_for_now: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// The reading expires then, even if the version does not change.
@@ -50,6 +52,9 @@ const IN_REPORT_AFTER: Duration = Duration::from_millis(50);
 const STALE_AFTER: Duration = Duration::from_secs(3);
 /// After five missed reports a worker that used to report is ejected while other workers are available.
 const SILENT_AFTER: Duration = Duration::from_secs(5);
+/// An ejection that ends within this time has an end that is known: more than the longest back-pressure and wait for a
+/// trial, and less than that of an open breaker, which stands for no end.
+const FOR_NOW: Duration = Duration::from_hours(1);
 
 impl WorkerLoad {
     /// The load of a server of another program, which this router reports itself.
@@ -233,11 +238,15 @@ impl WorkerLoad {
         let older = |than: Duration| age.is_some_and(|age| age > than.as_nanos() as u64);
         let becomes_older = |than: Duration| Some(now.after((than.as_nanos() as u64 + 1).checked_sub(age?)?));
         let ejection_ends = (now.bits() < ejected_until).then(|| now.after(ejected_until - now.bits()));
+        let is_silent = older(SILENT_AFTER);
         LoadReading {
             // A worker that never reported has no fresh report and is not silent.
             stats: self.published.stats(age.is_some() && !older(STALE_AFTER)),
             measured: self.published.measured(),
-            ejected: ejection_ends.is_some() || older(SILENT_AFTER),
+            ejected: ejection_ends.is_some() || is_silent,
+            ejected_for_now: ejection_ends.is_some()
+                && !is_silent
+                && ejected_until - now.bits() <= FOR_NOW.as_nanos() as u64,
             chosen: self.published.chosen(),
             until: [ejection_ends, becomes_older(STALE_AFTER), becomes_older(SILENT_AFTER)].into_iter().flatten().min(),
         }

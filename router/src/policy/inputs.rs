@@ -17,7 +17,9 @@ use worker::engine::{EndpointKind, ModelCard};
 pub(crate) enum Eligibility {
     /// A candidate.
     Eligible,
-    /// A candidate only when no eligible worker is left.
+    /// A candidate only when no eligible worker is left: it answers health checks, or is only overloaded.
+    EjectedForNow,
+    /// A candidate only when neither is left.
     Ejected,
     /// Never a candidate: the prompt exceeds its context, the request failed on it before, or it has no such endpoint.
     Excluded,
@@ -84,6 +86,8 @@ impl<'a> FleetView<'a> {
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
         if self.tokens >= entry.context || self.was_tried(entry) || !entry.has_endpoint(self.endpoint) {
             Eligibility::Excluded
+        } else if snapshot.ejected_for_now {
+            Eligibility::EjectedForNow
         } else if snapshot.ejected {
             Eligibility::Ejected
         } else {

@@ -32,6 +32,8 @@ pub(crate) const SPEED: f64 = 1000.0;
 pub(crate) enum Behaviour {
     Serve,
     Refuse(Error),
+    /// Health checks are served, and requests are not.
+    RefuseRequests(Error),
     /// The stream yields this error instead of an output.
     Break(Error),
     /// The stream yields a token, and then this error.
@@ -129,7 +131,11 @@ impl Engine for FakeEngine {
         } else {
             self.probes.fetch_add(1, Ordering::SeqCst);
         }
-        let behaviour = self.behaviour.lock().clone();
+        let behaviour = match self.behaviour.lock().clone() {
+            Behaviour::RefuseRequests(error) if asked => Behaviour::Refuse(error),
+            Behaviour::RefuseRequests(_) => Behaviour::Serve,
+            other => other,
+        };
         self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
         let open = asked.then(|| OpenStream(self.open.clone()));
         let cache = self.cache.clone();
@@ -186,7 +192,9 @@ impl Engine for FakeEngine {
                     }
                     (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
                     (Behaviour::End, _) => stream::empty().boxed(),
-                    (Behaviour::Hang | Behaviour::Refuse(_), _) => stream::pending().boxed(),
+                    (Behaviour::Hang | Behaviour::Refuse(_) | Behaviour::RefuseRequests(_), _) => {
+                        stream::pending().boxed()
+                    }
                 }
             };
             Ok(stream::once(items)

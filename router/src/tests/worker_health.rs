@@ -169,6 +169,57 @@ async fn an_idle_server_that_hangs_is_checked_once_at_a_time() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn servers_that_hang_keep_no_other_from_its_checks() {
+    let harness = defaults();
+    let mut servers = Vec::new();
+    for id in 1..=48 {
+        let server = harness.relayed_worker(id).await;
+        *server.server.lock() = Some(id);
+        servers.push(server);
+    }
+    let all: Vec<&Arc<FakeEngine>> = servers.iter().collect();
+    let (hung, healthy) = all.split_at(44);
+    for server in hung {
+        server.set_behaviour(Behaviour::Hang);
+    }
+    pass(&harness, &all, 20).await;
+    assert_eq!(harness.router.degraded().len(), hung.len());
+    let before: Vec<_> = all.iter().map(|server| probes(server)).collect();
+    pass(&harness, &all, 60).await;
+    for (server, before) in healthy.iter().zip(&before[hung.len()..]) {
+        let checks = probes(server) - before;
+        assert!((10..=21).contains(&checks), "{checks} in a minute");
+    }
+    for (server, before) in hung.iter().zip(&before) {
+        let checks = probes(server) - before;
+        assert!((3..=6).contains(&checks), "{checks} in a minute of one that hangs");
+    }
+    assert_eq!(harness.router.degraded().len(), hung.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn workers_that_hang_keep_no_other_from_its_checks() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=44 {
+        workers.push(harness.worker(id, Role::Both).await);
+    }
+    let all: Vec<&Arc<FakeEngine>> = workers.iter().collect();
+    let (hung, healthy) = all.split_at(40);
+    for worker in hung {
+        worker.set_behaviour(Behaviour::Hang);
+    }
+    // Sixteen are checked at a time until it is known which of them hang.
+    pass(&harness, &all, 70).await;
+    assert_eq!(harness.router.degraded().len(), hung.len());
+    let before: Vec<_> = healthy.iter().map(|worker| probes(worker)).collect();
+    pass(&harness, &all, 70).await;
+    for (worker, before) in healthy.iter().zip(before) {
+        assert!(probes(worker) >= before + 2, "twice a minute");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_health_check_without_an_answer_fails_after_ten_seconds() {
     let (harness, a, b) = two().await;
     a.set_behaviour(Behaviour::Hang);
@@ -244,4 +295,61 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     drop(stream);
     assert_eq!((ids, a.open(), harness.load(1)), (vec![1, 2], 0, (0, 0, 0)), "the booking ends with the stream");
     assert_eq!((is_ejected(&harness, 1), harness.metric("blockyard_router_retries_total")), (false, 0));
+}
+
+/// Two servers, whose health checks compute nothing.
+async fn two_servers() -> (Arc<Harness>, Arc<FakeEngine>, Arc<FakeEngine>) {
+    let (harness, a, b) = two().await;
+    *a.server.lock() = Some(1);
+    *b.server.lock() = Some(2);
+    (harness, a, b)
+}
+
+#[tokio::test(start_paused = true)]
+async fn rare_requests_seldom_meet_a_server_that_answers_only_health_checks() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..15 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+        assert_eq!(harness.router.degraded().len(), usize::from(a.requests() >= 3), "after request {family}");
+        pass(&harness, &[&a, &b], 6).await;
+    }
+    assert!((4..=8).contains(&a.requests()), "{} requests", a.requests());
+    a.set_behaviour(Behaviour::Serve);
+    pass(&harness, &[&a, &b], 61).await;
+    assert_eq!(harness.router.degraded().len(), 1, "only its health checks are good");
+    for family in 20..22 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+    }
+    assert_eq!(harness.router.degraded(), [""; 0], "a request has succeeded");
+}
+
+#[tokio::test(start_paused = true)]
+async fn good_health_checks_for_minutes_take_a_server_from_the_list() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..6 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+    }
+    pass(&harness, &[&a, &b], 280).await;
+    assert_eq!(harness.router.degraded().len(), 1);
+    pass(&harness, &[&a, &b], 40).await;
+    assert_eq!(harness.router.degraded(), [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_awaits_a_trial_serves_when_no_other_answers() {
+    let (harness, a, b) = two_servers().await;
+    a.set_behaviour(Behaviour::RefuseRequests(failed()));
+    for family in 0..40 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+        pass(&harness, &[&a, &b], 1).await;
+    }
+    b.set_behaviour(Behaviour::Hang);
+    pass(&harness, &[&a, &b], 20).await;
+    assert!(is_ejected(&harness, 1) && is_ejected(&harness, 2));
+    a.set_behaviour(Behaviour::Serve);
+    let before = (a.requests(), b.requests());
+    harness.answer(prompt(50, 10)).await.unwrap();
+    assert_eq!((a.requests(), b.requests()), (before.0 + 1, before.1));
 }

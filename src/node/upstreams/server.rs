@@ -18,7 +18,7 @@
 
 use super::api::Api;
 use super::listed::{LeftOut, to_register};
-use super::{CheckedUpstream, Intervals, ServerKey, Shared};
+use super::{CheckedUpstream, Intervals, Problem, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
 use frontend::RegisteredTokenizer;
@@ -125,6 +125,7 @@ impl Server {
             Ok(client) => client,
             Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
         };
+        let problem = Problem { shared: Arc::clone(&self.shared), key: self.key.clone() };
         let mut registered = None;
         let (mut last_error, mut last_left_out) = (String::new(), LeftOut::default());
         loop {
@@ -133,6 +134,7 @@ impl Server {
                 () = stop.cancelled() => break,
                 answer = self.ask(&client) => answer,
             };
+            let has_answered = !matches!(answer, Err(DiscoverError::Ask(_)));
             let outcome = match answer {
                 Ok(answer) => {
                     let left_out = answer.left_out;
@@ -149,8 +151,14 @@ impl Server {
             if !error.is_empty() && error != last_error {
                 tracing::warn!(upstream = %self.name(), error, "upstream cannot be used now; asking again");
             }
-            last_error = error;
             let is_registered = registered.is_some();
+            // Health checks find out about a server that has been registered.
+            let is_unknown = !is_registered && !error.is_empty();
+            problem.set(is_unknown.then(|| {
+                let what = if has_answered { "cannot be used" } else { "has not answered since the start" };
+                format!("upstream {} {what}: {error}", self.name())
+            }));
+            last_error = error;
             let pause = async {
                 let Intervals { retry, recheck, .. } = self.shared.intervals;
                 sleep(retry).await;

@@ -174,6 +174,34 @@ async fn a_new_list_changes_only_what_differs() {
 }
 
 #[tokio::test]
+async fn a_server_that_has_never_answered_is_a_problem() {
+    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut harness = Harness::new();
+    harness.apply(&[&format!("http://{address}"), "http://engines.test:8000"]);
+    let count = async |harness: &Harness, count: usize| {
+        let is_there = async {
+            while harness.upstreams.problems().len() != count {
+                sleep(QUICK.retry).await;
+            }
+        };
+        timeout(TIMEOUT, is_there).await.expect("the problems in time");
+    };
+    count(&harness, 2).await;
+    let problems = harness.upstreams.problems();
+    let dead = format!("upstream http://{address}/ has not answered since the start: ");
+    let unknown = "upstream http://engines.test:8000/: the name cannot be resolved: no such name";
+    assert!(problems[0].starts_with(&dead) && problems[1] == unknown, "{problems:?}");
+    let server = server(address).await;
+    let _ = harness.joined().await;
+    count(&harness, 1).await;
+    server.set_page("/v1/models", Script::json(503, &json!({})));
+    sleep(QUICK.recheck * 5).await;
+    assert_eq!(harness.upstreams.problems(), [unknown], "health checks are of servers that have answered");
+    harness.apply(&[]);
+    count(&harness, 0).await;
+}
+
+#[tokio::test]
 async fn a_table_that_cannot_be_used_is_named() {
     let good = Upstream::new("http://127.0.0.1:1".parse().unwrap());
     let wrong = Upstream { api_key_file: Some("/nonexistent/key".into()), ..good.clone() };

@@ -82,7 +82,7 @@ async fn every_transition() {
         match event {
             Request(verdict) => health.note(verdict, now),
             ProbeGoes => health.probe(now),
-            Probe(verdict) => health.probed(verdict, now),
+            Probe(verdict) => health.probed(Check::Computes, verdict, now),
         }
         assert_eq!(health.breaker, after, "row {row}: {before:?}, {event:?}");
         assert_eq!(health.is_closed(), after == Closed);
@@ -165,12 +165,12 @@ async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
         assert!(health.wants_probe(start, now));
         health.probe(now);
         assert!(!health.wants_probe(start, now + MAX_OPEN), "one at a time");
-        health.probed(HealthSignal::Hung, now);
+        health.probed(Check::Computes, HealthSignal::Hung, now);
         assert!(!health.wants_probe(start, now + FIRST_OPEN * rest - Duration::from_millis(1)));
         now += FIRST_OPEN * rest;
     }
     health.probe(now);
-    health.probed(HealthSignal::Healthy, now);
+    health.probed(Check::Computes, HealthSignal::Healthy, now);
     health.note(HealthSignal::Hung, now);
     assert!(!health.wants_probe(start, now + MAX_OPEN / 2), "an answered probe closes but resets nothing");
     health.note(HealthSignal::Healthy, now);
@@ -183,7 +183,7 @@ async fn a_good_health_check_of_a_closed_breaker_forgets_no_fault() {
     let now = Instant::now();
     let mut health = after_two_faults(now);
     health.probe(now);
-    health.probed(HealthSignal::Healthy, now);
+    health.probed(Check::Computes, HealthSignal::Healthy, now);
     health.note(HealthSignal::Fault, now);
     assert!(!health.is_closed());
 }
@@ -195,10 +195,96 @@ async fn good_health_checks_of_a_closed_breaker_reset_its_open_time() {
     for _ in 0..4 {
         for _ in 0..2 {
             health.probe(start);
-            health.probed(HealthSignal::Healthy, start);
+            health.probed(Check::Computes, HealthSignal::Healthy, start);
         }
-        health.probed(HealthSignal::Fault, start);
+        health.probed(Check::Computes, HealthSignal::Fault, start);
         assert!(!health.is_down());
         assert!(health.wants_probe(start, start + FIRST_OPEN));
     }
+}
+
+/// A breaker that requests have opened, after a good health check of a server.
+fn awaits_trial(start: Instant) -> Health {
+    let mut health = half_open(start);
+    health.probed(Check::Answers, HealthSignal::Healthy, start + FIRST_OPEN);
+    health
+}
+
+fn is_ejected(health: &Health, now: Instant) -> bool {
+    health.ejected_until().is_some_and(|until| until > now)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_decides_where_a_health_check_computes_nothing() {
+    let start = Instant::now();
+    let mut now = start + FIRST_OPEN;
+    let mut health = awaits_trial(start);
+    for wait in [1, 4, 16, 60, 60] {
+        assert!(health.breaker == Breaker::AwaitsTrial && !is_ejected(&health, now), "{health:?}");
+        health.request_sent(now);
+        assert!(health.breaker == Breaker::InTrial && is_ejected(&health, now), "one request at a time: {health:?}");
+        health.probed(Check::Answers, HealthSignal::Healthy, now);
+        assert_eq!(health.breaker, Breaker::InTrial);
+        health.note(HealthSignal::Fault, now);
+        health.note(HealthSignal::Fault, now);
+        health.request_sent(now);
+        assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(wait)));
+        assert!(!health.is_down() && !health.is_open());
+        now += Duration::from_secs(wait);
+    }
+    health.request_sent(now);
+    health.note(HealthSignal::Healthy, now);
+    assert!(health.is_closed());
+    for _ in 0..CONSECUTIVE_FAULTS {
+        health.note(HealthSignal::Fault, now);
+    }
+    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    assert_eq!(health.ejected_until(), Some(now + FIRST_OPEN), "the output has reset the wait");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_trial_without_an_outcome_is_followed_by_another() {
+    let start = Instant::now();
+    let now = start + FIRST_OPEN;
+    for signal in [HealthSignal::Neutral, BUSY] {
+        let mut health = awaits_trial(start);
+        health.request_sent(now);
+        health.note(signal, now);
+        assert_eq!((health.breaker, is_ejected(&health, now)), (Breaker::AwaitsTrial, signal == BUSY));
+    }
+    let mut health = awaits_trial(start);
+    health.request_sent(now);
+    assert!(!is_ejected(&health, now + TRIAL_TIME), "its client has gone");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_calm_closes_the_breaker_of_a_server() {
+    let start = Instant::now();
+    let mut health = awaits_trial(start);
+    health.request_sent(start + FIRST_OPEN);
+    health.note(HealthSignal::Fault, start + FIRST_OPEN);
+    let first = start + Duration::from_secs(4);
+    for now in [first, first + CALM - Duration::from_secs(1)] {
+        health.probed(Check::Answers, HealthSignal::Healthy, now);
+        assert!(!health.is_closed());
+    }
+    health.probed(Check::Answers, HealthSignal::Healthy, first + CALM);
+    assert!(health.is_closed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_was_away_needs_no_trial_and_keeps_its_wait() {
+    let start = Instant::now();
+    let mut health = awaits_trial(start);
+    let now = start + FIRST_OPEN;
+    health.request_sent(now);
+    health.note(HealthSignal::Fault, now);
+    health.probed(Check::Answers, HealthSignal::Hung, now);
+    assert!(health.is_open());
+    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    assert!(health.is_closed());
+    health.note(HealthSignal::Fault, now);
+    assert!(health.is_open(), "one fault is enough");
+    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    assert_eq!(health.ejected_until(), Some(now + FIRST_OPEN * 8));
 }
