@@ -16,7 +16,7 @@ use futures::future::join_all;
 use futures::stream::FuturesUnordered;
 use kvbm::splitmix::SplitMix64;
 use prometheus::IntCounterVec;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -210,6 +210,7 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     #[test]
     fn targets_that_fail_take_no_place_of_others() {
