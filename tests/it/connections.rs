@@ -45,6 +45,13 @@ impl Program {
         client().get(self.url(path)).send().await.unwrap().status().as_u16()
     }
 
+    /// Waits for the model's tokenizer, which is loaded after the start.
+    async fn until_ready(&self) {
+        while self.status("/ready").await != 200 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     async fn metric(&self, series: &str) -> f64 {
         let text = client().get(self.url("/metrics")).send().await.unwrap().text().await.unwrap();
         let line = text.lines().find_map(|line| line.strip_prefix(series));
@@ -94,6 +101,7 @@ impl Drop for Program {
 async fn a_thousand_idle_sockets_leave_descriptors_for_requests() {
     blockyard::process::machine::raise_open_files();
     let mut program = Program::start(256, &[]);
+    program.until_ready().await;
     let (memory, files) = (program.resident_mib(), program.open_files());
     let idle: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(&program.address).unwrap()).collect();
     for path in ["/live", "/ready", "/metrics"] {
@@ -138,7 +146,7 @@ async fn accept_errors_are_counted_and_logged_at_a_bounded_rate() {
 #[tokio::test(flavor = "multi_thread")]
 async fn after_sigterm_requests_are_served_until_the_listener_closes() {
     let mut program = Program::start(1024, &["frontend.shutdown_delay=10m", "shutdown_timeout=20m"]);
-    assert_eq!(program.status("/ready").await, 200);
+    program.until_ready().await;
     program.signal("-TERM");
     while program.status("/ready").await != 503 {
         tokio::time::sleep(Duration::from_millis(20)).await;

@@ -93,7 +93,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("metrics", &["policy", "fleet"]),
             ("policy", &["booking", "fleet", "load", "index", "slo", "hash", "problem"]),
             ("booking", &["fleet", "load", "index", "hash"]),
-            ("fleet", &["load", "index", "hash"]),
+            ("fleet", &["load", "index"]),
             ("load", &["hash"]),
             ("index", &[]),
             ("slo", &["problem"]),

@@ -39,15 +39,6 @@ struct Node {
     older: u32,
 }
 
-/// What a prompt changed.
-#[derive(Default, PartialEq, Eq, Debug)]
-pub(crate) struct Inserted {
-    /// The blocks of the prompt that were entered, as ranges of its blocks. The others were entered recently.
-    pub(crate) entered: Vec<Range<usize>>,
-    /// The blocks that were evicted.
-    pub(crate) removed: Vec<SequenceHash>,
-}
-
 /// A prefix not used for this long is evicted on a busy worker, and rarely needed on an idle one.
 pub(crate) const MAX_AGE: Duration = Duration::from_mins(10);
 
@@ -81,17 +72,24 @@ impl Default for AssumedCache {
 }
 
 impl AssumedCache {
-    /// Adds the blocks of a computed prompt, and evicts blocks to stay within `capacity`.
-    pub(crate) fn insert(&mut self, prompt: &[SequenceHash], capacity: usize, now: Instant) -> Inserted {
+    /// Adds the blocks of a computed prompt. Calls `entered` with each range of its blocks that are entered; the others
+    /// were recently. Returns the blocks that are evicted to stay within `capacity`.
+    pub(crate) fn insert(
+        &mut self,
+        prompt: &[SequenceHash],
+        capacity: usize,
+        now: Instant,
+        mut entered: impl FnMut(Range<usize>),
+    ) -> Vec<SequenceHash> {
         let generation = self.generation(capacity, now);
-        let mut inserted = Inserted::default();
-        // The end first, so that it is evicted first.
-        let reversed: Vec<SequenceHash> = prompt.iter().rev().copied().collect();
         let mut prefetcher = Prefetcher::default();
-        for (at, hash) in reversed.iter().enumerate() {
+        let mut range = 0..0;
+        // Each block is older than the ones before it in the prompt, so that the end is evicted first.
+        let mut newer = END;
+        for (index, hash) in prompt.iter().enumerate() {
             let (node, matches) =
                 (|position| self.nodes.get(position as usize), |node: &Node, hash: &_| node.hash == *hash);
-            let known = self.positions.find_batched(&mut prefetcher, &reversed, at, node, matches);
+            let known = self.positions.find_batched(&mut prefetcher, prompt, index, node, matches);
             let position = if let Some(position) = known {
                 if self.nodes[position as usize].generation + 1 >= generation {
                     continue;
@@ -104,17 +102,24 @@ impl AssumedCache {
                 self.added += 1;
                 position
             };
-            let index = prompt.len() - 1 - at;
-            self.link(position, *hash, generation);
-            match inserted.entered.last_mut() {
-                Some(Range { start, .. }) if *start == index + 1 => *start = index,
-                _ => inserted.entered.push(index..index + 1),
+            self.link(position, *hash, generation, newer);
+            newer = position;
+            if range.end != index {
+                if !range.is_empty() {
+                    entered(range);
+                }
+                range = index..index;
             }
+            range.end = index + 1;
         }
+        if !range.is_empty() {
+            entered(range);
+        }
+        let mut removed = Vec::new();
         while self.positions.len() > capacity {
-            inserted.removed.push(self.remove(self.oldest()));
+            removed.push(self.remove(self.oldest()));
         }
-        inserted
+        removed
     }
 
     /// Removes and returns the blocks that are too old.
@@ -173,12 +178,11 @@ impl AssumedCache {
         self.nodes[END as usize].newer
     }
 
-    /// Makes a node that is not in the list the newest one.
-    fn link(&mut self, position: u32, hash: SequenceHash, generation: u32) {
-        let newest = self.nodes[END as usize].older;
-        self.nodes[position as usize] = Node { hash, generation, newer: END, older: newest };
-        self.nodes[newest as usize].newer = position;
-        self.nodes[END as usize].older = position;
+    /// Puts a node into the list, next to a newer one; [`END`]: as the newest one.
+    fn link(&mut self, position: u32, hash: SequenceHash, generation: u32, newer: u32) {
+        let older = std::mem::replace(&mut self.nodes[newer as usize].older, position);
+        self.nodes[older as usize].newer = position;
+        self.nodes[position as usize] = Node { hash, generation, newer, older };
     }
 
     fn unlink(&mut self, position: u32) {
@@ -213,7 +217,7 @@ mod tests {
     #[test]
     fn the_end_of_the_least_recently_sent_prompt_is_evicted_first() {
         let (mut cache, now) = (AssumedCache::default(), Instant::now());
-        let mut removed_by = |prompt| cache.insert(&hashes(prompt), 6, now).removed;
+        let mut removed_by = |prompt| cache.insert(&hashes(prompt), 6, now, drop);
         assert!(removed_by(0..4).is_empty());
         assert!(removed_by(10..12).is_empty());
         assert_eq!(removed_by(20..22), [hashes(3..4), hashes(2..3)].concat());
@@ -225,8 +229,8 @@ mod tests {
     #[test]
     fn old_blocks_expire() {
         let (mut cache, now) = (AssumedCache::default(), Instant::now());
-        cache.insert(&hashes(0..4), 100, now);
-        cache.insert(&hashes(0..2), 100, now + MAX_AGE / 2);
+        cache.insert(&hashes(0..4), 100, now, drop);
+        cache.insert(&hashes(0..2), 100, now + MAX_AGE / 2, drop);
         assert!(cache.expire(now + MAX_AGE / 2).is_empty());
         assert_eq!(cache.expire(now + MAX_AGE), [hashes(3..4), hashes(2..3)].concat());
         assert_eq!(held(&cache), hashes(0..2));
@@ -237,7 +241,7 @@ mod tests {
         let (mut cache, start) = (AssumedCache::default(), Instant::now());
         for nth in 0..1000_u32 {
             let now = start + MAX_AGE / 50 * nth;
-            cache.insert(&hashes((nth % 200) as u8..(nth % 200) as u8 + 10), 100, now);
+            cache.insert(&hashes((nth % 200) as u8..(nth % 200) as u8 + 10), 100, now, drop);
             cache.expire(now);
         }
         assert!(cache.nodes.len() <= 111 && cache.generations.len() <= 100, "{} nodes", cache.nodes.len());
@@ -247,13 +251,14 @@ mod tests {
     fn blocks_that_were_entered_recently_are_not_entered_again() {
         let (mut cache, now) = (AssumedCache::default(), Instant::now());
         let mut entered_by = |prompt: &[SequenceHash]| -> Vec<SequenceHash> {
-            let Inserted { entered, .. } = cache.insert(prompt, 1600, now);
-            entered.into_iter().flat_map(|range| prompt[range].to_vec()).collect()
+            let mut entered = Vec::new();
+            cache.insert(prompt, 1600, now, |range| entered.extend_from_slice(&prompt[range]));
+            entered
         };
         assert_eq!(entered_by(&hashes(0..40)), hashes(0..40));
         assert_eq!(entered_by(&[hashes(0..30), hashes(50..60)].concat()), hashes(50..60), "the prefix is known");
         let mixed = [hashes(0..20), hashes(70..80), hashes(30..40), hashes(80..85)].concat();
-        assert_eq!(entered_by(&mixed), [hashes(80..85), hashes(70..80)].concat());
+        assert_eq!(entered_by(&mixed), [hashes(70..80), hashes(80..85)].concat());
     }
 
     #[test]
@@ -261,7 +266,7 @@ mod tests {
         let (mut cache, start) = (AssumedCache::default(), Instant::now());
         for turn in 0..250_u8 {
             let now = start + MAX_AGE / 20 * u32::from(turn);
-            cache.insert(&hashes(0..1 + turn / 2), 1600, now);
+            cache.insert(&hashes(0..1 + turn / 2), 1600, now, drop);
             assert!(cache.expire(now + MAX_AGE / 5 * 4).is_empty(), "turn {turn}");
         }
     }
@@ -273,7 +278,7 @@ mod tests {
         for nth in 0..10_000_u32 {
             let mut prompt = hot.clone();
             prompt.push(SequenceHash::from_bytes([nth.to_le_bytes(); 4].as_flattened().try_into().unwrap()));
-            let Inserted { removed, .. } = cache.insert(&prompt, 160, now);
+            let removed = cache.insert(&prompt, 160, now, drop);
             assert!(!removed.iter().any(|hash| hot.contains(hash)), "at {nth}");
         }
         assert_eq!(cache.positions.len(), 160);

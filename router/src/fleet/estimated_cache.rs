@@ -6,7 +6,7 @@
 //! A worker whose events have tokens of its own has an estimate beside accurate events: of prompts whose tokens are
 //! unknown, which no event matches.
 
-use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS, Inserted};
+use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};
 use crate::index::{Holder, Index};
 use kvbm::{BlockEvent, Level, Run, SequenceHash};
@@ -45,14 +45,13 @@ impl EstimatedCache {
         // Held to the end, so that the index applies changes in the order in which they were made.
         let mut state = self.lock();
         let capacity = if capacity == 0 { DEFAULT_BLOCKS } else { capacity };
-        let Inserted { entered, removed } = state.assumed.insert(hashes, capacity, now);
         // The index ignores these until the estimate has joined.
         let holder = Holder::Estimate(worker);
-        for range in entered {
+        let removed = state.assumed.insert(hashes, capacity, now, |range| {
             let parent = range.start.checked_sub(1).map(|before| hashes[before]);
             let blocks = hashes[range].to_vec();
             index.apply(holder, &BlockEvent::Stored { level: Level::G1, parent, blocks });
-        }
+        });
         forget(index, holder, removed);
     }
 
