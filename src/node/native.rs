@@ -37,6 +37,9 @@ pub(super) struct Native {
 /// Interval at which a stop checks whether the stores that it writes to still answer. They are polled every second.
 const AVAILABILITY_INTERVAL: Duration = Duration::from_millis(200);
 
+/// A stop waits so long for an SSD that cannot be written to. Writing is tried again every second.
+const UNWRITABLE_TIME: Duration = Duration::from_secs(3);
+
 /// The folders of the G3 log. Logs those that have too little space for one.
 fn usable_disks(config: &Config, block: u64) -> Vec<Disk> {
     let disks = sizes::disks(&config.tiers, &config.data_dir, machine::space);
@@ -132,7 +135,8 @@ impl Native {
     }
 }
 
-/// Writes the queued blocks to each tier until `deadline`, except to a tier whose store does not answer.
+/// Writes the queued blocks to each tier until `deadline`, except to a tier whose store does not answer, or whose
+/// folders cannot be written to.
 async fn flush(managers: &[BlockManager], stores: &Stores, deadline: Instant) {
     let flush_to = async |level: Level| {
         let flushed = join_all(managers.iter().map(|manager| manager.flush_level(level)));
@@ -143,6 +147,7 @@ async fn flush(managers: &[BlockManager], stores: &Stores, deadline: Instant) {
                 Err(_) => "the shutdown timeout is over",
             },
             () = until_unavailable(stores, level) => "the store does not answer",
+            () = until_unwritable(stores, level) => "no folder of the tier can be written to",
         };
         tracing::warn!(
             tier = %level, reason = why,
@@ -159,6 +164,17 @@ async fn until_unavailable(stores: &Stores, level: Level) {
         sleep(AVAILABILITY_INTERVAL).await;
         if stores.is_unavailable(level) {
             return;
+        }
+    }
+}
+
+/// Resolves when no folder of the tier could be written to for [`UNWRITABLE_TIME`]: the disk is full, or fails.
+async fn until_unwritable(stores: &Stores, level: Level) {
+    let mut writable_at = Instant::now();
+    while writable_at.elapsed() < UNWRITABLE_TIME {
+        sleep(AVAILABILITY_INTERVAL).await;
+        if !stores.is_unwritable(level) {
+            writable_at = Instant::now();
         }
     }
 }

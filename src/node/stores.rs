@@ -142,6 +142,12 @@ impl Stores {
         self.shared.iter().filter_map(Weak::upgrade).any(|tier| tier.level() == level && tier.is_unavailable())
     }
 
+    /// Whether the tier is the SSD log, and no folder of it can be written to now.
+    pub(super) fn is_unwritable(&self, level: Level) -> bool {
+        let fails = |path: &disk::PathState| path.failure.is_some() || path.write_failure.is_some();
+        self.disk.upgrade().is_some_and(|disk| disk.level() == level && disk.paths().iter().all(fails))
+    }
+
     /// Reports failed tiers to `health`.
     pub(super) fn watch(&self, health: &Health) {
         health.watch_disk(Weak::clone(&self.disk));

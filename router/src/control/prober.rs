@@ -201,7 +201,8 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
     for transition in [Transition::Opened, Transition::Closed] {
         let mut of_kind = changed.iter().filter(|(_, other)| *other == transition).map(|(worker, _)| *worker);
         if let Some(first) = of_kind.next() {
-            transition.log(first, 1 + of_kind.count(), Cause::HealthCheck, &error.as_deref().unwrap_or_default());
+            let (workers, error) = (1 + of_kind.count(), error.as_deref().unwrap_or_default());
+            transition.log(first.id(), &*first.engine, workers, Cause::HealthCheck, &error);
         }
     }
     admission.notify();

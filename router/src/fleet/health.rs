@@ -17,8 +17,8 @@
 //!     ▲                                                                                       │
 //!     └──────────────────────────────────── an output ────────────────────────────────────────┘
 //! ```
-//! A health check that fails opens the breaker in each state. The next good one then closes it: the server was away, and
-//! that is why its requests failed.
+//! A health check that fails opens the breaker in each state. The next good one then closes it: the server was away,
+//! and that is why its requests failed.
 //!
 //! Errors caused by the client neither open nor close the breaker. Back-pressure is obeyed and is no fault. An open
 //! breaker lowers a worker's rank; it never excludes the last worker.

@@ -2,10 +2,11 @@
 //!
 //! Not here: each failed request, which is logged where it is retried.
 
-use super::workers::Worker;
 use spans::LogLimit;
 use std::fmt::Display;
 use std::time::Duration;
+use worker::engine::Engine;
+use worker::plane::WorkerId;
 
 /// A change of a circuit breaker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,29 +31,29 @@ static OPENED: LogLimit = LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_sec
 static CLOSED: LogLimit = LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_secs(1));
 
 impl Transition {
-    /// Logs the change, without the span of a request: it is of the worker. `workers`: how many the line is about, which
-    /// are models or ranks of one server.
-    pub(crate) fn log(self, worker: &Worker, workers: usize, cause: Cause, error: &dyn Display) {
+    /// Logs the change, without the span of a request: it is of the worker. `workers`: how many the line is about,
+    /// which are models or ranks of one server.
+    pub(crate) fn log(self, worker: WorkerId, engine: &dyn Engine, workers: usize, cause: Cause, error: &dyn Display) {
         let limit = match self {
             Self::Opened => &OPENED,
             Self::Closed => &CLOSED,
         };
         let Some(suppressed) = limit.admit() else { return };
-        let address = worker.engine.address();
-        let (id, address) = (worker.id(), address.as_deref());
+        let address = engine.address();
+        let address = address.as_deref();
         match (self, cause) {
             (Self::Opened, Cause::Request) => tracing::warn!(
                 parent: None,
-                worker = %id, address, workers, %error, suppressed,
+                %worker, address, workers, %error, suppressed,
                 "requests fail on the worker; it is passed over while others are available"
             ),
             (Self::Opened, Cause::HealthCheck) => tracing::warn!(
                 parent: None,
-                worker = %id, address, workers, %error, suppressed,
+                %worker, address, workers, %error, suppressed,
                 "the health check of the worker fails; it is passed over while others are available"
             ),
             (Self::Closed, _) => {
-                tracing::info!(parent: None, worker = %id, address, workers, suppressed, "the worker works again");
+                tracing::info!(parent: None, %worker, address, workers, suppressed, "the worker works again");
             }
         }
     }

@@ -143,7 +143,7 @@ impl Worker {
 
     fn noted(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
         if let Some(transition) = self.change(|health| health.note(signal, now)) {
-            transition.log(self, 1, Cause::Request, error);
+            transition.log(self.id(), &*self.engine, 1, Cause::Request, error);
         }
     }
 

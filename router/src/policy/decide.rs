@@ -149,8 +149,8 @@ pub(crate) fn decide<'a>(
         .map(|(at, _)| context.row(prefill_candidates[at].entry as usize, None));
 
     // A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
-    // only when no other is left. In both cases an ejected worker is better than none, and of these one that answers its
-    // health checks, or is only overloaded, is better than one that does not answer.
+    // only when no other is left. In both cases an ejected worker is better than none, and of these one that answers
+    // its health checks, or is only overloaded, is better than one that does not answer.
     let prefills = matches!(request.work, Work::Prefill);
     let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != prefills;
     context.weigh(

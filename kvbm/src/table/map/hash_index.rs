@@ -30,8 +30,7 @@ pub struct HashIndex {
     len: usize,
 }
 
-/// State of a batch of lookups in order: the guessed positions of the next [`DISTANCE`](Self::DISTANCE) hashes. See
-/// [`HashIndex::find_batched`].
+/// State of a batch of lookups in order: the guessed positions of the next hashes. See [`HashIndex::find_batched`].
 #[derive(Default)]
 pub struct Prefetcher([u32; Prefetcher::DISTANCE]);
 
