@@ -28,6 +28,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tempfile::TempDir;
+use tokio::task::JoinHandle;
 
 /// Processes that find each other over NATS, under a prefix of their own.
 pub(crate) struct Cluster {
@@ -350,6 +351,44 @@ pub(crate) async fn until_workers(frontend: &Process, count: usize) {
     }
 }
 
+/// Clients that send one request after the other. Each request must be answered.
+pub(crate) struct SteadyClients {
+    stop: Arc<AtomicBool>,
+    /// Each returns the number of its answers.
+    clients: Vec<JoinHandle<u32>>,
+}
+
+impl SteadyClients {
+    pub(crate) fn start(client: &Client, count: u32) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let clients = (0..count).map(|nth| {
+            let (client, stop) = (client.clone(), Arc::clone(&stop));
+            tokio::spawn(async move {
+                let mut answered = 0_u32;
+                while !stop.load(Ordering::Relaxed) {
+                    let answer = client.ask(&prompt(nth * 1000 + answered)).await.unwrap();
+                    assert!(answer["choices"][0]["text"].is_string(), "{answer}");
+                    answered += 1;
+                }
+                answered
+            })
+        });
+        Self { clients: clients.collect(), stop }
+    }
+
+    /// Fails if a request has failed.
+    pub(crate) fn check(&self) {
+        assert!(!self.clients.iter().any(JoinHandle::is_finished), "a client has failed");
+    }
+
+    pub(crate) async fn stop(self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for client in self.clients {
+            assert!(client.await.unwrap() > 0);
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn no_request_fails_while_workers_are_restarted_one_after_the_other() {
     let Some(cluster) = Cluster::new() else { return };
@@ -358,20 +397,7 @@ async fn no_request_fails_while_workers_are_restarted_one_after_the_other() {
     let mut workers = [first, second];
     let frontend = cluster.frontend().await;
     until_workers(&frontend, 2).await;
-    let stop = Arc::new(AtomicBool::new(false));
-    let clients = (0..4_u32).map(|nth| {
-        let (client, stop) = (frontend.client.clone(), Arc::clone(&stop));
-        tokio::spawn(async move {
-            let mut answered = 0_u32;
-            while !stop.load(Ordering::Relaxed) {
-                let answer = client.ask(&prompt(nth * 1000 + answered)).await.unwrap();
-                assert!(answer["choices"][0]["text"].is_string(), "{answer}");
-                answered += 1;
-            }
-            answered
-        })
-    });
-    let clients: Vec<_> = clients.collect();
+    let clients = SteadyClients::start(&frontend.client, 4);
     for round in 0..4 {
         let at = round % 2;
         tokio::time::sleep(Duration::from_millis(300)).await;
@@ -379,8 +405,5 @@ async fn no_request_fails_while_workers_are_restarted_one_after_the_other() {
         workers[at] = cluster.worker(&seats[at]).await;
         until_workers(&frontend, 2).await;
     }
-    stop.store(true, Ordering::Relaxed);
-    for client in clients {
-        assert!(client.await.unwrap() > 0);
-    }
+    clients.stop().await;
 }

@@ -1,7 +1,6 @@
 //! The secret of a deployment, replaced while requests are served.
 
 use super::*;
-use tokio::task::JoinHandle;
 
 const FORMER: &str = "0123456789abcdef0123456789abcdef";
 const NEW: &str = "fedcba9876543210fedcba9876543210";
@@ -36,20 +35,7 @@ async fn no_request_fails_while_the_secret_is_replaced() {
     let split = ["--set", "router.disaggregation=always"];
     let frontend = cluster.frontend_with(&split).await;
     until_workers(&frontend, 2).await;
-    let stop = Arc::new(AtomicBool::new(false));
-    let clients = (0..3_u32).map(|nth| {
-        let (client, stop) = (frontend.client.clone(), Arc::clone(&stop));
-        tokio::spawn(async move {
-            let mut answered = 0_u32;
-            while !stop.load(Ordering::Relaxed) {
-                let answer = client.ask(&prompt(nth * 1000 + answered)).await.unwrap();
-                assert!(answer["choices"][0]["text"].is_string(), "{answer}");
-                answered += 1;
-            }
-            answered
-        })
-    });
-    let clients: Vec<JoinHandle<u32>> = clients.collect();
+    let clients = SteadyClients::start(&frontend.client, 3);
 
     let processes = [(&prefill, &*files[0]), (&decode, &*files[1]), (&frontend, &*files[2])];
     step(processes, &[FORMER, NEW]).await;
@@ -70,13 +56,10 @@ async fn no_request_fails_while_the_secret_is_replaced() {
     let handed_over = async || decode.client.metric("blockyard_tier_transfer_bytes_total", "tier=\"peer\"").await;
     let before = handed_over().await;
     while handed_over().await <= before {
-        assert!(!clients.iter().any(JoinHandle::is_finished), "a client has failed");
+        clients.check();
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    stop.store(true, Ordering::Relaxed);
-    for client in clients {
-        assert!(client.await.unwrap() > 0);
-    }
+    clients.stop().await;
 
     // A rejected call could have been repeated elsewhere, or its prompt computed.
     for process in [&prefill, &decode, &frontend, &late] {
