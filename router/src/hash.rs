@@ -1,9 +1,12 @@
 //! Deterministic hashing: the same in every process and on every run.
 //!
 //! Hash of a number (`SplitMix64`), hash of a text, and maps with numbers as keys. The maps are for keys that no client
-//! can choose so that they collide: block hashes, numbers of requests, and blocks of a trace. Not here: the hashes of
-//! blocks, which `kvbm` computes.
+//! can choose so that they collide: block hashes, numbers of requests, and blocks of a trace. The hashes of blocks are
+//! defined in `kvbm`; here is a cache of those of recent prompts.
 
+mod cache;
+
+pub(crate) use cache::HashCache;
 pub(crate) use kvbm::splitmix::splitmix64;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};

@@ -5,7 +5,7 @@
 use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, ReplicaOutbox};
 use crate::fleet::Fleet;
-use crate::hash::splitmix64;
+use crate::hash::{HashCache, splitmix64};
 use crate::index::Index;
 use crate::load::Traffic;
 use crate::metrics::Metrics;
@@ -26,6 +26,8 @@ pub(crate) struct Core {
     resolved: RwLock<Arc<ResolvedSettings>>,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) index: Arc<Index>,
+    /// Block hashes of recent prompts.
+    pub(crate) hash_cache: HashCache,
     pub(crate) inflight: Arc<InflightPrefixes>,
     pub(crate) metrics: Arc<Metrics>,
     /// Changes of reservations for other routers.
@@ -61,6 +63,7 @@ impl Core {
             rng_seed: splitmix64(id.0),
             fleet: Arc::default(),
             index: Arc::new(Index::with_memory_limit(resolved.settings.index_memory.as_usize())),
+            hash_cache: HashCache::default(),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
             admission: Admission::new(&metrics),

@@ -124,7 +124,7 @@ fn choose(
     let cacheable = if request.sampling.prompt_logprobs.is_some() { &[] } else { &*request.tokens };
     let estimated = request.attributes.has_estimated_tokens;
     let known = if estimated { PromptTokens::Estimated } else { PromptTokens::Known };
-    let mut overlaps = Overlaps::of(cacheable, known, &request.domain, pool, &core.index);
+    let mut overlaps = Overlaps::of(cacheable, known, &request.domain, pool, &core.hash_cache, &core.index);
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();

@@ -4,6 +4,7 @@
 
 use crate::booking::InflightPrefixes;
 use crate::fleet::{ModelPool, PromptTokens, WorkerEntry, WorkerRun};
+use crate::hash::HashCache;
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
 use crate::load::{PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
@@ -155,11 +156,18 @@ impl Drop for HashScheme {
 
 impl Overlaps {
     /// Hashes a prompt's blocks and looks them up in the index. `known`: whether `tokens` are those of the workers.
-    pub(crate) fn of(tokens: &[u32], known: PromptTokens, domain: &Domain, pool: &ModelPool, index: &Index) -> Self {
+    pub(crate) fn of(
+        tokens: &[u32],
+        known: PromptTokens,
+        domain: &Domain,
+        pool: &ModelPool,
+        hash_cache: &HashCache,
+        index: &Index,
+    ) -> Self {
         let scheme = |card: &std::sync::Arc<ModelCard>| {
             let full = cacheable(tokens.len() as u64, card.block_size as u64) as usize;
             let cached = &tokens[..full * card.block_size];
-            let hashes = root(domain, &card.identity).hashes(cached, card.block_size);
+            let hashes = hash_cache.hashes(root(domain, &card.identity), cached, card.block_size);
             HashScheme::new(card.block_size, hashes, index)
         };
         Self { tokens: known, schemes: pool.schemes().iter().map(scheme).collect() }

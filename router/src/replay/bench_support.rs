@@ -98,6 +98,18 @@ impl DecisionBenchmark {
         place(&self.core, &self.request, true, &[], None).map_err(|error| error.to_string()).expect("there are workers")
     }
 
+    /// Time of placing a request of equal length whose tokens no request had before.
+    pub fn decide_new(&self, nth: u32) -> std::time::Duration {
+        let len = self.request.tokens.len() as u32;
+        let tokens: Vec<u32> = (0..len).map(|at| at ^ (nth + 1) << 16).collect();
+        let request = Request::greedy("new", MODEL, &tokens, 256);
+        let since = std::time::Instant::now();
+        let placed = place(&self.core, &request, true, &[], None).map_err(|error| error.to_string());
+        let took = since.elapsed();
+        drop(placed.expect("there are workers"));
+        took
+    }
+
     /// Hashes the prompt's blocks.
     pub fn hash(&self) -> impl Sized {
         ChainKey::root(&self.request.domain, MODEL, None).hashes(&self.request.tokens, BLOCK)

@@ -16,7 +16,8 @@ async fn reports_during_a_decision_count_for_the_next_one() {
     let (core, request) = (&yard.router.core, prompt(1, 1600));
     let (roster, resolved) = (core.fleet.snapshot(), core.settings());
     let (pool, tuning) = (roster.pool(MODEL).unwrap(), resolved.of(MODEL));
-    let overlaps = Overlaps::of(&request.tokens, PromptTokens::Known, &request.domain, pool, &core.index);
+    let overlaps =
+        Overlaps::of(&request.tokens, PromptTokens::Known, &request.domain, pool, &core.hash_cache, &core.index);
     let fleet = || FleetView::new(pool, &overlaps, request.tokens.len(), None, &[], Instant::now());
     let mut scratch = Scratch::default();
     let decision = decide(
