@@ -11,13 +11,17 @@ mod endpoints;
 mod estimated_cache;
 mod event_accuracy;
 mod health;
+mod model_pool;
+mod snapshot;
 mod transition;
-mod workers;
+mod worker_state;
 
 #[cfg(test)]
 pub(crate) use assumed_cache::MAX_AGE as ASSUMED_MAX_AGE;
 pub(crate) use estimated_cache::reachable_stores;
 pub(crate) use event_accuracy::{CacheView, EstimateReason};
 pub(crate) use health::HealthSignal;
+pub(crate) use model_pool::{ModelPool, PromptTokens, WorkerEntry};
+pub(crate) use snapshot::{Fleet, FleetSnapshot};
 pub(crate) use transition::{Cause, Transition};
-pub(crate) use workers::{Fleet, FleetSnapshot, ModelPool, PromptTokens, Worker, WorkerEntry, WorkerRun};
+pub(crate) use worker_state::{Worker, WorkerRun};
