@@ -91,7 +91,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
     let since = Instant::now();
     tokio::time::sleep_until(since + stall_timeout(expected)).await;
     loop {
-        let (now, roster) = (Instant::now(), fleet.snapshot());
+        let (now, snapshot) = (Instant::now(), fleet.snapshot());
         let is_better = |other: &&Arc<Worker>| {
             // None of the prompts that were sent to it waits.
             let free = || other.load.stats(now).prompts == 0;
@@ -99,11 +99,11 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && other.run() != member.run()
                 && (other.has_endpoint(request) || !member.has_endpoint(request))
                 && !tried.contains(&other.run())
-                && !roster.is_cordoned(other.id())
+                && !snapshot.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))
                 && (other.active_since(since) || free())
         };
-        if !member.active_since(since) && roster.workers().find(is_better).is_some() {
+        if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
             return member.note(HealthSignal::Hung, &"no output in time");
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;

@@ -99,8 +99,8 @@ fn choose(
     span: &mut Span,
 ) -> Result<Box<Placement>, Error> {
     let since = std::time::Instant::now();
-    let roster = core.fleet.snapshot();
-    let pool = roster.pool(&request.model).ok_or_else(|| match roster.absence(&request.model) {
+    let fleet = core.fleet.snapshot();
+    let pool = fleet.pool(&request.model).ok_or_else(|| match fleet.absence(&request.model) {
         Some(why) => Error::Unavailable(why),
         None => Error::UnknownModel(request.model.to_string()),
     })?;
@@ -213,8 +213,8 @@ fn book(
     let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps, now);
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &ScoredWorker<'_>| {
-        let names = overlaps.hashes(row.entry.scheme);
-        core.inflight.add(overlaps.slot(row.entry), names, row.prompt.block_size as usize, row.held.total())
+        let hashes = overlaps.hashes(row.entry.scheme);
+        core.inflight.add(overlaps.slot(row.entry), hashes, row.prompt.block_size as usize, row.held.total())
     };
     let slot = overlaps.slot(row.entry);
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this

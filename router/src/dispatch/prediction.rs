@@ -45,11 +45,11 @@ impl HitPrediction {
         overlaps: &Overlaps,
         now: Instant,
     ) -> Self {
-        let (member, way, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
-        let names = overlaps.hashes(way);
-        let announced = u64::from(overlaps.held(way, member.announced).total()) * block_size;
-        let full = names.len() as u64 * block_size;
-        let is_inflight = inflight.contains(member.announced, names, block_size as usize);
+        let (member, scheme, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
+        let hashes = overlaps.hashes(scheme);
+        let announced = u64::from(overlaps.held(scheme, member.announced).total()) * block_size;
+        let full = hashes.len() as u64 * block_size;
+        let is_inflight = inflight.contains(member.announced, hashes, block_size as usize);
         // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
         let has_estimated_tokens = request.attributes.has_estimated_tokens;
         let one_of = decision.chosen_by_server(request);
@@ -64,7 +64,7 @@ impl HitPrediction {
             full,
             unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
             one_of,
-            hashes: if noted { names.to_vec() } else { Vec::new() },
+            hashes: if noted { hashes.to_vec() } else { Vec::new() },
             seconds_per_token: row.snapshot.estimate.token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }

@@ -139,7 +139,7 @@ pub(crate) fn decide<'a>(
 
     prefill_candidates.clear();
     if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| entry.role == Role::Prefill && eligibility == Eligibility::Eligible,
             None,
             prefill_candidates,
@@ -153,27 +153,27 @@ pub(crate) fn decide<'a>(
     // its health checks, or is only overloaded, is better than one that does not answer.
     let prefills = matches!(request.work, Work::Prefill);
     let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != prefills;
-    context.weigh(
+    context.score_all(
         |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
         prefill.as_ref(),
         candidates,
     );
     if candidates.is_empty() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| suits(entry) && eligibility == Eligibility::EjectedForNow,
             prefill.as_ref(),
             candidates,
         );
     }
     if candidates.is_empty() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| suits(entry) && eligibility != Eligibility::Excluded,
             prefill.as_ref(),
             candidates,
         );
     }
     if candidates.is_empty() {
-        context.weigh(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
+        context.score_all(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
     }
     // Workers that meet the deadline or target are preferred to all others.
     if let Some(within) = request.within {
@@ -236,7 +236,7 @@ impl<'a> Decision<'a> {
 
 impl<'a> DecisionContext<'a> {
     /// Scores the workers that the filter accepts.
-    fn weigh(
+    fn score_all(
         &self,
         wanted: impl Fn(&WorkerEntry, Eligibility) -> bool,
         prefill: Option<&ScoredWorker<'_>>,
