@@ -1,8 +1,8 @@
 //! Asks a server for the tokens of a prompt: `POST /tokenize`, as vLLM has it.
 //!
-//! The question goes past the router, because it takes no place in the server's batch.
+//! The request bypasses the router, because it takes no place in the server's batch.
 
-use crate::ask::{self, AnswerLimits, Asked};
+use crate::ask::{self, AnswerLimits, ServerAnswer};
 use crate::relay::client::Client;
 use bytes::Bytes;
 use futures::FutureExt;
@@ -12,7 +12,7 @@ use serde::Deserialize;
 use std::time::Duration;
 use worker::engine::{Tokenize, TokenizeError};
 
-/// The ids of a million tokens. A server that takes longer has no time for the prompt either.
+/// Limits of an answer: the ids of a million tokens. A server that takes longer is too busy for the prompt as well.
 const ANSWER: AnswerLimits = AnswerLimits { bytes: 8 << 20, time: Duration::from_secs(2) };
 /// Maximum size of the part of an error response that is logged.
 const MAX_REASON: usize = 300;
@@ -42,7 +42,7 @@ impl TokenizeClient {
     async fn ask(&self, question: Bytes) -> Result<Vec<u32>, TokenizeError> {
         let failed = |error: String| TokenizeError::Failed(format!("/tokenize: {error}"));
         let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", question, ANSWER).await;
-        let Asked { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
+        let ServerAnswer { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
         match status {
             StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
                 Err(TokenizeError::Unsupported)

@@ -196,7 +196,7 @@ impl Admission {
         self.metrics.admission_requests.with_label_values(&[PRIORITY_LABELS[class as usize], outcome]).inc();
     }
 
-    /// Has the queue looked at now: the new request may be the first to go, or to expire.
+    /// Wakes the dispatcher now: the new request may be the first to be admitted, or the first to expire.
     fn wake_dispatcher(&self) {
         self.has_queued.store(true, Ordering::SeqCst);
         self.changed.notify_one();

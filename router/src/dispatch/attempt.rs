@@ -93,7 +93,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
     loop {
         let (now, snapshot) = (Instant::now(), fleet.snapshot());
         let is_better = |other: &&Arc<Worker>| {
-            // None of the prompts that were sent to it waits.
+            // No prompt that was sent to it still waits for its first token.
             let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *request.model
                 && other.run() != member.run()
@@ -141,7 +141,8 @@ pub(super) fn stream(
     let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
         *placement;
     drop(prefill);
-    // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
+    // The requests for the other choices are placed now, and reserve for themselves. A relayed request contains all
+    // choices, so it keeps these reservations.
     let is_relayed = matches!(first, Output::Head(_));
     let sibling_bookings = is_relayed.then_some(sibling_bookings);
     let now = Instant::now();

@@ -173,6 +173,20 @@ impl Placement {
     }
 }
 
+/// The decision as one line of JSON, if the client or the log wants it.
+fn explanation(policy: &Policy, request: &Request, decision: &Decision<'_>, tried: &[WorkerRun]) -> Option<Arc<str>> {
+    if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
+        return None;
+    }
+    let mut line = explain::line(policy, decision, tried);
+    if let Some(id) = request.attributes.trace.trace_id() {
+        line = explain::traced(&line, &id);
+    }
+    tracing::debug!(request_id = %request.id, decision = %line, "request placed");
+    Some(line)
+}
+
+/// Reserves the capacity that a decision needs.
 fn book(
     core: &Core,
     policy: &Policy,
@@ -183,16 +197,7 @@ fn book(
     (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let row = &decision.chosen;
-    let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
-    let explanation = wanted.then(|| explain::line(policy, decision, tried));
-    let trace_id = request.attributes.trace.trace_id();
-    let explanation = explanation.map(|line| match trace_id {
-        Some(id) => explain::traced(&line, &id),
-        None => line,
-    });
-    if let Some(line) = &explanation {
-        tracing::debug!(request_id = %request.id, decision = %line, "request placed");
-    }
+    let explanation = explanation(policy, request, decision, tried);
     let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);

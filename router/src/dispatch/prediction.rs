@@ -18,9 +18,9 @@ pub(crate) struct HitPrediction {
     placed: Instant,
     /// Predicted cached prompt tokens.
     cached: u64,
-    /// The same by the worker's own events alone; `None` when they cannot tell, because other requests were about to
-    /// compute a part of the prompt there or a part was to come from elsewhere, or because the tokens of the prompt are
-    /// an estimate.
+    /// Cached prompt tokens by the worker's own events alone; `None` when this cannot be compared with what the worker
+    /// reports: other requests were about to compute a part of the prompt there, a part was to come from another
+    /// worker, or the tokens of the prompt are an estimate.
     announced: Option<u64>,
     /// Prompt tokens in full blocks, and those of them that the worker had not announced.
     full: u64,
@@ -50,7 +50,7 @@ impl HitPrediction {
         let announced = u64::from(overlaps.held(scheme, member.announced).total()) * block_size;
         let full = hashes.len() as u64 * block_size;
         let is_inflight = inflight.contains(member.announced, hashes, block_size as usize);
-        // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
+        // The tokens of this prompt are not those of the worker's events, so its report says nothing about the events.
         let has_estimated_tokens = request.attributes.has_estimated_tokens;
         let one_of = decision.chosen_by_server(request);
         let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks) && one_of.is_empty();

@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use worker::engine::{Error, OutputStream, Request, Work};
 
-/// What a request has when its first output is there.
+/// A request whose first output has arrived.
 struct Served {
     placement: Box<Placement>,
     permit: Arc<Permit>,

@@ -12,9 +12,10 @@ use worker::plane::{Instance, Role, WorkerId};
 /// Whether the tokens of a prompt are those that its worker will compute.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PromptTokens {
-    /// They are.
+    /// They are the tokens that the worker will compute.
     Known,
-    /// They are estimated from its text, so they match no block in the events of a worker with tokens of its own.
+    /// They are estimated from the text of the prompt. They match no block in the events of a worker that uses another
+    /// tokenizer.
     Estimated,
 }
 

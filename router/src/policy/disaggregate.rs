@@ -18,8 +18,9 @@ pub(crate) enum ServingMode {
     Disaggregated,
 }
 
-/// Delay of decoding sequences while a prompt takes `prefill` seconds on a worker with `sequences`, of which a second
-/// is worth `others_delay`. Those that are queued before it decode by then.
+/// Weighted delay of the sequences that decode on a worker while it computes a prompt for `prefill` seconds.
+/// `sequences`: those on the worker, also queued ones, which decode by then; `others_delay`: weight of one second of
+/// delay of one sequence.
 #[inline]
 pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, others_delay: f64) -> f64 {
     let stalled = match role {

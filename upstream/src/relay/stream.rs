@@ -109,8 +109,8 @@ enum Content {
     Plain(Plain),
 }
 
-/// Most bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin with two
-/// copies of the request's instructions; where those are longer, the head goes out before the first output.
+/// Maximum number of bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin
+/// with two copies of the request's instructions; where those are longer, the head goes out before the first output.
 const MAX_HELD: usize = 256 << 10;
 
 impl<B> Relay<B>

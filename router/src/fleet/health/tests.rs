@@ -264,11 +264,11 @@ async fn a_long_calm_closes_the_breaker_of_a_server() {
     health.request_sent(start + FIRST_OPEN);
     health.note(HealthSignal::Fault, start + FIRST_OPEN);
     let first = start + Duration::from_secs(4);
-    for now in [first, first + CALM - Duration::from_secs(1)] {
+    for now in [first, first + REPAIRED_AFTER - Duration::from_secs(1)] {
         health.probed(Check::Answers, HealthSignal::Healthy, now);
         assert!(!health.is_closed());
     }
-    health.probed(Check::Answers, HealthSignal::Healthy, first + CALM);
+    health.probed(Check::Answers, HealthSignal::Healthy, first + REPAIRED_AFTER);
     assert!(health.is_closed());
 }
 

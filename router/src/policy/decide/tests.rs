@@ -14,8 +14,8 @@ async fn reports_during_a_decision_count_for_the_next_one() {
         harness.worker(id, Role::Both).await;
     }
     let (core, request) = (&harness.router.core, prompt(1, 1600));
-    let (fleet, resolved) = (core.fleet.snapshot(), core.settings());
-    let (pool, tuning) = (fleet.pool(MODEL).unwrap(), resolved.of(MODEL));
+    let (snapshot, resolved) = (core.fleet.snapshot(), core.settings());
+    let (pool, tuning) = (snapshot.pool(MODEL).unwrap(), resolved.of(MODEL));
     let overlaps = Overlaps::of(&request.tokens, PromptTokens::Known, &request.domain, pool, &core.index);
     let fleet = || FleetView::new(pool, &overlaps, request.tokens.len(), None, &[], Instant::now());
     let mut scratch = Scratch::default();
