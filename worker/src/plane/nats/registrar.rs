@@ -48,7 +48,8 @@ pub(super) type Commands = mpsc::UnboundedSender<Command>;
 pub(super) struct Registrar {
     connection: Arc<Connection>,
     address: Address,
-    /// Sign the records of this process, and tell those of others from what else is in their keys.
+    /// Keys that sign the records of this process, and that verify which records were written by processes of the
+    /// deployment.
     keys: Option<RecordKeys>,
     /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
     commands: mpsc::WeakUnboundedSender<Command>,
