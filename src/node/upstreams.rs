@@ -63,7 +63,7 @@ struct Shared {
     abort: CancellationToken,
 }
 
-/// Times between questions.
+/// Intervals of the requests to servers and to DNS.
 #[derive(Clone, Copy, Debug)]
 struct Intervals {
     /// Between two resolutions of a name. The records of Kubernetes live for 5 s by default; a new server needs longer
@@ -71,8 +71,8 @@ struct Intervals {
     resolve: Duration,
     /// Between attempts to reach a server. Servers load their models for a minute.
     retry: Duration,
-    /// Between questions to a server that has answered. A server needs longer to restart with another model, and the
-    /// questions are three small requests that its engine does not see.
+    /// Between checks of a server that has answered. A server needs longer to restart with another model, and a check
+    /// is three small requests that its engine does not see.
     recheck: Duration,
 }
 

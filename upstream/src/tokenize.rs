@@ -39,9 +39,9 @@ impl TokenizeClient {
         Self { client, api_key, url }
     }
 
-    async fn ask(&self, question: Bytes) -> Result<Vec<u32>, TokenizeError> {
+    async fn ask(&self, request: Bytes) -> Result<Vec<u32>, TokenizeError> {
         let failed = |error: String| TokenizeError::Failed(format!("/tokenize: {error}"));
-        let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", question, ANSWER).await;
+        let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", request, ANSWER).await;
         let ServerAnswer { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
         match status {
             StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
@@ -67,8 +67,8 @@ impl Tokenize for TokenizeClient {
         &self.url
     }
 
-    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
-        self.ask(question).boxed()
+    fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+        self.ask(request).boxed()
     }
 }
 

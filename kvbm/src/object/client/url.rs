@@ -197,9 +197,7 @@ impl FromStr for StoreLocation {
             Ok((ObjectStoreScheme::MicrosoftAzure, prefix)) => (Cloud::Azure, prefix),
             Ok((ObjectStoreScheme::GoogleCloudStorage, prefix)) => (Cloud::Google, prefix),
             Ok((ObjectStoreScheme::Http, _)) => {
-                return invalid(
-                    "tiers.g4.endpoint names a self-hosted server, and this key its bucket; ",
-                );
+                return invalid("tiers.g4.endpoint names a self-hosted server, and this key its bucket; ");
             }
             _ => return invalid(""),
         };
