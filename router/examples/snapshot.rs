@@ -118,7 +118,7 @@ async fn together(log: Arc<EventLog>) {
     };
     println!("a worker with {large} events and that many blocks joins: known after {taken:?}");
     let (waited, lost) = watched.join().expect("the watch ends");
-    println!("  the runtime did nothing else for {:?}", stalled.await.expect("the heart beats"));
+    println!("  the runtime did nothing else for {:?}", stalled.await.expect("the task does not panic"));
     println!("  no event of another was applied for {waited:?}; {lost} gaps");
 }
 

@@ -1,8 +1,8 @@
 //! The list of workers, and what the router knows of each beside its load.
 //!
 //! Owns the list, which is replaced as a whole (read-copy-update), each worker's health (a circuit breaker), whether
-//! its KV events are accurate, and, where they are not, an estimate of its cache from the prompts sent to it. Promises
-//! that a reader uses one consistent snapshot of the list.
+//! its KV events are accurate, and, where they are not, an estimate of its cache from the prompts sent to it.
+//! Guarantees that a reader uses one consistent snapshot of the list.
 //!
 //! Not here: the tasks that update it (`control`), and the load of the workers (`load`).
 

@@ -103,7 +103,7 @@ fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
         .with_context(|| format!("{key} = \"{at}\": cannot listen there; expected an address of this machine"))
 }
 
-/// A folder may be missing, but the path must not be a file, nor lie below one.
+/// A folder may be missing, but the path must not be a file or below one.
 fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
     let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
     match there {

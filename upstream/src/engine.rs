@@ -36,7 +36,7 @@ pub struct UpstreamSettings {
     pub address: Option<String>,
     /// Identifies the server: all its models and ranks have the same.
     pub server: Option<u64>,
-    /// The API key that the server wants.
+    /// The value of the header `authorization` for the server; `None`: none is sent.
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
     pub salts: Arc<Salts>,

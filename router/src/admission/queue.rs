@@ -121,7 +121,7 @@ struct Tenant {
     served: f64,
     /// By priority: cost of its late requests, and its credit for them in tokens.
     late: [LateShare; 3],
-    /// By priority: when there will be space beyond that promised by the `Retry-After` of its rejected requests.
+    /// By priority: when there will be space beyond that of which the `Retry-After` of its rejected requests tells.
     retry_slots: [Option<Instant>; 3],
 }
 
@@ -433,7 +433,8 @@ impl FairQueue {
         self.waiting.insert(number, request);
     }
 
-    /// Removes a queued request. The caller then calls [`Self::reset_when_empty`], unless another request takes its place.
+    /// Removes a queued request. The caller then calls [`Self::reset_when_empty`], unless another request takes its
+    /// place.
     fn remove(&mut self, number: u64) -> Option<QueuedRequest> {
         let request = self.waiting.remove(&number)?;
         self.expiries.remove(&(request.expires_at(), number));

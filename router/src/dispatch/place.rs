@@ -45,7 +45,7 @@ pub(crate) struct Placement {
     pub(crate) uncached: u64,
     /// Predicted cache hits on `decode`.
     pub(crate) prediction: HitPrediction,
-    /// The decision as one line of JSON, if the client or the log wants it.
+    /// The decision as one line of JSON, if the client requested it or the log has level debug.
     pub(crate) explanation: Option<Arc<str>>,
     /// The line for the trace file, if there is one.
     pub(crate) line: Option<Line>,
@@ -173,7 +173,7 @@ impl Placement {
     }
 }
 
-/// The decision as one line of JSON, if the client or the log wants it.
+/// The decision as one line of JSON, if the client requested it or the log has level debug.
 fn explanation(policy: &Policy, request: &Request, decision: &Decision<'_>, tried: &[WorkerRun]) -> Option<Arc<str>> {
     if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
         return None;
