@@ -54,7 +54,7 @@ use aliases::{Aliased, Aliases};
 use anyhow::Context;
 use banner::{Banner, ClusterFacts, Serves, UpstreamFacts};
 use frontend::{Server, Tokenizers};
-use health::{Health, Watched};
+use health::{Health, MonitoredRouter};
 use http_server::HttpServer;
 use native::Native;
 use prometheus::Registry;
@@ -230,7 +230,7 @@ impl Node {
         )?;
         let (health, aliases) = (Arc::new(Health::default()), Arc::new(Aliases::default()));
         let is_gateway = purpose == Purpose::Serve && !config.upstreams.is_empty();
-        let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
+        let engine = Arc::new(MonitoredRouter { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
         let loaded = config.clone();

@@ -103,7 +103,7 @@ pub struct CheckedUpstream {
 
 /// The servers of a URL that have answered.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(super) struct Known {
+pub(super) struct AnsweredServers {
     pub(super) servers: usize,
     pub(super) models: Vec<String>,
 }
@@ -196,8 +196,8 @@ impl Upstreams {
     }
 
     /// What is known of the servers of a URL.
-    pub(super) fn known(&self, url: &str) -> Known {
-        let mut all = Known::default();
+    pub(super) fn known(&self, url: &str) -> AnsweredServers {
+        let mut all = AnsweredServers::default();
         for (_, models) in self.shared.known.borrow().iter().filter(|((of, _), _)| of == url) {
             all.servers += 1;
             all.models.extend(models.iter().filter(|model| !all.models.contains(model)).cloned().collect::<Vec<_>>());
