@@ -180,10 +180,10 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
         answer = tokio::time::timeout(TIMEOUT, worker.engine.probe()) => match answer {
             Ok(Ok(())) => (HealthSignal::Healthy, None),
             Ok(Err(error)) => (HealthSignal::of(&error), Some(error.to_string())),
-            Err(_) => (HealthSignal::Hung, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
+            Err(_) => (HealthSignal::TimedOut, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
         },
     };
-    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
+    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::TimedOut);
     if failed {
         // What changes is logged below, once.
         let (address, error) = (worker.engine.address(), error.as_deref());

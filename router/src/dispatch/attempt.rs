@@ -104,7 +104,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && (other.active_since(since) || free())
         };
         if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
-            return member.note(HealthSignal::Hung, &"no output in time");
+            return member.note(HealthSignal::TimedOut, &"no output in time");
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }

@@ -86,7 +86,7 @@ pub(crate) enum HealthSignal {
     /// The worker failed.
     Fault,
     /// The worker did not answer within the longest expected time.
-    Hung,
+    TimedOut,
 }
 
 /// Consecutive faults that open the breaker: one request that no engine survives is tried on three workers, and must
@@ -153,7 +153,7 @@ impl Health {
                 (self.consecutive_faults, self.openings, self.breaker) = (0, 0, Breaker::Closed);
                 (self.request_openings, self.trial_from) = (0, None);
             }
-            HealthSignal::Fault | HealthSignal::Hung => {
+            HealthSignal::Fault | HealthSignal::TimedOut => {
                 self.calm_since = None;
                 self.request_failed(signal, now);
             }
@@ -213,7 +213,7 @@ impl Health {
                 self.breaker = Breaker::Open(now + self.open_time());
             }
             HealthSignal::Neutral => {}
-            HealthSignal::Fault | HealthSignal::Hung => {
+            HealthSignal::Fault | HealthSignal::TimedOut => {
                 (self.trial_from, self.calm_since) = (None, None);
                 self.open(now);
             }
