@@ -54,7 +54,7 @@ use aliases::{Aliased, Aliases};
 use anyhow::Context;
 use banner::{Banner, ClusterFacts, Serves, UpstreamFacts};
 use frontend::{Server, Tokenizers};
-use health::{Health, Watched};
+use health::{Health, MonitoredRouter};
 use http_server::HttpServer;
 use native::Native;
 use prometheus::Registry;
@@ -68,7 +68,7 @@ use tokio::net::TcpListener;
 use tokio::time::{Instant, sleep, timeout};
 use transport::CertificateMetrics;
 use upstream::resolve::system_lookup;
-use upstreams::Known;
+use upstreams::AnsweredServers;
 use usage::CacheUsage;
 use worker::engine::{Engine, Readiness};
 use worker::handoff::Peers;
@@ -230,7 +230,7 @@ impl Node {
         )?;
         let (health, aliases) = (Arc::new(Health::default()), Arc::new(Aliases::default()));
         let is_gateway = purpose == Purpose::Serve && !config.upstreams.is_empty();
-        let engine = Arc::new(Watched { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
+        let engine = Arc::new(MonitoredRouter { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
         let loaded = config.clone();
@@ -293,7 +293,7 @@ impl Node {
             upstreams.until_known(Instant::now() + UPSTREAM_TIMEOUT).await;
         }
         let facts = config.upstreams.iter().map(|upstream| {
-            let Known { servers, models } = upstreams.known(&upstream.url.to_string());
+            let AnsweredServers { servers, models } = upstreams.known(&upstream.url.to_string());
             UpstreamFacts { url: upstream.shown_url(), servers, models }
         });
         let facts = facts.collect();

@@ -1,7 +1,7 @@
 //! Export of spans: OTLP over HTTP in JSON, in batches, on a task beside the requests.
 //!
-//! A collector that is slow or away delays no request: spans that find the queue full are dropped and counted, and the
-//! log says once that exporting fails, and once that it works again.
+//! A collector that is slow or cannot be reached delays no request: spans that find the queue full are dropped and
+//! counted, and the log says once that exporting fails, and once that it works again.
 //!
 //! Not the crates of the OpenTelemetry project: their batch processor does not say how many spans it dropped, and their
 //! spans cost allocations where a request is not sampled. What remains of them here is one message in JSON.

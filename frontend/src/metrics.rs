@@ -113,13 +113,13 @@ impl Metrics {
             )?,
             relayed_prompts: counters(
                 "relayed_prompts_total",
-                "Prompts for servers behind this gateway, by where the tokens come from by which they are routed.",
+                "Prompts for servers behind this gateway, by the source of the tokens that they are routed by.",
                 &["model", "tokens"],
             )?,
             finished: counters(
                 "choices_finished_total",
                 "Choices that ended, by reason: stop (the model, a stop token or a stop string), length (max_tokens or \
-                 the context), error, or cancelled (the client went away).",
+                 the context), error, or cancelled (the client disconnected).",
                 &["model", "reason"],
             )?,
             prompt_length: histogram(
@@ -205,7 +205,7 @@ pub(crate) struct TokenizerMetrics {
     /// Whether the local tokenizer of a model is used, by kind of prompt.
     pub(crate) local_tokenizer_used: IntGaugeVec,
     /// Prompts whose tokens a server was asked for.
-    pub(crate) questions: IntCounterVec,
+    pub(crate) requests: IntCounterVec,
 }
 
 impl TokenizerMetrics {
@@ -215,14 +215,14 @@ impl TokenizerMetrics {
         let options = Opts::new("blockyard_frontend_local_tokenizer_used", help);
         let metrics = Self {
             local_tokenizer_used: IntGaugeVec::new(options, &["model", "prompts"])?,
-            questions: counters(
+            requests: counters(
                 "tokenize_requests_total",
                 "Prompts whose tokens a server was asked for, by outcome.",
                 &["model", "outcome"],
             )?,
         };
         registry.register(Box::new(metrics.local_tokenizer_used.clone()))?;
-        registry.register(Box::new(metrics.questions.clone()))?;
+        registry.register(Box::new(metrics.requests.clone()))?;
         Ok(metrics)
     }
 }

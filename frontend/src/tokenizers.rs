@@ -6,7 +6,7 @@
 //!   server ────────▶ Tokenize ─────────────▶ asked for all other prompts; its answers are kept
 //! ```
 //! **A local tokenizer is not used before it was compared with a server.** A server that does not answer is asked again
-//! later. Where no server says tokens, it is used without a comparison.
+//! later. If no server of the model has `/tokenize`, the local tokenizer is used without a comparison.
 //!
 //! Not here: which requests need tokens, and what they are used for (`api`).
 
@@ -112,7 +112,7 @@ pub(crate) struct CheckedTokenizer {
 enum Comparison {
     /// Where it has the tokens of the server.
     Compared(CheckedTokenizer),
-    /// The server says no tokens.
+    /// The server has no `/tokenize`.
     Unsupported,
     /// The server did not answer.
     Failed,
@@ -122,7 +122,7 @@ struct Server {
     tokenizer: Arc<dyn Tokenize>,
     /// `None`: the model has no local tokenizer.
     comparison: Mutex<Option<Comparison>>,
-    /// It is not asked before.
+    /// No request is sent to it before this time.
     paused_until: Mutex<Option<Instant>>,
 }
 
@@ -225,29 +225,29 @@ impl Tokenizers {
         self.models.read().get(&card.identity).cloned()
     }
 
-    /// The tokens of a prompt of a cache domain, as the model's servers say. `question` is the body of a request to
+    /// The tokens of a prompt of a cache domain, from one of the model's servers. `body` is that of a request to
     /// `/tokenize`.
-    pub(crate) async fn ask(&self, card: &ModelCard, domain: &Domain, question: &Bytes) -> Option<Arc<[u32]>> {
+    pub(crate) async fn ask(&self, card: &ModelCard, domain: &Domain, body: &Bytes) -> Option<Arc<[u32]>> {
         let known = self.of(card)?;
         let model = known.id.as_str();
-        if let Some(tokens) = self.answers.get(domain, question) {
-            self.metrics.questions.with_label_values(&[model, "cached"]).inc();
+        if let Some(tokens) = self.answers.get(domain, body) {
+            self.metrics.requests.with_label_values(&[model, "cached"]).inc();
             return Some(tokens);
         }
         let first = self.next.fetch_add(1, Ordering::Relaxed);
         let order = (0..known.servers.len()).map(|at| &known.servers[(first + at) % known.servers.len()]);
         for server in order.filter(|server| !server.is_paused()).take(MAX_ASKED) {
-            let answer = server.tokenizer.tokenize(question.clone()).await;
+            let answer = server.tokenizer.tokenize(body.clone()).await;
             let outcome = match &answer {
                 Ok(_) => "answered",
                 Err(TokenizeError::Refused(_)) => "refused",
                 Err(TokenizeError::Unsupported | TokenizeError::Failed(_)) => "failed",
             };
-            self.metrics.questions.with_label_values(&[model, outcome]).inc();
+            self.metrics.requests.with_label_values(&[model, outcome]).inc();
             match answer {
                 Ok(tokens) => {
                     let tokens: Arc<[u32]> = tokens.into();
-                    self.answers.insert(domain, question, Arc::clone(&tokens));
+                    self.answers.insert(domain, body, Arc::clone(&tokens));
                     return Some(tokens);
                 }
                 // Another server would refuse it too, and the client will learn why.

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A growing log writes into space that the filesystem allocates, so it is compared with a new file of `fio`; a full
-//! log overwrites older blocks, and is compared with an existing file. Neither side syncs: both promise only that the
-//! device has the bytes. The clock of `fio` starts when its file is allocated, that of the tier when it is asked to
+//! log overwrites older blocks, and is compared with an existing file. Neither side syncs: both guarantee only that
+//! the device has the bytes. The clock of `fio` starts when its file is allocated, that of the tier when it is asked to
 //! store. `fio` makes requests of the size of a block in some jobs, and of one megabyte or more in others.
 //!
 //! Devices burst and other load varies, so each measurement of the tier is between two of the same `fio`, and the

@@ -37,9 +37,9 @@ use std::io;
 /// - `holds` MUST NOT wait or access a device. It is a hint: a block that it counts may be missing when it is loaded.
 /// - `load` MUST yield every index of `hashes` exactly once, in any order, and end. A missing block is `Ok(None)`,
 ///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; the caller does.
-/// - `store` MUST resolve only when the bytes are as durable as the tier promises, and only then announce them. Storing
-///   a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot accept a block
-///   now MUST answer [`StoreError::Busy`] or [`StoreError::Unavailable`] soon instead of waiting.
+/// - `store` MUST resolve only when the bytes are as durable as the tier specifies, and only then announce them.
+///   Storing a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot
+///   accept a block now MUST answer [`StoreError::Busy`] or [`StoreError::Unavailable`] soon instead of waiting.
 /// - After `discard`, `holds` and `load` MUST miss the block, and its removal MUST be announced. A tier with several
 ///   copies of the block may continue with another one, and may treat further calls as repetitions of the first for
 ///   some time.

@@ -83,13 +83,13 @@ fn alone(log: &EventLog) {
 }
 
 async fn together(log: Arc<EventLog>) {
-    let (roster, bus, registry) =
+    let (discovery, bus, registry) =
         (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()), Registry::new());
     let router: Result<Arc<Router>, _> =
-        Router::new(RouterId(1), roster.clone(), bus.clone(), Settings::default(), &registry);
+        Router::new(RouterId(1), discovery.clone(), bus.clone(), Settings::default(), &registry);
     let _router = router.expect("a router starts");
     let other = Arc::new(EventLog::new(Epoch(1)));
-    let mut leases = vec![join(&roster, &bus, 2, &other).await];
+    let mut leases = vec![join(&discovery, &bus, 2, &other).await];
     let stalled = tokio::spawn(async {
         let (mut longest, began) = (Duration::ZERO, Instant::now());
         while began.elapsed() < Duration::from_secs(8) {
@@ -107,7 +107,7 @@ async fn together(log: Arc<EventLog>) {
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = Instant::now();
     let large = log.digest().0;
-    leases.push(join(&roster, &bus, 1, &log).await);
+    leases.push(join(&discovery, &bus, 1, &log).await);
     let announced = (blocks(&log) * 5 / 4) as f64;
     let taken = loop {
         if gauge(&registry, "blockyard_router_index_entries") >= announced {
@@ -118,7 +118,7 @@ async fn together(log: Arc<EventLog>) {
     };
     println!("a worker with {large} events and that many blocks joins: known after {taken:?}");
     let (waited, lost) = watched.join().expect("the watch ends");
-    println!("  the runtime did nothing else for {:?}", stalled.await.expect("the heart beats"));
+    println!("  the runtime did nothing else for {:?}", stalled.await.expect("the task does not panic"));
     println!("  no event of another was applied for {waited:?}; {lost} gaps");
 }
 
@@ -143,12 +143,17 @@ fn watch(bus: &LocalEvents, registry: &Registry, log: &EventLog) -> (Duration, f
     (longest, events(registry, "gap"))
 }
 
-async fn join(roster: &LocalDiscovery, bus: &LocalEvents, id: u64, log: &Arc<EventLog>) -> [worker::plane::Lease; 2] {
+async fn join(
+    discovery: &LocalDiscovery,
+    bus: &LocalEvents,
+    id: u64,
+    log: &Arc<EventLog>,
+) -> [worker::plane::Lease; 2] {
     let model = Arc::new(ModelCard { vocabulary: 10, ..ModelCard::new("m", 1 << 20, 16) });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
     let instance =
         Instance { id: WorkerId(id), epoch: Epoch(1), role: Role::Both, model: model.clone(), stores: vec![] };
-    let lease = roster.register(instance, Arc::new(Mute(model))).await.expect("a roster in memory registers");
+    let lease = discovery.register(instance, Arc::new(Mute(model))).await.expect("a discovery in memory registers");
     [offer, lease]
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Owns the load of a worker (its last report plus bookings not yet in it), the snapshots that decisions read without a
 //! lock, the service estimates derived from them, what is learned of a model (step times, output lengths), and the
-//! traffic totals. Promises that nothing is counted twice: neither in the report and again as a booking, nor at two
+//! traffic totals. Guarantees that nothing is counted twice: neither in the report and again as a booking, nor at two
 //! tiers.
 //!
 //! Not here: the list of workers (`fleet`), and what load means for a choice (`policy`).

@@ -1,8 +1,8 @@
 //! Choice of the worker for a request. Pure: values in, choice out.
 //!
 //! Owns the cost of each choice in seconds, the decision and its explanation, the choice between aggregated and
-//! disaggregated serving, composed policies, and the plan of how many workers prefill and decode. Promises the same
-//! decision for the same values; time and random numbers are passed in.
+//! disaggregated serving, composed policies, and the plan of how many workers prefill and decode. Guarantees the same
+//! decision for the same values: time and random numbers are passed in.
 //!
 //! Not here: reservations and sending (`dispatch`), and how load and cache contents are known (`load`, `index`).
 

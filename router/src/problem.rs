@@ -18,7 +18,7 @@ impl Problem {
         Self { key: key.into(), problem: problem.into() }
     }
 
-    /// A problem unless the value lies in the range, which NaN never does.
+    /// A problem unless the value is in the range. NaN never is.
     #[expect(clippy::needless_pass_by_value, reason = "the values are numbers and durations")]
     pub fn unless_within<T: PartialOrd + fmt::Display>(key: &str, value: T, range: RangeInclusive<T>) -> Option<Self> {
         let problem = || format!("expected a number between {} and {}", range.start(), range.end());

@@ -215,21 +215,21 @@ impl Line {
     pub(crate) fn placed(
         request: &Request,
         row: &ScoredWorker<'_>,
-        names: &[SequenceHash],
+        hashes: &[SequenceHash],
         disaggregated: bool,
         random: u64,
     ) -> Self {
         let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
-        let (standing, member) = (&row.snapshot.stats, row.worker());
+        let (stats, member) = (&row.snapshot.stats, row.worker());
         let known = |value: u64| (value > 0).then_some(value);
         Self {
             input_length: tokens,
-            hash_ids: hash_ids(names, block_size, tokens, random),
+            hash_ids: hash_ids(hashes, block_size, tokens, random),
             model: request.model.to_string(),
             worker: member.id().to_string(),
             disaggregated,
-            kv_cache_tokens: known(u64::from(standing.total_blocks) * block_size),
-            kv_bytes_per_token: standing.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
+            kv_cache_tokens: known(u64::from(stats.total_blocks) * block_size),
+            kv_bytes_per_token: stats.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
             max_num_seqs: known(member.batch()),
             ..Self::at(0.0)
         }
@@ -280,10 +280,10 @@ impl Drop for RequestTrace {
 
 /// One hash id for each [`UNIT_TOKENS`] of a prompt of `tokens` tokens; the last unit may be shorter. `random` stands
 /// for a prompt shorter than a block, which has no hash.
-fn hash_ids(names: &[SequenceHash], block_size: u64, tokens: u64, random: u64) -> Vec<u32> {
+fn hash_ids(hashes: &[SequenceHash], block_size: u64, tokens: u64, random: u64) -> Vec<u32> {
     let number = |unit: u64| {
-        let full = ((unit + 1) * UNIT_TOKENS / block_size.max(1)).min(names.len() as u64);
-        let last = full.checked_sub(1).map_or(random, |last| names[last as usize].short());
+        let full = ((unit + 1) * UNIT_TOKENS / block_size.max(1)).min(hashes.len() as u64);
+        let last = full.checked_sub(1).map_or(random, |last| hashes[last as usize].short());
         // Two units may end with the same block.
         splitmix64(last ^ unit) as u32
     };

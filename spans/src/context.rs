@@ -26,7 +26,7 @@ pub(crate) struct Trace {
     state: Option<Box<str>>,
     is_sampled: bool,
     tracer: Arc<Shared>,
-    /// The same time on both clocks. Spans of one trace must not be torn apart by a step of the system clock.
+    /// The same time on both clocks: a step of the system clock must not move spans of one trace against each other.
     started: (SystemTime, Instant),
     spans: AtomicU32,
 }

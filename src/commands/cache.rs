@@ -136,110 +136,125 @@ pub fn run(cache: &Cache) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(execute(&cache.command))
 }
 
-#[expect(clippy::too_many_lines, reason = "one arm for each command")]
 async fn execute(command: &Command) -> anyhow::Result<()> {
     match command {
-        Command::Ls { target } => {
-            let store = Store::open_or_local(target)?;
-            let logs = if target.has_g3() { logs(&store.config)? } else { vec![] };
-            if store.collector.is_none() && logs.is_empty() {
-                return Err(nothing_stored(&store.config));
-            }
-            let survey = match &store.collector {
-                Some(collector) => Some(collector.scan(progress("manifests")).await?),
-                None => None,
-            };
-            let level = if target.g3_5 { Level::G3_5 } else { Level::G4 };
-            let digests = digests(&logs, survey.as_deref().map(|survey| (level, survey)));
-            let holdings = survey.map(|survey| survey.groups());
-            let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
-            print(target, &value, || logs.iter().map(log_text).chain(holdings.as_deref().map(holdings_text)).collect())
-        }
+        Command::Ls { target } => list(target).await,
         Command::Gc { target, max_age, capacity, grace, dry_run } => {
-            let (store, now) = (Store::open(target)?, Clock::system().now());
-            let mut policy = store.policy.clone();
-            policy.max_age = max_age.map_or(policy.max_age, |age| Some(age.0));
-            if let Some(ByteSize(bytes)) = *capacity {
-                // Exactly this size, without headroom.
-                (policy.capacity, policy.headroom) = (Some(bytes), 0);
-            }
-            policy.grace = grace.map_or(policy.grace, |grace| grace.0);
-            let survey = store.survey().await?;
-            let report = if *dry_run {
-                store.collector.dry_run(&survey, &policy, now)
-            } else {
-                let now = store.collector.try_start(Duration::ZERO, now).await?.unwrap_or(now);
-                store.collector.collect(&survey, &policy, now).await?
-            };
-            print(target, &json!({ "dry_run": dry_run, "report": report }), || gc_text(&report, *dry_run, policy.grace))
+            collect_garbage(target, *max_age, *capacity, *grace, *dry_run).await
         }
-        Command::Verify { target, remove } => {
-            let store = Store::open_or_local(target)?;
-            let logs = if target.has_g3() { verify_logs(&store.config).await? } else { vec![] };
-            if store.collector.is_none() && logs.is_empty() {
-                return Err(nothing_stored(&store.config));
-            }
-            let keys = keys(&store.config).await?;
-            let can_decrypt = async |domain, key| match &keys {
-                Some(keys) => keys.opens(domain, key).await.map_err(io::Error::other),
-                None => Ok(false),
-            };
-            let mut g3 = Vec::new();
-            for log in logs {
-                let mut undecryptable_blocks = 0;
-                for (&(domain, key), blocks) in &log.keys {
-                    undecryptable_blocks += if can_decrypt(domain, key).await? { 0 } else { *blocks };
-                }
-                g3.push(VerifiedLog { log, undecryptable_blocks });
-            }
-            let verification = match &store.collector {
-                Some(collector) => {
-                    let survey = collector.scan(progress("manifests")).await?;
-                    Some(collector.verify(&survey, *remove, can_decrypt, progress("objects")).await?)
-                }
-                None => None,
-            };
-            print(target, &json!(Verified { store: verification.as_ref(), g3: &g3 }), || {
-                g3.iter().map(verified_log_text).chain(verification.as_ref().map(verified_text)).collect()
-            })?;
-            let damaged = |seen: &Verification| {
-                seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
-            };
-            if verification.as_ref().is_some_and(damaged) || g3.iter().any(|verified| !verified.log.is_intact()) {
-                bail!("found corrupt, missing or unreadable data; the affected blocks are recomputed when needed");
-            }
-            Ok(())
-        }
-        Command::Shred { target, domain, remove } => {
-            let store = Store::open_or_local(target)?;
-            let Some(keys) = keys(&store.config).await? else {
-                bail!(
-                    "tiers.encryption is not set, so there is no key to destroy; stop the processes and delete \
-                     what they stored"
-                );
-            };
-            let domain = match domain.parse::<DomainId>() {
-                Ok(id) => id,
-                Err(()) => frontend::CacheDomains::open(&store.config.frontend)?.of(domain).id(),
-            };
-            let count = keys.shred(domain).await?;
-            let removed = match (&store.collector, remove) {
-                (Some(collector), true) => {
-                    let survey = collector.scan(progress("manifests")).await?;
-                    collector.mark_domain(&survey, domain).await?
-                }
-                _ => ObjectTotals::default(),
-            };
-            let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
-            print(target, &value, || {
-                let objects = removed.objects;
-                format!(
-                    "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
-                     running processes that reach the key store drop it from memory within 5 seconds\n"
-                )
-            })
-        }
+        Command::Verify { target, remove } => verify(target, *remove).await,
+        Command::Shred { target, domain, remove } => shred(target, domain, *remove).await,
     }
+}
+
+async fn list(target: &Target) -> anyhow::Result<()> {
+    let store = Store::open_or_local(target)?;
+    let logs = if target.has_g3() { logs(&store.config)? } else { vec![] };
+    if store.collector.is_none() && logs.is_empty() {
+        return Err(nothing_stored(&store.config));
+    }
+    let inventory = match &store.collector {
+        Some(collector) => Some(collector.scan(progress("manifests")).await?),
+        None => None,
+    };
+    let level = if target.g3_5 { Level::G3_5 } else { Level::G4 };
+    let digests = digests(&logs, inventory.as_deref().map(|inventory| (level, inventory)));
+    let holdings = inventory.map(|inventory| inventory.groups());
+    let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
+    print(target, &value, || logs.iter().map(log_text).chain(holdings.as_deref().map(holdings_text)).collect())
+}
+
+async fn collect_garbage(
+    target: &Target,
+    max_age: Option<HumanDuration>,
+    capacity: Option<ByteSize>,
+    grace: Option<HumanDuration>,
+    dry_run: bool,
+) -> anyhow::Result<()> {
+    let (store, now) = (Store::open(target)?, Clock::system().now());
+    let mut policy = store.policy.clone();
+    policy.max_age = max_age.map_or(policy.max_age, |age| Some(age.0));
+    if let Some(ByteSize(bytes)) = capacity {
+        // Exactly this size, without headroom.
+        (policy.capacity, policy.headroom) = (Some(bytes), 0);
+    }
+    policy.grace = grace.map_or(policy.grace, |grace| grace.0);
+    let inventory = store.inventory().await?;
+    let report = if dry_run {
+        store.collector.dry_run(&inventory, &policy, now)
+    } else {
+        let now = store.collector.try_start(Duration::ZERO, now).await?.unwrap_or(now);
+        store.collector.collect(&inventory, &policy, now).await?
+    };
+    print(target, &json!({ "dry_run": dry_run, "report": report }), || gc_text(&report, dry_run, policy.grace))
+}
+
+async fn verify(target: &Target, remove: bool) -> anyhow::Result<()> {
+    let store = Store::open_or_local(target)?;
+    let logs = if target.has_g3() { verify_logs(&store.config).await? } else { vec![] };
+    if store.collector.is_none() && logs.is_empty() {
+        return Err(nothing_stored(&store.config));
+    }
+    let keys = keys(&store.config).await?;
+    let can_decrypt = async |domain, key| match &keys {
+        Some(keys) => keys.opens(domain, key).await.map_err(io::Error::other),
+        None => Ok(false),
+    };
+    let mut g3 = Vec::new();
+    for log in logs {
+        let mut undecryptable_blocks = 0;
+        for (&(domain, key), blocks) in &log.keys {
+            undecryptable_blocks += if can_decrypt(domain, key).await? { 0 } else { *blocks };
+        }
+        g3.push(VerifiedLog { log, undecryptable_blocks });
+    }
+    let verification = match &store.collector {
+        Some(collector) => {
+            let inventory = collector.scan(progress("manifests")).await?;
+            Some(collector.verify(&inventory, remove, can_decrypt, progress("objects")).await?)
+        }
+        None => None,
+    };
+    print(target, &json!(Verified { store: verification.as_ref(), g3: &g3 }), || {
+        g3.iter().map(verified_log_text).chain(verification.as_ref().map(verified_text)).collect()
+    })?;
+    let damaged = |seen: &Verification| {
+        seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
+    };
+    if verification.as_ref().is_some_and(damaged) || g3.iter().any(|verified| !verified.log.is_intact()) {
+        bail!("found corrupt, missing or unreadable data; the affected blocks are recomputed when needed");
+    }
+    Ok(())
+}
+
+async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()> {
+    let store = Store::open_or_local(target)?;
+    let Some(keys) = keys(&store.config).await? else {
+        bail!(
+            "tiers.encryption is not set, so there is no key to destroy; stop the processes and delete \
+             what they stored"
+        );
+    };
+    let domain = match domain.parse::<DomainId>() {
+        Ok(id) => id,
+        Err(()) => frontend::CacheDomains::open(&store.config.frontend)?.of(domain).id(),
+    };
+    let count = keys.shred(domain).await?;
+    let removed = match (&store.collector, remove) {
+        (Some(collector), true) => {
+            let inventory = collector.scan(progress("manifests")).await?;
+            collector.mark_domain(&inventory, domain).await?
+        }
+        _ => ObjectTotals::default(),
+    };
+    let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
+    print(target, &value, || {
+        let objects = removed.objects;
+        format!(
+            "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
+             running processes that reach the key store drop it from memory within 5 seconds\n"
+        )
+    })
 }
 
 /// The store, and the configuration that names it.
@@ -256,7 +271,7 @@ impl Store {
         Ok(Self { config, policy, collector })
     }
 
-    async fn survey(&self) -> anyhow::Result<Arc<Inventory>> {
+    async fn inventory(&self) -> anyhow::Result<Arc<Inventory>> {
         Ok(self.collector.scan(progress("manifests")).await?)
     }
 }
@@ -377,7 +392,8 @@ async fn verify_logs(config: &Config) -> anyhow::Result<Vec<disk::Verification>>
 fn digests(logs: &[disk::LogContents], shared: Option<(Level, &Inventory)>) -> BTreeMap<&'static str, SetDigest> {
     let distinct = |names: &mut dyn Iterator<Item = SequenceHash>| names.collect::<HashSet<_>>().into_iter().collect();
     let g3 = (!logs.is_empty()).then(|| distinct(&mut logs.iter().flat_map(|log| log.hashes.iter().copied())));
-    let shared = shared.map(|(level, survey)| (level.name(), distinct(&mut survey.hashes(Clock::system().now()))));
+    let shared =
+        shared.map(|(level, inventory)| (level.name(), distinct(&mut inventory.hashes(Clock::system().now()))));
     g3.map(|digest| (Level::G3.name(), digest)).into_iter().chain(shared).collect()
 }
 

@@ -189,6 +189,13 @@ struct Report<'a> {
     policies: Vec<Results>,
 }
 
+impl Replay {
+    /// Whether some workers have the role prefill or decode.
+    fn is_disaggregated(&self) -> bool {
+        self.workers.roles().any(|role| role != Role::Both)
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
@@ -198,38 +205,11 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         return write_trace(args, path);
     }
     let traffic = traffic(args)?;
-    let slo = Slo { ttft: args.slo_ttft.0, itl: args.slo_itl.0 };
-    let profile = profile("--profile", args.profile.as_deref())?;
+    let options = options(args, settings)?;
     if let Some(path) = &args.html {
         // Check before the replay that the file can be written. An existing file is kept until the new one is written.
         File::options().append(true).create(true).open(path).with_context(|| format!("--html {}", path.display()))?;
     }
-    let disaggregated = args.workers.roles().any(|role| role != Role::Both);
-    let fleet = if disaggregated { args.workers.to_string() } else { args.workers.count().to_string() };
-    if args.rebalance && !disaggregated {
-        bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");
-    }
-    if disaggregated && profile.peer.is_none() {
-        bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
-    }
-    if args.clairvoyant && (disaggregated || profile.shared.is_some() || args.admission != AdmissionMode::Off) {
-        bail!("--clairvoyant: needs workers of the role both, no [shared] in the profile, and no --admission");
-    }
-    let options = Options {
-        profile,
-        workers: args.workers.roles().collect(),
-        replicas: args.replicas as usize,
-        event_delay: args.event_delay.0,
-        event_loss: args.event_loss,
-        event_loss_until: args.event_loss_until,
-        resync_delay: args.resync_delay.0,
-        slo,
-        admission: args.admission,
-        queue_order: args.queue_order,
-        // As the router of `serve` does, if there are workers of both roles.
-        rebalance: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
-        settings,
-    };
     if let Some(rate) = traffic.recorded_rate() {
         eprintln!("{rate:.2} requests/s as recorded");
     }
@@ -248,6 +228,8 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
             }
         }
     }
+    let disaggregated = args.is_disaggregated();
+    let fleet = if disaggregated { args.workers.to_string() } else { args.workers.count().to_string() };
     if let Some(path) = &args.html {
         let title = format!(
             "{} × {}: first token within {}, then {} per token",
@@ -273,8 +255,8 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         resync_delay_s: args.resync_delay.as_secs_f64(),
         rebalance: options.rebalance,
         router: configured.then_some(&options.settings),
-        slo_ttft_s: slo.ttft.as_secs_f64(),
-        slo_itl_s: slo.itl.as_secs_f64(),
+        slo_ttft_s: options.slo.ttft.as_secs_f64(),
+        slo_itl_s: options.slo.itl.as_secs_f64(),
         admission: args.admission.name(),
         runs: args.runs,
         seed: args.seed,
@@ -282,6 +264,36 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
     };
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { table(&report) };
     output::print(&text)
+}
+
+/// The simulated fleet and its router. An error names the option that is wrong.
+fn options(args: &Replay, settings: Settings) -> anyhow::Result<Options> {
+    let profile = profile("--profile", args.profile.as_deref())?;
+    let disaggregated = args.is_disaggregated();
+    if args.rebalance && !disaggregated {
+        bail!("--rebalance: needs workers of the roles prefill and decode, like --workers prefill:4,decode:12");
+    }
+    if disaggregated && profile.peer.is_none() {
+        bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
+    }
+    if args.clairvoyant && (disaggregated || profile.shared.is_some() || args.admission != AdmissionMode::Off) {
+        bail!("--clairvoyant: needs workers of the role both, no [shared] in the profile, and no --admission");
+    }
+    Ok(Options {
+        profile,
+        workers: args.workers.roles().collect(),
+        replicas: args.replicas as usize,
+        event_delay: args.event_delay.0,
+        event_loss: args.event_loss,
+        event_loss_until: args.event_loss_until,
+        resync_delay: args.resync_delay.0,
+        slo: Slo { ttft: args.slo_ttft.0, itl: args.slo_itl.0 },
+        admission: args.admission,
+        queue_order: args.queue_order,
+        // As the router of `serve` does, if there are workers of both roles.
+        rebalance: args.rebalance || (disaggregated && settings.planner.mode == PlannerMode::Apply),
+        settings,
+    })
 }
 
 /// Measures the capacity of the fleet and prints the progress.
@@ -518,7 +530,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_built_in_profile_is_sound() {
+    fn the_built_in_profile_is_valid() {
         toml::from_str::<Profile>(H100).unwrap().check().unwrap();
     }
 

@@ -136,7 +136,7 @@ impl Config {
         }
         problems.extend(self.problem_of_g1());
         if admin.listen.as_ref().is_some_and(|admin| admin.port != 0 && admin == listen) {
-            problems.push(Problem::new("admin.listen", "the front door listens there; expected another port"));
+            problems.push(Problem::new("admin.listen", "the API (`listen`) uses this port; expected another one"));
         }
         problems
     }

@@ -59,7 +59,7 @@ fn nearest(key: &str, last: &str) -> Option<String> {
     (found * 3 <= key.len().max(3)).then_some(candidate)
 }
 
-/// The sections that contain a key: `router.planner.mode` lies in `router.planner` and `router`.
+/// The sections that contain a key: `router.planner.mode` is in `router.planner` and `router`.
 fn sections(key: &str) -> impl Iterator<Item = String> {
     key.match_indices('.').map(|(at, _)| key[..at].to_owned())
 }

@@ -90,14 +90,14 @@ fn problem_of_store(is_available: bool, write_failure: Option<String>) -> Option
 const STILL_READ: &str = "its blocks are still read, and the next offloaded block is a new attempt";
 
 /// The router, with the health of the node.
-pub(super) struct Watched {
+pub(super) struct MonitoredRouter {
     pub(super) router: Arc<Router>,
     pub(super) health: Arc<Health>,
     /// Whether only servers of other processes serve requests.
     pub(super) is_gateway: bool,
 }
 
-impl Engine for Watched {
+impl Engine for MonitoredRouter {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         self.router.generate(request)
     }

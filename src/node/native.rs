@@ -37,7 +37,7 @@ pub(super) struct Native {
 /// Interval at which a stop checks whether the stores that it writes to still answer. They are polled every second.
 const AVAILABILITY_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A stop waits so long for an SSD that cannot be written to. Writing is tried again every second.
+/// Time for which a stop waits for an SSD that cannot be written to. Writing is tried again every second.
 const UNWRITABLE_TIME: Duration = Duration::from_secs(3);
 
 /// The folders of the G3 log. Logs those that have too little space for one.

@@ -103,7 +103,7 @@ fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
         .with_context(|| format!("{key} = \"{at}\": cannot listen there; expected an address of this machine"))
 }
 
-/// A folder may be missing, but the path must not be a file, nor lie below one.
+/// A folder may be missing, but the path must not be a file or below one.
 fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
     let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
     match there {
@@ -128,7 +128,7 @@ fn shared_store(config: &Config) -> anyhow::Result<()> {
         bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
     }
     let client = location.client(&access(config), config.tiers.g4.request_timeout.0);
-    client.map(drop).map_err(|error| anyhow!("shared = {location} cannot be used: {error}"))
+    client.map(drop).map_err(|error| anyhow!("tiers.g4.url = \"{location}\" cannot be used: {error}"))
 }
 
 /// What the native engine of a configuration needs, and what the machine has.

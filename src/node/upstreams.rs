@@ -63,7 +63,7 @@ struct Shared {
     abort: CancellationToken,
 }
 
-/// Times between questions.
+/// Intervals of the requests to servers and to DNS.
 #[derive(Clone, Copy, Debug)]
 struct Intervals {
     /// Between two resolutions of a name. The records of Kubernetes live for 5 s by default; a new server needs longer
@@ -71,8 +71,8 @@ struct Intervals {
     resolve: Duration,
     /// Between attempts to reach a server. Servers load their models for a minute.
     retry: Duration,
-    /// Between questions to a server that has answered. A server needs longer to restart with another model, and the
-    /// questions are three small requests that its engine does not see.
+    /// Between checks of a server that has answered. A server needs longer to restart with another model, and a check
+    /// is three small requests that its engine does not see.
     recheck: Duration,
 }
 
@@ -103,7 +103,7 @@ pub struct CheckedUpstream {
 
 /// The servers of a URL that have answered.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
-pub(super) struct Known {
+pub(super) struct AnsweredServers {
     pub(super) servers: usize,
     pub(super) models: Vec<String>,
 }
@@ -196,8 +196,8 @@ impl Upstreams {
     }
 
     /// What is known of the servers of a URL.
-    pub(super) fn known(&self, url: &str) -> Known {
-        let mut all = Known::default();
+    pub(super) fn known(&self, url: &str) -> AnsweredServers {
+        let mut all = AnsweredServers::default();
         for (_, models) in self.shared.known.borrow().iter().filter(|((of, _), _)| of == url) {
             all.servers += 1;
             all.models.extend(models.iter().filter(|model| !all.models.contains(model)).cloned().collect::<Vec<_>>());

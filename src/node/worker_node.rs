@@ -91,28 +91,7 @@ impl WorkerNode {
         let requests = RequestServer::traced(credentials.secret.clone(), peers.clone(), tracer.clone());
         let requires_certificate = config.cluster.tls.client_ca_file.is_some();
         let refused = Arc::new(RefusedRequests::new(&registry)?);
-        let routes = Router::new()
-            .route("/workers/{worker}/generate", post(generate))
-            .route("/workers/{worker}/blocks", post(blocks))
-            .route("/workers/{worker}/handoffs/{handoff}", get(progress))
-            .with_state(requests.clone())
-            .route_layer(from_fn(move |request: Request, next: Next| {
-                let refused = Arc::clone(&refused);
-                async move {
-                    let peer = peer_address(request.extensions());
-                    let is_known = request.extensions().get::<ClientCertificate>().is_some();
-                    if requires_certificate && !is_known {
-                        refused.refused(Refusal::Certificate, peer);
-                        return (StatusCode::UNAUTHORIZED, NO_CERTIFICATE).into_response();
-                    }
-                    let response = next.run(request).await;
-                    // The only reason of the request server for this status.
-                    if response.status() == StatusCode::UNAUTHORIZED {
-                        refused.refused(Refusal::Secret, peer);
-                    }
-                    response
-                }
-            }));
+        let routes = routes(requests.clone(), refused, requires_certificate);
         let app = internal_router(routes, Arc::clone(&health) as _, registry.clone(), &settings);
         // From here on an early return closes the HTTP server.
         let http = HttpServer::start(server, listener, app);
@@ -240,6 +219,33 @@ fn warn_if_public(config: &Config, address: SocketAddr) {
 /// The URL at which frontends reach this process.
 fn advertised(config: &Config, address: SocketAddr) -> String {
     config.cluster.advertise.clone().unwrap_or_else(|| format!("{}://{address}", config.cluster.scheme()))
+}
+
+/// The endpoints for frontends and other workers. Requests that lack the secret or a required client certificate are
+/// refused and counted.
+fn routes(requests: Arc<RequestServer>, refused: Arc<RefusedRequests>, requires_certificate: bool) -> Router {
+    Router::new()
+        .route("/workers/{worker}/generate", post(generate))
+        .route("/workers/{worker}/blocks", post(blocks))
+        .route("/workers/{worker}/handoffs/{handoff}", get(progress))
+        .with_state(requests)
+        .route_layer(from_fn(move |request: Request, next: Next| {
+            let refused = Arc::clone(&refused);
+            async move {
+                let peer = peer_address(request.extensions());
+                let is_known = request.extensions().get::<ClientCertificate>().is_some();
+                if requires_certificate && !is_known {
+                    refused.refused(Refusal::Certificate, peer);
+                    return (StatusCode::UNAUTHORIZED, NO_CERTIFICATE).into_response();
+                }
+                let response = next.run(request).await;
+                // The only reason of the request server for this status.
+                if response.status() == StatusCode::UNAUTHORIZED {
+                    refused.refused(Refusal::Secret, peer);
+                }
+                response
+            }
+        }))
 }
 
 async fn generate(

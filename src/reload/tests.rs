@@ -32,8 +32,8 @@ impl Harness {
         let sources = Sources { file: Some(file.path().into()), environment, flags: vec![] };
         let loaded = Config::load_for(&sources, purpose).unwrap();
         let registry = Registry::new();
-        let (roster, bus) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
-        let router = Router::new(RouterId(1), roster, bus, loaded.0.router.clone(), &registry).unwrap();
+        let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
+        let router = Router::new(RouterId(1), discovery, events, loaded.0.router.clone(), &registry).unwrap();
         let filters_set = Arc::new(AtomicUsize::new(0));
         let count = filters_set.clone();
         let set_log_filter: SetLogFilter = Box::new(move |filter, apply| {

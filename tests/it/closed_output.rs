@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Runs the program with a pipe that nobody reads as its standard output: its exit status and standard error.
+/// Runs the program with a pipe without a reader as its standard output: its exit status and standard error.
 fn run(arguments: &[&str], home: &Path) -> (Option<i32>, String) {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);

@@ -19,7 +19,7 @@ const HANDSHAKE: u8 = 22;
 
 /// Time for a client whose certificate is refused to close the connection.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(1);
-/// Most bytes of such a client that are read.
+/// Maximum number of bytes of such a client that are read.
 const MAX_UNREAD_BYTES: usize = 64 << 10;
 
 /// The files of a server.

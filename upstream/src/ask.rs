@@ -1,7 +1,7 @@
 //! Requests of this program itself to a server, such as for its models: the whole answer, within a size and a time.
 //!
-//! A page that a server may not have is absent, too large to be read, or not answered. A server works without the
-//! first two; with the last it may have the page, and is asked again.
+//! A page that only some servers have is absent, too large to be read, or not answered. The program works without a
+//! page of the first two kinds. A server that did not answer may have the page, so the request is sent again later.
 //!
 //! Not here: what an answer means (`models`, `kv_sources` and others); requests of clients (`relay`).
 
@@ -15,7 +15,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
 
-/// Up to which size and for how long an answer is read.
+/// Limits on the size of an answer and on the time to receive it.
 #[derive(Clone, Copy, Debug)]
 pub struct AnswerLimits {
     /// Maximum size of the body.
@@ -30,7 +30,7 @@ const PAGE: AnswerLimits = AnswerLimits { bytes: 8 << 20, time: Duration::from_s
 
 /// A whole answer.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct ServerAnswer {
     /// Its status, of any kind.
     pub status: StatusCode,
     /// Its headers.
@@ -42,7 +42,7 @@ pub struct Asked {
 /// Why there is no whole answer.
 #[derive(Debug, thiserror::Error)]
 pub enum AskError {
-    /// The server cannot be reached, or breaks off.
+    /// The server cannot be reached, or the connection ended before the answer was complete.
     #[error(transparent)]
     Relay(#[from] RelayError),
     /// The answer is longer than what is read.
@@ -76,7 +76,7 @@ pub(crate) enum Page {
     Failed,
 }
 
-impl Asked {
+impl ServerAnswer {
     /// The clock of the server when it answered, in whole seconds; `None` if it does not say.
     pub fn date(&self) -> Option<SystemTime> {
         httpdate::parse_http_date(self.headers.get(header::DATE)?.to_str().ok()?).ok()
@@ -94,7 +94,7 @@ pub async fn get(
     api_key: Option<&HeaderValue>,
     path: &'static str,
     limits: AnswerLimits,
-) -> Result<Asked, AskError> {
+) -> Result<ServerAnswer, AskError> {
     send(client, headers::request(&HeaderMap::new(), api_key), Method::GET, path, Bytes::new(), limits).await
 }
 
@@ -106,7 +106,7 @@ pub async fn post_to_rank(
     path: &'static str,
     body: Bytes,
     limits: AnswerLimits,
-) -> Result<Asked, AskError> {
+) -> Result<ServerAnswer, AskError> {
     let mut headers = headers::request(&HeaderMap::new(), api_key);
     headers::set_rank(&mut headers, rank);
     send(client, headers, Method::POST, path, body, limits).await
@@ -119,15 +119,15 @@ pub async fn post(
     path: &'static str,
     body: Bytes,
     limits: AnswerLimits,
-) -> Result<Asked, AskError> {
+) -> Result<ServerAnswer, AskError> {
     send(client, headers::request(&HeaderMap::new(), api_key), Method::POST, path, body, limits).await
 }
 
 /// The page at `path`.
 pub(crate) async fn page(client: &Client, api_key: Option<&HeaderValue>, path: &'static str) -> Page {
     match get(client, api_key, path, PAGE).await {
-        Ok(Asked { status, body, .. }) if status.is_success() => Page::Body(body),
-        Ok(Asked { status, .. }) if status.is_server_error() => Page::Failed,
+        Ok(ServerAnswer { status, body, .. }) if status.is_success() => Page::Body(body),
+        Ok(ServerAnswer { status, .. }) if status.is_server_error() => Page::Failed,
         Ok(_) => Page::Absent,
         Err(AskError::TooLarge { .. }) => Page::TooLarge,
         Err(AskError::Relay(_) | AskError::Late { .. }) => Page::Failed,
@@ -141,7 +141,7 @@ async fn send(
     path: &'static str,
     body: Bytes,
     AnswerLimits { bytes, time }: AnswerLimits,
-) -> Result<Asked, AskError> {
+) -> Result<ServerAnswer, AskError> {
     if method == Method::POST {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
     }
@@ -151,7 +151,7 @@ async fn send(
             let too_large = error.is::<LengthLimitError>();
             if too_large { AskError::TooLarge { path, bytes } } else { RelayError::BrokenOff(error.to_string()).into() }
         })?;
-        Ok::<_, AskError>(Asked { status: parts.status, headers: parts.headers, body: body.to_bytes() })
+        Ok::<_, AskError>(ServerAnswer { status: parts.status, headers: parts.headers, body: body.to_bytes() })
     };
     timeout(time, answer).await.unwrap_or(Err(AskError::Late { path, time }))
 }

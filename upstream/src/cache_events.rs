@@ -11,10 +11,10 @@
 //! - **A restart of the engine removes all of its blocks from the same log.** The epoch of the log stays: it is that of
 //!   the worker's registration, and a new registration would lose what the router knows of running requests and of the
 //!   worker's health, although nothing but the cache has changed.
-//! - **Lost events remove all blocks too.** A block that is not known costs a hit, but blocks that are gone attract
-//!   requests. Blocks that the engine keeps stay unknown until it stores them again; meanwhile the router notices that
-//!   the hits differ from the events, and estimates the cache.
-//! - **Blocks of unknown adapters and salts are ignored**, and counted with all others that are.
+//! - **Lost events remove all blocks too.** A block that is missing from the index costs a cache hit, but a block that
+//!   the engine no longer has attracts requests. Blocks that the engine keeps stay unknown until it stores them again;
+//!   meanwhile the router notices that the hits differ from the events, and estimates the cache.
+//! - **Blocks of unknown adapters and salts are ignored**, and counted with all other ignored blocks.
 
 use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, run};
 use crate::metrics::Metrics;
@@ -203,9 +203,9 @@ struct Rank {
     view: View<RequestChain>,
     /// Empty between calls.
     changes: Vec<Change<ModelHash>>,
-    /// The ignored blocks that were counted.
+    /// The ignored blocks that are in the metric already.
     counted: Ignored,
-    /// When the next may be logged.
+    /// Earliest time of the next log line about ignored blocks.
     log_due: Option<Instant>,
     /// Whether another block size of the engine was logged.
     warned: bool,

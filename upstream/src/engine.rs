@@ -36,7 +36,7 @@ pub struct UpstreamSettings {
     pub address: Option<String>,
     /// Identifies the server: all its models and ranks have the same.
     pub server: Option<u64>,
-    /// The API key that the server wants.
+    /// The value of the header `authorization` for the server; `None`: none is sent.
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
     pub salts: Arc<Salts>,
@@ -46,7 +46,8 @@ pub struct UpstreamSettings {
     pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
     pub rank: Option<Rank>,
-    /// Notified when the server cannot be reached or answers 404: it may have restarted with another model.
+    /// Notified when the server cannot be reached or responds with status 404: it may have restarted with another
+    /// model.
     pub may_have_changed: Arc<Notify>,
 }
 
@@ -68,10 +69,10 @@ pub struct UpstreamEngine {
     probes: Probes,
 }
 
-/// On which connection a health check is sent.
+/// The connection on which a health check is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Via {
-    /// One that is open, if there is one.
+    /// An open connection, if there is one.
     Any,
     New,
 }

@@ -27,7 +27,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     own: Counts,
-    /// The most own requests at the same time since the server was asked last.
+    /// Maximum number of concurrent requests of this process since the metrics of the server were read last.
     most_own: u32,
     others: Counts,
     cache: CacheUsage,
@@ -67,9 +67,10 @@ pub(crate) struct Counted {
     tokens: u64,
     choices: u32,
     started: Instant,
-    /// No other request waited before it, so that its first output shows how fast its prompt was computed.
+    /// Whether no other request waited before it, so that the time to its first output shows how fast its prompt was
+    /// computed.
     was_first: bool,
-    /// When it got its first output, so that its choices run. Else it waits, with its prompt.
+    /// When it got its first output. From then on its choices count as running; before, its prompt counts as waiting.
     first_output: Mutex<Option<Instant>>,
 }
 
@@ -96,7 +97,8 @@ impl LoadCounter {
         Arc::new(Counted { shared, tokens, choices, started, was_first, first_output: Mutex::default() })
     }
 
-    /// The server is about to be asked. What it reports may include every own request from now on.
+    /// The metrics of the server are about to be read. They may contain every request of this process that is counted
+    /// from now on.
     pub(crate) fn asking(&self) {
         let mut state = self.0.state.lock();
         state.most_own = state.own.requests();

@@ -14,12 +14,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-/// Time between two questions: as often as native workers report at least. A page has about 100 KB.
+/// Interval at which the metrics of a server are read: the longest interval of the load reports of native workers. A
+/// page has about 100 KB.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// Time between two questions to a server without such metrics. It may be replaced by one that has them.
+/// The same for a server without such metrics. It may be replaced by one that has them.
 const ABSENT_INTERVAL: Duration = Duration::from_secs(30);
-/// A report counts for this long. A server that answers late has much to do, so that its last report is better than
-/// none; after longer it may be gone.
+/// Maximum age of a report. A server that answers late has much to do, so that its last report is better than none;
+/// after this time the server may have ended.
 const MAX_AGE: Duration = Duration::from_secs(10);
 
 /// The load reports of one server.

@@ -4,7 +4,7 @@
 //! with at most one address of each family (IPv4, IPv6) stands for one server, which has both addresses. Where there
 //! are more, only the family with more addresses counts, because a server may have one of each.
 //!
-//! Not here: when a name is asked for again, and what happens to the servers.
+//! Not here: when a name is resolved again, and what happens to the servers.
 
 use futures::future::BoxFuture;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
 //! Asks a server for the tokens of a prompt: `POST /tokenize`, as vLLM has it.
 //!
-//! The question goes past the router, because it takes no place in the server's batch.
+//! The request bypasses the router, because it takes no place in the server's batch.
 
-use crate::ask::{self, AnswerLimits, Asked};
+use crate::ask::{self, AnswerLimits, ServerAnswer};
 use crate::relay::client::Client;
 use bytes::Bytes;
 use futures::FutureExt;
@@ -12,7 +12,7 @@ use serde::Deserialize;
 use std::time::Duration;
 use worker::engine::{Tokenize, TokenizeError};
 
-/// The ids of a million tokens. A server that takes longer has no time for the prompt either.
+/// Limits of an answer: the ids of a million tokens. A server that takes longer is too busy for the prompt as well.
 const ANSWER: AnswerLimits = AnswerLimits { bytes: 8 << 20, time: Duration::from_secs(2) };
 /// Maximum size of the part of an error response that is logged.
 const MAX_REASON: usize = 300;
@@ -39,10 +39,10 @@ impl TokenizeClient {
         Self { client, api_key, url }
     }
 
-    async fn ask(&self, question: Bytes) -> Result<Vec<u32>, TokenizeError> {
+    async fn ask(&self, request: Bytes) -> Result<Vec<u32>, TokenizeError> {
         let failed = |error: String| TokenizeError::Failed(format!("/tokenize: {error}"));
-        let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", question, ANSWER).await;
-        let Asked { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
+        let answer = ask::post(&self.client, self.api_key.as_ref(), "/tokenize", request, ANSWER).await;
+        let ServerAnswer { status, body, .. } = answer.map_err(|error| failed(error.to_string()))?;
         match status {
             StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED => {
                 Err(TokenizeError::Unsupported)
@@ -67,8 +67,8 @@ impl Tokenize for TokenizeClient {
         &self.url
     }
 
-    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
-        self.ask(question).boxed()
+    fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+        self.ask(request).boxed()
     }
 }
 

@@ -60,10 +60,10 @@ impl HandoffTicket {
 
 /// Workers whose memory can be read from this process.
 #[derive(Clone, Default)]
-pub struct Peers(Arc<Known>);
+pub struct Peers(Arc<PeerTable>);
 
 #[derive(Default)]
-struct Known {
+struct PeerTable {
     local: DashMap<WorkerId, Arc<dyn Tier>>,
     others: Option<OtherProcesses>,
     /// Workers of other processes with their URLs, kept so that their speed is measured once.
@@ -91,7 +91,7 @@ pub type ConnectPeer = Box<dyn Fn(WorkerId, &str) -> Arc<dyn RemoteMemory> + Sen
 impl Peers {
     /// Peers in this process and in others.
     pub fn with_other_processes(others: OtherProcesses) -> Self {
-        Self(Arc::new(Known { others: Some(others), ..Known::default() }))
+        Self(Arc::new(PeerTable { others: Some(others), ..PeerTable::default() }))
     }
 
     /// Makes a worker's blocks readable by the other workers.

@@ -32,7 +32,7 @@ pub struct Metrics {
 /// How keeping the blocks of a prefill for another worker ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum HandoffEnd {
-    /// The request has its first token, or its client is gone.
+    /// The request has its first token, or its client has disconnected.
     Released,
     /// The request was cancelled before the prefill was complete.
     Cancelled,

@@ -207,5 +207,5 @@ fn page_bytes() -> i64 {
 fn pin(core: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(core);
-    sched_setaffinity(None, &set).with_context(|| format!("core {core} cannot be had: this takes two"))
+    sched_setaffinity(None, &set).with_context(|| format!("core {core} cannot be used; this needs two cores"))
 }

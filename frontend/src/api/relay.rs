@@ -29,7 +29,7 @@ use form::{Boundary, FormModel};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
-use response_body::{Ahead, Relay, RelayBody, is_event_stream, read_ahead};
+use response_body::{ReadAhead, Relay, RelayBody, is_event_stream, read_ahead};
 use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,8 +122,9 @@ impl Incoming {
                         let local = prompt.as_ref().zip(tokenizers.local.as_ref());
                         let tokens = local.and_then(|(prompt, local)| prompt.tokens(&fields, local, &job));
                         let is_asked = has_exact_blocks && tokens.is_none();
-                        let question = prompt.filter(|_| is_asked).and_then(|prompt| prompt.question(&tokenizers.id));
-                        Ok(Routing { question, ..Routing::read(fields, tokens) })
+                        let tokenize_body =
+                            prompt.filter(|_| is_asked).and_then(|prompt| prompt.tokenize_body(&tokenizers.id));
+                        Ok(Routing { tokenize_body, ..Routing::read(fields, tokens) })
                     };
                     if is_tokenized {
                         let mut span = context.trace().span("tokenize", Kind::Internal);
@@ -156,8 +157,8 @@ pub(super) struct Routing {
     /// The tokens of the prompt.
     tokens: Arc<[u32]>,
     source: TokenSource,
-    /// What the engine is asked for the tokens.
-    question: Option<Bytes>,
+    /// The body of the request to `/tokenize`, if a server is to be asked for the tokens.
+    tokenize_body: Option<Bytes>,
     is_stream: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
@@ -282,14 +283,14 @@ pub(super) async fn respond(
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
-    let (is_stream, question) = (routing.is_stream, routing.question.take());
+    let (is_stream, tokenize_body) = (routing.is_stream, routing.tokenize_body.take());
     let mut source = routing.source;
     let mut meter = RelayMeter::new(context.clone(), &name, is_stream);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
-        if let Some(question) = &question {
+        if let Some(body) = &tokenize_body {
             let mut span = context.trace().span("tokenize", Kind::Client);
-            if let Some(answer) = state.tokenizers.ask(&card, &request.domain, question).await {
+            if let Some(answer) = state.tokenizers.ask(&card, &request.domain, body).await {
                 (request.tokens, source) = (answer, TokenSource::Engine);
                 request.attributes.has_estimated_tokens = false;
                 describe_tokens(&mut span, &request.tokens, source);
@@ -319,7 +320,7 @@ pub(super) async fn respond(
     drop(memory);
     meter.head(head.worker);
     let is_stream = is_event_stream(&head.headers);
-    let ahead = if is_stream { Ok(Ahead::default()) } else { read_ahead(&mut outputs).await };
+    let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();
     let relay = Relay { outputs, ahead, meter, context, forced, is_stream, is_done: false, _running: running };

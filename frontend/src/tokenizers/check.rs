@@ -27,15 +27,15 @@ pub(super) async fn check(
     let upstream = server.name();
     let mut answers = Vec::new();
     for fields in prompts(local.added_tokens()) {
-        let mut question = Map::from_iter([("model".to_owned(), model.into())]);
-        question.extend(fields.clone());
-        let question = serde_json::to_vec(&question).expect("a JSON value is JSON");
-        match server.tokenize(question.into()).await {
+        let mut body = Map::from_iter([("model".to_owned(), model.into())]);
+        body.extend(fields.clone());
+        let body = serde_json::to_vec(&body).expect("a JSON value is JSON");
+        match server.tokenize(body.into()).await {
             Ok(tokens) => answers.push((fields, tokens)),
             // A template may refuse tools, for example. Then the server refuses such requests too.
             Err(TokenizeError::Refused(_)) => {}
             Err(TokenizeError::Unsupported) => {
-                tracing::warn!(model, upstream, "the server says no tokens: the local tokenizer cannot be checked");
+                tracing::warn!(model, upstream, "the server has no /tokenize: the local tokenizer cannot be checked");
                 return Comparison::Unsupported;
             }
             Err(error @ TokenizeError::Failed(_)) => {

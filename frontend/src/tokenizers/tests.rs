@@ -48,9 +48,9 @@ impl Tokenize for FakeServer {
         "fake"
     }
 
-    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
+    fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
         self.asked.fetch_add(1, Ordering::Relaxed);
-        let mut fields: Map<String, Value> = serde_json::from_slice(&question).unwrap();
+        let mut fields: Map<String, Value> = serde_json::from_slice(&request).unwrap();
         assert_eq!(fields.remove("model"), Some("m".into()));
         let is_odd = self.odd_tools.load(Ordering::Relaxed) && fields.contains_key("tools");
         let answer = if let Some(error) = self.error.lock().clone() {
@@ -165,12 +165,12 @@ async fn a_server_that_says_no_tokens_checks_nothing() {
 async fn a_prompt_is_asked_once() {
     let (tokenizers, _) = tokenizers(None);
     let server = FakeServer::new(PARTS, ContentFormat::Text);
-    let question = Bytes::from_static(br#"{"model":"m","prompt":"hello"}"#);
-    assert_eq!(tokenizers.ask(&card("m"), &Domain::shared(), &question).await, None, "no server");
+    let request = Bytes::from_static(br#"{"model":"m","prompt":"hello"}"#);
+    assert_eq!(tokenizers.ask(&card("m"), &Domain::shared(), &request).await, None, "no server");
     let _server = tokenizers.add_server(&card("m"), None, server.clone()).await;
     for _ in 0..3 {
         assert_eq!(
-            tokenizers.ask(&card("m"), &Domain::shared(), &question).await.as_deref(),
+            tokenizers.ask(&card("m"), &Domain::shared(), &request).await.as_deref(),
             Some(&[tiny_tokenizer::BOS, 259][..])
         );
     }

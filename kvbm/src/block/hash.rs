@@ -100,7 +100,7 @@ impl Domain {
         (self.root != Self::shared().root).then(|| blake3::Hash::from_bytes(salt).to_hex()[..32].to_owned())
     }
 
-    /// The keys of the domain, for another process of the same deployment. Who has them can compute the hashes of
+    /// The keys of the domain, for another process of the same deployment. A holder of them can compute the hashes of
     /// guessed prompts of the tenant, so they are never logged, and cross only networks that are trusted or encrypted.
     pub fn secret_parts(&self) -> ([u8; 32], [u8; 32]) {
         (self.key, self.root)
@@ -226,8 +226,7 @@ impl ChainKey {
     }
 
     /// A routing decision computes hundreds of hashes in sequence, so a block of 16 tokens calls the compression
-    /// directly:
-    /// `keyed_hash` takes a third longer.
+    /// directly: `keyed_hash` takes a third longer.
     #[inline]
     fn advance(&mut self, platform: Platform, tokens: &[u32]) -> SequenceHash {
         if tokens.len() == ONE_COMPRESSION {

@@ -19,7 +19,7 @@
 //! another key, is from before encryption was turned on or the keys were replaced.
 //!
 //! The trailer is untrusted: a footer must have exactly the length that its counts imply, end with the file, and list
-//! records that lie before it without overlap. Memory is allocated only for entries that are present.
+//! records that are before it and do not overlap. Memory is allocated only for entries that are present.
 
 use super::direct::{Access, Buffer};
 use super::record::{self, ParsedRecord};

@@ -256,9 +256,9 @@ impl Log {
         if record_list.len() == 0 {
             let segment = path.display();
             if corrupt_ranges > 0 {
-                tracing::warn!(%segment, bytes = length, "removes a segment that has no valid record and is corrupt");
+                tracing::warn!(%segment, bytes = length, "removing a corrupt segment that has no valid record");
             } else {
-                tracing::info!(%segment, bytes = length, "removes a segment that has no valid record");
+                tracing::info!(%segment, bytes = length, "removing a segment that has no valid record");
             }
             self.io.remove(&path)?;
             return Ok(None);

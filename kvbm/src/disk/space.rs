@@ -26,15 +26,15 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// At most one part in so many of a segment is carried over, so that reclaiming frees space.
+/// At most a quarter of a segment is carried over, so that reclaiming frees space.
 const CARRIED_DIVISOR: u64 = 4;
-/// When others have filled the disk, the log retains one part in so many of its capacity.
+/// When others have filled the disk, the log retains a quarter of its capacity.
 const RETAINED_DIVISOR: u64 = 4;
-/// It retains at least so many segments: the head and a sealed one ([`reclaimable_bytes`]).
+/// Minimum number of segments that it retains: the head and a sealed one ([`reclaimable_bytes`]).
 const RETAINED_SEGMENTS: u64 = 2;
-/// On a full disk a head may be smaller than configured, at least one part in so many.
+/// On a full disk a head may be smaller than configured, down to a quarter.
 const SMALL_HEAD_DIVISOR: u64 = 4;
-/// One part in so many of the free space is left to the filesystem, which needs some for its own structures.
+/// One part in 64 of the free space is left to the filesystem, which needs some for its own structures.
 const METADATA_DIVISOR: u64 = 64;
 /// Maximum length in bytes of one read and one write of carried over blocks.
 const CARRY_BYTES: u64 = 4 << 20;

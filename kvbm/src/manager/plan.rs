@@ -223,7 +223,7 @@ fn head_candidates(runs: &[TierRun], free: f64) -> impl Iterator<Item = usize> {
             // The tier's first block costs its latency alone.
             let first = f64::from(u8::from(requested == 0));
             let bend = (hidden / measured.seconds_per_block).floor() + first;
-            // The bend lies between two blocks.
+            // The time is piecewise linear, and its bend is between two blocks.
             candidates.extend([bend, bend + 1.0].map(|at| before + at.clamp(1.0, run.blocks as f64) as usize));
         }
         before += run.blocks;

@@ -1,4 +1,4 @@
-//! `WriteClaims` of blocks that are queued or being written, so that none is written twice at the same time.
+//! Claims of blocks that are queued or being written, so that none is written twice at the same time.
 
 use crate::block::{Fingerprint, SequenceHash};
 use parking_lot::{Mutex, MutexGuard};

@@ -27,7 +27,7 @@ pub(crate) struct AdmissionController {
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) limits: &'a Settings,
-    pub(crate) roster: &'a FleetSnapshot,
+    pub(crate) fleet: &'a FleetSnapshot,
     pub(crate) now: Instant,
 }
 
@@ -61,8 +61,8 @@ impl AdmissionController {
         context: Context<'_>,
         request: &QueuedRequest,
     ) -> Result<Accepted, Rejection> {
-        let Context { limits, roster, now } = context;
-        let state = route_state(roster, &self.queue, request.route, Some(request.reserved), now);
+        let Context { limits, fleet, now } = context;
+        let state = route_state(fleet, &self.queue, request.route, Some(request.reserved), now);
         let queue_reason = match state {
             Err(saturation) => saturation.name(),
             Ok(_) if self.queue.is_empty() => "tenant",
@@ -94,7 +94,7 @@ impl AdmissionController {
     /// Resolutions of queued requests, in the order in which they are to take effect. Called after each change and at
     /// least every [`POLL_INTERVAL`].
     pub(crate) fn dispatch_ready(&mut self, context: Context<'_>) -> Vec<(u64, Resolution)> {
-        let Context { limits, roster, now } = context;
+        let Context { limits, fleet, now } = context;
         let mut resolutions: Vec<(u64, Resolution)> = Vec::new();
         if self.queue.is_empty() {
             return resolutions;
@@ -126,7 +126,7 @@ impl AdmissionController {
                 let sequences = |member: &Arc<Worker>| {
                     u64::from(member.load.stats(now).sequences).saturating_sub(not_sent(&self.queue, member).sequences)
                 };
-                let running = schedulable_workers(roster, &model).map(sequences).sum();
+                let running = schedulable_workers(fleet, &model).map(sequences).sum();
                 self.queue.set_running(&model, running);
             }
             for (number, request) in self.queue.pop_predicted_timeouts(now).into_iter().rev() {
@@ -134,16 +134,16 @@ impl AdmissionController {
                 resolutions.push((number, Resolution::Reject(Rejection::PredictedTimeoutQueued(after))));
             }
         }
-        self.reroute_from_unavailable(roster, now, &mut resolutions);
+        self.reroute_from_unavailable(fleet, now, &mut resolutions);
         let mut known = HashMap::new();
         while let Some(number) = self.queue.admit_next(limits, now, |queue, route| {
-            *known.entry(route).or_insert_with(|| route_state(roster, queue, route, None, now).ok())
+            *known.entry(route).or_insert_with(|| route_state(fleet, queue, route, None, now).ok())
         }) {
             known.clear();
             resolutions.push((number, Resolution::Admit));
         }
         if is_due {
-            self.reroute_to_idle(roster, now, &mut resolutions);
+            self.reroute_to_idle(fleet, now, &mut resolutions);
         }
         resolutions
     }
@@ -165,12 +165,12 @@ impl AdmissionController {
     /// most once per [`POLL_INTERVAL`]: it may be the only worker.
     fn reroute_from_unavailable(
         &mut self,
-        roster: &FleetSnapshot,
+        fleet: &FleetSnapshot,
         now: Instant,
         resolutions: &mut Vec<(u64, Resolution)>,
     ) {
-        let gone = |id| roster.get(id).is_none() || roster.is_cordoned(id);
-        let avoided = |id| roster.get(id).is_some_and(|member| member.is_ejected(now));
+        let gone = |id| fleet.get(id).is_none() || fleet.is_cordoned(id);
+        let avoided = |id| fleet.get(id).is_some_and(|member| member.is_ejected(now));
         if self.queue.awaited_workers().any(|id| gone(id) || avoided(id)) {
             let at = |route: &Route, of: &dyn Fn(_) -> bool| of(route.decode) || route.prefill.is_some_and(of);
             let misplaced = |request: &QueuedRequest| {
@@ -184,23 +184,23 @@ impl AdmissionController {
     /// capacity, as many requests as there are such workers that would miss their deadline or target where they are and
     /// meet it on one of these. Late requests go to workers that take them: they wait without a reservation, so
     /// placement does not spread them.
-    fn reroute_to_idle(&mut self, roster: &FleetSnapshot, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
+    fn reroute_to_idle(&mut self, fleet: &FleetSnapshot, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
         for model in self.queue.models() {
             let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
-            self.reroute(self.queue.select(idle_workers(roster, &model, now), stale), resolutions);
+            self.reroute(self.queue.select(idle_workers(fleet, &model, now), stale), resolutions);
             let opening = |member: &Arc<Worker>| {
                 let route = Route { decode: member.id(), prefill: None };
-                let opening = route_state(roster, &self.queue, route, None, now).ok()?;
+                let opening = route_state(fleet, &self.queue, route, None, now).ok()?;
                 Some(opening).filter(|_| member.decodes() && !member.is_ejected(now))
             };
-            let openings: Vec<Opening> = schedulable_workers(roster, &model).filter_map(opening).collect();
+            let openings: Vec<Opening> = schedulable_workers(fleet, &model).filter_map(opening).collect();
             let spare = openings.iter().filter(|opening| opening.takes_late).count();
             self.reroute(self.queue.select(spare, |request| request.is_late && stale(request)), resolutions);
             let queue = &self.queue;
             let Some(quickest) = openings.iter().map(|opening| opening.queue_time).min() else { continue };
             let late = |request: &QueuedRequest| {
                 let by = |start_by| {
-                    now + quickest <= start_by && start_by < now + route_queue_time(roster, queue, request.route, now)
+                    now + quickest <= start_by && start_by < now + route_queue_time(fleet, queue, request.route, now)
                 };
                 stale(request) && request.start_by.is_some_and(by)
             };
@@ -210,23 +210,23 @@ impl AdmissionController {
 }
 
 /// Workers of a model that are not cordoned.
-fn schedulable_workers<'a>(roster: &'a FleetSnapshot, model: &'a str) -> impl Iterator<Item = &'a Arc<Worker>> {
-    roster.workers().filter(move |member| *member.instance.model.id == *model && !roster.is_cordoned(member.id()))
+fn schedulable_workers<'a>(fleet: &'a FleetSnapshot, model: &'a str) -> impl Iterator<Item = &'a Arc<Worker>> {
+    fleet.workers().filter(move |member| *member.instance.model.id == *model && !fleet.is_cordoned(member.id()))
 }
 
 /// Number of idle workers of a model.
-fn idle_workers(roster: &FleetSnapshot, model: &str, now: Instant) -> usize {
+fn idle_workers(fleet: &FleetSnapshot, model: &str, now: Instant) -> usize {
     let is_idle = |member: &&Arc<Worker>| {
-        let standing = member.load.stats(now);
-        standing.waiting_tokens == 0 && standing.sequences == 0 && !member.is_ejected(now)
+        let stats = member.load.stats(now);
+        stats.waiting_tokens == 0 && stats.sequences == 0 && !member.is_ejected(now)
     };
-    schedulable_workers(roster, model).filter(is_idle).count()
+    schedulable_workers(fleet, model).filter(is_idle).count()
 }
 
 /// A route with capacity, or why it has none. `own`: reservations of the request itself when
 /// it is not in the queue.
 fn route_state(
-    roster: &FleetSnapshot,
+    fleet: &FleetSnapshot,
     queue: &FairQueue,
     route: Route,
     own: Option<[Demand; 2]>,
@@ -235,16 +235,16 @@ fn route_state(
     let own = own.unwrap_or_default();
     let at = |id, own: Demand, stage| {
         // There is no reason to wait for a worker without load reports.
-        let Some(member) = roster.get(id).filter(|member| !member.load.is_silent(now)) else {
+        let Some(member) = fleet.get(id).filter(|member| !member.load.is_silent(now)) else {
             return Ok(Opening { queue_time: Duration::ZERO, takes_late: true });
         };
         let not_sent = not_sent(queue, member).plus(own);
-        let standing = member.load.stats(now);
+        let stats = member.load.stats(now);
         // An estimate that is not based on measurements does not close a route.
-        let queue_time = if member.measured() { queue_time(&standing, not_sent) } else { Duration::ZERO };
-        let takes_late = takes_late(&standing, not_sent, queue_time);
+        let queue_time = if member.measured() { queue_time(&stats, not_sent) } else { Duration::ZERO };
+        let takes_late = takes_late(&stats, not_sent, queue_time);
         let opening = Opening { queue_time, takes_late };
-        saturation(member.instance.role, &standing, member.batch(), not_sent, stage).map_or(Ok(opening), Err)
+        saturation(member.instance.role, &stats, member.batch(), not_sent, stage).map_or(Ok(opening), Err)
     };
     match route.prefill {
         None => at(route.decode, own[0], Stage::Whole),
@@ -257,8 +257,8 @@ fn route_state(
 }
 
 /// Queue time of a route, whether or not it has capacity.
-fn route_queue_time(roster: &FleetSnapshot, queue: &FairQueue, route: Route, now: Instant) -> Duration {
-    let member = roster.get(route.prefill.unwrap_or(route.decode));
+fn route_queue_time(fleet: &FleetSnapshot, queue: &FairQueue, route: Route, now: Instant) -> Duration {
+    let member = fleet.get(route.prefill.unwrap_or(route.decode));
     member.map_or(Duration::ZERO, |member| queue_time(&member.load.stats(now), not_sent(queue, member)))
 }
 

@@ -74,10 +74,10 @@ impl Admission {
         limits: &Settings,
         request: &QueuedRequest,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Resolution>, &'static str)>), Error> {
-        let (roster, class) = (fleet.snapshot(), request.priority);
+        let (snapshot, class) = (fleet.snapshot(), request.priority);
         let mut inner = self.inner();
         let accepted =
-            inner.controller.admit_or_queue(Context { limits, roster: &roster, now: request.placed }, request);
+            inner.controller.admit_or_queue(Context { limits, fleet: &snapshot, now: request.placed }, request);
         let Accepted { number, queue_reason, shed } = accepted.map_err(|rejection| self.rejected(class, rejection))?;
         inner.resolve(shed);
         let permit = Permit { admission: self.clone(), number, class, group: None };
@@ -124,9 +124,9 @@ impl Admission {
 
     /// Sends the resolutions that are due, and updates the metrics of the queue.
     pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings) {
-        let (roster, now) = (fleet.snapshot(), Instant::now());
+        let (snapshot, now) = (fleet.snapshot(), Instant::now());
         let mut inner = self.inner();
-        let resolutions = inner.controller.dispatch_ready(Context { limits, roster: &roster, now });
+        let resolutions = inner.controller.dispatch_ready(Context { limits, fleet: &snapshot, now });
         inner.resolve(resolutions);
         self.has_queued.store(!inner.controller.queue.is_empty(), Ordering::SeqCst);
         for (class, tokens) in PRIORITY_LABELS.iter().zip(inner.controller.queue.queued_tokens()) {
@@ -196,7 +196,7 @@ impl Admission {
         self.metrics.admission_requests.with_label_values(&[PRIORITY_LABELS[class as usize], outcome]).inc();
     }
 
-    /// Has the queue looked at now: the new request may be the first to go, or to expire.
+    /// Wakes the dispatcher now: the new request may be the first to be admitted, or the first to expire.
     fn wake_dispatcher(&self) {
         self.has_queued.store(true, Ordering::SeqCst);
         self.changed.notify_one();

@@ -121,7 +121,7 @@ struct Tenant {
     served: f64,
     /// By priority: cost of its late requests, and its credit for them in tokens.
     late: [LateShare; 3],
-    /// By priority: when there will be space beyond that promised by the `Retry-After` of its rejected requests.
+    /// By priority: when there will be space beyond that of which the `Retry-After` of its rejected requests tells.
     retry_slots: [Option<Instant>; 3],
 }
 
@@ -225,7 +225,7 @@ impl FairQueue {
         self.backlogs.departed(&self.waiting[&number], now);
         let request = self.remove(number)?;
         self.run(number, &request);
-        self.close_accounts();
+        self.reset_when_empty();
         Some(number)
     }
 
@@ -233,7 +233,7 @@ impl FairQueue {
     pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<(u64, QueuedRequest)> {
         let (_, number) = *self.expiries.first().filter(|(end, _)| *end <= now)?;
         let request = self.remove(number)?;
-        self.close_accounts();
+        self.reset_when_empty();
         Some((number, request))
     }
 
@@ -245,7 +245,7 @@ impl FairQueue {
     /// Removes a queued request that is rejected.
     pub(crate) fn reject(&mut self, number: u64) -> Option<QueuedRequest> {
         let request = self.remove(number)?;
-        self.close_accounts();
+        self.reset_when_empty();
         Some(request)
     }
 
@@ -268,7 +268,7 @@ impl FairQueue {
             }
         }
         if self.rerouting.remove(&number) || waited.is_some() {
-            self.close_accounts();
+            self.reset_when_empty();
         } else {
             self.end_busy_period();
         }
@@ -326,7 +326,7 @@ impl FairQueue {
     pub(crate) fn pop_predicted_timeouts(&mut self, now: Instant) -> Vec<(u64, QueuedRequest)> {
         let found = self.backlogs.predicted_timeouts(now);
         let removed = found.into_iter().filter_map(|number| Some((number, self.remove(number)?))).collect();
-        self.close_accounts();
+        self.reset_when_empty();
         removed
     }
 
@@ -433,7 +433,8 @@ impl FairQueue {
         self.waiting.insert(number, request);
     }
 
-    /// Removes a queued request. The caller then closes the accounts, unless another request takes its place.
+    /// Removes a queued request. The caller then calls [`Self::reset_when_empty`], unless another request takes its
+    /// place.
     fn remove(&mut self, number: u64) -> Option<QueuedRequest> {
         let request = self.waiting.remove(&number)?;
         self.expiries.remove(&(request.expires_at(), number));
@@ -475,7 +476,7 @@ impl FairQueue {
     }
 
     /// When the queue is empty, resets credits and removes idle tenants that the virtual time has passed.
-    fn close_accounts(&mut self) {
+    fn reset_when_empty(&mut self) {
         if self.is_drained() {
             self.classes.iter_mut().for_each(|class| class.credit = 0.0);
             let virtual_time = self.virtual_time;
@@ -484,7 +485,7 @@ impl FairQueue {
         }
     }
 
-    /// When nothing waits and nothing runs, capacity was left over: no tenant owes anything to another.
+    /// When nothing waits and nothing runs, capacity was left over: no tenant is ahead of another.
     fn end_busy_period(&mut self) {
         if self.is_drained() && self.running.is_empty() {
             self.virtual_time = 0.0;

@@ -71,16 +71,16 @@ impl Saturation {
 /// 0 when unknown; `not_sent`: reservations on it of requests that were not sent.
 pub(crate) fn saturation(
     role: Role,
-    standing: &LoadStats,
+    stats: &LoadStats,
     batch: u64,
     not_sent: Demand,
     stage: Stage,
 ) -> Option<Saturation> {
-    let sequences = u64::from(standing.sequences).saturating_sub(not_sent.sequences);
-    let blocks = u64::from(standing.active_blocks).saturating_sub(not_sent.blocks);
+    let sequences = u64::from(stats.sequences).saturating_sub(not_sent.sequences);
+    let blocks = u64::from(stats.active_blocks).saturating_sub(not_sent.blocks);
     let max_seconds =
         if role == Role::Prefill { MAX_QUEUED_SECONDS_PREFILL_WORKER } else { MAX_QUEUED_PREFILL_SECONDS };
-    if stage != Stage::Decode && queue_time(standing, not_sent).as_secs_f64() >= max_seconds {
+    if stage != Stage::Decode && queue_time(stats, not_sent).as_secs_f64() >= max_seconds {
         return Some(Saturation::Queue);
     }
     // An idle worker takes any request.
@@ -90,22 +90,22 @@ pub(crate) fn saturation(
     if batch > 0 && sequences >= batch + (batch / SPARE_SEQUENCES_DIVISOR).max(SPARE_SEQUENCES_MIN) {
         return Some(Saturation::Batch);
     }
-    (standing.total_blocks > 0 && blocks >= u64::from(standing.total_blocks)).then_some(Saturation::Memory)
+    (stats.total_blocks > 0 && blocks >= u64::from(stats.total_blocks)).then_some(Saturation::Memory)
 }
 
 /// Whether a worker gets a request that can no longer meet its target: only if it has capacity to spare, because
 /// requests in time that come later have to wait for its prefill and its blocks.
-pub(crate) fn takes_late(standing: &LoadStats, not_sent: Demand, queue_time: Duration) -> bool {
-    let blocks = u64::from(standing.active_blocks).saturating_sub(not_sent.blocks) as f64;
-    let is_roomy = standing.total_blocks == 0 || blocks <= f64::from(standing.total_blocks) * LATE_MEMORY_SHARE;
-    let is_idle = u64::from(standing.sequences) <= not_sent.sequences;
+pub(crate) fn takes_late(stats: &LoadStats, not_sent: Demand, queue_time: Duration) -> bool {
+    let blocks = u64::from(stats.active_blocks).saturating_sub(not_sent.blocks) as f64;
+    let is_roomy = stats.total_blocks == 0 || blocks <= f64::from(stats.total_blocks) * LATE_MEMORY_SHARE;
+    let is_idle = u64::from(stats.sequences) <= not_sent.sequences;
     queue_time <= LATE_QUEUE_TIME && (is_roomy || is_idle)
 }
 
 /// Time that a worker needs for the prompts in its queue.
-pub(crate) fn queue_time(standing: &LoadStats, not_sent: Demand) -> Duration {
-    let tokens = u64::from(standing.waiting_tokens).saturating_sub(not_sent.prefill_tokens);
-    Duration::from_secs_f64((tokens as f64 / prefill_speed(&standing.speeds)).clamp(0.0, 1e6))
+pub(crate) fn queue_time(stats: &LoadStats, not_sent: Demand) -> Duration {
+    let tokens = u64::from(stats.waiting_tokens).saturating_sub(not_sent.prefill_tokens);
+    Duration::from_secs_f64((tokens as f64 / prefill_speed(&stats.speeds)).clamp(0.0, 1e6))
 }
 
 #[cfg(test)]
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn worker_is_saturated_by_queue_batch_or_memory() {
-        let is = |standing: LoadStats, stage| saturation(Role::Both, &standing, 16, Demand::default(), stage);
+        let is = |stats: LoadStats, stage| saturation(Role::Both, &stats, 16, Demand::default(), stage);
         assert_eq!(is(stats(1999, 1, 0), Stage::Whole), None);
         assert_eq!(is(stats(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
         assert_eq!(is(stats(2000, 1, 0), Stage::Decode), None, "its prompt is computed on another worker");
@@ -137,8 +137,8 @@ mod tests {
     #[test]
     fn late_requests_go_to_workers_with_capacity_to_spare() {
         let is = |tokens, sequences, blocks| {
-            let standing = stats(tokens, sequences, blocks);
-            takes_late(&standing, Demand::default(), queue_time(&standing, Demand::default()))
+            let stats = stats(tokens, sequences, blocks);
+            takes_late(&stats, Demand::default(), queue_time(&stats, Demand::default()))
         };
         assert!(is(100, 5, 50) && !is(101, 5, 50), "a short queue");
         assert!(!is(0, 5, 51), "half of the memory");

@@ -26,8 +26,8 @@ pub(crate) struct ReplicatedReservation {
     number: u64,
 }
 
-/// Changes kept for the next message. When there are more, the event plane is behind, and the workers' load reports
-/// have to do.
+/// Maximum number of changes kept for the next message. When there are more, the event plane is behind; further changes
+/// are dropped, and the other routers learn of them from the workers' load reports.
 const CHANGES_MAX: usize = 4096;
 
 /// The message to other routers about a new reservation.

@@ -38,13 +38,13 @@ impl Booking {
         Self { load, number, amount, generated, _prefix: prefix, replicated }
     }
 
-    /// The request waits behind all that are placed later: it takes nothing until [`Self::resume`].
+    /// The request waits behind all that are placed later: it reserves nothing until [`Self::resume`].
     pub(crate) fn suspend(&self) {
         self.load.rebook(self.number, Demand::default());
         self.replicated.revised(0);
     }
 
-    /// The request will be sent: it takes what it was booked with.
+    /// The request will be sent: it reserves again what it was booked with.
     pub(crate) fn resume(&self) {
         if self.load.rebook(self.number, self.amount) {
             self.replicated.revised(self.amount.prefill_tokens);
@@ -62,7 +62,7 @@ impl Booking {
         self.replicated.sent();
     }
 
-    /// The worker will compute this much of the prompt after all.
+    /// The worker itself will compute this many tokens of the prompt, because the remote prefill has failed.
     pub(crate) fn revise(&self, prefill_tokens: u64) {
         self.load.revise(self.number, prefill_tokens);
         self.replicated.revised(prefill_tokens);

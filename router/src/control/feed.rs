@@ -83,7 +83,8 @@ const APPLY_INLINE_BLOCKS: usize = 4096;
 /// Timeout of a resync request: a snapshot of a large worker has some tens of megabytes; ten seconds are a slow
 /// network.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-/// First and longest delay between attempts, doubling: a source that is not there yet joins soon or not for long.
+/// First and longest delay between attempts; the delay doubles. A source that has not joined yet either joins soon or
+/// stays away for long.
 const RETRY_DELAY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(5));
 /// Interval at which the gauges of this task are set.
 const GAUGES_INTERVAL: Duration = Duration::from_secs(5);
@@ -211,7 +212,7 @@ impl Feed {
         self.has_changed = true;
     }
 
-    /// Brings up to date what is said of all workers together.
+    /// Updates the log and the gauges that are about all workers together.
     fn members_changed(&mut self) {
         self.has_changed = false;
         self.check_names();
@@ -229,7 +230,7 @@ impl Feed {
             );
         }
         for model in self.named_twice.difference(&now) {
-            tracing::info!(model, "no longer do workers and upstreams serve a model of this name");
+            tracing::info!(model, "workers and upstreams no longer serve a model of the same name");
         }
         self.named_twice = now;
     }
@@ -388,7 +389,7 @@ impl Feed {
     fn evaluate(&mut self) {
         for worker in self.fleet.snapshot().workers() {
             let (id, source) = (worker.id(), Source::Worker(worker.id()));
-            if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_news()) {
+            if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_has_new_events()) {
                 worker.estimated_cache.announced();
             }
             if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id, worker.texts.is_some()) {
@@ -421,7 +422,7 @@ impl Feed {
             );
             self.estimate(worker, cache_view);
         }
-        // The index itself may be what was wrong.
+        // The events may be right and the index wrong: compare it with a snapshot.
         let wrong =
             matches!(cache_view, CacheView::Estimated(EstimateReason::MissingEvents | EstimateReason::WrongEvents));
         if wrong && let Some(followed) = self.followed.get_mut(&source) {

@@ -6,7 +6,7 @@
 //! check is for all of its models that are idle.
 //!
 //! **No worker keeps another one from its checks.** Those that are longest overdue come first, and those that fail have
-//! places of their own, because each of their checks may take its full time. In a fleet that is larger than the rate
+//! a limit of their own, because each of their checks may take its full time. In a fleet that is larger than the rate
 //! of checks, all intervals become longer alike.
 
 use crate::admission::Admission;
@@ -69,19 +69,19 @@ impl Target {
 /// The running probes.
 #[derive(Default)]
 struct Running {
-    /// With the place that each takes.
-    targets: BTreeMap<Target, Place>,
-    taken: BTreeMap<Place, usize>,
+    /// The targets that are being probed, each with the class that its probe counts in.
+    targets: BTreeMap<Target, ProbeClass>,
+    taken: BTreeMap<ProbeClass, usize>,
 }
 
-/// What a probe takes of the places of a kind of target.
+/// A class of probes, which has a limit of concurrent probes of its own.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct Place {
+struct ProbeClass {
     is_server: bool,
     is_failing: bool,
 }
 
-impl Place {
+impl ProbeClass {
     fn max(self) -> usize {
         let [working, failing] = if self.is_server { MAX_SERVERS } else { MAX_WORKERS };
         if self.is_failing { failing } else { working }
@@ -89,22 +89,22 @@ impl Place {
 }
 
 impl Running {
-    /// Takes a place for the probe of a target. Returns `false` if there is none, or if the target is being probed: the
-    /// probe of an idle server may take longer than the time until the next one is due.
+    /// Counts the probe of a target. Returns `false` if its class is at its maximum, or if the target is being probed:
+    /// the probe of an idle server may take longer than the time until the next one is due.
     fn start(&mut self, target: Target, is_failing: bool) -> bool {
-        let place = Place { is_server: matches!(target, Target::Server(_)), is_failing };
-        let taken = self.taken.entry(place).or_default();
-        if *taken >= place.max() || self.targets.contains_key(&target) {
+        let class = ProbeClass { is_server: matches!(target, Target::Server(_)), is_failing };
+        let taken = self.taken.entry(class).or_default();
+        if *taken >= class.max() || self.targets.contains_key(&target) {
             return false;
         }
         *taken += 1;
-        self.targets.insert(target, place);
+        self.targets.insert(target, class);
         true
     }
 
     fn end(&mut self, target: Target) {
-        let Some(place) = self.targets.remove(&target) else { return };
-        if let Some(taken) = self.taken.get_mut(&place) {
+        let Some(class) = self.targets.remove(&target) else { return };
+        if let Some(taken) = self.taken.get_mut(&class) {
             *taken -= 1;
         }
     }
@@ -133,7 +133,8 @@ pub(crate) async fn run(router: RouterId, fleet: Arc<Fleet>, admission: Arc<Admi
     }
 }
 
-/// Records the start of the probes that are due and have a place. Returns the workers that each of them checks.
+/// Records the start of the probes that are due and whose class is below its maximum. Returns the workers that each of
+/// them checks.
 fn start_due(
     workers: &FleetSnapshot,
     router: RouterId,
@@ -179,10 +180,10 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
         answer = tokio::time::timeout(TIMEOUT, worker.engine.probe()) => match answer {
             Ok(Ok(())) => (HealthSignal::Healthy, None),
             Ok(Err(error)) => (HealthSignal::of(&error), Some(error.to_string())),
-            Err(_) => (HealthSignal::Hung, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
+            Err(_) => (HealthSignal::TimedOut, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
         },
     };
-    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::Hung);
+    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::TimedOut);
     if failed {
         // What changes is logged below, once.
         let (address, error) = (worker.engine.address(), error.as_deref());

@@ -158,7 +158,7 @@ impl Controller {
             tracing::warn!(
                 %model, target, target_s = outlook.target_s, expected_s = outlook.expected_s, least_s = outlook.least_s,
                 prefill_workers, decode_workers, max_workers, advice = advice(target, &outlook),
-                "a latency target is missed also with as many workers as the planner advises"
+                "a latency target is missed even with the number of workers that the planner advises"
             );
         }
         if missed.is_empty() {

@@ -182,15 +182,15 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn waiting_requests_are_counted_by_model() {
-        let yard = Arc::new(Harness::new(Settings::default()));
-        let worker = yard.worker(1, Role::Both).await;
-        yard.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
+        let harness = Arc::new(Harness::new(Settings::default()));
+        let worker = harness.worker(1, Role::Both).await;
+        harness.report(&worker, Load { waiting_tokens: 2000, running: 1, ..Load::default() });
         settle().await;
         let request = prompt(1, 100);
-        let waiting = yard.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
+        let waiting = harness.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
         let ask = |request| {
-            let yard = yard.clone();
-            tokio::spawn(async move { yard.answer(request).await })
+            let harness = harness.clone();
+            tokio::spawn(async move { harness.answer(request).await })
         };
         let first = ask(request);
         let second = ask(prompt(2, 100));
@@ -199,27 +199,27 @@ mod tests {
         first.abort();
         settle().await;
         assert_eq!(waiting.get(), 1, "a cancelled request does not wait");
-        yard.report(&worker, Load::default());
+        harness.report(&worker, Load::default());
         second.await.unwrap().unwrap();
         assert_eq!(waiting.get(), 0);
     }
 
     #[tokio::test(start_paused = true)]
     async fn requests_do_not_wait_for_paused_ones() {
-        let yard = Arc::new(Harness::new(Settings::default()));
-        let worker = yard.worker(1, Role::Both).await;
+        let harness = Arc::new(Harness::new(Settings::default()));
+        let worker = harness.worker(1, Role::Both).await;
         let full = Load { running: 64, sequences_max: 16, ..Load::default() };
-        yard.report(&worker, full.clone());
+        harness.report(&worker, full.clone());
         settle().await;
         let request = prompt(1, 100);
-        let waiting = yard.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
+        let waiting = harness.router.core.metrics.admission_queue_requests.with_label_values(&[&*request.model]);
         let asked = tokio::spawn({
-            let yard = yard.clone();
-            async move { yard.answer(request).await }
+            let harness = harness.clone();
+            async move { harness.answer(request).await }
         });
         settle().await;
         assert_eq!(waiting.get(), 1);
-        yard.report(&worker, Load { running: 0, paused: 64, ..full });
+        harness.report(&worker, Load { running: 0, paused: 64, ..full });
         asked.await.unwrap().unwrap();
     }
 }

@@ -91,20 +91,20 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
     let since = Instant::now();
     tokio::time::sleep_until(since + stall_timeout(expected)).await;
     loop {
-        let (now, roster) = (Instant::now(), fleet.snapshot());
+        let (now, snapshot) = (Instant::now(), fleet.snapshot());
         let is_better = |other: &&Arc<Worker>| {
-            // None of the prompts that were sent to it waits.
+            // No prompt that was sent to it still waits for its first token.
             let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *request.model
                 && other.run() != member.run()
                 && (other.has_endpoint(request) || !member.has_endpoint(request))
                 && !tried.contains(&other.run())
-                && !roster.is_cordoned(other.id())
+                && !snapshot.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))
                 && (other.active_since(since) || free())
         };
-        if !member.active_since(since) && roster.workers().find(is_better).is_some() {
-            return member.note(HealthSignal::Hung, &"no output in time");
+        if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
+            return member.note(HealthSignal::TimedOut, &"no output in time");
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }
@@ -141,7 +141,8 @@ pub(super) fn stream(
     let Placement { decode, booking, sibling_bookings, totals, stats, explanation, prediction, prefill, line, .. } =
         *placement;
     drop(prefill);
-    // The requests of the siblings come now, and reserve for themselves. A relayed request has all choices in one.
+    // The requests for the other choices are placed now, and reserve for themselves. A relayed request contains all
+    // choices, so it keeps these reservations.
     let is_relayed = matches!(first, Output::Head(_));
     let sibling_bookings = is_relayed.then_some(sibling_bookings);
     let now = Instant::now();

@@ -20,8 +20,8 @@ pub(super) struct Continued {
     core: Arc<Core>,
     /// As the client asked for it.
     request: Request,
-    /// The weights that have generated the first tokens. Those of another worker of the same name would continue with
-    /// other text.
+    /// Identity of the weights that have generated the first tokens. Other weights, even of a model of the same name,
+    /// would continue with other text.
     identity: String,
     /// Tokens that were sent.
     generated: Vec<u32>,
@@ -35,7 +35,7 @@ pub(super) struct Continued {
 enum State {
     /// A worker generates.
     Streaming(WorkerRun, OutputStream),
-    /// Another worker is sought.
+    /// The router tries other workers.
     Moving(BoxFuture<'static, Result<(WorkerRun, OutputStream), Error>>),
     Ended,
 }
@@ -85,7 +85,7 @@ impl Continued {
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from.worker, generated_tokens = request.generated_tokens, %error,
-            "worker failed in mid-stream; another one continues"
+            "worker failed after the first output; the stream is continued on another worker"
         );
         let cause = error.clone();
         let moving = async move { continue_elsewhere(core, request, &identity, permit, from).await.map_err(|_| cause) };

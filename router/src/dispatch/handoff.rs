@@ -65,7 +65,7 @@ async fn first_blocks(
     until: Instant,
 ) -> Result<(Handoff, OutputStream), Error> {
     let started = timeout_at(until, start(&remote.member, &remote.booking, || request, future::pending())).await;
-    let FirstOutput { first, rest, .. } = started.map_err(|_| hung(remote))??;
+    let FirstOutput { first, rest, .. } = started.map_err(|_| timed_out(remote))??;
     match first {
         Output::Handoff(handoff) => Ok((handoff, rest)),
         _ => Err(unexpected()),
@@ -143,7 +143,7 @@ async fn ended(core: &Core, Prefill { remote, mut stream, until, mut span, .. }:
             _ => End::Failed(unexpected()),
         },
         () = left(&remote.member) => End::Lost(Error::Unavailable(format!("worker {} left", remote.member.id()))),
-        () = sleep_until(until) => End::Lost(hung(remote)),
+        () = sleep_until(until) => End::Lost(timed_out(remote)),
     };
     // What remains on the worker is blocks, not work.
     let now = Instant::now();
@@ -171,9 +171,10 @@ pub(super) fn failed(core: &Core, remote: &RemotePrefill, request: &Request, err
     core.metrics.disaggregated_requests.with_label_values(&["local_fallback"]).inc();
 }
 
-fn hung(remote: &RemotePrefill) -> Error {
+/// The error of a prefill that timed out. Its worker's health counts it.
+fn timed_out(remote: &RemotePrefill) -> Error {
     let error = Error::Failed(format!("no prefill within {:?}", remote.stall_timeout));
-    remote.member.note(HealthSignal::Hung, &error);
+    remote.member.note(HealthSignal::TimedOut, &error);
     error
 }
 

@@ -45,7 +45,7 @@ pub(crate) struct Placement {
     pub(crate) uncached: u64,
     /// Predicted cache hits on `decode`.
     pub(crate) prediction: HitPrediction,
-    /// The decision as one line of JSON, if the client or the log wants it.
+    /// The decision as one line of JSON, if the client requested it or the log has level debug.
     pub(crate) explanation: Option<Arc<str>>,
     /// The line for the trace file, if there is one.
     pub(crate) line: Option<Line>,
@@ -99,8 +99,8 @@ fn choose(
     span: &mut Span,
 ) -> Result<Box<Placement>, Error> {
     let since = std::time::Instant::now();
-    let roster = core.fleet.snapshot();
-    let pool = roster.pool(&request.model).ok_or_else(|| match roster.absence(&request.model) {
+    let fleet = core.fleet.snapshot();
+    let pool = fleet.pool(&request.model).ok_or_else(|| match fleet.absence(&request.model) {
         Some(why) => Error::Unavailable(why),
         None => Error::UnknownModel(request.model.to_string()),
     })?;
@@ -173,6 +173,20 @@ impl Placement {
     }
 }
 
+/// The decision as one line of JSON, if the client requested it or the log has level debug.
+fn explanation(policy: &Policy, request: &Request, decision: &Decision<'_>, tried: &[WorkerRun]) -> Option<Arc<str>> {
+    if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
+        return None;
+    }
+    let mut line = explain::line(policy, decision, tried);
+    if let Some(id) = request.attributes.trace.trace_id() {
+        line = explain::traced(&line, &id);
+    }
+    tracing::debug!(request_id = %request.id, decision = %line, "request placed");
+    Some(line)
+}
+
+/// Reserves the capacity that a decision needs.
 fn book(
     core: &Core,
     policy: &Policy,
@@ -183,16 +197,7 @@ fn book(
     (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let row = &decision.chosen;
-    let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
-    let explanation = wanted.then(|| explain::line(policy, decision, tried));
-    let trace_id = request.attributes.trace.trace_id();
-    let explanation = explanation.map(|line| match trace_id {
-        Some(id) => explain::traced(&line, &id),
-        None => line,
-    });
-    if let Some(line) = &explanation {
-        tracing::debug!(request_id = %request.id, decision = %line, "request placed");
-    }
+    let explanation = explanation(policy, request, decision, tried);
     let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
@@ -213,8 +218,8 @@ fn book(
     let prediction = |row: &ScoredWorker<'_>| HitPrediction::of(request, &core.inflight, decision, row, overlaps, now);
     let (decode_prediction, prefill_prediction) = (prediction(row), prefill_row.map(prediction));
     let inflight_prefix = |row: &ScoredWorker<'_>| {
-        let names = overlaps.hashes(row.entry.scheme);
-        core.inflight.add(overlaps.slot(row.entry), names, row.prompt.block_size as usize, row.held.total())
+        let hashes = overlaps.hashes(row.entry.scheme);
+        core.inflight.add(overlaps.slot(row.entry), hashes, row.prompt.block_size as usize, row.held.total())
     };
     let slot = overlaps.slot(row.entry);
     // Blocks that are handed over arrive late: an event will announce them, and no request should queue behind this

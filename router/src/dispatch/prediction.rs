@@ -18,9 +18,9 @@ pub(crate) struct HitPrediction {
     placed: Instant,
     /// Predicted cached prompt tokens.
     cached: u64,
-    /// The same by the worker's own events alone; `None` when they cannot tell, because other requests were about to
-    /// compute a part of the prompt there or a part was to come from elsewhere, or because the tokens of the prompt are
-    /// an estimate.
+    /// Cached prompt tokens by the worker's own events alone; `None` when this cannot be compared with what the worker
+    /// reports: other requests were about to compute a part of the prompt there, a part was to come from another
+    /// worker, or the tokens of the prompt are an estimate.
     announced: Option<u64>,
     /// Prompt tokens in full blocks, and those of them that the worker had not announced.
     full: u64,
@@ -45,12 +45,12 @@ impl HitPrediction {
         overlaps: &Overlaps,
         now: Instant,
     ) -> Self {
-        let (member, way, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
-        let names = overlaps.hashes(way);
-        let announced = u64::from(overlaps.held(way, member.announced).total()) * block_size;
-        let full = names.len() as u64 * block_size;
-        let is_inflight = inflight.contains(member.announced, names, block_size as usize);
-        // Events have the blocks of other tokens. What the worker reports for this prompt says nothing of them.
+        let (member, scheme, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
+        let hashes = overlaps.hashes(scheme);
+        let announced = u64::from(overlaps.held(scheme, member.announced).total()) * block_size;
+        let full = hashes.len() as u64 * block_size;
+        let is_inflight = inflight.contains(member.announced, hashes, block_size as usize);
+        // The tokens of this prompt are not those of the worker's events, so its report says nothing about the events.
         let has_estimated_tokens = request.attributes.has_estimated_tokens;
         let one_of = decision.chosen_by_server(request);
         let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks) && one_of.is_empty();
@@ -64,7 +64,7 @@ impl HitPrediction {
             full,
             unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
             one_of,
-            hashes: if noted { names.to_vec() } else { Vec::new() },
+            hashes: if noted { hashes.to_vec() } else { Vec::new() },
             seconds_per_token: row.snapshot.estimate.token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use worker::engine::{Error, OutputStream, Request, Work};
 
-/// What a request has when its first output is there.
+/// A request whose first output has arrived.
 struct Served {
     placement: Box<Placement>,
     permit: Arc<Permit>,
@@ -31,7 +31,7 @@ pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputSt
         }
         None => try_workers(core, &request).await,
     };
-    Ok(to_the_end(core, request, served?))
+    Ok(continuable_stream(core, request, served?))
 }
 
 async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Error> {
@@ -100,7 +100,7 @@ fn back_pressure(error: &Error) -> Option<Duration> {
 }
 
 /// The stream of a request, continued on another worker if its worker fails. Relayed streams are not continued.
-fn to_the_end(core: &Arc<Core>, request: Request, served: Served) -> OutputStream {
+fn continuable_stream(core: &Arc<Core>, request: Request, served: Served) -> OutputStream {
     let Served { placement, permit, first, trace } = served;
     let worker = Arc::clone(&placement.decode);
     let stream = stream(core, &request, placement, Arc::clone(&permit), first, trace);

@@ -5,14 +5,14 @@ use worker::engine::{EndpointKind, Request, Work};
 /// The endpoints of the workers of a model.
 #[derive(Default)]
 pub(crate) struct Endpoints {
-    /// The kinds that a worker has only, each once.
+    /// Each kind of endpoint that is the only kind of some worker.
     only: Vec<EndpointKind>,
     /// Whether any worker may have all kinds.
     is_any_unlimited: bool,
 }
 
 impl Endpoints {
-    /// Adds a worker that has this kind only, or may have all.
+    /// Adds a worker. `only`: the single kind of endpoint that it has; `None` if it may have all.
     pub(super) fn add(&mut self, only: Option<EndpointKind>) {
         match only {
             Some(kind) if !self.only.contains(&kind) => self.only.push(kind),
@@ -21,15 +21,15 @@ impl Endpoints {
         }
     }
 
-    /// The kind that a worker must have for a request. `None`: it may be any worker, because all have the endpoint, or
-    /// none has it, which any worker tells the client.
+    /// The kind that a worker must have for a request. `None`: any worker may get it, because all have the endpoint, or
+    /// because none has it and any of them can return that error.
     pub(crate) fn required(&self, request: &Request) -> Option<EndpointKind> {
         let kind = kind(request).filter(|_| !self.only.is_empty())?;
         (self.is_any_unlimited || self.only.contains(&kind)).then_some(kind)
     }
 }
 
-/// Whether a worker that has this kind only, or may have all, has an endpoint.
+/// Whether a worker has an endpoint of this `kind`. `only`: as in [`Endpoints::add`].
 #[inline]
 pub(super) fn has(only: Option<EndpointKind>, kind: Option<EndpointKind>) -> bool {
     only.zip(kind).is_none_or(|(only, kind)| only == kind)

@@ -3,8 +3,8 @@
 //! The blocks of the worker's events stay in the index, used or not. The estimate is a holder of its own in the index,
 //! [`Holder::Estimate`], and its slot is what decisions read then.
 //!
-//! A worker whose events have tokens of its own has an estimate beside accurate events: of prompts whose tokens are
-//! unknown, which no event matches.
+//! The events of some workers are accurate, but the router cannot compute the tokens of every prompt sent to them. Such
+//! a worker has an estimate beside its events, for the prompts whose tokens are unknown: no event matches those.
 
 use super::assumed_cache::{AssumedCache, DEFAULT_BLOCKS};
 use super::event_accuracy::{CacheView, EstimateReason, EventAccuracy};

@@ -87,7 +87,7 @@ impl CacheView {
 }
 
 impl EventAccuracy {
-    /// That of a worker which is known to publish no events.
+    /// The accuracy of a worker that is known to publish no events.
     pub(crate) fn without_events() -> Self {
         Self { cache_view: CacheView::Estimated(EstimateReason::NoEvents), ..Self::default() }
     }

@@ -17,8 +17,8 @@
 //!     ▲                                                                                       │
 //!     └──────────────────────────────────── an output ────────────────────────────────────────┘
 //! ```
-//! A health check that fails opens the breaker in each state. The next good one then closes it: the server was away,
-//! and that is why its requests failed.
+//! A health check that fails opens the breaker in each state. The next good one then closes it: the server could not be
+//! reached, and that is why its requests failed.
 //!
 //! Errors caused by the client neither open nor close the breaker. Back-pressure is obeyed and is no fault. An open
 //! breaker lowers a worker's rank; it never excludes the last worker.
@@ -38,8 +38,8 @@ pub(crate) struct Health {
     /// Openings since the last output, or since a health check found the breaker closed and no fault; each doubles the
     /// open time.
     openings: u32,
-    /// Openings by requests and failed trials since the last output, or since a long calm; each doubles the time before
-    /// a trial.
+    /// Openings by requests and failed trials since the last output, or since health checks were good for
+    /// [`REPAIRED_AFTER`]; each doubles the time before a trial.
     request_openings: u32,
     /// Requests have opened the breaker, and a request may be tried from then on.
     trial_from: Option<Instant>,
@@ -86,7 +86,7 @@ pub(crate) enum HealthSignal {
     /// The worker failed.
     Fault,
     /// The worker did not answer within the longest expected time.
-    Hung,
+    TimedOut,
 }
 
 /// Consecutive faults that open the breaker: one request that no engine survives is tried on three workers, and must
@@ -110,7 +110,7 @@ const FAILED_TRIAL: u32 = 2;
 const TRIAL_TIME: Duration = Duration::from_secs(30);
 /// Good health checks for this long without a fault count as an output: a server that was repaired and gets no requests
 /// is not listed for ever.
-const CALM: Duration = Duration::from_mins(5);
+const REPAIRED_AFTER: Duration = Duration::from_mins(5);
 /// Openings in a row after which a worker is down: its requests failed, and so did two health checks, the second after
 /// half a second more.
 const DOWN_AFTER: u32 = 3;
@@ -153,7 +153,7 @@ impl Health {
                 (self.consecutive_faults, self.openings, self.breaker) = (0, 0, Breaker::Closed);
                 (self.request_openings, self.trial_from) = (0, None);
             }
-            HealthSignal::Fault | HealthSignal::Hung => {
+            HealthSignal::Fault | HealthSignal::TimedOut => {
                 self.calm_since = None;
                 self.request_failed(signal, now);
             }
@@ -213,7 +213,7 @@ impl Health {
                 self.breaker = Breaker::Open(now + self.open_time());
             }
             HealthSignal::Neutral => {}
-            HealthSignal::Fault | HealthSignal::Hung => {
+            HealthSignal::Fault | HealthSignal::TimedOut => {
                 (self.trial_from, self.calm_since) = (None, None);
                 self.open(now);
             }
@@ -222,7 +222,7 @@ impl Health {
 
     fn check_passed(&mut self, check: Check, now: Instant) {
         let calm = now.saturating_duration_since(*self.calm_since.get_or_insert(now));
-        if check == Check::Computes || calm >= CALM {
+        if check == Check::Computes || calm >= REPAIRED_AFTER {
             (self.request_openings, self.trial_from) = (0, None);
         }
         match self.breaker {
@@ -238,7 +238,7 @@ impl Health {
                 self.breaker = Breaker::AwaitsTrial;
             }
             Breaker::Open(_) | Breaker::HalfOpen | Breaker::AwaitsTrial | Breaker::InTrial => {
-                // Where requests failed before the server was away, the next fault opens the breaker again.
+                // If requests had failed before the server became unreachable, the next fault opens the breaker again.
                 let faults = if self.request_openings > 0 { CONSECUTIVE_FAULTS - 1 } else { 0 };
                 (self.consecutive_faults, self.recent, self.breaker) = (faults, 0, Breaker::Closed);
             }

@@ -7,7 +7,7 @@ use super::stats::Measured;
 pub(crate) struct Demand {
     /// Prompt tokens to compute on the worker.
     pub(crate) prefill_tokens: u64,
-    /// Those of which the time is known, and the time until they are computed, in microseconds.
+    /// The part of `prefill_tokens` whose prefill time is estimated from measurements, and that time in microseconds.
     pub(crate) timed_tokens: u64,
     pub(crate) prefill_micros: u64,
     /// G1 blocks for prompt and output.
@@ -46,12 +46,13 @@ impl Demand {
         self.context_tokens -= other.context_tokens;
     }
 
-    /// Number of sequences that decode, and tokens of their contexts: all but those whose prompts are not computed.
+    /// Number of sequences that decode now, and tokens of their contexts. Sequences whose prompts are not computed yet
+    /// do not decode.
     pub(super) fn decoding(&self) -> (f64, f64) {
         decoding(self.sequences as f64, self.prompts as f64, self.context_tokens as f64)
     }
 
-    /// Seconds for this many of the prompt tokens; unknown when the time of none is known.
+    /// Seconds to compute this many prompt tokens, at the mean time per token of `timed_tokens`; unknown without any.
     pub(super) fn waiting_seconds(&self, tokens: u64) -> Measured {
         if self.timed_tokens == 0 {
             return Measured::NONE;
@@ -60,7 +61,7 @@ impl Demand {
     }
 }
 
-/// Of some sequences those whose prompts are computed, and the tokens of their contexts.
+/// Number of sequences without the `prompts` that are still to be computed, and their part of the context tokens.
 #[inline]
 pub(super) fn decoding(sequences: f64, prompts: f64, context_tokens: f64) -> (f64, f64) {
     let decoding = (sequences - prompts).max(0.0);

@@ -44,11 +44,11 @@ fn an_unchanged_version_means_the_latest_ejection_was_read() {
     loom::model(|| {
         let published = Arc::new(PublishedLoad::default());
         let (health, fleet, now) = (published.clone(), published.clone(), Timestamp::from(Instant::now()));
-        let rests = thread::spawn(move || health.set_ejected_until(Some(now)));
+        let ejecting = thread::spawn(move || health.set_ejected_until(Some(now)));
         let chosen = thread::spawn(move || fleet.choose(5));
         let version = published.version();
         let seen = (published.ejected_until(), published.chosen());
-        rests.join().unwrap();
+        ejecting.join().unwrap();
         chosen.join().unwrap();
         if published.version() == version {
             assert_eq!(seen, (now.bits(), 5));

@@ -16,7 +16,8 @@ pub(crate) struct PrefixDemand {
 #[derive(Clone, Copy, Default, Debug)]
 struct Counter {
     requests: f32,
-    /// Sum of the weights that requests had, if one had come at each time since the first: seconds.
+    /// Length of the time since the first request, in seconds, with the same decay as `requests`. `requests / seconds`
+    /// is the rate.
     seconds: f32,
     /// When both were decayed last, as [`Timestamp::bits`].
     at: u64,
@@ -42,12 +43,12 @@ const ROWS: usize = 4;
 /// Counters per row. With a hundred new prompts per second a third of the counters are in use, and all four of a new
 /// prompt with a probability of 1 %. The sketch has 1 MiB.
 const WIDTH: usize = 16_384;
-/// Time constant of the decay, and the time for which a demand is taken to last: long enough to repay a copy that takes
-/// seconds, and short enough that a hot set which has moved on is forgotten within minutes.
+/// Time constant of the decay in seconds, and the time for which a demand is assumed to last: long enough to repay a
+/// copy that takes seconds, and short enough that a prefix which is no longer requested is forgotten within minutes.
 pub(crate) const HORIZON: f64 = 60.0;
-/// Seconds for which a prefix is taken to have been asked for at least: requests that come within a few steps of an
-/// engine are a burst, not a rate. Longer, a large fleet would make too few copies in the seconds in which a prefix is
-/// new.
+/// Seconds that are added to the time since the first request: requests that come within a few steps of an engine are a
+/// burst, not a rate. With a larger value, a large fleet would make too few copies in the first seconds of a new
+/// prefix.
 const MIN_SECONDS: f64 = 0.1;
 /// Tokens between counted depths: computing fewer takes less than a step of a large model.
 const DEPTH_TOKENS: usize = 1024;
@@ -63,9 +64,9 @@ impl Default for PrefixDemand {
 }
 
 impl PrefixDemand {
-    /// The prefix of a prompt that saves most work when another worker has it: length times requests is largest. The
-    /// prompt has this many blocks, of which `hash` names each. It is counted if it `is_new`: not when it is placed
-    /// again.
+    /// The prefix of a prompt that saves most work when another worker has it: the one with the largest product of
+    /// length and requests. The prompt has this many blocks; `hash` returns the hash of each. A prompt that is placed
+    /// again is not new, and is not counted again.
     pub(crate) fn shared(
         &mut self,
         blocks: usize,

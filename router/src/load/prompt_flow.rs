@@ -6,7 +6,7 @@ use super::timestamp::Timestamp;
 /// Averages over [`MEAN_SECONDS`].
 #[derive(Default)]
 pub(super) struct PromptFlow {
-    /// Decayed number of prompts, and the sum of the weights that prompts had, if one had come at each time: seconds.
+    /// Decayed number of prompts, and the seconds since the first one with the same decay. Their quotient is the rate.
     prompts: f64,
     seconds: f64,
     /// Share of the workers with queued prompts.
@@ -26,7 +26,7 @@ pub(crate) struct PromptArrivals {
 /// Time constant of the averages: longer than a burst or the cold start of a cache, after which the queues are what
 /// they were before, and shorter than most changes of traffic.
 const MEAN_SECONDS: f64 = 30.0;
-/// Seconds for which prompts are taken to have arrived at least: the first ones are no rate.
+/// Seconds that are added to the time since the first prompt: the first few prompts do not give a rate.
 const MIN_SECONDS: f64 = 1.0;
 
 impl PromptFlow {
@@ -57,8 +57,8 @@ impl PromptArrivals {
         Self { rate, drain: (1.0 - busy).max(0.0).recip() }
     }
 
-    /// Prompts that arrive before a queue of `queue` seconds and a prompt of `seconds` behind it are computed, of the
-    /// latter the half on average. A queue that does not drain lasts as long as a demand is taken to last.
+    /// Number of prompts that arrive while a queue of `queue` seconds is computed and, on average, half of the prompt
+    /// of `seconds` behind it. A queue that does not drain is limited to [`HORIZON`].
     #[inline]
     pub(crate) fn behind(&self, queue: f64, seconds: f64) -> f64 {
         self.rate * ((queue + seconds / 2.0) * self.drain).min(HORIZON)

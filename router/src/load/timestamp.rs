@@ -7,7 +7,7 @@ use tokio::time::Instant;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Timestamp(u64);
 
-/// Maps to the middle of the range, because a clock moved by a test may lie on either side.
+/// Maps to the middle of the range, because a clock moved by a test may be before or after it.
 static BASE: LazyLock<std::time::Instant> = LazyLock::new(std::time::Instant::now);
 const BASE_BITS: u64 = 1 << 63;
 

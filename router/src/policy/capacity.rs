@@ -33,11 +33,11 @@ pub(super) fn wait(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstim
     if u64::from(estimate.spare_blocks) > prompt.blocks {
         return CapacityWait::default();
     }
-    near(prompt, held, estimate)
+    wait_near_capacity(prompt, held, estimate)
 }
 
 #[cold]
-fn near(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstimate) -> CapacityWait {
+fn wait_near_capacity(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEstimate) -> CapacityWait {
     let places = f64::from(estimate.sequences_max) - f64::from(estimate.sequences) - 1.0;
     let (active, count) = (f64::from(estimate.active_blocks), f64::from(estimate.sequences.max(1)));
     let count_deviation = estimate.deviation;

@@ -16,7 +16,7 @@ use units::HumanDuration;
 /// Choice of the worker for a request.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub enum Policy {
-    /// The lowest estimated time to first token: queue, what is not cached, where the rest is to be had, decode load.
+    /// The lowest estimated cost in seconds: queue, uncached tokens, loads from tiers, decode load.
     #[default]
     Kv,
     /// One worker after the other.

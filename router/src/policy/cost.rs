@@ -16,11 +16,13 @@ pub(crate) struct DecodePricing {
     pub(crate) step: StepTime,
     /// Duration of computing a prompt on an average worker, once it was measured.
     pub(crate) prefill: Option<PrefillTime>,
-    /// Seconds of first token that a second per step of this request is worth.
+    /// Weight of this request's own decode steps: one second more per step costs as much as this many seconds more to
+    /// the first token.
     pub(crate) own_steps: f64,
-    /// Seconds of first token that a second of delay of one decoding sequence is worth.
+    /// Weight of other sequences: one second of delay of one decoding sequence costs as much as this many seconds more
+    /// to the first token.
     pub(crate) others_delay: f64,
-    /// Prompts that arrive.
+    /// Rate at which further prompts arrive.
     pub(crate) arrivals: PromptArrivals,
 }
 
@@ -31,11 +33,12 @@ pub(crate) struct RemainingWork {
     pub(crate) held: WorkerOverlap,
     /// Tokens to compute.
     uncached: f64,
-    /// Seconds of computing them on an average worker without the steps of the batch, once prompts were measured.
+    /// Seconds to compute them on an average worker, without the decode steps of the batch; `None` before prompts were
+    /// measured.
     compute: Option<f64>,
-    /// Steps of the batch that they share.
+    /// Decode steps of the batch that run while they are computed.
     steps: f64,
-    /// Share of them that belongs to the shared prefix of the prompt; 0 if that is cached, or there is none.
+    /// Share of `uncached` that belongs to the shared prefix of the prompt; 0 if that is cached, or there is none.
     pub(crate) shared: f64,
     /// A bit for each tier below G1 with blocks to onboard.
     slower: u32,
@@ -193,7 +196,8 @@ impl Cost {
 }
 
 impl DecodePricing {
-    /// Cost of one sequence like this request on a worker, to it and to another one in equal parts.
+    /// Cost of having one more sequence like this request on a worker: the mean of its cost to the request and of its
+    /// cost to another sequence.
     pub(crate) fn per_sequence(&self, prompt: &Prompt) -> f64 {
         let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
         let added = self.step.per_sequence + self.step.per_context_token * own_context;
@@ -209,8 +213,8 @@ impl DecodePricing {
         let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
         let added = step.per_sequence + step.per_context_token * own_context;
         let others = step.per_sequence * sequences + step.per_context_token * f64::from(estimate.context_tokens);
-        // Steps in which both this and another sequence are in the batch: the expected smaller one of two exponentially
-        // distributed lives.
+        // Steps in which both this and another sequence are in the batch: the expected minimum of two exponentially
+        // distributed lifetimes.
         let shared_steps = prompt.output_tokens * rest / (prompt.output_tokens + rest);
         let alone = step.base + added;
         let mean_step = alone + others * shared_steps / prompt.output_tokens;
@@ -219,9 +223,10 @@ impl DecodePricing {
     }
 }
 
-/// Delay of later prompts by a prompt that takes `seconds` behind a queue of `queue` seconds with `here` prompts: so
-/// many seconds for each that arrives before the queue is empty. These are those that arrive at the mean rate, and,
-/// because prompts come in bursts, as many more as are queued now.
+/// Total delay, in seconds, that a prompt causes to later prompts. The prompt takes `seconds` and waits behind `here`
+/// prompts, which take `queue` seconds. It delays every prompt that arrives before the queue is empty by `seconds`.
+/// Their number is estimated as those that arrive at the mean rate plus, because prompts come in bursts, as many as are
+/// queued now.
 fn queue_externality(seconds: f64, queue: f64, here: u32, arrivals: &PromptArrivals) -> f64 {
     seconds * (f64::from(here) + arrivals.behind(queue, seconds))
 }

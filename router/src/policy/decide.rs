@@ -55,7 +55,7 @@ pub(crate) struct ScoredWorker<'a> {
     /// Cost with prefill on another worker.
     pub(crate) disaggregated: Option<Cost>,
     pub(crate) serving_mode: ServingMode,
-    /// The time of its prefill is learned, and not a default.
+    /// Whether the time of its prefill was measured and is not a default.
     is_prefill_measured: bool,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn decide<'a>(
 
     prefill_candidates.clear();
     if request.may_split && tuning.disaggregation != Disaggregation::Never && pool.has_prefill_workers() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| entry.role == Role::Prefill && eligibility == Eligibility::Eligible,
             None,
             prefill_candidates,
@@ -153,27 +153,27 @@ pub(crate) fn decide<'a>(
     // its health checks, or is only overloaded, is better than one that does not answer.
     let prefills = matches!(request.work, Work::Prefill);
     let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != prefills;
-    context.weigh(
+    context.score_all(
         |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
         prefill.as_ref(),
         candidates,
     );
     if candidates.is_empty() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| suits(entry) && eligibility == Eligibility::EjectedForNow,
             prefill.as_ref(),
             candidates,
         );
     }
     if candidates.is_empty() {
-        context.weigh(
+        context.score_all(
             |entry, eligibility| suits(entry) && eligibility != Eligibility::Excluded,
             prefill.as_ref(),
             candidates,
         );
     }
     if candidates.is_empty() {
-        context.weigh(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
+        context.score_all(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
     }
     // Workers that meet the deadline or target are preferred to all others.
     if let Some(within) = request.within {
@@ -193,8 +193,8 @@ impl<'a> Decision<'a> {
         self.context.fleet.prompt_tokens()
     }
 
-    /// The workers one of which computes the request, where not the router chooses it but the server that they are of,
-    /// and the chosen worker is one of them. Else empty.
+    /// All workers (data-parallel ranks) of the chosen worker's server, if that server, and not the router, chooses
+    /// which of them computes the request. Otherwise empty.
     pub(crate) fn chosen_by_server(&self, request: &Request) -> Vec<Arc<Worker>> {
         let Some(server) = self.chosen.worker().engine.chosen_by(request) else { return Vec::new() };
         let workers = self.context.entries.iter().map(|entry| &entry.worker);
@@ -236,7 +236,7 @@ impl<'a> Decision<'a> {
 
 impl<'a> DecisionContext<'a> {
     /// Scores the workers that the filter accepts.
-    fn weigh(
+    fn score_all(
         &self,
         wanted: impl Fn(&WorkerEntry, Eligibility) -> bool,
         prefill: Option<&ScoredWorker<'_>>,
@@ -326,7 +326,7 @@ impl<'a> DecisionContext<'a> {
     }
 }
 
-/// What the time between tokens is worth for a request.
+/// How the time between tokens counts in the costs of a request.
 fn pricing(tuning: &Tuning, request: &PlacementRequest<'_>, fleet: &FleetView<'_>) -> DecodePricing {
     let decode_tokens = tuning.decode_tokens;
     // A single token has no time between tokens.
@@ -386,8 +386,8 @@ impl<'a> ScoredWorker<'a> {
         }
     }
 
-    /// Prompt tokens that are not cached, and the time for which later prompts wait for them in microseconds. None
-    /// before prompts were measured: a default of a speed does not outlive the first report of it.
+    /// Prompt tokens to compute, and the microseconds for which later prompts wait for them. Both are 0 before prompts
+    /// were measured: a time from a default speed would stay in the sums after the real speed is known.
     fn timed(&self) -> (u64, u64) {
         if !self.is_prefill_measured {
             return (0, 0);

@@ -3,7 +3,7 @@
 //!
 //! On an idle worker remote prefill is never faster; its benefit is that decoding sequences are not stalled. So local
 //! prefill counts once for the request and once for the sequences that it stalls, and remote prefill counts once plus
-//! its transfer. The prompt length from which remote prefill pays follows from measured speeds.
+//! its transfer. The prompt length from which remote prefill is chosen follows from measured speeds.
 
 use super::cost::Cost;
 use super::tuning::Disaggregation;
@@ -18,8 +18,9 @@ pub(crate) enum ServingMode {
     Disaggregated,
 }
 
-/// Delay of decoding sequences while a prompt takes `prefill` seconds on a worker with `sequences`, of which a second
-/// is worth `others_delay`. Those that are queued before it decode by then.
+/// Weighted delay of the sequences that decode on a worker while it computes a prompt for `prefill` seconds.
+/// `sequences`: those on the worker, also queued ones, which decode by then; `others_delay`: weight of one second of
+/// delay of one sequence.
 #[inline]
 pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, others_delay: f64) -> f64 {
     let stalled = match role {
@@ -34,12 +35,12 @@ pub(crate) fn decode_stall(prefill: f64, role: Role, sequences: u32, others_dela
 /// Decides for one decode worker. `missing`: full prompt blocks that it has not cached; without any there is nothing to
 /// transfer.
 pub(crate) fn decide(mode: Disaggregation, missing: u64, aggregated: &Cost, disaggregated: &Cost) -> ServingMode {
-    let pays = match mode {
+    let is_chosen = match mode {
         Disaggregation::Auto => disaggregated.total() < aggregated.total(),
         Disaggregation::Always => true,
         Disaggregation::Never => false,
     };
-    if pays && missing > 0 { ServingMode::Disaggregated } else { ServingMode::Aggregated }
+    if is_chosen && missing > 0 { ServingMode::Disaggregated } else { ServingMode::Aggregated }
 }
 
 #[cfg(test)]

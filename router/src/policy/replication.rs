@@ -12,7 +12,7 @@ pub(crate) struct Replication {
     /// Mean number of sequences on these, and mean queue in seconds.
     holder_sequences: f64,
     holder_queue: f64,
-    /// What each sequence by which a worker has fewer than the holders is worth, in seconds.
+    /// Seconds that the expected requests save for each sequence by which a worker has fewer than the holders.
     per_sequence: f64,
     /// Requests per second that a further copy takes from the holders; 0 when there is nothing to share, because no
     /// worker has the prefix, or all have.

@@ -42,13 +42,13 @@ impl AdmissionDriver {
         fleet: &FleetSnapshot,
         now: Instant,
     ) -> Vec<AdmissionDecision> {
-        let admitted =
-            match self.controller.admit_or_queue(Context { limits: &self.limits, roster: fleet, now }, request_state) {
-                Ok(admitted) => admitted,
-                Err(rejection) => {
-                    return vec![AdmissionDecision { request, permit: 0, resolution: Resolution::Reject(rejection) }];
-                }
-            };
+        let admitted = match self.controller.admit_or_queue(Context { limits: &self.limits, fleet, now }, request_state)
+        {
+            Ok(admitted) => admitted,
+            Err(rejection) => {
+                return vec![AdmissionDecision { request, permit: 0, resolution: Resolution::Reject(rejection) }];
+            }
+        };
         self.waiting.insert(admitted.number, request);
         let admits = admitted.queue_reason.is_none().then_some((admitted.number, Resolution::Admit));
         self.decisions(admits.into_iter().chain(admitted.shed).collect())
@@ -62,7 +62,7 @@ impl AdmissionDriver {
 
     /// Runs the queue after a change. Returns the decisions for queued requests.
     pub(super) fn dispatch_ready(&mut self, fleet: &FleetSnapshot, now: Instant) -> Vec<AdmissionDecision> {
-        let resolution = self.controller.dispatch_ready(Context { limits: &self.limits, roster: fleet, now });
+        let resolution = self.controller.dispatch_ready(Context { limits: &self.limits, fleet, now });
         self.decisions(resolution)
     }
 

@@ -31,8 +31,8 @@ impl DecisionBenchmark {
     /// holds most and is idle, so that the decision is the same for fleets of any size.
     pub fn new(worker_count: u64, tokens: usize) -> Self {
         let card = StubEngine::card(MODEL, BLOCK);
-        let core =
-            Core::new(RouterId(0), Settings::default(), &prometheus::Registry::new()).expect("the defaults are sound");
+        let core = Core::new(RouterId(0), Settings::default(), &prometheus::Registry::new())
+            .expect("the default settings are valid");
         let tokens: Vec<u32> = (0..tokens as u32).collect();
         let request = Request::greedy("measured", MODEL, &tokens, 256);
         let hashes = ChainKey::root(&request.domain, MODEL, None).hashes(&request.tokens, BLOCK);

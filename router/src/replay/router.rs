@@ -274,12 +274,12 @@ impl SimulatedRouter {
         Some(arrived_at)
     }
 
-    /// A late request takes nothing while it waits.
+    /// Sets the reservations of a late request to zero while it waits.
     fn suspend(&self, request: u32, actions: &mut Vec<Action>) {
         self.rebook(request, |_| Demand::default(), actions);
     }
 
-    /// A request that will be sent takes what it reserved.
+    /// Restores the reservations of a request that will be sent.
     fn resume(&self, request: u32, actions: &mut Vec<Action>) {
         self.rebook(request, |reservation| reservation.demand, actions);
     }

@@ -1,10 +1,10 @@
-//! An engine in name only: the live fleet wants one of each worker.
+//! A placeholder for the engine of a simulated worker: the live fleet needs an engine for each worker.
 
 use futures::future::BoxFuture;
 use std::sync::Arc;
 use worker::engine::{self, ModelCard, OutputStream, Readiness, Request};
 
-/// Takes the place of a worker's engine. The simulation never calls it.
+/// An engine that the simulation never calls.
 pub(crate) struct StubEngine;
 
 impl StubEngine {

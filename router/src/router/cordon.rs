@@ -45,20 +45,20 @@ pub struct NoSuchWorker(pub WorkerId);
 impl Router {
     /// All registered workers.
     pub fn workers(&self) -> Vec<WorkerStatus> {
-        let (roster, now) = (self.core.fleet.snapshot(), Instant::now());
+        let (fleet, now) = (self.core.fleet.snapshot(), Instant::now());
         let status = |member: &std::sync::Arc<crate::fleet::Worker>| {
-            let standing = member.load.stats(now);
+            let stats = member.load.stats(now);
             WorkerStatus {
                 worker: member.id().to_string(),
                 address: member.engine.address(),
                 model: member.instance.model.id.clone(),
                 role: member.instance.role,
-                cordoned: roster.is_cordoned(member.id()),
-                requests: standing.prompts.max(standing.sequences),
-                unused: roster.is_unused(member).then_some(SAME_NAME),
+                cordoned: fleet.is_cordoned(member.id()),
+                requests: stats.prompts.max(stats.sequences),
+                unused: fleet.is_unused(member).then_some(SAME_NAME),
             }
         };
-        roster.workers().map(status).collect()
+        fleet.workers().map(status).collect()
     }
 
     /// Gives a worker no new requests from now on. Requests that are queued for it are placed again.
@@ -74,9 +74,9 @@ impl Router {
     /// Waits until a worker has no requests.
     pub async fn drained(&self, id: WorkerId) -> Result<(), NoSuchWorker> {
         loop {
-            let roster = self.core.fleet.snapshot();
-            let standing = roster.get(id).ok_or(NoSuchWorker(id))?.load.stats(Instant::now());
-            if standing.prompts == 0 && standing.sequences == 0 {
+            let fleet = self.core.fleet.snapshot();
+            let stats = fleet.get(id).ok_or(NoSuchWorker(id))?.load.stats(Instant::now());
+            if stats.prompts == 0 && stats.sequences == 0 {
                 return Ok(());
             }
             sleep(POLL_INTERVAL).await;

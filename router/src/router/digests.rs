@@ -9,9 +9,9 @@ impl Router {
     /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks.
     /// `None` for a holder of which the index evicted blocks.
     pub fn index_digests(&self) -> Vec<(Holder, Level, Option<SetDigest>)> {
-        let roster = self.core.fleet.snapshot();
-        let workers = roster.workers().map(|member| Holder::Worker(member.id()));
-        let stores: BTreeSet<_> = roster.workers().flat_map(|member| member.instance.stores.iter().copied()).collect();
+        let fleet = self.core.fleet.snapshot();
+        let workers = fleet.workers().map(|member| Holder::Worker(member.id()));
+        let stores: BTreeSet<_> = fleet.workers().flat_map(|member| member.instance.stores.iter().copied()).collect();
         let holders = workers.chain(stores.into_iter().map(Holder::Store));
         let each = |holder| LEVELS.into_iter().map(move |level| (holder, level));
         let indexed = |(holder, level)| {

@@ -16,11 +16,11 @@ impl Router {
         if let Some(reason) = self.core.failure.get() {
             return Readiness::NotReady(format!("router failed: {reason}"));
         }
-        let roster = self.core.fleet.snapshot();
-        let decoding: Vec<_> = roster.workers().filter(|member| member.decodes()).collect();
+        let fleet = self.core.fleet.snapshot();
+        let decoding: Vec<_> = fleet.workers().filter(|member| member.decodes()).collect();
         if decoding.is_empty() {
             Readiness::NotReady(absent.to_owned())
-        } else if decoding.iter().all(|member| roster.is_cordoned(member.id())) {
+        } else if decoding.iter().all(|member| fleet.is_cordoned(member.id())) {
             Readiness::NotReady("every worker that decodes is cordoned".to_owned())
         } else if decoding.iter().all(|member| member.is_down()) {
             let reason = "every worker that decodes fails its requests and health checks";
@@ -58,8 +58,8 @@ impl Engine for Router {
     }
 
     fn degraded(&self) -> Vec<String> {
-        let roster = self.core.fleet.snapshot();
-        let failing = roster.workers().filter(|member| member.is_failing());
+        let fleet = self.core.fleet.snapshot();
+        let failing = fleet.workers().filter(|member| member.is_failing());
         failing.map(|member| format!("{} fails its requests or health checks", member.described())).collect()
     }
 

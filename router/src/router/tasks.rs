@@ -57,6 +57,6 @@ async fn supervise(
     tracing::error!(component = name, reason, "router component failed; the router is no longer ready");
     // The first failure is kept.
     let _ = core.failure.set(reason);
-    // Queued requests would wait in vain.
+    // Otherwise queued requests would never be resolved.
     core.admission.close();
 }

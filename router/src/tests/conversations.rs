@@ -28,7 +28,7 @@ fn step(sequences: u32) -> f64 {
 /// An engine with an unlimited cache. It computes prompts one after another, and decodes in steps.
 struct CachingEngine {
     id: WorkerId,
-    bus: Arc<LocalEvents>,
+    events: Arc<LocalEvents>,
     log: Arc<EventLog>,
     cache: Mutex<HashSet<SequenceHash>>,
     turn: tokio::sync::Mutex<()>,
@@ -41,7 +41,7 @@ impl CachingEngine {
     async fn join(harness: &Harness, id: u64, role: Role) -> (Arc<Self>, [Lease; 2]) {
         let engine = Arc::new(Self {
             id: WorkerId(id),
-            bus: harness.bus.clone(),
+            events: harness.events.clone(),
             log: Arc::new(EventLog::new(Epoch(1))),
             cache: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
@@ -56,8 +56,8 @@ impl CachingEngine {
             model: Arc::new(card(super::harness::MODEL)),
             stores: vec![],
         };
-        let offer = harness.bus.offer(Source::Worker(engine.id), engine.log.clone());
-        let lease = harness.roster.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
+        let offer = harness.events.offer(Source::Worker(engine.id), engine.log.clone());
+        let lease = harness.discovery.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();
         settle().await;
         engine.report();
         settle().await;
@@ -65,7 +65,7 @@ impl CachingEngine {
     }
 
     fn publish(&self, body: EventBody) {
-        self.bus.publish(Event { source: Source::Worker(self.id), epoch: Epoch(1), body });
+        self.events.publish(Event { source: Source::Worker(self.id), epoch: Epoch(1), body });
     }
 
     fn report(&self) {

@@ -96,7 +96,7 @@ async fn a_prefill_worker_that_leaves_is_not_awaited() {
     let answer = harness.answer(prompt(1, 3000));
     let leave = async {
         tokio::time::sleep(Duration::from_secs(1)).await;
-        harness.roster.expire(WorkerId(1));
+        harness.discovery.expire(WorkerId(1));
     };
     assert_eq!(futures::future::join(answer, leave).await.0, Ok(vec![1, 2]));
     assert!(started.elapsed() < Duration::from_secs(10), "does not wait for the stall timeout");
@@ -178,7 +178,7 @@ async fn a_prefill_worker_that_is_lost_after_the_handoff_is_not_awaited() {
         let lose = async {
             tokio::time::sleep(Duration::from_secs(1)).await;
             if leaves {
-                harness.roster.expire(WorkerId(1));
+                harness.discovery.expire(WorkerId(1));
             }
             d.set_behaviour(Behaviour::Serve);
         };

@@ -65,7 +65,7 @@ async fn join(harness: &Harness, id: u64, server: Server) -> (Arc<FakeEngine>, L
         stores: Vec::new(),
     };
     let server = Server { inner: Some(inner.clone()), ..server };
-    let lease = harness.roster.register(instance, Arc::new(server)).await.unwrap();
+    let lease = harness.discovery.register(instance, Arc::new(server)).await.unwrap();
     settle().await;
     (inner, lease)
 }
@@ -124,7 +124,7 @@ async fn without_a_server_that_has_the_endpoint_one_of_the_others_answers() {
     }
     assert_eq!((generates.requests(), unknown.requests()), (1, 4), "its endpoints are not known");
     drop(lease);
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     settle().await;
     harness.answer(asked(CHAT, 7)).await.unwrap();
     assert_eq!(unknown.requests(), 5);

@@ -199,7 +199,7 @@ async fn the_first_event_of_a_worker_replaces_its_estimate() {
     let explained = harness.explain(prompt(1, 1600)).await;
     assert_eq!((explained["cached_tokens"].as_u64(), index_remark(&explained, "w1")), (Some(160), None));
     assert_eq!(harness.router.core.index.entries(), 10, "the estimate is removed");
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     settle().await;
     assert_eq!(harness.router.core.index.entries(), 0);
 }
@@ -261,7 +261,7 @@ async fn wrong_events_cause_an_estimate_until_they_are_right_again() {
     let hot = prompt(30, 1600);
     a.cache_blocks(&names(&hot));
     harness.announce(&a, stored(Level::G1, &names(&hot)), true);
-    harness.roster.expire(WorkerId(2));
+    harness.discovery.expire(WorkerId(2));
     settle().await;
     for _ in 0..15 {
         request_and_announce(&harness, &a, &hot).await;
@@ -338,12 +338,12 @@ async fn a_lost_last_event_of_a_store_is_found_by_its_digests() {
     let harness = defaults();
     let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
     let log = Arc::new(EventLog::new(Epoch(3)));
-    let _offer = harness.bus.offer(store, log.clone());
+    let _offer = harness.events.offer(store, log.clone());
     let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     log.announce(stored(Level::G4, &names(&request)[..40]));
     for _ in 0..2 {
         let (number, digest) = log.digest();
-        harness.bus.publish(Event { source: store, epoch: Epoch(3), body: EventBody::Digest { number, digest } });
+        harness.events.publish(Event { source: store, epoch: Epoch(3), body: EventBody::Digest { number, digest } });
         tokio::time::sleep(Duration::from_secs(10)).await;
     }
     assert_eq!(cached_blocks(&harness, &request).await, 40);

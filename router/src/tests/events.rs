@@ -62,11 +62,11 @@ async fn a_resync_answered_by_a_new_epoch_is_handled() {
         log.announce(event.clone());
         let body = EventBody::Block { number: *log.latest().borrow(), event };
         if arrives {
-            harness.bus.publish(Event { source: store, epoch: log.epoch(), body });
+            harness.events.publish(Event { source: store, epoch: log.epoch(), body });
         }
     };
     let old = Arc::new(EventLog::new(Epoch(3)));
-    let offer = harness.bus.offer(store, old.clone());
+    let offer = harness.events.offer(store, old.clone());
     publish(&old, &blocks[..10], true);
     tokio::time::sleep(Duration::from_secs(9)).await;
     assert_eq!(indexed(), 10);
@@ -77,7 +77,7 @@ async fn a_resync_answered_by_a_new_epoch_is_handled() {
     tokio::time::sleep(Duration::from_millis(1990)).await;
     drop(offer);
     let new = Arc::new(EventLog::new(Epoch(4)));
-    let _offer = harness.bus.offer(store, new.clone());
+    let _offer = harness.events.offer(store, new.clone());
     publish(&new, &blocks[..40], false);
     publish(&new, &blocks[..50], false);
     tokio::time::sleep(Duration::from_secs(3)).await;
@@ -94,13 +94,13 @@ async fn an_answer_to_a_former_subscriber_is_ignored() {
     let offer = |epoch, blocks: &[_]| {
         let log = Arc::new(EventLog::new(Epoch(epoch)));
         log.announce(stored(Level::G4, blocks));
-        harness.bus.offer(store, log)
+        harness.events.offer(store, log)
     };
     let _old = offer(3, &blocks[..10]);
     let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     // The only worker that reads the store leaves, and another joins, before the answer arrives.
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     let _new = offer(4, &blocks[..50]);
     let _worker = harness.join(2, Role::Both, MODEL, 1, &[5]).await;
     tokio::time::sleep(Duration::from_millis(1500)).await;
@@ -119,13 +119,13 @@ async fn another_publisher_of_a_store_takes_over() {
         let event = stored(Level::G4, blocks);
         log.announce(event.clone());
         let body = EventBody::Block { number: *log.latest().borrow(), event };
-        harness.bus.publish(Event { source: store, epoch: log.epoch(), body });
+        harness.events.publish(Event { source: store, epoch: log.epoch(), body });
     };
     let publish_digest = async |logs: &[Arc<EventLog>]| {
         for _ in 0..6 {
             for log in logs {
                 let (number, digest) = log.digest();
-                harness.bus.publish(Event {
+                harness.events.publish(Event {
                     source: store,
                     epoch: log.epoch(),
                     body: EventBody::Digest { number, digest },
@@ -134,7 +134,7 @@ async fn another_publisher_of_a_store_takes_over() {
             tokio::time::sleep(Duration::from_secs(10)).await;
         }
     };
-    let [first, second] = logs.each_ref().map(|log| harness.bus.offer(store, log.clone()));
+    let [first, second] = logs.each_ref().map(|log| harness.events.offer(store, log.clone()));
     let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     for log in &logs {
         announce(log, &blocks[..10]);
@@ -195,7 +195,7 @@ async fn forged_events_cost_few_resyncs_and_no_accuracy() {
     for number in [1 << 40, u64::MAX] {
         for (id, epoch) in [(1, 1), (2, u64::MAX)] {
             let body = EventBody::Block { number, event: stored(Level::G1, &blocks[..20]) };
-            harness.bus.publish(Event { source: source(id), epoch: Epoch(epoch), body });
+            harness.events.publish(Event { source: source(id), epoch: Epoch(epoch), body });
         }
         tokio::time::sleep(Duration::from_mins(1)).await;
         assert_eq!([held(1), held(2)], [10, 10]);
@@ -221,7 +221,7 @@ async fn resyncs_back_off_when_snapshots_are_stale_on_arrival() {
         let event = stored(Level::G1, &blocks[..1]);
         (0..round).for_each(|_| harness.announce(&worker, event.clone(), false));
         let body = EventBody::Block { number: last, event };
-        harness.bus.publish(Event { source: Source::Worker(WorkerId(1)), epoch: Epoch(1), body });
+        harness.events.publish(Event { source: Source::Worker(WorkerId(1)), epoch: Epoch(1), body });
         tokio::time::sleep(Duration::from_millis(900)).await;
     }
     let (taken, missed) = (harness.resyncs("snapshot_applied"), harness.resyncs("log_truncated"));
@@ -257,7 +257,7 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
         let held = |holder, level| harness.router.core.index.digest(holder, level).unwrap().blocks;
         let (log, blocks) = (Arc::new(EventLog::new(Epoch(1))), names(&prompt(1, 10_000 * BLOCK)));
         log.announce(stored(Level::G4, &blocks[..9_000]));
-        let _offer = harness.bus.offer(store, log.clone());
+        let _offer = harness.events.offer(store, log.clone());
         let making = busy();
         let _worker = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
         let taking = busy();
@@ -267,7 +267,7 @@ fn a_large_snapshot_does_not_delay_events_of_other_sources() {
             let event = stored(Level::G4, &blocks[8_500 + 500 * round as usize..][..500]);
             log.announce(event.clone());
             let number = *log.latest().borrow();
-            harness.bus.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
+            harness.events.publish(Event { source: store, epoch: Epoch(1), body: EventBody::Block { number, event } });
             settle().await;
             assert_eq!(
                 (held(Holder::Store(StoreId(5)), Level::G4), harness.resyncs("snapshot_applied")),
@@ -320,7 +320,7 @@ async fn events_before_a_restarted_worker_joins_are_dropped() {
     settle().await;
     assert_ne!(harness.load(1), (0, 0, 0));
     let body = EventBody::Block { number: 1, event: stored(Level::G1, &blocks) };
-    harness.bus.publish(Event { source, epoch: Epoch(2), body });
+    harness.events.publish(Event { source, epoch: Epoch(2), body });
     settle().await;
     let _new = harness.join(1, Role::Both, MODEL, 2, &[]).await;
     assert_eq!(harness.load(1), (0, 0, 0));
@@ -334,13 +334,13 @@ async fn a_shared_store_serves_every_worker_that_reads_it() {
     let (request, store) = (prompt(1, 1600), Source::Store(StoreId(5)));
     let log = Arc::new(EventLog::new(Epoch(3)));
     log.announce(stored(Level::G3, &names(&request)[..40]));
-    let _offer = harness.bus.offer(store, log.clone());
+    let _offer = harness.events.offer(store, log.clone());
     let a = harness.join(1, Role::Both, MODEL, 1, &[5]).await;
     let _b = harness.join(2, Role::Both, MODEL, 1, &[]).await;
     assert_eq!(cached_blocks(&harness, &request).await, 40, "the worker that reads the store is cheaper");
     let event = stored(Level::G3, &names(&request)[40..50]);
     log.announce(event.clone());
-    harness.bus.publish(Event { source: store, epoch: Epoch(3), body: EventBody::Block { number: 2, event } });
+    harness.events.publish(Event { source: store, epoch: Epoch(3), body: EventBody::Block { number: 2, event } });
     settle().await;
     let explained = harness.explain(request).await;
     assert_eq!(explained["candidates"][0]["cached_blocks"]["g3"], 50);

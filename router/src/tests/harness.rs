@@ -226,8 +226,8 @@ impl Engine for FakeEngine {
 
 /// A router, its planes and its workers.
 pub(crate) struct Harness {
-    pub(crate) roster: Arc<LocalDiscovery>,
-    pub(crate) bus: Arc<LocalEvents>,
+    pub(crate) discovery: Arc<LocalDiscovery>,
+    pub(crate) events: Arc<LocalEvents>,
     pub(crate) router: Arc<Router>,
     pub(crate) registry: prometheus::Registry,
     leases: Mutex<Vec<Lease>>,
@@ -239,11 +239,11 @@ impl Harness {
     }
 
     pub(crate) fn over(settings: Settings, link: Link) -> Self {
-        let (roster, bus, registry) =
+        let (discovery, events, registry) =
             (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::new(link)), prometheus::Registry::new());
         let router: Result<_, crate::Error> =
-            Router::new(RouterId(0), roster.clone(), bus.clone(), settings, &registry);
-        Self { roster, bus, router: router.unwrap(), registry, leases: Mutex::default() }
+            Router::new(RouterId(0), discovery.clone(), events.clone(), settings, &registry);
+        Self { discovery, events, router: router.unwrap(), registry, leases: Mutex::default() }
     }
 
     /// Adds a worker and its first load report.
@@ -283,8 +283,8 @@ impl Harness {
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
         let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), role, model: engine.card.clone(), stores };
-        let offer = self.bus.offer(source, engine.log.clone());
-        let lease = self.roster.register(instance, engine.clone()).await.unwrap();
+        let offer = self.events.offer(source, engine.log.clone());
+        let lease = self.discovery.register(instance, engine.clone()).await.unwrap();
         self.leases.lock().extend([offer, lease]);
         settle().await;
         self.report(&engine, Load::default());
@@ -298,7 +298,7 @@ impl Harness {
         let number = *engine.log.latest().borrow();
         if arrives {
             let body = EventBody::Block { number, event };
-            self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
+            self.events.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
         }
     }
 
@@ -306,14 +306,14 @@ impl Harness {
     pub(crate) fn publish_digest(&self, engine: &FakeEngine) {
         let (number, digest) = engine.log.digest();
         let body = EventBody::Digest { number, digest };
-        self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
+        self.events.publish(Event { source: engine.source, epoch: engine.log.epoch(), body });
     }
 
     /// Publishes a load report; fills in what every fake engine measures.
     pub(crate) fn report(&self, engine: &FakeEngine, load: Load) {
         let number = *engine.log.latest().borrow();
         let load = Load { number, prefill_tokens_per_second: Some(SPEED), block_bytes: 1000, ..load };
-        self.bus.publish(Event { source: engine.source, epoch: engine.log.epoch(), body: EventBody::Load(load) });
+        self.events.publish(Event { source: engine.source, epoch: engine.log.epoch(), body: EventBody::Load(load) });
     }
 
     pub(crate) async fn ask(&self, request: Request) -> Result<OutputStream, Error> {
@@ -356,9 +356,9 @@ impl Harness {
 
     /// Load of a worker, reported and reserved: tokens to prefill, sequences, blocks.
     pub(crate) fn load(&self, id: u64) -> (u64, u64, u64) {
-        let roster = self.router.core.fleet.snapshot();
-        let standing = roster.get(WorkerId(id)).unwrap().load.stats(tokio::time::Instant::now());
-        (standing.waiting_tokens.into(), standing.sequences.into(), standing.active_blocks.into())
+        let fleet = self.router.core.fleet.snapshot();
+        let stats = fleet.get(WorkerId(id)).unwrap().load.stats(tokio::time::Instant::now());
+        (stats.waiting_tokens.into(), stats.sequences.into(), stats.active_blocks.into())
     }
 }
 

@@ -50,7 +50,7 @@ async fn a_request_of_the_other_kind_is_to_be_sent_again() {
     let refused = harness.answer(relayed(COMPLETIONS, prompt(3, 100))).await;
     assert!(matches!(&refused, Err(Error::Unavailable(why)) if why.contains("send it again")), "{refused:?}");
     assert_eq!((server.requests(), worker.requests()), (1, 0));
-    harness.roster.expire(WorkerId(2));
+    harness.discovery.expire(WorkerId(2));
     settle().await;
     assert_eq!(harness.answer(relayed(COMPLETIONS, prompt(4, 100))).await, Ok(vec![1, 2]), "the upstream serves now");
     assert!(harness.router.models()[0].is_relayed);

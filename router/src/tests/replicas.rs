@@ -24,7 +24,9 @@ async fn harness_over(link: Link, workers: u64, routers: u64) -> (Harness, Vec<A
     let mut all = vec![harness.router.clone()];
     for id in 1..routers {
         let (registry, settings) = (prometheus::Registry::new(), Settings::default());
-        all.push(Router::new(RouterId(id), harness.roster.clone(), harness.bus.clone(), settings, &registry).unwrap());
+        all.push(
+            Router::new(RouterId(id), harness.discovery.clone(), harness.events.clone(), settings, &registry).unwrap(),
+        );
     }
     let mut engines = Vec::new();
     for id in 1..=workers {
@@ -169,7 +171,7 @@ async fn role_request(modes: [PlannerMode; 2], report: impl Fn(Role) -> Load) ->
     let settings =
         |mode| Settings { planner: PlannerSettings { mode, ..PlannerSettings::default() }, ..Settings::default() };
     let harness = Harness::new(settings(modes[0]));
-    let mut role_requests = harness.bus.subscribe(Topic::RoleRequests);
+    let mut role_requests = harness.events.subscribe(Topic::RoleRequests);
     let mut engines = Vec::new();
     for id in 1..=4 {
         engines.push(harness.worker(id, Role::Decode).await);

@@ -61,12 +61,12 @@ async fn a_worker_that_has_started_again_may_serve_a_request_that_it_lost() {
         tokio::time::sleep(Duration::from_millis(100)).await;
         let first = before.iter().position(|worker| worker.requests() > 0).unwrap();
         let (first, other) = ([1, 2][first], [2, 1][first]);
-        harness.roster.expire(WorkerId(first));
+        harness.discovery.expire(WorkerId(first));
         // The request is sent to the other one once the first had time to finish it.
         tokio::time::sleep(Duration::from_secs(3)).await;
         assert!(before.iter().all(|worker| worker.requests() == 1));
         let again = harness.join(first, Role::Both, MODEL, 2, &[]).await;
-        harness.roster.expire(WorkerId(other));
+        harness.discovery.expire(WorkerId(other));
         again
     };
     let (answer, again) = futures::join!(answer, restarts);
@@ -176,7 +176,7 @@ async fn a_request_survives_a_rolling_restart_of_many_workers() {
                     worker.set_behaviour(Behaviour::Serve);
                 }
             }
-            harness.roster.expire(WorkerId(holder as u64 + 1));
+            harness.discovery.expire(WorkerId(holder as u64 + 1));
         }
     };
     let (answer, ()) = futures::join!(answer, restarts);
@@ -206,7 +206,7 @@ async fn requests_not_started_survive_the_death_of_a_worker() {
     let mut requests = Box::pin(join_all((0..4).map(|family| harness.answer(prompt(family, 500)))));
     assert!(tokio::time::timeout(Duration::from_secs(5), &mut requests).await.is_err(), "two of the requests stall");
     assert_eq!((a.requests(), b.requests()), (2, 2), "the others are not delayed");
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     assert!(requests.await.iter().all(|answer| answer == &Ok(vec![1, 2])));
     assert_eq!((a.open(), b.requests()), (0, 4));
 }
@@ -216,7 +216,7 @@ async fn a_worker_that_leaves_finishes_started_requests() {
     let harness = defaults();
     let worker = harness.worker(1, Role::Both).await;
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     tokio::time::sleep(Duration::from_mins(1)).await;
     let mut last = None;
     while let Some(item) = stream.next().await {
@@ -233,7 +233,7 @@ async fn a_model_is_expected_back_for_a_time_after_its_last_worker_left() {
     assert!(matches!(answer().await, Err(Error::UnknownModel(_))), "it was never there");
     let _worker = harness.worker(1, Role::Both).await;
     assert!(answer().await.is_ok() && harness.router.absence(MODEL).is_none());
-    harness.roster.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(1));
     tokio::time::sleep(Duration::from_mins(9)).await;
     assert!(matches!(answer().await, Err(Error::Unavailable(why)) if why.contains("no worker now")));
     assert!(harness.router.absence(MODEL).is_some() && harness.router.absence("other").is_none());

@@ -259,8 +259,8 @@ async fn models_are_listed_and_served_while_a_worker_is_down() {
         worker.set_behaviour(Behaviour::Hang);
     }
     assert_eq!(ids(), ["other", MODEL], "listing asks no worker");
-    harness.roster.expire(WorkerId(1));
-    harness.roster.expire(WorkerId(3));
+    harness.discovery.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(3));
     settle().await;
     assert_eq!(ids(), [MODEL]);
     harness.answer(prompt(1, 100)).await.unwrap();
@@ -272,7 +272,7 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     let (harness, a, b) = two().await;
     // The second worker is busy, so requests go to the first, which is a real `Worker` around its engine.
     harness.report(&b, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
-    let planes = Planes { discovery: harness.roster.clone(), events: harness.bus.clone() };
+    let planes = Planes { discovery: harness.discovery.clone(), events: harness.events.clone() };
     let (id, epoch, model) = (WorkerId(1), Epoch(1), a.models()[0].clone());
     let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![] };
     let (_load, load) = watch::channel(Load::default());
@@ -283,7 +283,7 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     assert_eq!((a.open(), b.open(), runs.1, role()), (1, 0, 1, Role::Both));
     for to in [Role::Prefill, Role::Decode] {
         let body = EventBody::RoleRequest { worker: id, role: to };
-        harness.bus.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
+        harness.events.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
         settle().await;
         assert_eq!((role(), harness.load(1), a.open()), (to, runs, 1), "running requests continue and stay booked");
     }

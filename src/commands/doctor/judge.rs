@@ -1,7 +1,7 @@
 //! What the completions and their KV events say: pure, from what was seen to checks.
 
 use super::findings::Findings;
-use super::probe::{Refusal, Seen};
+use super::probe::{ProbeResult, Refusal};
 use super::server::Kind;
 use upstream::relay::chunk::Usage;
 
@@ -9,7 +9,7 @@ use upstream::relay::chunk::Usage;
 const DETAILS: &str = "start vLLM with --enable-prompt-tokens-details";
 
 /// Checks what was seen of the upstream at this position of the configuration.
-pub(super) fn judge(seen: &Seen, kind: Kind, at: usize, findings: &mut Findings) {
+pub(super) fn judge(seen: &ProbeResult, kind: Kind, at: usize, findings: &mut Findings) {
     let is_followed = seen.ranks > 0;
     tokens(seen, at, findings);
     if let Err(refusal) = &seen.first {
@@ -30,7 +30,7 @@ pub(super) fn judge(seen: &Seen, kind: Kind, at: usize, findings: &mut Findings)
 }
 
 /// Without tokens a server is routed to by load, if its events are followed.
-fn tokens(seen: &Seen, at: usize, findings: &mut Findings) {
+fn tokens(seen: &ProbeResult, at: usize, findings: &mut Findings) {
     match &seen.tokens {
         Ok(tokens) => findings.ok("tokenize", format!("the prompt of the probe has {} tokens", tokens.len())),
         Err(why) if seen.ranks > 0 => {
@@ -56,8 +56,8 @@ fn refused(refusal: &Refusal, findings: &mut Findings) {
 }
 
 /// Whether events arrive, and are those of the prompt.
-fn events(seen: &Seen, at: usize, findings: &mut Findings) {
-    let Seen { events, block_size, ranks, .. } = seen;
+fn events(seen: &ProbeResult, at: usize, findings: &mut Findings) {
+    let ProbeResult { events, block_size, ranks, .. } = seen;
     if events.connected == 0 {
         findings.problem(
             "kv_arrive",
@@ -107,7 +107,7 @@ fn events(seen: &Seen, at: usize, findings: &mut Findings) {
 }
 
 /// Whether cached tokens are reported, and as the events predict.
-fn cached(seen: &Seen, usage: Usage, kind: Kind, findings: &mut Findings) {
+fn cached(seen: &ProbeResult, usage: Usage, kind: Kind, findings: &mut Findings) {
     let Some(cached) = usage.cached_tokens else {
         let fix = match kind {
             Kind::Vllm => DETAILS,
@@ -174,11 +174,11 @@ mod tests {
     use crate::commands::doctor::{Check, Status};
 
     /// A vLLM with blocks of 32 tokens that has done everything right.
-    fn sound() -> Seen {
+    fn healthy() -> ProbeResult {
         let tokens: Vec<u32> = (100..200).collect();
         let found = hashes(&tokens, 32).into_iter().collect();
         let usage = |cached| Usage { prompt_tokens: Some(100), completion_tokens: Some(1), cached_tokens: cached };
-        Seen {
+        ProbeResult {
             block_size: 32,
             ranks: 1,
             tokens: Ok(tokens),
@@ -189,28 +189,28 @@ mod tests {
         }
     }
 
-    fn judged(kind: Kind, change: impl FnOnce(&mut Seen)) -> Vec<Check> {
-        let (mut seen, mut findings) = (sound(), Findings::of("http://a/"));
+    fn judged(kind: Kind, change: impl FnOnce(&mut ProbeResult)) -> Vec<Check> {
+        let (mut seen, mut findings) = (healthy(), Findings::of("http://a/"));
         change(&mut seen);
         judge(&seen, kind, 0, &mut findings);
         findings.into_checks()
     }
 
-    fn wrong(kind: Kind, change: impl FnOnce(&mut Seen)) -> Vec<(&'static str, Status, String)> {
+    fn wrong(kind: Kind, change: impl FnOnce(&mut ProbeResult)) -> Vec<(&'static str, Status, String)> {
         let checks = judged(kind, change).into_iter();
         let wrong = checks.filter(|check| check.status != Status::Ok);
         wrong.map(|check| (check.check, check.status, check.fix.expect("what to change"))).collect()
     }
 
     /// The only check that is not ok, and that its fix has a word.
-    fn only(kind: Kind, change: impl FnOnce(&mut Seen), word: &str) -> (&'static str, Status) {
+    fn only(kind: Kind, change: impl FnOnce(&mut ProbeResult), word: &str) -> (&'static str, Status) {
         let [(check, status, fix)] = &wrong(kind, change)[..] else { panic!("not one check") };
         assert!(fix.contains(word), "{fix}");
         (*check, *status)
     }
 
     #[test]
-    fn a_sound_server_has_no_finding() {
+    fn a_healthy_server_has_no_finding() {
         let checks = judged(Kind::Vllm, |_| {});
         assert!(checks.iter().all(|check| check.status == Status::Ok && check.fix.is_none()), "{checks:?}");
         let named: Vec<_> = checks.iter().map(|check| check.check).collect();
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_prompt_of_whole_blocks_is_not_cached_to_its_end() {
-        let whole = |seen: &mut Seen, cached| {
+        let whole = |seen: &mut ProbeResult, cached| {
             let usage = Usage { prompt_tokens: Some(96), completion_tokens: Some(1), cached_tokens: Some(cached) };
             (seen.tokens, seen.second) = (Ok((100..196).collect()), Some(Ok(usage)));
         };
@@ -229,32 +229,32 @@ mod tests {
 
     #[test]
     fn each_fault_has_its_check_and_its_fix() {
-        let silent = |seen: &mut Seen| seen.events = Events { connected: 1, ..Events::default() };
+        let silent = |seen: &mut ProbeResult| seen.events = Events { connected: 1, ..Events::default() };
         let arrive = wrong(Kind::Vllm, silent);
         assert_eq!((arrive[0].0, arrive[0].1), ("kv_arrive", Status::Problem));
         assert!(arrive[0].2.contains("enable_kv_cache_events"));
-        let size = |seen: &mut Seen| {
+        let size = |seen: &mut ProbeResult| {
             (seen.events.block_size, seen.events.found) = (Some(16), std::collections::HashSet::new());
         };
         assert_eq!(only(Kind::Vllm, size, "upstreams.0.block_size = 16"), ("kv_block_size", Status::Problem));
-        let other = |seen: &mut Seen| {
+        let other = |seen: &mut ProbeResult| {
             let half = hashes(&(100..164).collect::<Vec<u32>>(), 32);
             seen.events.found = half.into_iter().collect();
             seen.second = None;
         };
         assert_eq!(only(Kind::Vllm, other, "publisher of this server"), ("kv_tokens", Status::Problem));
-        let details = |seen: &mut Seen| seen.second = Some(Ok(Usage::default()));
+        let details = |seen: &mut ProbeResult| seen.second = Some(Ok(Usage::default()));
         assert_eq!(only(Kind::Vllm, details, "--enable-prompt-tokens-details"), ("cached_tokens", Status::Warning));
         assert_eq!(only(Kind::Sglang, details, "--enable-cache-report"), ("cached_tokens", Status::Warning));
-        let salt = |seen: &mut Seen| seen.salted.clone_from(&seen.second);
+        let salt = |seen: &mut ProbeResult| seen.salted.clone_from(&seen.second);
         assert_eq!(only(Kind::Vllm, salt, "frontend.tenant_header"), ("cache_salt", Status::Problem));
-        let no_tokens = |seen: &mut Seen| seen.tokens = Err("/tokenize answers 404".into());
+        let no_tokens = |seen: &mut ProbeResult| seen.tokens = Err("/tokenize answers 404".into());
         assert_eq!(only(Kind::Sglang, no_tokens, "kv_events = \"off\""), ("tokenize", Status::Warning));
     }
 
     #[test]
     fn a_server_without_completions_is_a_warning() {
-        let refuse = |status| move |seen: &mut Seen| seen.first = Err(Refusal { status, why: "no".into() });
+        let refuse = |status| move |seen: &mut ProbeResult| seen.first = Err(Refusal { status, why: "no".into() });
         assert_eq!(only(Kind::Other, refuse(Some(404)), "--no-probe"), ("completion", Status::Warning));
         assert_eq!(only(Kind::Vllm, refuse(Some(500)), "log"), ("completion", Status::Problem));
     }

@@ -52,8 +52,8 @@ pub(super) struct Plan<'a> {
     pub(super) salted: bool,
 }
 
-/// What was seen.
-pub(super) struct Seen {
+/// What a probe of a server has found.
+pub(super) struct ProbeResult {
     pub(super) block_size: u32,
     /// Publishers that were followed.
     pub(super) ranks: usize,
@@ -90,7 +90,7 @@ pub(super) struct Events {
 }
 
 /// Sends the completions.
-pub(super) async fn send(plan: &Plan<'_>) -> Seen {
+pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
     let server = plan.server;
     let model = server.models.first().map(|model| model.card.id.clone()).unwrap_or_default();
     let context = server.models.first().map_or(UNKNOWN_CONTEXT, |model| model.card.context);
@@ -133,7 +133,7 @@ pub(super) async fn send(plan: &Plan<'_>) -> Seen {
         }
     }
     let (block_size, ranks) = (plan.block_size, plan.sources.len());
-    Seen { block_size, ranks, tokens, events: seen, first, second, salted }
+    ProbeResult { block_size, ranks, tokens, events: seen, first, second, salted }
 }
 
 /// A prompt that no other request has, of [`BLOCKS`] blocks and a part of one, or what fits into the context; and its

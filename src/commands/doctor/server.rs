@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use transport::CertificateExpiry;
-use upstream::ask::{self, AnswerLimits, AskError, Asked};
+use upstream::ask::{self, AnswerLimits, AskError, ServerAnswer};
 use upstream::relay::client::Client;
 use upstream::relay::error::RelayError;
 use upstream::relay::headers::bearer;
@@ -298,11 +298,11 @@ async fn version(
     kind
 }
 
-fn version_in(answer: &Asked) -> Option<String> {
+fn version_in(answer: &ServerAnswer) -> Option<String> {
     text_in(answer, "version")
 }
 
-fn text_in(answer: &Asked, field: &str) -> Option<String> {
+fn text_in(answer: &ServerAnswer, field: &str) -> Option<String> {
     let body = answer.status.is_success().then_some(&answer.body)?;
     serde_json::from_slice::<serde_json::Value>(body).ok()?[field].as_str().map(str::to_owned)
 }

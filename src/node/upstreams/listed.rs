@@ -5,12 +5,13 @@
 use std::collections::HashSet;
 use upstream::ListedModel;
 
-/// Most models of one server: its model and its adapters, of which servers hold some hundreds. Each is a worker with a
-/// task and series of its own in `/metrics`, and the router copies its list of workers whenever one joins or leaves.
+/// Maximum number of models of one server: its model and its adapters, of which servers hold some hundreds. Each is a
+/// worker with a task and series of its own in `/metrics`, and the router copies its list of workers whenever one joins
+/// or leaves.
 pub(super) const MAX_MODELS: usize = 1000;
 
-/// Most bytes of an id, which is a label of metrics and part of log lines. The longest ids are paths of files, as
-/// llama.cpp has them.
+/// Maximum number of bytes of an id, which is a label of metrics and part of log lines. The longest ids are paths of
+/// files, as llama.cpp has them.
 const MAX_ID_BYTES: usize = 512;
 
 /// How many models of a list are not registered.

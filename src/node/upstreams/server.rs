@@ -66,7 +66,7 @@ struct Answer {
     models: Vec<ListedModel>,
     /// Further models that it lists.
     left_out: LeftOut,
-    /// `None`: it did not answer this question.
+    /// `None`: it did not answer the request for this.
     kv: Option<KvSources>,
 }
 

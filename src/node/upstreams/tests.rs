@@ -351,7 +351,7 @@ async fn tenants_are_served_by_a_server_that_takes_salts_only() {
         }
     };
     timeout(TIMEOUT, refused).await.expect("the server is asked again");
-    assert_eq!(harness.upstreams.known(&server.uri().to_string()), Known::default());
+    assert_eq!(harness.upstreams.known(&server.uri().to_string()), AnsweredServers::default());
     server.set_page("/openapi.json", Script::json(200, &json!({ "components": { "cache_salt": {} } })));
     let (_, engine) = harness.joined().await;
     let tenant = Request { domain: worker::engine::Domain::derived(b"secret", "ann"), ..request() };

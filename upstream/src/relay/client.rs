@@ -65,7 +65,8 @@ pub struct Settings {
     /// An unused connection is closed after this time. 4 s by default: uvicorn, which vLLM and SGLang use, closes after
     /// 5 s, and a request that is sent at that moment is lost.
     pub idle_timeout: Duration,
-    /// Most unused connections that are kept. 256 by default, which is vLLM's default of running sequences.
+    /// Maximum number of unused connections that are kept. 256 by default, which is vLLM's default of running
+    /// sequences.
     pub max_idle: usize,
     /// The addresses to connect to instead of those of the host name, which stays the name for TLS and in the `Host`
     /// header. By default none: the name is resolved at each connection.

@@ -12,9 +12,11 @@ use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
 use worker::engine::ErrorKind;
 
-/// Most bytes of an error's body that are kept. Validation errors quote the request, but 1 MiB tells enough.
+/// Maximum number of bytes of an error's body that are kept. Validation errors quote the request, but 1 MiB tells
+/// enough.
 const MAX_BODY: usize = 1 << 20;
-/// Time for the body of an error. It comes with its headers; an engine that stops in between must not keep the request.
+/// Time limit for the body of an error response. It arrives with its headers; an engine that stops in between must not
+/// delay the request.
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Used where a busy engine does not say when to come back. Queues of engines move within seconds.
 const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);

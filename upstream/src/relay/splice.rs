@@ -14,9 +14,9 @@ use memchr::memmem::Finder;
 use scan::{Scanner, name_starts_with, names};
 use std::ops::Range;
 
-/// Most levels of nesting. Python's parser, which most engines use, gives up at about 1000, others at 128.
+/// Maximum number of levels of nesting. Python's parser, which most engines use, gives up at about 1000, others at 128.
 const MAX_DEPTH: usize = 512;
-/// Most top-level members. The OpenAI API has about 40, engines add about as many.
+/// Maximum number of top-level members. The OpenAI API has about 40, engines add about as many.
 const MAX_MEMBERS: usize = 1024;
 /// Members of most bodies, for which there is room from the start.
 const FEW_MEMBERS: usize = 8;

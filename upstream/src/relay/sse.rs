@@ -1,7 +1,7 @@
 //! Splits a body into server-sent events (the `text/event-stream` format of the HTML standard).
 //!
 //! Line ends are LF, CRLF or CR, and an empty line ends an event. Chunks of the body may be split anywhere. An event
-//! that lies in one chunk is a slice of that chunk; only events across chunks are copied.
+//! within one chunk is a slice of that chunk; only events across chunks are copied.
 //!
 //! **Every byte that goes in comes out once, in order.** The events of a body do not depend on how it is split.
 //!

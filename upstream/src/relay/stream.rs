@@ -41,7 +41,7 @@ pub struct Relay<B> {
     content: Content,
     head: Option<Head>,
     /// Frames from before the first output, and the last one of a body.
-    held: Held,
+    held: HeldFrames,
     /// What was received last.
     received: Bytes,
     /// The body has ended, and what was received last may have more events.
@@ -95,7 +95,7 @@ enum Phase {
 }
 
 #[derive(Default, Debug)]
-struct Held {
+struct HeldFrames {
     /// Most answers never have more than one.
     first: Option<Bytes>,
     others: VecDeque<Bytes>,
@@ -109,8 +109,8 @@ enum Content {
     Plain(Plain),
 }
 
-/// Most bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin with two
-/// copies of the request's instructions; where those are longer, the head goes out before the first output.
+/// Maximum number of bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin
+/// with two copies of the request's instructions; where those are longer, the head goes out before the first output.
 const MAX_HELD: usize = 256 << 10;
 
 impl<B> Relay<B>
@@ -131,7 +131,7 @@ where
             body: Some(body),
             content,
             head: Some(head),
-            held: Held::default(),
+            held: HeldFrames::default(),
             received: Bytes::new(),
             is_ending: false,
             phase: Phase::Holding,
@@ -279,7 +279,7 @@ where
 
 /// The next frame of a stream that passes: all events in a row that were received together and pass unchanged. A frame
 /// that does not follow the ones before it is put into `held`.
-fn next_run(events: &mut Events, received: &Bytes, held: &mut Held) -> Result<Option<Bytes>, RelayError> {
+fn next_run(events: &mut Events, received: &Bytes, held: &mut HeldFrames) -> Result<Option<Bytes>, RelayError> {
     let mut run = 0..0;
     while let Some(event) = events.next() {
         let Some(frame) = events.step(event, false)?.frame else { continue };
@@ -304,7 +304,7 @@ fn position(whole: &Bytes, part: &Bytes) -> Option<Range<usize>> {
     (end <= whole.len()).then_some(start..end)
 }
 
-impl Held {
+impl HeldFrames {
     fn push(&mut self, frame: Bytes) {
         self.bytes += frame.len();
         if self.first.is_none() && self.others.is_empty() {

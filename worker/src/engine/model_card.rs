@@ -45,8 +45,8 @@ pub struct ModelCard {
     pub has_exact_blocks: bool,
 }
 
-/// What the model's makers recommend where a request does not say how to sample: of `generation_config.json` what is in
-/// [`Sampling`](super::Sampling) too. `None`: they say nothing.
+/// The model's recommended sampling, for the fields that a request does not set: those fields of
+/// `generation_config.json` that [`Sampling`](super::Sampling) has. `None`: no recommendation.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SamplingDefaults {

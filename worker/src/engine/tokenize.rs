@@ -1,4 +1,4 @@
-//! The tokens of a prompt, as the engine says that will compute it.
+//! The tokens of a prompt, from the engine that will compute it.
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -10,19 +10,19 @@ pub trait Tokenize: Send + Sync + 'static {
 
     /// The tokens of the prompt in the body of a request to vLLM's `/tokenize`. The implementation limits the time and
     /// the size of the answer.
-    fn tokenize(&self, question: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>>;
+    fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>>;
 }
 
-/// Why an engine says no tokens.
+/// Why an engine returns no tokens.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum TokenizeError {
-    /// It never does.
+    /// The engine has no such endpoint.
     #[error("the engine has no /tokenize")]
     Unsupported,
-    /// Not for this prompt.
+    /// The engine rejected this prompt.
     #[error("the engine refused the prompt: {0}")]
     Refused(String),
-    /// It failed, or took too long.
+    /// The engine failed, or took too long.
     #[error("{0}")]
     Failed(String),
 }

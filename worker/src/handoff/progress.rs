@@ -25,7 +25,7 @@ impl fmt::Display for HandoffId {
 /// How far a prefill is.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Progress {
-    /// So many leading blocks of the prompt can be fetched.
+    /// This many leading blocks of the prompt can be fetched.
     Computing {
         /// Number of blocks; it never becomes smaller.
         blocks: u32,
@@ -88,7 +88,7 @@ impl HandoffProgress {
         self.id
     }
 
-    /// So many leading blocks can be fetched.
+    /// This many leading blocks can be fetched.
     pub fn computed(&self, blocks: usize) {
         self.progress.send_if_modified(|progress| match progress {
             Progress::Computing { blocks: before } if (*before as usize) < blocks => {

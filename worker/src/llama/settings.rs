@@ -42,8 +42,8 @@ impl Default for UnreadOutput {
 /// How long the two workers of a hand-over wait for each other.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HandoffLimits {
-    /// How long the decode worker waits for a prefill without progress, where computing the whole prompt itself takes
-    /// less. If it takes more, so long.
+    /// Minimum time for which the decode worker waits for a prefill without progress. If computing the whole prompt
+    /// itself would take longer, it waits for that time.
     pub min_idle: Duration,
     /// How long the prefill worker keeps the blocks of a complete prefill that are not fetched.
     pub lease: Duration,

@@ -5,8 +5,8 @@
 //!   register, publish, offer          ──▶ the shared one
 //! ```
 //! What belongs to this process alone, such as the servers behind a gateway, is registered and published in the local
-//! plane itself. So the other processes do not see it, and it does not depend on the shared plane: while that is away,
-//! local instances join and leave, and their logs answer.
+//! plane itself. So the other processes do not see it, and it does not depend on the shared plane: while that is
+//! unavailable, local instances join and leave, and their logs answer.
 //!
 //! Changes and events of each plane stay in their order. There is no order between those of the two planes. Ids are
 //! unique across both.

@@ -6,9 +6,9 @@
 //!     └── NatsEvents      core NATS: a subject per source; logs answer requests in chunks
 //! ```
 //!
-//! While NATS is away, the view of the instances stays as it was, subscriptions stay open, and requests for logs fail
-//! with `Unavailable`. Afterwards leases are renewed, the view is compared with the bucket, and missing events are
-//! requested from their sources. docs/nats.md describes subjects, records and permissions.
+//! While NATS cannot be reached, the view of the instances stays as it was, subscriptions stay open, and requests for
+//! logs fail with `Unavailable`. Afterwards leases are renewed, the view is compared with the bucket, and missing
+//! events are requested from their sources. docs/nats.md describes subjects, records and permissions.
 //!
 //! Not here: the requests of clients. The engine of a remote worker comes from the [`Connector`].
 

@@ -36,7 +36,7 @@ pub enum SecretError {
     /// It has more lines than a rotation needs.
     #[error("it has {0} secrets, one per line; expected at most {MAX_SECRETS}")]
     TooMany(usize),
-    /// A secret can be guessed.
+    /// A secret is so short that it can be guessed.
     #[error(
         "the secret in line {line} has {characters} characters, and needs {MIN_CHARACTERS}: `openssl rand -hex 32`"
     )]

@@ -13,19 +13,19 @@ use tokio::sync::watch;
 /// Takes a worker out of service and back. Clones are of the same worker, and do not keep it alive.
 #[derive(Clone, Debug)]
 pub struct Cordon {
-    wish: watch::Sender<Wish>,
+    desired: watch::Sender<DesiredState>,
     state: watch::Receiver<State>,
     load: watch::Receiver<Load>,
 }
 
-/// The other half of a [`Cordon`], at the task that registers the worker.
-pub(super) struct Wanted {
-    wish: watch::Receiver<Wish>,
+/// The end of a [`Cordon`] at the task that registers the worker: what the task is to do, and what it has done.
+pub(super) struct RegistrationControl {
+    desired: watch::Receiver<DesiredState>,
     state: watch::Sender<State>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Wish {
+enum DesiredState {
     Registered,
     Cordoned,
     /// Deregistered until the worker ends.
@@ -40,33 +40,33 @@ struct State {
 
 impl Cordon {
     /// The cordon of a worker that is registered with this role.
-    pub(super) fn new(role: Role, load: watch::Receiver<Load>) -> (Self, Wanted) {
-        let (wish, state) =
-            (watch::Sender::new(Wish::Registered), watch::Sender::new(State { role, is_registered: true }));
-        let wanted = Wanted { wish: wish.subscribe(), state: state.clone() };
-        (Self { wish, state: state.subscribe(), load }, wanted)
+    pub(super) fn new(role: Role, load: watch::Receiver<Load>) -> (Self, RegistrationControl) {
+        let (desired, state) =
+            (watch::Sender::new(DesiredState::Registered), watch::Sender::new(State { role, is_registered: true }));
+        let control = RegistrationControl { desired: desired.subscribe(), state: state.clone() };
+        (Self { desired, state: state.subscribe(), load }, control)
     }
 
     /// Deregisters the worker. Its running requests finish, and other workers can still read its blocks.
     pub fn cordon(&self) {
-        self.replace(Wish::Cordoned);
+        self.replace(DesiredState::Cordoned);
     }
 
     /// Registers the worker again.
     pub fn uncordon(&self) {
-        self.replace(Wish::Registered);
+        self.replace(DesiredState::Registered);
     }
 
     /// Deregisters the worker for good.
     pub(super) fn close(&self) {
-        self.wish.send_replace(Wish::Closed);
+        self.desired.send_replace(DesiredState::Closed);
     }
 
-    fn replace(&self, by: Wish) {
-        self.wish.send_if_modified(|wish| {
-            let changes = *wish != by && *wish != Wish::Closed;
+    fn replace(&self, by: DesiredState) {
+        self.desired.send_if_modified(|desired| {
+            let changes = *desired != by && *desired != DesiredState::Closed;
             if changes {
-                *wish = by;
+                *desired = by;
             }
             changes
         });
@@ -74,7 +74,7 @@ impl Cordon {
 
     /// Whether the worker is to get no requests.
     pub fn is_cordoned(&self) -> bool {
-        *self.wish.borrow() != Wish::Registered
+        *self.desired.borrow() != DesiredState::Registered
     }
 
     /// Whether routers see the worker.
@@ -101,21 +101,21 @@ impl Cordon {
     }
 }
 
-impl Drop for Wanted {
+impl Drop for RegistrationControl {
     /// The task has ended, and with it the registration.
     fn drop(&mut self) {
         self.set_registered(false);
     }
 }
 
-impl Wanted {
+impl RegistrationControl {
     /// Waits for a change, and returns whether the worker is to be registered.
     pub(super) async fn changed(&mut self) -> bool {
-        if self.wish.changed().await.is_err() {
+        if self.desired.changed().await.is_err() {
             // Every cordon is dropped, and with it the worker: the task is about to be stopped.
             std::future::pending::<()>().await;
         }
-        *self.wish.borrow_and_update() == Wish::Registered
+        *self.desired.borrow_and_update() == DesiredState::Registered
     }
 
     pub(super) fn set_registered(&self, is_registered: bool) {

@@ -1,6 +1,6 @@
 //! A worker: an engine that is registered, whose load is reported, whose role can change, and which can be cordoned.
 
-use super::cordon::{Cordon, Wanted};
+use super::cordon::{Cordon, RegistrationControl};
 use super::publisher::LogPublisher;
 use crate::engine::Engine;
 use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Role, Source, Topic};
@@ -59,14 +59,14 @@ impl Worker {
         let role_requests = planes.events.subscribe(Topic::RoleRequests);
         let lease = planes.discovery.register(instance.clone(), Arc::clone(&engine)).await?;
         let stop = CancellationToken::new();
-        let (cordon, wanted) = Cordon::new(instance.role, load.clone());
+        let (cordon, control) = Cordon::new(instance.role, load.clone());
         let registration = Registration {
             discovery: Arc::clone(&planes.discovery),
             instance,
             engine: Arc::clone(&engine),
             lease: Some(lease),
         };
-        let reporter = Reporter { publisher, registration, role_requests, load: load.clone(), wanted, retry_at: None };
+        let reporter = Reporter { publisher, registration, role_requests, load: load.clone(), control, retry_at: None };
         let task = tokio::spawn(reporter.run(stop.clone()));
         Ok(Self { engine, load, cordon, task, stop: stop.drop_guard() })
     }
@@ -134,7 +134,7 @@ struct Reporter {
     registration: Registration,
     role_requests: BoxStream<'static, Event>,
     load: watch::Receiver<Load>,
-    wanted: Wanted,
+    control: RegistrationControl,
     /// When the worker, which is not cordoned any more, is registered again.
     retry_at: Option<Instant>,
 }
@@ -147,17 +147,17 @@ impl Reporter {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return,
-                is_wanted = self.wanted.changed() => if is_wanted {
+                is_wanted = self.control.changed() => if is_wanted {
                     self.retry_at = self.registration.lease.is_none().then(Instant::now);
                 } else {
                     self.retry_at = None;
                     self.registration.lease = None;
-                    self.wanted.set_registered(false);
+                    self.control.set_registered(false);
                 },
                 () = tokio::time::sleep_until(self.retry_at.unwrap_or(sent)), if self.retry_at.is_some() => {
                     let is_registered = self.registration.renew().await;
                     self.retry_at = (!is_registered).then(|| Instant::now() + REGISTER_INTERVAL);
-                    self.wanted.set_registered(is_registered);
+                    self.control.set_registered(is_registered);
                 }
                 Some(request) = self.role_requests.next() => {
                     let registration = &mut self.registration;
@@ -167,7 +167,7 @@ impl Reporter {
                         && role != registration.instance.role
                     {
                         registration.change_role(role).await;
-                        self.wanted.set_role(registration.instance.role);
+                        self.control.set_role(registration.instance.role);
                     }
                 }
                 () = self.publisher.changed() => {}

@@ -45,7 +45,7 @@ impl Routing {
         Self {
             tokens,
             source,
-            question: None,
+            tokenize_body: None,
             is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
             choices: count(fields, "n").unwrap_or(1).saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),

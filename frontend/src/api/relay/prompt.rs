@@ -66,7 +66,7 @@ impl PromptFields {
 
     /// The body of a request to `/tokenize`, the same for the same prompt. `None` for a prompt with images or the like:
     /// its blocks are not known by their tokens, and the server would load the images for the answer.
-    pub(super) fn question(&self, model: &str) -> Option<Bytes> {
+    pub(super) fn tokenize_body(&self, model: &str) -> Option<Bytes> {
         let (_, prompt) = self.0.first()?;
         if MEDIA.iter().any(|kind| memmem::find(prompt.bytes(), kind.as_bytes()).is_some()) {
             return None;
@@ -124,15 +124,15 @@ fn only_text(prompt: &Raw) -> Option<Raw> {
 mod tests {
     use super::*;
 
-    fn question(path: &str, body: &str) -> Option<String> {
+    fn tokenize_body(path: &str, body: &str) -> Option<String> {
         let fields = Fields::parse(&body.to_owned().into()).unwrap();
-        let question = PromptFields::peek(path, &fields)?.question("m")?;
-        Some(String::from_utf8(question.to_vec()).unwrap())
+        let body = PromptFields::peek(path, &fields)?.tokenize_body("m")?;
+        Some(String::from_utf8(body.to_vec()).unwrap())
     }
 
     #[test]
-    fn a_question_has_the_fields_that_change_the_prompt() {
-        let chat = |body: &str| question("/v1/chat/completions", body);
+    fn a_tokenize_request_has_the_fields_that_change_the_prompt() {
+        let chat = |body: &str| tokenize_body("/v1/chat/completions", body);
         let asked =
             chat(r#"{"model":"x","n":1,"tools":[{}],"messages":[ {"a":1} ],"user":"u","add_generation_prompt":null}"#);
         assert_eq!(asked.unwrap(), r#"{"model":"m","messages":[ {"a":1} ],"tools":[{}]}"#);
@@ -146,14 +146,14 @@ mod tests {
         let asked = chat(r#"{"messages":[],"documents":[],"chat_template_kwargs":{"a":{}}}"#);
         assert_eq!(asked.unwrap(), r#"{"model":"m","messages":[],"chat_template_kwargs":{"a":{},"documents":[]}}"#);
         assert!(chat(r#"{"messages":[{"content":"{\"type\":\"image_url\"}"}]}"#).is_some(), "it is a text");
-        let text = |body: &str| question("/v1/completions", body);
+        let text = |body: &str| tokenize_body("/v1/completions", body);
         let expected = r#"{"model":"m","prompt":"a\nb","add_special_tokens":false}"#;
         assert_eq!(text(r#"{"prompt":"a\nb","add_special_tokens":false,"n":2}"#).unwrap(), expected);
         assert_eq!(text(r#"{"prompt":["a\nb"],"add_special_tokens":false}"#).unwrap(), expected);
     }
 
     #[test]
-    fn a_request_without_one_text_has_no_question() {
+    fn a_request_without_one_text_has_no_tokenize_request() {
         for (path, body) in [
             ("/v1/completions", r#"{"prompt":["a","b"]}"#),
             ("/v1/completions", r#"{"prompt":[1,2]}"#),
@@ -164,7 +164,7 @@ mod tests {
             ("/v1/responses", r#"{"input":"a","messages":[]}"#),
             ("/v1/chat/completions", r#"{"messages":[{"content":[{"type" : "image_url","image_url":{}}]}]}"#),
         ] {
-            assert_eq!(question(path, body), None, "{body}");
+            assert_eq!(tokenize_body(path, body), None, "{body}");
         }
     }
 }

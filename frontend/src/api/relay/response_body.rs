@@ -30,13 +30,13 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Time for the end of an engine's response after [`DONE`]. It is the next packet.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Outputs that were read before their turn, in order.
-pub(super) type Ahead = [Option<Result<Output, engine::Error>>; 2];
+/// Outputs that were read before the response to the client was started, in order.
+pub(super) type ReadAhead = [Option<Result<Output, engine::Error>>; 2];
 
 /// A response that is being relayed.
 pub(super) struct Relay {
     pub(super) outputs: OutputStream,
-    pub(super) ahead: Ahead,
+    pub(super) ahead: ReadAhead,
     pub(super) meter: RelayMeter,
     pub(super) context: Arc<RequestContext>,
     /// Resolves when the server no longer waits for running requests.
@@ -67,8 +67,8 @@ pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
 
 /// Reads what has arrived of a response after its head: its first part and what follows that. The client has not got
 /// anything yet, so a failure among it is an error of the request.
-pub(super) async fn read_ahead(outputs: &mut OutputStream) -> Result<Ahead, Error> {
-    let mut ahead = Ahead::default();
+pub(super) async fn read_ahead(outputs: &mut OutputStream) -> Result<ReadAhead, Error> {
+    let mut ahead = ReadAhead::default();
     for slot in &mut ahead {
         let next = poll_fn(|context| Poll::Ready(outputs.poll_next_unpin(context))).await;
         let Poll::Ready(output) = next else { break };

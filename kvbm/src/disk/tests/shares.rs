@@ -14,7 +14,7 @@ fn of(n: u8, seed: u64, count: usize) -> Vec<Block> {
     chain(seed, count).into_iter().map(|block| block.in_domain(domain(n))).collect()
 }
 
-fn promise(guaranteed: u64, maximum: Option<u64>) -> Quotas {
+fn quotas_of_tenant(guaranteed: u64, maximum: Option<u64>) -> Quotas {
     Quotas::default().with_quota(domain(1), Level::G3, Quota { guaranteed, maximum })
 }
 
@@ -44,17 +44,17 @@ async fn a_flood_leaves_the_guarantee_of_another_domain_intact() {
         [(&folders[..1], 800 * KIB, true), (&folders[..1], 0, false), (&folders[..], 1_600 * KIB, true)]
     {
         let paths: Vec<&TempDir> = paths.iter().collect();
-        let quotas = promise(guaranteed, None);
+        let quotas = quotas_of_tenant(guaranteed, None);
         let (tier, _) = open_sharing(&paths, &quotas).await;
         store(&*tier, blocks.clone()).await;
         flood(&tier, 0).await;
         let usage = tier.usage();
         assert!(usage.bytes <= usage.capacity.unwrap(), "{usage:?}");
-        assert_eq!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await), stays, "{guaranteed} promised");
+        assert_eq!(all(&load(&*tier, fingerprint(), hashes(&blocks)).await), stays, "{guaranteed} guaranteed");
         drop(tier);
         let (tier, events) = open_sharing(&paths, &quotas).await;
         flood(&tier, 500).await;
-        assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)) == 200, stays, "{guaranteed} promised, after a restart");
+        assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)) == 200, stays, "{guaranteed} guaranteed, restarted");
         assert_eq!(announced(&events, Level::G3).len() as u64, tier.usage().blocks);
     }
 }
@@ -62,7 +62,7 @@ async fn a_flood_leaves_the_guarantee_of_another_domain_intact() {
 #[tokio::test]
 async fn a_domain_over_its_limit_reclaims_its_own_blocks() {
     let folder = tempfile::tempdir().unwrap();
-    let (tier, _) = open_sharing(&[&folder], &promise(0, Some(300 * KIB))).await;
+    let (tier, _) = open_sharing(&[&folder], &quotas_of_tenant(0, Some(300 * KIB))).await;
     let others = chain(5_000, 100);
     store(&*tier, others.clone()).await;
     for seed in 0..50 {
@@ -82,7 +82,7 @@ async fn blocks_from_before_quotas_are_recovered_and_reclaimed() {
     let mixed: Vec<Block> = [of(1, 1, 10), of(2, 2, 10)].concat();
     store(&*tier, mixed.clone()).await;
     drop(tier);
-    let (tier, _) = open_sharing(&[&folder], &promise(800 * KIB, None)).await;
+    let (tier, _) = open_sharing(&[&folder], &quotas_of_tenant(800 * KIB, None)).await;
     assert!(all(&load(&*tier, fingerprint(), hashes(&mixed)).await));
     drop(tier);
     let (tier, _) = open_sharing(&[&folder], &Quotas::default()).await;
@@ -93,7 +93,7 @@ async fn blocks_from_before_quotas_are_recovered_and_reclaimed() {
 #[tokio::test]
 async fn a_tombstone_is_kept_as_long_as_its_block() {
     let folder = tempfile::tempdir().unwrap();
-    let quotas = promise(800 * KIB, None);
+    let quotas = quotas_of_tenant(800 * KIB, None);
     let (tier, _) = open_sharing(&[&folder], &quotas).await;
     let blocks = of(1, 1_000, 20);
     store(&*tier, blocks.clone()).await;
@@ -109,7 +109,7 @@ async fn a_tombstone_is_kept_as_long_as_its_block() {
 #[tokio::test]
 async fn segments_of_tombstones_alone_are_kept_over_restarts() {
     let folder = tempfile::tempdir().unwrap();
-    let quotas = promise(800 * KIB, None);
+    let quotas = quotas_of_tenant(800 * KIB, None);
     let blocks = of(1, 1_000, 20);
     let (tier, _) = open_sharing(&[&folder], &quotas).await;
     store(&*tier, blocks.clone()).await;
@@ -142,7 +142,7 @@ async fn tombstones_of_several_domains_outlive_their_blocks() {
         }
         idle(&tier).await;
         drop(tier);
-        let quotas = promise(800 * KIB, None);
+        let quotas = quotas_of_tenant(800 * KIB, None);
         let (tier, _) = open_sharing(&[&folder], &quotas).await;
         flood(&tier, 0).await;
         drop(tier);

@@ -225,7 +225,7 @@ impl<'a> Loading<'a> {
             Phase::Waiting(Wait { start, budget, review, .. }) => {
                 start.limit(budget, self.ready_prefix, self.last_arrival).min(review)
             }
-            Phase::Ahead | Phase::Started(_) | Phase::Computing => self.begun + FOREVER,
+            Phase::Prefetching | Phase::Started(_) | Phase::Computing => self.begun + FOREVER,
         }
     }
 

@@ -22,7 +22,8 @@ use tokio_util::task::AbortOnDropHandle;
 ///
 /// The load begins at once, within a share of G1 that all requests have in common. The engine calls
 /// [`Onboarding::start_waiting`] when it could begin to compute: from then on it waits for the leading blocks only as
-/// long as that pays, and computes while later blocks still arrive. Dropping the handle stops the load.
+/// long as that is faster than computing them, and computes while later blocks still arrive. Dropping the handle stops
+/// the load.
 #[must_use = "dropping it stops the loading"]
 pub struct Onboarding {
     offload: Arc<OffloadWorkers>,
@@ -183,7 +184,7 @@ async fn load(job: &LoadJob) {
             let (located, plan) = job.plan(ready, 0, now, |source| job.sources[source].throughput.speed(now));
             (located, Some((start, plan)))
         } else {
-            // Blocks without a free slot would be read in vain, by each request that wants them.
+            // Blocks without a free slot would be read and dropped, by each request that wants them.
             let limit = prefetch.as_ref().map_or(0, SemaphorePermit::num_permits).min(onboarder.core.pool.available());
             let end = hashes.len().min(ready + limit);
             (locate(&onboarder.core, &job.sources, &hashes[ready..end], Instant::now()), None)

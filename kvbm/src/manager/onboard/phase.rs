@@ -3,16 +3,16 @@
 //!
 //! ```text
 //!            start_waiting             wait_for                proceed
-//!   Ahead ─────────────────▶ Started ────────────▶ Waiting ──────────────▶ Computing
+//!   Prefetching ───────────▶ Started ────────────▶ Waiting ──────────────▶ Computing
 //!     │                         │                  │    ▲                      ▲
 //!     │                         │                  └────┘ wait_for             │
 //!     └─────────────────────────┴──────── proceed: the load has ended ─────────┘
 //! ```
 //!
-//! The engine makes the first transition, the load all others. While the phase is `Ahead`, the load takes as long as it
-//! needs. In `Started` it is to make a plan, or follows another load. In `Waiting` it loads the head, for as long as
-//! that pays, and plans again from time to time. In `Computing` it loads what is left from the end, until the engine
-//! meets it.
+//! The engine makes the first transition, the load all others. While the phase is `Prefetching`, the load takes as long
+//! as it needs. In `Started` it is to make a plan, or follows another load. In `Waiting` it loads the head, for as long
+//! as that is faster than computing it, and plans again from time to time. In `Computing` it loads what is left from
+//! the end, until the engine meets it.
 
 use crate::manager::plan::WaitBudget;
 use tokio::time::Instant;
@@ -22,7 +22,7 @@ use tokio::time::Instant;
 pub(super) enum Phase {
     /// The engine is busy with other requests.
     #[default]
-    Ahead,
+    Prefetching,
     /// The engine could compute since this time, and waits. There is no plan yet.
     Started(Instant),
     /// The engine waits for the head of a plan.
@@ -59,7 +59,7 @@ impl WaitStart {
 impl Phase {
     /// The engine is ready for these blocks. Has no effect in a later phase.
     pub(super) fn start_waiting(&mut self, now: Instant) {
-        if *self == Self::Ahead {
+        if *self == Self::Prefetching {
             *self = Self::Started(now);
         }
     }
@@ -80,13 +80,13 @@ impl Phase {
         match self {
             Self::Started(since) => Some(*since),
             Self::Waiting(wait) => Some(wait.start.at),
-            Self::Ahead | Self::Computing => None,
+            Self::Prefetching | Self::Computing => None,
         }
     }
 
     /// Whether the load has not planned for a waiting engine yet.
     pub(super) fn is_unplanned(&self) -> bool {
-        matches!(self, Self::Ahead | Self::Started(_))
+        matches!(self, Self::Prefetching | Self::Started(_))
     }
 }
 
@@ -109,7 +109,7 @@ mod tests {
             phase
         };
         for (phase, started) in [
-            (Phase::Ahead, Phase::Started(later)),
+            (Phase::Prefetching, Phase::Started(later)),
             (Phase::Started(now), Phase::Started(now)),
             (Phase::Waiting(wait), Phase::Waiting(wait)),
             (Phase::Computing, Phase::Computing),

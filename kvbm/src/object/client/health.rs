@@ -37,7 +37,7 @@ impl From<&Error> for StoreHealth {
             message = format!("{message}: {}", shortened(&cause));
         }
         if cause.contains("certificate") {
-            message.push_str("; where an authority of one's own signed it, SSL_CERT_FILE names that authority's file");
+            message.push_str("; if a private authority signed it, set SSL_CERT_FILE to the file of that authority");
         }
         // A failed listing has its status only in the text.
         let status = || message.split_once("status code: ")?.1.get(..3)?.parse().ok();

@@ -16,17 +16,17 @@ use std::time::Duration;
 /// Upper bound of the first pause, and of the longest one.
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
-/// Retries that are allowed without any response, and responses that earn one more. A store that fails half of its
-/// requests receives a fifth more requests, not twice as many.
+/// Retry budget: retries that are allowed without any response, and number of responses that allow one more. A store
+/// that fails half of its requests receives a fifth more requests, not twice as many.
 const RETRY_BURST: u32 = 20;
 const RESPONSES_PER_RETRY: u32 = 5;
-/// Hedged requests that are allowed in a row, and reads that earn one more.
+/// Hedged requests that are allowed in a row, and number of reads that allow one more.
 const HEDGE_BURST: u32 = 4;
 const READS_PER_HEDGE: u32 = 20;
 /// Reads over which the 99th percentile is measured, and the fewest that give one.
 const LATENCY_WINDOW: usize = 200;
 const MIN_SAMPLES: usize = 50;
-/// The shortest hedge delay. A second request does not pay off for a faster read.
+/// The shortest hedge delay. A second request does not make a faster read any faster.
 const MIN_HEDGE_DELAY: Duration = Duration::from_millis(20);
 /// Size classes with a latency window each: up to 64 KiB, then five classes, each four times as large, the last one
 /// unbounded.

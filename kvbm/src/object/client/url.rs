@@ -197,7 +197,7 @@ impl FromStr for StoreLocation {
             Ok((ObjectStoreScheme::MicrosoftAzure, prefix)) => (Cloud::Azure, prefix),
             Ok((ObjectStoreScheme::GoogleCloudStorage, prefix)) => (Cloud::Google, prefix),
             Ok((ObjectStoreScheme::Http, _)) => {
-                return invalid("a server of one's own is named by tiers.g4.endpoint, and its bucket here; ");
+                return invalid("tiers.g4.endpoint names a self-hosted server, and this key its bucket; ");
             }
             _ => return invalid(""),
         };

@@ -9,7 +9,7 @@ mod rewrap;
 
 pub(super) use self::known::KeyLookup;
 
-use self::known::Known;
+use self::known::KnownKeys;
 use super::cipher::DataKey;
 use super::key_source::{Environment, KeySource};
 use super::key_store::{KeyEntry, KeyState, KeyStore, PARALLEL, ShredNotice};
@@ -51,7 +51,7 @@ pub struct Keyring {
     store: KeyStore,
     source: KeySource,
     environment: Environment,
-    known: Mutex<Known>,
+    known: Mutex<KnownKeys>,
     /// Serializes operations on the key store: fetching a key, creating one, shredding.
     serial: tokio::sync::Mutex<()>,
     /// Callbacks that drop a shredded domain's blocks in memory.
@@ -74,7 +74,7 @@ impl Keyring {
             store: KeyStore::new(store, Path::from(prefix)),
             source,
             environment,
-            known: Mutex::new(Known::new(masters)),
+            known: Mutex::new(KnownKeys::new(masters)),
             serial: tokio::sync::Mutex::default(),
             purgers: Mutex::default(),
         });
@@ -418,7 +418,7 @@ impl Keyring {
         });
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownKeys> {
         // Each change under this lock is one insertion or one filter.
         self.known.lock()
     }

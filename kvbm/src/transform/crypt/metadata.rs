@@ -82,7 +82,7 @@ pub(crate) enum Authenticity {
     UnknownKey,
 }
 
-/// The keys that authenticate metadata. Keyring are fetched ahead, so sealing and verifying never wait.
+/// The keys that authenticate metadata. They are fetched in advance, so sealing and verifying never wait.
 pub struct MetadataKeys {
     keys: Arc<Keyring>,
     state: RwLock<State>,
@@ -115,7 +115,7 @@ impl MetadataKeys {
         for key in self.keys.listed(DOMAIN).await? {
             match self.fetch(key).await {
                 Err(error @ (KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. })) => {
-                    tracing::warn!(%error, "a metadata key is unusable; metadata encrypted with it is ignored");
+                    tracing::warn!(%error, "a metadata key is unusable; metadata sealed with it is ignored");
                 }
                 done => drop(done?),
             }

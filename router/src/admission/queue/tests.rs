@@ -275,7 +275,7 @@ fn idle_tenants_are_removed_while_others_queue() {
     let limits = limits(u64::MAX);
     let now = Instant::now();
     let only_2 = |_: &FairQueue, route: Route| (route.decode == WorkerId(2)).then_some(IDLE);
-    wait(&mut queue, &limits, request("patient", 100));
+    wait(&mut queue, &limits, request("waiting", 100));
     let greedy = wait(&mut queue, &limits, on(2, "greedy", 1_000_000));
     assert_eq!(queue.admit_next(&limits, now, only_2), Some(greedy));
     queue.leave(greedy);
@@ -286,7 +286,7 @@ fn idle_tenants_are_removed_while_others_queue() {
         queue.leave(number);
         most = most.max(queue.tenants.len());
     }
-    assert!(most <= 2 * IDLE_TENANTS_MAX + 2 && queue.tenants.contains_key("patient"), "{most} names");
+    assert!(most <= 2 * IDLE_TENANTS_MAX + 2 && queue.tenants.contains_key("waiting"), "{most} names");
     assert!(queue.tenants["greedy"].served >= 1e6, "a tenant far ahead is remembered");
 }
 

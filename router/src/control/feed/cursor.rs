@@ -37,8 +37,8 @@ pub(crate) struct SourceCursor {
     pending: Option<PendingRequest>,
     /// Epoch and number of a report whose events have not arrived, and since when.
     missing: Option<(Epoch, u64, Instant)>,
-    /// Whether events of this epoch have arrived since the last [`Self::take_news`].
-    has_news: bool,
+    /// Whether events of this epoch have arrived since the last [`Self::take_has_new_events`].
+    has_new_events: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -118,7 +118,7 @@ impl SourceCursor {
             resync: Some(Resync::Snapshot),
             pending: None,
             missing: None,
-            has_news: false,
+            has_new_events: false,
         }
     }
 
@@ -135,13 +135,13 @@ impl SourceCursor {
             Some(current) if epoch > current => {
                 // If the pending answer is of the former epoch, it is requested again.
                 self.start_epoch(epoch);
-                self.has_news = true;
+                self.has_new_events = true;
                 self.buffer_event(number, event);
                 return Outcome::NewEpoch;
             }
             _ => self.epoch = Some(epoch),
         }
-        self.has_news = true;
+        self.has_new_events = true;
         if number <= self.number {
             Outcome::Duplicate
         } else if number == self.number + 1 && self.resync != Some(Resync::Revalidate) {
@@ -181,8 +181,8 @@ impl SourceCursor {
     }
 
     /// Whether events have arrived, also in a snapshot, since the last call.
-    pub(crate) fn take_news(&mut self) -> bool {
-        std::mem::take(&mut self.has_news)
+    pub(crate) fn take_has_new_events(&mut self) -> bool {
+        std::mem::take(&mut self.has_new_events)
     }
 
     /// Whether exactly the events up to this number of this epoch were applied.
@@ -242,7 +242,7 @@ impl SourceCursor {
             self.invalidate();
             return false;
         }
-        self.has_news |= number > self.number;
+        self.has_new_events |= number > self.number;
         self.number = number;
         self.buffer.discard_up_to(number);
         // Events that neither the snapshot nor the buffer contains do not exist.
@@ -285,8 +285,8 @@ impl SourceCursor {
 
     /// Follows another epoch from its start.
     fn start_epoch(&mut self, epoch: Epoch) {
-        let Self { min_epoch, pending, has_news, .. } = *self;
-        *self = Self { min_epoch, pending, has_news, ..Self::new(Some(epoch)) };
+        let Self { min_epoch, pending, has_new_events, .. } = *self;
+        *self = Self { min_epoch, pending, has_new_events, ..Self::new(Some(epoch)) };
     }
 
     fn advance(&mut self) {

@@ -36,7 +36,7 @@ fn half_open(now: Instant) -> Health {
 async fn every_transition() {
     use Breaker::{Closed, HalfOpen};
     use Event::{Probe, ProbeGoes, Request};
-    use HealthSignal::{Fault, Healthy, Hung, Neutral};
+    use HealthSignal::{Fault, Healthy, Neutral, TimedOut};
     let start = Instant::now();
     let now = start + FIRST_OPEN;
     let open_for = |times: u32| Breaker::Open(now + FIRST_OPEN * times);
@@ -47,13 +47,13 @@ async fn every_transition() {
         (closed(), Request(Neutral), Closed),
         (closed(), Request(BUSY), Closed),
         (closed(), Request(Fault), Closed),
-        (closed(), Request(Hung), open_for(1)),
+        (closed(), Request(TimedOut), open_for(1)),
         (closed(), ProbeGoes, Closed),
         (closed(), Probe(Healthy), Closed),
         (closed(), Probe(Neutral), Closed),
         (closed(), Probe(BUSY), Closed),
         (closed(), Probe(Fault), open_for(1)),
-        (closed(), Probe(Hung), open_for(1)),
+        (closed(), Probe(TimedOut), open_for(1)),
         (after_two_faults(start), Request(Neutral), Closed),
         (after_two_faults(start), Request(BUSY), Closed),
         (after_two_faults(start), Request(Fault), open_for(1)),
@@ -62,20 +62,20 @@ async fn every_transition() {
         (open(start), Request(Neutral), was),
         (open(start), Request(BUSY), was),
         (open(start), Request(Fault), was),
-        (open(start), Request(Hung), was),
+        (open(start), Request(TimedOut), was),
         (open(start), ProbeGoes, HalfOpen),
         // From half open.
         (half_open(start), Request(Healthy), Closed),
         (half_open(start), Request(Neutral), HalfOpen),
         (half_open(start), Request(BUSY), HalfOpen),
         (half_open(start), Request(Fault), HalfOpen),
-        (half_open(start), Request(Hung), HalfOpen),
+        (half_open(start), Request(TimedOut), HalfOpen),
         (half_open(start), ProbeGoes, HalfOpen),
         (half_open(start), Probe(Healthy), Closed),
         (half_open(start), Probe(BUSY), Closed),
         (half_open(start), Probe(Neutral), open_for(1)),
         (half_open(start), Probe(Fault), open_for(2)),
-        (half_open(start), Probe(Hung), open_for(2)),
+        (half_open(start), Probe(TimedOut), open_for(2)),
     ];
     for (row, (mut health, event, after)) in table.into_iter().enumerate() {
         let before = health.breaker;
@@ -165,16 +165,16 @@ async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
         assert!(health.wants_probe(start, now));
         health.probe(now);
         assert!(!health.wants_probe(start, now + MAX_OPEN), "one at a time");
-        health.probed(Check::Computes, HealthSignal::Hung, now);
+        health.probed(Check::Computes, HealthSignal::TimedOut, now);
         assert!(!health.wants_probe(start, now + FIRST_OPEN * rest - Duration::from_millis(1)));
         now += FIRST_OPEN * rest;
     }
     health.probe(now);
     health.probed(Check::Computes, HealthSignal::Healthy, now);
-    health.note(HealthSignal::Hung, now);
+    health.note(HealthSignal::TimedOut, now);
     assert!(!health.wants_probe(start, now + MAX_OPEN / 2), "an answered probe closes but resets nothing");
     health.note(HealthSignal::Healthy, now);
-    health.note(HealthSignal::Hung, now);
+    health.note(HealthSignal::TimedOut, now);
     assert!(health.wants_probe(start, now + FIRST_OPEN));
 }
 
@@ -264,11 +264,11 @@ async fn a_long_calm_closes_the_breaker_of_a_server() {
     health.request_sent(start + FIRST_OPEN);
     health.note(HealthSignal::Fault, start + FIRST_OPEN);
     let first = start + Duration::from_secs(4);
-    for now in [first, first + CALM - Duration::from_secs(1)] {
+    for now in [first, first + REPAIRED_AFTER - Duration::from_secs(1)] {
         health.probed(Check::Answers, HealthSignal::Healthy, now);
         assert!(!health.is_closed());
     }
-    health.probed(Check::Answers, HealthSignal::Healthy, first + CALM);
+    health.probed(Check::Answers, HealthSignal::Healthy, first + REPAIRED_AFTER);
     assert!(health.is_closed());
 }
 
@@ -279,7 +279,7 @@ async fn a_server_that_was_away_needs_no_trial_and_keeps_its_wait() {
     let now = start + FIRST_OPEN;
     health.request_sent(now);
     health.note(HealthSignal::Fault, now);
-    health.probed(Check::Answers, HealthSignal::Hung, now);
+    health.probed(Check::Answers, HealthSignal::TimedOut, now);
     assert!(health.is_open());
     health.probed(Check::Answers, HealthSignal::Healthy, now);
     assert!(health.is_closed());

@@ -9,13 +9,13 @@ use worker::plane::Load;
 
 #[tokio::test(start_paused = true)]
 async fn reports_during_a_decision_count_for_the_next_one() {
-    let yard = Harness::new(Settings::default());
+    let harness = Harness::new(Settings::default());
     for id in 1..=4 {
-        yard.worker(id, Role::Both).await;
+        harness.worker(id, Role::Both).await;
     }
-    let (core, request) = (&yard.router.core, prompt(1, 1600));
-    let (roster, resolved) = (core.fleet.snapshot(), core.settings());
-    let (pool, tuning) = (roster.pool(MODEL).unwrap(), resolved.of(MODEL));
+    let (core, request) = (&harness.router.core, prompt(1, 1600));
+    let (snapshot, resolved) = (core.fleet.snapshot(), core.settings());
+    let (pool, tuning) = (snapshot.pool(MODEL).unwrap(), resolved.of(MODEL));
     let overlaps =
         Overlaps::of(&request.tokens, PromptTokens::Known, &request.domain, pool, &core.hash_cache, &core.index);
     let fleet = || FleetView::new(pool, &overlaps, request.tokens.len(), None, &[], Instant::now());

@@ -87,7 +87,7 @@ fn bursts_stay_bursts_at_any_rate() {
     for rate in [1.0, 100.0] {
         let arrivals = Workload::PrefixBursts.generate(1_200, rate, 0).arrivals(rate, 0);
         // Sixty requests within a tenth of a second.
-        let crowded = arrivals.windows(60).filter(|window| window[59].0 - window[0].0 < 100_000_000).count();
-        assert!(crowded >= 10, "{crowded} at {rate}/s");
+        let bursts = arrivals.windows(60).filter(|window| window[59].0 - window[0].0 < 100_000_000).count();
+        assert!(bursts >= 10, "{bursts} at {rate}/s");
     }
 }

@@ -22,7 +22,8 @@ use tokio_rustls::TlsConnector;
 use tower_service::Service;
 pub(super) use transport::Socket;
 
-/// Finds out that the machine of an engine is gone while a request waits for its answer.
+/// Idle time before TCP sends keep-alive packets. They show that the machine of an engine has failed while a request
+/// waits for its answer.
 const TCP_KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// Connects within a time limit.

@@ -29,8 +29,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 /// Bytes that are read at a time: more than an engine writes between two wake-ups of the gateway.
 const READ: usize = 32 << 10;
-/// Most heads of an answer that announce another one (1xx). Engines send none or one; an endless row of them would keep
-/// a thread and a request busy.
+/// Maximum number of heads of an answer that announce another one (1xx). Engines send none or one; an endless row of
+/// them would keep a thread and a request busy.
 const MAX_INTERIM: usize = 16;
 
 thread_local! {

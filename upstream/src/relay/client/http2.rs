@@ -10,7 +10,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use std::time::Duration;
 
-/// HTTP/2 has no end of a dead connection but this. An engine that starves its event loop for less stays connected.
+/// Interval of PING frames, and time for their answers: without them a dead connection is never noticed. An engine
+/// whose event loop is blocked for less than this stays connected.
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
 

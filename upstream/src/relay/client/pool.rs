@@ -15,7 +15,7 @@ pub(super) struct Pool {
     idle: Mutex<Idle>,
     /// How long a connection is kept.
     timeout: Duration,
-    /// Most connections that are kept.
+    /// Maximum number of connections that are kept.
     max: usize,
     this: Weak<Self>,
 }

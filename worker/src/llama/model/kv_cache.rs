@@ -100,7 +100,7 @@ impl KvCache {
         for (half, from) in [(KvHalf::Keys, keys), (KvHalf::Values, values)] {
             for (kv_head, from) in from.chunks_exact(head_dim).enumerate() {
                 let start = self.shape.start(slot, layer, half, kv_head) + offset * head_dim;
-                // SAFETY: `start .. start + head_dim` lies in this slot (asserted above), which the caller owns.
+                // SAFETY: `start .. start + head_dim` is within this slot (asserted above), which the caller owns.
                 unsafe { self.base().add(start).copy_from_nonoverlapping(from.as_ptr(), head_dim) };
             }
         }
@@ -112,7 +112,7 @@ impl KvCache {
     pub(crate) fn tokens(&self, slot: BlockId, layer: usize, half: KvHalf, kv_head: usize, tokens: usize) -> &[f32] {
         assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the kv_cache");
         let start = self.shape.start(slot, layer, half, kv_head);
-        // SAFETY: the range lies in this slot (asserted above). The memory is initialised (zeroed by the system), and
+        // SAFETY: the range is within this slot (asserted above). The memory is initialised (zeroed by the system), and
         // by the contract these tokens are not written while they are read: a sequence writes only tokens after those
         // that it reads.
         unsafe { std::slice::from_raw_parts(self.base().add(start), tokens * self.shape.head_dim) }
@@ -125,7 +125,7 @@ impl KvCache {
 
     fn bytes_of(&self, slot: BlockId) -> *mut u8 {
         assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the kv_cache");
-        // SAFETY: the slot lies in the mapping.
+        // SAFETY: the slot is within the mapping.
         unsafe { self.memory.as_mut_ptr().add(slot.0 as usize * self.block_bytes()) }
     }
 }

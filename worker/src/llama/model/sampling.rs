@@ -153,7 +153,7 @@ fn mass(logits: &[f32], max: f32) -> f64 {
 /// Keeps the likeliest candidates that together have `share` of the mass, likeliest first; one at least.
 fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
     let target = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
-    // The probability mass mostly lies in a few hundred tokens: sort those, and more only if needed.
+    // A few hundred tokens mostly have nearly all of the probability: sort those, and more only if needed.
     let mut sorted = 0;
     let mut mass = 0.0;
     while sorted < candidates.len() {

@@ -16,9 +16,9 @@ use tokio::time::{Instant, sleep};
 
 /// Blocks of complete prefills.
 #[derive(Default)]
-pub(super) struct HeldHandoffs(VecDeque<Held>);
+pub(super) struct HeldHandoffs(VecDeque<HeldHandoff>);
 
-struct Held {
+struct HeldHandoff {
     blocks: Arc<Mutex<Option<CachedBlocks>>>,
     since: Instant,
 }
@@ -35,7 +35,7 @@ impl HeldHandoffs {
     ) {
         self.0.retain(|held| held.blocks.lock().is_some());
         let blocks = Arc::new(Mutex::new(Some(blocks)));
-        self.0.push_back(Held { blocks: Arc::clone(&blocks), since: Instant::now() });
+        self.0.push_back(HeldHandoff { blocks: Arc::clone(&blocks), since: Instant::now() });
         tokio::spawn(async move {
             // Followers may still read that the prefill is complete.
             let _progress = progress;

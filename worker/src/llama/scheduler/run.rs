@@ -219,7 +219,7 @@ impl Scheduler {
                 self.waiting.iter_mut().for_each(Sequence::release);
                 self.reclaim_from_handoffs(room);
                 if self.manager.available() < room {
-                    // Nor may its own onboarded blocks behind one that could not be loaded; the sound ones are loaded
+                    // Nor may its own onboarded blocks behind one that could not be loaded; the intact ones are loaded
                     // again.
                     sequence.onboarding = None;
                 }

@@ -1,5 +1,5 @@
-//! Attempts to connect again while NATS is away: the delay before each, the check of the files of TLS, and why the last
-//! one failed.
+//! Attempts to connect again after the connection to NATS was lost: the delay before each, the check of the files of
+//! TLS, and why the last one failed.
 //!
 //! The events of the client library have only the kind of an error. The library keeps its text with each server, and
 //! passes the servers to a callback before it tries them again. There each new cause is logged once.
@@ -22,7 +22,7 @@ pub(super) struct Attempts {
     tls: Option<Tls>,
     credentials: Credentials,
     state: Mutex<State>,
-    /// Limits log lines about causes. Two that take turns are new each time.
+    /// Limits log lines about causes. Two causes that alternate count as new each time.
     causes: LogLimit,
     /// Limits log lines about connections that are lost. A server can accept and end one at once, again and again.
     losses: LogLimit,
@@ -40,7 +40,7 @@ struct State {
     is_first_round: bool,
     /// What the server said on this connection.
     said: Option<String>,
-    /// Why NATS is away, as far as it is known.
+    /// Why there is no connection, as far as it is known.
     cause: Option<String>,
     /// The cause that was logged last.
     logged: Option<String>,
@@ -58,10 +58,11 @@ const STABLE: Duration = Duration::from_secs(5);
 /// Interval at which files of TLS that cannot be used are read again.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// An outage has one to three causes, such as a connection that breaks, one that is refused, and one that times out.
+/// Log lines per minute: an outage has one to three causes, such as a connection that breaks, one that is refused, and
+/// one that times out.
 const CAUSES_PER_MINUTE: u32 = 10;
 
-/// More than a cluster of three has when its servers are restarted one after the other.
+/// Log lines per minute: more losses than when the servers of a cluster of three are restarted one after the other.
 const LOSSES_PER_MINUTE: u32 = 6;
 
 impl Attempts {
@@ -125,12 +126,15 @@ impl Attempts {
         if let Some(suppressed) = self.losses.admit() {
             state.is_loss_logged = true;
             drop(state);
-            let message = "nats is away; the last view of instances and caches is used until it is back";
-            tracing::warn!(problem = said, suppressed, "{message}");
+            tracing::warn!(
+                problem = said,
+                suppressed,
+                "the connection to nats is lost; until it is made again, the last view of instances and caches is used"
+            );
         }
     }
 
-    /// Why NATS is away, as far as it is known.
+    /// Why there is no connection, as far as it is known.
     pub(super) fn cause(&self) -> Option<String> {
         self.state.lock().cause.clone()
     }

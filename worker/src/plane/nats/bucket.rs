@@ -60,7 +60,7 @@ pub(super) enum WriteError {
 const HISTORY: i64 = 64;
 
 /// Time for which the marker of an expiry is kept, the shortest possible: the server raises the lifetime of every key
-/// to it. A follower that was away for longer finds no key, which means the same.
+/// to it. A follower that was disconnected for longer finds no key, which means the same.
 const MARKER_LIFETIME: Duration = Duration::from_secs(1);
 
 /// Time for which a deletion is kept, beyond a lease. It must outlive the revisions before it, of which the last would

@@ -32,7 +32,8 @@ struct Queue {
     events: usize,
 }
 
-/// Events kept while NATS is away or slow: the capacity of an event log, beyond which a snapshot is cheaper.
+/// Maximum number of events kept while NATS cannot be reached or is slow: the capacity of an event log, beyond which a
+/// snapshot is cheaper.
 const CAPACITY: usize = 4096;
 
 impl Outbox {

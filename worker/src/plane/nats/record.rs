@@ -28,7 +28,7 @@ pub(super) struct Record {
     instance: Instance,
 }
 
-/// The fields that every protocol number has: what decides who may write the record.
+/// The fields that every protocol number has: they decide which process may write the record.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 pub(super) struct RecordHead {
     pub(super) protocol: u64,

@@ -48,16 +48,17 @@ pub(super) type Commands = mpsc::UnboundedSender<Command>;
 pub(super) struct Registrar {
     connection: Arc<Connection>,
     address: Address,
-    /// Sign the records of this process, and tell those of others from what else is in their keys.
+    /// Keys that sign the records of this process, and that verify which records were written by processes of the
+    /// deployment.
     keys: Option<RecordKeys>,
     /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
     commands: mpsc::WeakUnboundedSender<Command>,
-    held: BTreeMap<WorkerId, Held>,
+    held: BTreeMap<WorkerId, HeldRegistration>,
     last_lease: LeaseId,
 }
 
 /// A registration.
-struct Held {
+struct HeldRegistration {
     lease: LeaseId,
     epoch: Epoch,
     /// The record, which is signed with each renewal.
@@ -153,7 +154,7 @@ impl Registrar {
         };
         let revision = write(&connection, self.keys.as_ref(), &instance, &record).await?;
         self.last_lease.0 += 1;
-        let held = Held {
+        let held = HeldRegistration {
             lease: self.last_lease,
             epoch: instance.epoch,
             json: record.json,
@@ -296,7 +297,7 @@ fn taken(id: WorkerId, last: &Last) -> String {
     )
 }
 
-async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId, held: &Held) -> Renewed {
+async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId, held: &HeldRegistration) -> Renewed {
     let (bucket, lease) = (&connection.bucket, connection.settings.lease);
     let record = StoredRecord::sign(id, held.json.clone(), keys);
     match bucket.put(id, &record, Some(held.revision), lease).await {

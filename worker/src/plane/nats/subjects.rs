@@ -1,5 +1,5 @@
 //! Names of subjects. The source of an event is in its subject and nowhere else, so the permissions of an account
-//! decide who may speak for which source.
+//! decide which process may publish for which source.
 //!
 //! ```text
 //!   <prefix>.events.<topic>.<kind>.<id>     events of a source; kind: worker, store, router

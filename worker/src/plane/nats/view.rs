@@ -68,7 +68,8 @@ impl View {
         self.heard = Some(now);
     }
 
-    /// The keys of the bucket follow. Unless they are the first, NATS was away, or the bucket was made anew.
+    /// A list of all keys of the bucket follows. If it is not the first one, the connection to NATS was lost before, or
+    /// the bucket was created again.
     pub(super) fn begin_list(&mut self, now: Instant) {
         self.listed = Some(BTreeSet::new());
         if self.heard.replace(now).is_some() {
@@ -143,7 +144,9 @@ impl View {
             return self.removed(id);
         }
         if let Some(entry) = self.entries.get_mut(&id) {
-            tracing::info!(worker = %id, "lease expired while nats was away; the worker has time to renew it");
+            tracing::info!(
+                worker = %id, "lease expired while nats could not be reached; the worker has time to renew it"
+            );
             entry.is_expired = true;
             entry.lease_ends = None;
         }

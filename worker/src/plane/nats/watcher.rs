@@ -59,7 +59,8 @@ type LinkReceiver = watch::Receiver<Link>;
 
 /// Delay between attempts to follow the bucket while the server does not answer.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
-/// More of them say nothing new: as many as a deployment has workers that were forgotten in a change of its secret.
+/// Log lines per minute about records that are not used. After a change of the secret there is one for each worker that
+/// still has the former secret; more lines would say nothing new.
 const WARNINGS_PER_MINUTE: u32 = 20;
 
 impl Watcher {
@@ -118,7 +119,7 @@ impl Watcher {
             self.end_list();
         }
         loop {
-            // While NATS is away, the view stays as it is.
+            // Without a connection to NATS the view stays as it is.
             let due = self.view.next_due().filter(|_| self.connection.is_connected());
             tokio::select! {
                 biased;

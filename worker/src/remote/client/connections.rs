@@ -42,7 +42,7 @@ pub(super) struct Connection {
 struct End {
     /// Cancelled at its end.
     ended: CancellationToken,
-    /// What to say about it, if it has failed.
+    /// The problem for error messages, if the connection has failed.
     problem: OnceLock<String>,
 }
 
@@ -56,10 +56,10 @@ const MAX_STREAMS: usize = 100;
 const STREAM_WINDOW: u32 = 64 << 10;
 /// Interval and timeout of pings. They show that a process was frozen or its machine is gone, also in mid-stream.
 const PING: Duration = Duration::from_secs(10);
-/// What every process answers without computing anything.
+/// A path that every process answers without computing anything.
 const LIVE: &str = "/live";
 /// Time for the answer of a process that has left discovery. Workers are near, and compute on other threads than those
-/// that answer. Too short a time costs a stream its pause, not its text.
+/// that answer. If this time is too short, a stream is interrupted and continued on another worker; it loses no text.
 const LIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Connections {

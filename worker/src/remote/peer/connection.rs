@@ -50,7 +50,7 @@ const MIN_READ_BYTES: usize = 64 << 10;
 const MAX_USED: usize = 3;
 /// Largest head of a response.
 const MAX_HEAD_BYTES: usize = 16 << 10;
-/// Most headers of a response.
+/// Maximum number of headers of a response.
 const MAX_HEADERS: usize = 64;
 /// Longest line with the size of a chunk: sixteen digits, and room for an extension.
 const MAX_CHUNK_LINE_BYTES: usize = 256;

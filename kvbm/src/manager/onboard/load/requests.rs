@@ -81,7 +81,7 @@ impl Loading<'_> {
     /// Requests retries, then the head, then pieces of the tail.
     pub(super) fn request(&mut self) {
         let goal = match self.job.shared.phase() {
-            Phase::Ahead | Phase::Started(_) => self.statuses.len(),
+            Phase::Prefetching | Phase::Started(_) => self.statuses.len(),
             Phase::Waiting(Wait { goal, .. }) => goal,
             Phase::Computing => 0,
         };

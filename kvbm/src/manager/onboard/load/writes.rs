@@ -27,7 +27,7 @@ pub(super) enum WriteResult {
         index: usize,
         why: Corrupt,
     },
-    /// Sound, but past its expiry.
+    /// The block is intact, but expired.
     Expired {
         source: usize,
         index: usize,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 /// The keys in memory, and what is known about the others.
-pub(super) struct Known {
+pub(super) struct KnownKeys {
     pub(super) masters: Arc<MasterKeys>,
     /// Time of the last read of the source.
     pub(super) read: Instant,
@@ -39,7 +39,7 @@ pub(in crate::transform::crypt) enum KeyLookup {
     Unknown,
 }
 
-impl Known {
+impl KnownKeys {
     pub(super) fn new(masters: MasterKeys) -> Self {
         let now = Instant::now();
         Self {

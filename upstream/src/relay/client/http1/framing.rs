@@ -52,9 +52,9 @@ enum At {
     End,
 }
 
-/// Most bytes of extensions and trailers. Both are ignored, and no engine sends any.
+/// Maximum number of bytes of extensions and trailers. Both are ignored, and no engine sends any.
 const MAX_IGNORED: usize = 16 << 10;
-/// Most hexadecimal digits of a length of 64 bits.
+/// Maximum number of hexadecimal digits of a length of 64 bits.
 const MAX_DIGITS: u32 = 16;
 
 /// What [`Framing::decode`] found.

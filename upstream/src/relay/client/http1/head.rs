@@ -6,9 +6,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 
-/// Most bytes of the head of an answer. Engines send 300.
+/// Maximum number of bytes of the head of an answer. Engines send 300.
 pub(super) const MAX_HEAD: usize = 64 << 10;
-/// Most headers of an answer.
+/// Maximum number of headers of an answer.
 const MAX_HEADERS: usize = 128;
 
 /// The head of an answer, and what it says of the rest.

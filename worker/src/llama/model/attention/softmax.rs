@@ -1,9 +1,6 @@
 //! The online softmax of up to [`LANES`] queries over tiles of keys, and the sums that it needs. Lanes do not
 //! interact: a lane's result depends on its own query and on the keys that it sees. The code is written once and
 //! compiled for each instruction set; all give the same bits.
-//!
-//! Simd never meet here: what a lane gets depends on its own query, and on the keys that it sees. The arithmetic is
-//! written once and compiled for each instruction set; all give the same bits.
 
 #![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
 

@@ -402,7 +402,7 @@ async fn what_keeps_a_process_from_connecting_again_is_known() {
         })
         .await;
     };
-    problem_has(["nats is away", "Connection refused"]).await;
+    problem_has(["not connected to nats", "Connection refused"]).await;
     path("ca.pem", "");
     server.start_again().await;
     problem_has(["nats.ca_file = ", "expected PEM"]).await;

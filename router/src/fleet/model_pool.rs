@@ -1,0 +1,162 @@
+//! The workers of one model: their entries for decisions, and what they have in common.
+
+use super::endpoints::{self, Endpoints};
+use super::worker_state::Worker;
+use crate::index::HolderId;
+use crate::load::{ModelStats, SnapshotCache, Timestamp, WorkerLoad};
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::Arc;
+use worker::engine::{EndpointKind, ModelCard, Request, Work};
+use worker::plane::{Instance, Role, WorkerId};
+
+/// Whether the tokens of a prompt are those that its worker will compute.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PromptTokens {
+    /// They are the tokens that the worker will compute.
+    Known,
+    /// They are estimated from the text of the prompt. They match no block in the events of a worker that uses another
+    /// tokenizer.
+    Estimated,
+}
+
+/// The workers of one model. All of them take the requests that the router gets, or all of them are servers of other
+/// programs, to which the client's requests are relayed: a request of one kind cannot be sent to the other.
+#[derive(Default)]
+pub(crate) struct ModelPool {
+    entries: Vec<WorkerEntry>,
+    /// Whether they are servers of other programs.
+    is_relayed: bool,
+    /// The distinct hash schemes of their blocks, one card each; nearly always one.
+    schemes: Vec<Arc<ModelCard>>,
+    /// The longest context of any of them, in tokens.
+    context: usize,
+    /// Whether any of them has the role to prefill.
+    has_prefill_workers: bool,
+    /// Their endpoints, and those of cordoned workers, which are away for a time.
+    endpoints: Endpoints,
+    /// Snapshots of their load for decisions.
+    snapshots: Mutex<SnapshotCache>,
+    /// What is learned of the model.
+    stats: Arc<ModelStats>,
+}
+
+/// A worker, with copies of the fields that every decision reads.
+pub(crate) struct WorkerEntry {
+    pub(crate) id: WorkerId,
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) load: Arc<WorkerLoad>,
+    slot: HolderId,
+    /// The slot for prompts of unknown tokens.
+    texts: HolderId,
+    /// Index of its hash scheme in [`ModelPool::schemes`].
+    pub(crate) scheme: u32,
+    pub(crate) role: Role,
+    pub(crate) context: usize,
+    only: Option<EndpointKind>,
+}
+
+impl WorkerEntry {
+    /// Index slot of the worker's cache, as a prompt of these tokens sees it.
+    #[inline]
+    pub(crate) fn slot(&self, tokens: PromptTokens) -> HolderId {
+        match tokens {
+            PromptTokens::Known => self.slot,
+            PromptTokens::Estimated => self.texts,
+        }
+    }
+
+    /// Whether the worker may have endpoints of this kind.
+    #[inline]
+    pub(crate) fn has_endpoint(&self, kind: Option<EndpointKind>) -> bool {
+        endpoints::has(self.only, kind)
+    }
+
+    /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
+    pub(crate) fn remark(&self, tokens: PromptTokens) -> Option<&'static str> {
+        let by_text = tokens == PromptTokens::Estimated && self.worker.texts.is_some();
+        let text = by_text.then_some("estimated: the tokens of the prompt are unknown; compared by its text");
+        self.worker.cache_view.remark().or(text)
+    }
+}
+
+impl ModelPool {
+    /// A pool without workers. `stats`: what was learned of the model so far.
+    pub(super) fn new(is_relayed: bool, stats: Arc<ModelStats>) -> Self {
+        Self { is_relayed, stats, ..Self::default() }
+    }
+
+    /// Whether its workers are servers of other programs.
+    pub(super) fn is_relayed(&self) -> bool {
+        self.is_relayed
+    }
+
+    pub(crate) fn entries(&self) -> &[WorkerEntry] {
+        &self.entries
+    }
+
+    /// Whether they can serve a request, as far as that depends on its kind.
+    pub(crate) fn takes(&self, request: &Request) -> bool {
+        self.is_relayed == matches!(request.work, Work::Relay(_))
+    }
+
+    /// One card for each hash scheme.
+    pub(crate) fn schemes(&self) -> &[Arc<ModelCard>] {
+        &self.schemes
+    }
+
+    /// The longest prompt plus output that any of them takes, in tokens.
+    pub(crate) fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Whether any of them prefills for others.
+    pub(crate) fn has_prefill_workers(&self) -> bool {
+        self.has_prefill_workers
+    }
+
+    /// The endpoints of the workers.
+    pub(crate) fn endpoints(&self) -> &Endpoints {
+        &self.endpoints
+    }
+
+    /// What is learned of the model.
+    pub(crate) fn stats(&self) -> &Arc<ModelStats> {
+        &self.stats
+    }
+
+    /// Refreshes the load snapshots and locks them for one decision.
+    pub(crate) fn snapshots(&self, now: Timestamp) -> MutexGuard<'_, SnapshotCache> {
+        // A refresh does not panic half-way.
+        let mut snapshots = self.snapshots.lock();
+        snapshots.refresh(self.entries.iter().map(|entry| &*entry.load), now);
+        snapshots
+    }
+
+    /// Counts a prompt that another router has placed.
+    pub(crate) fn prompt_placed_elsewhere(&self, now: Timestamp) {
+        self.snapshots.lock().prompt_arrived(now);
+    }
+
+    /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.
+    pub(super) fn add(&mut self, worker: &Arc<Worker>, cordoned: bool) {
+        let Instance { model: card, role, .. } = &*worker.instance;
+        let same = |scheme: &Arc<ModelCard>| scheme.identity == card.identity && scheme.block_size == card.block_size;
+        let scheme = self.schemes.iter().position(same).unwrap_or_else(|| {
+            self.schemes.push(card.clone());
+            self.schemes.len() - 1
+        });
+        self.context = self.context.max(card.context);
+        let only = worker.engine.only();
+        self.endpoints.add(only);
+        if cordoned {
+            return;
+        }
+        let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
+        let texts = worker.texts.unwrap_or(slot);
+        self.has_prefill_workers |= *role == Role::Prefill;
+        let (worker, load) = (worker.clone(), worker.load.clone());
+        load.learn_for(&self.stats);
+        let (role, context) = (*role, card.context);
+        self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role, context, only });
+    }
+}

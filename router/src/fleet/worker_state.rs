@@ -1,0 +1,285 @@
+//! One worker during one epoch: its engine, health, load, and the index slots of its cache.
+//!
+//! Not here: the workers of a model (`model_pool`), and the list of all workers (`snapshot`).
+
+use super::endpoints;
+use super::estimated_cache::EstimatedCache;
+use super::event_accuracy::CacheView;
+use super::health::{Check, Health, HealthSignal};
+use super::transition::{Cause, Transition};
+use crate::index::HolderId;
+use crate::load::{LoadStats, Timestamp, WorkerLoad};
+use kvbm::Epoch;
+use parking_lot::Mutex;
+use std::fmt::Display;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use worker::engine::{Engine, ModelCard, Request};
+use worker::plane::{Instance, Load, Role, WorkerId};
+
+/// A worker from one start to its next. A request that one run of it did not serve may be sent to the next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct WorkerRun {
+    pub(crate) worker: WorkerId,
+    epoch: Epoch,
+}
+
+/// A worker during one epoch (one life of its process).
+pub(crate) struct Worker {
+    /// Its own description, from discovery.
+    pub(crate) instance: Arc<Instance>,
+    /// Its id as text, for metrics and responses.
+    pub(crate) name: Arc<str>,
+    /// The engine that serves its requests.
+    pub(crate) engine: Arc<dyn Engine>,
+    /// Whether decisions use its KV events or an estimate of its cache.
+    pub(crate) cache_view: CacheView,
+    /// Index slot of that view.
+    pub(crate) slot: HolderId,
+    /// Index slot of its KV events, whether decisions use them or not.
+    pub(crate) announced: HolderId,
+    /// Index slot of the estimate of its cache, if prompts whose tokens are unknown are looked up there.
+    pub(crate) texts: Option<HolderId>,
+    /// Accuracy of its events, and the estimate of its cache.
+    pub(crate) estimated_cache: Arc<EstimatedCache>,
+    /// Its load.
+    pub(crate) load: Arc<WorkerLoad>,
+    /// Cancelled when its lease ends.
+    pub(crate) lease_ended: CancellationToken,
+    health: Mutex<Health>,
+    /// Time of its last output, in nanoseconds since `first_seen`.
+    last_output: AtomicU64,
+    /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
+    batch: AtomicU64,
+    /// Whether it has measured its prefill speed.
+    measured: AtomicBool,
+    first_seen: Instant,
+}
+
+impl Worker {
+    /// A worker. `previous`: the same worker and epoch, joined earlier; its requests are still running.
+    pub(crate) fn new(
+        instance: Arc<Instance>,
+        engine: Arc<dyn Engine>,
+        slot: HolderId,
+        previous: Option<&Self>,
+    ) -> Self {
+        let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
+        let new_load = || if instance.model.is_relayed { WorkerLoad::of_server() } else { WorkerLoad::default() };
+        let load = previous.map_or_else(|| Arc::new(new_load()), |worker| worker.load.clone());
+        Self {
+            name: instance.id.to_string().into(),
+            instance,
+            engine,
+            cache_view,
+            slot: previous.filter(|_| cache_view != CacheView::Events).map_or(slot, |worker| worker.slot),
+            announced: slot,
+            texts: previous.and_then(|worker| worker.texts),
+            estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
+            load,
+            lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
+            health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
+            last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
+            batch: AtomicU64::new(previous.map_or(0, Self::batch)),
+            measured: AtomicBool::new(previous.is_some_and(Self::measured)),
+            first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
+        }
+    }
+
+    /// Whether a worker with this card gets prompts whose tokens are not those of its events, so that its cache is
+    /// estimated from their texts beside its events.
+    pub(crate) fn has_texts(card: &ModelCard) -> bool {
+        card.is_relayed && card.has_exact_blocks
+    }
+
+    /// Whether a worker with this card publishes KV events: a server says so when it is added, and every worker of ours
+    /// does.
+    pub(crate) fn publishes_events(card: &ModelCard) -> bool {
+        !card.is_relayed || card.has_exact_blocks
+    }
+
+    /// The same worker, of which prompts of unknown tokens are looked up at this slot.
+    pub(crate) fn with_texts(self, slot: Option<HolderId>) -> Self {
+        Self { texts: slot, ..self }
+    }
+
+    /// The same worker with another cache view, which has `slot` in the index.
+    pub(crate) fn with_cache_view(&self, cache_view: CacheView, slot: HolderId) -> Self {
+        Self { cache_view, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
+    }
+
+    pub(crate) fn id(&self) -> WorkerId {
+        self.instance.id
+    }
+
+    /// Its id, and where it is if that is not this process, for an operator.
+    pub(crate) fn described(&self) -> String {
+        match self.engine.address() {
+            Some(address) => format!("worker {} ({address})", self.name),
+            None => format!("worker {}", self.name),
+        }
+    }
+
+    pub(crate) fn run(&self) -> WorkerRun {
+        WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
+    }
+
+    /// Whether it may have the endpoint of a request.
+    pub(crate) fn has_endpoint(&self, request: &Request) -> bool {
+        endpoints::has(self.engine.only(), endpoints::kind(request))
+    }
+
+    /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
+    pub(crate) fn decodes(&self) -> bool {
+        self.instance.role != Role::Prefill
+    }
+
+    /// Records that a request has failed, and why, for the log.
+    pub(crate) fn note(&self, signal: HealthSignal, error: &dyn Display) {
+        self.noted(signal, error, Instant::now());
+    }
+
+    fn noted(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
+        if let Some(transition) = self.change(|health| health.note(signal, now)) {
+            transition.log(self.id(), &*self.engine, 1, Cause::Request, error);
+        }
+    }
+
+    /// Records a first output.
+    pub(crate) fn succeeded(&self, now: Instant) {
+        self.touch(now);
+        self.noted(HealthSignal::Healthy, &"", now);
+    }
+
+    /// Records an output.
+    pub(crate) fn touch(&self, now: Instant) {
+        let since = now.saturating_duration_since(self.first_seen);
+        self.last_output.store(since.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// Whether it has returned an output since then.
+    pub(crate) fn active_since(&self, then: Instant) -> bool {
+        self.first_seen + Duration::from_nanos(self.last_output.load(Ordering::Relaxed)) > then
+    }
+
+    /// Records the values of a report that the admission queue reads.
+    pub(crate) fn reported(&self, load: &Load) {
+        self.batch.store(load.sequences_max.into(), Ordering::Relaxed);
+        self.measured.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
+    }
+
+    /// Whether a new request waits neither for queued prompts nor for blocks.
+    pub(crate) fn is_free(&self, now: Instant) -> bool {
+        let LoadStats { prompts, active_blocks, total_blocks, .. } = self.load.stats(now);
+        prompts == 0 && (total_blocks == 0 || active_blocks <= total_blocks)
+    }
+
+    /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
+    pub(crate) fn batch(&self) -> u64 {
+        self.batch.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has measured its prefill speed.
+    pub(crate) fn measured(&self) -> bool {
+        self.measured.load(Ordering::Relaxed)
+    }
+
+    /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
+    /// was idle as long or awaits a trial.
+    pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
+        let health = self.health();
+        if health.is_open() {
+            return health.wants_probe(now, now);
+        }
+        let is_due = |since| health.wants_probe(since, now) && (!health.is_closed() || self.is_idle_since(since, now));
+        now.checked_sub(idle).is_some_and(is_due)
+    }
+
+    /// When the health check that is due became due; `None` if none is. Those that were due first come first.
+    pub(crate) fn probe_due(&self, idle: Duration, now: Instant) -> Option<Instant> {
+        let due = || self.health().probe_due(idle).unwrap_or(self.first_seen + idle);
+        self.wants_probe(idle, now).then(due)
+    }
+
+    /// Whether its health checks fail, or have not been answered since its requests failed.
+    pub(crate) fn fails_health_checks(&self) -> bool {
+        self.health().is_open()
+    }
+
+    /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, it awaits
+    /// a trial, or it was idle for `idle`.
+    pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {
+        let health = self.health();
+        if health.is_open() {
+            return health.wants_probe(now, now);
+        }
+        !health.is_closed() || now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
+    }
+
+    fn is_idle_since(&self, since: Instant, now: Instant) -> bool {
+        let has_requests = || {
+            if self.instance.model.is_relayed {
+                // A server also reports requests of other gateways. They do not show this one that it answers.
+                return self.load.reservations() > 0;
+            }
+            let LoadStats { sequences, prompts, .. } = self.load.stats(now);
+            sequences > 0 || prompts > 0
+        };
+        self.first_seen <= since && !self.active_since(since) && !has_requests()
+    }
+
+    /// Records the start of a health check.
+    pub(crate) fn probe(&self, now: Instant) {
+        self.change(|health| health.probe(now));
+    }
+
+    /// Records the result of a health check. Returns what it has changed.
+    pub(crate) fn probed(&self, signal: HealthSignal) -> Option<Transition> {
+        let now = Instant::now();
+        let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
+        self.change(|health| health.probed(check, signal, now))
+    }
+
+    /// Records that a request is sent to it.
+    pub(crate) fn request_sent(&self, now: Instant) {
+        // Only a breaker that is not closed has a trial.
+        if self.is_failing() {
+            self.change(|health| health.request_sent(now));
+        }
+    }
+
+    /// Whether its requests or health checks have failed, and no request has shown yet that it works again.
+    pub(crate) fn is_failing(&self) -> bool {
+        !self.health().is_closed()
+    }
+
+    /// Whether they have failed for seconds.
+    pub(crate) fn is_down(&self) -> bool {
+        self.health().is_down()
+    }
+
+    /// Whether it is to be passed over while others are available.
+    pub(crate) fn is_ejected(&self, now: impl Into<Timestamp>) -> bool {
+        self.load.is_ejected(now)
+    }
+
+    fn health(&self) -> Health {
+        *self.health.lock()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Health)) -> Option<Transition> {
+        let mut health = self.health.lock();
+        let was_closed = health.is_closed();
+        change(&mut health);
+        // Decisions read the published load instead of taking this lock.
+        self.load.eject_until(health.ejected_until().map(Timestamp::from));
+        match (was_closed, health.is_closed()) {
+            (true, false) => Some(Transition::Opened),
+            (false, true) => Some(Transition::Closed),
+            (true, true) | (false, false) => None,
+        }
+    }
+}
