@@ -56,6 +56,9 @@ enum Content {
     Ended,
 }
 
+/// The text of a response to a request for a worker that is not registered.
+const NO_ENGINE: &str = "no worker with this id takes requests here";
+
 /// Largest request: a prompt of ten million tokens.
 const MAX_REQUEST_BYTES: usize = 64 << 20;
 
@@ -91,12 +94,8 @@ impl RequestServer {
         if let Some((status, why)) = self.refusal(headers) {
             return error(status, &why);
         }
-        let engine = worker.parse().ok().map(WorkerId).and_then(|id| {
-            let engine = self.engines.lock().get(&id).map(|(_, engine)| Arc::clone(engine));
-            Some((id, engine?))
-        });
-        let Some((id, engine)) = engine else {
-            return error(StatusCode::NOT_FOUND, "no worker with this id takes requests here");
+        let Some((id, engine)) = self.engine(worker) else {
+            return error(StatusCode::NOT_FOUND, NO_ENGINE);
         };
         let request = match Limited::new(body, MAX_REQUEST_BYTES).collect().await {
             Ok(body) => wire::decode_request(&body.to_bytes(), Instant::now()),
@@ -111,6 +110,27 @@ impl RequestServer {
                 response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error))))
             }
         }
+    }
+
+    /// Answers `POST /workers/<worker>/prefetch`, once the copy has ended. Dropping the future stops it.
+    pub async fn respond_prefetch<B>(&self, worker: &str, headers: &HeaderMap, body: B) -> Response<ResponseBody>
+    where
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<Box<dyn StdError + Send + Sync>>,
+    {
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
+        }
+        let Some((_, engine)) = self.engine(worker) else {
+            return error(StatusCode::NOT_FOUND, NO_ENGINE);
+        };
+        let copy = match Limited::new(body, MAX_BLOCKS_BYTES).collect().await {
+            Ok(body) => wire::decode_prefix_copy(&body.to_bytes()),
+            Err(problem) => return error(StatusCode::BAD_REQUEST, &problem.to_string()),
+        };
+        let Ok(copy) = copy else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
+        let prefetched = engine.prefetch(copy).await;
+        response(StatusCode::OK, Content::Text(Some(wire::encode_prefetched(&prefetched))))
     }
 
     /// Answers `POST /workers/<worker>/blocks`.
@@ -146,6 +166,13 @@ impl RequestServer {
             Some(progress) => response(StatusCode::OK, Content::Progress(ProgressFrames::new(progress))),
             None => error(StatusCode::NOT_FOUND, "the hand-over has ended"),
         }
+    }
+
+    /// A registered worker of this process.
+    fn engine(&self, worker: &str) -> Option<(WorkerId, Arc<dyn Engine>)> {
+        let id = WorkerId(worker.parse().ok()?);
+        let engine = self.engines.lock().get(&id).map(|(_, engine)| Arc::clone(engine))?;
+        Some((id, engine))
     }
 
     /// Why a request is refused: its secret or its protocol number is another one.
