@@ -3,7 +3,7 @@
 //! It uses neither of these rooms, and they do not use each other. What needs a few parts of it takes these parts.
 
 use crate::admission::Admission;
-use crate::booking::{InflightPrefixes, ReplicaOutbox};
+use crate::booking::{InflightPrefixes, PrefixCopies, ReplicaOutbox};
 use crate::fleet::Fleet;
 use crate::hash::splitmix64;
 use crate::index::Index;
@@ -27,6 +27,8 @@ pub(crate) struct Core {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) index: Arc<Index>,
     pub(crate) inflight: Arc<InflightPrefixes>,
+    /// Copies of shared prefixes that workers make ahead of demand.
+    pub(crate) copies: Arc<PrefixCopies>,
     pub(crate) metrics: Arc<Metrics>,
     /// Changes of reservations for other routers.
     pub(crate) outbox: Arc<ReplicaOutbox>,
@@ -63,6 +65,7 @@ impl Core {
             index: Arc::new(Index::with_memory_limit(resolved.settings.index_memory.as_usize())),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
+            copies: Arc::default(),
             admission: Admission::new(&metrics),
             metrics: Arc::new(metrics),
             outbox: ReplicaOutbox::new(),

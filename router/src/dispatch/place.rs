@@ -1,5 +1,6 @@
 //! Places a request: looks up its prefix in the index, has policy choose workers, and reserves their capacity.
 
+use super::copy_ahead;
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
 use crate::fleet::{PromptTokens, Worker, WorkerRun};
@@ -148,6 +149,9 @@ fn choose(
     if span.is_recorded() {
         describe(span, tuning.policy.name(), &decision);
     }
+    if resolved.settings.prefetch {
+        copy_ahead::order(core, &decision, &overlaps, now);
+    }
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
@@ -184,7 +188,8 @@ fn book(
 ) -> Box<Placement> {
     let row = &decision.chosen;
     let wanted = request.explain || tracing::enabled!(tracing::Level::DEBUG);
-    let explanation = wanted.then(|| explain::line(policy, decision, tried));
+    let explanation =
+        wanted.then(|| explain::line(policy, decision, tried, copy_ahead::on_the_way(core, decision, overlaps)));
     let trace_id = request.attributes.trace.trace_id();
     let explanation = explanation.map(|line| match trace_id {
         Some(id) => explain::traced(&line, &id),
