@@ -49,8 +49,8 @@ use std::time::Duration;
 ///   step.
 /// - The same request with the same seed MUST give the same tokens, whatever else is running, also when another engine
 ///   has generated the first of them.
-/// - `prefetch` MUST NOT delay requests, and MUST NOT evict blocks that requests use: the engine declines what it has no
-///   room for, and gives way while requests wait. Dropping the future MUST stop the copy.
+/// - `prefetch` MUST NOT delay requests, and MUST NOT evict blocks that requests use: the engine declines what it has
+///   no room for, and gives way while requests wait. Dropping the future MUST stop the copy.
 /// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
 ///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the

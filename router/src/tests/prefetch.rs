@@ -104,3 +104,18 @@ async fn a_cordoned_worker_gets_no_copy() {
     burst(&harness, &hot).await;
     assert!(idle.copies.lock().is_empty());
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_copy_ends_when_its_worker_leaves() {
+    let harness = defaults();
+    let (hot, [_holder, idle]) = hot(&harness).await;
+    *idle.copy_answer.lock() = complete();
+    let leave = async {
+        sleep(Duration::from_millis(500)).await;
+        assert_eq!(idle.copies.lock().len(), 1, "a copy is being made");
+        harness.roster.expire(WorkerId(2));
+    };
+    futures::future::join(burst(&harness, &hot), leave).await;
+    let counted = |outcome| harness.router.core.metrics.prefix_copies.with_label_values(&[outcome]).get();
+    assert_eq!((counted("cancelled"), counted("complete")), (1, 0));
+}
