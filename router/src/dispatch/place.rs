@@ -149,7 +149,8 @@ fn choose(
     if span.is_recorded() {
         describe(span, tuning.policy.name(), &decision);
     }
-    if resolved.settings.prefetch {
+    // A server of another program shares its memory with no other.
+    if resolved.settings.prefetch && !matches!(request.work, Work::Relay(_)) {
         copy_ahead::order(core, &decision, &overlaps, now);
     }
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));

@@ -97,3 +97,15 @@ async fn an_engine_that_never_copies_declines() {
     let pair = Pair::open(Arc::new(Endless::default())).await;
     assert_eq!(pair.remote.prefetch(copy()).await, Err(PrefetchError::Unsupported));
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_ends_when_its_worker_is_deregistered() {
+    let engine = Copies::answering(None);
+    let mut pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let remote = RemoteEngine::new(&pair.instance, &pair.address, None);
+    let copying = tokio::spawn(async move { remote.prefetch(copy()).await });
+    until("the copy begins", || engine.running.load(Ordering::SeqCst) == 1).await;
+    pair.lease = Lease::new(|| ());
+    assert_eq!(copying.await.unwrap(), Err(PrefetchError::Busy));
+    assert_eq!(engine.running.load(Ordering::SeqCst), 0);
+}
