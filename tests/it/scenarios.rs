@@ -310,7 +310,9 @@ async fn a_client_that_disconnects_stops_the_computation(layout: Layout) {
     assert!(generated < 10_000.0, "{generated} tokens were generated for a client that was gone");
 }
 
-/// A prompt of more than the 1,024 tokens of which demand is counted.
+/// The prompt of this seed begins with no block of another one of these tests.
+const HOT_SEED: u32 = 200;
+/// More than the 1,024 tokens of which demand is counted.
 const HOT_TOKENS: u32 = 1100;
 /// Blocks of the prefix that is copied.
 const SHARED_BLOCKS: u64 = 64;
@@ -347,7 +349,7 @@ impl<'a> Imbalance<'a> {
 
     /// Asks for the prompt, four requests at a time, until the condition holds.
     async fn ask_until(&self, what: &str, condition: impl AsyncFn() -> bool) {
-        let mut body = for_session(&prompt(7, HOT_TOKENS), 200, &self.busy);
+        let mut body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 200, &self.busy);
         body["stream"] = true.into();
         for _ in 0..100 {
             let mut streams = Vec::new();
@@ -366,7 +368,7 @@ impl<'a> Imbalance<'a> {
 
     /// The blocks of the prompt that the router knows to be in the host memory of the idle worker.
     async fn copied_blocks(&self) -> u64 {
-        let body = for_session(&prompt(7, HOT_TOKENS), 1, &self.busy);
+        let body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 1, &self.busy);
         let (explained, _) = explained(self.deployment, &body).await;
         let candidates = explained["candidates"].as_array().unwrap();
         let idle = candidates.iter().find(|candidate| candidate["worker"] == self.idle.0.as_str());
@@ -400,7 +402,7 @@ async fn a_hot_prefix_is_copied_to_an_idle_worker_before_a_request_needs_it(layo
     within_minutes("the router learns of the copy", async || load.copied_blocks().await >= SHARED_BLOCKS).await;
     let prefetched = deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await;
     assert!(prefetched >= SHARED_BLOCKS as f64, "{prefetched}");
-    let hot = prompt(7, HOT_TOKENS);
+    let hot = prompt(HOT_SEED, HOT_TOKENS);
     let (_, there) = explained(&deployment, &for_session(&hot, 24, &load.busy)).await;
     let (decision, here) = explained(&deployment, &for_session(&hot, 24, &load.idle.1)).await;
     assert_eq!(decision["chosen"], load.idle.0.as_str(), "{decision}");
