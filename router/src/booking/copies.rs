@@ -34,6 +34,8 @@ struct Pause {
     until: Instant,
     /// Orders in a row that it did not carry out.
     failures: u32,
+    /// The prefix that it has copied last, and until when it does not get that again.
+    copied: Option<(u64, Instant)>,
 }
 
 /// An order, to be carried out. Dropping it without an end says that it was cancelled.
@@ -62,6 +64,8 @@ const MAX_ON_THE_WAY: usize = 4;
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Pause of a worker after a copy: by then its events have arrived.
 const PAUSE_AFTER_COPY: Duration = Duration::from_secs(1);
+/// Time after which a worker gets the same prefix again, at the earliest. One that evicts it before has no room for it.
+const PAUSE_OF_PREFIX: Duration = Duration::from_mins(1);
 /// Pause after a first order that a worker did not carry out; doubled after each further one, up to the longest, which
 /// is also that of a worker that never copies. It may be replaced by another version.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
@@ -78,10 +82,12 @@ impl PrefixCopies {
         true
     }
 
-    /// Workers that get no copy now: each gets another one, or pauses.
-    pub(crate) fn unavailable(&self, now: Instant) -> Vec<WorkerId> {
+    /// Workers that get no copy of a prefix now: each gets another one, or pauses.
+    pub(crate) fn unavailable(&self, prefix: u64, now: Instant) -> Vec<WorkerId> {
         let state = self.state.lock();
-        let paused = state.pauses.iter().filter(|(_, pause)| now < pause.until).map(|(worker, _)| *worker);
+        let has_copied = |pause: &Pause| pause.copied.is_some_and(|(other, until)| other == prefix && now < until);
+        let is_paused = |pause: &Pause| now < pause.until || has_copied(pause);
+        let paused = state.pauses.iter().filter(|(_, pause)| is_paused(pause)).map(|(worker, _)| *worker);
         state.on_the_way.keys().copied().chain(paused).collect()
     }
 
@@ -114,16 +120,19 @@ impl PrefixCopies {
 
     fn ended(&self, worker: WorkerId, end: Option<CopyEnd>, now: Instant) {
         let mut state = self.state.lock();
-        state.on_the_way.remove(&worker);
-        let failures = state.pauses.get(&worker).map_or(0, |pause| pause.failures);
+        let prefix = state.on_the_way.remove(&worker);
+        let before = state.pauses.get(&worker).copied().unwrap_or(Pause { until: now, failures: 0, copied: None });
         let pause = match end {
             None => return,
-            Some(CopyEnd::Done) => Pause { until: now + PAUSE_AFTER_COPY, failures: 0 },
-            Some(CopyEnd::Failed) => {
-                let doubled = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(failures));
-                Pause { until: now + doubled.min(LONGEST_PAUSE), failures: failures + 1 }
+            Some(CopyEnd::Done) => {
+                let copied = prefix.map(|prefix| (prefix, now + PAUSE_OF_PREFIX));
+                Pause { until: now + PAUSE_AFTER_COPY, failures: 0, copied }
             }
-            Some(CopyEnd::Unsupported) => Pause { until: now + LONGEST_PAUSE, failures },
+            Some(CopyEnd::Failed) => {
+                let doubled = FIRST_PAUSE.saturating_mul(2_u32.saturating_pow(before.failures));
+                Pause { until: now + doubled.min(LONGEST_PAUSE), failures: before.failures + 1, ..before }
+            }
+            Some(CopyEnd::Unsupported) => Pause { until: now + LONGEST_PAUSE, ..before },
         };
         // Of workers that have left, too.
         state.pauses.retain(|_, pause| now < pause.until + LONGEST_PAUSE);
@@ -156,8 +165,8 @@ mod tests {
         let is_paused_after = |end, now: Instant, seconds: u64| {
             copies.ended(WORKER, Some(end), now);
             let until = now + Duration::from_secs(seconds);
-            assert!(copies.unavailable(until - Duration::from_millis(1)).contains(&WORKER), "{end:?}: {seconds} s");
-            assert!(!copies.unavailable(until).contains(&WORKER), "{end:?}: {seconds} s");
+            assert!(copies.unavailable(0, until - Duration::from_millis(1)).contains(&WORKER), "{end:?}: {seconds} s");
+            assert!(!copies.unavailable(0, until).contains(&WORKER), "{end:?}: {seconds} s");
         };
         for seconds in [5, 10, 20, 40, 80, 160, 300, 300] {
             is_paused_after(CopyEnd::Failed, now, seconds);
@@ -166,6 +175,17 @@ mod tests {
         is_paused_after(CopyEnd::Done, now, 1);
         is_paused_after(CopyEnd::Failed, now, 5);
         is_paused_after(CopyEnd::Unsupported, now, 300);
+    }
+
+    #[test]
+    fn a_worker_gets_the_same_prefix_again_only_after_a_while() {
+        let (copies, now) = (PrefixCopies::default(), Instant::now());
+        copies.state.lock().on_the_way.insert(WORKER, 7);
+        copies.ended(WORKER, Some(CopyEnd::Done), now);
+        let is_unavailable =
+            |prefix, seconds| copies.unavailable(prefix, now + Duration::from_secs(seconds)) == [WORKER];
+        assert!(is_unavailable(7, 59) && !is_unavailable(7, 60));
+        assert!(is_unavailable(8, 0) && !is_unavailable(8, 1), "another prefix");
     }
 
     #[test]
@@ -180,6 +200,6 @@ mod tests {
         assert_eq!(copies.receivers(1), [WorkerId(1), WorkerId(3)]);
         copies.ended(WORKER, None, later);
         assert!(copies.may_order(later), "one was cancelled");
-        assert_eq!(copies.unavailable(later), [WorkerId(0), WorkerId(2), WorkerId(3)]);
+        assert_eq!(copies.unavailable(0, later), [WorkerId(0), WorkerId(2), WorkerId(3)]);
     }
 }

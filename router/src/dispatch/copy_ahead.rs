@@ -18,7 +18,7 @@ pub(super) fn order(core: &Core, decision: &Decision<'_>, overlaps: &Overlaps, n
     if !core.copies.may_order(now) {
         return;
     }
-    let (unavailable, receivers) = (core.copies.unavailable(now), core.copies.receivers(prefix));
+    let (unavailable, receivers) = (core.copies.unavailable(prefix, now), core.copies.receivers(prefix));
     let Some(planned) = decision.copy_ahead(&unavailable, &receivers) else { return };
     let peer = planned.from.map(|from| PeerTicket { peer: from.id(), url: from.engine.address() });
     tracing::debug!(
