@@ -10,6 +10,7 @@
 
 mod block_manager;
 mod expiry;
+mod host_copy;
 mod inflight;
 mod locate;
 mod offload;
@@ -21,6 +22,7 @@ mod sources;
 mod throughput;
 
 pub use block_manager::BlockManager;
+pub use host_copy::{Copied, NoRoom};
 pub use onboard::{Onboarded, Onboarding, Recompute};
 pub use sources::Speed;
 

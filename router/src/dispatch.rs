@@ -16,6 +16,7 @@
 pub(crate) mod admit;
 mod attempt;
 mod continued;
+mod copy_ahead;
 mod handoff;
 mod place;
 mod prediction;

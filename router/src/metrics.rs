@@ -23,6 +23,7 @@ pub(crate) struct Metrics {
     pub(crate) regret_seconds: Counter,
     pub(crate) shared_prefix_copies: Histogram,
     pub(crate) replications: IntCounter,
+    pub(crate) prefix_copies: IntCounterVec,
     pub(crate) index_source: IntGaugeVec,
     pub(crate) queued_prefill_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
@@ -145,6 +146,12 @@ impl Metrics {
             replications: counter(
                 "blockyard_router_prefix_replications_total",
                 "Requests that were placed on a worker without their shared prefix while others held it.",
+            )?,
+            prefix_copies: counters(
+                "blockyard_router_prefix_copies_total",
+                "Copies of shared prefixes that workers were told to make ahead of demand, by outcome: started, and \
+                 then complete, busy, no_memory, not_found, timed_out, unsupported, failed or cancelled.",
+                &["outcome"],
             )?,
             index_source: gauges(
                 "blockyard_router_worker_index_source",

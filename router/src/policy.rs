@@ -8,6 +8,7 @@
 
 mod capacity;
 mod composition;
+mod copy_ahead;
 mod cost;
 mod decide;
 mod disaggregate;

@@ -22,6 +22,10 @@ pub struct Settings {
     /// Weight of the time between tokens, of a request and of those beside it, relative to the time to first token. At
     /// 1 both count the same in units of their targets (`slo`). 0 considers the time to first token only. Default 1.
     pub decode_interference_weight: f64,
+    /// Whether workers copy prefixes that many requests share into their host memory before a request needs them, from
+    /// the memory of another worker or from a store. Default true: no request waits for it. False where each read of a
+    /// store costs money.
+    pub prefetch: bool,
     /// Seed of random choices (`random`, `power-of-two`, and ties). Default 0. Each router replica mixes its own id in,
     /// so that replicas choose differently.
     pub seed: u64,
@@ -75,6 +79,7 @@ impl Default for Settings {
             policy: Policy::Kv,
             disaggregation: Disaggregation::Auto,
             decode_interference_weight: 1.0,
+            prefetch: true,
             seed: 0,
             index_memory: ByteSize(Index::DEFAULT_MEMORY_LIMIT as u64),
             trace_file: None,

@@ -3,7 +3,7 @@
 //! It uses neither of these rooms, and they do not use each other. What needs a few parts of it takes these parts.
 
 use crate::admission::Admission;
-use crate::booking::{InflightPrefixes, ReplicaOutbox};
+use crate::booking::{InflightPrefixes, PrefixCopies, ReplicaOutbox};
 use crate::fleet::Fleet;
 use crate::hash::{HashCache, splitmix64};
 use crate::index::Index;
@@ -29,6 +29,8 @@ pub(crate) struct Core {
     /// Block hashes of recent prompts.
     pub(crate) hash_cache: HashCache,
     pub(crate) inflight: Arc<InflightPrefixes>,
+    /// Copies of shared prefixes that workers make ahead of demand.
+    pub(crate) copies: Arc<PrefixCopies>,
     pub(crate) metrics: Arc<Metrics>,
     /// Changes of reservations for other routers.
     pub(crate) outbox: Arc<ReplicaOutbox>,
@@ -66,6 +68,7 @@ impl Core {
             hash_cache: HashCache::default(),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),
+            copies: Arc::default(),
             admission: Admission::new(&metrics),
             metrics: Arc::new(metrics),
             outbox: ReplicaOutbox::new(),

@@ -10,6 +10,7 @@ pub(crate) mod harness;
 mod kinds;
 mod observability;
 mod placement;
+mod prefetch;
 mod replicas;
 mod retries;
 mod trace_file;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   frontends ── POST /workers/<id>/generate ──▶ RequestServer ─▶ worker … worker      planes on NATS
+//!            ── POST /workers/<id>/prefetch ──▶   └────────────▶ copy of a prefix ahead of demand
 //!   decode workers ── POST /workers/<id>/blocks ──▶      └──────▶ memory of the worker
 //!                  ── GET /workers/<id>/handoffs/<id> ──▶  └────▶ progress of a prefill
 //! ```
@@ -227,6 +228,7 @@ fn routes(requests: Arc<RequestServer>, refused: Arc<RefusedRequests>, requires_
     Router::new()
         .route("/workers/{worker}/generate", post(generate))
         .route("/workers/{worker}/blocks", post(blocks))
+        .route("/workers/{worker}/prefetch", post(prefetch))
         .route("/workers/{worker}/handoffs/{handoff}", get(progress))
         .with_state(requests)
         .route_layer(from_fn(move |request: Request, next: Next| {
@@ -264,6 +266,15 @@ async fn blocks(
 ) -> Response<Body> {
     let (head, body) = request.into_parts();
     requests.respond_blocks(&worker, &head.headers, body).await.map(Body::new)
+}
+
+async fn prefetch(
+    State(requests): State<Arc<RequestServer>>,
+    Path(worker): Path<String>,
+    request: Request,
+) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    requests.respond_prefetch(&worker, &head.headers, body).await.map(Body::new)
 }
 
 async fn progress(

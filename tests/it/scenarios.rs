@@ -6,6 +6,7 @@
 use super::cluster::{Cluster, Seat, Streamed, until_workers};
 use super::process::{Client, Process, client};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -43,6 +44,9 @@ scenarios! {
     a_running_stream_ends_before_the_deployment_stops
     all_choices_of_a_request_are_streamed
     a_client_that_disconnects_stops_the_computation
+    a_hot_prefix_is_copied_to_an_idle_worker_before_a_request_needs_it
+    a_worker_without_host_memory_gets_no_copy
+    no_prefix_is_copied_ahead_of_demand_when_that_is_off
 }
 
 /// Roles of the workers, and further arguments.
@@ -304,4 +308,126 @@ async fn a_client_that_disconnects_stops_the_computation(layout: Layout) {
     within_minutes("the request ends", idle).await;
     let generated = deployment.worker_metric("blockyard_worker_generated_tokens_total", "").await;
     assert!(generated < 10_000.0, "{generated} tokens were generated for a client that was gone");
+}
+
+/// The prompt of this seed begins with no block of another one of these tests.
+const HOT_SEED: u32 = 200;
+/// More than the 1,024 tokens of which demand is counted.
+const HOT_TOKENS: u32 = 1100;
+/// Blocks of the prefix that is copied.
+const SHARED_BLOCKS: u64 = 64;
+
+/// Two workers, of which a request gets the one of its session.
+fn two_workers(worker: &[&str], frontend: &[&str]) -> Options {
+    let owned =
+        |arguments: &[&str]| -> Vec<String> { arguments.iter().map(|argument| (*argument).to_owned()).collect() };
+    let frontend = [&["--set", "router.policy=session"][..], frontend].concat();
+    Options { roles: vec!["both:1", "both:1"], worker: owned(worker), frontend: owned(&frontend) }
+}
+
+/// Two workers: one that serves all requests for a prompt, and an idle one.
+struct Imbalance<'a> {
+    deployment: &'a Deployment,
+    /// The session of the first.
+    busy: String,
+    /// The other worker and its session.
+    idle: (String, String),
+}
+
+impl<'a> Imbalance<'a> {
+    async fn new(deployment: &'a Deployment) -> Self {
+        let mut sessions = BTreeMap::new();
+        for nth in 0..100 {
+            let session = format!("session {nth}");
+            let (explained, _) = explained(deployment, &for_session(&prompt(nth, 20), 1, &session)).await;
+            sessions.entry(explained["chosen"].as_str().unwrap().to_owned()).or_insert(session);
+        }
+        assert_eq!(sessions.len(), 2, "a hundred sessions belong to two workers");
+        let (_, busy) = sessions.pop_first().unwrap();
+        Self { deployment, busy, idle: sessions.pop_first().unwrap() }
+    }
+
+    /// Asks for the prompt, four requests at a time, until the condition holds.
+    async fn ask_until(&self, what: &str, condition: impl AsyncFn() -> bool) {
+        let mut body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 200, &self.busy);
+        body["stream"] = true.into();
+        for _ in 0..100 {
+            let mut streams = Vec::new();
+            for _ in 0..4 {
+                streams.push(Streamed::start(&self.deployment.api, &body).await);
+            }
+            for stream in streams {
+                stream.read_to_the_end().await;
+            }
+            if condition().await {
+                return;
+            }
+        }
+        panic!("{what}, after 400 requests");
+    }
+
+    /// The blocks of the prompt that the router knows to be in the host memory of the idle worker.
+    async fn copied_blocks(&self) -> u64 {
+        let body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 1, &self.busy);
+        let (explained, _) = explained(self.deployment, &body).await;
+        let candidates = explained["candidates"].as_array().unwrap();
+        let idle = candidates.iter().find(|candidate| candidate["worker"] == self.idle.0.as_str());
+        idle.map_or(0, |idle| idle["cached_blocks"]["g2"].as_u64().unwrap_or(0))
+    }
+
+    /// Copies that the router has counted with this outcome.
+    async fn copies(&self, outcome: &str) -> f64 {
+        let label = format!("outcome=\"{outcome}\"");
+        self.deployment.client().metric("blockyard_router_prefix_copies_total", &label).await
+    }
+}
+
+fn for_session(prompt: &[u32], tokens: u32, session: &str) -> Value {
+    json!({"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+        "prompt_cache_key": session})
+}
+
+/// The router's explanation of a request, and its answer.
+async fn explained(deployment: &Deployment, body: &Value) -> (Value, Value) {
+    let request = client().post(format!("{}/v1/completions", deployment.client().url)).json(body);
+    let response = request.header("x-blockyard-explain", "1").send().await.unwrap();
+    let explained = response.headers()["x-blockyard-explain"].to_str().unwrap().to_owned();
+    (serde_json::from_str(&explained).unwrap(), response.json().await.unwrap())
+}
+
+async fn a_hot_prefix_is_copied_to_an_idle_worker_before_a_request_needs_it(layout: Layout) {
+    let Some(deployment) = Deployment::start(layout, two_workers(&[], &[])).await else { return };
+    let load = Imbalance::new(&deployment).await;
+    load.ask_until("a copy is made", async || load.copies("complete").await > 0.0).await;
+    within_minutes("the router learns of the copy", async || load.copied_blocks().await >= SHARED_BLOCKS).await;
+    let prefetched = deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await;
+    assert!(prefetched >= SHARED_BLOCKS as f64, "{prefetched}");
+    let hot = prompt(HOT_SEED, HOT_TOKENS);
+    let (_, there) = explained(&deployment, &for_session(&hot, 24, &load.busy)).await;
+    let (decision, here) = explained(&deployment, &for_session(&hot, 24, &load.idle.1)).await;
+    assert_eq!(decision["chosen"], load.idle.0.as_str(), "{decision}");
+    assert_eq!(here["choices"][0]["text"], there["choices"][0]["text"]);
+    // On a busy machine some of the blocks may load too slowly, and are computed.
+    assert!(cached(&here) > 0, "{here}");
+}
+
+async fn a_worker_without_host_memory_gets_no_copy(layout: Layout) {
+    let options = two_workers(&["--set", "tiers.g2=off"], &[]);
+    let Some(deployment) = Deployment::start(layout, options).await else { return };
+    let load = Imbalance::new(&deployment).await;
+    load.ask_until("a worker declines a copy", async || load.copies("no_memory").await > 0.0).await;
+    assert!(load.copies("complete").await < 1.0);
+    assert!(deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await < 1.0);
+}
+
+async fn no_prefix_is_copied_ahead_of_demand_when_that_is_off(layout: Layout) {
+    let options = two_workers(&[], &["--set", "router.prefetch=false"]);
+    let Some(deployment) = Deployment::start(layout, options).await else { return };
+    let load = Imbalance::new(&deployment).await;
+    // More than a copy takes that is made.
+    for _ in 0..3 {
+        load.ask_until("once", async || true).await;
+    }
+    assert_eq!(load.copied_blocks().await, 0);
+    assert!(load.copies("started").await < 1.0);
 }

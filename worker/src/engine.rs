@@ -6,6 +6,7 @@ pub(crate) mod contract;
 mod error;
 mod model_card;
 mod output;
+mod prefetch;
 mod relay;
 mod request;
 mod tokenize;
@@ -15,6 +16,7 @@ pub use error::Error;
 pub use kvbm::{Domain, Priority, Retention};
 pub use model_card::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
+pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
@@ -47,6 +49,8 @@ use std::time::Duration;
 ///   step.
 /// - The same request with the same seed MUST give the same tokens, whatever else is running, also when another engine
 ///   has generated the first of them.
+/// - `prefetch` MUST NOT delay requests, and MUST NOT evict blocks that requests use: the engine declines what it has
+///   no room for, and gives way while requests wait. Dropping the future MUST stop the copy.
 /// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
 ///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the
@@ -115,6 +119,11 @@ pub trait Engine: Send + Sync + 'static {
                 None => Err(Error::Failed("the stream ended without an output".to_owned())),
             }
         })
+    }
+
+    /// Copies a prefix into the engine's host memory before a request needs it, and resolves when that is done.
+    fn prefetch(&self, _copy: PrefixCopy) -> BoxFuture<'_, Result<Prefetched, PrefetchError>> {
+        Box::pin(std::future::ready(Err(PrefetchError::Unsupported)))
     }
 
     /// Discovery says that the engine has left. Its running requests may go on: a worker that drains, or cannot renew

@@ -17,7 +17,7 @@ mod progress;
 
 pub use progress::{HandoffId, HandoffProgress, Progress, ProgressStream};
 
-use crate::engine::Handoff;
+use crate::engine::{Handoff, PeerMemory};
 use crate::plane::WorkerId;
 use bytes::Bytes;
 use dashmap::DashMap;
@@ -38,6 +38,15 @@ pub struct HandoffTicket {
     pub handoff: HandoffId,
 }
 
+/// A worker whose memory a prefix is copied from.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct PeerTicket {
+    /// The worker.
+    pub peer: WorkerId,
+    /// The URL of its process, if that is another one.
+    pub url: Option<String>,
+}
+
 /// The blocks of a hand-over.
 pub struct HandedBlocks {
     /// The memory that has them.
@@ -55,6 +64,18 @@ impl HandoffTicket {
     /// Reads a ticket; `None` when the bytes are not a ticket of this engine.
     pub fn decode(handoff: &Handoff) -> Option<Self> {
         serde_json::from_slice(&handoff.0).ok()
+    }
+}
+
+impl PeerTicket {
+    /// The ticket as opaque bytes.
+    pub fn encode(&self) -> PeerMemory {
+        PeerMemory(serde_json::to_vec(self).map(Bytes::from).expect("a ticket serializes to JSON"))
+    }
+
+    /// Reads a ticket; `None` when the bytes are not a ticket of this engine.
+    pub fn decode(memory: &PeerMemory) -> Option<Self> {
+        serde_json::from_slice(&memory.0).ok()
     }
 }
 
@@ -127,15 +148,29 @@ impl Peers {
             let progress = self.follow(ticket.handoff).unwrap_or_else(|| stream::empty().boxed());
             return Some(HandedBlocks { memory, progress });
         }
-        let (others, url) = (self.0.others.as_ref()?, ticket.url.as_ref()?);
-        let connect = || (url.clone(), (others.connect)(ticket.peer, url));
-        let mut known = self.0.remote.entry(ticket.peer).or_insert_with(connect);
-        if known.0 != *url {
-            *known = connect();
-        }
-        let memory = Arc::clone(&known.1);
+        let memory = self.remote(ticket.peer, ticket.url.as_deref()?)?;
         let progress = memory.progress(ticket.handoff);
         Some(HandedBlocks { memory, progress })
+    }
+
+    /// The memory of a worker of this process or another one. `None`: the worker is unknown.
+    pub fn memory(&self, ticket: &PeerTicket) -> Option<Arc<dyn Tier>> {
+        if let Some(memory) = self.find_local(ticket.peer) {
+            return Some(memory);
+        }
+        let memory = self.remote(ticket.peer, ticket.url.as_deref()?)?;
+        Some(memory)
+    }
+
+    /// The memory of a worker of another process.
+    fn remote(&self, peer: WorkerId, url: &str) -> Option<Arc<dyn RemoteMemory>> {
+        let others = self.0.others.as_ref()?;
+        let connect = || (url.to_owned(), (others.connect)(peer, url));
+        let mut known = self.0.remote.entry(peer).or_insert_with(connect);
+        if known.0 != url {
+            *known = connect();
+        }
+        Some(Arc::clone(&known.1))
     }
 
     /// Number of hand-overs of this process that have not ended.

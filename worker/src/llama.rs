@@ -17,6 +17,7 @@ mod engine;
 mod limits;
 mod loader;
 mod model;
+mod prefetch;
 mod runtime;
 mod scheduler;
 mod settings;

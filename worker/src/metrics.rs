@@ -27,6 +27,9 @@ pub struct Metrics {
     handoffs_sent: IntCounterVec,
     handoffs_received: IntCounterVec,
     handoff_bytes: IntCounterVec,
+    prefetches: IntCounterVec,
+    prefetched_blocks: IntCounterVec,
+    prefetched_bytes: IntCounterVec,
 }
 
 /// How keeping the blocks of a prefill for another worker ended.
@@ -65,9 +68,25 @@ pub(crate) enum HandoffPhase {
     AfterPrefill,
 }
 
+/// How a copy of a prefix ahead of demand ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum PrefetchOutcome {
+    Complete,
+    /// Declined: requests waited, or another prefix was being copied.
+    Busy,
+    /// Declined: the host memory is too small, or there is none.
+    NoMemory,
+    /// Its source did not have it.
+    NotFound,
+    TimedOut,
+    /// It was cancelled: the worker or the router stopped.
+    Cancelled,
+}
+
 const HANDOFF_ENDS: [&str; 4] = ["released", "cancelled", "expired", "reclaimed"];
 const ARRIVAL_OUTCOMES: [&str; 5] = ["complete", "failed", "stalled", "unknown", "cancelled"];
 const HANDOFF_PHASES: [&str; 2] = ["prefill", "after_prefill"];
+const PREFETCH_OUTCOMES: [&str; 6] = ["complete", "busy", "no_memory", "not_found", "timed_out", "cancelled"];
 
 /// Histogram buckets of the parts of a request, in seconds: from a step of a small model to a queue of minutes.
 const PHASE_SECONDS: [f64; 17] =
@@ -154,6 +173,17 @@ impl Metrics {
                 "Bytes of blocks from prefill workers, while the prompt was computed there and afterwards",
                 &["worker", "phase"],
             )?,
+            prefetches: counter(
+                "prefetches_total",
+                "Prefixes that the worker was to copy into its host memory ahead of demand, by how that ended",
+                &["worker", "outcome"],
+            )?,
+            prefetched_blocks: counter(
+                "prefetched_blocks_total",
+                "Blocks that the worker copied into its host memory ahead of demand",
+                &["worker"],
+            )?,
+            prefetched_bytes: counter("prefetched_bytes_total", "Bytes of these blocks", &["worker"])?,
         })
     }
 
@@ -181,6 +211,9 @@ impl Metrics {
             handoffs_received: ARRIVAL_OUTCOMES
                 .map(|outcome| self.handoffs_received.with_label_values(&[worker, outcome])),
             handoff_bytes: HANDOFF_PHASES.map(|phase| self.handoff_bytes.with_label_values(&[worker, phase])),
+            prefetches: PREFETCH_OUTCOMES.map(|outcome| self.prefetches.with_label_values(&[worker, outcome])),
+            prefetched_blocks: each(&self.prefetched_blocks),
+            prefetched_bytes: each(&self.prefetched_bytes),
         }
     }
 }
@@ -206,6 +239,9 @@ pub struct EngineMetrics {
     handoffs_sent: [IntCounter; HANDOFF_ENDS.len()],
     handoffs_received: [IntCounter; ARRIVAL_OUTCOMES.len()],
     handoff_bytes: [IntCounter; HANDOFF_PHASES.len()],
+    prefetches: [IntCounter; PREFETCH_OUTCOMES.len()],
+    prefetched_blocks: IntCounter,
+    prefetched_bytes: IntCounter,
 }
 
 impl EngineMetrics {
@@ -266,6 +302,15 @@ impl EngineMetrics {
 
     pub(crate) fn received(&self, phase: HandoffPhase, bytes: usize) {
         self.handoff_bytes[phase as usize].inc_by(bytes as u64);
+    }
+
+    pub(crate) fn prefetch_ended(&self, outcome: PrefetchOutcome) {
+        self.prefetches[outcome as usize].inc();
+    }
+
+    pub(crate) fn prefetched(&self, blocks: u32, bytes: u64) {
+        self.prefetched_blocks.inc_by(blocks.into());
+        self.prefetched_bytes.inc_by(bytes);
     }
 
     /// The first step with a request whose prompt another worker had computed this long ago.

@@ -14,6 +14,9 @@
 //! A decode worker reads the blocks of a prefill worker from its memory: [`RemotePeer`], a tier over HTTP/1.1. Which of
 //! them are computed it reads from `GET /workers/<id>/handoffs/<handoff>`, a response that grows.
 //!
+//! A router has a worker copy a prefix ahead of demand with `POST /workers/<id>/prefetch`, whose response comes when
+//! that is done. A worker of a version without it is not asked again for minutes.
+//!
 //! Not here: accepting connections (the HTTP server of the program does), retries and time limits (the router's).
 
 #![forbid(unsafe_code)]

@@ -1,6 +1,7 @@
 //! The facade of the room: [`BlockManager`].
 
 use super::expiry;
+use super::host_copy::{Copied, NoRoom, copy_to_host};
 use super::locate::{locate, located_len};
 use super::offload::{OffloadRequest, OffloadWorkers};
 use super::onboard::{Onboarded, Onboarder, Onboarding, Recompute, onboard, prefetch};
@@ -248,6 +249,21 @@ impl BlockManager {
     /// the future is dropped.
     pub async fn prefetch_from(&self, tier: &Arc<dyn Tier>, hashes: &[SequenceHash], trace: &Context) -> Onboarded {
         prefetch(&self.0.onboarder, vec![self.0.sources.of_tier(tier)], hashes, trace.clone()).await
+    }
+
+    /// Copies leading `hashes` that are neither in G1 nor in G2 into G2: from `other`, a tier of another manager, and
+    /// from the own tiers below G2. It takes no slot of G1, and copies only while `may_copy` and while no load of a
+    /// request waits for one of these tiers. It takes as long as that takes. Blocks that were copied stay when the
+    /// future is dropped.
+    pub async fn copy_to_host(
+        &self,
+        other: Option<&Arc<dyn Tier>>,
+        hashes: &[SequenceHash],
+        may_copy: impl Fn() -> bool,
+    ) -> Result<Copied, NoRoom> {
+        let below = self.0.sources().iter().filter(|source| source.tier.level() != Level::G2).cloned();
+        let sources: Vec<Source> = other.map(|tier| self.0.sources.of_tier(tier)).into_iter().chain(below).collect();
+        copy_to_host(&self.0.core, &sources, hashes, may_copy).await
     }
 
     /// This manager's G1 and G2 as a tier that others may read. It is empty once the last handle to the manager is

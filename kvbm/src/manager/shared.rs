@@ -1,6 +1,6 @@
 //! The state that a manager shares with its background tasks and its peers.
 
-use crate::block::{Clock, DomainId};
+use crate::block::{Clock, Corrupt, DomainId, SequenceHash};
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, DeviceBlocks, HostTier};
 use crate::tier::Tier;
@@ -35,6 +35,20 @@ impl Core {
     pub(super) fn poison(&self, task: &str) {
         self.poisoned.store(true, Ordering::Relaxed);
         tracing::error!(task, "a transfer task panicked; tiers below G1 are disabled");
+    }
+
+    /// Deletes a block that a tier returned and that failed verification.
+    pub(super) fn discard_corrupt(&self, tier: &Arc<dyn Tier>, hash: SequenceHash, why: Corrupt) {
+        if let Some(others) = self.corrupt_log.admit() {
+            tracing::warn!(
+                tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
+                "corrupt block deleted"
+            );
+        } else {
+            tracing::debug!(tier = %tier.level(), block = %hash, reason = %why, "corrupt block deleted");
+        }
+        self.metrics.corrupt(tier.level());
+        tier.discard(self.device.fingerprint(), hash);
     }
 
     pub(super) fn purge(&self, domain: DomainId) -> usize {

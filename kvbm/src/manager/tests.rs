@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+mod host_copy;
 mod never_slower;
 mod offload;
 mod onboard;

@@ -12,7 +12,7 @@ mod arena;
 use super::device::BlockId;
 use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
 use crate::block::{
-    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
+    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified,
 };
 use crate::blocking;
 use crate::event::{EventLog, SetDigest};
@@ -179,12 +179,16 @@ impl HostTier {
         self.pool.hashes()
     }
 
-    fn store_block(&self, block: &Block) -> Result<(), StoreError> {
-        let Block { header, payload } = block;
+    /// Stores a verified block that was read after `since` [purges](Self::purges). Blocks for the time of the copy.
+    pub(crate) fn store_verified(&self, block: &Verified, since: u64) -> Result<(), StoreError> {
+        self.store_payload(block.header(), block.payload(), since)
+    }
+
+    fn store_payload(&self, header: &Header, payload: &[u8], since: u64) -> Result<(), StoreError> {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
             return Err(StoreError::Io(std::io::Error::other("the block has another engine's fingerprint")));
         }
-        self.insert_copy(header.hash, header.parent, header.attrs(), u64::MAX, |slot| {
+        self.insert_copy(header.hash, header.parent, header.attrs(), since, |slot| {
             self.arena.write(slot, |bytes| {
                 bytes[..payload.len()].copy_from_slice(payload);
                 *header
@@ -241,7 +245,8 @@ impl Tier for HostTier {
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {
         let host = self.clone();
-        let copy = move || blocks.iter().map(|block| host.store_block(block)).collect();
+        let copy =
+            move || blocks.iter().map(|block| host.store_payload(&block.header, &block.payload, u64::MAX)).collect();
         Box::pin(async { blocking::spawn(copy).await.expect("copying in memory does not panic") })
     }
 

@@ -1,5 +1,6 @@
 //! Places a request: looks up its prefix in the index, has policy choose workers, and reserves their capacity.
 
+use super::copy_ahead;
 use super::prediction::HitPrediction;
 use crate::booking::Booking;
 use crate::fleet::{PromptTokens, Worker, WorkerRun};
@@ -148,6 +149,10 @@ fn choose(
     if span.is_recorded() {
         describe(span, tuning.policy.name(), &decision);
     }
+    // A server of another program shares its memory with no other.
+    if resolved.settings.prefetch && !matches!(request.work, Work::Relay(_)) {
+        copy_ahead::order(core, &decision, &overlaps, now);
+    }
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
     Ok(placement)
@@ -174,11 +179,18 @@ impl Placement {
 }
 
 /// The decision as one line of JSON, if the client requested it or the log has level debug.
-fn explanation(policy: &Policy, request: &Request, decision: &Decision<'_>, tried: &[WorkerRun]) -> Option<Arc<str>> {
+fn explanation(
+    core: &Core,
+    policy: &Policy,
+    request: &Request,
+    overlaps: &Overlaps,
+    decision: &Decision<'_>,
+    tried: &[WorkerRun],
+) -> Option<Arc<str>> {
     if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
         return None;
     }
-    let mut line = explain::line(policy, decision, tried);
+    let mut line = explain::line(policy, decision, tried, copy_ahead::on_the_way(core, decision, overlaps));
     if let Some(id) = request.attributes.trace.trace_id() {
         line = explain::traced(&line, &id);
     }
@@ -197,7 +209,7 @@ fn book(
     (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let row = &decision.chosen;
-    let explanation = explanation(policy, request, decision, tried);
+    let explanation = explanation(core, policy, request, overlaps, decision, tried);
     let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);

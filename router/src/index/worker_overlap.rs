@@ -32,6 +32,12 @@ impl WorkerOverlap {
         self.0[0]
     }
 
+    /// Leading blocks in G1 or G2.
+    #[inline]
+    pub(crate) fn in_memory(self) -> u32 {
+        self.0[0] + self.0[1]
+    }
+
     #[cfg(test)]
     pub(crate) fn of(blocks: [u32; LEVELS.len()]) -> Self {
         Self(blocks)

@@ -4,6 +4,7 @@
 //! same inputs for the few workers that need them.
 
 use super::composition::{Features, Policy};
+use super::copy_ahead::{self, CopyAhead, Place};
 use super::cost::{Cost, DecodePricing, RemainingWork};
 use super::disaggregate;
 use super::disaggregate::ServingMode;
@@ -18,7 +19,7 @@ use crate::load::{Demand, SharedPrefix, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
-use worker::plane::Role;
+use worker::plane::{Role, WorkerId};
 
 /// The properties of a request that placement depends on.
 #[derive(Clone, Copy)]
@@ -209,6 +210,52 @@ impl<'a> Decision<'a> {
     /// The shared prefix of the prompt and its copies, if there is one.
     pub(crate) fn replication(&self) -> Option<&Replication> {
         self.context.replication.as_ref()
+    }
+
+    /// Number of workers that have the shared prefix in their own memory.
+    pub(crate) fn copies_in_memory(&self) -> usize {
+        let Some(Replication { shared, .. }) = self.replication() else { return 0 };
+        let held = self.context.entries.iter().map(|entry| self.context.work(entry).held);
+        held.filter(|held| held.in_memory() >= shared.blocks).count()
+    }
+
+    /// The further copy of the shared prefix that is worth making now, if one is. `unavailable`: workers that get none
+    /// now; `receivers`: workers that get one already.
+    pub(crate) fn copy_ahead(&self, unavailable: &[WorkerId], receivers: &[WorkerId]) -> Option<CopyAhead<'a>> {
+        let (context, shared) = (&self.context, self.replication()?.shared);
+        let (entries, fleet): (&'a [WorkerEntry], _) = (context.entries, &context.fleet);
+        let (prompt, _) = context.prompts.first()?;
+        if fleet.prompt_tokens() == PromptTokens::Estimated {
+            return None;
+        }
+        let (mut workers, mut places) = (Vec::new(), Vec::new());
+        for (entry, snapshot) in entries.iter().zip(fleet.snapshots()) {
+            // The demand was counted under the first hash scheme. A worker that decodes needs the blocks of a prompt in
+            // its own memory in any case. One that only prefills does not: it leaves the prompt to one that has them.
+            if entry.scheme != 0 || entry.role == Role::Prefill {
+                continue;
+            }
+            // What a worker without accurate events has is a guess, and a server shares its memory with no other.
+            let is_known = entry.remark(PromptTokens::Known).is_none() && !entry.worker.instance.model.is_relayed;
+            let is_free = snapshot.estimate.prompts == 0 && !unavailable.contains(&entry.id);
+            workers.push(&entry.worker);
+            places.push(Place {
+                estimate: &snapshot.estimate,
+                held: context.work(entry).held,
+                is_on_the_way: receivers.contains(&entry.id),
+                may_receive: is_known && is_free && fleet.eligibility(entry, snapshot) == Eligibility::Eligible,
+                may_send: is_known && !snapshot.ejected,
+            });
+        }
+        let per_sequence = context.pricing.per_sequence(prompt);
+        let planned = copy_ahead::plan(shared, prompt.block_size, per_sequence, &places)?;
+        Some(CopyAhead {
+            to: workers[planned.to],
+            from: planned.from.map(|at| workers[at]),
+            blocks: shared.blocks,
+            seconds: planned.seconds,
+            saved: planned.saved,
+        })
     }
 
     /// The lowest cost in seconds among the candidates that were not chosen.

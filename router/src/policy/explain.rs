@@ -20,8 +20,8 @@ const SHOWN: usize = 8;
 const BYTES_MAX: usize = 3_500;
 
 /// Formats a decision. Times are in seconds; terms of less than a microsecond are omitted. `excluded`: workers that
-/// were tried before.
-pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerRun]) -> Arc<str> {
+/// were tried before; `copying`: number of workers that get a copy of the shared prefix now.
+pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerRun], copying: u32) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
     // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
@@ -54,6 +54,8 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerR
             tokens: u64::from(shared.blocks) * row.prompt.block_size,
             requests_per_minute: shared.requests as u64,
             copies: *copies,
+            copies_in_memory: decision.copies_in_memory(),
+            copies_on_the_way: (copying > 0).then_some(copying),
         }),
     };
     loop {
@@ -113,6 +115,11 @@ struct Shared {
     requests_per_minute: u64,
     /// Workers that hold it.
     copies: u32,
+    /// Of these, workers that have it in their own memory.
+    copies_in_memory: usize,
+    /// Workers that get a copy ahead of demand now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    copies_on_the_way: Option<u32>,
 }
 
 #[derive(Serialize)]

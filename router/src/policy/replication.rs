@@ -60,11 +60,16 @@ impl Replication {
             return 0.0;
         }
         let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * work.shared;
+        -self.saved(estimate).min(caused)
+    }
+
+    /// Seconds that later requests save when a worker with this load has a copy.
+    pub(crate) fn saved(&self, estimate: &ServiceEstimate) -> f64 {
         let fewer = (self.holder_sequences - f64::from(estimate.sequences)).max(0.0);
         // The holders' queue stays longer for as many seconds as it is longer now, and the difference shrinks in that
         // time: the requests that come then save half of it on average.
         let shorter = (self.holder_queue - estimate.queue).max(0.0);
-        -(self.per_sequence * fewer + self.rate * shorter * shorter / 2.0).min(caused)
+        self.per_sequence * fewer + self.rate * shorter * shorter / 2.0
     }
 }
 

@@ -1,6 +1,6 @@
 //! The background tasks of the router, and their supervision.
 
-use crate::control::{Feed, prober, rebalance, replicas};
+use crate::control::{Feed, copier, prober, rebalance, replicas};
 use crate::dispatch::admit;
 use crate::state::Core;
 use futures::FutureExt;
@@ -20,7 +20,7 @@ pub(super) fn spawn(
     events: Arc<dyn Events>,
 ) -> TaskTracker {
     let tasks = TaskTracker::new();
-    let Core { index, fleet, admission, metrics, inflight, outbox, .. } = &**core;
+    let Core { index, fleet, admission, metrics, inflight, copies, outbox, .. } = &**core;
     let (index, fleet, admission) = (|| index.clone(), || fleet.clone(), || admission.clone());
     // Until a router with a lower id is seen.
     let is_leader = Arc::new(AtomicBool::new(true));
@@ -36,11 +36,13 @@ pub(super) fn spawn(
     );
     let planning = rebalance::run(core.clone(), events, id, is_leader);
     let probing = prober::run(id, fleet(), admission(), metrics.health_checks.clone());
+    let copying = copier::run(copies.clone(), metrics.prefix_copies.clone());
     tasks.spawn(supervise("feed", core.clone(), cancel.clone(), feed));
     tasks.spawn(supervise("replication", core.clone(), cancel.clone(), replication));
     tasks.spawn(supervise("planner", core.clone(), cancel.clone(), planning));
     tasks.spawn(supervise("admission", core.clone(), cancel.clone(), admit::run(core.clone())));
     tasks.spawn(supervise("prober", core.clone(), cancel.clone(), probing));
+    tasks.spawn(supervise("copier", core.clone(), cancel.clone(), copying));
     tasks.close();
     tasks
 }

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use worker::engine::{
-    Engine, Error, FinishReason, Handoff, HttpRequest, ModelCard, Output, OutputStream, PromptReport, Readiness,
-    Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
+    Engine, Error, FinishReason, Handoff, HttpRequest, ModelCard, Output, OutputStream, PrefetchError, Prefetched,
+    PrefixCopy, PromptReport, Readiness, Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
@@ -70,6 +70,10 @@ pub(crate) struct FakeEngine {
     /// Cached blocks; `None` for an engine that caches nothing.
     cache: Arc<Mutex<Cache>>,
     source: Source,
+    /// Copies of prefixes that it was told to make.
+    pub(crate) copies: Mutex<Vec<PrefixCopy>>,
+    /// How it answers these. A copy takes a second.
+    pub(crate) copy_answer: Mutex<Result<Prefetched, PrefetchError>>,
 }
 
 type Cache = Option<HashSet<SequenceHash>>;
@@ -222,6 +226,17 @@ impl Engine for FakeEngine {
     fn server(&self) -> Option<u64> {
         *self.server.lock()
     }
+
+    fn prefetch(&self, copy: PrefixCopy) -> BoxFuture<'_, Result<Prefetched, PrefetchError>> {
+        self.copies.lock().push(copy);
+        let answer = self.copy_answer.lock().clone();
+        Box::pin(async move {
+            if answer.is_ok() {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+            answer
+        })
+    }
 }
 
 /// A router, its planes and its workers.
@@ -280,6 +295,8 @@ impl Harness {
             log: Arc::new(EventLog::new(Epoch(epoch))),
             cache: Arc::default(),
             source,
+            copies: Mutex::default(),
+            copy_answer: Mutex::new(Err(PrefetchError::Unsupported)),
         });
         let stores = stores.iter().map(|store| StoreId(*store)).collect();
         let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), role, model: engine.card.clone(), stores };

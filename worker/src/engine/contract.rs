@@ -1,7 +1,8 @@
 //! The conformance suite of [`Engine`]; every engine runs it.
 
-use super::{Engine, Error, Output, OutputStream, Request, Sampling, Tokens, Work};
+use super::{Engine, Error, Output, OutputStream, PrefixCopy, Request, Sampling, Tokens, Work};
 use futures::{FutureExt, StreamExt};
+use kvbm::SequenceHash;
 use std::sync::Arc;
 
 /// Checks an engine against the contract.
@@ -12,6 +13,7 @@ pub(crate) async fn check(engine: Arc<dyn Engine>) {
     another_engine_continues_with_the_same_tokens(&*engine).await;
     stop_tokens_end_the_stream_unsent(&*engine).await;
     a_prefill_stream_stays_open_after_its_end(&*engine).await;
+    a_prefix_that_is_nowhere_is_not_copied(&*engine).await;
 }
 
 /// A request for the engine's first model that generates `tokens` tokens, greedily.
@@ -113,4 +115,9 @@ async fn a_prefill_stream_stays_open_after_its_end(engine: &dyn Engine) {
     assert!(matches!(stream.next().await, Some(Ok(Output::Handoff(_)))));
     assert!(matches!(stream.next().await, Some(Ok(Output::Prefilled))));
     assert!(stream.next().now_or_never().is_none(), "the blocks are kept until the stream is dropped");
+}
+
+async fn a_prefix_that_is_nowhere_is_not_copied(engine: &dyn Engine) {
+    let blocks = [SequenceHash::from_bytes([0xAB; 16])];
+    assert!(engine.prefetch(PrefixCopy { blocks: blocks.into(), peer: None }).await.is_err());
 }

@@ -1,10 +1,13 @@
 //! The engine of one worker: accepts requests and starts the scheduler that serves them.
 
 use super::limits::Limits;
+use super::prefetch::Prefetcher;
 use super::runtime::{Memory, Runtime};
 use super::scheduler::{EngineStats, PrefixLoader, Resources, Scheduler, Sequence, output};
 use super::settings::Settings;
-use crate::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
+use crate::engine::{
+    Engine, Error, ModelCard, OutputStream, PrefetchError, Prefetched, PrefixCopy, Readiness, Request, Work,
+};
 use crate::handoff::Peers;
 use crate::metrics::EngineMetrics;
 use crate::plane::{Load, WorkerId};
@@ -24,6 +27,7 @@ pub struct LlamaEngine {
     limits: Arc<Limits>,
     pub(super) stats: Arc<EngineStats>,
     prefix_loader: Arc<PrefixLoader>,
+    prefetcher: Prefetcher,
     load: watch::Receiver<Load>,
     submit: mpsc::Sender<Sequence>,
     seeds: Seeds,
@@ -64,6 +68,7 @@ impl LlamaEngine {
                 tracing::error!(%worker, "engine failed; its requests fail and it accepts no more");
             }
         });
+        let prefetcher = Prefetcher::new(manager.clone(), peers.clone(), Arc::clone(&stats), metrics.clone());
         let prefix_loader = PrefixLoader::new(
             manager.clone(),
             peers,
@@ -73,7 +78,8 @@ impl LlamaEngine {
             settings.handoff.min_idle,
         );
         let prefix_loader = Arc::new(prefix_loader);
-        Arc::new(Self { runtime, manager, limits, stats, prefix_loader, load, submit, seeds: Seeds::default() })
+        let seeds = Seeds::default();
+        Arc::new(Self { runtime, manager, limits, stats, prefix_loader, prefetcher, load, submit, seeds })
     }
 
     /// The engine's load as of its last step. The sender is dropped when the engine stops.
@@ -152,6 +158,13 @@ impl Engine for LlamaEngine {
             return Readiness::NotReady("the engine has stopped".into());
         }
         Readiness::Ready
+    }
+
+    fn prefetch(&self, copy: PrefixCopy) -> BoxFuture<'_, Result<Prefetched, PrefetchError>> {
+        if self.submit.is_closed() {
+            return std::future::ready(Err(PrefetchError::Busy)).boxed();
+        }
+        async move { self.prefetcher.run(&copy).await }.boxed()
     }
 }
 

@@ -19,6 +19,7 @@ mod handoff;
 pub(crate) mod harness;
 mod limits;
 mod memory;
+mod prefetch;
 mod reuse;
 mod scores;
 mod soak;

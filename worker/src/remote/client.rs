@@ -6,7 +6,9 @@ mod outputs;
 use super::connect::{Credentials, Endpoint};
 use super::wire;
 use super::{PROTOCOL, PROTOCOL_HEADER};
-use crate::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
+use crate::engine::{
+    Engine, Error, ModelCard, OutputStream, PrefetchError, Prefetched, PrefixCopy, Readiness, Request,
+};
 use crate::plane::nats::Address;
 use crate::plane::{Instance, WorkerId};
 use bytes::Bytes;
@@ -26,6 +28,7 @@ pub struct RemoteEngine {
     worker: WorkerId,
     model: Arc<ModelCard>,
     path: String,
+    prefetch_path: String,
     connections: Connections,
 }
 
@@ -39,6 +42,7 @@ impl RemoteEngine {
             worker: instance.id,
             model: Arc::clone(&instance.model),
             path: format!("/workers/{}/generate", instance.id.0),
+            prefetch_path: format!("/workers/{}/prefetch", instance.id.0),
             connections: Connections::new(Endpoint::new(&address.0, credentials.into())),
         }
     }
@@ -47,10 +51,10 @@ impl RemoteEngine {
         Error::Unavailable(format!("worker {}: {problem}", self.worker))
     }
 
-    fn request(&self, body: Bytes, trace: &spans::Context) -> http::Request<Full<Bytes>> {
+    fn request(&self, path: &str, body: Bytes, trace: &spans::Context) -> http::Request<Full<Bytes>> {
         let mut request = http::Request::new(Full::new(body));
         *request.method_mut() = http::Method::POST;
-        *request.uri_mut() = self.connections.endpoint().uri(&self.path);
+        *request.uri_mut() = self.connections.endpoint().uri(path);
         let headers = request.headers_mut();
         headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
         headers.extend(self.connections.endpoint().authorization().map(|secret| (AUTHORIZATION, secret)));
@@ -62,7 +66,7 @@ impl RemoteEngine {
         let body = wire::encode_request(&request, Instant::now())
             .map_err(|wire::NotSent| self.unavailable("relayed requests cannot be sent to it"))?;
         let connection = self.connections.get().await.map_err(|error| self.unavailable(error))?;
-        let message = self.request(body, &request.attributes.trace);
+        let message = self.request(&self.path, body, &request.attributes.trace);
         let (response, stream) = connection.send(message).await.map_err(|error| self.unavailable(error))?;
         match response.status() {
             StatusCode::OK => Ok(outputs::stream(self.worker, response.into_body(), stream).boxed()),
@@ -75,6 +79,27 @@ impl RemoteEngine {
                 let text = String::from_utf8_lossy(&body);
                 self.connections.endpoint().log_refusal(text.trim());
                 Err(self.unavailable(format_args!("status {}: {}", status.as_u16(), text.trim())))
+            }
+        }
+    }
+
+    async fn send_prefetch(&self, body: Bytes) -> Result<Prefetched, PrefetchError> {
+        let failed = |problem: String| PrefetchError::Failed(format!("worker {}: {problem}", self.worker));
+        let message = self.request(&self.prefetch_path, body, &spans::Context::none());
+        let connection = self.connections.get().await.map_err(failed)?;
+        let (response, _stream) = connection.send(message).await.map_err(failed)?;
+        let status = response.status();
+        let body = error_body(response.into_body()).await.map_err(failed)?;
+        match status {
+            StatusCode::OK => wire::decode_prefetched(&body).map_err(|error| failed(error.to_string()))?,
+            // A worker of a version without this endpoint, with another protocol number, or that has just left.
+            StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::BAD_REQUEST => {
+                Err(PrefetchError::Unsupported)
+            }
+            status => {
+                let text = String::from_utf8_lossy(&body);
+                self.connections.endpoint().log_refusal(text.trim());
+                Err(failed(format!("status {}: {}", status.as_u16(), text.trim())))
             }
         }
     }
@@ -100,6 +125,10 @@ impl Engine for RemoteEngine {
     /// Discovery says whether the worker is there.
     fn readiness(&self) -> Readiness {
         Readiness::Ready
+    }
+
+    fn prefetch(&self, copy: PrefixCopy) -> BoxFuture<'_, Result<Prefetched, PrefetchError>> {
+        Box::pin(self.send_prefetch(wire::encode_prefix_copy(&copy)))
     }
 
     fn address(&self) -> Option<String> {

@@ -5,7 +5,7 @@ use super::progress::ProgressFrames;
 use super::served::ServedRequest;
 use super::wire;
 use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, Secret};
-use crate::engine::{Engine, OutputStream};
+use crate::engine::{Engine, OutputStream, PrefetchError};
 use crate::handoff::{HandoffId, Peers};
 use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
 use bytes::{Bytes, BytesMut};
@@ -25,6 +25,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 /// Answers requests for the engines of this process.
 pub struct RequestServer {
@@ -35,8 +36,15 @@ pub struct RequestServer {
     tracer: Tracer,
 }
 
-/// An engine, with the number of the registration that inserted it.
-type Registered = (u64, Arc<dyn Engine>);
+/// A registered engine.
+#[derive(Clone)]
+struct Registered {
+    /// Number of the registration that inserted it.
+    registration: u64,
+    engine: Arc<dyn Engine>,
+    /// Cancelled when the registration ends.
+    ended: CancellationToken,
+}
 
 /// Registers workers at another discovery, and serves them while their leases live.
 struct Served {
@@ -55,6 +63,9 @@ enum Content {
     Progress(ProgressFrames),
     Ended,
 }
+
+/// The text of a response to a request for a worker that is not registered.
+const NO_ENGINE: &str = "no worker with this id takes requests here";
 
 /// Largest request: a prompt of ten million tokens.
 const MAX_REQUEST_BYTES: usize = 64 << 20;
@@ -91,12 +102,8 @@ impl RequestServer {
         if let Some((status, why)) = self.refusal(headers) {
             return error(status, &why);
         }
-        let engine = worker.parse().ok().map(WorkerId).and_then(|id| {
-            let engine = self.engines.lock().get(&id).map(|(_, engine)| Arc::clone(engine));
-            Some((id, engine?))
-        });
-        let Some((id, engine)) = engine else {
-            return error(StatusCode::NOT_FOUND, "no worker with this id takes requests here");
+        let Some((id, Registered { engine, .. })) = self.registered(worker) else {
+            return error(StatusCode::NOT_FOUND, NO_ENGINE);
         };
         let request = match Limited::new(body, MAX_REQUEST_BYTES).collect().await {
             Ok(body) => wire::decode_request(&body.to_bytes(), Instant::now()),
@@ -111,6 +118,29 @@ impl RequestServer {
                 response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error))))
             }
         }
+    }
+
+    /// Answers `POST /workers/<worker>/prefetch`, once the copy has ended. It also ends with the registration of the
+    /// worker, which may be about to stop, and when the future is dropped.
+    pub async fn respond_prefetch<B>(&self, worker: &str, headers: &HeaderMap, body: B) -> Response<ResponseBody>
+    where
+        B: Body<Data = Bytes> + Send,
+        B::Error: Into<Box<dyn StdError + Send + Sync>>,
+    {
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
+        }
+        let Some((_, Registered { engine, ended, .. })) = self.registered(worker) else {
+            return error(StatusCode::NOT_FOUND, NO_ENGINE);
+        };
+        let copy = match Limited::new(body, MAX_BLOCKS_BYTES).collect().await {
+            Ok(body) => wire::decode_prefix_copy(&body.to_bytes()),
+            Err(problem) => return error(StatusCode::BAD_REQUEST, &problem.to_string()),
+        };
+        let Ok(copy) = copy else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
+        let prefetched = ended.run_until_cancelled(engine.prefetch(copy)).await;
+        let prefetched = prefetched.unwrap_or(Err(PrefetchError::Busy));
+        response(StatusCode::OK, Content::Text(Some(wire::encode_prefetched(&prefetched))))
     }
 
     /// Answers `POST /workers/<worker>/blocks`.
@@ -148,6 +178,13 @@ impl RequestServer {
         }
     }
 
+    /// A registered worker of this process.
+    fn registered(&self, worker: &str) -> Option<(WorkerId, Registered)> {
+        let id = WorkerId(worker.parse().ok()?);
+        let registered = self.engines.lock().get(&id).cloned()?;
+        Some((id, registered))
+    }
+
     /// Why a request is refused: its secret or its protocol number is another one.
     fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
         if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
@@ -179,7 +216,9 @@ impl Discovery for Served {
                 *last
             });
             // Before it is visible: a request may come as soon as it is.
-            let before = self.server.engines.lock().insert(id, (registration, Arc::clone(&engine)));
+            let ended = CancellationToken::new();
+            let registered = Registered { registration, engine: Arc::clone(&engine), ended: ended.clone() };
+            let before = self.server.engines.lock().insert(id, registered);
             let lease = match self.inner.register(instance, engine).await {
                 Ok(lease) => lease,
                 Err(error) => {
@@ -194,9 +233,10 @@ impl Discovery for Served {
             let server = Arc::clone(&self.server);
             Ok(Lease::new(move || {
                 drop(lease);
+                ended.cancel();
                 let mut engines = server.engines.lock();
                 // A later registration of the same worker stays.
-                if engines.get(&id).is_some_and(|(current, _)| *current == registration) {
+                if engines.get(&id).is_some_and(|current| current.registration == registration) {
                     engines.remove(&id);
                 }
             }))

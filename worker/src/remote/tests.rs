@@ -1,6 +1,7 @@
 //! Both sides over real sockets.
 
 mod peers;
+mod prefetch;
 
 use super::*;
 use crate::engine::contract::{self, collect, request};
@@ -104,7 +105,11 @@ async fn accept(listener: TcpListener, server: Arc<RequestServer>) {
                 let server = Arc::clone(&server);
                 async move {
                     let (head, body) = request.into_parts();
-                    let worker = head.uri.path().split('/').nth(2).unwrap_or_default().to_owned();
+                    let mut path = head.uri.path().split('/').skip(2);
+                    let worker = path.next().unwrap_or_default().to_owned();
+                    if path.next() == Some("prefetch") {
+                        return Ok(server.respond_prefetch(&worker, &head.headers, body).await);
+                    }
                     Ok::<_, Infallible>(server.respond(&worker, &head.headers, body).await)
                 }
             });

@@ -4,11 +4,11 @@
 //! test fails when one changes.
 
 use crate::engine::{
-    EndToken, Error, FinishReason, Handoff, Logprobs, Output, PromptReport, Request, RequestAttributes, Sampling,
-    StopConditions, Tokens, Work,
+    EndToken, Error, FinishReason, Handoff, Logprobs, Output, PeerMemory, PrefetchError, Prefetched, PrefixCopy,
+    PromptReport, Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
 };
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use kvbm::{Domain, Level, Priority, Retention};
+use kvbm::{Domain, Level, Priority, Retention, SequenceHash};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -82,6 +82,12 @@ struct WireReport {
     computed: u32,
     handed_over: u32,
     queued: Duration,
+}
+
+#[derive(Serialize, Deserialize)]
+struct WirePrefixCopy {
+    blocks: Arc<[SequenceHash]>,
+    peer: Option<Vec<u8>>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -227,6 +233,25 @@ pub(super) fn encode_error(error: &Error) -> Bytes {
 
 pub(super) fn decode_error(bytes: &[u8]) -> Result<Error, Invalid> {
     all::<WireError>(bytes).map(WireError::into_error)
+}
+
+pub(super) fn encode_prefix_copy(copy: &PrefixCopy) -> Bytes {
+    let peer = copy.peer.as_ref().map(|PeerMemory(bytes)| bytes.to_vec());
+    let wire = WirePrefixCopy { blocks: Arc::clone(&copy.blocks), peer };
+    postcard::to_allocvec(&wire).expect("encoding into memory does not fail").into()
+}
+
+pub(super) fn decode_prefix_copy(bytes: &[u8]) -> Result<PrefixCopy, Invalid> {
+    let WirePrefixCopy { blocks, peer } = all(bytes)?;
+    Ok(PrefixCopy { blocks, peer: peer.map(|bytes| PeerMemory(bytes.into())) })
+}
+
+pub(super) fn encode_prefetched(prefetched: &Result<Prefetched, PrefetchError>) -> Bytes {
+    postcard::to_allocvec(prefetched).expect("encoding into memory does not fail").into()
+}
+
+pub(super) fn decode_prefetched(bytes: &[u8]) -> Result<Result<Prefetched, PrefetchError>, Invalid> {
+    all(bytes)
 }
 
 fn all<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Invalid> {

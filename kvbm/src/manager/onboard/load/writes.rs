@@ -121,17 +121,8 @@ impl Loading<'_> {
     }
 
     pub(super) fn discard_corrupt(&self, source: usize, index: usize, why: Corrupt) {
-        let (tier, core, hash) = (&self.job.sources[source].tier, &self.job.onboarder.core, self.job.hashes[index]);
-        if let Some(others) = core.corrupt_log.admit() {
-            tracing::warn!(
-                tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
-                "corrupt block deleted"
-            );
-        } else {
-            tracing::debug!(tier = %tier.level(), block = %hash, reason = %why, "corrupt block deleted");
-        }
-        core.metrics.corrupt(tier.level());
-        tier.discard(core.device.fingerprint(), hash);
+        let (tier, hash) = (&self.job.sources[source].tier, self.job.hashes[index]);
+        self.job.onboarder.core.discard_corrupt(tier, hash, why);
     }
 }
 

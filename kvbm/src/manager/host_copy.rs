@@ -1,0 +1,142 @@
+//! Copies blocks into host memory (G2) before a request needs them.
+//!
+//! Unlike an onboarding, a copy takes no slot of G1, and no request waits for it. It proceeds in batches of a few
+//! megabytes. Before each batch it waits while requests load blocks from one of its tiers, and while its caller has
+//! other work. A block is verified before it is stored, and again when a request onboards it.
+//!
+//! Not here: which blocks are worth a copy, and from which tier. The router decides that.
+
+use super::locate::locate;
+use super::shared::Core;
+use super::sources::Source;
+use crate::block::{Block, Corrupt, Date, Fingerprint, SequenceHash};
+use crate::blocking;
+use crate::metrics::Direction;
+use crate::pool::HostTier;
+use crate::tier::LoadError;
+use futures::StreamExt;
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+/// The result of a copy into G2.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Copied {
+    /// Number of blocks that were neither in G1 nor in G2.
+    pub missing: usize,
+    /// Number of these that are in G2 now, counted from the first.
+    pub blocks: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Why nothing is copied into G2.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum NoRoom {
+    /// There is no G2.
+    #[error("there is no host memory for blocks")]
+    NoHostTier,
+    /// So many blocks are missing.
+    #[error("{0} blocks are more than a copy may take of the host memory")]
+    TooLarge(usize),
+}
+
+/// Bytes that are copied at a time: enough to use the bandwidth of a tier, and copied within milliseconds, after which
+/// requests come first again.
+const BATCH_BYTES: usize = 4 << 20;
+
+/// A copy takes at most one in this many blocks of G2. The others are of requests that were served here.
+const MAX_SHARE: usize = 4;
+
+/// Interval at which a copy checks whether it may go on. No request waits for it.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Copies leading `hashes` that are neither in G1 nor in G2 from the first source that holds each.
+pub(super) async fn copy_to_host(
+    core: &Core,
+    sources: &[Source],
+    hashes: &[SequenceHash],
+    may_copy: impl Fn() -> bool,
+) -> Result<Copied, NoRoom> {
+    let host = core.host.as_ref().ok_or(NoRoom::NoHostTier)?;
+    // Before anything is read: blocks of a domain that is purged from here on are not kept.
+    let since = host.purges();
+    let (_, not_in_device) = core.pool.partition(hashes);
+    let (_, missing) = host.partition(&not_in_device);
+    if missing.len() > host.capacity() / MAX_SHARE {
+        return Err(NoRoom::TooLarge(missing.len()));
+    }
+    let block_bytes = core.device.block_bytes();
+    let mut copied = Copied { missing: missing.len(), ..Copied::default() };
+    for batch in missing.chunks((BATCH_BYTES / block_bytes.max(1)).max(1)) {
+        while !may_copy() || sources.iter().any(|source| source.throughput.queued() > 0) {
+            sleep(POLL_INTERVAL).await;
+        }
+        let blocks = copy_batch(core, host, sources, batch, since).await;
+        copied.blocks += blocks;
+        copied.bytes += (blocks * block_bytes) as u64;
+        if blocks < batch.len() {
+            // Later blocks are of no use without this one.
+            break;
+        }
+    }
+    Ok(copied)
+}
+
+/// Copies leading blocks of a batch, and returns their number.
+async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[SequenceHash], since: u64) -> usize {
+    let fingerprint = core.device.fingerprint();
+    let mut copied = 0;
+    for (source, range) in locate(core, sources, batch, Instant::now()) {
+        let (tier, begun, hashes) = (&sources[source].tier, Instant::now(), batch[range].to_vec());
+        let mut blocks: Vec<Option<Block>> = vec![None; hashes.len()];
+        let mut answers = tier.load(fingerprint, hashes.clone());
+        while let Some((at, answer)) = answers.next().await {
+            // An index that was not requested breaks the contract of the tier.
+            let (Some(hash), Some(slot)) = (hashes.get(at), blocks.get_mut(at)) else { continue };
+            match answer {
+                Ok(block) => *slot = block,
+                Err(LoadError::Corrupt(why)) => core.discard_corrupt(tier, *hash, why),
+                Err(error) => tracing::debug!(tier = %tier.level(), %error, "cannot load a block"),
+            }
+        }
+        drop(answers);
+        let (host, wanted, now) = (host.clone(), hashes.clone(), core.clock.now());
+        let stored = blocking::spawn(move || store(&host, blocks, &wanted, (fingerprint, now, since)));
+        // The error of a runtime that shuts down.
+        let Ok((stored, corrupt)) = stored.await else { return copied };
+        if let Some(why) = corrupt {
+            core.discard_corrupt(tier, hashes[stored], why);
+        }
+        if stored > 0 {
+            let bytes = (stored * core.device.block_bytes()) as u64;
+            core.metrics.moved(tier.level(), Direction::Onboard, bytes, begun.elapsed());
+        }
+        copied += stored;
+        if stored < hashes.len() {
+            return copied;
+        }
+    }
+    copied
+}
+
+/// Verifies and stores leading blocks. Returns their number, and what is wrong with the next one if it is corrupt. Runs
+/// on a blocking thread.
+fn store(
+    host: &HostTier,
+    blocks: Vec<Option<Block>>,
+    hashes: &[SequenceHash],
+    (fingerprint, now, since): (Fingerprint, Date, u64),
+) -> (usize, Option<Corrupt>) {
+    for (at, (block, hash)) in blocks.into_iter().zip(hashes).enumerate() {
+        let Some(block) = block else { return (at, None) };
+        let block = match block.verify(*hash, fingerprint) {
+            Ok(block) if block.payload().len() == host.block_bytes() => block,
+            Ok(_) => return (at, Some(Corrupt::Length)),
+            Err(why) => return (at, Some(why)),
+        };
+        if block.header().retention.is_expired(now) || host.store_verified(&block, since).is_err() {
+            return (at, None);
+        }
+    }
+    (hashes.len(), None)
+}

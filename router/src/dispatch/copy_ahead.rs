@@ -1,0 +1,38 @@
+//! Orders a further copy of the shared prefix of a request, if one pays. The request does not wait for it.
+
+use crate::policy::{Decision, Overlaps};
+use crate::state::Core;
+use kvbm::SequenceHash;
+use tokio::time::Instant;
+use worker::engine::PrefixCopy;
+use worker::handoff::PeerTicket;
+
+/// Number of copies of the shared prefix that are on the way.
+pub(super) fn on_the_way(core: &Core, decision: &Decision<'_>, overlaps: &Overlaps) -> u32 {
+    blocks(decision, overlaps).map_or(0, |(_, prefix)| core.copies.receivers(prefix).len() as u32)
+}
+
+/// Orders a copy, if one pays.
+pub(super) fn order(core: &Core, decision: &Decision<'_>, overlaps: &Overlaps, now: Instant) {
+    let Some((blocks, prefix)) = blocks(decision, overlaps) else { return };
+    if !core.copies.may_order(now) {
+        return;
+    }
+    let (unavailable, receivers) = (core.copies.unavailable(prefix, now), core.copies.receivers(prefix));
+    let Some(planned) = decision.copy_ahead(&unavailable, &receivers) else { return };
+    let peer = planned.from.map(|from| PeerTicket { peer: from.id(), url: from.engine.address() });
+    tracing::debug!(
+        worker = %planned.to.id(), from = ?peer.as_ref().map(|ticket| ticket.peer), blocks = planned.blocks,
+        expected_s = planned.seconds, saved_s = planned.saved,
+        "copying a shared prefix ahead of demand"
+    );
+    let copy = PrefixCopy { blocks: blocks.into(), peer: peer.map(|ticket| ticket.encode()) };
+    core.copies.order(planned.to, prefix, copy);
+}
+
+/// The blocks of the shared prefix, and the short hash of the last of them.
+fn blocks<'a>(decision: &Decision<'_>, overlaps: &'a Overlaps) -> Option<(&'a [SequenceHash], u64)> {
+    // The demand was counted under the first hash scheme.
+    let blocks = overlaps.hashes(0).get(..decision.replication()?.shared.blocks as usize)?;
+    Some((blocks, blocks.last()?.short()))
+}
