@@ -65,7 +65,7 @@ impl Place<'_> {
     }
 
     /// Seconds to load what is missing from stores, if they have it.
-    fn from_stores(&self, shared: SharedPrefix) -> Option<f64> {
+    fn load_seconds_from_stores(&self, shared: SharedPrefix) -> Option<f64> {
         let missing = self.missing(shared);
         let below = LEVELS.into_iter().zip(*self.held.per_level()).filter(|(level, _)| *level > Level::G2);
         let seconds = below.filter(|(_, blocks)| *blocks > 0).map(|(level, blocks)| {
@@ -75,7 +75,7 @@ impl Place<'_> {
     }
 
     /// Seconds to load what is missing from the memory of another worker.
-    fn from_peer(&self, shared: SharedPrefix) -> f64 {
+    fn load_seconds_from_peer(&self, shared: SharedPrefix) -> f64 {
         self.estimate.transfer(Level::Peer, self.missing(shared).into()) + self.estimate.backlog(Level::Peer)
     }
 }
@@ -101,8 +101,8 @@ pub(super) fn plan(
         })
         .map(|(at, _)| at);
     let copy_to = |(to, place): (usize, &Place<'_>)| {
-        let stores = place.from_stores(shared).map(|seconds| (None, seconds));
-        let peer = peer.map(|at| (Some(at), place.from_peer(shared)));
+        let stores = place.load_seconds_from_stores(shared).map(|seconds| (None, seconds));
+        let peer = peer.map(|at| (Some(at), place.load_seconds_from_peer(shared)));
         let (from, seconds) = stores.into_iter().chain(peer).min_by(|(_, a), (_, b)| a.total_cmp(b))?;
         let computing = (u64::from(place.missing(shared)) * block_size) as f64 * place.estimate.token;
         let saved = replication.saved(place.estimate);

@@ -25,8 +25,8 @@ async fn hot(harness: &Harness) -> (Request, [Arc<FakeEngine>; 2]) {
     (hot, workers)
 }
 
-fn complete() -> Result<Prefetched, PrefetchError> {
-    Ok(Prefetched { blocks: SHARED_BLOCKS as u32, bytes: 64_000 })
+fn complete() -> Prefetched {
+    Prefetched { blocks: SHARED_BLOCKS as u32, bytes: 64_000 }
 }
 
 /// Eight requests for a prompt at the same time.
@@ -40,7 +40,7 @@ async fn burst(harness: &Harness, hot: &Request) {
 async fn a_hot_prefix_is_copied_from_the_memory_of_its_holder_to_an_idle_worker() {
     let harness = defaults();
     let (hot, [holder, idle]) = hot(&harness).await;
-    *idle.copy_answer.lock() = complete();
+    *idle.copy_answer.lock() = Ok(complete());
     burst(&harness, &hot).await;
     sleep(Duration::from_secs(1)).await;
     let copies = idle.copies.lock().clone();
@@ -56,7 +56,7 @@ async fn a_hot_prefix_is_copied_from_the_memory_of_its_holder_to_an_idle_worker(
 async fn a_copy_that_is_on_the_way_is_explained() {
     let harness = defaults();
     let (hot, [_holder, idle]) = hot(&harness).await;
-    *idle.copy_answer.lock() = complete();
+    *idle.copy_answer.lock() = Ok(complete());
     let explained = join_all((0..6).map(|_| harness.explain(hot.clone()))).await;
     let shared = |at: usize| explained[at]["shared_prefix"].clone();
     assert!(shared(0).is_null(), "the first request shares nothing yet");
@@ -68,7 +68,7 @@ async fn a_copy_that_is_on_the_way_is_explained() {
 async fn a_prefix_that_is_not_hot_is_not_copied() {
     let harness = defaults();
     let (hot, [holder, idle]) = hot(&harness).await;
-    *idle.copy_answer.lock() = complete();
+    *idle.copy_answer.lock() = Ok(complete());
     for _ in 0..10 {
         harness.answer(hot.clone()).await.unwrap();
         sleep(Duration::from_secs(20)).await;
@@ -109,7 +109,7 @@ async fn a_cordoned_worker_gets_no_copy() {
 async fn a_copy_ends_when_its_worker_leaves() {
     let harness = defaults();
     let (hot, [_holder, idle]) = hot(&harness).await;
-    *idle.copy_answer.lock() = complete();
+    *idle.copy_answer.lock() = Ok(complete());
     let leave = async {
         sleep(Duration::from_millis(500)).await;
         assert_eq!(idle.copies.lock().len(), 1, "a copy is being made");
