@@ -71,9 +71,10 @@ pub enum Error {
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
     #[error(
-        "not enough memory: {workers} worker(s) need {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and \
-         {have} is available; use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…) or a smaller \
-         model",
+        "not enough memory: {who} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} is available; \
+         {advice}",
+        who = who(*.workers),
+        advice = smaller(*.workers, .sizes),
         needed = ByteSize(*.needed).about(),
         weights = ByteSize(*.weights).about(),
         g1 = ByteSize(.sizes.g1).about(),
@@ -92,6 +93,18 @@ pub enum Error {
         /// Available bytes of memory.
         have: u64,
     },
+}
+
+/// The workers as the subject of "need".
+fn who(workers: u64) -> String {
+    if workers == 1 { "1 worker needs".to_owned() } else { format!("{workers} workers need") }
+}
+
+/// What to change if the machine has too little memory. Names the larger of the two tiers.
+fn smaller(workers: u64, sizes: &Sizes) -> String {
+    let (key, bytes) = sizes.g2.filter(|g2| *g2 > sizes.g1).map_or(("tiers.g1", sizes.g1), |g2| ("tiers.g2", g2));
+    let fewer = if workers > 1 { "fewer workers (--workers both:1), " } else { "" };
+    format!("use {fewer}smaller tiers (--set {key}=…, now {}) or a smaller model", ByteSize(bytes).about())
 }
 
 /// One folder of the G3 log.
@@ -332,7 +345,18 @@ mod tests {
     fn an_error_names_the_parts_and_what_to_change() {
         let tiers = Tiers { g1: bytes("4GiB"), ..Tiers::default() };
         let error = Sizes::compute(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
-        for part in ["weights 2.0 GiB", "G1 4.0 GiB", "12.0 GiB is available", "--workers both:1"] {
+        for part in [
+            "3 workers need",
+            "weights 2.0 GiB",
+            "G1 4.0 GiB",
+            "12.0 GiB is available",
+            "use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…, now 4.0 GiB)",
+        ] {
+            assert!(error.contains(part), "`{part}` is not in: {error}");
+        }
+        let large = Tiers { g2: bytes("100GiB"), ..Tiers::default() };
+        let error = Sizes::compute(&large, 1, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
+        for part in ["1 worker needs", "; use smaller tiers (--set tiers.g2=…, now 100.0 GiB)"] {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
         let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };
