@@ -98,14 +98,20 @@ impl Shared {
         let epoch = epoch_now();
         let log = Arc::new(EventLog::new(epoch));
         let block = self.runtime.block_bytes();
-        let memory = self.runtime.memory((self.sizes.g1 / block as u64) as usize).with_context(|| {
-            let g1 = ByteSize(self.sizes.g1).about();
-            format!("not enough memory: cannot allocate {g1} for G1 of worker {id}; make it smaller: --set tiers.g1=…")
-        })?;
+        let refused = |tier: &str, key: &str, bytes: u64| {
+            let size = ByteSize(bytes).about();
+            format!("the system refuses {size} for {tier} of worker {id} ({key}); make it smaller: --set {key}=…")
+        };
+        let g1 = self.sizes.g1;
+        let memory =
+            self.runtime.memory((g1 / block as u64) as usize).with_context(|| refused("G1", "tiers.g1", g1))?;
         let device = memory.device();
         let fingerprint = device.fingerprint();
-        let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
-        let host = host.map(|host| host.with_quotas(&self.shares));
+        let host = |bytes: u64| {
+            let host = HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks);
+            host.map(|host| host.with_quotas(&self.shares)).with_context(|| refused("G2", "tiers.g2", bytes))
+        };
+        let host = self.sizes.g2.map(host).transpose()?;
         let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
         let manager = manager.with_quotas(&self.shares).with_tracer(self.tracer.clone());
         self.peers.insert(id, manager.peer());

@@ -284,6 +284,27 @@ fn startup_errors_name_the_setting_to_change() {
     assert!(error.contains("did you mean `router.policy`"), "{error}");
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_the_system_refuses_is_an_error_with_its_key() {
+    let data = tempfile::tempdir().unwrap();
+    let common = ["--data-dir", data.path().to_str().unwrap(), "--listen", "127.0.0.1:0", "--model", "tiny"];
+    for (tier, key, other) in [("G1", "tiers.g1", "tiers.g2"), ("G2", "tiers.g2", "tiers.g1")] {
+        let sizes = [format!("{key}=4GiB"), format!("{other}=32MiB")];
+        let sets = ["--workers", "both:1", "--set", "tiers.g3=off", "--set", &sizes[0], "--set", &sizes[1]];
+        let command = program(&[&common[..], &sets].concat());
+        // A limit of the address space, below 4 GiB.
+        let mut limited = Command::new("/bin/sh");
+        limited.args(["-c", r#"ulimit -v 4000000; exec "$0" "$@""#]).arg(command.get_program());
+        limited.args(command.get_args()).env_clear().env("HOME", "/nonexistent");
+        let Output { status, stderr, .. } = limited.output().unwrap();
+        let log = String::from_utf8(stderr).unwrap();
+        assert_eq!(status.code(), Some(1), "{key}: {log}");
+        let expected = format!("error: the system refuses 4.0 GiB for {tier} of worker w1 ({key}); make it smaller");
+        assert!(log.contains(&expected) && !log.contains("panicked"), "`{expected}` is not in:\n{log}");
+    }
+}
+
 #[test]
 fn the_banner_has_the_address_and_a_signal_stops_cleanly() {
     use std::io::{BufRead, BufReader, Read};
