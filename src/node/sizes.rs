@@ -50,13 +50,23 @@ pub struct Needs {
     pub context: u64,
     /// Bytes of one block.
     pub block: u64,
+    /// Tokens of one block.
+    pub block_tokens: u64,
+    /// The context, in tokens.
+    pub context_tokens: u64,
 }
 
 impl Needs {
     /// The needs of a model with this shape.
     pub fn of(shape: &Shape) -> Self {
-        let Shape { weights_bytes, block_bytes, context_bytes } = *shape;
-        Self { weights: weights_bytes, context: context_bytes, block: block_bytes as u64 }
+        let Shape { weights_bytes, block_bytes, block_tokens, context_tokens, context_bytes } = *shape;
+        Self {
+            weights: weights_bytes,
+            context: context_bytes,
+            block: block_bytes as u64,
+            block_tokens: block_tokens as u64,
+            context_tokens: context_tokens as u64,
+        }
     }
 }
 
@@ -118,6 +128,15 @@ pub struct Disk {
     pub is_automatic: bool,
     /// Bytes that the log leaves free on its disk.
     pub min_free: u64,
+}
+
+/// G1 is too small for a request of the full context.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ShortContext {
+    /// The sizes and the consequence.
+    pub detail: String,
+    /// What to change.
+    pub advice: String,
 }
 
 /// Too little free space on the disk of a G3 log.
@@ -237,13 +256,32 @@ impl Sizes {
             _ => Ok(sizes),
         }
     }
+
+    /// Whether G1 of a worker is too small for a request of the full context. An automatic G1 never is.
+    pub fn short_context(&self, needs: &Needs) -> Option<ShortContext> {
+        let (fit, context) = (self.g1 / needs.block * needs.block_tokens, needs.context_tokens);
+        if fit >= context {
+            return None;
+        }
+        let g1 = ByteSize(self.g1);
+        // In whole MiB, so that it is easy to read.
+        let least = ByteSize(needs.context.next_multiple_of(1 << 20));
+        Some(ShortContext {
+            detail: format!(
+                "tiers.g1 = {g1} holds {fit} of the {context} tokens of the model's context; longer requests are \
+                 refused or cut"
+            ),
+            advice: format!("set at least {least}"),
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NEEDS: Needs = Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10 };
+    const NEEDS: Needs =
+        Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10, block_tokens: 16, context_tokens: 16_384 };
     const MACHINE: Machine = Machine { memory: Some(12 << 30), threads: 2 };
 
     fn bytes(text: &str) -> Budget {
@@ -332,6 +370,25 @@ mod tests {
     fn automatic_g1_holds_at_least_one_context() {
         let needs = Needs { context: 3 << 30, ..NEEDS };
         assert_eq!(Sizes::compute(&Tiers::default(), 2, needs, &MACHINE, &[]).unwrap().g1, 3 << 30);
+    }
+
+    #[test]
+    fn a_g1_below_a_full_context_is_short() {
+        let short = |g1: &str, needs: &Needs| {
+            let tiers = Tiers { g1: bytes(g1), g2: bytes("off"), ..Tiers::default() };
+            let short = Sizes::compute(&tiers, 2, *needs, &MACHINE, &[]).unwrap().short_context(needs)?;
+            Some(format!("{}; {}", short.detail, short.advice))
+        };
+        assert_eq!((short("auto", &NEEDS), short("64MiB", &NEEDS)), (None, None));
+        let text = short("16MiB", &NEEDS).unwrap();
+        assert!(text.starts_with("tiers.g1 = 16MiB holds 4096 of the 16384 tokens of the model's context; "), "{text}");
+        assert!(text.ends_with("; set at least 64MiB"), "{text}");
+        // The blocks of the built-in model `small`: 227 of them fit, and a part of another.
+        let small = Needs { context: 72 << 20, block: 72 << 10, ..NEEDS };
+        let text = short("16MiB", &small).unwrap();
+        assert!(text.contains(" holds 3632 of ") && text.ends_with("; set at least 72MiB"), "{text}");
+        let odd = Needs { context: (64 << 20) + 1, ..NEEDS };
+        assert!(short("1MiB", &odd).unwrap().ends_with("; set at least 65MiB"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use spans::Tracer;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::{Instant, sleep};
-use worker::engine::Engine;
+use worker::engine::{Engine, ModelCard};
 use worker::handoff::Peers;
 use worker::llama::{Limits, LlamaEngine, Runtime, Settings};
 use worker::plane::{Instance, PlaneError, Role, StoreId, WorkerId};
@@ -42,6 +42,7 @@ pub(super) struct Shared {
 /// A running worker, with its block manager.
 pub(super) struct RunningWorker {
     id: WorkerId,
+    card: Arc<ModelCard>,
     serving: Worker,
     manager: BlockManager,
     limits: Arc<Limits>,
@@ -124,8 +125,8 @@ impl Shared {
             self.engines.of(&id.to_string(), &self.runtime.card().id),
             self.settings,
         );
-        let instance =
-            Instance { id, epoch, role, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
+        let card = Arc::clone(engine.card());
+        let instance = Instance { id, epoch, role, model: Arc::clone(&card), stores: self.stores.clone() };
         let (load, limits) = (engine.load(), Arc::clone(engine.limits()));
         let (engine, until) = (engine as Arc<dyn Engine>, Instant::now() + self.lease + LEASE_MARGIN);
         let serving = loop {
@@ -139,7 +140,7 @@ impl Shared {
                 started => break started.with_context(|| format!("worker {id} cannot be registered"))?,
             }
         };
-        Ok(RunningWorker { id, serving, manager, limits })
+        Ok(RunningWorker { id, card, serving, manager, limits })
     }
 }
 
@@ -147,6 +148,11 @@ impl RunningWorker {
     /// The worker and its block manager.
     pub(super) fn blocks(&self) -> (WorkerId, BlockManager) {
         (self.id, self.manager.clone())
+    }
+
+    /// The model, with the context of the engine.
+    pub(super) fn card(&self) -> &Arc<ModelCard> {
+        &self.card
     }
 
     /// The limits of its engine.

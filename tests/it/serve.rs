@@ -253,6 +253,27 @@ async fn models_probes_and_metrics_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_small_g1_limits_the_context_that_clients_see() {
+    let data = tempfile::tempdir().unwrap();
+    let mut config = aggregated(data.path());
+    // 32 blocks of 32 KiB.
+    (config.tiers.g1, config.tiers.g3) = (Budget::Bytes(ByteSize(1 << 20)), Budget::Off);
+    let harness = Harness::start(config).await;
+    let models: Value = serde_json::from_str(&harness.get("/v1/models").await).unwrap();
+    assert_eq!(models["data"][0]["max_model_len"], 512, "{models}");
+    assert_eq!(harness.node.banner().as_json()["max_model_len"], 512);
+    assert!(harness.node.banner().to_string().contains("context of 512 tokens"), "{}", harness.node.banner());
+    let body =
+        |tokens: u32| json!({"model": "tiny", "prompt": prompt(1, 100), "max_tokens": tokens, "ignore_eos": true});
+    let answer = harness.answer("/v1/completions", &body(412)).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 412, "{answer}");
+    let refused = harness.post("/v1/completions", &body(413)).await;
+    assert_eq!(refused.status(), 400);
+    assert!(refused.text().await.unwrap().contains("512 tokens"));
+    harness.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_second_node_on_a_data_folder_is_rejected() {
     let data = tempfile::tempdir().unwrap();
     let harness = Harness::start(config(data.path())).await;
