@@ -96,6 +96,7 @@ async fn measure(block: usize) -> [f64; 3] {
     let log = Arc::new(EventLog::new(Epoch(1)));
     let device = Arc::new(Device::new(count, block));
     let host = HostTier::new(BYTES as u64, block, device.fingerprint(), log.clone(), &metrics);
+    let host = host.expect("the system has this memory");
     let manager = BlockManager::new(device.clone(), Some(host.clone()), vec![], log, metrics);
     let from = vec![1_u8; BYTES];
     let mut to = vec![2_u8; BYTES];

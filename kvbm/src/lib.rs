@@ -45,7 +45,7 @@
 //! let log = Arc::new(EventLog::new(Epoch(1)));
 //! let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
 //! let device: Arc<dyn DeviceBlocks> = Arc::new(Device(Mutex::new([[0; 64]; 4])));
-//! let host = HostTier::new(64 * 1024, 64, device.fingerprint(), log.clone(), &metrics);
+//! let host = HostTier::new(64 * 1024, 64, device.fingerprint(), log.clone(), &metrics).unwrap();
 //! let manager = BlockManager::new(device.clone(), Some(host), vec![], log.clone(), metrics.clone());
 //!
 //! // A prompt of 40 tokens has two full blocks of 16.

@@ -3,7 +3,7 @@
 use super::banner::NativeFacts;
 use super::health::Health;
 use super::scope::Scope;
-use super::sizes::{self, Disk, Needs, Shortage, Sizes};
+use super::sizes::{self, Disk, Needs, ShortContext, Shortage, Sizes};
 use super::stores::Stores;
 use super::transforms::Transforms;
 use super::workers::{RunningWorker, Shared};
@@ -72,6 +72,9 @@ impl Native {
         let needs = Needs::of(&runtime.shape());
         let disks = usable_disks(config, needs.block);
         let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
+        if let Some(ShortContext { detail, advice }) = sizes.short_context(&needs) {
+            tracing::warn!("{detail}; {advice}");
+        }
         for disk in &disks {
             let Space { free, taken, .. } = machine::space(&disk.folder);
             if let Some(Shortage { detail, advice, .. }) = disk.shortage(&config.tiers, free, taken) {
@@ -95,7 +98,7 @@ impl Native {
         }
         let shred_watch = transforms.follow_shreds(workers.iter().map(|worker| worker.blocks().1));
         let facts = NativeFacts {
-            model: Arc::clone(runtime.card()),
+            model: Arc::clone(workers.first().map_or(runtime.card(), RunningWorker::card)),
             roles: config.workers.roles().collect(),
             threads,
             sizes,

@@ -133,9 +133,7 @@ fn shared_store(config: &Config) -> anyhow::Result<()> {
 
 /// What the native engine of a configuration needs, and what the machine has.
 pub(crate) struct NativeSizes {
-    pub(crate) weights: u64,
-    /// Bytes of one block.
-    pub(crate) block: u64,
+    pub(crate) needs: Needs,
     pub(crate) sizes: Sizes,
     pub(crate) disks: Vec<Disk>,
     pub(crate) machine: Machine,
@@ -148,14 +146,14 @@ pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
     let needs = Needs::of(&shape);
     let disks = sizes::usable(sizes::disks(&config.tiers, &config.data_dir, machine::space), needs.block);
     let sizes = Sizes::compute(&config.tiers, config.workers.count(), needs, &machine, &disks)?;
-    Ok(NativeSizes { weights: needs.weights, block: needs.block, sizes, disks, machine })
+    Ok(NativeSizes { needs, sizes, disks, machine })
 }
 
 /// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
 fn native(config: &Config) -> anyhow::Result<()> {
-    let NativeSizes { block, sizes, disks, .. } = native_sizes(config)?;
+    let NativeSizes { needs, sizes, disks, .. } = native_sizes(config)?;
     let domains = frontend::CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
     let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
-    super::stores::check_disks(&disks, &shares, block)
+    super::stores::check_disks(&disks, &shares, needs.block)
 }

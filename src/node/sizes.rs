@@ -50,13 +50,23 @@ pub struct Needs {
     pub context: u64,
     /// Bytes of one block.
     pub block: u64,
+    /// Tokens of one block.
+    pub block_tokens: u64,
+    /// The context, in tokens.
+    pub context_tokens: u64,
 }
 
 impl Needs {
     /// The needs of a model with this shape.
     pub fn of(shape: &Shape) -> Self {
-        let Shape { weights_bytes, block_bytes, context_bytes } = *shape;
-        Self { weights: weights_bytes, context: context_bytes, block: block_bytes as u64 }
+        let Shape { weights_bytes, block_bytes, block_tokens, context_tokens, context_bytes } = *shape;
+        Self {
+            weights: weights_bytes,
+            context: context_bytes,
+            block: block_bytes as u64,
+            block_tokens: block_tokens as u64,
+            context_tokens: context_tokens as u64,
+        }
     }
 }
 
@@ -71,9 +81,10 @@ pub enum Error {
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
     #[error(
-        "not enough memory: {workers} worker(s) need {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and \
-         {have} is available; use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…) or a smaller \
-         model",
+        "not enough memory: {who} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} is available; \
+         {advice}",
+        who = who(*.workers),
+        advice = smaller(*.workers, .sizes),
         needed = ByteSize(*.needed).about(),
         weights = ByteSize(*.weights).about(),
         g1 = ByteSize(.sizes.g1).about(),
@@ -94,6 +105,18 @@ pub enum Error {
     },
 }
 
+/// The workers as the subject of "need".
+fn who(workers: u64) -> String {
+    if workers == 1 { "1 worker needs".to_owned() } else { format!("{workers} workers need") }
+}
+
+/// What to change if the machine has too little memory. Names the larger of the two tiers.
+fn smaller(workers: u64, sizes: &Sizes) -> String {
+    let (key, bytes) = sizes.g2.filter(|g2| *g2 > sizes.g1).map_or(("tiers.g1", sizes.g1), |g2| ("tiers.g2", g2));
+    let fewer = if workers > 1 { "fewer workers (--workers both:1), " } else { "" };
+    format!("use {fewer}smaller tiers (--set {key}=…, now {}) or a smaller model", ByteSize(bytes).about())
+}
+
 /// One folder of the G3 log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Disk {
@@ -105,6 +128,15 @@ pub struct Disk {
     pub is_automatic: bool,
     /// Bytes that the log leaves free on its disk.
     pub min_free: u64,
+}
+
+/// G1 is too small for a request of the full context.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ShortContext {
+    /// The sizes and the consequence.
+    pub detail: String,
+    /// What to change.
+    pub advice: String,
 }
 
 /// Too little free space on the disk of a G3 log.
@@ -224,13 +256,32 @@ impl Sizes {
             _ => Ok(sizes),
         }
     }
+
+    /// Whether G1 of a worker is too small for a request of the full context. An automatic G1 never is.
+    pub fn short_context(&self, needs: &Needs) -> Option<ShortContext> {
+        let (fit, context) = (self.g1 / needs.block * needs.block_tokens, needs.context_tokens);
+        if fit >= context {
+            return None;
+        }
+        let g1 = ByteSize(self.g1);
+        // In whole MiB, so that it is easy to read.
+        let least = ByteSize(needs.context.next_multiple_of(1 << 20));
+        Some(ShortContext {
+            detail: format!(
+                "tiers.g1 = {g1} holds {fit} of the {context} tokens of the model's context; longer requests are \
+                 refused or cut"
+            ),
+            advice: format!("set at least {least}"),
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NEEDS: Needs = Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10 };
+    const NEEDS: Needs =
+        Needs { weights: 2 << 30, context: 64 << 20, block: 64 << 10, block_tokens: 16, context_tokens: 16_384 };
     const MACHINE: Machine = Machine { memory: Some(12 << 30), threads: 2 };
 
     fn bytes(text: &str) -> Budget {
@@ -322,6 +373,25 @@ mod tests {
     }
 
     #[test]
+    fn a_g1_below_a_full_context_is_short() {
+        let short = |g1: &str, needs: &Needs| {
+            let tiers = Tiers { g1: bytes(g1), g2: bytes("off"), ..Tiers::default() };
+            let short = Sizes::compute(&tiers, 2, *needs, &MACHINE, &[]).unwrap().short_context(needs)?;
+            Some(format!("{}; {}", short.detail, short.advice))
+        };
+        assert_eq!((short("auto", &NEEDS), short("64MiB", &NEEDS)), (None, None));
+        let text = short("16MiB", &NEEDS).unwrap();
+        assert!(text.starts_with("tiers.g1 = 16MiB holds 4096 of the 16384 tokens of the model's context; "), "{text}");
+        assert!(text.ends_with("; set at least 64MiB"), "{text}");
+        // The blocks of the built-in model `small`: 227 of them fit, and a part of another.
+        let small = Needs { context: 72 << 20, block: 72 << 10, ..NEEDS };
+        let text = short("16MiB", &small).unwrap();
+        assert!(text.contains(" holds 3632 of ") && text.ends_with("; set at least 72MiB"), "{text}");
+        let odd = Needs { context: (64 << 20) + 1, ..NEEDS };
+        assert!(short("1MiB", &odd).unwrap().ends_with("; set at least 65MiB"));
+    }
+
+    #[test]
     fn configured_sizes_are_used_and_off_is_off() {
         let tiers = Tiers { g1: bytes("1GiB"), g2: bytes("off"), g3: bytes("0"), ..Tiers::default() };
         let sizes = Sizes::compute(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap();
@@ -332,7 +402,18 @@ mod tests {
     fn an_error_names_the_parts_and_what_to_change() {
         let tiers = Tiers { g1: bytes("4GiB"), ..Tiers::default() };
         let error = Sizes::compute(&tiers, 3, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
-        for part in ["weights 2.0 GiB", "G1 4.0 GiB", "12.0 GiB is available", "--workers both:1"] {
+        for part in [
+            "3 workers need",
+            "weights 2.0 GiB",
+            "G1 4.0 GiB",
+            "12.0 GiB is available",
+            "use fewer workers (--workers both:1), smaller tiers (--set tiers.g1=…, now 4.0 GiB)",
+        ] {
+            assert!(error.contains(part), "`{part}` is not in: {error}");
+        }
+        let large = Tiers { g2: bytes("100GiB"), ..Tiers::default() };
+        let error = Sizes::compute(&large, 1, NEEDS, &MACHINE, &[]).unwrap_err().to_string();
+        for part in ["1 worker needs", "; use smaller tiers (--set tiers.g2=…, now 100.0 GiB)"] {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
         let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };

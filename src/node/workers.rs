@@ -10,7 +10,7 @@ use spans::Tracer;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::time::{Instant, sleep};
-use worker::engine::Engine;
+use worker::engine::{Engine, ModelCard};
 use worker::handoff::Peers;
 use worker::llama::{Limits, LlamaEngine, Runtime, Settings};
 use worker::plane::{Instance, PlaneError, Role, StoreId, WorkerId};
@@ -42,6 +42,7 @@ pub(super) struct Shared {
 /// A running worker, with its block manager.
 pub(super) struct RunningWorker {
     id: WorkerId,
+    card: Arc<ModelCard>,
     serving: Worker,
     manager: BlockManager,
     limits: Arc<Limits>,
@@ -98,14 +99,20 @@ impl Shared {
         let epoch = epoch_now();
         let log = Arc::new(EventLog::new(epoch));
         let block = self.runtime.block_bytes();
-        let memory = self.runtime.memory((self.sizes.g1 / block as u64) as usize).with_context(|| {
-            let g1 = ByteSize(self.sizes.g1).about();
-            format!("not enough memory: cannot allocate {g1} for G1 of worker {id}; make it smaller: --set tiers.g1=…")
-        })?;
+        let refused = |tier: &str, key: &str, bytes: u64| {
+            let size = ByteSize(bytes).about();
+            format!("the system refuses {size} for {tier} of worker {id} ({key}); make it smaller: --set {key}=…")
+        };
+        let g1 = self.sizes.g1;
+        let memory =
+            self.runtime.memory((g1 / block as u64) as usize).with_context(|| refused("G1", "tiers.g1", g1))?;
         let device = memory.device();
         let fingerprint = device.fingerprint();
-        let host = self.sizes.g2.map(|bytes| HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks));
-        let host = host.map(|host| host.with_quotas(&self.shares));
+        let host = |bytes: u64| {
+            let host = HostTier::new(bytes, block, fingerprint, Arc::clone(&log), &self.blocks);
+            host.map(|host| host.with_quotas(&self.shares)).with_context(|| refused("G2", "tiers.g2", bytes))
+        };
+        let host = self.sizes.g2.map(host).transpose()?;
         let manager = BlockManager::new(device, host, self.lower.clone(), Arc::clone(&log), self.blocks.clone());
         let manager = manager.with_quotas(&self.shares).with_tracer(self.tracer.clone());
         self.peers.insert(id, manager.peer());
@@ -118,8 +125,8 @@ impl Shared {
             self.engines.of(&id.to_string(), &self.runtime.card().id),
             self.settings,
         );
-        let instance =
-            Instance { id, epoch, role, model: Arc::clone(self.runtime.card()), stores: self.stores.clone() };
+        let card = Arc::clone(engine.card());
+        let instance = Instance { id, epoch, role, model: Arc::clone(&card), stores: self.stores.clone() };
         let (load, limits) = (engine.load(), Arc::clone(engine.limits()));
         let (engine, until) = (engine as Arc<dyn Engine>, Instant::now() + self.lease + LEASE_MARGIN);
         let serving = loop {
@@ -133,7 +140,7 @@ impl Shared {
                 started => break started.with_context(|| format!("worker {id} cannot be registered"))?,
             }
         };
-        Ok(RunningWorker { id, serving, manager, limits })
+        Ok(RunningWorker { id, card, serving, manager, limits })
     }
 }
 
@@ -141,6 +148,11 @@ impl RunningWorker {
     /// The worker and its block manager.
     pub(super) fn blocks(&self) -> (WorkerId, BlockManager) {
         (self.id, self.manager.clone())
+    }
+
+    /// The model, with the context of the engine.
+    pub(super) fn card(&self) -> &Arc<ModelCard> {
+        &self.card
     }
 
     /// The limits of its engine.

@@ -253,6 +253,27 @@ async fn models_probes_and_metrics_are_served() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_small_g1_limits_the_context_that_clients_see() {
+    let data = tempfile::tempdir().unwrap();
+    let mut config = aggregated(data.path());
+    // 32 blocks of 32 KiB.
+    (config.tiers.g1, config.tiers.g3) = (Budget::Bytes(ByteSize(1 << 20)), Budget::Off);
+    let harness = Harness::start(config).await;
+    let models: Value = serde_json::from_str(&harness.get("/v1/models").await).unwrap();
+    assert_eq!(models["data"][0]["max_model_len"], 512, "{models}");
+    assert_eq!(harness.node.banner().as_json()["max_model_len"], 512);
+    assert!(harness.node.banner().to_string().contains("context of 512 tokens"), "{}", harness.node.banner());
+    let body =
+        |tokens: u32| json!({"model": "tiny", "prompt": prompt(1, 100), "max_tokens": tokens, "ignore_eos": true});
+    let answer = harness.answer("/v1/completions", &body(412)).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 412, "{answer}");
+    let refused = harness.post("/v1/completions", &body(413)).await;
+    assert_eq!(refused.status(), 400);
+    assert!(refused.text().await.unwrap().contains("512 tokens"));
+    harness.node.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_second_node_on_a_data_folder_is_rejected() {
     let data = tempfile::tempdir().unwrap();
     let harness = Harness::start(config(data.path())).await;
@@ -282,6 +303,27 @@ fn startup_errors_name_the_setting_to_change() {
     assert!(error.contains("not enough memory") && error.contains("tiers.g1"), "{error}");
     let error = start_error(&["--set", "router.polcy=kv"]);
     assert!(error.contains("did you mean `router.policy`"), "{error}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_that_the_system_refuses_is_an_error_with_its_key() {
+    let data = tempfile::tempdir().unwrap();
+    let common = ["--data-dir", data.path().to_str().unwrap(), "--listen", "127.0.0.1:0", "--model", "tiny"];
+    for (tier, key, other) in [("G1", "tiers.g1", "tiers.g2"), ("G2", "tiers.g2", "tiers.g1")] {
+        let sizes = [format!("{key}=4GiB"), format!("{other}=32MiB")];
+        let sets = ["--workers", "both:1", "--set", "tiers.g3=off", "--set", &sizes[0], "--set", &sizes[1]];
+        let command = program(&[&common[..], &sets].concat());
+        // A limit of the address space, below 4 GiB.
+        let mut limited = Command::new("/bin/sh");
+        limited.args(["-c", r#"ulimit -v 4000000; exec "$0" "$@""#]).arg(command.get_program());
+        limited.args(command.get_args()).env_clear().env("HOME", "/nonexistent");
+        let Output { status, stderr, .. } = limited.output().unwrap();
+        let log = String::from_utf8(stderr).unwrap();
+        assert_eq!(status.code(), Some(1), "{key}: {log}");
+        let expected = format!("error: the system refuses 4.0 GiB for {tier} of worker w1 ({key}); make it smaller");
+        assert!(log.contains(&expected) && !log.contains("panicked"), "`{expected}` is not in:\n{log}");
+    }
 }
 
 #[test]

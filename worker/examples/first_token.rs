@@ -87,6 +87,7 @@ impl Harness {
         let (device, log) = (memory.device(), Arc::new(EventLog::new(Epoch(1))));
         let capacity = (slots * block) as u64;
         let host = host.then(|| HostTier::new(capacity, block, device.fingerprint(), log.clone(), &blocks));
+        let host = host.transpose()?;
         let manager = BlockManager::new(device, host.clone(), lower, log, blocks);
         let (peers, metrics) = (Peers::default(), engines.of("1", "bench"));
         let runtime = runtime.clone();

@@ -57,6 +57,7 @@ impl Memory {
         let (device, log) = (runtime.memory(blocks)?.device(), Arc::new(EventLog::new(Epoch(1))));
         let (block, bytes) = (runtime.block_bytes(), (blocks * runtime.block_bytes()) as u64);
         let host = has_host.then(|| HostTier::new(2 * bytes, block, device.fingerprint(), log.clone(), &metrics));
+        let host = host.transpose()?;
         let manager = BlockManager::new(Arc::clone(&device), host, Vec::new(), log, metrics);
         Ok(Self { manager, device })
     }

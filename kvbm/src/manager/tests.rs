@@ -69,8 +69,8 @@ impl Harness {
         let metrics = Metrics::new(&registry).unwrap();
         let device = InMemory::new(slots, SIZE, fingerprint());
         let bytes = (host * SIZE) as u64;
-        let host =
-            (host > 0).then(|| HostTier::with_clock(bytes, SIZE, fingerprint(), log.clone(), &metrics, clock.clone()));
+        let new = || HostTier::with_clock(bytes, SIZE, fingerprint(), log.clone(), &metrics, clock.clone()).unwrap();
+        let host = (host > 0).then(new);
         let manager =
             BlockManager::with_clock(device.clone(), host.clone(), lower, log.clone(), metrics, clock.clone());
         Self { device, manager, host, log, registry }

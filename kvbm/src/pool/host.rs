@@ -22,8 +22,8 @@ use arena::Arena;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, io};
 
 /// Host memory as a tier. Clones share it.
 #[derive(Clone)]
@@ -40,14 +40,14 @@ impl HostTier {
     /// Room for `capacity_bytes / block_bytes` blocks, all with the engine's `fingerprint`.
     ///
     /// The address space is reserved at once; pages are touched only as blocks arrive. Changes are announced in `log`
-    /// at [`Level::G2`].
+    /// at [`Level::G2`]. Fails when the system refuses the memory.
     pub fn new(
         capacity_bytes: u64,
         block_bytes: usize,
         fingerprint: Fingerprint,
         log: Arc<EventLog>,
         metrics: &Metrics,
-    ) -> Self {
+    ) -> io::Result<Self> {
         Self::with_clock(capacity_bytes, block_bytes, fingerprint, log, metrics, Clock::system())
     }
 
@@ -59,17 +59,17 @@ impl HostTier {
         log: Arc<EventLog>,
         metrics: &Metrics,
         clock: Clock,
-    ) -> Self {
+    ) -> io::Result<Self> {
         let slots = capacity_bytes.checked_div(block_bytes as u64).unwrap_or(0) as usize;
         let pool = BlockPool::new(Level::G2, slots, log, metrics.memory(Level::G2), clock);
-        let arena = Arc::new(Arena::new(pool.capacity(), block_bytes));
+        let arena = Arc::new(Arena::new(pool.capacity(), block_bytes)?);
         if capacity_bytes >= Self::MIN_MLOCK_BYTES {
             match arena.mlock() {
                 Ok(()) => tracing::info!(capacity_bytes, "G2 memory is pinned"),
                 Err(error) => tracing::info!(capacity_bytes, %error, "cannot pin G2 memory"),
             }
         }
-        Self { pool, arena, fingerprint }
+        Ok(Self { pool, arena, fingerprint })
     }
 
     /// Sets the quotas of domains in G2.
@@ -186,7 +186,7 @@ impl HostTier {
 
     fn store_payload(&self, header: &Header, payload: &[u8], since: u64) -> Result<(), StoreError> {
         if header.fingerprint != self.fingerprint || payload.len() > self.arena.slot_bytes() {
-            return Err(StoreError::Io(std::io::Error::other("the block has another engine's fingerprint")));
+            return Err(StoreError::Io(io::Error::other("the block has another engine's fingerprint")));
         }
         self.insert_copy(header.hash, header.parent, header.attrs(), since, |slot| {
             self.arena.write(slot, |bytes| {

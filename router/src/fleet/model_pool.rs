@@ -28,6 +28,8 @@ pub(crate) struct ModelPool {
     is_relayed: bool,
     /// The distinct hash schemes of their blocks, one card each; nearly always one.
     schemes: Vec<Arc<ModelCard>>,
+    /// The card that clients see, see [`card`](Self::card).
+    card: Option<Arc<ModelCard>>,
     /// The longest context of any of them, in tokens.
     context: usize,
     /// Whether any of them has the role to prefill.
@@ -104,6 +106,12 @@ impl ModelPool {
         &self.schemes
     }
 
+    /// The card that clients see: of workers, the first with the longest context, because a prompt is sent where it
+    /// fits. Servers of other programs check the lengths themselves; theirs is the first.
+    pub(crate) fn card(&self) -> Option<&Arc<ModelCard>> {
+        self.card.as_ref()
+    }
+
     /// The longest prompt plus output that any of them takes, in tokens.
     pub(crate) fn context(&self) -> usize {
         self.context
@@ -145,6 +153,10 @@ impl ModelPool {
             self.schemes.push(card.clone());
             self.schemes.len() - 1
         });
+        let is_longest = card.context > self.context && !self.is_relayed;
+        if self.card.is_none() || is_longest {
+            self.card = Some(card.clone());
+        }
         self.context = self.context.max(card.context);
         let only = worker.engine.only();
         self.endpoints.add(only);

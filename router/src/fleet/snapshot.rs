@@ -39,7 +39,7 @@ impl FleetSnapshot {
 
     /// One model card per model.
     pub(crate) fn cards(&self) -> Vec<Arc<ModelCard>> {
-        self.models.values().filter_map(|pool| pool.schemes().first().cloned()).collect()
+        self.models.values().filter_map(|pool| pool.card().cloned()).collect()
     }
 
     /// The models of servers that get no requests, see [`is_unused`](Self::is_unused).

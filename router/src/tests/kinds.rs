@@ -1,8 +1,8 @@
 //! Models that workers and servers of other programs serve under one name.
 
 use super::defaults;
-use super::harness::{MODEL, prompt, relayed, settle};
-use worker::engine::{Engine, Error};
+use super::harness::{MODEL, card, prompt, relayed, settle};
+use worker::engine::{Engine, Error, ModelCard};
 use worker::plane::{Role, WorkerId};
 
 const COMPLETIONS: &str = "/v1/completions";
@@ -27,6 +27,28 @@ async fn workers_serve_a_model_that_upstreams_have_too_whoever_came_first() {
         assert_eq!(cards.iter().map(|card| (&*card.id, card.is_relayed)).collect::<Vec<_>>(), [(MODEL, false)]);
         let unused: Vec<bool> = harness.router.workers().iter().map(|status| status.unused.is_some()).collect();
         assert_eq!(unused, [true, false]);
+    }
+}
+
+/// The memory of a worker limits its context.
+#[tokio::test(start_paused = true)]
+async fn workers_with_different_contexts_serve_one_model() {
+    for ids in [[1, 2], [2, 1]] {
+        let harness = defaults();
+        let with = |context| ModelCard { context, ..card(MODEL) };
+        let short = harness.join_with(ids[0], Role::Both, with(200), 1, &[]).await;
+        let long = harness.join_with(ids[1], Role::Both, with(400), 1, &[]).await;
+        let contexts: Vec<usize> = harness.router.models().iter().map(|card| card.context).collect();
+        assert_eq!(contexts, [400]);
+        for family in 0..4 {
+            harness.answer(prompt(family, 300)).await.unwrap();
+        }
+        assert_eq!((short.requests(), long.requests()), (0, 4));
+        let refused = harness.answer(prompt(4, 400)).await;
+        assert_eq!(refused, Err(Error::PromptTooLong { prompt: 400, context: 400 }));
+        harness.router.cordon(WorkerId(ids[1])).unwrap();
+        harness.answer(prompt(5, 100)).await.unwrap();
+        assert_eq!((short.requests(), long.requests()), (1, 4));
     }
 }
 

@@ -158,7 +158,7 @@ impl Running {
         let memory = runtime.memory(slots)?;
         let log = Arc::new(EventLog::new(Epoch(1)));
         let fingerprint = memory.device().fingerprint();
-        let host = kvbm::HostTier::new((slots * block) as u64, block, fingerprint, log.clone(), &blocks);
+        let host = kvbm::HostTier::new((slots * block) as u64, block, fingerprint, log.clone(), &blocks)?;
         let manager = BlockManager::new(memory.device(), Some(host.clone()), vec![], log, blocks);
         let engine = LlamaEngine::start(
             WorkerId(1),

@@ -193,7 +193,7 @@ impl Measurement<'_> {
         let memory = match self.target {
             Target::Memory => {
                 let log = Arc::new(EventLog::new(Epoch(1)));
-                Some(HostTier::new(bytes as u64, block, fingerprint(), log, self.metrics))
+                Some(HostTier::new(bytes as u64, block, fingerprint(), log, self.metrics)?)
             }
             _ => None,
         };

@@ -2,7 +2,7 @@
 
 use super::findings::{self, Check, Findings};
 use crate::config::{ByteSize, Config, Error, Errors, Listen, Purpose};
-use crate::node::sizes::Shortage;
+use crate::node::sizes::{ShortContext, Shortage};
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine, Space};
 use futures::future::join_all;
@@ -125,14 +125,18 @@ fn index_memory(limit: ByteSize, available: Option<u64>, findings: &mut Findings
 }
 
 async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
-    let NativeSizes { weights, sizes, disks, machine, .. } = native;
+    let NativeSizes { needs, sizes, disks, machine } = native;
     let size = |bytes: u64| ByteSize(bytes).about();
     let workers = config.workers.count() as u64;
-    findings.ok("model", format!("{}: weights of {}", config.model, size(*weights)));
-    let needed = weights + workers * (sizes.g1 + sizes.g2.unwrap_or(0));
+    findings.ok("model", format!("{}: weights of {}", config.model, size(needs.weights)));
+    let needed = needs.weights + workers * (sizes.g1 + sizes.g2.unwrap_or(0));
     let available = machine.memory.map_or("an unknown amount".to_owned(), size);
     let each = format!("G1 {} and G2 {} for each of {workers}", size(sizes.g1), size(sizes.g2.unwrap_or(0)));
-    findings.ok("memory", format!("{} of {available} available: weights, {each}", size(needed)));
+    let memory = format!("{} of {available} available: weights, {each}", size(needed));
+    match sizes.short_context(needs) {
+        Some(ShortContext { detail, advice }) => findings.warning("memory", format!("{memory}; {detail}"), advice),
+        None => findings.ok("memory", memory),
+    }
     folder(&config.data_dir, "data_dir", findings);
     for disk in disks {
         folder(&disk.folder, "disk", findings);

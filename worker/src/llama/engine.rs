@@ -22,8 +22,8 @@ use tokio::sync::{mpsc, watch};
 
 /// One native engine beside its block manager.
 pub struct LlamaEngine {
-    runtime: Arc<Runtime>,
-    manager: BlockManager,
+    /// The model, with the context that fits the engine's memory.
+    card: Arc<ModelCard>,
     limits: Arc<Limits>,
     pub(super) stats: Arc<EngineStats>,
     prefix_loader: Arc<PrefixLoader>,
@@ -50,9 +50,10 @@ impl LlamaEngine {
         // is raised later, the tasks that prepare requests wait for the scheduler, which empties it in each step.
         let (submit, inbox) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
         let (report, load) = watch::channel(stats.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
+        let (block_bytes, card) = (runtime.block_bytes(), fitting(&runtime.card, manager.capacity()));
         let resources = Resources {
             worker,
-            runtime: Arc::clone(&runtime),
+            runtime,
             kv_cache: memory.0,
             manager: manager.clone(),
             settings,
@@ -61,7 +62,6 @@ impl LlamaEngine {
             metrics: metrics.clone(),
             peers: peers.clone(),
         };
-        let block_bytes = runtime.block_bytes();
         let scheduler = Scheduler::new(resources, report, inbox);
         tokio::spawn(async move {
             if AssertUnwindSafe(scheduler.run()).catch_unwind().await.is_err() {
@@ -69,17 +69,15 @@ impl LlamaEngine {
             }
         });
         let prefetcher = Prefetcher::new(manager.clone(), peers.clone(), Arc::clone(&stats), metrics.clone());
-        let prefix_loader = PrefixLoader::new(
-            manager.clone(),
-            peers,
-            Arc::clone(&stats),
-            metrics,
-            block_bytes,
-            settings.handoff.min_idle,
-        );
+        let prefix_loader =
+            PrefixLoader::new(manager, peers, Arc::clone(&stats), metrics, block_bytes, settings.handoff.min_idle);
         let prefix_loader = Arc::new(prefix_loader);
-        let seeds = Seeds::default();
-        Arc::new(Self { runtime, manager, limits, stats, prefix_loader, prefetcher, load, submit, seeds })
+        Arc::new(Self { card, limits, stats, prefix_loader, prefetcher, load, submit, seeds: Seeds::default() })
+    }
+
+    /// The model. Its context is at most what fits the engine's memory.
+    pub fn card(&self) -> &Arc<ModelCard> {
+        &self.card
     }
 
     /// The engine's load as of its last step. The sender is dropped when the engine stops.
@@ -94,7 +92,7 @@ impl LlamaEngine {
 
     /// Rejects a request that cannot be served, before it is accepted.
     fn check(&self, request: &Request) -> Result<(), Error> {
-        let card = &self.runtime.card;
+        let card = &self.card;
         if *request.model != *card.id {
             return Err(Error::UnknownModel(request.model.to_string()));
         }
@@ -109,10 +107,9 @@ impl LlamaEngine {
             let problem = format!("token {token} is not in the vocabulary of {}", card.vocabulary);
             return Err(Error::Invalid { field: "prompt", problem });
         }
-        // The last token needs room for its successor, in the context and in device memory.
-        let context = card.context.min(self.manager.capacity() * card.block_size);
-        if request.tokens.len() >= context {
-            return Err(Error::PromptTooLong { prompt: request.tokens.len(), context });
+        // The last token needs room for its successor.
+        if request.tokens.len() >= card.context {
+            return Err(Error::PromptTooLong { prompt: request.tokens.len(), context: card.context });
         }
         // Those whose prompt another worker computes are counted apart: they join the queue later.
         let is_arriving = matches!(request.work, Work::Resume(_));
@@ -127,7 +124,7 @@ impl LlamaEngine {
         let (sender, receiver) = output();
         let seed = request.sampling.seed.unwrap_or_else(|| self.seeds.draw());
         let stats = self.stats.accept(request.tokens.len());
-        let sequence = Sequence::new(request, &self.runtime.card, seed, sender, stats);
+        let sequence = Sequence::new(request, &self.card, seed, sender, stats);
         let (prefix_loader, submit) = (Arc::clone(&self.prefix_loader), self.submit.clone());
         tokio::spawn(async move {
             if let Some(sequence) = prefix_loader.load(sequence).await
@@ -150,7 +147,7 @@ impl Engine for LlamaEngine {
     }
 
     fn models(&self) -> Vec<Arc<ModelCard>> {
-        vec![Arc::clone(&self.runtime.card)]
+        vec![Arc::clone(&self.card)]
     }
 
     fn readiness(&self) -> Readiness {
@@ -166,6 +163,12 @@ impl Engine for LlamaEngine {
         }
         async move { self.prefetcher.run(&copy).await }.boxed()
     }
+}
+
+/// The card of a model whose requests take at most `blocks` blocks.
+fn fitting(card: &Arc<ModelCard>, blocks: usize) -> Arc<ModelCard> {
+    let context = card.context.min(blocks * card.block_size);
+    if context == card.context { Arc::clone(card) } else { Arc::new(ModelCard { context, ..ModelCard::clone(card) }) }
 }
 
 /// Seeds for requests that have none: the only source of randomness in the engine.

@@ -36,6 +36,10 @@ pub struct Shape {
     pub weights_bytes: u64,
     /// Bytes of one block.
     pub block_bytes: usize,
+    /// Tokens of one block.
+    pub block_tokens: usize,
+    /// The context, in tokens.
+    pub context_tokens: usize,
     /// Bytes of the blocks of one request that fills the context.
     pub context_bytes: u64,
 }
@@ -54,7 +58,8 @@ impl Shape {
         let Config { layers, kv_heads, head_dim, context, .. } = *config;
         let block_bytes = layers * 2 * kv_heads * head_dim * size_of::<f32>() * block_size;
         let context_bytes = (block_bytes * context.div_ceil(block_size)) as u64;
-        Self { weights_bytes: Weights::bytes(config), block_bytes, context_bytes }
+        let weights_bytes = Weights::bytes(config);
+        Self { weights_bytes, block_bytes, block_tokens: block_size, context_tokens: context, context_bytes }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::block::{BlockRetention, Header};
 use crate::pool::{CachedBlock, PartialBlock};
 use crate::table::hugepages;
 use parking_lot::Mutex;
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -33,20 +33,23 @@ impl Arena {
     /// The page size: what `O_DIRECT` and device drivers require of memory that they read.
     const ALIGN: usize = 4096;
 
-    pub(super) fn new(slots: usize, slot_bytes: usize) -> Self {
+    /// Fails when the system refuses the memory.
+    pub(super) fn new(slots: usize, slot_bytes: usize) -> io::Result<Self> {
+        let refused = || io::Error::from(io::ErrorKind::OutOfMemory);
         let size = slots.checked_mul(slot_bytes).and_then(|bytes| bytes.checked_add(Self::ALIGN));
-        let size = size.expect("the arena fits the address space");
         // Aligned here and not by the allocator: for more than 16 bytes the standard allocator zeroes memory itself,
         // which would touch all pages at once. Without an alignment the system returns zeroed pages that are touched on
         // use.
-        let layout = Layout::from_size_align(size, 1).expect("the arena fits the address space");
+        let layout = size.and_then(|size| Layout::from_size_align(size, 1).ok()).ok_or_else(refused)?;
+        let mut headers = Vec::new();
+        headers.try_reserve_exact(slots).map_err(|_| refused())?;
+        headers.resize_with(slots, || Mutex::new(None));
         // SAFETY: the layout is not empty.
         let memory = unsafe { alloc_zeroed(layout) };
-        let Some(memory) = NonNull::new(memory) else { handle_alloc_error(layout) };
-        let headers = (0..slots).map(|_| Mutex::new(None)).collect();
-        let arena = Self { memory, layout, slots, slot_bytes, headers };
+        let memory = NonNull::new(memory).ok_or_else(refused)?;
+        let arena = Self { memory, layout, slots, slot_bytes, headers: headers.into_boxed_slice() };
         hugepages::advise_hugepages(arena.whole());
-        arena
+        Ok(arena)
     }
 
     /// Locks the pages into memory, if the system permits it.

@@ -5,7 +5,18 @@ use crate::tier::conformance::{self, Subject, chain_of, hashes, load};
 fn host(slots: u64, bytes: usize) -> (HostTier, Arc<EventLog>) {
     let log = Arc::new(EventLog::new(Epoch(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
-    (HostTier::new(slots * bytes as u64, bytes, conformance::fingerprint(), log.clone(), &metrics), log)
+    let host = HostTier::new(slots * bytes as u64, bytes, conformance::fingerprint(), log.clone(), &metrics);
+    (host.unwrap(), log)
+}
+
+#[test]
+fn memory_that_the_system_refuses_is_an_error() {
+    let (log, metrics) = (Arc::new(EventLog::new(Epoch(1))), Metrics::new(&prometheus::Registry::new()).unwrap());
+    // One block: the first fits the address space but no machine, the second not even that.
+    for bytes in [1 << 62, 1 << 63] {
+        let host = HostTier::new(bytes, bytes as usize, conformance::fingerprint(), log.clone(), &metrics);
+        assert_eq!(host.unwrap_err().kind(), io::ErrorKind::OutOfMemory);
+    }
 }
 
 fn subject(slots: u64) -> Subject {

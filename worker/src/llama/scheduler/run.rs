@@ -207,9 +207,8 @@ impl Scheduler {
             && let Some(mut sequence) = self.waiting.pop_front()
         {
             self.reuse(&mut sequence);
-            // A sequence that fills the whole memory ends with its next token.
-            let need =
-                self.blocks(sequence.goal() + 1).min(self.manager.capacity()).saturating_sub(sequence.blocks.len());
+            // At most all blocks: the context of the model ends with the memory.
+            let need = self.blocks(sequence.goal() + 1).saturating_sub(sequence.blocks.len());
             // Each running sequence may need one more block before it finishes.
             let room = need + self.running.len();
             if !self.running.is_empty() {
@@ -405,14 +404,6 @@ impl Scheduler {
 
     fn preempt(&mut self) {
         let Some(mut youngest) = self.running.pop() else { return };
-        if self.blocks(youngest.goal()) > self.manager.capacity() {
-            // The sequence does not fit the memory even alone: it ends here.
-            let report = youngest.report.clone();
-            self.metrics.decoded(youngest.first_token.map(|at| at.elapsed()).unwrap_or_default());
-            youngest.output.finish(Ending::without_token(FinishReason::Length), &report);
-            self.sequence_left = true;
-            return;
-        }
         self.metrics.preempted();
         tracing::debug!(
             request_id = %youngest.request.id, computed_tokens = youngest.computed,

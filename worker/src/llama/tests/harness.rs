@@ -86,7 +86,7 @@ impl Harness {
         let host = (shape.g2 > 0).then(|| {
             let bytes = (shape.g2 * runtime.block_bytes()) as u64;
             let (block, clock) = (runtime.block_bytes(), shape.clock.clone());
-            HostTier::with_clock(bytes, block, device.fingerprint(), Arc::clone(&log), &kvbm_metrics, clock)
+            HostTier::with_clock(bytes, block, device.fingerprint(), Arc::clone(&log), &kvbm_metrics, clock).unwrap()
         });
         let manager =
             BlockManager::with_clock(device, host.clone(), shape.lower, Arc::clone(&log), kvbm_metrics, shape.clock);

@@ -1,6 +1,7 @@
-//! Too little device memory: preempted sequences, yielded blocks, requests that outgrow it.
+//! Too little device memory: preempted sequences, yielded blocks, requests that fill it.
 
 use super::*;
+use crate::engine::Error;
 use kvbm::BlockEvent;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -133,8 +134,22 @@ async fn later_requests_yield_blocks_to_the_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
-    // Twelve blocks. The first request stops within six full blocks, unread; the other reuses those, and takes all.
+async fn the_context_is_what_the_memory_holds() {
+    let full = runtime().card().context;
+    for (g1, context) in [(12, 12 * 16), (full / 16, full), (full / 16 + 1, full)] {
+        let engine = Harness::new(Shape { g1, ..Shape::default() }).engine;
+        assert_eq!((engine.card().context, engine.models()[0].context), (context, context));
+        let refused = engine.generate(request(&*engine, &vec![1; context], 1)).await.err();
+        assert_eq!(refused, Some(Error::PromptTooLong { prompt: context, context }));
+        let last = request(&*engine, &[1; 12 * 16 - 1], 1);
+        assert_eq!(collect(engine.generate(last).await.unwrap()).await.unwrap().ids.len(), 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn filling_the_memory_ends_a_request_as_when_alone() {
+    // Twelve blocks, so a context of 192 tokens. The first request stops within six full blocks, unread; the other
+    // reuses those, and takes all.
     let shape = || Shape { g1: 12, engine: keeps_unread(), ..Shape::default() };
     let start = async |harness: &Harness, prompt: &[u32]| {
         let mut request = request(&*harness.engine, prompt, 600);
@@ -143,7 +158,7 @@ async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
     };
     let prompt = Rng(23).tokens(25);
     let whole = collect(start(&Harness::new(shape()), &prompt).await).await.unwrap();
-    assert_eq!((whole.ids.len(), whole.finish), (12 * 16 + 1 - 25, Some(FinishReason::Length)));
+    assert_eq!((whole.ids.len(), whole.finish), (12 * 16 - 25, Some(FinishReason::Length)));
     // Once the first is read meanwhile, and once it stops when all blocks are taken.
     for reads in [true, false] {
         let harness = Harness::new(shape());
@@ -156,7 +171,7 @@ async fn outgrowing_the_memory_ends_a_request_as_when_alone() {
             let first = start(&harness, &prompt).await;
             until(6).await;
             // It stops 72 tokens ahead of its reader.
-            let known = if reads { 72 } else { 12 * 16 - 72 - 25 };
+            let known = if reads { 72 } else { 12 * 16 - 73 - 25 };
             let second = start(&harness, &[&prompt[..], &whole.ids[..known]].concat()).await;
             if !reads {
                 until(0).await;

@@ -48,6 +48,7 @@ impl Cluster {
         let host = (shape.host_blocks > 0).then(|| {
             let bytes = (shape.host_blocks * BLOCK_BYTES) as u64;
             HostTier::with_clock(bytes, BLOCK_BYTES, model::fingerprint(), log.clone(), &metrics, clock.clone())
+                .expect("the memory of a simulated worker is small")
         });
         let store = self.store.as_ref().map(|store| {
             let tier = LinkTier::to_store(world, node, store.clone(), epoch);
