@@ -136,6 +136,10 @@ impl Metrics {
             models: Arc::default(),
         };
         registry.register(Box::new(metrics.clone()))?;
+        // An alert computes the increase, and an increase from no series is not seen.
+        for outcome in ["applied", "rejected"] {
+            metrics.key_reloads.with_label_values(&[outcome]);
+        }
         Ok(metrics)
     }
 
