@@ -113,7 +113,7 @@ impl Metrics {
             )?,
             relayed_prompts: counters(
                 "relayed_prompts_total",
-                "Prompts for servers behind this gateway, by the source of the tokens that they are routed by.",
+                "Prompts for servers behind this gateway, by the source of the tokens that routing uses.",
                 &["model", "tokens"],
             )?,
             finished: counters(
