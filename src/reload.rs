@@ -94,6 +94,10 @@ impl Reload {
         let help = "Reloads of the configuration, by outcome: applied, unchanged or rejected.";
         let outcomes = IntCounterVec::new(Opts::new("blockyard_config_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(outcomes.clone()))?;
+        // An alert computes the increase, and an increase from no series is not seen.
+        for outcome in [Outcome::Applied, Outcome::Unchanged, Outcome::Rejected] {
+            outcomes.with_label_values(&[outcome.name()]);
+        }
         let state = Mutex::new(State { running: config, origins, last: None });
         sections.push(Box::new(LogFilter(set_log_filter)));
         Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))

@@ -113,7 +113,7 @@ impl Metrics {
             )?,
             relayed_prompts: counters(
                 "relayed_prompts_total",
-                "Prompts for servers behind this gateway, by the source of the tokens that they are routed by.",
+                "Prompts for servers behind this gateway, by the source of the tokens that routing uses.",
                 &["model", "tokens"],
             )?,
             finished: counters(
@@ -136,6 +136,10 @@ impl Metrics {
             models: Arc::default(),
         };
         registry.register(Box::new(metrics.clone()))?;
+        // An alert computes the increase, and an increase from no series is not seen.
+        for outcome in ["applied", "rejected"] {
+            metrics.key_reloads.with_label_values(&[outcome]);
+        }
         Ok(metrics)
     }
 

@@ -134,7 +134,7 @@ impl Metrics {
 
     /// Creates the series of a tier that alerts compute increases of. An increase from no series is not seen.
     pub(crate) fn start_series(&self, level: Level) {
-        for counter in [&self.corrupt, &self.offload_dropped] {
+        for counter in [&self.corrupt, &self.undecryptable, &self.offload_dropped] {
             counter.with_label_values(&[level.name()]);
         }
     }

@@ -165,7 +165,11 @@ impl Metrics {
                  it.",
                 &["worker"],
             )?,
-            workers: gauges("blockyard_router_workers", "Registered workers, by role.", &["role"])?,
+            workers: gauges(
+                "blockyard_router_workers",
+                "Registered workers, by role; 0 for a role without any.",
+                &["role"],
+            )?,
             events: counters(
                 "blockyard_router_index_events_total",
                 "KV block events received, by outcome: applied, buffered (an earlier event is missing), duplicate, \

@@ -68,7 +68,7 @@ impl Harness {
         let family = families.iter().find(|family| family.name() == "blockyard_config_reloads_total");
         let metrics = family.map_or(&[][..], |family| family.get_metric());
         let of = metrics.iter().find(|metric| metric.get_label()[0].value() == outcome);
-        of.map_or(0, |metric| metric.get_counter().get_value() as u64)
+        of.expect("each outcome has a series before the first reload").get_counter().get_value() as u64
     }
 }
 

@@ -1,13 +1,13 @@
 //! `docs/configuration.md`, `docs/routing.md` and the help agree with the program; wrong configurations are rejected.
 
-use blockyard::config::{Config, Purpose, Sources, defaults};
-use std::collections::BTreeMap;
+use blockyard::config::{Config, Purpose, Sources, Upstream, defaults};
+use std::collections::{BTreeMap, BTreeSet};
 
 const PAGE: &str = include_str!("../../docs/configuration.md");
 
 #[test]
 fn the_page_lists_every_key_with_its_default() {
-    let documented: BTreeMap<String, String> = PAGE.lines().filter_map(row).collect();
+    let documented: BTreeMap<String, String> = rows(Keys::OfTheTree).collect();
     // The data folder depends on the user, so the page describes it in words.
     let shown = |key: &str, value: &Option<String>| match (key, value) {
         ("data_dir", _) => "blockyard in the user's cache folder".into(),
@@ -17,6 +17,16 @@ fn the_page_lists_every_key_with_its_default() {
     let real: BTreeMap<String, String> =
         defaults().into_iter().map(|(key, value)| (key.clone(), shown(&key, &value))).collect();
     assert_eq!(documented, real);
+}
+
+#[test]
+fn the_page_lists_every_key_of_an_upstream() {
+    let documented: BTreeSet<String> = rows(Keys::OfAnUpstream).map(|(key, _)| key).collect();
+    let unknown = serde_json::from_str::<Upstream>(r#"{ "none": 1 }"#).expect_err("there is no such key").to_string();
+    // "unknown field `none`, expected one of `url`, …"
+    let (_, known) = unknown.split_once("expected one of ").expect("the error lists the keys");
+    let known: BTreeSet<String> = known.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+    assert_eq!(documented, known);
 }
 
 #[test]
@@ -97,6 +107,23 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
     assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both errors are reported: {error}");
+}
+
+/// The keys of a section of the page.
+#[derive(PartialEq)]
+enum Keys {
+    OfTheTree,
+    /// Keys of a table in `upstreams`, of which there may be any number.
+    OfAnUpstream,
+}
+
+/// Keys and defaults from the tables of the page.
+fn rows(wanted: Keys) -> impl Iterator<Item = (String, String)> {
+    let keys = |section: &str| {
+        if section.starts_with("`[[upstreams]]`") { Keys::OfAnUpstream } else { Keys::OfTheTree }
+    };
+    let sections = PAGE.split("\n## ").filter(move |section| keys(section) == wanted);
+    sections.flat_map(str::lines).filter_map(row)
 }
 
 /// Key and default from a row of the page's table.

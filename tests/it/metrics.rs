@@ -68,6 +68,20 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let set_log = Box::new(|_: &str, _| Ok(()));
     let sources = (Sources::default(), Purpose::Serve);
     let _reload = Reload::new(sources, loaded, Vec::new(), set_log, node.registry()).unwrap();
+    let before = exposed(node.registry());
+    for name in [
+        "blockyard_config_reloads_total",
+        "blockyard_frontend_certificate_reloads_total",
+        "blockyard_frontend_key_reloads_total",
+        "blockyard_panics_total",
+        "blockyard_router_index_divergences_total",
+        "blockyard_tier_corrupt_blocks_total",
+        "blockyard_tier_missing_segments_total",
+        "blockyard_tier_offload_dropped_blocks_total",
+        "blockyard_tier_undecryptable_blocks_total",
+    ] {
+        assert!(before.contains_key(name), "{name} has a series before anything happens: an alert asks for it");
+    }
     let url = format!("http://{}", node.address());
     let body = json!({"model": "tiny", "prompt": "hello ".repeat(300), "max_tokens": 4});
     for _ in 0..2 {

@@ -59,5 +59,8 @@ async fn reloads_by_file_signal_and_admin_api_keep_streams_alive() {
     let rest = stream.text().await.unwrap();
     assert!(rest.contains(r#""finish_reason":"length""#) && rest.trim_end().ends_with("[DONE]"), "{rest}");
     let metrics = http.get(format!("{url}/metrics")).send().await.unwrap().text().await.unwrap();
-    assert!(metrics.contains(r#"blockyard_config_reloads_total{outcome="rejected"}"#), "{metrics}");
+    // Once or twice: the file watch may have read the same content.
+    let rejected =
+        metrics.lines().find_map(|line| line.strip_prefix(r#"blockyard_config_reloads_total{outcome="rejected"} "#));
+    assert!(rejected.is_some_and(|count| count != "0"), "{metrics}");
 }

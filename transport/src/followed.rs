@@ -35,6 +35,10 @@ impl CertificateMetrics {
             Self { reloads: IntCounterVec::new(reloads, &["outcome"])?, expiry: IntGaugeVec::new(expiry, &["file"])? };
         registry.register(Box::new(metrics.reloads.clone()))?;
         registry.register(Box::new(metrics.expiry.clone()))?;
+        // An alert computes the increase, and an increase from no series is not seen.
+        for outcome in ["applied", "rejected"] {
+            metrics.reloads.with_label_values(&[outcome]);
+        }
         Ok(metrics)
     }
 }

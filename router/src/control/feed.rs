@@ -24,7 +24,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, MissedTickBehavior};
 use worker::engine::Engine;
 use worker::plane::{
-    Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Source, Topic, WorkerId,
+    Discovery, Event, EventBody, Events, Instance, Load, Membership, PlaneError, Role, Source, Topic, WorkerId,
 };
 
 /// State of the task.
@@ -438,13 +438,16 @@ impl Feed {
         metrics.index_bytes.set(index.bytes() as i64);
         metrics.index_evicted_pages.inc_by(index.evicted_pages().saturating_sub(metrics.index_evicted_pages.get()));
         let (workers, now) = (fleet.snapshot(), Instant::now());
-        metrics.workers.reset();
+        // A role without workers has a series too: an alert on no workers compares the sum with 0.
+        for role in [Role::Prefill, Role::Decode, Role::Both] {
+            let count = workers.workers().filter(|worker| worker.instance.role == role).count();
+            metrics.workers.with_label_values(&[&role.to_string()]).set(count as i64);
+        }
         for worker in workers.workers() {
             for cache_view in CacheView::NAMES {
                 let is = i64::from(cache_view == worker.cache_view.name());
                 metrics.index_source.with_label_values(&[&*worker.id().to_string(), cache_view]).set(is);
             }
-            metrics.workers.with_label_values(&[&worker.instance.role.to_string()]).inc();
             let queued = worker.load.stats(now).waiting_tokens;
             metrics.queued_prefill_tokens.with_label_values(&[&worker.id().to_string()]).set(queued as i64);
         }

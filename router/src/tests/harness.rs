@@ -309,6 +309,11 @@ impl Harness {
         engine
     }
 
+    /// Ends the leases of all workers.
+    pub(crate) fn all_leave(&self) {
+        self.leases.lock().clear();
+    }
+
     /// Records an event in the worker's log, and publishes it if `arrives`.
     pub(crate) fn announce(&self, engine: &FakeEngine, event: BlockEvent, arrives: bool) {
         engine.log.announce(event.clone());

@@ -50,6 +50,28 @@ async fn a_long_explanation_omits_candidates_to_fit_a_header() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_router_without_workers_shows_zero() {
+    let harness = defaults();
+    let workers = || -> Vec<(String, i64)> {
+        let families = harness.registry.gather();
+        let family = families.iter().find(|family| family.name() == "blockyard_router_workers");
+        let series = family.map_or(&[][..], |family| family.get_metric());
+        series.iter().map(|of| (of.get_label()[0].value().to_owned(), of.get_gauge().get_value() as i64)).collect()
+    };
+    let counts = |both: i64, prefill: i64| -> Vec<(String, i64)> {
+        [("both", both), ("decode", 0), ("prefill", prefill)].map(|(role, count)| (role.to_owned(), count)).into()
+    };
+    settle().await;
+    assert_eq!(workers(), counts(0, 0), "before the first worker");
+    harness.worker(1, Role::Both).await;
+    harness.worker(2, Role::Prefill).await;
+    assert_eq!(workers(), counts(1, 1));
+    harness.all_leave();
+    settle().await;
+    assert_eq!(workers(), counts(0, 0), "after the last worker");
+}
+
+#[tokio::test(start_paused = true)]
 async fn predicted_hits_are_compared_with_the_engines_report() {
     let harness = defaults();
     let worker = harness.worker(1, Role::Both).await;

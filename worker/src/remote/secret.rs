@@ -86,6 +86,10 @@ impl SecretMetrics {
         let help = "Changes of the file with the secret of the deployment, by outcome: applied or rejected.";
         let reloads = IntCounterVec::new(Opts::new("blockyard_cluster_secret_reloads_total", help), &["outcome"])?;
         registry.register(Box::new(reloads.clone()))?;
+        // An alert computes the increase, and an increase from no series is not seen.
+        for outcome in ["applied", "rejected"] {
+            reloads.with_label_values(&[outcome]);
+        }
         Ok(Self(reloads))
     }
 }

@@ -229,7 +229,8 @@ async fn dropping_the_last_handle_stops_the_tasks() {
 async fn the_series_of_alerts_exist_from_the_start() {
     let harness = Harness::new(16, 16, vec![placed(Level::G3, 0, 0)]);
     let families = harness.registry.gather();
-    for metric in ["blockyard_tier_corrupt_blocks_total", "blockyard_tier_offload_dropped_blocks_total"] {
+    for metric in ["corrupt_blocks_total", "undecryptable_blocks_total", "offload_dropped_blocks_total"] {
+        let metric = &format!("blockyard_tier_{metric}");
         let family = families.iter().find(|family| family.name() == metric).expect(metric);
         assert_eq!(family.get_metric().len(), 2, "{metric} of G2 and G3");
     }
