@@ -1,7 +1,7 @@
 //! `blockyard cache`: lists, verifies and collects stored blocks, also while other processes serve from the store. It
 //! prints results to standard output and progress to standard error.
 
-use crate::commands::output;
+use crate::commands::output::{self, count};
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
@@ -81,7 +81,8 @@ enum Command {
     /// new key.
     ///
     /// The command needs tiers.encryption, with the same configuration as the processes. Without it there is no key to
-    /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store.
+    /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store. A
+    /// domain that has never had a key is refused too, because its name is probably wrong.
     Shred {
         #[command(flatten)]
         target: Target,
@@ -239,7 +240,14 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
         Ok(id) => id,
         Err(()) => frontend::CacheDomains::open(&store.config.frontend)?.of(domain).id(),
     };
-    let count = keys.shred(domain).await?;
+    // A wrong domain must not look like one whose keys are destroyed. Nothing is written for it.
+    if !keys.knows(domain).await? {
+        bail!(
+            "domain {domain} has no key in this key store, so nothing was destroyed; check the name, and \
+             frontend.tenant_secret_file: the id of a tenant is derived from it (`blockyard cache ls` shows the ids)"
+        );
+    }
+    let destroyed = keys.shred(domain).await?;
     let removed = match (&store.collector, remove) {
         (Some(collector), true) => {
             let inventory = collector.scan(progress("manifests")).await?;
@@ -247,14 +255,20 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
         }
         _ => ObjectTotals::default(),
     };
-    let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
-    print(target, &value, || {
-        let objects = removed.objects;
-        format!(
-            "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
-             running processes that reach the key store drop it from memory within 5 seconds\n"
-        )
-    })
+    let value = json!({ "domain": domain.to_string(), "destroyed_keys": destroyed, "marked": removed });
+    print(target, &value, || shred_text(domain, destroyed as u64, removed.objects))
+}
+
+fn shred_text(domain: DomainId, destroyed: u64, objects: u64) -> String {
+    let keys = match destroyed {
+        0 => "was shredded before, and has no key since".to_owned(),
+        _ => format!("{} destroyed", count(destroyed, "key")),
+    };
+    format!(
+        "domain {domain}: {keys}, {} marked for deletion by a later gc\n\
+         running processes that reach the key store drop it from memory within 5 seconds\n",
+        count(objects, "object")
+    )
 }
 
 /// The store, and the configuration that names it.
