@@ -237,7 +237,7 @@ struct ClusterFlags {
 /// The flags with which any key can be set.
 #[derive(Args, Debug, Default)]
 struct AnyKey {
-    /// Log filter, like `debug` or `info,kvbm=debug` [default: info]
+    /// Log filter, like `debug` or `info,kvbm=debug`; `kvbm=debug` logs this part only [default: info]
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
 
