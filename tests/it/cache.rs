@@ -95,7 +95,7 @@ async fn ls_shows_the_g3_log_with_or_without_a_shared_store() {
     assert_eq!(both["contents"][0]["blocks"], 3);
     let alone = cache(&["ls", "--data-dir", at]);
     let text = String::from_utf8(alone.stdout).unwrap();
-    assert!(alone.status.success() && text.contains("not in use: 1 segments") && !text.contains("WRITER"), "{text}");
+    assert!(alone.status.success() && text.contains("not in use: 1 segment,") && !text.contains("WRITER"), "{text}");
 }
 
 #[tokio::test]
@@ -156,6 +156,7 @@ fn errors_name_the_setting_that_is_missing_or_wrong() {
         (vec!["ls", "--data-dir", at], "--g4"),
         (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
         (vec!["ls", "--g4", "/nonexistent/folder"], "/nonexistent/folder does not exist"),
+        (vec!["ls", "--g3-5", "--data-dir", at], r#"--set 'tiers.g3_5={path="DIR", capacity="SIZE"}'"#),
     ] {
         let output = cache(&arguments);
         let stderr = String::from_utf8(output.stderr).unwrap();
