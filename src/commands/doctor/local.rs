@@ -157,17 +157,17 @@ async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, finding
     let each = format!("G1 {} and G2 {} for each of {workers}", size(sizes.g1), size(sizes.g2.unwrap_or(0)));
     findings.ok("memory", format!("{} of {available} available: weights, {each}", size(needed)));
     folder(&config.data_dir, "data_dir", findings);
-    let model = match &config.model {
+    let missing = match &config.model {
         Model::BuiltIn(model) => model.missing_bytes(&config.data_dir),
         Model::Folder(_) => 0,
     };
-    model_space(&config.data_dir, model, machine::space(&config.data_dir).free, findings);
+    model_space(&config.data_dir, missing, machine::space(&config.data_dir).free, findings);
     for disk in disks {
         folder(&disk.folder, "disk", findings);
         owner(&disk.folder, at_port, findings);
         let Space { free, taken, .. } = machine::space(&disk.folder);
         // The model is written first, to the same disk if the log is in the data folder.
-        let free = if disk.folder.starts_with(&config.data_dir) { free.saturating_sub(model) } else { free };
+        let free = if disk.folder.starts_with(&config.data_dir) { free.saturating_sub(missing) } else { free };
         match disk.shortage(&config.tiers, free, taken) {
             Some(Shortage { is_full, detail, advice }) => findings.wrong(is_full, "disk_space", detail, advice),
             None => findings.ok("disk_space", disk.detail(free)),
