@@ -37,6 +37,7 @@ mod verify;
 mod write;
 
 pub use inspect::{DomainBlocks, LogContents, inspect};
+pub use lock::check_owner;
 pub use settings::{OpenError, Settings};
 pub use tier::{DiskTier, PathState};
 pub use verify::{Verification, verify};

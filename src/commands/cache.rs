@@ -1,7 +1,7 @@
 //! `blockyard cache`: lists, verifies and collects stored blocks, also while other processes serve from the store. It
 //! prints results to standard output and progress to standard error.
 
-use crate::commands::output;
+use crate::commands::output::{self, count};
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
@@ -81,7 +81,8 @@ enum Command {
     /// new key.
     ///
     /// The command needs tiers.encryption, with the same configuration as the processes. Without it there is no key to
-    /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store.
+    /// destroy and the command is refused: stop the processes, and delete the folders of G3 and G3.5 and the store. A
+    /// domain that has never had a key is refused too, because its name is probably wrong.
     Shred {
         #[command(flatten)]
         target: Target,
@@ -239,7 +240,14 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
         Ok(id) => id,
         Err(()) => frontend::CacheDomains::open(&store.config.frontend)?.of(domain).id(),
     };
-    let count = keys.shred(domain).await?;
+    // A wrong domain must not look like one whose keys are destroyed. Nothing is written for it.
+    if !keys.knows(domain).await? {
+        bail!(
+            "domain {domain} has no key in this key store, so nothing was destroyed; check the name, and \
+             frontend.tenant_secret_file: the id of a tenant is derived from it (`blockyard cache ls` shows the ids)"
+        );
+    }
+    let destroyed = keys.shred(domain).await?;
     let removed = match (&store.collector, remove) {
         (Some(collector), true) => {
             let inventory = collector.scan(progress("manifests")).await?;
@@ -247,14 +255,20 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
         }
         _ => ObjectTotals::default(),
     };
-    let value = json!({ "domain": domain.to_string(), "destroyed_keys": count, "marked": removed });
-    print(target, &value, || {
-        let objects = removed.objects;
-        format!(
-            "domain {domain}: {count} keys destroyed, {objects} objects marked for deletion by a later gc\n\
-             running processes that reach the key store drop it from memory within 5 seconds\n"
-        )
-    })
+    let value = json!({ "domain": domain.to_string(), "destroyed_keys": destroyed, "marked": removed });
+    print(target, &value, || shred_text(domain, destroyed as u64, removed.objects))
+}
+
+fn shred_text(domain: DomainId, destroyed: u64, objects: u64) -> String {
+    let keys = match destroyed {
+        0 => "was shredded before, and has no key since".to_owned(),
+        _ => format!("{} destroyed", count(destroyed, "key")),
+    };
+    format!(
+        "domain {domain}: {keys}, {} marked for deletion by a later gc\n\
+         running processes that reach the key store drop it from memory within 5 seconds\n",
+        count(objects, "object")
+    )
 }
 
 /// The store, and the configuration that names it.
@@ -287,7 +301,10 @@ impl Store<Option<Collector>> {
             Some(flash) if target.g3_5 => {
                 (Some(StoreLocation::Folder(flash.path.clone())), gc::g3_5_policy(&config, flash)?)
             }
-            None if target.g3_5 => bail!("tiers.g3_5.path is not set, so there is no G3.5 folder"),
+            None if target.g3_5 => bail!(
+                "tiers.g3_5.path is not set, so there is no G3.5 folder; set it: --set \
+                 'tiers.g3_5={{path=\"DIR\", capacity=\"SIZE\"}}'"
+            ),
             _ => (config.tiers.g4.url.clone(), gc::policy(&config)?),
         };
         if let Some(StoreLocation::Folder(folder)) = &location
@@ -404,9 +421,8 @@ fn log_text(log: &disk::LogContents) -> String {
         _ if *in_use => "in use".into(),
         _ => "not in use".into(),
     };
-    let size = ByteSize(*bytes).about();
-    let mut text =
-        format!("G3 in {}, {owner}: {segments} segments, {open_segments} of them open, {size}\n", folder.display());
+    let (segments, size) = (count(*segments, "segment"), ByteSize(*bytes).about());
+    let mut text = format!("G3 in {}, {owner}: {segments}, {open_segments} of them open, {size}\n", folder.display());
     text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "FINGERPRINT", "BLOCKS", "SIZE");
     for disk::DomainBlocks { domain, fingerprint, blocks, bytes } in contents {
         let size = ByteSize(*bytes).about();
@@ -437,12 +453,14 @@ fn holdings_text(holdings: &[StoredGroup]) -> String {
         );
     }
     let sum = |of: fn(&StoredGroup) -> u64| holdings.iter().map(of).sum::<u64>();
-    let (blocks, objects) = (sum(|holding| holding.blocks), sum(|holding| holding.objects));
-    text + &format!("{blocks} blocks in {objects} objects, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
+    let blocks = count(sum(|holding| holding.blocks), "block");
+    let objects = count(sum(|holding| holding.objects), "object");
+    text + &format!("{blocks} in {objects}, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
 }
 
 fn gc_text(report: &GcReport, dry_run: bool, grace: Duration) -> String {
-    let amount = |amount: &ObjectTotals| format!("{} objects, {}", amount.objects, ByteSize(amount.bytes).about());
+    let amount =
+        |amount: &ObjectTotals| format!("{}, {}", count(amount.objects, "object"), ByteSize(amount.bytes).about());
     let all = amount(&ObjectTotals { objects: report.objects, bytes: report.bytes });
     let (marked, deleted) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
     let mut text = format!("found: {all}\n");
@@ -451,9 +469,11 @@ fn gc_text(report: &GcReport, dry_run: bool, grace: Duration) -> String {
         let (why, grace) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
         text += &format!("{marked} ({why}): {}; a run after {grace} deletes them\n", amount(some));
     }
-    text += &format!("{deleted}: {}, and {} manifests\n", amount(&report.deleted), report.deleted_manifests);
+    let manifests = count(report.deleted_manifests, "manifest");
+    text += &format!("{deleted}: {}, and {manifests}\n", amount(&report.deleted));
     if report.unreadable_manifests > 0 {
-        text += &format!("{} manifests cannot be read; their objects are kept\n", report.unreadable_manifests);
+        let manifests = count(report.unreadable_manifests, "manifest");
+        text += &format!("{manifests} cannot be read; the objects listed there are kept\n");
     }
     text
 }
@@ -473,10 +493,15 @@ fn verified_log_text(seen: &VerifiedLog) -> String {
     } = &seen.log;
     let (folder, size, undecryptable) = (folder.display(), ByteSize(*bytes).about(), seen.undecryptable_blocks);
     format!(
-        "G3 in {folder}: {segments} segments read, {unsealed_segments} of them without a footer, {size}\n\
-         {valid_blocks} valid blocks, {undecryptable} of them without an available key\n\
-         {corrupt_blocks} corrupt blocks, {corrupt_ranges} corrupt ranges, {corrupt_footers} corrupt footers, \
-         {unreadable_segments} unreadable segments\n\n"
+        "G3 in {folder}: {} read, {unsealed_segments} of them without a footer, {size}\n\
+         {}, {undecryptable} of them without an available key\n\
+         {}, {}, {}, {}\n\n",
+        count(*segments, "segment"),
+        count(*valid_blocks, "valid block"),
+        count(*corrupt_blocks, "corrupt block"),
+        count(*corrupt_ranges, "corrupt range"),
+        count(*corrupt_footers, "corrupt footer"),
+        count(*unreadable_segments, "unreadable segment"),
     )
 }
 
@@ -492,9 +517,16 @@ fn verified_text(seen: &Verification) -> String {
         marked_objects,
     } = seen;
     format!(
-        "{objects} objects read\n{valid_blocks} valid blocks, {undecryptable_blocks} of them without an available key\n\
-         {corrupt_blocks} corrupt blocks, {missing_objects} missing objects, {corrupt_manifests} corrupt manifests, \
-         {unreadable_manifests} unreadable manifests\n\
-         {marked_objects} objects marked for deletion by a later gc\n"
+        "{} read\n\
+         {}, {undecryptable_blocks} of them without an available key\n\
+         {}, {}, {}, {}\n\
+         {} marked for deletion by a later gc\n",
+        count(*objects, "object"),
+        count(*valid_blocks, "valid block"),
+        count(*corrupt_blocks, "corrupt block"),
+        count(*missing_objects, "missing object"),
+        count(*corrupt_manifests, "corrupt manifest"),
+        count(*unreadable_manifests, "unreadable manifest"),
+        count(*marked_objects, "object"),
     )
 }

@@ -130,14 +130,14 @@ pub enum Command {
     Cache(Cache),
 }
 
+/// What the help of commands that serve says of the configuration.
+const PRECEDENCE: &str = "Every key of the configuration can also be set in the environment: \
+    BLOCKYARD_ROUTER__POLICY=round-robin is --set router.policy=round-robin.\n\
+    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and their origins.";
+
 /// `blockyard serve`.
 #[derive(Args, Debug, Default)]
-#[command(
-    args_override_self = true,
-    after_help = "Every key of the configuration can also be set in the environment: \
-    BLOCKYARD_ROUTER__POLICY=round-robin is --set router.policy=round-robin.\n\
-    Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and their origins."
-)]
+#[command(args_override_self = true, after_help = PRECEDENCE)]
 pub struct Serve {
     #[command(flatten)]
     configured: Configured,
@@ -160,14 +160,14 @@ pub struct Printed {
 
 /// `blockyard frontend`.
 #[derive(Args, Debug, Default)]
-#[command(args_override_self = true)]
+#[command(args_override_self = true, after_help = PRECEDENCE)]
 pub struct Frontend {
     /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
 
-    /// URL of a server with OpenAI's API (vLLM, SGLang, …) to route to beside the workers; may be repeated. Name the
-    /// same URLs in all frontends
+    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to beside the workers; without /v1; may be
+    /// repeated. Name the same URLs in all frontends
     #[arg(long, value_name = "URL")]
     upstream: Vec<String>,
 
@@ -183,7 +183,7 @@ pub struct Frontend {
 
 /// `blockyard worker`.
 #[derive(Args, Debug, Default)]
-#[command(args_override_self = true)]
+#[command(args_override_self = true, after_help = PRECEDENCE)]
 pub struct Worker {
     /// A Hugging Face folder (config.json, *.safetensors, tokenizer.json), or a built-in model: tiny, small or bench
     /// [default: small]
@@ -237,7 +237,7 @@ struct ClusterFlags {
 /// The flags with which any key can be set.
 #[derive(Args, Debug, Default)]
 struct AnyKey {
-    /// Log filter, like `debug` or `info,kvbm=debug` [default: info]
+    /// Log filter, like `debug` or `info,kvbm=debug`; `kvbm=debug` logs this part only [default: info]
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
 
@@ -258,8 +258,8 @@ pub struct Configured {
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
-    /// URL of a server with OpenAI's API (vLLM, SGLang, …) to be the gateway of, instead of serving a model; may be
-    /// repeated
+    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to, instead of serving a model; without /v1; may
+    /// be repeated
     #[arg(long, value_name = "URL")]
     upstream: Vec<String>,
 
@@ -397,6 +397,14 @@ mod tests {
         let unknown = refused("blockyard serve --colour red");
         assert!(!unknown.contains("instead of"), "{unknown}");
         assert!(!refused("blockyard replay --port 80 x").contains("instead of"), "hints are for serve");
+    }
+
+    #[test]
+    fn commands_that_serve_name_the_order_of_the_configuration() {
+        for name in ["serve", "frontend", "worker"] {
+            let help = Cli::command().find_subcommand_mut(name).unwrap().render_help().to_string();
+            assert!(help.contains("Precedence: defaults < --config FILE"), "{name}: {help}");
+        }
     }
 
     #[test]

@@ -38,6 +38,9 @@ enum Command {
         /// Maximum tokens per minute, of prompts and outputs together [default: no limit]
         #[arg(long, value_name = "N")]
         tokens_per_minute: Option<NonZero<u32>>,
+        /// Print JSON: an object with `name` and `key`
+        #[arg(long)]
+        json: bool,
     },
     /// List the keys: names and what they may use.
     List {
@@ -66,7 +69,7 @@ struct File {
 /// Runs the command.
 pub fn run(key: &Key) -> anyhow::Result<()> {
     match &key.command {
-        Command::Add { name, file, tenant, models, requests_per_minute, tokens_per_minute } => {
+        Command::Add { name, file, tenant, models, requests_per_minute, tokens_per_minute, json } => {
             let key = ApiKey::generate()?;
             let entry = KeyEntry {
                 tenant: tenant.clone(),
@@ -86,7 +89,12 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
                 Ok(())
             })?;
             // The entry holds only a hash, so a key that was not shown is of no use.
-            output::print_to_the_end(&format!("{}\n", key.reveal())).with_context(|| {
+            let created = if *json {
+                format!("{}\n", json!({ "name": name, "key": key.reveal() }))
+            } else {
+                format!("{}\n", key.reveal())
+            };
+            output::print_to_the_end(&created).with_context(|| {
                 format!(
                     "the key could not be written to standard output and cannot be shown again; remove it with \
                      `blockyard key remove {name} --file {}`",
@@ -104,8 +112,12 @@ pub fn run(key: &Key) -> anyhow::Result<()> {
             KeyFile::change(path, |file| {
                 let before = file.keys.len();
                 file.keys.retain(|key| key.name != *name);
-                let known = || file.keys.iter().map(|key| key.name.as_str()).collect::<Vec<_>>().join(", ");
-                if file.keys.len() < before { Ok(()) } else { Err(format!("no key {name:?}; it has {}", known())) }
+                if file.keys.len() < before {
+                    return Ok(());
+                }
+                let known: Vec<_> = file.keys.iter().map(|key| key.name.as_str()).collect();
+                let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+                Err(format!("no key {name:?}; it has {known}"))
             })?;
             eprintln!("Removed {name:?}. Servers that use the file refuse it within a second.");
         }

@@ -12,6 +12,11 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
+/// A number of things: `1 key`, `2 keys`.
+pub fn count(number: u64, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Prints `text`. It is an error when not all of it could be written, also when the reader closed its end.
 pub fn print_to_the_end(text: &str) -> io::Result<()> {
     let mut to = io::stdout();

@@ -1,7 +1,7 @@
 //! `blockyard replay`: replays a trace through the router with simulated workers. It prints the results to standard
 //! output and the progress to standard error.
 
-use crate::commands::output;
+use crate::commands::output::{self, count};
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
@@ -58,8 +58,8 @@ pub struct Replay {
     replicas: u32,
 
     /// Policies: kv, round-robin, least-loaded, random, power-of-two, session, and those of other routers, from their
-    /// documentation: dynamo-cost, vllm-router, smg, llm-d, lmetric, loadaware, bounded-hash [default: all of these, or
-    /// the `router.policy` that --config or --set sets]; or `composed`: the table in `router.policy`
+    /// documentation: dynamo-cost, vllm-router, smg, llm-d, lmetric, loadaware, bounded-hash; or `composed`: the table
+    /// in `router.policy` [default: all but `composed`, or the `router.policy` that --config or --set sets]
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
@@ -306,7 +306,7 @@ fn measured_capacity(traffic: &Traffic, options: &Options) -> anyhow::Result<f64
         }
     };
     let found = replay::capacity(traffic, options, progress)?;
-    eprintln!("capacity of {} workers: {found:.2} requests/s", options.workers.len());
+    eprintln!("capacity of {}: {found:.2} requests/s", count(options.workers.len() as u64, "worker"));
     Ok(found)
 }
 
@@ -359,8 +359,8 @@ fn run_all(
     })?;
     let simulated: f64 = results.iter().map(|results| results.makespan_s * args.runs as f64).sum();
     let (runs, took) = (results.len() as u64 * args.runs, started.elapsed().as_secs_f64());
-    let plural = if runs == 1 { "" } else { "s" };
-    eprintln!("{runs} run{plural}: {simulated:.0} s simulated in {took:.2} s on {threads} threads");
+    let (runs, threads) = (count(runs, "run"), count(threads.get() as u64, "thread"));
+    eprintln!("{runs}: {simulated:.0} s simulated in {took:.2} s on {threads}");
     Ok(results)
 }
 

@@ -3,12 +3,14 @@
 //! A new numeric key gets its range here, or in the `check` of the crate that owns it; a test tries every one with
 //! zero, negative, infinite and absurd values.
 
+use super::suggest::distance;
 use super::{Budget, ByteSize, Config, HumanDuration, Model, Origins};
 use router::{PlannerMode, Problem};
 use std::ops::RangeInclusive;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
+use worker::plane::nats::LIBRARY_LOG_TARGET;
 
 /// No machine can run a step of more than a million rows, or a batch of more than a million sequences.
 const ENGINE: RangeInclusive<usize> = 1..=1 << 20;
@@ -38,7 +40,9 @@ const GC_INTERVAL: RangeInclusive<HumanDuration> =
 const MAX_AGE: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 1000));
 /// The parts of the program that log: the targets of a log filter, apart from those of libraries.
-const LOG_PARTS: &str = "frontend, router, worker, kvbm, upstream, blockyard";
+const LOG_PARTS: [&str; 7] = ["frontend", "router", "worker", "kvbm", "upstream", "transport", "blockyard"];
+/// Libraries whose lines help to find the cause of a failed connection.
+const LOG_LIBRARIES: [&str; 4] = [LIBRARY_LOG_TARGET, "h2", "object_store", "rustls_platform_verifier"];
 /// Weights of tenants beside each other.
 const QUOTA_WEIGHT: RangeInclusive<f64> = 0.001..=1000.0;
 
@@ -173,11 +177,28 @@ pub fn check_log_filter(directives: &str) -> Result<(), String> {
         .map_err(|error| format!("expected directives like `info` or `info,kvbm=debug`: {error}"))?;
     // To the library a word alone that is no level is a target, so a misspelt level would silence all other targets.
     let is_level = |word: &str| word.is_empty() || word.parse::<LevelFilter>().is_ok();
-    match directives.split(',').find(|directive| !directive.contains(['=', '[']) && !is_level(directive)) {
-        Some(word) => Err(format!(
-            "{word:?} is no level; expected off, error, warn, info, debug or trace, or PART=LEVEL with a part of \
-             {LOG_PARTS}"
-        )),
-        None => Ok(()),
+    if let Some(word) = directives.split(',').find(|word| !word.contains(['=', '[']) && !is_level(word)) {
+        return Err(format!(
+            "{word:?} is no level; expected off, error, warn, info, debug or trace, or PART=LEVEL with a part of {}",
+            LOG_PARTS.join(", ")
+        ));
     }
+    // The directive of a span may have commas and `=` in brackets.
+    if directives.contains('[') {
+        return Ok(());
+    }
+    let targets = directives.split(',').filter_map(|directive| directive.split_once('=')).map(|(target, _)| target);
+    targets.map(|target| target.split("::").next().unwrap_or_default()).try_for_each(check_log_part)
+}
+
+/// A misspelt part would be accepted by the library, and have no effect.
+fn check_log_part(part: &str) -> Result<(), String> {
+    if LOG_PARTS.contains(&part) || LOG_LIBRARIES.contains(&part) {
+        return Ok(());
+    }
+    let meant = LOG_PARTS.iter().map(|known| (distance(part, known), known)).min();
+    Err(match meant.filter(|(letters, _)| *letters <= 2) {
+        Some((_, known)) => format!("{part:?} is no part; did you mean {known}?"),
+        None => format!("{part:?} is no part; expected one of {}", LOG_PARTS.join(", ")),
+    })
 }

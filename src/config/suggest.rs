@@ -71,7 +71,7 @@ fn is_misspelling(distance: usize, from: &str, to: &str) -> bool {
 }
 
 /// Levenshtein distance, in characters.
-fn distance(from: &str, to: &str) -> usize {
+pub(super) fn distance(from: &str, to: &str) -> usize {
     let to: Vec<char> = to.chars().collect();
     let mut row: Vec<usize> = (0..=to.len()).collect();
     for (i, a) in from.chars().enumerate() {

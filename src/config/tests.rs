@@ -514,6 +514,8 @@ fn serve_refuses_values_that_contradict_each_other() {
         ("[log]\nfilter = 'a=b=c'", "log.filter"),
         ("[log]\nfilter = 'info,kvbm=debg'", "log.filter = \"info,kvbm=debg\""),
         ("[log]\nfilter = 'info,debg'", "\"debg\" is no level; expected off, error, warn, info"),
+        ("[log]\nfilter = 'info,kvmb=debug'", "\"kvmb\" is no part; did you mean kvbm?"),
+        ("[log]\nfilter = 'foo::bar=debug'", "\"foo\" is no part; expected one of frontend, router"),
         ("upstreams = ['http://a']\n[router.planner]\nmode = 'apply'", "router.planner.mode"),
     ] {
         let errors = refused_to_serve(text);
@@ -522,6 +524,13 @@ fn serve_refuses_values_that_contradict_each_other() {
     let served = file("model = 'models/llama-3.1'\n[router.models.\"llama-3.1\"]\npolicy = 'session'\n");
     let sources = Sources { file: Some(served.path().into()), environment: environment(&[]), flags: vec![] };
     assert!(Config::load_to_serve(&sources).is_ok(), "the folder's name is the model's");
+}
+
+#[test]
+fn a_log_filter_may_name_parts_modules_and_libraries() {
+    for filter in ["", "info", "off,kvbm=debug", "info,kvbm::disk=trace,router=warn", "info,async_nats=warn"] {
+        assert_eq!(super::check_log_filter(filter), Ok(()), "{filter}");
+    }
 }
 
 #[test]

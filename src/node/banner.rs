@@ -218,7 +218,8 @@ impl NativeFacts {
             .filter(|(count, _)| *count > 0)
             .map(|(count, name)| format!("{count} {name}"))
             .collect();
-        format!("{}; one copy of the weights, {} threads", parts.join(", "), self.threads)
+        let plural = if self.threads == 1 { "" } else { "s" };
+        format!("{}; one copy of the weights, {} thread{plural}", parts.join(", "), self.threads)
     }
 
     fn tiers(&self) -> String {

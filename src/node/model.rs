@@ -41,14 +41,30 @@ fn source(model: &Model, machine: &Machine) -> anyhow::Result<ModelSource> {
             if !path.is_dir() {
                 let names = Builtin::ALL.map(Builtin::name).join(", ");
                 bail!(
-                    "the folder {} does not exist; --model expects a Hugging Face folder or one of {names}",
-                    path.display()
+                    "the folder {} does not exist; --model expects a Hugging Face folder or one of {names}{}",
+                    path.display(),
+                    download_hint(path)
                 );
             }
             check_memory(path, machine)?;
             ModelSource::Folder(path.clone())
         }
     })
+}
+
+/// How to get the model, if the missing folder is written like the name of a model on a hub: `meta-llama/Llama-3-8B`.
+fn download_hint(path: &Path) -> String {
+    let name = path.to_string_lossy();
+    let is_word = |word: &str| {
+        let is_name_char = |char: char| char.is_ascii_alphanumeric() || "-_.".contains(char);
+        word.starts_with(|first: char| first.is_ascii_alphanumeric()) && word.chars().all(is_name_char)
+    };
+    match name.split_once('/') {
+        Some((owner, model)) if is_word(owner) && is_word(model) => {
+            format!("; models are not downloaded: hf download {name} --local-dir DIR")
+        }
+        _ => String::new(),
+    }
 }
 
 /// Logs the progress of creating a built-in model, in quarters.
@@ -92,5 +108,19 @@ fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
             ByteSize(have).about()
         ),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_model_on_a_hub_is_recognised() {
+        let hint = download_hint(Path::new("meta-llama/Llama-3-8B"));
+        assert_eq!(hint, "; models are not downloaded: hf download meta-llama/Llama-3-8B --local-dir DIR");
+        for folder in ["./meta-llama/Llama", "/models/llama", "models/meta/llama", "llama", "../llama", "~/llama"] {
+            assert_eq!(download_hint(Path::new(folder)), "", "{folder}");
+        }
     }
 }

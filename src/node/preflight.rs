@@ -19,22 +19,35 @@ use std::path::Path;
 
 /// All reasons why a node cannot start; at least one.
 #[derive(Debug)]
-pub struct Refused(Vec<anyhow::Error>);
+pub struct Refused(Vec<Reason>);
+
+#[derive(Debug)]
+struct Reason {
+    error: anyhow::Error,
+    /// What to change, if the error names no key.
+    fix: Option<String>,
+}
 
 impl Refused {
-    /// Each reason as text.
-    pub fn reasons(&self) -> impl Iterator<Item = String> {
-        self.0.iter().map(with_causes)
+    /// Each reason as text, and what to change if the text names no key.
+    pub fn reasons(&self) -> impl Iterator<Item = (String, Option<String>)> {
+        self.0.iter().map(|reason| (with_causes(&reason.error), reason.fix.clone()))
+    }
+}
+
+impl From<anyhow::Error> for Reason {
+    fn from(error: anyhow::Error) -> Self {
+        Self { error, fix: None }
     }
 }
 
 impl fmt::Display for Refused {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0[..] {
-            [error] => f.write_str(&with_causes(error)),
-            errors => errors.iter().enumerate().try_for_each(|(n, error)| {
+            [reason] => f.write_str(&with_causes(&reason.error)),
+            reasons => reasons.iter().enumerate().try_for_each(|(n, reason)| {
                 let line = if n == 0 { "" } else { "\n       " };
-                write!(f, "{line}{}", with_causes(error))
+                write!(f, "{line}{}", with_causes(&reason.error))
             }),
         }
     }
@@ -44,8 +57,8 @@ impl std::error::Error for Refused {}
 
 /// Refuses a configuration that a command could not start with, with all reasons. Blocks while it reads files.
 pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
-    let mut problems = Vec::new();
-    let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err());
+    let mut problems: Vec<Reason> = Vec::new();
+    let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err().map(Reason::from));
     if purpose == Purpose::Worker {
         check(address("cluster.listen", &config.cluster.listen));
     } else {
@@ -79,11 +92,11 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
         check(folder("tiers.g3_5.path", &flash.path));
     }
     if let Some(StoreLocation::Folder(path)) = &config.tiers.g4.url {
-        check(folder("shared", path));
+        check(folder("tiers.g4.url", path));
     }
     check(shared_store(config));
     check(transforms::check(config).context("tiers.encryption"));
-    check(native(config));
+    problems.extend(native(config).err());
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
 }
 
@@ -149,8 +162,17 @@ pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
     Ok(NativeSizes { needs, sizes, disks, machine })
 }
 
+/// Checks the model, and what it is served with.
+fn native(config: &Config) -> Result<(), Reason> {
+    if let Err(error) = model::shape(&config.model, &Machine::detect()) {
+        let fix = format!("correct --model (model = \"{}\")", config.model);
+        return Err(Reason { error, fix: Some(fix) });
+    }
+    native_tiers(config).map_err(Reason::from)
+}
+
 /// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
-fn native(config: &Config) -> anyhow::Result<()> {
+fn native_tiers(config: &Config) -> anyhow::Result<()> {
     let NativeSizes { needs, sizes, disks, .. } = native_sizes(config)?;
     let domains = frontend::CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));

@@ -53,7 +53,7 @@ impl Transforms {
             let rounds = [(); 2].map(|()| purgers.iter().map(|purge| purge(domain)).sum::<usize>());
             tracing::info!(
                 %domain, blocks = rounds.iter().sum::<usize>(),
-                "blocks of a shredded domain dropped from memory"
+                "the domain was shredded; its blocks in memory are dropped"
             );
         });
         Some(keys.watch())

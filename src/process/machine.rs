@@ -52,6 +52,21 @@ pub fn space(folder: &Path) -> Space {
     disk.map(space).unwrap_or_default()
 }
 
+/// Whether a folder is in a file system that shows the state of the kernel, like `/proc`: no file can be created there,
+/// whatever the rights of the user are.
+#[cfg(target_os = "linux")]
+pub fn is_of_kernel(folder: &Path) -> bool {
+    let disk = rustix::fs::statfs(folder);
+    // The number is Linux's `SYSFS_MAGIC`, which rustix does not name.
+    disk.is_ok_and(|disk| disk.f_type == rustix::fs::PROC_SUPER_MAGIC || disk.f_type == 0x6265_6572)
+}
+
+/// Other systems have no such folders.
+#[cfg(not(target_os = "linux"))]
+pub fn is_of_kernel(_folder: &Path) -> bool {
+    false
+}
+
 /// Bytes that the files of a folder take on its disk. Zero if the folder cannot be read.
 fn taken(folder: &Path) -> u64 {
     let files = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.metadata().ok());

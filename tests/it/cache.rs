@@ -95,7 +95,7 @@ async fn ls_shows_the_g3_log_with_or_without_a_shared_store() {
     assert_eq!(both["contents"][0]["blocks"], 3);
     let alone = cache(&["ls", "--data-dir", at]);
     let text = String::from_utf8(alone.stdout).unwrap();
-    assert!(alone.status.success() && text.contains("not in use: 1 segments") && !text.contains("WRITER"), "{text}");
+    assert!(alone.status.success() && text.contains("not in use: 1 segment,") && !text.contains("WRITER"), "{text}");
 }
 
 #[tokio::test]
@@ -156,6 +156,7 @@ fn errors_name_the_setting_that_is_missing_or_wrong() {
         (vec!["ls", "--data-dir", at], "--g4"),
         (vec!["shred", "--data-dir", at, "--domain", "acme"], "tiers.encryption is not set"),
         (vec!["ls", "--g4", "/nonexistent/folder"], "/nonexistent/folder does not exist"),
+        (vec!["ls", "--g3-5", "--data-dir", at], r#"--set 'tiers.g3_5={path="DIR", capacity="SIZE"}'"#),
     ] {
         let output = cache(&arguments);
         let stderr = String::from_utf8(output.stderr).unwrap();
@@ -164,12 +165,17 @@ fn errors_name_the_setting_that_is_missing_or_wrong() {
 }
 
 #[test]
-fn shred_of_a_domain_without_keys_destroys_none() {
+fn shred_of_a_domain_without_keys_is_refused_and_leaves_no_notice() {
     let folder = tempfile::tempdir().unwrap();
     let master = folder.path().join("master");
     std::fs::write(&master, "07".repeat(32)).unwrap();
     let set = format!(r#"tiers.encryption={{keys={{file="{}"}}}}"#, master.display());
-    let (report, status) = cache_json(folder.path(), &["shred", "--set", &set, "--domain", "acme", "--remove"]);
-    assert_eq!((&report["destroyed_keys"], status), (&0.into(), Some(0)));
-    assert_eq!(report["domain"].as_str().unwrap(), kvbm::Domain::derived(b"", "acme").id().to_string());
+    let at = folder.path().to_str().unwrap();
+    let output = cache(&["shred", "--g4", at, "--set", &set, "--domain", "acme", "--remove"]);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    let id = kvbm::Domain::derived(b"", "acme").id();
+    assert!(stderr.contains(&format!("domain {id} has no key in this key store")), "{stderr}");
+    assert!(stderr.contains("frontend.tenant_secret_file"), "{stderr}");
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+    assert!(!folder.path().join("keys/shreds").exists(), "no notice for running processes");
 }

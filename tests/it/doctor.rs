@@ -2,12 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
-use super::process::doctor;
+use super::process::{Process, doctor};
 use super::upstreams::{MESSAGES, publish};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
 use blockyard::config::{Config, Listen, Upstream};
 use http::Uri;
 use serde_json::{Value, json};
+use std::ffi::OsStr;
 use std::net::TcpListener;
 use std::num::NonZero;
 use std::path::Path;
@@ -251,6 +252,44 @@ async fn json_is_an_array_of_checks_and_the_status_is_1() {
     let (status, checks) = run(&["--set", "no.such=1"]).await;
     assert_eq!((status, &checks[0]["status"]), (Some(1), &json!("problem")));
     assert!(checks[0]["detail"].as_str().unwrap().contains("no.such"), "{checks:#?}");
+}
+
+#[tokio::test]
+async fn the_folder_of_a_running_process_is_a_problem_at_another_port() {
+    let data = tempfile::tempdir().unwrap();
+    let key = OsStr::new("a-key-of-the-test");
+    let process = Process::start(data.path(), &["--set", "tiers.g3=64MiB"], &[("BLOCKYARD_API_KEY", key)]).await;
+    let listen = process.client.url.trim_start_matches("http://").to_owned();
+    let check = async |listen: &str| {
+        let data = data.path().to_str().unwrap();
+        let mut command =
+            doctor(&["--model", "tiny", "--data-dir", data, "--listen", listen, "--set", "tiers.g3=64MiB"]);
+        let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    };
+    let owner = format!("belongs to process {}", process.id());
+    let (status, beside) = check(&listen).await;
+    assert!(beside.contains("is in use by a running Blockyard\n"), "{beside}");
+    assert!(status == Some(0) && beside.contains("ok       disk_owner") && beside.contains(&owner), "{beside}");
+    let (status, elsewhere) = check("127.0.0.1:0").await;
+    assert!(elsewhere.contains("problem  disk_owner") && elsewhere.contains(&owner), "{elsewhere}");
+    assert_eq!(status, Some(1));
+}
+
+#[test]
+fn a_folder_of_the_kernel_and_a_missing_model_have_a_fix_of_their_own() {
+    let data = tempfile::tempdir().unwrap();
+    let output = |arguments: &[&str]| {
+        let at = ["--data-dir", data.path().to_str().unwrap(), "--listen", "127.0.0.1:0"];
+        let output = doctor(&[&at[..], arguments].concat()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let kernel = output(&["--model", "tiny", "--g4", "/proc/g4"]);
+    assert!(kernel.contains("problem  object_store"), "{kernel}");
+    assert!(kernel.contains("/proc/g4: /proc is a view of the kernel"), "{kernel}");
+    let model = output(&["--model", "./no-such-model"]);
+    assert!(model.contains("fix: correct --model (model = \"./no-such-model\")"), "{model}");
 }
 
 #[tokio::test]

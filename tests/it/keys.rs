@@ -45,12 +45,18 @@ async fn a_key_works_from_its_creation_to_its_removal() {
     assert!(text(&key(&file, &["list"]).stdout).contains("1000000"));
     for (arguments, expected) in [
         (&["add", "ci"][..], "`ci` exists already; remove it first: blockyard key remove --file"),
-        (&["remove", "cd"], "it has ci"),
+        (&["remove", "cd"], "no key \"cd\"; it has ci"),
         (&["add", "a b"], "expected 1 to 64 letters"),
     ] {
         let refused = key(&file, arguments);
         assert!(!refused.status.success() && text(&refused.stderr).contains(expected), "{}", text(&refused.stderr));
     }
+
+    let other = folder.path().join("other.toml");
+    let added: Value = serde_json::from_slice(&key(&other, &["add", "ann", "--json"]).stdout).unwrap();
+    assert!(added["name"] == "ann" && added["key"].as_str().unwrap().starts_with("by-"), "{added}");
+    assert!(key(&other, &["remove", "ann"]).status.success());
+    assert!(text(&key(&other, &["remove", "ann"]).stderr).contains("no key \"ann\"; it has none"));
 
     let keys = format!("frontend.api_keys_file={}", file.display());
     let settings = ["--workers", "both:1", "--set", "tiers.g3=off", "--set", "tiers.g1=32MiB", "--set", &keys];

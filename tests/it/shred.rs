@@ -50,9 +50,15 @@ async fn a_running_process_serves_nothing_from_before_a_shred() {
 
     let mut shred = Command::new(env!("CARGO_BIN_EXE_blockyard"));
     shred.args(["cache", "shred", "--domain", SHARED, "--data-dir"]).arg(data.path()).args(&sets);
-    let output = shred.env_clear().env("HOME", "/nonexistent").output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(keys(data.path()), 0);
+    shred.env_clear().env("HOME", "/nonexistent");
+    let mut shred = || {
+        let output = shred.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(keys(data.path()), 0);
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = shred();
+    assert!(text.contains("1 key destroyed, 0 objects"), "{text}");
     // Once the running process has noticed the shred, it misses; it caches what it computes from then on.
     let client = &process.client;
     until("the first miss", async || client.complete(&asked_again).await.unwrap().1 == 0).await;
@@ -72,4 +78,8 @@ async fn a_running_process_serves_nothing_from_before_a_shred() {
     let process = Process::start(data.path(), &sets, &[]).await;
     assert_eq!(process.client.complete(&not_asked_again).await.unwrap().1, 0, "no block from before the shred");
     assert!(process.client.complete(&new).await.unwrap().1 > 0, "blocks under the new key");
+    drop(process);
+    shred();
+    let text = shred();
+    assert!(text.contains("was shredded before, and has no key since"), "{text}");
 }

@@ -26,6 +26,15 @@ pub(super) fn inspect(folder: &Path) -> std::io::Result<Option<(bool, Option<u32
     Ok(Some((in_use, pid.trim().parse().ok())))
 }
 
+/// [`OpenError::Owned`] if a process has the log in a folder open. The log is not changed, and may be missing.
+pub fn check_owner(folder: &Path) -> Result<(), OpenError> {
+    match inspect(folder) {
+        Ok(Some((true, pid))) => Err(OpenError::Owned { folder: folder.to_owned(), pid }),
+        Ok(_) => Ok(()),
+        Err(source) => Err(OpenError::Io { path: folder.to_owned(), source }),
+    }
+}
+
 /// The lock of a folder, until dropped.
 #[must_use]
 pub(super) struct FolderLock {
@@ -74,4 +83,19 @@ pub(super) fn is_same_file(file: &File, path: &Path) -> bool {
     let identity = |found: std::io::Result<std::fs::Metadata>| found.map(|file| (file.dev(), file.ino())).ok();
     let ours = identity(file.metadata());
     ours.is_some() && ours == identity(std::fs::metadata(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_owner_of_a_log_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(check_owner(folder.path()).is_ok() && check_owner(&folder.path().join("missing")).is_ok());
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0, "nothing is created");
+        let _lock = FolderLock::acquire(folder.path()).unwrap();
+        let error = check_owner(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with(&format!("belongs to process {}", std::process::id())), "{error}");
+    }
 }

@@ -140,10 +140,14 @@ impl Follower {
                     tracing::info!(store = %self.client, prefix = %self.layout, "the store is reachable again");
                     self.client.writes.outage_ended();
                 }
-                (
-                    StoreHealth::Starting | StoreHealth::Ready,
-                    StoreHealth::Unavailable(why) | StoreHealth::Refused(why),
-                ) => {
+                // Whether it is tried again depends on who opened the store, which logs that.
+                (StoreHealth::Starting, StoreHealth::Unavailable(why) | StoreHealth::Refused(why)) => {
+                    tracing::warn!(
+                        store = %self.client, prefix = %self.layout, reason = why,
+                        "the store is not usable"
+                    );
+                }
+                (StoreHealth::Ready, StoreHealth::Unavailable(why) | StoreHealth::Refused(why)) => {
                     tracing::warn!(
                         store = %self.client, prefix = %self.layout, reason = why,
                         "the store is not usable; retrying every second"

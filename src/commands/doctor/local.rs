@@ -1,18 +1,19 @@
 //! Checks of this machine: configuration, ports, memory, and for the native engine model, disks and stores.
 
 use super::findings::{self, Check, Findings};
-use crate::config::{ByteSize, Config, Error, Errors, Listen, Purpose};
+use crate::config::{ByteSize, Config, Error, Errors, Listen, Model, Purpose};
 use crate::node::sizes::{ShortContext, Shortage};
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine, Space};
 use futures::future::join_all;
-use http::Uri;
+use http::{StatusCode, Uri};
+use kvbm::disk::OpenError;
 use kvbm::object::StoreLocation;
 use rustix::fs::Access;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
-use upstream::ask::{self, AnswerLimits};
+use upstream::ask::{self, AnswerLimits, ServerAnswer};
 use upstream::relay::client::{Client, Settings};
 
 /// For the answer of the program that has the port. Blockyard's own has 20 bytes.
@@ -39,15 +40,16 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     let (checked, native) = (config.clone(), config.upstreams.is_empty());
     // Reads files of the model and asks the system.
     let blocking = move || {
-        let refused: Vec<String> =
+        let refused: Vec<(String, Option<String>)> =
             preflight(&checked, Purpose::Serve).err().iter().flat_map(node::Refused::reasons).collect();
         let sizes = if native && refused.is_empty() { native_sizes(&checked).ok() } else { None };
         (refused, sizes)
     };
     let (refused, sizes) = tokio::task::spawn_blocking(blocking).await.expect("the checks do not panic");
     let is_usable = refused.is_empty();
-    for reason in refused {
-        findings.problem("configuration", reason, "change the key that is named; `serve` refuses to start");
+    for (reason, fix) in refused {
+        let fix = fix.unwrap_or_else(|| "change the key that is named; `serve` refuses to start".to_owned());
+        findings.problem("configuration", reason, fix);
     }
     if is_usable {
         let serves = match config.upstreams.len() {
@@ -61,39 +63,55 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
         let fix = "renew it, and write it to frontend.tls_cert_file; a running gateway notices";
         findings::expiry("tls_certificate", &expiry, fix, &mut findings);
     }
-    port(("port", "listen"), &config.listen, config.frontend.tls_cert_file.is_some(), &mut findings).await;
+    let has_tls = config.frontend.tls_cert_file.is_some();
+    let at_port = port(("port", "listen"), &config.listen, has_tls, &mut findings).await;
     if let Some(at) = &config.admin.listen {
         port(("admin_port", "admin.listen"), at, false, &mut findings).await;
     }
     if let Some(sizes) = sizes {
-        tiers(config, &sizes, &mut findings).await;
+        tiers(config, &sizes, at_port, &mut findings).await;
     } else if !config.upstreams.is_empty() {
         index_memory(config.router.index_memory, Machine::detect().memory, &mut findings);
     }
     findings.into_checks()
 }
 
-/// Whether the port of a key can be used. A running gateway may have it: it is what is checked then.
-async fn port((check, key): (&'static str, &str), at: &Listen, has_tls: bool, findings: &mut Findings) {
-    if at.port == 0 {
-        findings.ok(check, format!("{at}: the system chooses a port"));
-        return;
-    }
-    match node::bind(at, &format!("--set {key}=")).await {
-        Ok(_) => findings.ok(check, format!("{at} is free")),
-        Err(PortError { problem, advice }) => match running(at).await {
-            Some(version) => findings.ok(check, format!("{at} is in use by a running Blockyard {version}")),
-            // The certificate is that of a name, which the address need not have.
-            None if has_tls => {
-                let detail = format!("{problem}, which may be this gateway: with TLS it is not asked");
-                findings.warning(check, detail, advice);
-            }
-            None => findings.problem(check, problem, advice),
-        },
-    }
+/// What has a port.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum PortUser {
+    /// A running Blockyard.
+    Blockyard,
+    /// A program that is not asked, because it has TLS.
+    Unknown,
+    /// Nothing, or another program.
+    Other,
 }
 
-/// The version of the Blockyard that answers at an address.
+/// Whether the port of a key can be used. A running gateway may have it: it is what is checked then.
+async fn port((check, key): (&'static str, &str), at: &Listen, has_tls: bool, findings: &mut Findings) -> PortUser {
+    if at.port == 0 {
+        findings.ok(check, format!("{at}: the system chooses a port"));
+        return PortUser::Other;
+    }
+    let Err(PortError { problem, advice }) = node::bind(at, &format!("--set {key}=")).await else {
+        findings.ok(check, format!("{at} is free"));
+        return PortUser::Other;
+    };
+    if let Some(program) = running(at).await {
+        findings.ok(check, format!("{at} is in use by a running {program}"));
+        return PortUser::Blockyard;
+    }
+    if has_tls {
+        // The certificate is that of a name, which the address need not have.
+        let detail = format!("{problem}, which may be this gateway: with TLS it is not asked");
+        findings.warning(check, detail, advice);
+        return PortUser::Unknown;
+    }
+    findings.problem(check, problem, advice);
+    PortUser::Other
+}
+
+/// The Blockyard that answers at an address, with its version unless that needs a key.
 async fn running(at: &Listen) -> Option<String> {
     let host = match at.host.as_str() {
         "0.0.0.0" => "127.0.0.1".to_owned(),
@@ -103,13 +121,18 @@ async fn running(at: &Listen) -> Option<String> {
     };
     let address: Uri = format!("http://{host}:{}", at.port).parse().ok()?;
     let client = Client::new(&address, &Settings::default()).ok()?;
-    let json = async |path| {
-        let answer = ask::get(&client, None, path, LIVE).await.ok()?;
-        serde_json::from_slice::<serde_json::Value>(&answer.body).ok()
-    };
-    let is_live = json("/live").await?["status"] == "ok";
-    let version = json("/version").await?["version"].as_str().map(str::to_owned);
-    version.filter(|_| is_live)
+    let get = async |path| ask::get(&client, None, path, LIVE).await.ok();
+    let json = |answer: &ServerAnswer| serde_json::from_slice::<serde_json::Value>(&answer.body).ok();
+    let live = get("/live").await?;
+    // Every answer of Blockyard has the header.
+    if json(&live)?["status"] != "ok" || live.header("x-request-id").is_none() {
+        return None;
+    }
+    let version = get("/version").await?;
+    if version.status == StatusCode::UNAUTHORIZED {
+        return Some("Blockyard".to_owned());
+    }
+    Some(format!("Blockyard {}", json(&version)?["version"].as_str()?))
 }
 
 /// The index is all that the gateway of other servers keeps.
@@ -124,7 +147,7 @@ fn index_memory(limit: ByteSize, available: Option<u64>, findings: &mut Findings
     }
 }
 
-async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
+async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, findings: &mut Findings) {
     let NativeSizes { needs, sizes, disks, machine } = native;
     let size = |bytes: u64| ByteSize(bytes).about();
     let workers = config.workers.count() as u64;
@@ -138,9 +161,17 @@ async fn tiers(config: &Config, native: &NativeSizes, findings: &mut Findings) {
         None => findings.ok("memory", memory),
     }
     folder(&config.data_dir, "data_dir", findings);
+    let missing = match &config.model {
+        Model::BuiltIn(model) => model.missing_bytes(&config.data_dir),
+        Model::Folder(_) => 0,
+    };
+    model_space(&config.data_dir, missing, machine::space(&config.data_dir).free, findings);
     for disk in disks {
         folder(&disk.folder, "disk", findings);
+        owner(&disk.folder, at_port, findings);
         let Space { free, taken, .. } = machine::space(&disk.folder);
+        // The model is written first, to the same disk if the log is in the data folder.
+        let free = if disk.folder.starts_with(&config.data_dir) { free.saturating_sub(missing) } else { free };
         match disk.shortage(&config.tiers, free, taken) {
             Some(Shortage { is_full, detail, advice }) => findings.wrong(is_full, "disk_space", detail, advice),
             None => findings.ok("disk_space", disk.detail(free)),
@@ -188,10 +219,37 @@ fn advice(location: &StoreLocation) -> &'static str {
     }
 }
 
+/// Whether the built-in model, of which `missing` bytes are not written yet, fits on the disk of the data folder.
+fn model_space(data_dir: &Path, missing: u64, free: u64, findings: &mut Findings) {
+    if missing > free {
+        let (needed, free) = (ByteSize(missing).about(), ByteSize(free).about());
+        let detail = format!("{}: the built-in model takes {needed}, and {free} are free", data_dir.display());
+        findings.problem("disk_space", detail, "free space on that disk, or name another folder: --data-dir DIR");
+    }
+}
+
+/// Whether another process has the log in a folder: a problem, unless it is the one that is running with this
+/// configuration.
+fn owner(folder: &Path, at_port: PortUser, findings: &mut Findings) {
+    let Err(error @ OpenError::Owned { .. }) = kvbm::disk::check_owner(folder) else { return };
+    if at_port == PortUser::Blockyard {
+        findings.ok("disk_owner", format!("{error}, the running Blockyard"));
+        return;
+    }
+    let fix = "stop that process, or use another folder: --data-dir DIR, or tiers.g3_paths if it is set";
+    findings.wrong(at_port == PortUser::Other, "disk_owner", error.to_string(), fix);
+}
+
 /// Whether a folder can be written to, or made.
 fn folder(path: &Path, check: &'static str, findings: &mut Findings) {
     let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let shown = path.display();
+    if machine::is_of_kernel(existing) {
+        let detail =
+            format!("{shown}: {} is a view of the kernel, in which no file can be created", existing.display());
+        findings.problem(check, detail, "name a folder on a disk");
+        return;
+    }
     match rustix::fs::access(existing, Access::WRITE_OK) {
         Ok(()) if existing == path => findings.ok(check, format!("{shown} can be written to")),
         Ok(()) => findings.ok(check, format!("{shown} will be created")),
@@ -207,6 +265,18 @@ fn folder(path: &Path, check: &'static str, findings: &mut Findings) {
 mod tests {
     use super::*;
     use crate::commands::doctor::Status;
+
+    #[test]
+    fn a_built_in_model_that_does_not_fit_is_a_problem() {
+        let checks = |missing, free| {
+            let mut findings = Findings::of("x");
+            model_space(Path::new("/d"), missing, free, &mut findings);
+            findings.into_checks()
+        };
+        let problem = checks(29 << 20, 20 << 20);
+        assert_eq!(problem[0].detail, "/d: the built-in model takes 29.0 MiB, and 20.0 MiB are free");
+        assert_eq!((problem[0].status, checks(0, 0).len()), (Status::Problem, 0));
+    }
 
     #[test]
     fn an_index_above_the_available_memory_is_a_warning() {

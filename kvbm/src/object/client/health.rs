@@ -18,6 +18,9 @@ pub enum StoreHealth {
 /// Characters of a server's error message that are kept for a log line.
 const MAX_MESSAGE_CHARS: usize = 400;
 
+/// Where a machine of EC2 is asked for its role. Azure and Google use the address with other paths.
+const EC2_METADATA: &str = "//169.254.169.254/latest/";
+
 /// The error of a request as text for an operator, in one line.
 pub(in crate::object) fn reason(error: &Error) -> String {
     match StoreHealth::from(error) {
@@ -48,6 +51,10 @@ impl From<&Error> for StoreHealth {
             _ => status().unwrap_or(0),
         };
         match status {
+            status if asked_for_role(error) => {
+                let why = format!("no AWS_ACCESS_KEY_ID is set, and this machine has no role: {message}");
+                if matches!(status, 401 | 403 | 404) { Self::Refused(why) } else { Self::Unavailable(why) }
+            }
             // Listing an empty prefix is no error, so it is the bucket that does not exist.
             404 => Self::Refused(format!("there is no such bucket or container: {message}")),
             403 => Self::Refused(format!("access is denied: {message}")),
@@ -55,6 +62,18 @@ impl From<&Error> for StoreHealth {
             _ => Self::Unavailable(message),
         }
     }
+}
+
+/// Whether it was the request for the role of the machine that failed. Only a client of S3 without a key sends it.
+fn asked_for_role(error: &Error) -> bool {
+    let mut next: Option<&dyn std::error::Error> = Some(error);
+    while let Some(error) = next {
+        if error.to_string().contains(EC2_METADATA) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }
 
 fn root_cause(error: &Error) -> &dyn std::error::Error {
@@ -91,6 +110,17 @@ mod tests {
         {
             let error = Error::Generic { store, source: message.into() };
             assert_eq!(matches!(StoreHealth::from(&error), StoreHealth::Refused(_)), refused, "{message}");
+        }
+    }
+
+    #[test]
+    fn a_machine_without_credentials_for_aws_is_named_first() {
+        for answer in ["", ": status code: 403 Forbidden"] {
+            let source = format!("Error performing PUT http://169.254.169.254/latest/api/token in 1 s{answer}").into();
+            let health = StoreHealth::from(&Error::Generic { store: "S3", source });
+            assert_eq!(matches!(health, StoreHealth::Refused(_)), !answer.is_empty(), "{health:?}");
+            let (StoreHealth::Unavailable(why) | StoreHealth::Refused(why)) = &health else { panic!("{health:?}") };
+            assert!(why.starts_with("no AWS_ACCESS_KEY_ID is set, and this machine has no role: Generic S3"), "{why}");
         }
     }
 

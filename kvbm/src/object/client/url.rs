@@ -186,6 +186,12 @@ impl FromStr for StoreLocation {
             return invalid("");
         }
         if !text.contains("://") && !text.starts_with("file:") {
+            // `s3:/bucket` and `minio:9000/bucket` are mistyped URLs.
+            if text.split('/').next().is_some_and(|first| first.contains(':')) {
+                return invalid("not a URL; ").map_err(|InvalidLocation(why)| {
+                    InvalidLocation(format!(r#"{why}; write a folder of that name as "./{text}""#))
+                });
+            }
             return Ok(Self::Folder(text.into()));
         }
         let Ok(url) = Url::parse(text) else { return invalid("not a URL; ") };
@@ -297,6 +303,9 @@ mod tests {
         for (text, chosen) in [
             ("/mnt/kv", "folder /mnt/kv"),
             ("kv", "folder kv"),
+            ("./s3:/bucket/x", "folder ./s3:/bucket/x"),
+            ("/mnt/kv:1", "folder /mnt/kv:1"),
+            ("kv/a:b", "folder kv/a:b"),
             ("file:///mnt/kv", "folder /mnt/kv"),
             ("s3://bucket/a/b", "S3 a/b"),
             ("s3://bucket", "S3 "),
@@ -317,6 +326,9 @@ mod tests {
         for (text, message) in [
             ("", "s3://bucket/prefix"),
             ("ftp://host/a", "s3://bucket/prefix"),
+            ("s3:/bucket/x", r#"or a folder; write a folder of that name as "./s3:/bucket/x""#),
+            ("s3:", "not a URL; expected"),
+            ("minio:9000/bucket", "not a URL; expected"),
             ("file://host/a", "three slashes"),
             ("s3://kv/a", "3 to 63"),
             ("http://127.0.0.1:9000/bucket", "tiers.g4.endpoint"),

@@ -140,7 +140,6 @@ impl Keyring {
                 self.purge(notice.domain);
             }
             self.known().notices.insert(notice);
-            tracing::info!(domain = %notice.domain, "domain was shredded; its blocks in memory are dropped");
         }
         Ok(())
     }
@@ -169,9 +168,15 @@ impl Keyring {
         Self::open(Arc::new(store), "", source, environment).await
     }
 
+    /// Whether the key store knows the domain: it has a data key, or had one that was shredded.
+    pub async fn knows(&self, domain: DomainId) -> Result<bool, KeyError> {
+        Ok(!self.store.list(Some(domain)).await?.is_empty())
+    }
+
     /// Destroys the data keys of a domain, which makes all its blocks in all tiers permanent misses. Other processes
     /// that [watch](Self::watch) follow within seconds, and drop the domain's blocks in memory. A domain that is used
-    /// again gets a new key. Returns the number of destroyed keys.
+    /// again gets a new key. A domain without a key is dropped from memory as well: a caller to whom that is a mistake
+    /// asks [`knows`](Self::knows) first. Returns the number of destroyed keys.
     pub async fn shred(&self, domain: DomainId) -> Result<usize, KeyError> {
         if domain == metadata::DOMAIN {
             return Err(KeyError::Reserved(domain));

@@ -230,6 +230,8 @@ async fn a_shredded_domain_is_a_permanent_miss_everywhere() {
     let backup: Vec<(Path, Bytes)> = backup(&*harness.key_store).await;
 
     assert_eq!(here.keys.shred(tenant(1)).await.unwrap(), 1);
+    let known = [here.keys.knows(tenant(1)).await.unwrap(), here.keys.knows(tenant(3)).await.unwrap()];
+    assert_eq!(known, [true, false], "a shredded domain stays known");
     assert_eq!((here.count_found(&ours[..2]).await, harness.shredded()), (0, 2));
     assert_eq!(here.tier.holds(fingerprint(), &hashes(&ours)), 0, "unreadable blocks are discarded");
     there.keys.refresh().await.unwrap();

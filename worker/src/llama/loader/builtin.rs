@@ -8,6 +8,7 @@ mod seeded;
 mod tokenizer;
 
 use super::config::{Config, Family, Rope};
+use super::weights::Weights;
 use seeded::Recipe;
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -67,12 +68,26 @@ impl Builtin {
     /// Blocks, for about a second per 100 million parameters and core. One process writes while others wait; a write
     /// that a process did not finish is started again.
     pub fn ensure(self, data_dir: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<PathBuf, BuiltinError> {
-        let models = data_dir.join("models");
-        let done = models.join(format!("{}-{VERSION}", self.name()));
+        let done = self.folder(data_dir);
         if !done.exists() {
-            self.make(&models, &done, progress)?;
+            self.make(&data_dir.join("models"), &done, progress)?;
         }
         Ok(done)
+    }
+
+    /// The bytes that [`ensure`](Self::ensure) will write, apart from a few KiB; 0 if the folder exists.
+    pub fn missing_bytes(self, data_dir: &Path) -> u64 {
+        if self.folder(data_dir).exists() {
+            return 0;
+        }
+        let config = self.config();
+        let texts = texts(&config, &Vocabulary::new(config.vocabulary)).map(|(_, text)| text.len() as u64);
+        // Two bytes per weight in the file, four in memory.
+        texts.iter().sum::<u64>() + Weights::bytes(&config) / 2
+    }
+
+    fn folder(self, data_dir: &Path) -> PathBuf {
+        data_dir.join("models").join(format!("{}-{VERSION}", self.name()))
     }
 
     fn make(self, models: &Path, done: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), BuiltinError> {
@@ -97,13 +112,9 @@ impl Builtin {
     fn write(self, folder: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<(), BuiltinError> {
         let config = self.config();
         let vocabulary = Vocabulary::new(config.vocabulary);
-        for (name, content) in [
-            ("config.json", config_json(&config)),
-            ("tokenizer.json", vocabulary.tokenizer_json()),
-            ("tokenizer_config.json", Vocabulary::tokenizer_config_json(config.context)),
-        ] {
+        for (name, text) in texts(&config, &vocabulary) {
             let path = folder.join(name);
-            fs::write(&path, content.to_string()).and_then(|()| sync(&path)).map_err(at(&path))?;
+            fs::write(&path, text).and_then(|()| sync(&path)).map_err(at(&path))?;
         }
         let path = folder.join("model.safetensors");
         let recipe =
@@ -141,6 +152,15 @@ impl Builtin {
             bos: Some(tokenizer::BEGIN.id(vocabulary)),
         }
     }
+}
+
+/// The files beside the weights, by name.
+fn texts(config: &Config, vocabulary: &Vocabulary) -> [(&'static str, String); 3] {
+    [
+        ("config.json", config_json(config).to_string()),
+        ("tokenizer.json", vocabulary.tokenizer_json().to_string()),
+        ("tokenizer_config.json", Vocabulary::tokenizer_config_json(config.context).to_string()),
+    ]
 }
 
 fn config_json(config: &Config) -> Value {

@@ -1,6 +1,5 @@
 use super::*;
 use crate::llama::loader::huggingface::LoadedModel;
-use crate::llama::loader::weights::Weights;
 use crate::llama::model::{Chunk, Model};
 use kvbm::BlockId;
 use proptest::prelude::*;
@@ -43,6 +42,17 @@ fn the_weights_are_the_same_on_every_machine() {
         assert_eq!((folder.config, folder.card.random_weights), (model.config(), true));
         assert!(folder.card.chat_template.is_some());
     }
+}
+
+#[test]
+fn the_missing_bytes_are_those_of_the_files() {
+    let data = tempfile::tempdir().unwrap();
+    let missing = Builtin::Tiny.missing_bytes(data.path());
+    let folder = Builtin::Tiny.ensure(data.path(), &|_, _| ()).unwrap();
+    let files = fs::read_dir(folder).unwrap().map(|file| file.unwrap().metadata().unwrap().len());
+    let written = files.sum::<u64>();
+    assert!((written - (16 << 10)..=written).contains(&missing), "{missing} and {written}");
+    assert_eq!(Builtin::Tiny.missing_bytes(data.path()), 0);
 }
 
 #[test]
