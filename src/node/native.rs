@@ -128,7 +128,10 @@ impl Native {
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
         let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
         if timeout_at(end_requests, drained).await.is_err() {
-            tracing::warn!("requests still run and are ended; a frontend of another process continues them elsewhere");
+            tracing::warn!(
+                "requests still run after four fifths of shutdown_timeout and are ended; a frontend of another process \
+                 continues them elsewhere"
+            );
         }
         flush(&managers, &self.stores, deadline).await;
         self.stores

@@ -17,7 +17,7 @@ use super::planes::{self, NatsPlanes};
 use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
+use super::{AT_ONCE, HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics, request_time};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;
@@ -104,6 +104,9 @@ impl WorkerNode {
         // Set once: here only.
         let _ = health.cordons.set(native.cordons());
         health.registered.store(true, Ordering::Relaxed);
+        for (worker, cordon) in native.cordons() {
+            tracing::info!(%worker, role = %cordon.role(), "worker registered");
+        }
         let audit = Arc::new(CacheAudit { router: None, workers: native.managers(), stores: native.stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), native.stores.weak())?))?;
         let facts = WorkerFacts {
@@ -149,6 +152,11 @@ impl Process for WorkerNode {
         self.process.http.failed().await
     }
 
+    fn shutdown_notice(&self, _announced: bool) -> String {
+        let request_time = request_time(self.shutdown_timeout);
+        format!("shutting down: the workers get no new requests, {request_time}; {AT_ONCE}")
+    }
+
     /// Routers learn over NATS that the workers leave, so there is no time to wait for.
     async fn announce_shutdown(&mut self) {
         self.process.http.announce_shutdown();
@@ -158,11 +166,16 @@ impl Process for WorkerNode {
         let now = Instant::now();
         let deadline = now + self.shutdown_timeout;
         self.health.registered.store(false, Ordering::Relaxed);
+        // Not those that are cordoned, whose line was written then.
+        for (worker, _) in self.native.cordons().into_iter().filter(|(_, cordon)| cordon.is_registered()) {
+            tracing::info!(%worker, "worker deregistered; its running requests finish");
+        }
         let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
         if timeout_at(deadline, self.discovery.settled()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
-        self.process.http.close(LAST_OUTPUTS).await;
+        let limit = format!("the workers stopped {} s before", LAST_OUTPUTS.as_secs_f64());
+        self.process.http.close(LAST_OUTPUTS, limit).await;
         drop(self.process.audit);
         stores.close(deadline).await;
         flush_spans(self.exporter, deadline).await;
