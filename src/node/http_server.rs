@@ -98,7 +98,7 @@ pub(super) async fn listen_to_clients(config: &Config) -> anyhow::Result<TcpList
     let listener = listen(&config.listen, "--listen ").await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() && !config.frontend.needs_key() {
-        tracing::warn!(%address, "{}", banner::OPEN_TO_ALL);
+        tracing::warn!(%address, "{}", banner::open_to_all(address.port()));
     }
     Ok(listener)
 }

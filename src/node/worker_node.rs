@@ -201,11 +201,15 @@ impl frontend::Health for WorkerHealth {
     }
 }
 
-/// The warning for workers that other machines can use without a secret.
-const OPEN_TO_ALL: &str = "every machine that reaches this address can use the workers, because they require neither \
-    a secret nor a client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, \
-    the same for all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
-    127.0.0.1:8100";
+/// The warning for workers at this port that other machines can use without a secret.
+fn open_to_all(port: u16) -> String {
+    format!(
+        "every machine that reaches this address can use the workers, because they require neither a secret nor a \
+         client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, the same for \
+         all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
+         127.0.0.1:{port}"
+    )
+}
 
 /// The warning for workers that other machines reach without TLS.
 const READABLE: &str = "requests of other machines arrive without TLS: the secret, prompts and keys of cache domains \
@@ -222,7 +226,7 @@ fn warn_if_public(config: &Config, address: SocketAddr) {
         return;
     }
     if cluster.secret_file.is_none() && cluster.tls.client_ca_file.is_none() {
-        tracing::warn!(%address, "{OPEN_TO_ALL}");
+        tracing::warn!(%address, "{}", open_to_all(address.port()));
     }
     if cluster.tls.cert_file.is_none() {
         tracing::warn!(%address, "{READABLE}");
