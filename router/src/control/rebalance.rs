@@ -147,8 +147,8 @@ fn publish(core: &Core, model: &Arc<str>, plan: &Plan) {
 }
 
 impl Controller {
-    /// Logs that a target is missed with the advised workers, or no longer, when that changes. Only targets that `is_set`
-    /// says are configured: for the others the metrics say it, because nothing was promised.
+    /// Logs that a target is missed with the advised workers, or no longer, when that changes. Only configured targets,
+    /// which `is_set` tells: the others were promised to no one, and the metrics show them.
     fn log(&mut self, model: &str, plan: &Plan, now: Instant, is_set: impl Fn(&str) -> bool) {
         let outlooks = missed_targets(plan.outlooks(), is_set);
         let missed: Vec<&str> = outlooks.iter().map(|(name, _)| *name).collect();
