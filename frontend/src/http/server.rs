@@ -237,7 +237,7 @@ impl Server {
         }
         let began = shutdown.0.began.get().copied().unwrap_or_else(Instant::now);
         let requests = connections.requests();
-        // Otherwise only requests that have not arrived completely are left.
+        // Otherwise only connections are left on which no head of a request has arrived completely.
         if requests > 0 {
             let limit = shutdown.0.limit.get().map(String::as_str);
             tracing::warn!("{}", aborted(requests, began.elapsed(), limit));
