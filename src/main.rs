@@ -160,7 +160,10 @@ async fn unless_stopped<P>(
 ) -> anyhow::Result<Option<P>> {
     tokio::select! {
         biased;
-        () = signals.end() => Ok(None),
+        () = signals.end() => {
+            tracing::info!("stopped by a signal before it was ready");
+            Ok(None)
+        }
         started = starting => started.map(Some),
     }
 }
@@ -195,11 +198,12 @@ async fn until_stopped(mut node: impl Process, signals: &mut Signals, reload: im
             error = node.failed() => break Err(error),
         }
     };
-    tracing::info!("shutting down: running requests may finish; press Ctrl-C again to stop at once");
+    // SIGTERM comes from an orchestrator, whose load balancers send requests for some more seconds. SIGINT comes from a
+    // person at a terminal.
+    let announced = matches!(outcome, Ok(true));
+    tracing::info!("{}", node.shutdown_notice(announced));
     let shutdown = async {
-        // SIGTERM comes from an orchestrator, whose load balancers send requests for some more seconds. SIGINT comes
-        // from a person at a terminal.
-        if let Ok(true) = outcome {
+        if announced {
             node.announce_shutdown().await;
         }
         node.shutdown().await;

@@ -47,7 +47,7 @@ pub(crate) use upstreams::START_VLLM;
 pub use upstreams::{CheckedUpstream, Upstreams};
 pub use worker_node::WorkerNode;
 
-use crate::config::{Config, Purpose};
+use crate::config::{Config, HumanDuration, Purpose};
 use crate::otlp::{self, Exporter};
 use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
@@ -144,6 +144,10 @@ pub trait Process {
     /// Resolves when the HTTP server has failed, with the reason. A worker that fails is deregistered; the others
     /// continue.
     fn failed(&mut self) -> impl Future<Output = anyhow::Error>;
+
+    /// What the log says when the shutdown begins, with the times that requests get. `announced`: it begins with
+    /// [`announce_shutdown`](Self::announce_shutdown).
+    fn shutdown_notice(&self, announced: bool) -> String;
 
     /// Announces the shutdown, and waits until those that send requests have noticed.
     fn announce_shutdown(&mut self) -> impl Future<Output = ()>;
@@ -316,6 +320,11 @@ impl Node {
         self.native.as_ref().map(Native::limits)
     }
 
+    /// Time after the announcement of a shutdown for which new requests are served.
+    fn delay(&self) -> Duration {
+        self.shutdown_delay.min(self.shutdown_timeout.mul_f64(REQUEST_SHARE))
+    }
+
     /// The address of the OpenAI-compatible API.
     pub fn address(&self) -> SocketAddr {
         self.process.banner.address
@@ -331,13 +340,26 @@ impl Process for Node {
         self.process.http.failed().await
     }
 
+    fn shutdown_notice(&self, announced: bool) -> String {
+        let delay = if announced { self.delay() } else { Duration::ZERO };
+        let request_time = request_time(self.shutdown_timeout);
+        if delay.is_zero() {
+            return format!("shutting down: no new requests are served, {request_time}; {AT_ONCE}");
+        }
+        format!(
+            "shutting down: /ready is 503; new requests are served for {} s more (frontend.shutdown_delay), \
+             {request_time}; {AT_ONCE}",
+            delay.as_secs_f64()
+        )
+    }
+
     /// Makes `/ready` fail, and serves new requests for `frontend.shutdown_delay` (within the shutdown timeout) so that
     /// load balancers notice.
     async fn announce_shutdown(&mut self) {
         let now = Instant::now();
         self.deadline = Some(now + self.shutdown_timeout);
         self.process.http.announce_shutdown();
-        sleep(self.shutdown_delay.min(self.shutdown_timeout.mul_f64(REQUEST_SHARE))).await;
+        sleep(self.delay()).await;
     }
 
     /// Accepts no more connections, waits for running requests, and writes blocks, each within its share of the
@@ -345,7 +367,9 @@ impl Process for Node {
     async fn shutdown(mut self) {
         let deadline = self.deadline.unwrap_or_else(|| Instant::now() + self.shutdown_timeout);
         let for_blocks = self.shutdown_timeout.mul_f64(1.0 - REQUEST_SHARE);
-        self.process.http.close(deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks)).await;
+        let limit = format!("they get {}; raise it for longer requests", request_share(self.shutdown_timeout));
+        let drain = deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks);
+        self.process.http.close(drain, limit).await;
         let stores = match self.native {
             Some(native) => Some(native.drain(deadline, deadline).await),
             None => None,
@@ -360,6 +384,20 @@ impl Process for Node {
         }
         flush_spans(self.exporter, deadline).await;
     }
+}
+
+/// What ends the wait for running requests.
+const AT_ONCE: &str = "a second signal stops at once";
+
+/// What the log says of the time that running requests get after the signal to stop.
+fn request_time(shutdown_timeout: Duration) -> String {
+    let time = shutdown_timeout.mul_f64(REQUEST_SHARE).as_secs_f64();
+    format!("running ones may finish within {time} s ({})", request_share(shutdown_timeout))
+}
+
+/// The share of the shutdown timeout that running requests get, in words.
+fn request_share(shutdown_timeout: Duration) -> String {
+    format!("four fifths of shutdown_timeout = {}", HumanDuration(shutdown_timeout))
 }
 
 /// Sends the last spans, within what is left of the shutdown timeout.
@@ -397,4 +435,18 @@ async fn check(config: &Config, purpose: Purpose) -> anyhow::Result<()> {
         .await
         .context("checking the configuration failed")??;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_running_requests_is_four_fifths_of_the_shutdown_timeout() {
+        assert_eq!(
+            request_time(Duration::from_secs(25)),
+            "running ones may finish within 20 s (four fifths of shutdown_timeout = 25s)"
+        );
+        assert!(request_time(Duration::from_secs(6)).contains("within 4.8 s ("));
+    }
 }

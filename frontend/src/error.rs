@@ -8,6 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{self, ErrorResponse};
 
+/// The status that nginx logs for a client that disconnected, which cannot receive it.
+pub(crate) const CLIENT_CLOSED: u16 = 499;
+
 /// OpenAI's error code for a prompt that exceeds the context.
 pub(crate) const CONTEXT: &str = "context_length_exceeded";
 
@@ -148,8 +151,9 @@ pub(crate) enum Error {
     /// The deadline cannot be met, or has passed.
     #[error("The deadline of the request cannot be met: its first token would come too late.")]
     DeadlineExceeded,
-    /// The client disconnected while its request was parsed. It never receives this error.
-    #[error("The client closed the request.")]
+    /// The client disconnected before its request was read and parsed. It does not receive this error, unless it has
+    /// closed only its half of the connection.
+    #[error("The client closed the connection before the request was read.")]
     ClientClosed,
     /// The client did not read its stream for this time.
     #[error("The stream was ended: it was not read for {} s.", .0.as_secs())]
@@ -252,9 +256,8 @@ impl Error {
             | Self::NoAdminHeader
             | Self::ModelNotAllowed(_)
             | Self::ModelNotNamed => StatusCode::FORBIDDEN,
-            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::StreamNotRead(_) | Self::ClientClosed => {
-                StatusCode::REQUEST_TIMEOUT
-            }
+            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::StreamNotRead(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::ClientClosed => StatusCode::from_u16(CLIENT_CLOSED).expect("the number is within those of HTTP"),
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             Self::TooLarge(_) => StatusCode::PAYLOAD_TOO_LARGE,

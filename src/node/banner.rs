@@ -24,10 +24,14 @@ pub struct Banner {
     pub serves: Serves,
 }
 
-/// The warning for an API that other machines can use without a key.
-pub(super) const OPEN_TO_ALL: &str = "every machine that reaches this address can use the API, because it asks for no \
-    key; create one with `blockyard key add --file keys.toml NAME` and set frontend.api_keys_file, or set \
-    BLOCKYARD_API_KEY, or listen on this machine only: --listen 127.0.0.1:8000";
+/// The warning for an API at this port that other machines can use without a key.
+pub(super) fn open_to_all(port: u16) -> String {
+    format!(
+        "every machine that reaches this address can use the API, because it asks for no key; create one with \
+         `blockyard key add --file keys.toml NAME` and set frontend.api_keys_file, or set BLOCKYARD_API_KEY, or listen \
+         on this machine only: --listen 127.0.0.1:{port}"
+    )
+}
 
 /// What serves the requests of a node.
 #[derive(Clone, Debug)]
@@ -148,7 +152,7 @@ impl Banner {
         }
         writeln!(f, "  address  {}", self.url())?;
         if !self.needs_key && !self.address.ip().is_loopback() {
-            writeln!(f, "           WARNING: {OPEN_TO_ALL}")?;
+            writeln!(f, "           WARNING: {}", open_to_all(self.address.port()))?;
         }
         Ok(())
     }
@@ -326,7 +330,9 @@ mod tests {
     fn an_address_open_to_other_machines_is_warned_about() {
         let text = |address, needs_key| Banner { needs_key, ..banner(address) }.to_string();
         for address in ["0.0.0.0:80", "[::]:80", "192.168.1.2:80"] {
-            assert!(text(address, false).contains("WARNING: every machine"), "{address}");
+            let warning = text(address, false);
+            assert!(warning.contains("WARNING: every machine"), "{address}");
+            assert!(warning.contains("on this machine only: --listen 127.0.0.1:80\n"), "{warning}");
             assert!(!text(address, true).contains("WARNING"), "{address}");
         }
         assert!(!text("127.0.0.1:80", false).contains("WARNING"));

@@ -12,6 +12,12 @@ use std::sync::{Arc, OnceLock, Weak};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 use worker::plane::nats::Connection;
 
+/// Maximum number of upstreams whose problem the reason of `/ready` names.
+const MAX_PROBLEMS: usize = 3;
+
+/// Maximum characters of each problem: a URL, the reason, and what to change.
+const MAX_PROBLEM_CHARS: usize = 300;
+
 /// Components that can fail while requests are still served.
 #[derive(Default)]
 pub(super) struct Health {
@@ -45,6 +51,13 @@ impl Health {
         let _ = self.upstreams.set(upstreams);
     }
 
+    /// Why upstreams have not been used since the start: the first ones, each shortened, and how many others there are.
+    /// `None` if there is none.
+    fn upstream_problems(&self) -> Option<String> {
+        let upstreams = self.upstreams.get().and_then(Weak::upgrade)?;
+        listed_problems(&upstreams.problems())
+    }
+
     pub(super) fn degraded(&self) -> Vec<String> {
         let panics = panics::counts().into_iter();
         let panics = panics
@@ -60,6 +73,21 @@ impl Health {
         let upstreams = self.upstreams.get().and_then(Weak::upgrade);
         let upstreams = upstreams.iter().flat_map(|upstreams| upstreams.problems());
         nats.into_iter().chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
+    }
+}
+
+/// The first of these problems, each shortened, and how many others there are. `None` without any.
+fn listed_problems(problems: &[String]) -> Option<String> {
+    let shortened = |problem: &String| match problem.char_indices().nth(MAX_PROBLEM_CHARS) {
+        Some((end, _)) => format!("{}…", &problem[..end]),
+        None => problem.clone(),
+    };
+    let listed: Vec<String> = problems.iter().take(MAX_PROBLEMS).map(shortened).collect();
+    let listed = listed.join(" | ");
+    match problems.len() {
+        0 => None,
+        all if all > MAX_PROBLEMS => Some(format!("{listed} | and {} more", all - MAX_PROBLEMS)),
+        _ => Some(listed),
     }
 }
 
@@ -111,10 +139,10 @@ impl Engine for MonitoredRouter {
     }
 
     fn readiness(&self) -> Readiness {
-        if self.is_gateway {
-            self.router.readiness_or("no upstream can be used yet; the log has the reason")
-        } else {
-            self.router.readiness()
+        let absent = if self.is_gateway { "no upstream can be used yet" } else { "no worker that decodes has joined" };
+        match self.health.upstream_problems() {
+            Some(problems) => self.router.readiness_or(&format!("{absent}: {problems}")),
+            None => self.router.readiness_or(absent),
         }
     }
 
@@ -126,6 +154,16 @@ impl Engine for MonitoredRouter {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_reason_names_a_few_upstreams_and_is_bounded() {
+        assert_eq!(listed_problems(&[]), None);
+        let unauthorized = "upstream http://a/ cannot be used: /v1/models answered 401 Unauthorized".to_owned();
+        assert_eq!(listed_problems(std::slice::from_ref(&unauthorized)), Some(unauthorized));
+        let long = vec!["ü".repeat(10_000); 50];
+        let listed = listed_problems(&long).unwrap();
+        assert!(listed.ends_with("ü… | and 47 more") && listed.chars().count() < 1000, "{listed}");
+    }
 
     #[test]
     fn a_tier_that_cannot_write_is_listed_with_the_reason() {

@@ -24,7 +24,7 @@ struct CloseOnDrop(Shutdown);
 
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
-        self.0.close(Duration::ZERO);
+        self.0.abandon();
     }
 }
 
@@ -48,8 +48,10 @@ impl HttpServer {
         self.close_on_drop.0.announce();
     }
 
-    /// Accepts no more connections, and waits `drain` for running requests. The server logs when they take longer.
-    pub(super) async fn close(&mut self, drain: Duration) {
+    /// Accepts no more connections, and waits `drain` for running requests. The server logs when they take longer, with
+    /// what limits their time.
+    pub(super) async fn close(&mut self, drain: Duration, limit: String) {
+        self.close_on_drop.0.explain_limit(limit);
         self.close_on_drop.0.close(drain);
         if !self.task.is_finished() {
             let _ = (&mut self.task).await;
@@ -82,7 +84,10 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
         tracing::warn!(
             max_connections = fit,
             configured = wanted,
-            "the limit of open files allows fewer connections than configured"
+            open_files = files,
+            "the limit of open files allows fewer connections than configured; raise it (ulimit -n {}, LimitNOFILE= in \
+             systemd), or set frontend.max_connections",
+            wanted.saturating_mul(2)
         );
     }
     fit.min(wanted)
@@ -93,7 +98,7 @@ pub(super) async fn listen_to_clients(config: &Config) -> anyhow::Result<TcpList
     let listener = listen(&config.listen, "--listen ").await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() && !config.frontend.needs_key() {
-        tracing::warn!(%address, "{}", banner::OPEN_TO_ALL);
+        tracing::warn!(%address, "{}", banner::open_to_all(address.port()));
     }
     Ok(listener)
 }

@@ -8,14 +8,16 @@ use super::stores::Stores;
 use super::transforms::Transforms;
 use super::workers::{RunningWorker, Shared};
 use super::{model, quotas};
-use crate::config::Config;
+use crate::config::{Config, Model};
 use crate::process::machine::{self, Machine, Space};
+use crate::process::with_causes;
 use anyhow::{Context, anyhow};
 use futures::future::join_all;
 use kvbm::{BlockManager, Level, permissions};
 use prometheus::Registry;
 use spans::Tracer;
 use std::ffi::OsStr;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout_at};
@@ -62,10 +64,16 @@ impl Native {
         registry: &Registry,
     ) -> anyhow::Result<Self> {
         permissions::named_dir(&config.data_dir, is_ours)
-            .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))?;
+            .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))
+            .map_err(|error| with_another_folder(&error))?;
         let machine = Machine::detect();
         let threads = config.threads.on(machine.threads);
-        let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await?;
+        let runtime = model::open(&config.model, &config.data_dir, threads, &machine).await;
+        let runtime = runtime.map_err(|error| {
+            // Only a built-in model is written.
+            let is_built_in = matches!(config.model, Model::BuiltIn(_));
+            if is_built_in && is_not_writable(&error) { with_another_folder(&error) } else { error }
+        })?;
         frontend::check_model(runtime.card())
             .map_err(|problem| anyhow!(problem))
             .context("the model cannot be served")?;
@@ -131,7 +139,10 @@ impl Native {
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
         let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
         if timeout_at(end_requests, drained).await.is_err() {
-            tracing::warn!("requests still run and are ended; a frontend of another process continues them elsewhere");
+            tracing::warn!(
+                "requests still run after four fifths of shutdown_timeout and are ended; a frontend of another process \
+                 continues them elsewhere"
+            );
         }
         flush(&managers, &self.stores, deadline).await;
         self.stores
@@ -185,4 +196,32 @@ async fn until_unwritable(stores: &Stores, level: Level) {
 /// Whether an entry of the data folder is one that the program creates.
 fn is_ours(name: &OsStr) -> bool {
     [sizes::G3_FOLDER, super::transforms::KEY_STORE, "models"].iter().any(|ours| name == *ours)
+}
+
+/// Whether the system refused to write a file or a folder.
+fn is_not_writable(error: &anyhow::Error) -> bool {
+    let mut causes = error.chain().filter_map(|cause| cause.downcast_ref::<io::Error>());
+    causes.any(|cause| matches!(cause.kind(), io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied))
+}
+
+/// An error of the data folder, with what to change.
+fn with_another_folder(error: &anyhow::Error) -> anyhow::Error {
+    anyhow!("{}; name a folder that can be written to: --data-dir DIR", with_causes(error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_data_folder_that_cannot_be_written_to_is_an_error_with_advice() {
+        let error =
+            |kind: io::ErrorKind| anyhow::Error::from(io::Error::from(kind)).context("cannot load the model small");
+        assert!(is_not_writable(&error(io::ErrorKind::ReadOnlyFilesystem)));
+        assert!(is_not_writable(&error(io::ErrorKind::PermissionDenied)));
+        assert!(!is_not_writable(&error(io::ErrorKind::NotFound)));
+        let text = with_another_folder(&error(io::ErrorKind::ReadOnlyFilesystem)).to_string();
+        assert!(text.starts_with("cannot load the model small: "), "{text}");
+        assert!(text.ends_with("; name a folder that can be written to: --data-dir DIR"), "{text}");
+    }
 }

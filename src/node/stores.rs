@@ -416,7 +416,8 @@ async fn open_shared(
         (Err(_), _) => {
             tracing::info!("still reading the manifests of {location}; blocks that are not listed yet are recomputed");
         }
-        (Ok(_), _) => tracing::warn!("starting without {location}; retrying every second"),
+        // The tier has logged that the store is not usable, with the reason.
+        (Ok(_), _) => tracing::debug!("starting without {location}; retrying every second"),
     }
     Ok(tier)
 }

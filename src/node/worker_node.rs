@@ -18,7 +18,7 @@ use super::planes::{self, NatsPlanes};
 use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics};
+use super::{AT_ONCE, HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics, request_time};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;
@@ -105,6 +105,9 @@ impl WorkerNode {
         // Set once: here only.
         let _ = health.cordons.set(native.cordons());
         health.registered.store(true, Ordering::Relaxed);
+        for (worker, cordon) in native.cordons() {
+            tracing::info!(%worker, role = %cordon.role(), "worker registered");
+        }
         let audit = Arc::new(CacheAudit { router: None, workers: native.managers(), stores: native.stores.digests() });
         registry.register(Box::new(CacheUsage::of(Arc::downgrade(&audit), native.stores.weak())?))?;
         let facts = WorkerFacts {
@@ -150,6 +153,11 @@ impl Process for WorkerNode {
         self.process.http.failed().await
     }
 
+    fn shutdown_notice(&self, _announced: bool) -> String {
+        let request_time = request_time(self.shutdown_timeout);
+        format!("shutting down: the workers get no new requests, {request_time}; {AT_ONCE}")
+    }
+
     /// Routers learn over NATS that the workers leave, so there is no time to wait for.
     async fn announce_shutdown(&mut self) {
         self.process.http.announce_shutdown();
@@ -159,11 +167,16 @@ impl Process for WorkerNode {
         let now = Instant::now();
         let deadline = now + self.shutdown_timeout;
         self.health.registered.store(false, Ordering::Relaxed);
+        // Not those that are cordoned, whose line was written then.
+        for (worker, _) in self.native.cordons().into_iter().filter(|(_, cordon)| cordon.is_registered()) {
+            tracing::info!(%worker, "worker deregistered; its running requests finish");
+        }
         let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
         if timeout_at(deadline, self.discovery.settled()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
-        self.process.http.close(LAST_OUTPUTS).await;
+        let limit = format!("the workers stopped {} s before", LAST_OUTPUTS.as_secs_f64());
+        self.process.http.close(LAST_OUTPUTS, limit).await;
         drop(self.process.audit);
         stores.close(deadline).await;
         flush_spans(self.exporter, deadline).await;
@@ -189,11 +202,15 @@ impl frontend::Health for WorkerHealth {
     }
 }
 
-/// The warning for workers that other machines can use without a secret.
-const OPEN_TO_ALL: &str = "every machine that reaches this address can use the workers, because they require neither \
-    a secret nor a client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, \
-    the same for all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
-    127.0.0.1:8100";
+/// The warning for workers at this port that other machines can use without a secret.
+fn open_to_all(port: u16) -> String {
+    format!(
+        "every machine that reaches this address can use the workers, because they require neither a secret nor a \
+         client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, the same for \
+         all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
+         127.0.0.1:{port}"
+    )
+}
 
 /// The warning for workers that other machines reach without TLS.
 const READABLE: &str = "requests of other machines arrive without TLS: the secret, prompts and keys of cache domains \
@@ -210,7 +227,7 @@ fn warn_if_public(config: &Config, address: SocketAddr) {
         return;
     }
     if cluster.secret_file.is_none() && cluster.tls.client_ca_file.is_none() {
-        tracing::warn!(%address, "{OPEN_TO_ALL}");
+        tracing::warn!(%address, "{}", open_to_all(address.port()));
     }
     if cluster.tls.cert_file.is_none() {
         tracing::warn!(%address, "{READABLE}");

@@ -4,6 +4,10 @@
 //! names of models. Its control characters are escaped, so it neither begins a line that looks like one of this program
 //! nor sends commands to the terminal of a reader.
 //!
+//! **An id or a name looks the same in each line**, whether its field was recorded as text or by its `Display`: without
+//! quotes, so that one pattern finds all lines. Text with a space, a quote or a backslash has quotes. `suppressed` is
+//! left out where it is 0.
+//!
 //! Not here: the JSON log, whose format escapes control characters.
 
 use std::error::Error;
@@ -14,6 +18,9 @@ use tracing_subscriber::fmt::format::{DefaultVisitor, Writer};
 
 /// The only field that may have several lines: it has no text from outside, and is read by people.
 const BACKTRACE: &str = "backtrace";
+
+/// The number of lines that were left out since the one before.
+const SUPPRESSED: &str = "suppressed";
 
 /// Writes fields as `tracing_subscriber` does by default, with escaped control characters.
 pub struct EscapedFields;
@@ -39,10 +46,16 @@ impl Visit for EscapedVisitor<'_> {
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        if field.name() == "message" {
+        if field.name() == "message" || is_one_word(value) {
             self.record_debug(field, &format_args!("{value}"));
         } else {
             // In quotes and escaped.
+            self.record_debug(field, &value);
+        }
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        if value > 0 || field.name() != SUPPRESSED {
             self.record_debug(field, &value);
         }
     }
@@ -67,6 +80,11 @@ impl VisitFmt for EscapedVisitor<'_> {
     fn writer(&mut self) -> &mut dyn Write {
         self.0.writer()
     }
+}
+
+/// Whether a text needs no quotes to be told from what follows.
+fn is_one_word(text: &str) -> bool {
+    !text.is_empty() && !text.contains(|character: char| character.is_whitespace() || "\"'\\".contains(character))
 }
 
 /// A value whose text has no control characters.
@@ -101,6 +119,22 @@ mod tests {
     use super::*;
     use std::io::{self, Read};
     use std::sync::Mutex;
+
+    #[test]
+    fn a_name_has_no_quotes_however_it_is_recorded() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let log = tracing_subscriber::fmt().with_ansi(false).with_target(false).without_time();
+        let log = log.fmt_fields(EscapedFields).with_writer(Mutex::new(writer)).finish();
+        tracing::subscriber::with_default(log, || {
+            tracing::info!(request_id = "a-1", worker = %"w3", error = "no room", suppressed = 0_u64, "one");
+            tracing::info!(request_id = %"a-1", worker = Some("w3"), suppressed = 7_u64, read = 0_u64, "two");
+        });
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        let lines: Vec<&str> = text.lines().map(str::trim).collect();
+        let first = "INFO one request_id=a-1 worker=w3 error=\"no room\"";
+        assert_eq!(lines, [first, "INFO two request_id=a-1 worker=w3 suppressed=7 read=0"]);
+    }
 
     #[test]
     fn no_text_ends_a_line_or_controls_the_terminal() {

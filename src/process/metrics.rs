@@ -55,7 +55,7 @@ impl Process {
             virtual_memory: gauge("virtual_memory_bytes", "Size of the address space.")?,
             resident_memory: gauge("resident_memory_bytes", "Memory in use.")?,
             start_time: gauge("start_time_seconds", "When the process was started, in seconds since 1970.")?,
-            threads: gauge("threads", "Threads of the system.")?,
+            threads: gauge("threads", "Operating system threads of the process.")?,
         })
     }
 

@@ -118,7 +118,10 @@ async fn a_thousand_idle_sockets_leave_descriptors_for_requests() {
         program.open_files()
     );
     assert!(open <= 130.0, "{open} connections are open; the limit is half of 256 files");
-    assert_eq!(program.logged("allows fewer connections than configured").len(), 1);
+    let advice = "allows fewer connections than configured; raise it (ulimit -n 8192, LimitNOFILE= in systemd)";
+    assert_eq!(program.logged(advice).len(), 1);
+    let evicted = "connections are closed to accept new ones: max_connections = 128 is reached";
+    assert!(!program.logged(evicted).is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -162,6 +165,58 @@ async fn after_sigterm_requests_are_served_until_the_listener_closes() {
     // A second signal ends the process at once.
     program.signal("-TERM");
     assert!(program.wait().success());
+    let notice = "shutting down: /ready is 503; new requests are served for 600 s more (frontend.shutdown_delay), \
+                  running ones may finish within 960 s (four fifths of shutdown_timeout = 20m); a second signal stops \
+                  at once";
+    assert_eq!(program.logged(notice).len(), 1, "{:?}", program.logged("shutting down"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_sigint_there_is_no_delay_and_the_log_counts_from_the_signal() {
+    let mut program = Program::start(1024, &["shutdown_timeout=1s"]);
+    program.until_ready().await;
+    let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1500, "ignore_eos": true, "stream": true});
+    // More than the engine computes within the time: all of them are aborted, or most.
+    for _ in 0..60 {
+        let request = client().post(program.url("/v1/completions")).json(&body);
+        tokio::spawn(async move {
+            if let Ok(response) = request.send().await {
+                // Ends with an error event.
+                let _ = response.bytes().await;
+            }
+        });
+    }
+    while program.metric("blockyard_frontend_requests_in_flight").await < 40.0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    program.signal("-INT");
+    assert!(program.wait().success());
+    let notice = "shutting down: no new requests are served, running ones may finish within 0.8 s (four fifths of \
+                  shutdown_timeout = 1s); a second signal stops at once";
+    assert_eq!(program.logged(notice).len(), 1, "{:?}", program.logged("shutting down"));
+    let aborted =
+        program.logged("s after the signal to stop and are ended with an error (503): they get four fifths of");
+    assert_eq!(aborted.len(), 1, "{aborted:?}");
+    assert!(!aborted[0].contains(" 0.0 s after"), "{aborted:?}");
+}
+
+#[test]
+fn a_signal_before_the_start_is_complete_is_logged() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    // Nothing listens at port 1: the process waits for a server.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+    command.args(["frontend", "--listen", "127.0.0.1:0", "--nats", "nats://127.0.0.1:1"]);
+    command.args(["--set", "nats.connect_timeout=10m"]);
+    let mut child = command.env_clear().env("HOME", "/nonexistent").stderr(log.reopen().unwrap()).spawn().unwrap();
+    let until_logged = |line: &str| {
+        while !std::fs::read_to_string(log.path()).unwrap().contains(line) {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    until_logged("cannot connect to NATS; trying again");
+    assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
+    assert!(child.wait().unwrap().success());
+    until_logged("stopped by a signal before it was ready");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -89,6 +89,9 @@ async fn the_metrics_page_agrees_with_a_running_process() {
         assert!(answer.status().is_success());
     }
     let (documented, exposed) = (documented(), exposed(node.registry()));
+    for family in node.registry().gather() {
+        assert!(family.help().ends_with('.'), "{}: {}", family.name(), family.help());
+    }
     for (name, shape) in &exposed {
         let row = documented.get(name).unwrap_or_else(|| panic!("{name} is not in docs/metrics.md: {shape:?}"));
         assert_eq!(row, shape, "{name}: docs/metrics.md (left) and the process (right) differ");

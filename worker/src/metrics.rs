@@ -114,7 +114,7 @@ impl Metrics {
         let step = HistogramVec::new(
             HistogramOpts::new(
                 "blockyard_worker_step_seconds",
-                "Duration of an engine step, the wait for the shared compute threads included",
+                "Duration of an engine step, the wait for the shared compute threads included.",
             )
             // From one decode step of a tiny model to a full prefill chunk of a large one.
             .buckets(prometheus::exponential_buckets(0.001, 2.0, 14)?),
@@ -122,55 +122,55 @@ impl Metrics {
         )?;
         registry.register(Box::new(step.clone()))?;
         Ok(Self {
-            computed: counter("prompt_tokens_computed_total", "Prompt tokens that were computed", &["worker"])?,
+            computed: counter("prompt_tokens_computed_total", "Prompt tokens that were computed.", &["worker"])?,
             cached: counter(
                 "prompt_tokens_cached_total",
-                "Prompt tokens that were found cached, by tier",
+                "Prompt tokens that were found cached, by tier.",
                 &["worker", "tier"],
             )?,
-            generated: counter("generated_tokens_total", "Tokens generated", &["worker"])?,
+            generated: counter("generated_tokens_total", "Tokens generated.", &["worker"])?,
             preempted: counter(
                 "preemptions_total",
-                "Sequences that released their blocks to other sequences and are computed again",
+                "Sequences that released their blocks to other sequences and are computed again.",
                 &["worker"],
             )?,
             pauses: counter(
                 "output_pauses_total",
-                "Sequences that left the batch because their output was not read",
+                "Sequences that left the batch because their output was not read.",
                 &["worker"],
             )?,
             unread: counter(
                 "output_timeouts_total",
-                "Requests that failed because their output was not read in time",
+                "Requests that failed because their output was not read in time.",
                 &["worker"],
             )?,
             step,
-            running: gauge("requests_running", "Requests in the batch")?,
-            waiting: gauge("requests_waiting", "Requests waiting to join the batch")?,
-            paused: gauge("requests_paused", "Requests out of the batch until their output is read")?,
-            queue: phase("queue_seconds", "Time from a request's arrival at the worker until it joins the batch")?,
+            running: gauge("requests_running", "Requests in the batch.")?,
+            waiting: gauge("requests_waiting", "Requests waiting to join the batch.")?,
+            paused: gauge("requests_paused", "Requests out of the batch until their output is read.")?,
+            queue: phase("queue_seconds", "Time from a request's arrival at the worker until it joins the batch.")?,
             prefill: phase(
                 "prefill_seconds",
-                "Time from joining the batch until the first token, or until the transfer to a decode worker",
+                "Time from joining the batch until the first token, or until the transfer to a decode worker.",
             )?,
-            decode: phase("decode_seconds", "Time from the first token to the last")?,
+            decode: phase("decode_seconds", "Time from the first token to the last.")?,
             handoff: phase(
                 "handoff_seconds",
-                "Time from the end of the prefill on another worker until the first step on this one",
+                "Time from the end of the prefill on another worker until the first step on this one.",
             )?,
             handoffs_sent: counter(
                 "handoffs_sent_total",
-                "Prefills whose blocks were kept for another worker, by how that ended",
+                "Prefills whose blocks were kept for another worker, by how that ended.",
                 &["worker", "end"],
             )?,
             handoffs_received: counter(
                 "handoffs_received_total",
-                "Prompts that another worker was to compute for this one, by how that ended",
+                "Prompts that another worker was to compute for this one, by how that ended.",
                 &["worker", "outcome"],
             )?,
             handoff_bytes: counter(
                 "handoff_received_bytes_total",
-                "Bytes of blocks from prefill workers, while the prompt was computed there and afterwards",
+                "Bytes of blocks from prefill workers, while the prompt was computed there and afterwards.",
                 &["worker", "phase"],
             )?,
             prefetches: counter(

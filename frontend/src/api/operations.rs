@@ -38,8 +38,8 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, connection: Connec
         }
         other => other,
     };
-    let stale = state.keys.as_ref().is_some_and(|keys| keys.is_stale());
-    let stale = stale.then(|| "frontend.api_keys_file cannot be read; the log has the reason".to_owned());
+    let stale = state.keys.as_ref().and_then(|keys| keys.problem());
+    let stale = stale.map(|why| format!("frontend.api_keys_file {why}; the previous keys stay in effect"));
     respond_ready(readiness, || state.engine.degraded().into_iter().chain(stale).collect())
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Not here: the minimum upload rate, and the rest of a body that is rejected (`upload`).
 
-use super::upload::is_too_slow;
+use super::upload::{is_cut_off, is_too_slow};
 use crate::error::Error;
 use crate::settings::Settings;
 use axum::body::{Body, HttpBody};
@@ -91,6 +91,8 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
         let chunk = chunk.map_err(|error| {
             if is_too_slow(&error) {
                 Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() }
+            } else if is_cut_off(&error) {
+                Error::ClientClosed
             } else {
                 Error::Malformed(format!("The request body could not be read: {error}."))
             }

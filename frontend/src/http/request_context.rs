@@ -5,11 +5,12 @@
 //! filter by them without spans.
 
 use super::request_id;
-use crate::error::{Error, LoggedError};
+use super::server::{ConnectionInfo, Shutdown};
+use crate::error::{CLIENT_CLOSED, Error, LoggedError};
 use crate::keys::Key;
 use crate::metrics::{Metrics, ModelMetrics};
 use axum::extract::{MatchedPath, Request};
-use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode};
+use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use parking_lot::{Mutex, MutexGuard};
@@ -23,14 +24,16 @@ use tracing::{Instrument, Span};
 
 /// The request's id, in requests and responses.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// The status that nginx logs for a client that disconnected. It is never sent.
-const CLIENT_CLOSED: u16 = 499;
-/// Maximum log lines per second of rejected requests, and of failed requests: enough to find a client's request, too
-/// few to fill a disk under an attack.
+/// Maximum log lines per second of rejected requests, of cancelled ones, and of failed ones: enough to find a client's
+/// request, too few to fill a disk under an attack.
 const MAX_LINES_PER_SECOND: u32 = 20;
 
 /// Routes of scrapes and health checks, which do not count as in flight: an idle server shows none.
 const NOT_IN_FLIGHT: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
+
+/// Pages without a route that gateways in front of this server ask for every few seconds, to find out which engine it
+/// is. Their 404 is the expected answer.
+const PROBES: [&str; 5] = ["/kv_event_sources", "/openapi.json", "/get_server_info", "/server_info", "/props"];
 
 /// One request, from its arrival to the last byte of its response.
 pub(crate) struct RequestContext {
@@ -44,6 +47,10 @@ pub(crate) struct RequestContext {
     route: Option<MatchedPath>,
     /// Whether it counts as in flight.
     is_counted: bool,
+    /// Whether it asks for one of the [`PROBES`].
+    is_probe: bool,
+    /// The shutdown of the server; `None` within this process.
+    shutdown: Option<Shutdown>,
     pub(crate) metrics: Arc<Metrics>,
     /// The metrics of its model.
     model: OnceLock<Arc<ModelMetrics>>,
@@ -76,13 +83,15 @@ impl Observer {
 /// Rate limits of log lines of requests that were not served.
 struct LogLimits {
     rejected: LogLimit,
+    /// Requests whose client closed the connection.
+    cancelled: LogLimit,
     failed: LogLimit,
 }
 
 impl Default for LogLimits {
     fn default() -> Self {
         let limit = || LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_secs(1));
-        Self { rejected: limit(), failed: limit() }
+        Self { rejected: limit(), cancelled: limit(), failed: limit() }
     }
 }
 
@@ -271,6 +280,12 @@ impl RequestContext {
                     line!(warn, suppressed, "request failed");
                 }
             }
+            CLIENT_CLOSED => {
+                if let Some(suppressed) = self.log_limits.cancelled.admit() {
+                    line!(info, suppressed, "request cancelled");
+                }
+            }
+            404 if self.is_probe => line!(debug, 0, "request rejected"),
             400.. => {
                 if let Some(suppressed) = self.log_limits.rejected.admit() {
                     line!(info, suppressed, "request rejected");
@@ -286,7 +301,15 @@ impl Drop for RequestContext {
     fn drop(&mut self) {
         let interrupted = self.streaming.load(Ordering::Relaxed);
         let sent = self.status.load(Ordering::Relaxed);
-        let status = Some(sent).filter(|s| *s != 0 && !interrupted).unwrap_or(CLIENT_CLOSED);
+        let status = match Some(sent).filter(|status| *status != 0 && !interrupted) {
+            Some(status) => status,
+            None if self.shutdown.as_ref().is_some_and(Shutdown::is_abandoned) => {
+                let error = Error::ShuttingDown;
+                self.log_fields().error = Some((&error).into());
+                error.status().as_u16()
+            }
+            None => CLIENT_CLOSED,
+        };
         if self.is_counted {
             self.metrics.in_flight.dec();
         }
@@ -313,6 +336,8 @@ pub(crate) async fn observe(
     let endpoint = endpoint(route.as_ref());
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
     let is_counted = !NOT_IN_FLIGHT.contains(&endpoint);
+    let is_probe = route.is_none() && request.method() == Method::GET && PROBES.contains(&request.uri().path());
+    let shutdown = ConnectionInfo::of(request.extensions()).map(|connection| connection.shutdown.clone());
     if is_counted {
         observer.metrics.in_flight.inc();
     }
@@ -324,6 +349,8 @@ pub(crate) async fn observe(
         arrived: Instant::now(),
         route,
         is_counted,
+        is_probe,
+        shutdown,
         metrics: observer.metrics.clone(),
         model: OnceLock::new(),
         key: OnceLock::new(),

@@ -29,9 +29,11 @@ use prometheus::{IntGauge, Registry};
 use spans::LogLimit;
 use std::future::Future;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transport::{CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
@@ -54,12 +56,19 @@ struct Stages {
     forced: CancellationToken,
     /// Time for running requests after the listener is closed.
     drain: OnceLock<Duration>,
+    /// When the shutdown was announced, or the listener was closed without an announcement.
+    began: OnceLock<Instant>,
+    /// What limits the time of running requests, in words.
+    limit: OnceLock<String>,
+    /// The owner stopped to wait: requests that end now are ended by the server.
+    abandoned: AtomicBool,
 }
 
 impl Shutdown {
     /// Makes `/ready` respond 503 from now on. New requests are served, each on a connection that closes afterwards, so
     /// that none fails until load balancers have noticed.
     pub fn announce(&self) {
+        let _ = self.0.began.set(Instant::now());
         self.0.announced.cancel();
     }
 
@@ -67,8 +76,26 @@ impl Shutdown {
     /// they are aborted with an error. Only the first call has an effect.
     pub fn close(&self, drain: Duration) {
         let _ = self.0.drain.set(drain);
-        self.0.announced.cancel();
+        self.announce();
         self.0.closed.cancel();
+    }
+
+    /// Says what limits the time of running requests and what to change, for the log line of those that are aborted.
+    /// Only the first call has an effect.
+    pub fn explain_limit(&self, limit: String) {
+        let _ = self.0.limit.set(limit);
+    }
+
+    /// Closes the listener without waiting for running requests. Those that are dropped from now on count as ended by
+    /// the server, not by their clients.
+    pub fn abandon(&self) {
+        self.0.abandoned.store(true, Ordering::Relaxed);
+        self.close(Duration::ZERO);
+    }
+
+    /// Whether requests that are dropped are ended by the server.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.0.abandoned.load(Ordering::Relaxed)
     }
 
     /// Whether the server shuts down.
@@ -208,10 +235,13 @@ impl Server {
         if tokio::time::timeout(drain, tasks.wait()).await.is_ok() {
             return Ok(());
         }
-        tracing::warn!(
-            waited_s = drain.as_secs_f64(),
-            "requests still run at the end of their share of the shutdown timeout and are aborted"
-        );
+        let began = shutdown.0.began.get().copied().unwrap_or_else(Instant::now);
+        let requests = connections.requests();
+        // Otherwise only connections are left on which no head of a request has arrived completely.
+        if requests > 0 {
+            let limit = shutdown.0.limit.get().map(String::as_str);
+            tracing::warn!("{}", aborted(requests, began.elapsed(), limit));
+        }
         shutdown.0.forced.cancel();
         // Connections that are still open after this are dropped with the runtime.
         let _ = tokio::time::timeout(LAST_BYTES, tasks.wait()).await;
@@ -263,6 +293,15 @@ impl Server {
     }
 }
 
+/// The log line for requests that still run at the drain deadline, `after` the beginning of the shutdown.
+fn aborted(requests: usize, after: Duration, limit: Option<&str>) -> String {
+    let limit = limit.map(|limit| format!(": {limit}")).unwrap_or_default();
+    let after = after.as_secs_f64();
+    format!(
+        "{requests} requests still ran {after:.1} s after the signal to stop and are ended with an error (503){limit}"
+    )
+}
+
 /// The certificate of the API's port; `None` if there is none.
 fn tls_files(settings: &Settings) -> Result<Option<ServerFiles>, TlsError> {
     let certificate = ("frontend.tls_cert_file", settings.tls_cert_file.clone());
@@ -305,5 +344,32 @@ fn reason(error: &io::Error) -> &'static str {
         Some(code) if NO_DESCRIPTORS.contains(&code) => "file_descriptors",
         _ if is_of_one_client(error) => "connection",
         _ => "other",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_of_aborted_requests_counts_from_the_signal() {
+        assert_eq!(
+            aborted(50, Duration::from_millis(4800), Some("raise shutdown_timeout")),
+            "50 requests still ran 4.8 s after the signal to stop and are ended with an error (503): raise \
+             shutdown_timeout"
+        );
+        assert!(aborted(1, Duration::from_secs(1), None).ends_with("and are ended with an error (503)"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_shutdown_begins_with_its_announcement() {
+        let shutdown = Shutdown::default();
+        shutdown.announce();
+        tokio::time::advance(Duration::from_secs(5)).await;
+        shutdown.close(Duration::from_secs(15));
+        let began = shutdown.0.began.get().map(Instant::elapsed);
+        assert_eq!((began, shutdown.is_abandoned()), (Some(Duration::from_secs(5)), false));
+        shutdown.abandon();
+        assert!(shutdown.is_abandoned() && shutdown.is_closed());
     }
 }

@@ -15,6 +15,8 @@ use bytes::Bytes;
 use hyper::body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use std::error::Error;
+use std::io;
+use std::iter::successors;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -59,14 +61,21 @@ pub(crate) struct TooSlow;
 
 /// Whether a body failed because it was below the minimum rate.
 pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
-    let mut cause: Option<&dyn Error> = Some(error);
-    while let Some(error) = cause {
-        if error.is::<TooSlow>() {
-            return true;
-        }
-        cause = error.source();
-    }
-    false
+    causes(error).any(|cause| cause.is::<TooSlow>())
+}
+
+/// Whether a body failed because the client closed the connection before its end.
+pub(crate) fn is_cut_off(error: &axum::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    causes(error)
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|error| matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof))
+}
+
+/// An error and its causes.
+fn causes(error: &axum::Error) -> impl Iterator<Item = &(dyn Error + 'static)> {
+    let first: &(dyn Error + 'static) = error;
+    successors(Some(first), |&error| error.source())
 }
 
 /// Middleware around handlers that may respond before they have read the body.
@@ -217,6 +226,7 @@ mod tests {
     use bytes::Bytes;
     use futures::{StreamExt, stream};
     use std::convert::Infallible;
+    use std::io;
     use std::time::Duration;
     use tokio::time::{Instant, sleep};
 
@@ -234,6 +244,17 @@ mod tests {
             frame.map_err(|error| *error.downcast::<TooSlow>().unwrap())?;
         }
         Ok(body.received)
+    }
+
+    #[test]
+    fn a_body_is_cut_off_by_the_end_of_its_connection() {
+        let is_cut_off = |kind| {
+            let inner = axum::Error::new(io::Error::from(kind));
+            super::is_cut_off(&axum::Error::new(inner))
+        };
+        assert!(is_cut_off(io::ErrorKind::UnexpectedEof) && is_cut_off(io::ErrorKind::ConnectionReset));
+        assert!(!is_cut_off(io::ErrorKind::InvalidInput), "a wrong size of a chunk");
+        assert!(!super::is_cut_off(&axum::Error::new(TooSlow)));
     }
 
     #[tokio::test(start_paused = true)]

@@ -15,6 +15,8 @@ use toml::value::Datetime;
 
 /// Maximum size of the file: about 50,000 keys, more than one gateway has users.
 const MAX_FILE_BYTES: u64 = 16 << 20;
+/// Minimum length in bytes of the part of a message that says something without what it quotes.
+const MIN_PROBLEM: usize = 10;
 /// The first line of a file that is written.
 const NOTE: &str =
     "# Written by `blockyard key`, which keeps no other comments. It has hashes of keys, not the keys.\n\n";
@@ -78,6 +80,25 @@ pub enum KeyFileError {
         /// What is wrong.
         problem: String,
     },
+}
+
+impl KeyFileError {
+    /// The problem for `/ready`, which needs no key: without the path, and without text of the file, which may be a key
+    /// in a wrong place.
+    pub(crate) fn without_content(&self) -> String {
+        match self {
+            Self::Missing(_) => "does not exist".to_owned(),
+            Self::Io { source, .. } => format!("cannot be read: {source}"),
+            Self::Invalid { line, problem, .. } => {
+                // Messages quote what the file has.
+                let unquoted = problem.split(['`', '"', '\'']).next().unwrap_or_default();
+                let known = unquoted.trim_end().trim_end_matches("expected").trim_end_matches([' ', ',', ':']);
+                let known = if known.len() < MIN_PROBLEM { "the content is not what is expected" } else { known };
+                let line = line.map(|line| format!("line {line}: ")).unwrap_or_default();
+                format!("is not valid: {line}{known}")
+            }
+        }
+    }
 }
 
 impl KeyEntry {
@@ -269,10 +290,24 @@ mod tests {
             (format!("[[keys]\n{secret}"), ["line 1", "keys.toml"]),
         ] {
             fs::write(&path, &text).unwrap();
-            let error = KeyFile::read(&path).unwrap_err().to_string();
+            let error = KeyFile::read(&path).unwrap_err();
+            let public = error.without_content();
+            let error = error.to_string();
             assert!(parts.iter().all(|part| error.contains(part)), "{text}: {error}");
             assert!(!error.contains(secret), "{error}");
+            assert!(public.starts_with("is not valid: ") && !public.contains("keys.toml"), "{public}");
         }
+        for (text, public) in [
+            ("by-0123456789", "is not valid: line 1: key with no value"),
+            ("keys = 'by-0123456789'", "is not valid: line 1: invalid type: string"),
+            ("by-0123456789 = 1", "is not valid: line 1: unknown field"),
+            ("[[keys]]\nname = 'a'\nhash = 'x'", "is not valid: line 3: the content is not what is expected"),
+        ] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(KeyFile::read(&path).unwrap_err().without_content(), public, "{text}");
+        }
+        fs::remove_file(&path).unwrap();
+        assert_eq!(KeyFile::read(&path).unwrap_err().without_content(), "does not exist");
         assert!(KeyFile::read(folder.path()).unwrap_err().to_string().contains("regular file"));
     }
 }

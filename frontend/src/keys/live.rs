@@ -7,7 +7,6 @@ use prometheus::IntCounterVec;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use transport::WatchedFiles;
 
 /// The name of the key from the environment.
@@ -19,8 +18,8 @@ pub(crate) struct ApiKeys {
     /// The key from the environment.
     single: Option<(KeyHash, Arc<Key>)>,
     of_file: RwLock<HashMap<KeyHash, Arc<Key>>>,
-    /// The file has changed and cannot be used, so its previous keys are in effect.
-    is_stale: AtomicBool,
+    /// Why the changed file cannot be used, so that its previous keys are in effect.
+    problem: RwLock<Option<String>>,
     reloads: IntCounterVec,
 }
 
@@ -37,7 +36,7 @@ impl ApiKeys {
         }
         let single = single.map(|hash| (hash, Arc::new(Key::unlimited(FROM_ENVIRONMENT))));
         let files = path.clone().map(|path| WatchedFiles::now(vec![path]));
-        let keys = Self { path, single, of_file: RwLock::default(), is_stale: AtomicBool::new(false), reloads };
+        let keys = Self { path, single, of_file: RwLock::default(), problem: RwLock::default(), reloads };
         keys.load()?;
         let keys = Arc::new(keys);
         if let Some(files) = files {
@@ -59,23 +58,23 @@ impl ApiKeys {
         }
     }
 
-    /// Whether the file has changed and cannot be used.
-    pub(crate) fn is_stale(&self) -> bool {
-        self.is_stale.load(Ordering::Relaxed)
+    /// Why the changed file cannot be used, without its content.
+    pub(crate) fn problem(&self) -> Option<String> {
+        self.problem.read().clone()
     }
 
     fn reload(&self) {
-        let outcome = match self.load() {
+        let (outcome, problem) = match self.load() {
             Ok(keys) => {
                 tracing::info!(keys, "API keys reloaded");
-                "applied"
+                ("applied", None)
             }
             Err(error) => {
                 tracing::error!(%error, "API keys not reloaded; the previous keys stay in effect");
-                "rejected"
+                ("rejected", Some(error.without_content()))
             }
         };
-        self.is_stale.store(outcome == "rejected", Ordering::Relaxed);
+        *self.problem.write() = problem;
         self.reloads.with_label_values(&[outcome]).inc();
     }
 
@@ -134,11 +133,12 @@ mod tests {
         assert!(take(&two), "another limit begins anew");
         fs::write(&path, "keys = 1").unwrap();
         keys.reload();
-        assert!(keys.is_stale() && keys.find(one.reveal().as_bytes()).is_some(), "the previous keys stay");
+        assert!(keys.problem().is_some_and(|problem| problem.contains("is not valid: line 1")));
+        assert!(keys.find(one.reveal().as_bytes()).is_some(), "the previous keys stay");
         fs::remove_file(&path).unwrap();
         write(vec![]);
         keys.reload();
-        assert!(!keys.is_stale() && keys.find(one.reveal().as_bytes()).is_none());
+        assert!(keys.problem().is_none() && keys.find(one.reveal().as_bytes()).is_none());
         let count = |outcome| keys.reloads.with_label_values(&[outcome]).get();
         assert_eq!((count("applied"), count("rejected")), (2, 1));
     }

@@ -1,12 +1,14 @@
 //! Log lines of requests, and request ids.
 
-use crate::fake::{FakeEngine, chat, first, last, post, send};
+use crate::fake::{FakeEngine, Step, chat, first, last, post, send};
 use axum::body::Body;
 use axum::http::Request;
+use futures::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::io::{self, Write};
 use std::sync::Once;
+use tower::ServiceExt;
 use worker::engine::{Error, FinishReason};
 
 thread_local! {
@@ -102,6 +104,54 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
         assert_eq!(line["request_id"], answer.header("x-request-id"), "{line}");
         assert!(line["error"].as_str().unwrap().contains(word), "{line}");
     }
+}
+
+#[tokio::test]
+async fn a_request_whose_client_disconnects_is_cancelled_not_rejected() {
+    collect();
+    let router = FakeEngine::with_steps(vec![first("ab"), Step::Hang]).router();
+    let response = router.oneshot(chat(json!({ "stream": true }))).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    body.next().await.unwrap().unwrap();
+    drop(body);
+    let lines = lines();
+    let [line] = &lines[..] else { panic!("{lines:?}") };
+    assert_eq!(
+        (&line["message"], &line["level"], &line["status"]),
+        (&json!("request cancelled"), &json!("INFO"), &json!(499)),
+        "{line}"
+    );
+}
+
+#[tokio::test]
+async fn cancelled_requests_do_not_use_up_the_lines_of_rejected_ones() {
+    collect();
+    tokio::time::pause();
+    let engine = FakeEngine::with_steps(vec![Step::Hang]);
+    let router = engine.router();
+    for _ in 0..100 {
+        let mut asking = Box::pin(send(&router, chat(json!({}))));
+        while engine.open() == 0 {
+            assert!((&mut asking).now_or_never().is_none());
+        }
+    }
+    send(&router, Request::get("/v1/nothing").body(Body::empty()).unwrap()).await;
+    let lines = lines();
+    let count = |message: &str| lines.iter().filter(|line| line["message"] == message).count();
+    assert!((1..=40).contains(&count("request cancelled")), "{} lines", lines.len());
+    assert_eq!(count("request rejected"), 1);
+}
+
+/// Another gateway in front asks for these pages every few seconds, and expects a 404.
+#[tokio::test]
+async fn pages_that_gateways_ask_for_are_not_logged_as_rejected() {
+    collect();
+    let router = FakeEngine::with_steps(vec![]).router();
+    for path in ["/kv_event_sources", "/openapi.json", "/get_server_info"] {
+        let answer = send(&router, Request::get(path).body(Body::empty()).unwrap()).await;
+        assert_eq!(answer.status, 404, "{path}");
+    }
+    assert_eq!(lines(), Vec::<Value>::new());
 }
 
 #[tokio::test]

@@ -182,6 +182,34 @@ async fn a_relayed_response_that_is_cut_off_begins_with_what_has_arrived() {
     assert!(!received.ends_with("0\r\n\r\n"), "it does not look complete: {received}");
 }
 
+#[tokio::test]
+async fn a_body_that_its_client_cuts_off_counts_as_cancelled() {
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), Settings::default()).await;
+    let mut connection = server.connect().await;
+    let request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{\"model\":";
+    connection.write_all(request).await.unwrap();
+    drop(connection);
+    let cancelled = "blockyard_frontend_requests_total{endpoint=\"/v1/completions\",status=\"499\"}";
+    until(|| server.metric(cancelled) == Some("1".into())).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_the_server_abandons_does_not_count_as_cancelled() {
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let connection = start_stream(&server).await;
+    // As at the second signal to stop: the first has set the time for running requests.
+    server.shutdown.close(Duration::from_mins(10));
+    server.shutdown.abandon();
+    drop(connection);
+    let ended = |status: u16| {
+        let labels = format!("endpoint=\"/v1/chat/completions\",status=\"{status}\"");
+        server.metric(&format!("blockyard_frontend_requests_total{{{labels}}}"))
+    };
+    until(|| ended(503) == Some("1".into())).await;
+    assert_eq!(ended(499), None);
+}
+
 /// Most clients read the response only after they have sent the whole request.
 #[tokio::test]
 async fn a_body_that_no_handler_reads_gets_its_error() {

@@ -29,6 +29,8 @@ use tokio_util::sync::CancellationToken;
 const QUEUE_BYTES: u64 = 64 << 20;
 /// Time after a failed write before the next attempt.
 pub(super) const COOLDOWN: Duration = Duration::from_secs(1);
+/// Why a log whose folder is no longer in its place cannot be used.
+pub(super) const REPLACED: &str = "the folder was removed, moved away or mounted over";
 /// Consecutive failed reads after which the path counts as failed; a single bad sector causes fewer.
 const MAX_READ_FAILURES: u32 = 3;
 
@@ -224,8 +226,7 @@ impl Log {
         let ours = folder_lock
             .as_ref()
             .is_none_or(|folder_lock| self.io.query(|| Ok(folder_lock.is_in(&self.folder))).unwrap_or(false));
-        let why = "the folder was removed, moved away or mounted over";
-        if ours { Ok(()) } else { Err(io::Error::new(io::ErrorKind::NotFound, why)) }
+        if ours { Ok(()) } else { Err(io::Error::new(io::ErrorKind::NotFound, REPLACED)) }
     }
 
     /// Writes the queued blocks, seals the heads and unlocks the folder. Call it when no other thread writes or will

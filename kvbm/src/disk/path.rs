@@ -10,7 +10,7 @@
 //! A path goes down when reads fail, when the device does not answer for [`DEVICE_TIMEOUT`], and when a task on it
 //! panics; the state of such a task is discarded and recovered from disk.
 
-use super::log::{COOLDOWN, Log, Shared};
+use super::log::{COOLDOWN, Log, REPLACED, Shared};
 use super::{OpenError, Settings, segment};
 use crate::permissions;
 use crate::tier::FairSemaphore;
@@ -40,6 +40,8 @@ pub(super) const DEVICE_TIMEOUT: Duration = Duration::from_secs(10);
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Why a path whose folder was there before is down.
 const GONE: &str = "the folder was removed or moved away";
+/// Why a path is down below whose folder another filesystem is mounted, or was.
+const MOUNTED_OVER: &str = "another filesystem is mounted there";
 /// A log that worked for this long before it failed resets the backoff.
 const STABLE_AFTER: Duration = Duration::from_mins(5);
 
@@ -137,7 +139,7 @@ impl LogPath {
                 Err(error) => return Err(failed(error)),
             };
             if found != *device {
-                return Err(failed(io::Error::other("another filesystem is mounted there")));
+                return Err(failed(io::Error::other(MOUNTED_OVER)));
             }
         } else {
             permissions::named_dir(&self.folder, segment::is_ours).map_err(failed)?;
@@ -225,7 +227,8 @@ impl LogPath {
     fn still_down(&self, error: &OpenError) {
         let reason = self.reason(error);
         let folder = self.folder.display();
-        if self.failure.lock().replace(reason.clone()).as_ref() == Some(&reason) {
+        let before = self.failure.lock().replace(reason.clone());
+        if before.is_some_and(|before| is_same(&before, &reason)) {
             tracing::debug!(%folder, reason, "G3 path is still down");
         } else {
             tracing::warn!(%folder, reason, "G3 path is still down, for another reason than before");
@@ -266,6 +269,12 @@ fn panic_message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }
 
+/// Whether a reason that follows another one says the same of the path. What has happened to a folder that is no longer
+/// in its place is known only at the attempt to open it again.
+fn is_same(before: &str, now: &str) -> bool {
+    before == now || before == REPLACED && [GONE, MOUNTED_OVER].contains(&now)
+}
+
 /// Delay before the first attempt to reopen after so many consecutive failures.
 fn retry_delay(consecutive_failures: u32) -> Duration {
     COOLDOWN.saturating_mul(1 << consecutive_failures.min(6)).min(MAX_RETRY_DELAY)
@@ -291,5 +300,17 @@ async fn reopen(log_path: Weak<LogPath>, mut retry_delay: Duration) {
             return;
         }
         retry_delay = (retry_delay * 2).min(MAX_RETRY_DELAY);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_is_gone_is_one_reason_in_other_words() {
+        assert!(is_same(REPLACED, GONE) && is_same(REPLACED, MOUNTED_OVER) && is_same(GONE, GONE));
+        assert!(!is_same(GONE, MOUNTED_OVER), "it was removed, and then mounted");
+        assert!(!is_same(REPLACED, "Permission denied (os error 13)"));
     }
 }

@@ -117,7 +117,9 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId, 
                 continue;
             }
             publish(&core, &model, &plan);
-            controller.log(&model, &plan, now);
+            let slo = resolved.settings.slo;
+            let is_set = |target: &str| if target == "ttft" { slo.ttft.is_some() } else { slo.itl.is_some() };
+            controller.log(&model, &plan, now, is_set);
             if settings.mode != Mode::Apply || !is_leader.load(Ordering::Relaxed) {
                 continue;
             }
@@ -145,16 +147,17 @@ fn publish(core: &Core, model: &Arc<str>, plan: &Plan) {
 }
 
 impl Controller {
-    /// Logs that a target is missed with the advised workers, or no longer, when that changes.
-    fn log(&mut self, model: &str, plan: &Plan, now: Instant) {
-        let missed: Vec<&str> =
-            plan.outlooks().into_iter().filter(|(_, outlook)| !outlook.is_met).map(|(name, _)| name).collect();
+    /// Logs that a target is missed with the advised workers, or no longer, when that changes. Only configured targets,
+    /// which `is_set` tells: the others were promised to no one, and the metrics show them.
+    fn log(&mut self, model: &str, plan: &Plan, now: Instant, is_set: impl Fn(&str) -> bool) {
+        let outlooks = missed_targets(plan.outlooks(), is_set);
+        let missed: Vec<&str> = outlooks.iter().map(|(name, _)| *name).collect();
         if missed == self.missed || self.logged.is_some_and(|at| now - at < LOG_INTERVAL) {
             return;
         }
         self.logged = Some(now);
         let PlanStatus { prefill_workers, decode_workers, max_workers, .. } = plan.status(model);
-        for (target, outlook) in plan.outlooks().into_iter().filter(|(_, outlook)| !outlook.is_met) {
+        for (target, outlook) in outlooks {
             tracing::warn!(
                 %model, target, target_s = outlook.target_s, expected_s = outlook.expected_s, least_s = outlook.least_s,
                 prefill_workers, decode_workers, max_workers, advice = advice(target, &outlook),
@@ -224,6 +227,14 @@ impl Controller {
     }
 }
 
+/// The configured targets that the plan misses.
+fn missed_targets(
+    outlooks: [(&'static str, Outlook); 2],
+    is_set: impl Fn(&str) -> bool,
+) -> Vec<(&'static str, Outlook)> {
+    outlooks.into_iter().filter(|(target, outlook)| !outlook.is_met && is_set(target)).collect()
+}
+
 /// What to change about a target that is missed with the advised workers, by the keys of the configuration.
 fn advice(target: &str, outlook: &Outlook) -> String {
     let Outlook { target_s, least_s, .. } = *outlook;
@@ -268,6 +279,20 @@ mod tests {
         let (bounded, unattainable) = (advice("ttft", &missed(0.5)), advice("itl", &missed(2.0)));
         assert!(bounded.contains("router.slo.ttft") && bounded.contains("router.planner.max_workers"), "{bounded}");
         assert!(unattainable.contains("router.slo.itl") && !unattainable.contains("max_workers"), "{unattainable}");
+    }
+
+    #[test]
+    fn only_targets_that_are_configured_are_reported_as_missed() {
+        let missed = Outlook { target_s: 1.0, expected_s: 9.0, least_s: 0.5, is_met: false };
+        let names = |is_set: fn(&str) -> bool| {
+            let missed = missed_targets([("ttft", missed), ("itl", missed)], is_set);
+            missed.into_iter().map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert!(names(|_| false).is_empty());
+        assert_eq!(names(|target| target == "itl"), ["itl"]);
+        assert_eq!(names(|_| true), ["ttft", "itl"]);
+        let met = Outlook { is_met: true, ..missed };
+        assert!(missed_targets([("ttft", met), ("itl", met)], |_| true).is_empty());
     }
 
     #[test]

@@ -47,7 +47,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
             match next.take().map_or_else(|| place(core, request, false, &tried, request.attributes.deadline), Ok) {
                 Ok(placement) => placement,
                 // The last worker's error says more than that there is no other worker.
-                Err(error) => return Err(last.unwrap_or(error)),
+                Err(error) => return Err(last.map_or(error, |last| without_address(last, request))),
             };
         if let Some(trace) = &mut trace {
             trace.dispatched();
@@ -79,7 +79,18 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
             }
         }
     }
-    Err(last.unwrap_or_else(|| Error::Unavailable("no worker served the request".to_owned())))
+    Err(match last {
+        Some(last) => without_address(last, request),
+        None => Error::Unavailable("no worker served the request".to_owned()),
+    })
+}
+
+/// The error for the client. That of a worker which cannot be reached has its address, which is for the log only.
+fn without_address(error: Error, request: &Request) -> Error {
+    match error {
+        Error::Unavailable(_) => Error::Unavailable(format!("no worker of the model `{}` answers now", request.model)),
+        other => other,
+    }
 }
 
 /// Which of two errors to return: back-pressure tells the client what to do, so a later fault does not replace it. Of

@@ -48,6 +48,18 @@ async fn a_worker_that_fails_before_its_first_output_is_replaced() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_address_of_a_worker_does_not_reach_the_client() {
+    let harness = defaults();
+    let unreachable = "worker w1: 10.0.0.7:22101: Connection refused (os error 111)";
+    for id in [1, 2] {
+        let worker = harness.worker(id, Role::Both).await;
+        worker.set_behaviour(Behaviour::Refuse(Error::Unavailable(unreachable.to_owned())));
+    }
+    let expected = format!("no worker of the model `{MODEL}` answers now");
+    assert_eq!(harness.answer(prompt(1, 100)).await, Err(Error::Unavailable(expected)));
+}
+
 /// Both workers restart, one after the other, before they have computed a request: the first is another one by then.
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_has_started_again_may_serve_a_request_that_it_lost() {

@@ -118,6 +118,11 @@ impl RegistrationControl {
         *self.desired.borrow_and_update() == DesiredState::Registered
     }
 
+    /// Whether the worker is deregistered until it is uncordoned.
+    pub(super) fn is_cordoned(&self) -> bool {
+        *self.desired.borrow() == DesiredState::Cordoned
+    }
+
     pub(super) fn set_registered(&self, is_registered: bool) {
         self.state.send_modify(|state| state.is_registered = is_registered);
     }

@@ -151,7 +151,12 @@ impl Reporter {
                     self.retry_at = self.registration.lease.is_none().then(Instant::now);
                 } else {
                     self.retry_at = None;
-                    self.registration.lease = None;
+                    let lease = self.registration.lease.take();
+                    if lease.is_some() && self.control.is_cordoned() {
+                        let worker = self.registration.instance.id;
+                        tracing::info!(%worker, "worker cordoned: deregistered; its running requests finish");
+                    }
+                    drop(lease);
                     self.control.set_registered(false);
                 },
                 () = tokio::time::sleep_until(self.retry_at.unwrap_or(sent)), if self.retry_at.is_some() => {

@@ -137,6 +137,11 @@ impl Activity {
         RequestGuard { activity: Arc::clone(self), working: true, http2 }
     }
 
+    /// The number of requests in progress.
+    pub(super) fn requests(&self) -> usize {
+        self.state().requests
+    }
+
     /// Reports that the transport accepts no bytes for now.
     pub(super) fn write_blocked(&self) {
         self.state().blocked.get_or_insert_with(Instant::now);

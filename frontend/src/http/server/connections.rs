@@ -6,6 +6,7 @@
 
 use super::activity::Activity;
 use parking_lot::{Mutex, MutexGuard};
+use spans::LogLimit;
 use std::collections::HashMap;
 use std::pin::pin;
 use std::sync::Arc;
@@ -26,6 +27,8 @@ pub(super) struct Connections {
     open: Mutex<Open>,
     /// Notified when a connection ends.
     ended: Notify,
+    /// Rate limit of the log lines of evicted connections.
+    evictions: LogLimit,
 }
 
 #[derive(Default)]
@@ -54,7 +57,7 @@ pub(super) struct Slot {
 
 impl Connections {
     pub(super) fn new(max: usize) -> Self {
-        Self { max, open: Mutex::default(), ended: Notify::new() }
+        Self { max, open: Mutex::default(), ended: Notify::new(), evictions: LogLimit::default() }
     }
 
     /// Admits a connection. At the limit, it first ends one that waits for its client, so that there are never more
@@ -70,6 +73,14 @@ impl Connections {
             if !self.evict_longest_waiting() {
                 break;
             }
+            if let Some(suppressed) = self.evictions.admit() {
+                tracing::warn!(
+                    suppressed,
+                    "connections are closed to accept new ones: max_connections = {} is reached; raise \
+                     frontend.max_connections, of which half of the limit of open files can be used",
+                    self.max
+                );
+            }
             // If it takes longer, the next one is evicted.
             let _ = tokio::time::timeout(MAX_EVICTION_TIME, ended).await;
         }
@@ -83,6 +94,11 @@ impl Connections {
     /// The number of open connections.
     pub(super) fn count(&self) -> usize {
         self.open().connections.len()
+    }
+
+    /// The number of requests whose response is not completely passed to the transport.
+    pub(super) fn requests(&self) -> usize {
+        self.open().connections.values().map(|activity| activity.requests()).sum()
     }
 
     /// Ends the connection that has waited for its client for the longest time, if there is one. Not those without a
@@ -150,9 +166,10 @@ mod tests {
         let working = first.activity.request(false);
         let second = admitted(&connections).await;
         assert!(idle.is_finished());
-        assert_eq!(connections.count(), 3);
+        assert_eq!((connections.count(), connections.requests()), (3, 2), "of `busy` and `first`");
+        assert_eq!(connections.evictions.admit(), None, "the log names the evictions");
         drop((request, part, busy, working, first, second));
-        assert_eq!(connections.count(), 0);
+        assert_eq!((connections.count(), connections.requests()), (0, 0));
     }
 
     #[tokio::test(start_paused = true)]
