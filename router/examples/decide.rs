@@ -49,7 +49,16 @@ fn main() {
     let json = std::env::args().any(|argument| argument == "--json");
     if !json {
         println!(
-            "workers     hash p50   + lookup p50   decision p50       p99   new prompt p50       p99   allocations     bytes"
+            "{:>7} {:>12} {:>14} {:>14} {:>9} {:>16} {:>9} {:>13} {:>9}",
+            "workers",
+            "hash p50",
+            "+ lookup p50",
+            "decision p50",
+            "p99",
+            "new prompt p50",
+            "p99",
+            "allocations",
+            "bytes"
         );
     }
     let only = std::env::args().skip_while(|argument| argument != "--workers").nth(1);
@@ -70,7 +79,8 @@ fn main() {
         if json {
             println!(
                 "{{\"workers\":{workers},\"hash_p50_s\":{:e},\"hash_lookup_p50_s\":{:e},\"decision_p50_s\":{:e},\
-                 \"decision_p99_s\":{:e},\"new_prompt_p50_s\":{:e},\"new_prompt_p99_s\":{:e},\"allocations\":{allocations:.2},\"bytes\":{bytes:.0}}}",
+                 \"decision_p99_s\":{:e},\"new_prompt_p50_s\":{:e},\"new_prompt_p99_s\":{:e},\
+                 \"allocations\":{allocations:.2},\"bytes\":{bytes:.0}}}",
                 hash.as_secs_f64(),
                 lookup.as_secs_f64(),
                 p50.as_secs_f64(),

@@ -61,7 +61,7 @@ pub(crate) struct TooSlow;
 
 /// Whether a body failed because it was below the minimum rate.
 pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
-    causes(error).any(|cause| cause.is::<TooSlow>())
+    causes(error).any(<dyn Error>::is::<TooSlow>)
 }
 
 /// Whether a body failed because the client closed the connection before its end.
