@@ -175,15 +175,15 @@ impl Metrics {
             )?,
             prefetches: counter(
                 "prefetches_total",
-                "Prefixes that the worker was to copy into its host memory ahead of demand, by how that ended",
+                "Prefixes that the worker was to copy into its host memory ahead of demand, by how that ended.",
                 &["worker", "outcome"],
             )?,
             prefetched_blocks: counter(
                 "prefetched_blocks_total",
-                "Blocks that the worker copied into its host memory ahead of demand",
+                "Blocks that the worker copied into its host memory ahead of demand.",
                 &["worker"],
             )?,
-            prefetched_bytes: counter("prefetched_bytes_total", "Bytes of these blocks", &["worker"])?,
+            prefetched_bytes: counter("prefetched_bytes_total", "Bytes of these blocks.", &["worker"])?,
         })
     }
 

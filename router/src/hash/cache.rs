@@ -1,8 +1,8 @@
 //! Block hashes of prompts, with a cache of those that were computed recently.
 //!
 //! The hashes of a prompt are a chain of one compression per block, each of which needs the result of the one before.
-//! Most prompts begin like an earlier one, and comparing tokens takes a tenth of the time of hashing them. So the tokens
-//! of recent prompts are kept in segments, each with the hashes of its blocks and the chain values before and after it.
+//! Most prompts begin like an earlier one, and comparing tokens takes a tenth of the time of hashing. So the tokens of
+//! recent prompts are kept in segments, each with the hashes of its blocks and the chain values before and after it.
 //! A segment counts only if all of its tokens and the chain value before it are equal, so the result is always that of
 //! [`ChainKey::hashes`], and prompts of two cache domains never share a segment.
 //!
