@@ -48,6 +48,9 @@ pub(crate) enum Error {
         /// The minimum rate in bytes per second.
         min_rate: usize,
     },
+    /// The body was ended, because it held memory that others needed while it arrived slowly.
+    #[error("The request body arrives too slowly while memory for request bodies is short. Send the request again.")]
+    UploadEvicted,
     /// The request's line and headers did not arrive in time.
     #[error("The request's headers did not arrive within {} s.", .0.as_secs_f64())]
     HeaderTimeout(Duration),
@@ -256,7 +259,9 @@ impl Error {
             | Self::NoAdminHeader
             | Self::ModelNotAllowed(_)
             | Self::ModelNotNamed => StatusCode::FORBIDDEN,
-            Self::TooSlow { .. } | Self::HeaderTimeout(_) | Self::StreamNotRead(_) => StatusCode::REQUEST_TIMEOUT,
+            Self::TooSlow { .. } | Self::UploadEvicted | Self::HeaderTimeout(_) | Self::StreamNotRead(_) => {
+                StatusCode::REQUEST_TIMEOUT
+            }
             Self::ClientClosed => StatusCode::from_u16(CLIENT_CLOSED).expect("the number is within those of HTTP"),
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -295,7 +300,7 @@ impl Error {
             Self::NoAdminHeader => Some("admin_header_required"),
             Self::UrlTooLong(_) => Some("url_too_long"),
             Self::HeadersTooLarge(_) => Some("headers_too_large"),
-            Self::TooSlow { .. } | Self::HeaderTimeout(_) => Some("request_timeout"),
+            Self::TooSlow { .. } | Self::UploadEvicted | Self::HeaderTimeout(_) => Some("request_timeout"),
             Self::TooManyConnections => Some("too_many_connections"),
             Self::ShuttingDown => Some("shutting_down"),
             Self::Malformed(_)

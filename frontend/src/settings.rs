@@ -15,8 +15,9 @@ pub struct Settings {
     /// Maximum size of a request body. Default 16 MiB: four times a million tokens of text.
     pub max_body: ByteSize,
     /// Maximum size of all request bodies that are read or processed at the same time, without the first 64 KiB of
-    /// each. Default 256 MiB: 16 of the largest. Further requests get 429. A body takes up to four times its size while
-    /// it is processed, but few are processed at the same time.
+    /// each. Default 256 MiB: 16 of the largest. When it is short, bodies that arrive too slowly get 408 to make room;
+    /// further requests get 429. A body takes up to four times its size while it is processed, but few are processed at
+    /// the same time.
     pub max_inflight_bodies: ByteSize,
     /// Maximum number of choices (prompts times `n`) that run at the same time for one connection. Default 256: twice
     /// the largest request, and more than the 200 streams that a proxy multiplexes over a connection. Further requests
@@ -60,8 +61,8 @@ pub struct Settings {
     pub idle_timeout: HumanDuration,
     /// Time for which a client may pause within a request's body. Default 30 s.
     pub body_timeout: HumanDuration,
-    /// Minimum average rate, as a size per second, of a body that takes longer than `body_timeout`. Default 1000 B per
-    /// second: a slow mobile line is ten times faster.
+    /// Minimum average rate, as a size per second, of a body that takes longer than `body_timeout`. Earlier bytes
+    /// count for at most that time. Default 1000 B per second: a slow mobile line is ten times faster.
     pub min_body_rate: ByteSize,
     /// Time for which a client may stop reading its response. Default 30 s: the system buffers megabytes before that.
     pub write_timeout: HumanDuration,

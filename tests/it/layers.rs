@@ -140,7 +140,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("load_reports", &["load", "ask", "relay"]),
             ("cache_events", &["metrics", "salts", "kv_events"]),
             ("kv_sources", &["ask", "relay", "kv_events"]),
-            ("api_description", &["ask", "relay"]),
+            ("api_description", &["ask", "salts", "relay"]),
             ("models", &["ask", "relay"]),
             ("certificates", &[]),
             ("resolve", &[]),

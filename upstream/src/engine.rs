@@ -9,7 +9,7 @@ use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, UsageInStream};
-use crate::salts::Salts;
+use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
@@ -18,8 +18,8 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use std::sync::Arc;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
-    EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport,
-    Request, ResponseHead, Work,
+    Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
+    RelayReport, Request, ResponseHead, Work,
 };
 use worker::plane::Load;
 
@@ -40,8 +40,8 @@ pub struct UpstreamSettings {
     pub api_key: Option<HeaderValue>,
     /// Gets the salts that are sent.
     pub salts: Arc<Salts>,
-    /// Whether the server knows the field `cache_salt`. Else a client's own passes as it is.
-    pub takes_salts: bool,
+    /// The endpoints whose requests get a salt.
+    pub salted: SaltedEndpoints,
     /// The only kind of endpoints that the server has; `None`: it may have any.
     pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
@@ -99,8 +99,10 @@ impl UpstreamEngine {
             return Err(Error::Invalid { field: "model", problem });
         };
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
-        let (body, usage) =
-            self.body(http, request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
+        let salt = self.salt(http, &request.domain)?;
+        let (body, usage) = self
+            .body(http, request, salt.as_deref())
+            .map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
@@ -123,9 +125,25 @@ impl UpstreamEngine {
         Ok(items.map(move |item| item.map(|item| output(item, &counted, is_stream)).map_err(error_of)).boxed())
     }
 
+    /// The salt for a request. Fails if the request has one, but its endpoint does not take it.
+    fn salt(&self, http: &HttpRequest, domain: &Domain) -> Result<Option<String>, Error> {
+        match self.settings.salted.salting(http) {
+            Salting::Salted => Ok(self.settings.salts.of(domain)),
+            Salting::Refused(problem) if domain.engine_salt().is_some() => {
+                Err(Error::Invalid { field: "cache_salt", problem })
+            }
+            Salting::Unsalted | Salting::Refused(_) => Ok(None),
+        }
+    }
+
     /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
     /// passes unchanged, and so does one that needs no change.
-    fn body(&self, http: &HttpRequest, request: &Request) -> Result<(Bytes, UsageInStream), SpliceError> {
+    fn body(
+        &self,
+        http: &HttpRequest,
+        request: &Request,
+        salt: Option<&str>,
+    ) -> Result<(Bytes, UsageInStream), SpliceError> {
         let mut usage = UsageInStream::Keep;
         if http.body.trim_ascii_start().first() != Some(&b'{') {
             return Ok((http.body.clone(), usage));
@@ -136,10 +154,8 @@ impl UpstreamEngine {
         if splice.get("model").is_some_and(|name| !is_text(&name, &self.card.id)) {
             splice.set("model", json(&self.card.id));
         }
-        if self.settings.takes_salts
-            && let Some(salt) = self.settings.salts.of(&request.domain)
-        {
-            splice.set("cache_salt", json(&salt));
+        if let Some(salt) = salt {
+            splice.set("cache_salt", json(salt));
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
         // several choices those that ended first would lack it, so their usage is not requested.

@@ -43,5 +43,5 @@ pub use kv_sources::KvSources;
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;
 pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};
-pub use salts::Salts;
+pub use salts::{SaltedEndpoints, Salts};
 pub use tokenize::TokenizeClient;

@@ -1,4 +1,4 @@
-//! Which cache domain a salt stands for.
+//! Which cache domain a salt stands for, and which requests get one.
 //!
 //! Engines know a domain by its [`Domain::engine_salt`], and name this salt in their KV events. A salt does not tell
 //! its domain, so the salts that this process has sent are remembered. Not here: salts of other gateways, whose blocks
@@ -6,8 +6,72 @@
 
 use kvbm::Domain;
 use parking_lot::Mutex;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use worker::engine::{EndpointKind, HttpRequest};
+
+/// Endpoints besides those of pooling that compute no tokens, so that nothing of a prompt can be found in a cache.
+const WITHOUT_CACHE: [&str; 7] = [
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+];
+
+/// The endpoints of a server whose requests get a salt.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub enum SaltedEndpoints {
+    /// No endpoint: the server has no field for a salt, or tenants may share its cache. A client's own `cache_salt`
+    /// passes as it is.
+    #[default]
+    None,
+    /// Every endpoint.
+    All,
+    /// The endpoints with these paths, whose requests have the field. Others that may use a cache of prefixes get no
+    /// request with a salt.
+    Described(Arc<BTreeSet<Box<str>>>),
+}
+
+/// What a request with a salt needs before it is sent.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Salting {
+    /// Nothing.
+    Unsalted,
+    /// The salt, if its body is a JSON object.
+    Salted,
+    /// It must not be sent; the reason.
+    Refused(String),
+}
+
+impl SaltedEndpoints {
+    /// What `http` needs, if it has a salt.
+    pub(crate) fn salting(&self, http: &HttpRequest) -> Salting {
+        let paths = match self {
+            Self::None => return Salting::Unsalted,
+            Self::All => return Salting::Salted,
+            Self::Described(paths) => paths,
+        };
+        let path = http.target.path();
+        let has_no_cache = WITHOUT_CACHE.contains(&path) || EndpointKind::Pooling.paths().contains(&path);
+        let is_object = http.body.trim_ascii_start().first() == Some(&b'{');
+        // Without a body there is no prompt.
+        if has_no_cache || http.body.is_empty() || (is_object && paths.contains(path)) {
+            return Salting::Salted;
+        }
+        let why = if is_object {
+            format!("the server's /openapi.json has no field cache_salt for {path}")
+        } else {
+            format!("a body of {path} that is no JSON object has no field cache_salt")
+        };
+        Salting::Refused(format!(
+            "{why}, so tenants would share the server's cache; use another endpoint, or set cache_salt in \
+             [[upstreams]]: \"on\" if the server has the field all the same, \"off\" if tenants may share the cache"
+        ))
+    }
+}
 
 /// The salts that were sent last.
 pub struct Salts {
@@ -71,6 +135,41 @@ impl Salts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use http::Method;
+    use http::uri::PathAndQuery;
+
+    #[test]
+    fn requests_with_a_salt_go_only_to_endpoints_that_take_it() {
+        let http = |path: &'static str, body: &'static [u8]| HttpRequest {
+            method: Method::POST,
+            target: PathAndQuery::from_static(path),
+            headers: http::HeaderMap::new(),
+            body: bytes::Bytes::from_static(body),
+            is_stream: false,
+            private_fields: &[],
+        };
+        let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
+        let salted = |path: &'static str, body: &'static [u8]| match described.salting(&http(path, body)) {
+            Salting::Salted => true,
+            Salting::Refused(why) => {
+                assert!(why.contains(path) && why.contains("[[upstreams]]"), "{why}");
+                false
+            }
+            Salting::Unsalted => panic!("{path}"),
+        };
+        assert!(salted("/v1/chat/completions", b" {}"));
+        assert!(!salted("/v1/chat/completions", b"\xef\xbb\xbf{}"), "no salt can be added to it");
+        for path in ["/v1/messages", "/v1/Chat/Completions", "/v1/chat/completions/", "/invocations", "/v1/new"] {
+            assert!(!salted(path, b"{}"), "{path}");
+        }
+        assert!(!salted("/v1/audio/transcriptions", b"--boundary"), "a form");
+        for path in ["/v1/embeddings", "/score", "/tokenize", "/v1/messages/count_tokens"] {
+            assert!(salted(path, b"{}"), "{path} uses no cache");
+        }
+        assert!(salted("/v1/responses/id/cancel", b""), "no prompt");
+        assert_eq!(SaltedEndpoints::None.salting(&http("/v1/messages", b"{}")), Salting::Unsalted);
+        assert_eq!(SaltedEndpoints::All.salting(&http("/v1/messages", b"{}")), Salting::Salted);
+    }
 
     #[test]
     fn the_least_recently_sent_salt_is_forgotten() {

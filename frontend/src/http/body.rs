@@ -2,6 +2,10 @@
 //!
 //! Not here: the minimum upload rate, and the rest of a body that is rejected (`upload`).
 
+mod memory;
+
+pub(crate) use memory::BodyMemory;
+
 use super::upload::{is_cut_off, is_too_slow};
 use crate::error::Error;
 use crate::settings::Settings;
@@ -10,50 +14,8 @@ use axum::http::HeaderMap;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
-use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-
-/// First bytes of a body that are not charged to [`BodyMemory`], so that small requests are never rejected for lack of
-/// it. The number of connections bounds their memory.
-const FREE_BYTES: usize = 64 << 10;
-/// `Retry-After` without memory: most bodies are processed within a second.
-const RETRY_AFTER: Duration = Duration::from_secs(1);
-
-/// Memory for the bodies of all requests that are being read or processed, in bytes.
-pub(crate) struct BodyMemory(Arc<Semaphore>);
-
-/// A share of the memory, which grows with a body.
-struct MemoryShare<'a> {
-    memory: &'a BodyMemory,
-    held: Option<OwnedSemaphorePermit>,
-}
-
-impl BodyMemory {
-    /// Memory of `max_inflight_bodies`, at least one body of the maximum size.
-    pub(crate) fn new(settings: &Settings) -> Self {
-        let bytes = settings.max_inflight_bodies.max(settings.max_body).as_usize();
-        Self(Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS))))
-    }
-}
-
-impl MemoryShare<'_> {
-    /// Grows the share to a body of `bytes`, or rejects the body. It does not wait: bodies that wait for more memory
-    /// while they hold some could block one another.
-    fn grow(&mut self, bytes: usize) -> Result<(), Error> {
-        let held = self.held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
-        let more = bytes.saturating_sub(FREE_BYTES).saturating_sub(held);
-        let more = u32::try_from(more).unwrap_or(u32::MAX);
-        let Ok(permit) = Arc::clone(&self.memory.0).try_acquire_many_owned(more) else {
-            return Err(Error::Overloaded(RETRY_AFTER));
-        };
-        match &mut self.held {
-            Some(held) => held.merge(permit),
-            None => self.held = Some(permit),
-        }
-        Ok(())
-    }
-}
+use memory::FREE_BYTES;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// A complete body and its share of the memory.
 pub(crate) struct BufferedBody {
@@ -75,7 +37,7 @@ pub(crate) async fn read(
 
 /// Reads a body of any type within the limits of `settings`, charged to `memory`.
 pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemory) -> Result<BufferedBody, Error> {
-    let mut share = MemoryShare { memory, held: None };
+    let mut share = memory.share();
     let most = settings.max_body.as_usize();
     let announced = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
     // Before the first read, which would have the client send it (`Expect: 100-continue`).
@@ -87,7 +49,7 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
     let mut stream = body.into_data_stream();
     // Most bodies arrive in one piece, which is not copied.
     let (mut first, mut collected) = (Bytes::new(), BytesMut::new());
-    while let Some(chunk) = stream.next().await {
+    while let Some(chunk) = share.receive(stream.next()).await? {
         let chunk = chunk.map_err(|error| {
             if is_too_slow(&error) {
                 Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() }
@@ -101,7 +63,7 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
         if length > most {
             return Err(Error::TooLarge(most));
         }
-        share.grow(length)?;
+        share.grow(length).await?;
         if length == chunk.len() {
             first = chunk;
             continue;
@@ -113,7 +75,7 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
         collected.extend_from_slice(&chunk);
     }
     let bytes = if first.is_empty() { collected.freeze() } else { first };
-    Ok(BufferedBody { bytes, memory: share.held })
+    Ok(BufferedBody { bytes, memory: share.finish() })
 }
 
 /// Rejects compressed bodies: a compressed body can expand a thousandfold.

@@ -31,9 +31,10 @@ const DISCARD_TIME: Duration = Duration::from_secs(10);
 /// The minimum rate of uploads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UploadRate {
-    /// Maximum time without a byte, and the time that every body has regardless of its size.
+    /// Maximum time without a byte, and the time that a body has before its first one.
     pub(crate) pause: Duration,
-    /// Bytes per second that a client must send beyond that time.
+    /// Bytes that a client must send for each second that the server waits. Earlier bytes count for at most `pause`: a
+    /// body that was fast once must not idle for hours.
     pub(crate) min_rate: usize,
 }
 
@@ -174,7 +175,8 @@ struct TimedBody {
     inner: Body,
     rate: UploadRate,
     received: usize,
-    waited: Duration,
+    /// Time for which the server still waits, at most [`UploadRate::pause`]. Each byte that arrives adds to it.
+    left: Duration,
     /// Since when the server has waited for the next frame.
     since: Option<Instant>,
     timer: Option<Pin<Box<Sleep>>>,
@@ -182,22 +184,23 @@ struct TimedBody {
 
 impl TimedBody {
     fn new(inner: Body, rate: UploadRate) -> Self {
-        Self { inner, rate, received: 0, waited: Duration::ZERO, since: None, timer: None }
+        Self { inner, rate, received: 0, left: rate.pause, since: None, timer: None }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         if let Poll::Ready(frame) = Pin::new(&mut self.inner).poll_frame(cx) {
             if let Some(since) = self.since.take() {
-                self.waited += since.elapsed();
+                self.left = self.left.saturating_sub(since.elapsed());
             }
             let data = frame.as_ref().and_then(|frame| frame.as_ref().ok()?.data_ref());
-            self.received += data.map_or(0, Bytes::len);
+            let bytes = data.map_or(0, Bytes::len);
+            self.received += bytes;
+            let earned = Duration::from_secs_f64(bytes as f64 / self.rate.min_rate as f64);
+            self.left = (self.left + earned).min(self.rate.pause);
             return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
         }
         let since = *self.since.get_or_insert_with(Instant::now);
-        let earned = Duration::from_secs_f64(self.received as f64 / self.rate.min_rate as f64);
-        let left = (self.rate.pause + earned).saturating_sub(self.waited);
-        let until = since + left.min(self.rate.pause);
+        let until = since + self.left;
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(until)));
         timer.as_mut().reset(until);
         timer.as_mut().poll(cx).map(|()| Some(Err(TooSlow.into())))
@@ -277,6 +280,19 @@ mod tests {
             TimedBody::new(Body::from_stream(pieces), UploadRate { pause: Duration::from_secs(30), min_rate: 1000 });
         assert_eq!(read(body).await, Err(TooSlow));
         assert_eq!(start.elapsed().as_secs(), 30);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_was_fast_once_must_keep_the_rate() {
+        let start = Instant::now();
+        let first = stream::iter([Ok::<_, Infallible>(Bytes::from(vec![0; 16 << 20]))]);
+        let rest = stream::iter(0..1000).then(|_| async {
+            sleep(Duration::from_secs(20)).await;
+            Ok::<_, Infallible>(Bytes::from_static(b"a"))
+        });
+        let rate = UploadRate { pause: Duration::from_secs(30), min_rate: 1000 };
+        assert_eq!(read(TimedBody::new(Body::from_stream(first.chain(rest)), rate)).await, Err(TooSlow));
+        assert_eq!(start.elapsed().as_secs(), 30, "the first bytes do not count for hours");
     }
 
     #[tokio::test(start_paused = true)]

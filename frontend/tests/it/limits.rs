@@ -11,6 +11,7 @@ use futures::{FutureExt, StreamExt};
 use serde_json::json;
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::Semaphore;
 use worker::engine::FinishReason;
 
@@ -86,6 +87,22 @@ async fn bodies_beyond_the_memory_for_bodies_get_429() {
     drop(sender);
     assert_eq!(slow.await.status, 200);
     assert_eq!(send(&router, second()).await.status, 200, "the memory is free again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_upload_that_idles_gets_408_when_memory_for_bodies_is_short() {
+    let size = units::ByteSize(1 << 20);
+    let router = router(&engine(), Settings { max_body: size, max_inflight_bodies: size, ..Settings::default() });
+    let (mut sender, receiver) = mpsc::channel::<Bytes>(1);
+    let idle = Body::from_stream(receiver.map(Ok::<_, Infallible>));
+    let mut idle = Box::pin(send(&router, Request::post("/v1/completions").body(idle).unwrap()));
+    sender.try_send(Bytes::from(vec![b' '; 900 << 10])).unwrap();
+    assert!(idle.as_mut().now_or_never().is_none());
+    tokio::time::advance(Duration::from_secs(10)).await;
+    let (idle, other) = tokio::join!(idle, send(&router, completion(json!({ "x": "y".repeat(500 << 10) }))));
+    assert_eq!(code(&idle), (408, "request_timeout".into()));
+    assert_eq!(other.status, 200);
+    drop(sender);
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use crate::node::START_VLLM;
 use futures::future::join_all;
 use std::num::NonZero;
 use upstream::kv_events::{ReachError, Source, reach, reach_replay};
-use upstream::{ApiDescription, DEFAULT_BLOCK_SIZE, KvSources};
+use upstream::{ApiDescription, DEFAULT_BLOCK_SIZE, KvSources, SaltedEndpoints};
 
 /// Checks the KV events of a server that answers.
 pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, findings: &mut Findings) {
@@ -133,7 +133,7 @@ async fn salts(server: &Server<'_>, at: usize, findings: &mut Findings) -> bool 
             false
         }
         CacheSalt::Auto => match ApiDescription::ask(&server.client, server.api_key.as_ref()).await {
-            Some(ApiDescription { has_cache_salt: true, .. }) => true,
+            Some(description) if description.salted != SaltedEndpoints::None => true,
             Some(_) => {
                 let fix = format!(
                     "set upstreams.{at}.cache_salt: \"on\" if the server knows the field all the same, \"off\" if \

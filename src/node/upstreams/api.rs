@@ -2,8 +2,8 @@
 
 use super::CheckedUpstream;
 use crate::config::{CacheSalt, UpstreamRole};
-use upstream::ApiDescription;
 use upstream::relay::client::Client;
+use upstream::{ApiDescription, SaltedEndpoints};
 use worker::engine::EndpointKind;
 
 /// Why a server without salts gets no requests of tenants.
@@ -12,10 +12,9 @@ const NO_SALTS: &str = "requests may have tenants (frontend.tenant_header or fro
     if the server has the field all the same, \"off\" if tenants may share the cache";
 
 /// The API of a server.
-#[derive(Clone, Copy)]
 pub(super) struct Api {
-    /// Requests for the server get salts.
-    pub(super) takes_salts: bool,
+    /// The endpoints whose requests get salts.
+    pub(super) salted: SaltedEndpoints,
     /// The only kind of endpoints that it has.
     pub(super) only: Option<EndpointKind>,
 }
@@ -26,12 +25,12 @@ impl Api {
         let CheckedUpstream { upstream, api_key, has_tenants, .. } = upstream;
         let is_asked = upstream.cache_salt == CacheSalt::Auto || upstream.role == UpstreamRole::Auto;
         let described = if is_asked { ApiDescription::ask(client, api_key.as_ref()).await } else { None };
-        let takes_salts = match upstream.cache_salt {
-            CacheSalt::On => true,
-            CacheSalt::Off => false,
-            CacheSalt::Auto => match described.ok_or("/openapi.json did not answer")?.has_cache_salt {
-                false if *has_tenants => return Err(NO_SALTS),
-                takes_salts => takes_salts,
+        let salted = match upstream.cache_salt {
+            CacheSalt::On => SaltedEndpoints::All,
+            CacheSalt::Off => SaltedEndpoints::None,
+            CacheSalt::Auto => match described.as_ref().ok_or("/openapi.json did not answer")?.salted.clone() {
+                SaltedEndpoints::None if *has_tenants => return Err(NO_SALTS),
+                salted => salted,
             },
         };
         let only = match upstream.role {
@@ -40,6 +39,6 @@ impl Api {
             UpstreamRole::Generate => Some(EndpointKind::Generate),
             UpstreamRole::Pooling => Some(EndpointKind::Pooling),
         };
-        Ok(Self { takes_salts, only })
+        Ok(Self { salted, only })
     }
 }

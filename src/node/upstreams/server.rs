@@ -345,7 +345,7 @@ impl Server {
             server: Some(self.worker_id("", None).0),
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
-            takes_salts: of.api.takes_salts,
+            salted: of.api.salted.clone(),
             only: of.api.only,
             rank: cache.rank,
             may_have_changed: Arc::clone(&self.may_have_changed),

@@ -5,7 +5,7 @@ use http::uri::PathAndQuery;
 use serde_json::json;
 use std::net::SocketAddr;
 use upstream::relay::fake::{FakeEngine, Script};
-use worker::engine::{EndpointKind, Engine, HttpRequest, Output, Request, Work};
+use worker::engine::{Domain, EndpointKind, Engine, Error, HttpRequest, Output, Request, Work};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
 use worker::plane::{Discovery, Instance, Membership, WorkerId};
 
@@ -360,4 +360,40 @@ async fn tenants_are_served_by_a_server_that_takes_salts_only() {
     let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
     let sent: serde_json::Value = serde_json::from_slice(&sent.body).unwrap();
     assert!(sent["cache_salt"].is_string(), "{sent}");
+}
+
+#[tokio::test]
+async fn a_tenant_is_refused_at_endpoints_without_salts() {
+    let server = any_server().await;
+    let schema = |name: &str| json!({ "$ref": format!("#/components/schemas/{name}") });
+    let endpoint =
+        |name| json!({ "post": { "requestBody": { "content": { "application/json": { "schema": schema(name) } } } } });
+    let description = json!({
+        "paths": { "/v1/completions": endpoint("Completion"), "/v1/messages": endpoint("Messages") },
+        "components": { "schemas": {
+            "Completion": { "properties": { "cache_salt": { "type": "string" } } },
+            "Messages": { "properties": { "model": { "type": "string" } } },
+        } },
+    });
+    server.set_page("/openapi.json", Script::json(200, &description));
+    let mut harness = Harness::new();
+    harness.apply_for(&[&server.uri().to_string()], true);
+    let (_, engine) = harness.joined().await;
+    let Work::Relay(http) = request().work else { unreachable!() };
+    let to = |path: &'static str, domain: &Domain| {
+        let http = HttpRequest { target: PathAndQuery::from_static(path), ..HttpRequest::clone(&http) };
+        engine.generate(Request { work: Work::Relay(Arc::new(http)), domain: domain.clone(), ..request() })
+    };
+    let ann = Domain::derived(b"secret", "ann");
+    assert!(to("/v1/completions", &ann).await.unwrap().count().await > 1);
+    assert!(to("/v1/embeddings", &ann).await.unwrap().count().await > 1);
+    assert!(to("/v1/messages", &Domain::shared()).await.unwrap().count().await > 1, "it has no tenant");
+    let messages = || server.requests().iter().filter(|request| request.uri.path() == "/v1/messages").count();
+    match to("/v1/messages", &ann).await {
+        Err(Error::Invalid { field: "cache_salt", problem }) => {
+            assert!(problem.contains("no field cache_salt for /v1/messages"), "{problem}");
+        }
+        other => panic!("{:?}", other.map(drop)),
+    }
+    assert_eq!(messages(), 1, "the server got only the one without a tenant");
 }
