@@ -7,7 +7,7 @@ use crate::probe::Probes;
 use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
-use crate::relay::splice::{Splice, SpliceError};
+use crate::relay::splice::Splice;
 use crate::relay::stream::{Item, UsageInStream};
 use crate::salts::Salts;
 use bytes::Bytes;
@@ -99,8 +99,7 @@ impl UpstreamEngine {
             return Err(Error::Invalid { field: "model", problem });
         };
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
-        let (body, usage) =
-            self.body(http, request).map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
+        let (body, usage) = self.body(http, request)?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
@@ -125,20 +124,23 @@ impl UpstreamEngine {
 
     /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
     /// passes unchanged, and so does one that needs no change.
-    fn body(&self, http: &HttpRequest, request: &Request) -> Result<(Bytes, UsageInStream), SpliceError> {
+    fn body(&self, http: &HttpRequest, request: &Request) -> Result<(Bytes, UsageInStream), Error> {
         let mut usage = UsageInStream::Keep;
+        let salt = self.settings.takes_salts.then(|| self.settings.salts.of(&request.domain)).flatten();
         if http.body.trim_ascii_start().first() != Some(&b'{') {
+            // A body that a server reads as JSON all the same could have the salt of another tenant.
+            if salt.is_some() && !http.body.trim_ascii().is_empty() && !is_form(http) {
+                return Err(invalid("requests of tenants, and those with a salt, need a JSON object or a form"));
+            }
             return Ok((http.body.clone(), usage));
         }
-        let mut splice = Splice::scan(http.body.clone())?;
+        let mut splice = Splice::scan(http.body.clone()).map_err(|error| invalid(error.to_string()))?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
         // The client may know the model by another name.
         if splice.get("model").is_some_and(|name| !is_text(&name, &self.card.id)) {
             splice.set("model", json(&self.card.id));
         }
-        if self.settings.takes_salts
-            && let Some(salt) = self.settings.salts.of(&request.domain)
-        {
+        if let Some(salt) = salt {
             splice.set("cache_salt", json(&salt));
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
@@ -146,7 +148,7 @@ impl UpstreamEngine {
         let is_one_choice = request.group.is_none();
         if http.is_stream && is_one_choice && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice)
         {
-            splice.set_in("stream_options", "include_usage", "true")?;
+            splice.set_in("stream_options", "include_usage", "true").map_err(|error| invalid(error.to_string()))?;
             usage = UsageInStream::Strip;
         }
         Ok((splice.finish(), usage))
@@ -211,6 +213,18 @@ impl Engine for UpstreamEngine {
 
 fn is_by_rank(http: &HttpRequest) -> bool {
     WITH_RANK.contains(&http.target.path())
+}
+
+/// Whether a body is a form with files. No server reads it as JSON, which cannot begin with two hyphens.
+fn is_form(http: &HttpRequest) -> bool {
+    let content_type = http.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    media_type.eq_ignore_ascii_case("multipart/form-data") && http.body.trim_ascii_start().starts_with(b"--")
+}
+
+/// The error of a body that cannot be sent.
+fn invalid(problem: impl Into<String>) -> Error {
+    Error::Invalid { field: "body", problem: problem.into() }
 }
 
 /// Whether the client asked for the usage at the end of its stream.

@@ -19,10 +19,13 @@ pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<Mode
 /// The model that a body names. If a key may use some models only, it must be named in a way that every server reads
 /// alike: of several fields some read the first one, and some ignore the case of names.
 pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Result<Option<String>, Error> {
-    if context.key().is_some_and(|key| key.has_models()) && fields.is_ambiguous("model") {
+    if !context.key().is_some_and(|key| key.has_models()) {
+        return fields.text("model");
+    }
+    if fields.is_ambiguous("model") {
         return Err(Error::ModelNotNamed);
     }
-    fields.text("model")
+    fields.text("model").map_err(|_| Error::ModelNotNamed)
 }
 
 /// The card of a model. For one that the caller may not use the error is the same whether it is served or not.

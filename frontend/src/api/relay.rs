@@ -4,6 +4,7 @@
 //! and salt. Nothing else is checked, and a field of an unexpected type counts as absent here: what it means is the
 //! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
 
+mod contents;
 mod estimate;
 mod form;
 mod prompt;
@@ -25,7 +26,8 @@ use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
-use form::{Boundary, FormModel};
+pub(super) use contents::Contents;
+use contents::MediaType;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
@@ -58,16 +60,6 @@ const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
-
-/// The body of a request, as far as it is understood.
-pub(super) enum Contents {
-    /// A JSON object.
-    Json(Fields),
-    /// A form that names a model.
-    Form(FormModel),
-    /// Anything else.
-    Other,
-}
 
 /// A request whose body was read.
 pub(super) struct Incoming {
@@ -217,19 +209,14 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(operations::no_route(&parts.method, &parts.uri));
     }
+    body::check_content_encoding(&parts.headers)?;
+    let media_type = MediaType::of(&parts.headers)?;
     let body::BufferedBody { bytes, memory } = body::read_any(body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
-    let (unparsed, boundary) = (bytes.clone(), Boundary::of(&parts.headers));
-    let read = move || match boundary {
-        Some(boundary) => Ok(FormModel::find(&boundary, &unparsed).map_or(Contents::Other, Contents::Form)),
-        None => Ok(Fields::parse(&unparsed).map_or(Contents::Other, Contents::Json)),
-    };
-    let mut contents = permit.scan(read).await?;
+    let unparsed = bytes.clone();
+    let mut contents = permit.scan(move || Contents::read(&media_type, &unparsed)).await?;
     let model = match &mut contents {
-        Contents::Json(fields) => match caller::named_model(&context, fields) {
-            Err(error @ Error::ModelNotNamed) => return Err(error),
-            named => named.ok().flatten(),
-        },
+        Contents::Json(fields) => caller::named_model(&context, fields)?,
         Contents::Form(_) | Contents::Other => None,
     };
     let card = match (model, &contents) {
