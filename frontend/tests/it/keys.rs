@@ -241,6 +241,9 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
         assert_eq!(ask(&some, body).await, 403, "servers differ in which they read: {body}");
     }
     assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
+    let invoke = Request::post("/invocations").header("x-amzn-sagemaker-adapter-identifier", "org/secret");
+    let unnamed = with_key(invoke.body(Body::from(r#"{"messages":[]}"#)).unwrap(), &some);
+    assert_eq!(send(&router, unnamed).await.status, 403, "a header names no model");
     let seen = engine.seen.lock();
     assert_eq!(seen.len(), 2);
     for request in &*seen {

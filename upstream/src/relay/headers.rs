@@ -36,6 +36,10 @@ const OF_THE_GATEWAY: [HeaderName; 7] = [
 /// Prefix of the headers between the client and the gateway.
 const PRIVATE: &str = "x-blockyard-";
 
+/// Prefix of SageMaker's headers. vLLM's `/invocations` takes the model from one of them, in place of the one in the
+/// body, for which the request was checked and routed.
+const SAGEMAKER: &str = "x-amzn-sagemaker-";
+
 /// The data-parallel rank that is to serve a request, as vLLM and SGLang read it.
 const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
@@ -60,7 +64,9 @@ pub fn bearer(key: &str) -> Option<HeaderValue> {
 
 /// The headers of a request to an engine.
 pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> HeaderMap {
-    let ends_here = |name: &HeaderName| OF_THE_GATEWAY.contains(name) || name.as_str().starts_with(PRIVATE);
+    let ends_here = |name: &HeaderName| {
+        OF_THE_GATEWAY.contains(name) || [PRIVATE, SAGEMAKER].iter().any(|prefix| name.as_str().starts_with(prefix))
+    };
     let mut headers = passed(client, ends_here);
     if let Some(value) = authorization {
         headers.insert(header::AUTHORIZATION, value.clone());

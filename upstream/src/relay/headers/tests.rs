@@ -54,6 +54,7 @@ fn headers_for_the_gateway_end_there() {
         ("x-api-key", "of-the-client"),
         ("api-key", "of-the-client"),
         ("x-blockyard-explain", "1"),
+        ("X-Amzn-SageMaker-Adapter-Identifier", "another-model"),
         ("accept", "*/*"),
     ]);
     assert_eq!(request(&client, None), headers(&[("accept", "*/*")]));
