@@ -17,11 +17,12 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
-use crate::output::RelayMeter;
+use crate::output::{BodyKind, RelayMeter};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::state::AppState;
 use axum::body::Body;
 use axum::extract::{Request as AxumRequest, State};
+use axum::http::Method;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
 use axum::response::Response;
@@ -31,14 +32,14 @@ use contents::MediaType;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
-use response_body::{ReadAhead, Relay, RelayBody, is_event_stream, read_ahead};
+use response_body::{ReadAhead, Relay, RelayBody, kind_of, read_ahead};
 use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
-    Conversation, Domain, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup, Sampling,
-    StopConditions, Work,
+    Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
+    Sampling, StopConditions, Work,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -263,16 +264,17 @@ pub(super) async fn respond(
         deadline.into_iter().chain(routing.deadline).min().map(|within| context.arrived + within);
     let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
     let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
-    let is_charged = !TOKENIZE.contains(&parts.uri.path());
+    let path = parts.uri.path();
+    let is_charged = !TOKENIZE.contains(&path);
+    let has_output = is_charged && parts.method == Method::POST && !EndpointKind::Pooling.paths().contains(&path);
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
-    let (is_stream, tokenize_body) = (routing.is_stream, routing.tokenize_body.take());
-    let mut source = routing.source;
-    let mut meter = RelayMeter::new(context.clone(), &name, is_stream);
+    let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
+    let mut meter = RelayMeter::new(context.clone(), &name, has_output);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {
@@ -305,8 +307,9 @@ pub(super) async fn respond(
     let (head, mut outputs) = started.inspect_err(|_| meter.mark_failed())?;
     let head = *head;
     drop(memory);
-    meter.head(head.worker);
-    let is_stream = is_event_stream(&head.headers);
+    let kind = kind_of(&head.headers);
+    meter.head(head.worker, kind);
+    let is_stream = kind == BodyKind::Events;
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();

@@ -1,6 +1,6 @@
 //! API keys: which requests need one, what it allows, its limits, and changes of the key file.
 
-use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, send};
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, post, send};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request, StatusCode};
@@ -293,6 +293,45 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
             statuses.push(send(&router, with_key(completion(prompt.clone()), &key)).await.status.as_u16());
         }
         assert_eq!(statuses, expected, "asked: {is_asked}, {report:?}");
+    }
+}
+
+#[tokio::test]
+async fn output_that_the_engine_does_not_report_is_counted() {
+    let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
+    let json = json!({ "text": "x".repeat(800) }).to_string();
+    let none = RelayReport::default();
+    let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
+    let few = RelayReport { completion_tokens: Some(1), ..none };
+    for (content_type, body, path, report, expected) in [
+        ("text/event-stream; charset=utf-8", &events, "/generate", none, 429),
+        ("text/event-stream", &events, "/v1/completions", embeddings, 429),
+        ("text/event-stream", &events, "/v1/completions", few, 200),
+        ("application/json", &json, "/generate", none, 429),
+        ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &json, "/v1/completions", few, 200),
+        ("application/json", &json, "/v1/embeddings", embeddings, 200),
+        ("application/json", &json, "/rerank", none, 200),
+        ("application/json", &json, "/detokenize", none, 200),
+        ("audio/wav", &json, "/v1/audio/speech", none, 200),
+    ] {
+        let keys = Keys::new();
+        let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
+        let headers: HeaderMap =
+            [("content-type".parse().unwrap(), content_type.parse().unwrap())].into_iter().collect();
+        let head = ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None };
+        let steps = [Output::Head(Box::new(head)), Output::Body(body.clone().into()), Output::End(report)];
+        let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+        *engine.card.lock() =
+            Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+        let router = engine.router_with(keys.settings());
+        let mut statuses = Vec::new();
+        for _ in 0..2 {
+            // What the request says of a stream makes no difference.
+            let body = json!({ "model": "org/tiny", "prompt": [1], "n": 2, "stream": "maybe" });
+            statuses.push(send(&router, with_key(post(path, &body), &key)).await.status.as_u16());
+        }
+        assert_eq!(statuses, [200, expected], "{content_type} {path} {report:?}");
     }
 }
 

@@ -256,6 +256,14 @@ fn a_long_body_passes_without_being_kept() {
 }
 
 #[test]
+fn sglangs_generate_has_its_usage_in_meta_info() {
+    let body = r#"{"text":"\"meta_info\"","meta_info":{"id":"r","prompt_tokens":7,"completion_tokens":2}}"#;
+    let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(body.into())]);
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!((&outcome.bytes[..], outcome.end.unwrap().usage), (body.as_bytes(), Some(usage)));
+}
+
+#[test]
 fn a_compressed_stream_passes_unread() {
     let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
     response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
