@@ -88,7 +88,10 @@ pub(crate) enum Error {
     #[error("This API key may not use the model `{0}`.")]
     ModelNotAllowed(String),
     /// The API key may use some models only, and the request names none that could be checked.
-    #[error("This API key may use some models only, so requests must name the model in a JSON body.")]
+    #[error(
+        "This API key may use some models only, so requests must name the model in a JSON body, with the content type \
+         'application/json'."
+    )]
     ModelNotNamed,
     /// A limit of the API key is reached.
     #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]

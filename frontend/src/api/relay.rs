@@ -212,6 +212,11 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;
+    let is_limited = context.key().is_some_and(|key| key.has_models());
+    // The engine may read another model from a form than this program reads from the same bytes as JSON.
+    if is_limited && !media_type.is_json_or_absent() {
+        return Err(Error::ModelNotNamed);
+    }
     let body::BufferedBody { bytes, memory } = body::read_any(body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
     let unparsed = bytes.clone();
@@ -223,7 +228,7 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     let card = match (model, &contents) {
         (Some(id), _) => caller::model(&state, &context, &id)?,
         // The engine may read another model from a form or a path than this program.
-        _ if context.key().is_some_and(|key| key.has_models()) => return Err(Error::ModelNotNamed),
+        _ if is_limited => return Err(Error::ModelNotNamed),
         (None, Contents::Form(form)) => {
             Arc::clone(relayed.iter().find(|card| card.id == form.name).unwrap_or(&relayed[0]))
         }

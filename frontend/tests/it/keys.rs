@@ -241,11 +241,22 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
         assert_eq!(ask(&some, body).await, 403, "servers differ in which they read: {body}");
     }
     assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
+    for (content_type, expected) in [
+        ("application/json; charset=utf-8", 200),
+        ("application/x-www-form-urlencoded", 403),
+        ("multipart/form-data; boundary=x", 403),
+        ("text/plain", 403),
+    ] {
+        let both = r#"{"model":"org/tiny","x":"&model=org/secret&y="}"#;
+        let request = Request::post("/v1/audio/transcriptions").header("content-type", content_type);
+        let request = with_key(request.body(Body::from(both)).unwrap(), &some);
+        assert_eq!(send(&router, request).await.status, expected, "a server may read a form: {content_type}");
+    }
     let invoke = Request::post("/invocations").header("x-amzn-sagemaker-adapter-identifier", "org/secret");
     let unnamed = with_key(invoke.body(Body::from(r#"{"messages":[]}"#)).unwrap(), &some);
     assert_eq!(send(&router, unnamed).await.status, 403, "a header names no model");
     let seen = engine.seen.lock();
-    assert_eq!(seen.len(), 2);
+    assert_eq!(seen.len(), 3);
     for request in &*seen {
         let Work::Relay(http) = &request.work else { panic!("it is relayed") };
         assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
