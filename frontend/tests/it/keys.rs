@@ -241,6 +241,19 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
         assert_eq!(ask(&some, body).await, 403, "servers differ in which they read: {body}");
     }
     assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
+    for (adapter, expected) in [
+        (r#""lora_path":"org/secret""#, 403),
+        (r#""lora_path":[null,"org/secret"]"#, 403),
+        (r#""lora_path":null,"lora_id":7"#, 403),
+        (r#""LoRA":[{"id":0,"scale":1}]"#, 403),
+        (r#""lora_path":"org/tiny","lora_path":null"#, 403),
+        (r#""lora_path":["org/tiny",null],"lora_id":null"#, 200),
+    ] {
+        let body = format!(r#"{{"model":"org/tiny","text":"x",{adapter}}}"#);
+        let request = |key: &str| with_key(Request::post("/generate").body(Body::from(body.clone())).unwrap(), key);
+        assert_eq!(send(&router, request(&some)).await.status, expected, "{adapter}");
+        assert_eq!(send(&router, request(&all)).await.status, 200, "{adapter}");
+    }
     for (content_type, expected) in [
         ("application/json; charset=utf-8", 200),
         ("application/x-www-form-urlencoded", 403),
@@ -256,7 +269,7 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let unnamed = with_key(invoke.body(Body::from(r#"{"messages":[]}"#)).unwrap(), &some);
     assert_eq!(send(&router, unnamed).await.status, 403, "a header names no model");
     let seen = engine.seen.lock();
-    assert_eq!(seen.len(), 3);
+    assert_eq!(seen.len(), 10);
     for request in &*seen {
         let Work::Relay(http) = &request.work else { panic!("it is relayed") };
         assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
