@@ -227,11 +227,12 @@ fn invalid(problem: impl Into<String>) -> Error {
     Error::Invalid { field: "body", problem: problem.into() }
 }
 
-/// Whether the client asked for the usage at the end of its stream.
+/// Whether the client asked for the usage at the end of its stream, in any way that a server may understand.
 fn wants_usage(splice: &Splice) -> bool {
     let options: Option<serde_json::Value> =
         splice.get("stream_options").and_then(|options| serde_json::from_slice(&options).ok());
-    options.is_some_and(|options| options["include_usage"] == true)
+    let asked = options.as_ref().map(|options| &options["include_usage"]);
+    asked.is_some_and(|asked| !asked.is_null() && asked != false)
 }
 
 /// Whether a JSON value is this text.

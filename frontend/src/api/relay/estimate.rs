@@ -11,6 +11,7 @@ use crate::params::Raw;
 use memchr::memmem::Finder;
 use memchr::memrchr;
 use serde::de::IgnoredAny;
+use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, LazyLock};
 use worker::engine::RequestAttributes;
@@ -46,12 +47,13 @@ impl Routing {
         } else {
             (estimated_tokens(fields), TokenSource::Estimate)
         };
-        let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
+        let value = |fields: &mut Fields, name| fields.value(name).ok().flatten();
+        let count = |fields: &mut Fields, name| value(fields, name).as_ref().and_then(lax_count);
         Self {
             tokens,
             source,
             tokenize_body: None,
-            is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
+            is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
             choices: count(fields, "n").unwrap_or(1).saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
@@ -64,13 +66,38 @@ impl Routing {
     }
 }
 
-/// The number of prompts of a completion: an array may contain one prompt of token ids, or several prompts.
+/// The number of prompts of a completion, where an array may contain one prompt of token ids, or several prompts; of a
+/// batch of conversations, the number of these.
 fn prompts(fields: &Fields) -> i64 {
-    let Some(prompt) = fields.peek("prompt").filter(|prompt| prompt.is_array()) else { return 1 };
-    let first = prompt.bytes()[1..].trim_ascii_start().first();
-    let several: Option<Vec<IgnoredAny>> =
-        first.filter(|first| matches!(first, b'"' | b'[')).and_then(|_| serde_json::from_slice(prompt.bytes()).ok());
-    several.map_or(1, |prompts| prompts.len() as i64)
+    let several = |name, begins: &[u8]| {
+        let array = fields.peek(name).filter(|array| array.is_array())?.bytes();
+        let first = array[1..].trim_ascii_start().first()?;
+        let prompts: Option<Vec<IgnoredAny>> =
+            if begins.contains(first) { serde_json::from_slice(array).ok() } else { None };
+        prompts.map(|prompts| prompts.len() as i64)
+    };
+    several("prompt", b"\"[").max(several("messages", b"[")).unwrap_or(1)
+}
+
+/// Whether a value is true for pydantic, with which servers read requests.
+fn is_lax_true(value: &Value) -> bool {
+    match value {
+        Value::Bool(is_true) => *is_true,
+        Value::Number(number) => number.as_f64() == Some(1.0),
+        Value::String(text) => ["1", "true", "t", "yes", "y", "on"].iter().any(|word| text.eq_ignore_ascii_case(word)),
+        _ => false,
+    }
+}
+
+/// A number of something, also in a string, as pydantic reads it; at most the largest number of 32 bits.
+fn lax_count(value: &Value) -> Option<i64> {
+    let number = match value {
+        Value::Bool(one) => f64::from(u8::from(*one)),
+        Value::Number(number) => number.as_f64()?,
+        Value::String(text) => text.trim().replace('_', "").parse().ok()?,
+        _ => return None,
+    };
+    (number.fract() == 0.0 && number >= 0.0).then(|| number.min(u32::MAX.into()) as i64)
 }
 
 /// The prompt, if it is one array of token ids, also as the only one of several. With further prompts in other fields,
@@ -246,6 +273,9 @@ mod tests {
             (r#"{"prompt":[1,2]}"#, 1),
             (r#"{"prompt":[]}"#, 1),
             (r#"{"prompt":["a","b"],"n":4294967295}"#, CHOICES_MAX as u32),
+            (r#"{"prompt":"a","n":18446744073709551616}"#, CHOICES_MAX as u32),
+            (r#"{"messages":[{"content":"a"},{"content":"b"}]}"#, 1),
+            (r#"{"messages":[[{"content":"a"}],[{"content":"b"}],[]],"n":2}"#, 6),
         ];
         for (body, expected) in choices {
             assert_eq!(read(body).choices, expected, "{body}");
@@ -253,9 +283,25 @@ mod tests {
     }
 
     #[test]
+    fn numbers_and_truth_are_read_as_servers_do() {
+        for n in ["5", "5.0", r#""5""#, r#"" +5 ""#, r#""0_5""#, r#""5.0""#] {
+            assert_eq!(read(&format!(r#"{{"prompt":"a","n":{n}}}"#)).choices, 5, "{n}");
+        }
+        for n in ["-1", "1.5", r#""NaN""#, "[5]", "true", "null"] {
+            assert_eq!(read(&format!(r#"{{"prompt":"a","n":{n}}}"#)).choices, 1, "{n}");
+        }
+        for stream in ["true", "1", "1.0", r#""True""#, r#""on""#, r#""Y""#, r#""1""#] {
+            assert!(read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        }
+        for stream in ["false", "0", "2", "null", r#""off""#, "[true]"] {
+            assert!(!read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        }
+    }
+
+    #[test]
     fn fields_of_unexpected_types_are_left_to_the_engine() {
         let odd = read(
-            r#"{"prompt":7,"stream":"yes","n":"many","max_tokens":[1],"priority":{},"cache_salt":1,
+            r#"{"prompt":7,"stream":"maybe","n":"many","max_tokens":[1],"priority":{},"cache_salt":1,
             "deadline_ms":"soon"}"#,
         );
         assert_eq!((odd.is_stream, odd.choices, odd.max_tokens, odd.deadline), (false, 1, None, None));
