@@ -210,6 +210,10 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(operations::no_route(&parts.method, &parts.uri));
     }
+    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
+    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
+        return Err(Error::MethodNotAllowed { method: parts.method.to_string(), path: parts.uri.path().into() });
+    }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;
     let is_limited = context.key().is_some_and(|key| key.has_models());

@@ -279,6 +279,16 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
 }
 
 #[tokio::test]
+async fn methods_of_connections_are_not_relayed() {
+    let engine = relaying(vec![head(), end()]);
+    for (method, expected) in [("CONNECT", 405), ("TRACE", 405), ("DELETE", 201)] {
+        let request = HttpRequest::builder().method(method).uri("/v1/responses/7").body(Body::empty()).unwrap();
+        assert_eq!(send(&engine.router(), request).await.status, expected, "{method}");
+    }
+    assert_eq!(relayed(&engine.only()).method, "DELETE");
+}
+
+#[tokio::test]
 async fn tenants_and_salts_have_cache_domains_of_their_own() {
     let settings = frontend::Settings {
         tenant_header: Some("x-tenant".to_owned().try_into().unwrap()),
