@@ -74,11 +74,11 @@ pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> Heade
     headers
 }
 
-/// Names the request as the gateway does in its log, in place of an id that the gateway did not accept.
+/// Names the request as the gateway does in its log, in place of ids that the gateway did not accept.
 pub fn set_request_id(headers: &mut HeaderMap, id: &str) {
-    if headers.get(REQUEST_ID).is_none_or(|sent| sent != id)
-        && let Ok(id) = HeaderValue::from_str(id)
-    {
+    let mut sent = headers.get_all(REQUEST_ID).iter();
+    let is_named = sent.next().is_some_and(|first| first == id) && sent.next().is_none();
+    if !is_named && let Ok(id) = HeaderValue::from_str(id) {
         headers.insert(REQUEST_ID, id);
     }
 }

@@ -66,6 +66,16 @@ fn headers_for_the_gateway_end_there() {
 }
 
 #[test]
+fn a_request_has_one_id() {
+    for sent in [&[][..], &["r"], &["other"], &["r", "bad id"], &["bad id", "r"], &["r", "r"]] {
+        let pairs: Vec<_> = sent.iter().map(|id| ("x-request-id", *id)).collect();
+        let mut headers = headers(&pairs);
+        set_request_id(&mut headers, "r");
+        assert_eq!(headers.get_all(REQUEST_ID).iter().collect::<Vec<_>>(), ["r"], "{sent:?}");
+    }
+}
+
+#[test]
 fn headers_of_the_gateway_are_not_those_of_an_engine() {
     let engine = headers(&[("x-blockyard-explain", "{}"), ("x-blockyard-new", "1"), ("x-engine", "1")]);
     for body in [Body::Changed, Body::Unchanged] {
