@@ -39,7 +39,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
-    Sampling, StopConditions, Work,
+    Sampling, StopConditions, UNKNOWN_CONTEXT, Work,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -58,6 +58,9 @@ const WITHOUT_VERSION: [&str; 10] = [
 
 /// Endpoints that compute no tokens, and so count none against the limit of a key.
 const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
+
+/// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
+const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
 
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
@@ -283,7 +286,10 @@ pub(super) async fn respond(
     let model: Arc<str> = card.id.as_str().into();
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
     let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
-    let mut meter = RelayMeter::new(context.clone(), &name, has_output);
+    // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
+    let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
+    let most = length.saturating_mul(routing.choices.max(1) as usize).max(body.len());
+    let mut meter = RelayMeter::new(context.clone(), &name, has_output, u32::try_from(most).unwrap_or(u32::MAX));
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {

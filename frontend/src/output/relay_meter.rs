@@ -36,6 +36,8 @@ pub(crate) struct RelayMeter {
     metrics: Arc<ModelMetrics>,
     /// The text of a response that is no stream is output.
     has_output: bool,
+    /// The engine's report counts up to this number of tokens each of prompt and output.
+    max_tokens: u32,
     counted: Counted,
     /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
     inter_token: Option<Histogram>,
@@ -65,11 +67,11 @@ struct JsonText {
 
 impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end. `has_output`: the endpoint generates
-    /// text.
-    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, has_output: bool) -> Self {
+    /// text. `max_tokens`: more than the request can have, each of prompt and output.
+    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, has_output: bool, max_tokens: u32) -> Self {
         let metrics = Arc::clone(context.record_model(model));
         let (inter_token, latest, counted) = (None, None, Counted::Nothing);
-        Self { context, metrics, has_output, counted, inter_token, latest, ended: false, failed: false }
+        Self { context, metrics, has_output, max_tokens, counted, inter_token, latest, ended: false, failed: false }
     }
 
     /// Records the head of the response, which comes with its first output.
@@ -106,6 +108,14 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
+        // A wrong number must not use up the limit of a key for days.
+        let at_most = |tokens: Option<u32>| tokens.map(|tokens| tokens.min(self.max_tokens));
+        let report = RelayReport {
+            prompt_tokens: at_most(report.prompt_tokens),
+            cached_tokens: at_most(report.cached_tokens),
+            completion_tokens: at_most(report.completion_tokens),
+            failed: report.failed,
+        };
         let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
             self.context.record_prompt(&metrics.name, tokens as usize);

@@ -359,6 +359,25 @@ async fn output_that_the_engine_does_not_report_is_counted() {
     }
 }
 
+#[tokio::test]
+async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
+    let keys = Keys::new();
+    let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
+    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let report =
+        RelayReport { prompt_tokens: Some(u32::MAX), completion_tokens: Some(u32::MAX), ..RelayReport::default() };
+    let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
+    let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let router = engine.router_with(keys.settings());
+    let ask = async || send(&router, with_key(completion(json!({ "prompt": [1] })), &key)).await;
+    assert_eq!(ask().await.status, 200);
+    let refused = ask().await;
+    assert_eq!(refused.status, 429);
+    let wait: u64 = refused.header("retry-after").parse().unwrap();
+    assert!(wait <= 60, "{wait} s for twice the context of 64 tokens");
+}
+
 /// The response to a request over a connection of its own.
 async fn ask(address: SocketAddr, path: &str, key: &str) -> String {
     let mut connection = TcpStream::connect(address).await.unwrap();
