@@ -29,6 +29,10 @@ const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
 const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
 
+/// Endpoints that need no model in a request to the gateway if it serves one, or if the key allows one. The server may
+/// have others, of which it would choose its first.
+const WITH_MODEL: [&str; 2] = ["/tokenize", "/detokenize"];
+
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
 pub struct UpstreamSettings {
@@ -137,7 +141,8 @@ impl UpstreamEngine {
         let mut splice = Splice::scan(http.body.clone()).map_err(|error| invalid(error.to_string()))?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
         // The client may know the model by another name.
-        if splice.get("model").is_some_and(|name| !is_text(&name, &self.card.id)) {
+        let is_another = |name: Bytes| !is_text(&name, &self.card.id);
+        if splice.get("model").map_or_else(|| WITH_MODEL.contains(&http.target.path()), is_another) {
             splice.set("model", json(&self.card.id));
         }
         if let Some(salt) = salt {

@@ -91,6 +91,21 @@ async fn a_body_with_a_salt_is_an_object_or_a_form() {
     assert_eq!(sent(&shared, json, with_mark).unwrap(), with_mark[..]);
 }
 
+#[tokio::test]
+async fn a_request_for_tokens_names_the_model() {
+    let (_server, engine) = engine([]).await;
+    for (path, body, expected) in [
+        ("/tokenize", &br#"{"prompt":"x"}"#[..], &br#"{"prompt":"x","model":"org/m"}"#[..]),
+        ("/detokenize", b"{}", br#"{"model":"org/m"}"#),
+        ("/tokenize", br#"{"model":null}"#, br#"{"model":"org/m"}"#),
+        ("/v1/responses", b"{}", b"{}"),
+    ] {
+        let request = request(path, "application/json", body);
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        assert_eq!(engine.body(http, &request).unwrap().0, expected, "{path}");
+    }
+}
+
 #[test]
 fn an_answer_that_is_neither_a_success_nor_an_error_becomes_an_error_of_the_gateway() {
     let response = |status: u16| {
