@@ -2,7 +2,7 @@
 
 use crate::http::RequestContext;
 use crate::metrics::ModelMetrics;
-use memchr::{memchr, memchr2};
+use memchr::{memchr, memchr_iter, memchr2};
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -168,7 +168,7 @@ impl Counted {
             Self::Nothing => {}
             // Two line ends per event. Streams whose events have more lines are counted as more events.
             Self::Events(events) => {
-                let more = memchr::memchr_iter(b'\n', part).count() / 2;
+                let more = memchr_iter(b'\n', part).count() / 2;
                 *events = events.saturating_add(more.max(1) as u32);
             }
             Self::Json(text) => text.add(part),
