@@ -49,12 +49,15 @@ impl Routing {
         };
         let value = |fields: &mut Fields, name| fields.value(name).ok().flatten();
         let count = |fields: &mut Fields, name| value(fields, name).as_ref().and_then(lax_count);
+        // SGLang's `/generate` has it within the parameters of sampling.
+        let within = value(fields, "sampling_params").and_then(|params| lax_count(params.get("n")?));
+        let choices = count(fields, "n").max(within).unwrap_or(1);
         Self {
             tokens,
             source,
             tokenize_body: None,
             is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
-            choices: count(fields, "n").unwrap_or(1).saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
+            choices: choices.saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
             attributes: RequestAttributes {
@@ -275,6 +278,7 @@ mod tests {
             (r#"{"prompt":["a","b"],"n":4294967295}"#, CHOICES_MAX as u32),
             (r#"{"prompt":"a","n":18446744073709551616}"#, CHOICES_MAX as u32),
             (r#"{"messages":[{"content":"a"},{"content":"b"}]}"#, 1),
+            (r#"{"text":"a","sampling_params":{"n":7}}"#, 7),
             (r#"{"messages":[[{"content":"a"}],[{"content":"b"}],[]],"n":2}"#, 6),
         ];
         for (body, expected) in choices {
