@@ -1,8 +1,8 @@
 //! The body of a request to an endpoint that this program does not have.
 //!
 //! **What a server may read as JSON is read here too, or refused.** Servers go by the content type or by the bytes, and
-//! some read more than JSON: a byte order mark, UTF-16, `NaN`. In a body that passes unread, a client could name a model
-//! that its key may not use, or the cache salt of another tenant. Not here: what the fields of the body mean.
+//! some read more than JSON: a byte order mark, UTF-16, `NaN`. In a body that passes unread, a client could name a
+//! model that its key may not use, or the cache salt of another tenant. Not here: what the fields of the body mean.
 
 use super::form::{Boundary, FormModel};
 use crate::error::Error;
