@@ -36,8 +36,8 @@ const OF_THE_GATEWAY: [HeaderName; 7] = [
 /// Prefix of the headers between the client and the gateway.
 const PRIVATE: &str = "x-blockyard-";
 
-/// Prefix of the headers of Amazon's model hosting. vLLM's `/invocations` takes the model from one of them, in place of the one in the
-/// body, for which the request was checked and routed.
+/// Prefix of the headers of Amazon's model hosting. vLLM's `/invocations` takes the model from one of them, in place of
+/// the one in the body, for which the request was checked and routed.
 const SAGEMAKER: &str = "x-amzn-sagemaker-";
 
 /// The data-parallel rank that is to serve a request, as vLLM and SGLang read it.
