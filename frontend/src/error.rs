@@ -94,8 +94,14 @@ pub(crate) enum Error {
     #[error("This API key may not use the model `{0}`.")]
     ModelNotAllowed(String),
     /// The API key may use some models only, and the request names none that could be checked.
-    #[error("This API key may use some models only, so requests must name the model in a JSON body.")]
+    #[error(
+        "This API key may use some models only, so requests must name the model in a JSON body, with the content type \
+         'application/json'."
+    )]
     ModelNotNamed,
+    /// The API key may use some models only, and a field of the request selects an adapter that is none of them.
+    #[error("This API key may use some models only, and '{0}' selects another one. Name the model in 'model' only.")]
+    AdapterNotAllowed(&'static str),
     /// A limit of the API key is reached.
     #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]
     RateLimited {
@@ -258,7 +264,8 @@ impl Error {
             | Self::OriginNotAllowed(_)
             | Self::NoAdminHeader
             | Self::ModelNotAllowed(_)
-            | Self::ModelNotNamed => StatusCode::FORBIDDEN,
+            | Self::ModelNotNamed
+            | Self::AdapterNotAllowed(_) => StatusCode::FORBIDDEN,
             Self::TooSlow { .. } | Self::UploadEvicted | Self::HeaderTimeout(_) | Self::StreamNotRead(_) => {
                 StatusCode::REQUEST_TIMEOUT
             }
@@ -279,6 +286,7 @@ impl Error {
     pub(crate) fn body(&self) -> Body<'_> {
         let param = match self {
             Self::Invalid { param, .. } => Some(param.as_str()),
+            Self::AdapterNotAllowed(field) => Some(*field),
             Self::UnknownModel { .. } | Self::ModelNotAllowed(_) | Self::ModelNotNamed => Some("model"),
             _ => None,
         };
@@ -290,7 +298,7 @@ impl Error {
             Self::TooLarge(_) => Some("request_too_large"),
             Self::Overloaded(_) | Self::RateLimited { .. } => Some("rate_limit_exceeded"),
             Self::NoKey | Self::SeveralKeys | Self::WrongKey => Some("invalid_api_key"),
-            Self::ModelNotAllowed(_) | Self::ModelNotNamed => Some("model_not_allowed"),
+            Self::ModelNotAllowed(_) | Self::ModelNotNamed | Self::AdapterNotAllowed(_) => Some("model_not_allowed"),
             Self::DeadlineExceeded => Some("deadline_exceeded"),
             Self::StreamNotRead(_) => Some("stream_not_read"),
             Self::Unavailable(_) => Some("service_unavailable"),

@@ -7,7 +7,7 @@ use crate::probe::Probes;
 use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
-use crate::relay::splice::{Splice, SpliceError};
+use crate::relay::splice::Splice;
 use crate::relay::stream::{Item, UsageInStream};
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
@@ -28,6 +28,10 @@ const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions
 
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
 const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
+
+/// Endpoints that need no model in a request to the gateway if it serves one, or if the key allows one. The server may
+/// have others, of which it would choose its first.
+const WITH_MODEL: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
@@ -100,9 +104,7 @@ impl UpstreamEngine {
         };
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
         let salt = self.salt(http, &request.domain)?;
-        let (body, usage) = self
-            .body(http, request, salt.as_deref())
-            .map_err(|error| Error::Invalid { field: "body", problem: error.to_string() })?;
+        let (body, usage) = self.body(http, request, salt.as_deref())?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
@@ -138,20 +140,20 @@ impl UpstreamEngine {
 
     /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
     /// passes unchanged, and so does one that needs no change.
-    fn body(
-        &self,
-        http: &HttpRequest,
-        request: &Request,
-        salt: Option<&str>,
-    ) -> Result<(Bytes, UsageInStream), SpliceError> {
+    fn body(&self, http: &HttpRequest, request: &Request, salt: Option<&str>) -> Result<(Bytes, UsageInStream), Error> {
         let mut usage = UsageInStream::Keep;
         if http.body.trim_ascii_start().first() != Some(&b'{') {
+            // A body that a server reads as JSON all the same could have the salt of another tenant.
+            if salt.is_some() && !http.body.trim_ascii().is_empty() && !is_form(http) {
+                return Err(invalid("requests of tenants, and those with a salt, need a JSON object or a form"));
+            }
             return Ok((http.body.clone(), usage));
         }
-        let mut splice = Splice::scan(http.body.clone())?;
+        let mut splice = Splice::scan(http.body.clone()).map_err(|error| invalid(error.to_string()))?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
         // The client may know the model by another name.
-        if splice.get("model").is_some_and(|name| !is_text(&name, &self.card.id)) {
+        let is_another = |name: Bytes| !is_text(&name, &self.card.id);
+        if splice.get("model").map_or_else(|| WITH_MODEL.contains(&http.target.path()), is_another) {
             splice.set("model", json(&self.card.id));
         }
         if let Some(salt) = salt {
@@ -162,7 +164,7 @@ impl UpstreamEngine {
         let is_one_choice = request.group.is_none();
         if http.is_stream && is_one_choice && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice)
         {
-            splice.set_in("stream_options", "include_usage", "true")?;
+            splice.set_in("stream_options", "include_usage", "true").map_err(|error| invalid(error.to_string()))?;
             usage = UsageInStream::Strip;
         }
         Ok((splice.finish(), usage))
@@ -229,11 +231,24 @@ fn is_by_rank(http: &HttpRequest) -> bool {
     WITH_RANK.contains(&http.target.path())
 }
 
-/// Whether the client asked for the usage at the end of its stream.
+/// Whether a body is a form with files. No server reads it as JSON, which cannot begin with two hyphens.
+fn is_form(http: &HttpRequest) -> bool {
+    let content_type = http.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    media_type.eq_ignore_ascii_case("multipart/form-data") && http.body.trim_ascii_start().starts_with(b"--")
+}
+
+/// The error of a body that cannot be sent.
+fn invalid(problem: impl Into<String>) -> Error {
+    Error::Invalid { field: "body", problem: problem.into() }
+}
+
+/// Whether the client asked for the usage at the end of its stream, in any way that a server may understand.
 fn wants_usage(splice: &Splice) -> bool {
     let options: Option<serde_json::Value> =
         splice.get("stream_options").and_then(|options| serde_json::from_slice(&options).ok());
-    options.is_some_and(|options| options["include_usage"] == true)
+    let asked = options.as_ref().map(|options| &options["include_usage"]);
+    asked.is_some_and(|asked| !asked.is_null() && asked != false)
 }
 
 /// Whether a JSON value is this text.

@@ -3,11 +3,14 @@
 use crate::error::Error;
 use crate::http::RequestContext;
 use crate::model::find_card;
-use crate::params::{Fields, scheduling};
+use crate::params::{Fields, Raw, scheduling};
 use crate::state::AppState;
 use axum::http::HeaderMap;
 use std::sync::Arc;
 use worker::engine::ModelCard;
+
+/// Fields by which servers use an adapter in place of the model: SGLang's, and those of others.
+const ADAPTERS: [&str; 4] = ["lora_path", "lora_id", "lora", "adapter_id"];
 
 /// The served models that the caller may use.
 pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<ModelCard>> {
@@ -17,12 +20,26 @@ pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<Mode
 }
 
 /// The model that a body names. If a key may use some models only, it must be named in a way that every server reads
-/// alike: of several fields some read the first one, and some ignore the case of names.
+/// alike: of several fields some read the first one, and some ignore the case of names. Adapters in further fields must
+/// be models of the key too.
 pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Result<Option<String>, Error> {
-    if context.key().is_some_and(|key| key.has_models()) && fields.is_ambiguous("model") {
+    let Some(key) = context.key().filter(|key| key.has_models()) else { return fields.text("model") };
+    if fields.is_ambiguous("model") {
         return Err(Error::ModelNotNamed);
     }
-    fields.text("model")
+    let is_allowed = |raw: &Raw| adapters(raw).is_some_and(|names| names.iter().flatten().all(|name| key.allows(name)));
+    for field in ADAPTERS {
+        if fields.is_ambiguous(field) || !fields.peek(field).is_none_or(is_allowed) {
+            return Err(Error::AdapterNotAllowed(field));
+        }
+    }
+    fields.text("model").map_err(|_| Error::ModelNotNamed)
+}
+
+/// The adapters that a field names: one, or one for each prompt. `None` if it has a value of another type.
+fn adapters(raw: &Raw) -> Option<Vec<Option<String>>> {
+    let one: Result<Option<String>, _> = serde_json::from_slice(raw.bytes());
+    one.map(|name| vec![name]).or_else(|_| serde_json::from_slice(raw.bytes())).ok()
 }
 
 /// The card of a model. For one that the caller may not use the error is the same whether it is served or not.

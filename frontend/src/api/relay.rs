@@ -4,6 +4,7 @@
 //! and salt. Nothing else is checked, and a field of an unexpected type counts as absent here: what it means is the
 //! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
 
+mod contents;
 mod estimate;
 mod form;
 mod prompt;
@@ -16,27 +17,29 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
-use crate::output::RelayMeter;
+use crate::output::{BodyKind, RelayMeter};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::state::AppState;
 use axum::body::Body;
 use axum::extract::{Request as AxumRequest, State};
+use axum::http::Method;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
 use axum::response::Response;
 use bytes::Bytes;
-use form::{Boundary, FormModel};
+pub(super) use contents::Contents;
+use contents::MediaType;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
-use response_body::{ReadAhead, Relay, RelayBody, is_event_stream, read_ahead};
+use response_body::{ReadAhead, Relay, RelayBody, kind_of, read_ahead};
 use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
-    Conversation, Domain, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup, Sampling,
-    StopConditions, Work,
+    Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
+    Sampling, StopConditions, UNKNOWN_CONTEXT, Work,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -56,18 +59,11 @@ const WITHOUT_VERSION: [&str; 10] = [
 /// Endpoints that compute no tokens, and so count none against the limit of a key.
 const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
+/// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
+const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
+
 /// Fields of this program, which engines do not know.
 const PRIVATE_FIELDS: [&str; 2] = ["cache", "deadline_ms"];
-
-/// The body of a request, as far as it is understood.
-pub(super) enum Contents {
-    /// A JSON object.
-    Json(Fields),
-    /// A form that names a model.
-    Form(FormModel),
-    /// Anything else.
-    Other,
-}
 
 /// A request whose body was read.
 pub(super) struct Incoming {
@@ -217,25 +213,29 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(operations::no_route(&parts.method, &parts.uri));
     }
+    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
+    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
+        return Err(Error::MethodNotAllowed { method: parts.method.to_string(), path: parts.uri.path().into() });
+    }
+    body::check_content_encoding(&parts.headers)?;
+    let media_type = MediaType::of(&parts.headers)?;
+    let is_limited = context.key().is_some_and(|key| key.has_models());
+    // The engine may read another model from a form than this program reads from the same bytes as JSON.
+    if is_limited && !media_type.is_json_or_absent() {
+        return Err(Error::ModelNotNamed);
+    }
     let body::BufferedBody { bytes, memory } = body::read_any(body, &state.settings, &state.body_memory).await?;
     let permit = state.work.acquire(bytes.len(), memory).await;
-    let (unparsed, boundary) = (bytes.clone(), Boundary::of(&parts.headers));
-    let read = move || match boundary {
-        Some(boundary) => Ok(FormModel::find(&boundary, &unparsed).map_or(Contents::Other, Contents::Form)),
-        None => Ok(Fields::parse(&unparsed).map_or(Contents::Other, Contents::Json)),
-    };
-    let mut contents = permit.scan(read).await?;
+    let unparsed = bytes.clone();
+    let mut contents = permit.scan(move || Contents::read(&media_type, &unparsed)).await?;
     let model = match &mut contents {
-        Contents::Json(fields) => match caller::named_model(&context, fields) {
-            Err(error @ Error::ModelNotNamed) => return Err(error),
-            named => named.ok().flatten(),
-        },
+        Contents::Json(fields) => caller::named_model(&context, fields)?,
         Contents::Form(_) | Contents::Other => None,
     };
     let card = match (model, &contents) {
         (Some(id), _) => caller::model(&state, &context, &id)?,
         // The engine may read another model from a form or a path than this program.
-        _ if context.key().is_some_and(|key| key.has_models()) => return Err(Error::ModelNotNamed),
+        _ if is_limited => return Err(Error::ModelNotNamed),
         (None, Contents::Form(form)) => {
             Arc::clone(relayed.iter().find(|card| card.id == form.name).unwrap_or(&relayed[0]))
         }
@@ -276,16 +276,20 @@ pub(super) async fn respond(
         deadline.into_iter().chain(routing.deadline).min().map(|within| context.arrived + within);
     let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
     let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
-    let is_charged = !TOKENIZE.contains(&parts.uri.path());
+    let path = parts.uri.path();
+    let is_charged = !TOKENIZE.contains(&path);
+    let has_output = is_charged && parts.method == Method::POST && !EndpointKind::Pooling.paths().contains(&path);
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
-    let (is_stream, tokenize_body) = (routing.is_stream, routing.tokenize_body.take());
-    let mut source = routing.source;
-    let mut meter = RelayMeter::new(context.clone(), &name, is_stream);
+    let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
+    // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
+    let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
+    let most = length.saturating_mul(routing.choices.max(1) as usize).max(body.len());
+    let mut meter = RelayMeter::new(context.clone(), &name, has_output, u32::try_from(most).unwrap_or(u32::MAX));
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {
@@ -318,8 +322,9 @@ pub(super) async fn respond(
     let (head, mut outputs) = started.inspect_err(|_| meter.mark_failed())?;
     let head = *head;
     drop(memory);
-    meter.head(head.worker);
-    let is_stream = is_event_stream(&head.headers);
+    let kind = kind_of(&head.headers);
+    meter.head(head.worker, kind);
+    let is_stream = kind == BodyKind::Events;
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();

@@ -79,7 +79,7 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
 }
 
 /// Rejects compressed bodies: a compressed body can expand a thousandfold.
-fn check_content_encoding(headers: &HeaderMap) -> Result<(), Error> {
+pub(crate) fn check_content_encoding(headers: &HeaderMap) -> Result<(), Error> {
     let codings = headers.get_all(CONTENT_ENCODING).iter().map(|value| String::from_utf8_lossy(value.as_bytes()));
     let compressed =
         codings.map(|coding| coding.trim().to_ascii_lowercase()).find(|c| !matches!(&c[..], "" | "identity"));

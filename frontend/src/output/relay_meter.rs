@@ -2,43 +2,92 @@
 
 use crate::http::RequestContext;
 use crate::metrics::ModelMetrics;
+use memchr::{memchr, memchr_iter, memchr2};
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::RelayReport;
 
+/// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
+pub(crate) const BYTES_PER_TOKEN: usize = 4;
+
+/// What the body of a response consists of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum BodyKind {
+    /// A stream of server-sent events.
+    Events,
+    /// JSON.
+    Json,
+    /// Text of another kind.
+    Text,
+    /// Anything else.
+    Other,
+}
+
 /// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
 /// The text of a stream is not read. The times between tokens are those between the parts of its body, which have the
-/// tokens that arrived at the same time; the tokens of a stream that was cancelled are its events.
+/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, because it never
+/// does or because the stream was cancelled, they are the events of a stream, or are estimated from the text of another
+/// response. So a client cannot keep its output from being counted.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
-    is_stream: bool,
+    /// The text of a response that is no stream is output.
+    has_output: bool,
+    /// The engine's report counts up to this number of tokens each of prompt and output.
+    max_tokens: u32,
+    counted: Counted,
     /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
     inter_token: Option<Histogram>,
     /// Arrival of the latest part of the body.
     latest: Option<Instant>,
-    /// Events of the stream, about.
-    events: u32,
     ended: bool,
     failed: bool,
 }
 
+/// What was counted of a body.
+enum Counted {
+    Nothing,
+    /// Events, about.
+    Events(u32),
+    Json(JsonText),
+    /// Bytes.
+    Text(usize),
+}
+
+/// Counts the bytes of all strings of a JSON text that arrives in parts.
+#[derive(Default)]
+struct JsonText {
+    bytes: usize,
+    is_in_string: bool,
+    is_escaped: bool,
+}
+
 impl RelayMeter {
-    /// A meter for a request to a model. The prompt's length is known at the end.
-    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, is_stream: bool) -> Self {
+    /// A meter for a request to a model. The prompt's length is known at the end. `has_output`: the endpoint generates
+    /// text. `max_tokens`: more than the request can have, each of prompt and output.
+    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, has_output: bool, max_tokens: u32) -> Self {
         let metrics = Arc::clone(context.record_model(model));
-        Self { context, metrics, is_stream, inter_token: None, latest: None, events: 0, ended: false, failed: false }
+        let (inter_token, latest, counted) = (None, None, Counted::Nothing);
+        Self { context, metrics, has_output, max_tokens, counted, inter_token, latest, ended: false, failed: false }
     }
 
     /// Records the head of the response, which comes with its first output.
-    pub(crate) fn head(&mut self, worker: Option<Arc<str>>) {
+    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind) {
+        // Only for a key the text is searched, which takes longer than all else here.
+        let is_searched = self.has_output && self.context.key().is_some();
+        self.counted = match kind {
+            BodyKind::Events => Counted::Events(0),
+            BodyKind::Json if is_searched => Counted::Json(JsonText::default()),
+            BodyKind::Text if is_searched => Counted::Text(0),
+            BodyKind::Json | BodyKind::Text | BodyKind::Other => Counted::Nothing,
+        };
         let RequestContext { metrics, arrived, .. } = &*self.context;
         let mut log_fields = self.context.log_fields();
         log_fields.worker = worker;
-        if self.is_stream {
+        if kind == BodyKind::Events {
             let took = arrived.elapsed().as_secs_f64();
             log_fields.ttft_s = Some(took);
             metrics.first_token.with_label_values(&[&*self.metrics.name]).observe(took);
@@ -48,10 +97,8 @@ impl RelayMeter {
 
     /// Records a part of the body.
     pub(crate) fn body(&mut self, part: &[u8]) {
+        self.counted.add(part);
         let Some(inter_token) = &self.inter_token else { return };
-        // Two line ends per event. Streams whose events have more lines are counted as more events.
-        let events = memchr::memchr_iter(b'\n', part).count() / 2;
-        self.events = self.events.saturating_add(events.max(1) as u32);
         let now = Instant::now();
         if let Some(before) = self.latest.replace(now) {
             inter_token.observe((now - before).as_secs_f64());
@@ -61,6 +108,14 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
+        // A wrong number must not use up the limit of a key for days.
+        let at_most = |tokens: Option<u32>| tokens.map(|tokens| tokens.min(self.max_tokens));
+        let report = RelayReport {
+            prompt_tokens: at_most(report.prompt_tokens),
+            cached_tokens: at_most(report.cached_tokens),
+            completion_tokens: at_most(report.completion_tokens),
+            failed: report.failed,
+        };
         let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
             self.context.record_prompt(&metrics.name, tokens as usize);
@@ -79,7 +134,10 @@ impl RelayMeter {
         }
         let mut log_fields = self.context.log_fields();
         log_fields.cached_tokens = report.cached_tokens;
-        log_fields.completion_tokens = report.completion_tokens.unwrap_or_default();
+        // A report of the prompt alone is that of a response without output, such as embeddings.
+        let is_counted = report.prompt_tokens.is_none() || matches!(self.counted, Counted::Events(_));
+        let counted = if is_counted { self.counted.tokens() } else { 0 };
+        log_fields.completion_tokens = report.completion_tokens.unwrap_or(counted);
     }
 
     /// Counts a response that did not end as the engine would have ended it.
@@ -99,7 +157,83 @@ impl Drop for RelayMeter {
             let reason = if self.failed { "error" } else { "cancelled" };
             self.count_finished(reason);
             // The engine reports the tokens at the end only, which did not arrive.
-            self.context.log_fields().completion_tokens = self.events;
+            self.context.log_fields().completion_tokens = self.counted.tokens();
         }
+    }
+}
+
+impl Counted {
+    fn add(&mut self, part: &[u8]) {
+        match self {
+            Self::Nothing => {}
+            // Two line ends per event. Streams whose events have more lines are counted as more events.
+            Self::Events(events) => {
+                let more = memchr_iter(b'\n', part).count() / 2;
+                *events = events.saturating_add(more.max(1) as u32);
+            }
+            Self::Json(text) => text.add(part),
+            Self::Text(bytes) => *bytes = bytes.saturating_add(part.len()),
+        }
+    }
+
+    /// About the number of tokens.
+    fn tokens(&self) -> u32 {
+        let of_text = |bytes: usize| u32::try_from(bytes.div_ceil(BYTES_PER_TOKEN)).unwrap_or(u32::MAX);
+        match self {
+            Self::Nothing => 0,
+            Self::Events(events) => *events,
+            Self::Json(text) => of_text(text.bytes),
+            Self::Text(bytes) => of_text(*bytes),
+        }
+    }
+}
+
+impl JsonText {
+    fn add(&mut self, mut part: &[u8]) {
+        while !part.is_empty() {
+            if std::mem::take(&mut self.is_escaped) {
+                self.bytes += 1;
+                part = &part[1..];
+                continue;
+            }
+            let end = if self.is_in_string { memchr2(b'"', b'\\', part) } else { memchr(b'"', part) };
+            if self.is_in_string {
+                self.bytes += end.unwrap_or(part.len());
+            }
+            let Some(end) = end else { return };
+            if part[end] == b'"' {
+                self.is_in_string = !self.is_in_string;
+            } else {
+                self.is_escaped = true;
+            }
+            part = &part[end + 1..];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_json_is_its_strings_however_it_is_cut() {
+        let text = br#"{"a":"b\"c\\","d":[1.5,null,"e"]}"#;
+        for cut in 0..text.len() {
+            let mut counted = Counted::Json(JsonText::default());
+            counted.add(&text[..cut]);
+            counted.add(&text[cut..]);
+            let Counted::Json(JsonText { bytes, .. }) = counted else { unreachable!("it counts JSON") };
+            assert_eq!(bytes, 1 + 4 + 1 + 1, "cut at {cut}: an escape counts as one byte");
+        }
+    }
+
+    #[test]
+    fn a_stream_has_the_tokens_of_its_events() {
+        let mut counted = Counted::Events(0);
+        for part in ["data: {}\n\ndata: {}\n\n", "data: {", "}\n\n"] {
+            counted.add(part.as_bytes());
+        }
+        assert_eq!(counted.tokens(), 4, "a part has at least one");
+        assert_eq!(Counted::Text(9).tokens(), 3);
     }
 }

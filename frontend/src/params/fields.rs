@@ -10,6 +10,7 @@ pub(crate) use raw::Raw;
 
 use crate::error::Error;
 use bytes::Bytes;
+use memchr::memmem;
 use raw::{Budget, Name, ParseError};
 use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
@@ -30,9 +31,9 @@ impl Fields {
     /// Splits a request's body into its fields.
     pub(crate) fn parse(body: &Bytes) -> Result<Self, Error> {
         let malformed = |error: serde_json::Error| {
-            let bytes = body.len();
+            let (bytes, hint) = (body.len(), hint(body));
             Error::Malformed(format!(
-                "We could not parse the JSON body of your request: {error}. (The body had {bytes} bytes.)"
+                "We could not parse the JSON body of your request: {error}. (The body had {bytes} bytes.){hint}"
             ))
         };
         let whole = Raw::new(body).map_err(malformed)?;
@@ -171,6 +172,19 @@ impl Fields {
         // Only an error needs the path.
         let within = value.as_i64().filter(|number| range.contains(number));
         within.map_or_else(|| integer(&self.path(name), &value, range), Ok).map(Some)
+    }
+}
+
+/// What to change in a body that is no JSON, but that some servers accept.
+fn hint(body: &[u8]) -> &'static str {
+    let has = |word: &str| memmem::find(body, word.as_bytes()).is_some();
+    let is_utf8 = !body.starts_with(b"\xef\xbb\xbf") && str::from_utf8(body).is_ok_and(|text| !text.contains('\0'));
+    if !is_utf8 {
+        " JSON must be encoded in UTF-8, without a byte order mark."
+    } else if has("NaN") || has("Infinity") {
+        " JSON has no NaN and no Infinity: leave the field out, or send null."
+    } else {
+        ""
     }
 }
 

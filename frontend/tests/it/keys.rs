@@ -1,6 +1,6 @@
 //! API keys: which requests need one, what it allows, its limits, and changes of the key file.
 
-use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, send};
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, post, send};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request, StatusCode};
@@ -241,8 +241,35 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
         assert_eq!(ask(&some, body).await, 403, "servers differ in which they read: {body}");
     }
     assert_eq!(ask(&some, r#"{"model":["org/secret"]}"#).await, 403);
+    for (adapter, expected) in [
+        (r#""lora_path":"org/secret""#, 403),
+        (r#""lora_path":[null,"org/secret"]"#, 403),
+        (r#""lora_path":null,"lora_id":7"#, 403),
+        (r#""LoRA":[{"id":0,"scale":1}]"#, 403),
+        (r#""lora_path":"org/tiny","lora_path":null"#, 403),
+        (r#""lora_path":["org/tiny",null],"lora_id":null"#, 200),
+    ] {
+        let body = format!(r#"{{"model":"org/tiny","text":"x",{adapter}}}"#);
+        let request = |key: &str| with_key(Request::post("/generate").body(Body::from(body.clone())).unwrap(), key);
+        assert_eq!(send(&router, request(&some)).await.status, expected, "{adapter}");
+        assert_eq!(send(&router, request(&all)).await.status, 200, "{adapter}");
+    }
+    for (content_type, expected) in [
+        ("application/json; charset=utf-8", 200),
+        ("application/x-www-form-urlencoded", 403),
+        ("multipart/form-data; boundary=x", 403),
+        ("text/plain", 403),
+    ] {
+        let both = r#"{"model":"org/tiny","x":"&model=org/secret&y="}"#;
+        let request = Request::post("/v1/audio/transcriptions").header("content-type", content_type);
+        let request = with_key(request.body(Body::from(both)).unwrap(), &some);
+        assert_eq!(send(&router, request).await.status, expected, "a server may read a form: {content_type}");
+    }
+    let invoke = Request::post("/invocations").header("x-amzn-sagemaker-adapter-identifier", "org/secret");
+    let unnamed = with_key(invoke.body(Body::from(r#"{"messages":[]}"#)).unwrap(), &some);
+    assert_eq!(send(&router, unnamed).await.status, 403, "a header names no model");
     let seen = engine.seen.lock();
-    assert_eq!(seen.len(), 2);
+    assert_eq!(seen.len(), 10);
     for request in &*seen {
         let Work::Relay(http) = &request.work else { panic!("it is relayed") };
         assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
@@ -291,6 +318,64 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
         }
         assert_eq!(statuses, expected, "asked: {is_asked}, {report:?}");
     }
+}
+
+#[tokio::test]
+async fn output_that_the_engine_does_not_report_is_counted() {
+    let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
+    let json = json!({ "text": "x".repeat(800) }).to_string();
+    let none = RelayReport::default();
+    let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
+    let few = RelayReport { completion_tokens: Some(1), ..none };
+    for (content_type, body, path, report, expected) in [
+        ("text/event-stream; charset=utf-8", &events, "/generate", none, 429),
+        ("text/event-stream", &events, "/v1/completions", embeddings, 429),
+        ("text/event-stream", &events, "/v1/completions", few, 200),
+        ("application/json", &json, "/generate", none, 429),
+        ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &json, "/v1/completions", few, 200),
+        ("application/json", &json, "/v1/embeddings", embeddings, 200),
+        ("application/json", &json, "/rerank", none, 200),
+        ("application/json", &json, "/detokenize", none, 200),
+        ("audio/wav", &json, "/v1/audio/speech", none, 200),
+    ] {
+        let keys = Keys::new();
+        let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
+        let headers: HeaderMap =
+            [("content-type".parse().unwrap(), content_type.parse().unwrap())].into_iter().collect();
+        let head = ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None };
+        let steps = [Output::Head(Box::new(head)), Output::Body(body.clone().into()), Output::End(report)];
+        let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+        *engine.card.lock() =
+            Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+        let router = engine.router_with(keys.settings());
+        let mut statuses = Vec::new();
+        for _ in 0..2 {
+            // What the request says of a stream makes no difference.
+            let body = json!({ "model": "org/tiny", "prompt": [1], "n": 2, "stream": "maybe" });
+            statuses.push(send(&router, with_key(post(path, &body), &key)).await.status.as_u16());
+        }
+        assert_eq!(statuses, [200, expected], "{content_type} {path} {report:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
+    let keys = Keys::new();
+    let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
+    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let report =
+        RelayReport { prompt_tokens: Some(u32::MAX), completion_tokens: Some(u32::MAX), ..RelayReport::default() };
+    let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
+    let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let router = engine.router_with(keys.settings());
+    let ask = async || send(&router, with_key(completion(json!({ "prompt": [1] })), &key)).await;
+    assert_eq!(ask().await.status, 200);
+    let refused = ask().await;
+    assert_eq!(refused.status, 429);
+    let wait: u64 = refused.header("retry-after").parse().unwrap();
+    assert!(wait <= 60, "{wait} s for twice the context of 64 tokens");
 }
 
 /// The response to a request over a connection of its own.

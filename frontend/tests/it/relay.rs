@@ -203,7 +203,7 @@ async fn endpoints_of_the_engine_alone_are_relayed() {
     for (path, body) in [
         ("/v1/responses", r#"{"model":"org/tiny","input":"x"}"#),
         ("/v1/embeddings", r#"{"model":"org/tiny","input":["x","y"]}"#),
-        ("/v1/audio/transcriptions", "no JSON"),
+        ("/v1/audio/transcriptions", " "),
         ("/tokenize", r#"{"prompt":"x"}"#),
         ("/v1/something/new", ""),
         ("/v1/files/file-AbC123/content", ""),
@@ -217,6 +217,39 @@ async fn endpoints_of_the_engine_alone_are_relayed() {
     let listed = send(&router, HttpRequest::get("/v1/files").body(Body::empty()).unwrap()).await;
     assert_eq!(listed.status, StatusCode::CREATED);
     assert_eq!(relayed(&engine.only()).method, "GET");
+}
+
+#[tokio::test]
+async fn a_body_that_only_some_servers_read_is_refused() {
+    let engine = relaying(vec![head(), part("ok"), end()]);
+    let router = engine.router();
+    let ask = async |headers: &[(&str, &str)], body: &[u8]| {
+        let request = headers
+            .iter()
+            .fold(HttpRequest::post("/v1/responses"), |request, (name, value)| request.header(*name, *value));
+        let answer = send(&router, request.body(Body::from(body.to_vec())).unwrap()).await;
+        (answer.status.as_u16(), String::from_utf8(answer.body).unwrap())
+    };
+    let json = ("content-type", "application/json");
+    let utf16: Vec<u8> = r#"{"model":"other"}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    for (headers, body, expected) in [
+        (&[json][..], &b"\xef\xbb\xbf{\"model\":\"other\"}"[..], "without a byte order mark"),
+        (&[json], &utf16, "encoded in UTF-8"),
+        (&[], &utf16, "encoded in UTF-8"),
+        (&[json], br#"{"model":"other","x":NaN}"#, "no NaN and no Infinity"),
+        (&[], br#"{"model":"other","x":-Infinity}"#, "no NaN and no Infinity"),
+        (&[("content-type", "text/plain")], br#"{"model":"other""#, "could not parse"),
+        (&[json], br#"{"model":["other"]}"#, "expected a string"),
+        (&[json], b"[]", "must be a JSON object"),
+        (&[json, ("content-type", "text/plain")], br#"{"model":"org/tiny"}"#, "several headers"),
+    ] {
+        let (status, message) = ask(headers, body).await;
+        assert!(status == 400 && message.contains(expected), "{headers:?} {status} {message}");
+    }
+    let (status, message) = ask(&[json, ("content-encoding", "gzip")], b"\x1f\x8b").await;
+    assert!(status == 415 && message.contains("without compression"), "{status} {message}");
+    assert!(engine.seen.lock().is_empty());
+    assert_eq!(ask(&[("content-type", "audio/wav")], b"RIFF {}").await.0, 201);
 }
 
 #[tokio::test]
@@ -243,6 +276,16 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
     assert!(engine.seen.lock().is_empty());
     let native = FakeEngine::with_steps(vec![say("x")]);
     assert_eq!(post(&native.router(), "/v1/responses", r#"{"model":"org/tiny"}"#).await.status, 404);
+}
+
+#[tokio::test]
+async fn methods_of_connections_are_not_relayed() {
+    let engine = relaying(vec![head(), end()]);
+    for (method, expected) in [("CONNECT", 405), ("TRACE", 405), ("DELETE", 201)] {
+        let request = HttpRequest::builder().method(method).uri("/v1/responses/7").body(Body::empty()).unwrap();
+        assert_eq!(send(&engine.router(), request).await.status, expected, "{method}");
+    }
+    assert_eq!(relayed(&engine.only()).method, "DELETE");
 }
 
 #[tokio::test]

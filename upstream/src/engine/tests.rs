@@ -2,6 +2,7 @@ use super::*;
 use crate::models::discover;
 use crate::relay::client::Settings;
 use crate::relay::fake::{FakeEngine, Script};
+use kvbm::Domain;
 use serde_json::json;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -19,6 +20,19 @@ async fn engine(health: impl IntoIterator<Item = Script>) -> (FakeEngine, Upstre
     let card = Arc::new(discover(&client, None).await.unwrap().remove(0).card);
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
     (server, UpstreamEngine::new(client, UpstreamSettings::default(), card, metrics))
+}
+
+/// A request with this body.
+fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) -> Request {
+    let http = HttpRequest {
+        method: Method::POST,
+        target: PathAndQuery::from_static(path),
+        headers: [(header::CONTENT_TYPE, HeaderValue::from_static(content_type))].into_iter().collect(),
+        body: Bytes::from_static(body),
+        is_stream: false,
+        private_fields: &[],
+    };
+    Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }
 
 /// The connections of the requests for the health of a server.
@@ -46,6 +60,50 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
     server.set_page("/health", Script::json(500, &json!({})));
     assert!(matches!(timeout(SOON, engine.probe()).await.unwrap(), Err(Error::Failed(_))));
     drop(server);
+}
+
+#[tokio::test]
+async fn a_body_with_a_salt_is_an_object_or_a_form() {
+    let (_server, mut engine) = engine([]).await;
+    engine.settings.takes_salts = true;
+    let sent = |domain: &Domain, content_type: &'static str, body: &'static [u8]| {
+        let request = Request { domain: domain.clone(), ..request("/v1/responses", content_type, body) };
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        engine.body(http, &request).map(|(body, _)| body)
+    };
+    let (shared, tenant) = (Domain::shared(), Domain::derived(b"s", "ann"));
+    let json = "application/json";
+    let salted = sent(&tenant, json, br#"{"cache_salt":"of-bob"}"#).unwrap();
+    assert!(salted.starts_with(br#"{"cache_salt":"#) && !salted.ends_with(br#"of-bob"}"#), "{salted:?}");
+    let with_mark = b"\xef\xbb\xbf{\"cache_salt\":\"of-bob\"}";
+    for (content_type, body) in [
+        (json, &with_mark[..]),
+        ("multipart/form-data; boundary=b", with_mark),
+        (json, b"{\0\"\0"),
+        (json, br#"[{"cache_salt":"of-bob"}]"#),
+        ("audio/wav", b"--b\r\n"),
+    ] {
+        assert!(matches!(sent(&tenant, content_type, body), Err(Error::Invalid { .. })), "{content_type} {body:?}");
+    }
+    for (content_type, body) in [(json, &b" \n"[..]), ("Multipart/Form-Data; boundary=b", b"--b\r\n")] {
+        assert_eq!(sent(&tenant, content_type, body).unwrap(), body);
+    }
+    assert_eq!(sent(&shared, json, with_mark).unwrap(), with_mark[..]);
+}
+
+#[tokio::test]
+async fn a_request_for_tokens_names_the_model() {
+    let (_server, engine) = engine([]).await;
+    for (path, body, expected) in [
+        ("/tokenize", &br#"{"prompt":"x"}"#[..], &br#"{"prompt":"x","model":"org/m"}"#[..]),
+        ("/detokenize", b"{}", br#"{"model":"org/m"}"#),
+        ("/tokenize", br#"{"model":null}"#, br#"{"model":"org/m"}"#),
+        ("/v1/responses", b"{}", b"{}"),
+    ] {
+        let request = request(path, "application/json", body);
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        assert_eq!(engine.body(http, &request).unwrap().0, expected, "{path}");
+    }
 }
 
 #[test]

@@ -54,6 +54,8 @@ pub enum Relevance {
 static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""choices":["#));
 /// The name of the usage, with its quotes.
 pub(super) static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
+/// The name of what SGLang's `/generate` has in place of the usage.
+pub(super) static META_INFO: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""meta_info""#));
 
 /// How engines write an absent usage: the last member of a chunk. In valid JSON these bytes at the end are nothing
 /// else: the brace closes the chunk, and a quote after a comma starts a name unless it ends a string, which no name can

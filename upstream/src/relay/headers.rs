@@ -36,6 +36,10 @@ const OF_THE_GATEWAY: [HeaderName; 7] = [
 /// Prefix of the headers between the client and the gateway.
 const PRIVATE: &str = "x-blockyard-";
 
+/// Prefix of the headers of Amazon's model hosting. vLLM's `/invocations` takes the model from one of them, in place of
+/// the one in the body, for which the request was checked and routed.
+const SAGEMAKER: &str = "x-amzn-sagemaker-";
+
 /// The data-parallel rank that is to serve a request, as vLLM and SGLang read it.
 const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
@@ -60,7 +64,9 @@ pub fn bearer(key: &str) -> Option<HeaderValue> {
 
 /// The headers of a request to an engine.
 pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> HeaderMap {
-    let ends_here = |name: &HeaderName| OF_THE_GATEWAY.contains(name) || name.as_str().starts_with(PRIVATE);
+    let ends_here = |name: &HeaderName| {
+        OF_THE_GATEWAY.contains(name) || [PRIVATE, SAGEMAKER].iter().any(|prefix| name.as_str().starts_with(prefix))
+    };
     let mut headers = passed(client, ends_here);
     if let Some(value) = authorization {
         headers.insert(header::AUTHORIZATION, value.clone());
@@ -68,11 +74,11 @@ pub fn request(client: &HeaderMap, authorization: Option<&HeaderValue>) -> Heade
     headers
 }
 
-/// Names the request as the gateway does in its log, in place of an id that the gateway did not accept.
+/// Names the request as the gateway does in its log, in place of ids that the gateway did not accept.
 pub fn set_request_id(headers: &mut HeaderMap, id: &str) {
-    if headers.get(REQUEST_ID).is_none_or(|sent| sent != id)
-        && let Ok(id) = HeaderValue::from_str(id)
-    {
+    let mut sent = headers.get_all(REQUEST_ID).iter();
+    let is_named = sent.next().is_some_and(|first| first == id) && sent.next().is_none();
+    if !is_named && let Ok(id) = HeaderValue::from_str(id) {
         headers.insert(REQUEST_ID, id);
     }
 }

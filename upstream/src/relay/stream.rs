@@ -122,8 +122,8 @@ where
     pub fn new(response: Response<B>, usage: UsageInStream) -> Self {
         let (parts, body) = response.into_parts();
         let is_stream = is_readable_stream(&parts.headers);
-        let changed = is_stream && usage == UsageInStream::Strip;
-        let changed = if changed { headers::Body::Changed } else { headers::Body::Unchanged };
+        // Also a stream that keeps its usage: if it breaks off, an event with the error is added.
+        let changed = if is_stream { headers::Body::Changed } else { headers::Body::Unchanged };
         let head = Head { status: parts.status, headers: headers::response(parts.headers, changed) };
         let content =
             if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };

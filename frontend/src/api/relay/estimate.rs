@@ -6,25 +6,31 @@
 //! no estimate: it is what the engine computes.
 
 use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
-use memchr::memchr;
+use crate::output::BYTES_PER_TOKEN;
+use crate::params::Raw;
 use memchr::memmem::Finder;
+use memchr::memrchr;
 use serde::de::IgnoredAny;
+use serde_json::Value;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, LazyLock};
 use worker::engine::RequestAttributes;
 
-/// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
-const BYTES_PER_TOKEN: usize = 4;
-
 /// Tokens of a file within a prompt, such as an image. Vision models make some hundreds to some thousands of one.
 const FILE_TOKENS: usize = 1024;
-/// What a file in a `data:` URL begins with. It ends with the JSON string.
+/// What is between the media type and the bytes of a file in a `data:` URL (RFC 2397).
 static FILE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(b";base64,"));
+/// Members whose value is the URL of a file. Of others, such as `text`, the model reads the value as it is.
+const URLS: [&[u8]; 6] = [b"url", b"image_url", b"audio_url", b"video_url", b"file_data", b"image"];
+/// Maximum length of the scheme, the media type and its parameters of a `data:` URL, with the quote before them.
+const MAX_MEDIA_TYPE: usize = 128;
 
 /// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
 const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
 /// Fields with the prompt, of all endpoints.
-const PROMPT: [&str; 7] = ["messages", "prompt", "input", "query", "text_1", "text", "text_2"];
+const PROMPT: [&str; 9] = ["messages", "prompt", "input", "inputs", "input_ids", "query", "text_1", "text", "text_2"];
+/// Those of them that may be one array of token ids.
+const TOKEN_IDS: [&str; 2] = ["prompt", "input_ids"];
 /// Fields with the limit of output tokens.
 const MAX_TOKENS: [&str; 3] = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
 
@@ -41,13 +47,17 @@ impl Routing {
         } else {
             (estimated_tokens(fields), TokenSource::Estimate)
         };
-        let count = |fields: &mut Fields, name| fields.integer(name, 0..=u32::MAX.into()).ok().flatten();
+        let value = |fields: &mut Fields, name| fields.value(name).ok().flatten();
+        let count = |fields: &mut Fields, name| value(fields, name).as_ref().and_then(lax_count);
+        // SGLang's `/generate` has it within the parameters of sampling.
+        let within = value(fields, "sampling_params").and_then(|params| lax_count(params.get("n")?));
+        let choices = count(fields, "n").max(within).unwrap_or(1);
         Self {
             tokens,
             source,
             tokenize_body: None,
-            is_stream: fields.boolean("stream").ok().flatten().unwrap_or(false),
-            choices: count(fields, "n").unwrap_or(1).saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
+            is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
+            choices: choices.saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
             attributes: RequestAttributes {
@@ -59,32 +69,67 @@ impl Routing {
     }
 }
 
-/// The number of prompts of a completion: an array may contain one prompt of token ids, or several prompts.
+/// The number of prompts of a completion, where an array may contain one prompt of token ids, or several prompts; of a
+/// batch of conversations, the number of these.
 fn prompts(fields: &Fields) -> i64 {
-    let Some(prompt) = fields.peek("prompt").filter(|prompt| prompt.is_array()) else { return 1 };
-    let first = prompt.bytes()[1..].trim_ascii_start().first();
-    let several: Option<Vec<IgnoredAny>> =
-        first.filter(|first| matches!(first, b'"' | b'[')).and_then(|_| serde_json::from_slice(prompt.bytes()).ok());
-    several.map_or(1, |prompts| prompts.len() as i64)
+    let several = |name, begins: &[u8]| {
+        let array = fields.peek(name).filter(|array| array.is_array())?.bytes();
+        let first = array[1..].trim_ascii_start().first()?;
+        let prompts: Option<Vec<IgnoredAny>> =
+            if begins.contains(first) { serde_json::from_slice(array).ok() } else { None };
+        prompts.map(|prompts| prompts.len() as i64)
+    };
+    several("prompt", b"\"[").max(several("messages", b"[")).unwrap_or(1)
 }
 
-/// The prompt of a completion, if it is one array of token ids, also as the only one of several.
-fn token_ids(fields: &mut Fields) -> Option<Arc<[u32]>> {
-    let prompt = fields.peek("prompt").filter(|prompt| prompt.is_array())?.bytes();
+/// Whether a value is true for pydantic, with which servers read requests.
+fn is_lax_true(value: &Value) -> bool {
+    match value {
+        Value::Bool(is_true) => *is_true,
+        Value::Number(number) => number.as_f64() == Some(1.0),
+        Value::String(text) => ["1", "true", "t", "yes", "y", "on"].iter().any(|word| text.eq_ignore_ascii_case(word)),
+        _ => false,
+    }
+}
+
+/// A number of something, also in a string, as pydantic reads it; at most the largest number of 32 bits.
+fn lax_count(value: &Value) -> Option<i64> {
+    let number = match value {
+        Value::Bool(one) => f64::from(u8::from(*one)),
+        Value::Number(number) => number.as_f64()?,
+        Value::String(text) => text.trim().replace('_', "").parse().ok()?,
+        _ => return None,
+    };
+    (number.fract() == 0.0 && number >= 0.0).then(|| number.min(u32::MAX.into()) as i64)
+}
+
+/// The prompt, if it is one array of token ids, also as the only one of several. With further prompts in other fields,
+/// it is for the engine to say which of them it reads.
+fn token_ids(fields: &Fields) -> Option<Arc<[u32]>> {
+    let mut prompts = PROMPT.iter().filter_map(|name| Some((name, fields.peek(name).filter(|raw| !raw.is_null())?)));
+    let (name, prompt) = prompts.next()?;
+    if prompts.next().is_some() || !TOKEN_IDS.contains(name) || !prompt.is_array() {
+        return None;
+    }
+    let prompt = prompt.bytes();
     let ids: Option<Vec<u32>> = serde_json::from_slice(prompt).ok();
     ids.or_else(|| serde_json::from_slice(prompt).ok().map(|[ids]: [Vec<u32>; 1]| ids)).map(Arc::from)
 }
 
 /// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
 fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
-    let mut parts = BEFORE_PROMPT.iter().chain(&PROMPT).filter_map(|name| fields.raw(name));
-    let (Some(first), second) = (parts.next(), parts.next()) else { return Arc::default() };
+    let before: Vec<Raw> = BEFORE_PROMPT.iter().filter_map(|name| fields.raw(name)).collect();
+    let prompts: Vec<Raw> = PROMPT.iter().filter_map(|name| fields.raw(name)).collect();
     // Most prompts are one field without a file, which is not copied.
-    if second.is_none() && FILE.find(first.bytes()).is_none() {
-        return tokens_of(first.bytes());
+    if let ([], [prompt]) = (&before[..], &prompts[..])
+        && FILE.find(prompt.bytes()).is_none()
+    {
+        return tokens_of(prompt.bytes());
     }
     let mut text = Vec::new();
-    [first].into_iter().chain(second).chain(parts).for_each(|raw| push_text(raw.bytes(), &mut text));
+    // Templates write the URLs in tools and documents as they are.
+    before.iter().for_each(|raw| text.extend_from_slice(raw.bytes()));
+    prompts.iter().for_each(|raw| push_text(raw.bytes(), &mut text));
     tokens_of(&text)
 }
 
@@ -102,7 +147,7 @@ fn push_text(mut text: &[u8], to: &mut Vec<u8>) {
     const FILE_BYTES: usize = FILE_TOKENS * BYTES_PER_TOKEN;
     while let Some(at) = FILE.find(text) {
         let start = at + FILE.needle().len();
-        let end = memchr(b'"', &text[start..]).map_or(text.len(), |length| start + length);
+        let end = if begins_file(&text[..at]) { start + base64_bytes(&text[start..]) } else { start };
         let file = &text[start..end];
         to.extend_from_slice(&text[..start]);
         if file.len() > FILE_BYTES {
@@ -115,6 +160,32 @@ fn push_text(mut text: &[u8], to: &mut Vec<u8>) {
         text = &text[end..];
     }
     to.extend_from_slice(text);
+}
+
+/// Whether JSON text ends with the beginning of a `data:` URL, up to its media type, that is the URL of a file.
+fn begins_file(text: &[u8]) -> bool {
+    let from = text.len().saturating_sub(MAX_MEDIA_TYPE);
+    let Some(quote) = memrchr(b'"', &text[from..]).map(|at| from + at) else { return false };
+    let is_media_type = |text: &[u8]| text.contains(&b'/') && text.iter().all(u8::is_ascii_graphic);
+    if !text[quote + 1..].strip_prefix(b"data:").is_some_and(is_media_type) {
+        return false;
+    }
+    let name = text[..quote].trim_ascii_end().strip_suffix(b":").map(<[u8]>::trim_ascii_end);
+    let Some(name) = name.and_then(|name| name.strip_suffix(b"\"")) else { return false };
+    URLS.iter().any(|url| name.strip_suffix(*url).is_some_and(|before| before.ends_with(b"\"")))
+}
+
+/// The number of bytes of base64 that a text begins with. In JSON a slash may have an escape.
+fn base64_bytes(text: &[u8]) -> usize {
+    let mut at = 0;
+    while let Some(byte) = text.get(at) {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'+' | b'/' | b'-' | b'_' | b'=' => at += 1,
+            b'\\' if text.get(at + 1) == Some(&b'/') => at += 2,
+            _ => break,
+        }
+    }
+    at
 }
 
 #[cfg(test)]
@@ -161,11 +232,36 @@ mod tests {
     }
 
     #[test]
+    fn a_text_that_looks_like_a_file_counts_as_text() {
+        let (word, pixels) = ("word ".repeat(10_000), "AAAA".repeat(10_000));
+        for prompt in [
+            serde_json::json!([{ "content": format!(";base64,{word}") }]),
+            serde_json::json!([{ "content": format!("data:image/png;base64,{pixels}") }]),
+            serde_json::json!([{ "content": format!("{{\"url\":\"data:image/png;base64,{pixels}") }]),
+            serde_json::json!([{ "url": format!("data:;base64,{pixels}") }]),
+            serde_json::json!([{ "url": format!("see data:image/png;base64,{pixels}") }]),
+            serde_json::json!([{ "url": format!("data:image/png;base64,{word}") }]),
+        ] {
+            let tokens = read(&serde_json::json!({ "messages": prompt }).to_string()).tokens.len();
+            assert!(tokens >= 10_000, "{tokens}");
+        }
+        let tools = serde_json::json!([{ "url": format!("data:image/png;base64,{pixels}") }]);
+        assert!(read(&serde_json::json!({ "messages": [], "tools": tools }).to_string()).tokens.len() >= 10_000);
+        let escaped = format!(r#"{{"messages":[{{"url" : "data:image\/png;x=y;base64,{}"}}]}}"#, r"A\/A=".repeat(9000));
+        assert!((FILE_TOKENS..FILE_TOKENS + 40).contains(&read(&escaped).tokens.len()));
+    }
+
+    #[test]
     fn a_prompt_of_token_ids_is_taken_as_it_is() {
         for prompt in ["[5, 70000,4294967295]", "[[5,70000,4294967295]]"] {
             let body = format!(r#"{{"prompt":{prompt},"tools":[{{}}]}}"#);
             assert_eq!(read(&body).tokens[..], [5, 70_000, u32::MAX]);
         }
+        assert_eq!(read(r#"{"input_ids":[7,8]}"#).tokens[..], [7, 8]);
+        for both in [r#"{"prompt":[1],"messages":["some text"]}"#, r#"{"prompt":[1],"input_ids":[1,2,3,4,5,6]}"#] {
+            assert!(read(both).tokens.len() > 3, "the engine may read either: {both}");
+        }
+        assert_eq!(read(&format!(r#"{{"inputs":"{}"}}"#, "x".repeat(398))).tokens.len(), 100);
         for prompt in ["[[1,2],[3]]", "[1,-2]", "[4294967296]", "[\"a\"]", "\"[1,2]\""] {
             let tokens = read(&format!(r#"{{"prompt":{prompt}}}"#)).tokens;
             assert_eq!(tokens.len(), prompt.len().div_ceil(4), "{prompt} is estimated");
@@ -180,6 +276,10 @@ mod tests {
             (r#"{"prompt":[1,2]}"#, 1),
             (r#"{"prompt":[]}"#, 1),
             (r#"{"prompt":["a","b"],"n":4294967295}"#, CHOICES_MAX as u32),
+            (r#"{"prompt":"a","n":18446744073709551616}"#, CHOICES_MAX as u32),
+            (r#"{"messages":[{"content":"a"},{"content":"b"}]}"#, 1),
+            (r#"{"text":"a","sampling_params":{"n":7}}"#, 7),
+            (r#"{"messages":[[{"content":"a"}],[{"content":"b"}],[]],"n":2}"#, 6),
         ];
         for (body, expected) in choices {
             assert_eq!(read(body).choices, expected, "{body}");
@@ -187,9 +287,25 @@ mod tests {
     }
 
     #[test]
+    fn numbers_and_truth_are_read_as_servers_do() {
+        for n in ["5", "5.0", r#""5""#, r#"" +5 ""#, r#""0_5""#, r#""5.0""#] {
+            assert_eq!(read(&format!(r#"{{"prompt":"a","n":{n}}}"#)).choices, 5, "{n}");
+        }
+        for n in ["-1", "1.5", r#""NaN""#, "[5]", "true", "null"] {
+            assert_eq!(read(&format!(r#"{{"prompt":"a","n":{n}}}"#)).choices, 1, "{n}");
+        }
+        for stream in ["true", "1", "1.0", r#""True""#, r#""on""#, r#""Y""#, r#""1""#] {
+            assert!(read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        }
+        for stream in ["false", "0", "2", "null", r#""off""#, "[true]"] {
+            assert!(!read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        }
+    }
+
+    #[test]
     fn fields_of_unexpected_types_are_left_to_the_engine() {
         let odd = read(
-            r#"{"prompt":7,"stream":"yes","n":"many","max_tokens":[1],"priority":{},"cache_salt":1,
+            r#"{"prompt":7,"stream":"maybe","n":"many","max_tokens":[1],"priority":{},"cache_salt":1,
             "deadline_ms":"soon"}"#,
         );
         assert_eq!((odd.is_stream, odd.choices, odd.max_tokens, odd.deadline), (false, 1, None, None));

@@ -8,7 +8,7 @@
 use crate::error::Error;
 use crate::http::RequestContext;
 use crate::limits::RunningChoices;
-use crate::output::RelayMeter;
+use crate::output::{BodyKind, RelayMeter};
 use axum::body::HttpBody;
 use axum::http::HeaderMap;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
@@ -56,13 +56,20 @@ pub(super) struct RelayBody {
     cut: Option<io::Error>,
 }
 
-/// Whether a body consists of events, so that another event can be added to it. This is for the answer to say: an
-/// engine may answer a request for a stream with one JSON object.
-pub(super) fn is_event_stream(headers: &HeaderMap) -> bool {
+/// What a body consists of. This is for the answer to say: an engine may answer a request for a stream with one JSON
+/// object, and one that asks for none in a way that only the engine knows with a stream.
+pub(super) fn kind_of(headers: &HeaderMap) -> BodyKind {
     let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    let is_plain = headers.get(CONTENT_ENCODING).is_none_or(|coding| coding == "identity");
-    is_plain && media_type.eq_ignore_ascii_case("text/event-stream")
+    let media_type = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let is_compressed = headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
+    match media_type.as_str() {
+        _ if is_compressed => BodyKind::Other,
+        "text/event-stream" => BodyKind::Events,
+        "application/json" => BodyKind::Json,
+        text if text.starts_with("text/") => BodyKind::Text,
+        json if json.ends_with("+json") => BodyKind::Json,
+        _ => BodyKind::Other,
+    }
 }
 
 /// Reads what has arrived of a response after its head: its first part and what follows that. The client has not got

@@ -54,6 +54,7 @@ fn headers_for_the_gateway_end_there() {
         ("x-api-key", "of-the-client"),
         ("api-key", "of-the-client"),
         ("x-blockyard-explain", "1"),
+        ("X-Amzn-SageMaker-Adapter-Identifier", "another-model"),
         ("accept", "*/*"),
     ]);
     assert_eq!(request(&client, None), headers(&[("accept", "*/*")]));
@@ -62,6 +63,16 @@ fn headers_for_the_gateway_end_there() {
     let expected = headers(&[("accept", "*/*"), ("authorization", "Bearer of-the-engine")]);
     assert_eq!(request(&client, Some(&key)), expected);
     assert_eq!(bearer("line\nend"), None);
+}
+
+#[test]
+fn a_request_has_one_id() {
+    for sent in [&["r"][..], &[], &["other"], &["r", "bad id"], &["bad id", "r"], &["r", "r"]] {
+        let pairs: Vec<_> = sent.iter().map(|id| ("x-request-id", *id)).collect();
+        let mut headers = headers(&pairs);
+        set_request_id(&mut headers, "r");
+        assert_eq!(headers.get_all(REQUEST_ID).iter().collect::<Vec<_>>(), ["r"], "{sent:?}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A body that is no stream: it passes unchanged, and its usage is read at its end.
 
 use super::Usage;
-use crate::relay::chunk::USAGE;
+use crate::relay::chunk::{META_INFO, USAGE};
 use crate::relay::splice;
 use bytes::Bytes;
 
@@ -37,6 +37,7 @@ impl Plain {
             body = frames.concat().into();
         }
         let body = &body[..];
-        Usage::read(&body[splice::find(body, &USAGE)?])
+        let usage = splice::find(body, &USAGE).or_else(|| splice::find(body, &META_INFO));
+        Usage::read(&body[usage?])
     }
 }

@@ -256,6 +256,14 @@ fn a_long_body_passes_without_being_kept() {
 }
 
 #[test]
+fn sglangs_generate_has_its_usage_in_meta_info() {
+    let body = r#"{"text":"\"meta_info\"","meta_info":{"id":"r","prompt_tokens":7,"completion_tokens":2}}"#;
+    let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(body.into())]);
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!((&outcome.bytes[..], outcome.end.unwrap().usage), (body.as_bytes(), Some(usage)));
+}
+
+#[test]
 fn a_compressed_stream_passes_unread() {
     let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
     response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
@@ -265,9 +273,13 @@ fn a_compressed_stream_passes_unread() {
 }
 
 #[test]
-fn the_length_of_a_stripped_stream_is_not_sent() {
-    for (usage, length) in [(UsageInStream::Keep, true), (UsageInStream::Strip, false)] {
-        let mut response = response("text/event-stream", stream::iter([Ok(Script::default().body())]));
+fn the_length_of_a_stream_is_not_sent() {
+    for (content_type, usage, length) in [
+        ("text/event-stream", UsageInStream::Keep, false),
+        ("text/event-stream", UsageInStream::Strip, false),
+        ("application/json", UsageInStream::Strip, true),
+    ] {
+        let mut response = response(content_type, stream::iter([Ok(Script::default().body())]));
         response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
         let Some(Some(Ok(Item::Head(head)))) = Relay::new(response, usage).next().now_or_never() else { panic!() };
         assert_eq!(head.headers.contains_key(header::CONTENT_LENGTH), length);
