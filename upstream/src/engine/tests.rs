@@ -65,11 +65,12 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
 #[tokio::test]
 async fn a_body_with_a_salt_is_an_object_or_a_form() {
     let (_server, mut engine) = engine([]).await;
-    engine.settings.takes_salts = true;
+    engine.settings.salted = SaltedEndpoints::All;
     let sent = |domain: &Domain, content_type: &'static str, body: &'static [u8]| {
         let request = Request { domain: domain.clone(), ..request("/v1/responses", content_type, body) };
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
-        engine.body(http, &request).map(|(body, _)| body)
+        let salt = engine.salt(http, &request.domain)?;
+        engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
     };
     let (shared, tenant) = (Domain::shared(), Domain::derived(b"s", "ann"));
     let json = "application/json";
@@ -102,7 +103,7 @@ async fn a_request_for_tokens_names_the_model() {
     ] {
         let request = request(path, "application/json", body);
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
-        assert_eq!(engine.body(http, &request).unwrap().0, expected, "{path}");
+        assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
     }
 }
 

@@ -128,8 +128,12 @@ fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
     }
     let mut text = Vec::new();
     // Templates write the URLs in tools and documents as they are.
-    before.iter().for_each(|raw| text.extend_from_slice(raw.bytes()));
-    prompts.iter().for_each(|raw| push_text(raw.bytes(), &mut text));
+    for raw in &before {
+        text.extend_from_slice(raw.bytes());
+    }
+    for raw in &prompts {
+        push_text(raw.bytes(), &mut text);
+    }
     tokens_of(&text)
 }
 
