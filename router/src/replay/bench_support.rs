@@ -31,8 +31,10 @@ impl DecisionBenchmark {
     /// holds most and is idle, so that the decision is the same for fleets of any size.
     pub fn new(worker_count: u64, tokens: usize) -> Self {
         let card = StubEngine::card(MODEL, BLOCK);
-        let core = Core::new(RouterId(0), Settings::default(), &prometheus::Registry::new())
-            .expect("the default settings are valid");
+        // Copies ahead of demand are considered at most ten times a second, whatever the number of decisions.
+        let settings = Settings { prefetch: false, ..Settings::default() };
+        let core =
+            Core::new(RouterId(0), settings, &prometheus::Registry::new()).expect("the default settings are valid");
         let tokens: Vec<u32> = (0..tokens as u32).collect();
         let request = Request::greedy("measured", MODEL, &tokens, 256);
         let hashes = ChainKey::root(&request.domain, MODEL, None).hashes(&request.tokens, BLOCK);
