@@ -136,7 +136,7 @@ impl RelayMeter {
         log_fields.cached_tokens = report.cached_tokens;
         // A report of the prompt alone is that of a response without output, such as embeddings.
         let is_counted = report.prompt_tokens.is_none() || matches!(self.counted, Counted::Events(_));
-        let counted = if is_counted { self.counted.tokens() } else { 0 };
+        let counted = if is_counted { self.counted.tokens().min(self.max_tokens) } else { 0 };
         log_fields.completion_tokens = report.completion_tokens.unwrap_or(counted);
     }
 
@@ -157,7 +157,7 @@ impl Drop for RelayMeter {
             let reason = if self.failed { "error" } else { "cancelled" };
             self.count_finished(reason);
             // The engine reports the tokens at the end only, which did not arrive.
-            self.context.log_fields().completion_tokens = self.counted.tokens();
+            self.context.log_fields().completion_tokens = self.counted.tokens().min(self.max_tokens);
         }
     }
 }

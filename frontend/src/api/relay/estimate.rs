@@ -7,7 +7,6 @@
 
 use super::{CHOICES_MAX, Fields, Routing, TokenSource, scheduling};
 use crate::output::BYTES_PER_TOKEN;
-use crate::params::Raw;
 use memchr::memmem::Finder;
 use memchr::memrchr;
 use serde::de::IgnoredAny;
@@ -118,21 +117,24 @@ fn token_ids(fields: &Fields) -> Option<Arc<[u32]>> {
 
 /// One number for each [`BYTES_PER_TOKEN`] bytes of the prompt's text, the bytes themselves.
 fn estimated_tokens(fields: &mut Fields) -> Arc<[u32]> {
-    let before: Vec<Raw> = BEFORE_PROMPT.iter().filter_map(|name| fields.raw(name)).collect();
-    let prompts: Vec<Raw> = PROMPT.iter().filter_map(|name| fields.raw(name)).collect();
+    let fields_of = |names: &'static [&'static str], is_prompt| names.iter().map(move |name| (name, is_prompt));
+    let named = fields_of(&BEFORE_PROMPT, false).chain(fields_of(&PROMPT, true));
+    let mut parts = named.filter_map(|(name, is_prompt)| Some((fields.raw(name)?, is_prompt)));
+    let (Some(first), second) = (parts.next(), parts.next()) else { return Arc::default() };
     // Most prompts are one field without a file, which is not copied.
-    if let ([], [prompt]) = (&before[..], &prompts[..])
+    if let ((prompt, true), None) = (&first, &second)
         && FILE.find(prompt.bytes()).is_none()
     {
         return tokens_of(prompt.bytes());
     }
     let mut text = Vec::new();
-    // Templates write the URLs in tools and documents as they are.
-    for raw in &before {
-        text.extend_from_slice(raw.bytes());
-    }
-    for raw in &prompts {
-        push_text(raw.bytes(), &mut text);
+    for (raw, is_prompt) in [first].into_iter().chain(second).chain(parts) {
+        if is_prompt {
+            push_text(raw.bytes(), &mut text);
+        } else {
+            // Templates write the URLs in tools and documents as they are.
+            text.extend_from_slice(raw.bytes());
+        }
     }
     tokens_of(&text)
 }

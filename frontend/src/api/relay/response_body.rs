@@ -68,6 +68,7 @@ pub(super) fn kind_of(headers: &HeaderMap) -> BodyKind {
         "application/json" => BodyKind::Json,
         text if text.starts_with("text/") => BodyKind::Text,
         json if json.ends_with("+json") => BodyKind::Json,
+        "application/x-ndjson" | "application/ndjson" | "application/jsonl" => BodyKind::Json,
         _ => BodyKind::Other,
     }
 }
