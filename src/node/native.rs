@@ -140,8 +140,8 @@ impl Native {
         let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
         if timeout_at(end_requests, drained).await.is_err() {
             tracing::warn!(
-                "requests still run after four fifths of shutdown_timeout and are ended; a frontend in a process of its \
-                 own continues them elsewhere"
+                "requests still run after four fifths of shutdown_timeout and are ended; a frontend in a process of \
+                 its own continues them elsewhere"
             );
         }
         flush(&managers, &self.stores, deadline).await;
