@@ -149,7 +149,7 @@ impl Metrics {
             )?,
             prefix_copies: counters(
                 "blockyard_router_prefix_copies_total",
-                "Copies of shared prefixes that workers were told to make ahead of demand, by outcome: started, and \
+                "Copies of shared prefixes that the router ordered ahead of demand, by outcome: started, and \
                  then complete, busy, no_memory, not_found, timed_out, unsupported, failed or cancelled.",
                 &["outcome"],
             )?,

@@ -81,9 +81,9 @@ pub enum Error {
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
     #[error(
-        "not enough memory: {who} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} is available; \
+        "not enough memory: {workers_need} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} is available; \
          {advice}",
-        who = who(*.workers),
+        workers_need = workers_need(*.workers),
         advice = smaller(*.workers, .sizes),
         needed = ByteSize(*.needed).about(),
         weights = ByteSize(*.weights).about(),
@@ -105,8 +105,8 @@ pub enum Error {
     },
 }
 
-/// The workers as the subject of "need".
-fn who(workers: u64) -> String {
+/// The number of workers, with the verb.
+fn workers_need(workers: u64) -> String {
     if workers == 1 { "1 worker needs".to_owned() } else { format!("{workers} workers need") }
 }
 

@@ -70,7 +70,7 @@ pub(crate) struct FakeEngine {
     /// Cached blocks; `None` for an engine that caches nothing.
     cache: Arc<Mutex<Cache>>,
     source: Source,
-    /// Copies of prefixes that it was told to make.
+    /// Copies of prefixes that the router ordered.
     pub(crate) copies: Mutex<Vec<PrefixCopy>>,
     /// How it answers these. A copy takes a second.
     pub(crate) copy_answer: Mutex<Result<Prefetched, PrefetchError>>,
