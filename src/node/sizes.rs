@@ -81,7 +81,8 @@ pub enum Error {
     TooSmall(ByteSize, u64),
     /// The machine has too little memory.
     #[error(
-        "not enough memory: {workers_need} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), and {have} is available; \
+        "not enough memory: {workers_need} {needed} (weights {weights}, G1 {g1} and G2 {g2} each), \
+         and {have} is available; \
          {advice}",
         workers_need = workers_need(*.workers),
         advice = smaller(*.workers, .sizes),
