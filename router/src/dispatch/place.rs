@@ -290,7 +290,7 @@ fn book(
                 ),
                 amount,
                 stall_timeout: stall_timeout(prefill.aggregated.first_token()),
-                transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing()),
+                transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing() as u32),
                 prediction,
             }
         }),

@@ -405,7 +405,7 @@ impl SimulatedRouter {
             Route { decode: row.worker().id(), prefill: prefill_row.map(|prefill_row| prefill_row.worker().id()) };
         let held = [row.demand(), prefill_row.map(ScoredWorker::prefill_demand).unwrap_or_default()];
         let queued = ticket.placed(route, held, output_tokens as u64, decision.min_service_seconds(&row), now);
-        let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing());
+        let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing() as u32);
         self.placements[request as usize] =
             Some(Placement { decode, prefill, transfer_s, prefilled_at: None, arrived_at, permit: None });
         Some(queued)
