@@ -194,6 +194,37 @@ async fn a_peer_that_a_request_names_learns_no_secret() {
     }
 }
 
+/// A request may name any worker.
+#[tokio::test(start_paused = true)]
+async fn few_memories_of_other_processes_are_kept() {
+    let connected = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&connected);
+    let url = "http://127.0.0.1:1";
+    let peers = Peers::with_other_processes(OtherProcesses {
+        url: url.to_owned(),
+        connect: Box::new(move |worker, url: &str| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Arc::new(RemotePeer::new(worker, url, None)) as _
+        }),
+    });
+    // The number of memories that were made until a worker is read, this one included.
+    let made = |worker: u64| {
+        assert!(peers.memory(&PeerTicket { peer: WorkerId(worker), url: Some(url.to_owned()) }).is_some());
+        connected.load(Ordering::SeqCst)
+    };
+    for worker in 0..2000 {
+        made(worker);
+        tokio::time::advance(Duration::from_millis(1)).await;
+    }
+    assert_eq!(format!("{peers:?}"), "Peers(0 here, 256 elsewhere)");
+    assert_eq!((made(1999), made(1744)), (2000, 2000), "the last ones are kept");
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert_eq!((made(2000), made(1744), made(1745)), (2001, 2001, 2002), "the least recently used one is forgotten");
+    tokio::time::advance(Duration::from_mins(11)).await;
+    made(3000);
+    assert_eq!(format!("{peers:?}"), "Peers(0 here, 1 elsewhere)", "idle ones are forgotten");
+}
+
 #[tokio::test]
 async fn a_corrupt_block_is_not_asked_for_again() {
     let peer = RemotePeer::new(WorkerId(1), "http://127.0.0.1:1", None);
