@@ -48,22 +48,29 @@ pub(crate) enum Salting {
 }
 
 impl SaltedEndpoints {
-    /// What `http` needs, if it has a salt.
-    pub(crate) fn salting(&self, http: &HttpRequest) -> Salting {
+    /// Whether `http` may be sent, if it has a salt.
+    pub(crate) fn takes(&self, http: &HttpRequest) -> bool {
         let path = http.target.path();
         let has_field = match self {
-            Self::None => return Salting::Unsalted,
+            Self::None => return true,
             Self::All => true,
             Self::Described(paths) => paths.contains(path),
         };
         let has_no_cache = WITHOUT_CACHE.contains(&path) || EndpointKind::Pooling.paths().contains(&path);
-        let body = http.body.trim_ascii_start();
-        let is_object = body.first() == Some(&b'{');
         // Without a body there is no prompt.
-        if has_no_cache || body.is_empty() || (is_object && has_field) {
+        has_no_cache || http.body.trim_ascii().is_empty() || (is_object(http) && has_field)
+    }
+
+    /// What `http` needs, if it has a salt.
+    pub(crate) fn salting(&self, http: &HttpRequest) -> Salting {
+        if *self == Self::None {
+            return Salting::Unsalted;
+        }
+        if self.takes(http) {
             return Salting::Salted;
         }
-        Salting::Refused(if is_object {
+        let path = http.target.path();
+        Salting::Refused(if is_object(http) {
             format!(
                 "the server's /openapi.json has no field cache_salt for {path}, so tenants would share the server's \
                  cache; use another endpoint, or set cache_salt in [[upstreams]]: \"on\" if the server has the field \
@@ -77,6 +84,10 @@ impl SaltedEndpoints {
             )
         })
     }
+}
+
+fn is_object(http: &HttpRequest) -> bool {
+    http.body.trim_ascii_start().first() == Some(&b'{')
 }
 
 /// The salts that were sent last.
