@@ -14,7 +14,7 @@
 
 use crate::plane::nats::{RecordKey, RecordKeys};
 use http::header::AUTHORIZATION;
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderValue, Uri};
 use parking_lot::RwLock;
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::fmt;
@@ -30,7 +30,8 @@ pub struct Secret(Arc<InEffect>);
 /// What a process requires of requests: a MAC of its URL, made with a secret that it accepts.
 pub struct RequiredMac {
     secret: Secret,
-    url: String,
+    /// As [`process_at`] names it.
+    process: String,
 }
 
 /// Counts changes of the file with the secret. Clones share the counter.
@@ -140,17 +141,16 @@ impl Secret {
 
     /// The header `authorization` of requests to the process at a URL. No process at another URL accepts it.
     pub fn header(&self, url: &str) -> HeaderValue {
-        let mac = self.0.mac_keys.read().first().expect("there is at least one key").mac(url);
+        let mac = self.0.mac_keys.read().first().expect("there is at least one key").mac(&process_at(url));
         let header = HeaderValue::try_from(format!("{SCHEME}{}", mac.to_hex()));
         let mut header = header.expect("hexadecimal digits are visible ASCII characters");
         header.set_sensitive(true);
         header
     }
 
-    /// What the process at a URL requires of requests. The URL is the one that it has in discovery: senders use that
-    /// text as it is.
+    /// What the process at a URL requires of requests. The URL is the one that it has in discovery.
     pub fn required_at(&self, url: &str) -> RequiredMac {
-        RequiredMac { secret: self.clone(), url: url.to_owned() }
+        RequiredMac { secret: self.clone(), process: process_at(url) }
     }
 }
 
@@ -160,7 +160,7 @@ impl RequiredMac {
         let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
         let digits = presented.and_then(|presented| presented.strip_prefix(SCHEME.as_bytes()));
         let Some(Ok(mac)) = digits.map(blake3::Hash::from_hex) else { return false };
-        self.secret.0.mac_keys.read().iter().any(|key| mac == key.mac(&self.url))
+        self.secret.0.mac_keys.read().iter().any(|key| mac == key.mac(&self.process))
     }
 }
 
@@ -169,9 +169,23 @@ impl MacKey {
         Self(blake3::derive_key(CONTEXT, secret.as_bytes()))
     }
 
-    /// The MAC of requests to the process at a URL.
-    fn mac(&self, url: &str) -> blake3::Hash {
-        blake3::keyed_hash(&self.0, url.as_bytes())
+    /// The MAC of requests to a process, as [`process_at`] names it.
+    fn mac(&self, process: &str) -> blake3::Hash {
+        blake3::keyed_hash(&self.0, process.as_bytes())
+    }
+}
+
+/// The process at a URL: `http://host:port` or `https://host:port` in lower case, because one URL can be written in
+/// several ways. A text that is no URL, and so is not connected to, stays as it is.
+fn process_at(url: &str) -> String {
+    let uri: Option<Uri> = url.parse().ok();
+    match uri.as_ref().map(|uri| (uri.scheme_str(), uri.authority())) {
+        Some((Some(scheme), Some(authority))) => {
+            let authority = authority.as_str();
+            let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+            format!("{scheme}://{host}").to_ascii_lowercase()
+        }
+        _ => url.to_owned(),
     }
 }
 
@@ -263,13 +277,17 @@ mod tests {
         assert!(accepts(&ours, &ours) && !accepts(&ours, &other));
         let required = ours.required_at(URL);
         assert!(!required.is_in(&HeaderMap::new()));
+        for url in ["http://10.0.0.7:8100/", "HTTP://10.0.0.7:8100", "http://ann:pass@10.0.0.7:8100"] {
+            assert!(required.is_in(&headers(&ours, url)), "{url:?} is the same process");
+            assert!(ours.required_at(url).is_in(&headers(&ours, URL)), "{url:?} is the same process");
+        }
         for url in ["http://10.0.0.8:8100", "https://10.0.0.7:8100", "http://10.0.0.7:8100@10.0.0.8:1", ""] {
             assert!(!required.is_in(&headers(&ours, url)), "it was sent to {url:?}");
         }
         let mac = ours.header(URL).to_str().unwrap().strip_prefix(SCHEME).unwrap().to_owned();
         for wrong in [&*mac, "0123456789abcdef", "Bearer 0123456789abcdef", SCHEME, &*format!("{SCHEME}{}", &mac[1..])]
         {
-            let headers = HeaderMap::from_iter([(AUTHORIZATION, wrong.parse().unwrap())]);
+            let headers = HeaderMap::from_iter([(AUTHORIZATION, wrong.parse::<HeaderValue>().unwrap())]);
             assert!(!required.is_in(&headers), "{wrong:?}");
         }
         assert!(!format!("{ours:?} {:?}", headers(&ours, URL)).contains(&mac[..8]), "it is not printed");

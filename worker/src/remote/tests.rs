@@ -311,7 +311,8 @@ async fn a_stated_protocol_number_is_checked_before_the_secret() {
     let server = RequestServer::new(Some(secret("0123456789abcdef").required_at("http://host:1")), Peers::default());
     let bearer = (http::header::AUTHORIZATION, HeaderValue::from_static("Bearer 0123456789abcdef"));
     for (protocol, status) in [(Some("2"), 400), (Some("3"), 401), (None, 401)] {
-        let protocol = protocol.map(|number| (PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(number)));
+        let name: http::HeaderName = PROTOCOL_HEADER.parse().unwrap();
+        let protocol = protocol.map(|number| (name, HeaderValue::from_static(number)));
         let headers = HeaderMap::from_iter(protocol.into_iter().chain([bearer.clone()]));
         let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
         assert_eq!(response.status(), status, "{headers:?}");

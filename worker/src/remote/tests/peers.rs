@@ -187,7 +187,7 @@ async fn a_peer_that_a_request_names_learns_no_secret() {
         let reading = tokio::spawn(read);
         let value = next_authorization(&listener).await;
         assert!(!value.contains(new) && !value.contains(former), "{value}");
-        let headers = HeaderMap::from_iter([(http::header::AUTHORIZATION, value.parse().unwrap())]);
+        let headers = HeaderMap::from_iter([(http::header::AUTHORIZATION, value.parse::<HeaderValue>().unwrap())]);
         let accepts = |url: &str| both.required_at(url).is_in(&headers);
         assert!(accepts(&url) && !accepts("http://127.0.0.1:1"), "{value}");
         assert!(reading.await.unwrap(), "the blocks are computed");
