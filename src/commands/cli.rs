@@ -229,7 +229,7 @@ struct ClusterFlags {
     #[arg(long, value_name = "URL")]
     nats: Vec<String>,
 
-    /// File with the secret that frontends send and workers require
+    /// File with the secret that frontends and workers share
     #[arg(long, value_name = "FILE")]
     secret_file: Option<String>,
 }

@@ -16,7 +16,7 @@ pub(super) struct RefusedRequests {
 /// Why a request is refused.
 #[derive(Clone, Copy)]
 pub(super) enum Refusal {
-    /// It has no secret that the worker accepts.
+    /// It has no MAC made with a secret that the worker accepts.
     Secret,
     /// It came without a client certificate.
     Certificate,

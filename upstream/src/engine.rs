@@ -216,6 +216,11 @@ impl Engine for UpstreamEngine {
         self.settings.only
     }
 
+    fn refuses(&self, request: &Request) -> bool {
+        let Work::Relay(http) = &request.work else { return false };
+        !self.settings.salted.takes(http) && request.domain.engine_salt().is_some()
+    }
+
     fn server(&self) -> Option<u64> {
         self.settings.server
     }

@@ -208,14 +208,14 @@ fn describe_tokens(span: &mut Span, tokens: &[u32], source: TokenSource) {
 /// route.
 pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRequest) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
+    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
+    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
+        return Err(operations::no_method(parts.method, parts.uri).await);
+    }
     let context = RequestContext::of(&parts.extensions);
     let relayed: Vec<_> = state.engine.models().into_iter().filter(|card| card.is_relayed).collect();
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(operations::no_route(&parts.method, &parts.uri));
-    }
-    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
-    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
-        return Err(Error::MethodNotAllowed { method: parts.method.to_string(), path: parts.uri.path().into() });
     }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;

@@ -129,7 +129,7 @@ fn choose(
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let view = FleetView::new(pool, &overlaps, length, pool.endpoints().required(request), tried, now);
+    let view = FleetView::new(pool, &overlaps, length, pool.needs(request), tried, now);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));

@@ -11,7 +11,7 @@ use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
 use crate::booking::{InflightPrefix, InflightPrefixes, placed};
 use crate::control::replicas::PeerRouters;
 use crate::control::{Outcome, SourceCursor};
-use crate::fleet::{Fleet, Worker};
+use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
 use crate::index::{Holder, HolderId, Index};
 use crate::load::Demand;
@@ -332,7 +332,7 @@ impl SimulatedRouter {
         overlaps.extend(&self.inflight);
         let fleet = self.fleet.snapshot();
         let pool = fleet.pool(MODEL)?;
-        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, None, &[], now);
+        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, Needs::default(), &[], now);
         let random = splitmix64(self.seed ^ self.fleet.choices());
         // As in the live router, the length of the output is not known, but learned.
         let stats = pool.stats().clone();

@@ -63,15 +63,16 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
 }
 
 #[tokio::test]
-async fn a_body_with_a_salt_is_an_object_or_a_form() {
+async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
     engine.settings.salted = SaltedEndpoints::All;
-    let sent = |domain: &Domain, content_type: &'static str, body: &'static [u8]| {
-        let request = Request { domain: domain.clone(), ..request("/v1/responses", content_type, body) };
+    let sent_to = |path: &'static str, domain: &Domain, content_type: &'static str, body: &'static [u8]| {
+        let request = Request { domain: domain.clone(), ..request(path, content_type, body) };
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         let salt = engine.salt(http, &request.domain)?;
         engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
     };
+    let sent = |domain: &Domain, kind: &'static str, body: &'static [u8]| sent_to("/v1/responses", domain, kind, body);
     let (shared, tenant) = (Domain::shared(), Domain::derived(b"s", "ann"));
     let json = "application/json";
     let salted = sent(&tenant, json, br#"{"cache_salt":"of-bob"}"#).unwrap();
@@ -83,13 +84,16 @@ async fn a_body_with_a_salt_is_an_object_or_a_form() {
         (json, b"{\0\"\0"),
         (json, br#"[{"cache_salt":"of-bob"}]"#),
         ("audio/wav", b"--b\r\n"),
+        ("Multipart/Form-Data; boundary=b", b"--b\r\n"),
     ] {
         assert!(matches!(sent(&tenant, content_type, body), Err(Error::Invalid { .. })), "{content_type} {body:?}");
     }
-    for (content_type, body) in [(json, &b" \n"[..]), ("Multipart/Form-Data; boundary=b", b"--b\r\n")] {
-        assert_eq!(sent(&tenant, content_type, body).unwrap(), body);
-    }
+    assert_eq!(sent(&tenant, json, b" \n").unwrap(), b" \n"[..]);
     assert_eq!(sent(&shared, json, with_mark).unwrap(), with_mark[..]);
+    let form = ("multipart/form-data; boundary=b", &b"--b\r\n"[..]);
+    assert_eq!(sent(&shared, form.0, form.1).unwrap(), form.1, "it has no tenant");
+    assert_eq!(sent_to("/v1/embeddings", &tenant, form.0, form.1).unwrap(), form.1, "it uses no cache");
+    assert!(sent_to("/v1/embeddings", &tenant, json, with_mark).is_err(), "a server may read it as JSON");
 }
 
 #[tokio::test]
