@@ -1,6 +1,7 @@
 //! Orders a further copy of the shared prefix of a request, if one pays. The request does not wait for it.
 
 use crate::booking::PrefixCopies;
+use crate::index::Index;
 use crate::policy::{Decision, Overlaps};
 use crate::state::Core;
 use kvbm::SequenceHash;
@@ -14,13 +15,15 @@ pub(super) fn on_the_way(core: &Core, decision: &Decision<'_>, overlaps: &Overla
 }
 
 /// Orders a copy, if one pays. Replay orders its copies here, too.
-pub(crate) fn order(copies: &PrefixCopies, decision: &Decision<'_>, overlaps: &Overlaps, now: Instant) {
+pub(crate) fn order(copies: &PrefixCopies, index: &Index, decision: &Decision<'_>, overlaps: &Overlaps, now: Instant) {
     let Some((blocks, prefix)) = blocks(decision, overlaps) else { return };
     if !copies.may_order(now) {
         return;
     }
     let (unavailable, receivers) = (copies.unavailable(prefix, now), copies.receivers(prefix));
-    let Some(planned) = decision.copy_ahead(&unavailable, &receivers) else { return };
+    // The overlaps of the decision include what running requests will have computed, which cannot be read yet.
+    let stored = index.overlap(blocks);
+    let Some(planned) = decision.copy_ahead(&stored, &unavailable, &receivers) else { return };
     let peer = planned.from.map(|from| PeerTicket { peer: from.id(), url: from.engine.address() });
     tracing::debug!(
         worker = %planned.to.id(), from = ?peer.as_ref().map(|ticket| ticket.peer), blocks = planned.blocks,

@@ -385,7 +385,7 @@ impl SimulatedRouter {
             SelectionContext { random, session: Some(spec.session) },
         )?;
         if let Some(copies) = &self.copies {
-            order_copy(copies, &decision, &overlaps, now);
+            order_copy(copies, &self.index, &decision, &overlaps, now);
             actions.extend(iter::from_fn(|| copies.take()).map(|(to, copy)| Action::copy(request, &to, &copy)));
         }
         // Rows are in the order of worker ids, which count from 0.
