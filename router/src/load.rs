@@ -28,7 +28,7 @@ mod traffic;
 mod worker_load;
 
 pub(crate) use demand::Demand;
-pub(crate) use estimate::{ServiceEstimate, prefill_speed};
+pub(crate) use estimate::{ServiceEstimate, assumed_speed, prefill_speed};
 pub(crate) use model_stats::ModelStats;
 pub(crate) use output_lengths::ExpectedOutput;
 pub(crate) use prefill_time::PrefillTime;

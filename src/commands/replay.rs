@@ -5,8 +5,8 @@ use crate::commands::output::{self, count};
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
-    self, AdmissionMode, Options, Planned, PlannedTarget, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo,
-    Trace, Traffic, Workload,
+    self, AdmissionMode, Copies, Options, Planned, PlannedTarget, PolicyUnderTest, Profile, QueueOrder, Results, Runs,
+    Slo, Trace, Traffic, Workload,
 };
 use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
@@ -128,6 +128,12 @@ pub struct Replay {
     #[arg(long, value_name = "ORDER", default_value = "fcfs", value_parser = queue_order)]
     queue_order: QueueOrder,
 
+    /// Whether idle workers copy shared prefixes into their host memory ahead of demand, as router.prefetch says: `on`,
+    /// `off`, or `both`, each of our own policies with and without. Needs a profile with a table [host] [default:
+    /// router.prefetch]
+    #[arg(long, value_name = "WHICH", value_parser = prefetch)]
+    prefetch: Option<Prefetch>,
+
     /// Let the planner change workers between prefill and decode, as router.planner.mode=apply does
     #[arg(long)]
     rebalance: bool,
@@ -149,9 +155,21 @@ pub struct Replay {
     json: bool,
 }
 
+/// Whether copies ahead of demand are simulated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Prefetch {
+    On,
+    Off,
+    /// Each policy with and without them.
+    Both,
+}
+
 /// Limit of simulated workers: above any real fleet, and few enough for the memory of one machine.
 const WORKERS_MAX: usize = 100_000;
 const H100: &str = include_str!("../../deploy/profiles/h100-8b.toml");
+
+/// Columns of the table for names of policies, if none is longer.
+const POLICY_WIDTH: usize = 16;
 
 /// What `--json` prints.
 #[derive(Serialize)]
@@ -178,6 +196,9 @@ struct Report<'a> {
     event_loss_until: f64,
     resync_delay_s: f64,
     rebalance: bool,
+    /// What `--prefetch` says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefetch: Option<&'static str>,
     /// The `[router]` section of the given configuration.
     #[serde(skip_serializing_if = "Option::is_none")]
     router: Option<&'a Settings>,
@@ -187,6 +208,39 @@ struct Report<'a> {
     runs: u64,
     seed: u32,
     policies: Vec<Results>,
+}
+
+impl Prefetch {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Both => "both",
+        }
+    }
+
+    /// The policies with or without copies ahead of demand, or each of our own with and without, under its name and
+    /// ` (no copies)`. `settings`: of the router, with this choice.
+    fn apply(self, settings: &Settings, policies: Vec<PolicyUnderTest>) -> Vec<PolicyUnderTest> {
+        let variants = |policy: PolicyUnderTest| {
+            let (name, of_policy) = match &policy {
+                PolicyUnderTest::Policy(chosen) => (chosen.name().to_owned(), settings.clone().choosing(chosen)),
+                PolicyUnderTest::Settings(name, of_policy) => (name.clone(), (**of_policy).clone()),
+                // Other routers order no copies.
+                PolicyUnderTest::Peer(_) => return vec![policy],
+            };
+            let of =
+                |name, prefetch| PolicyUnderTest::Settings(name, Box::new(Settings { prefetch, ..of_policy.clone() }));
+            match self {
+                Self::On | Self::Off => vec![of(name, self == Self::On)],
+                Self::Both => {
+                    let without = format!("{name} (no copies)");
+                    vec![of(name, true), of(without, false)]
+                }
+            }
+        };
+        policies.into_iter().flat_map(variants).collect()
+    }
 }
 
 impl Replay {
@@ -199,8 +253,12 @@ impl Replay {
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
-    let (settings, compared) =
+    let (mut settings, mut compared) =
         if configured { configured_policies(args)? } else { (Settings::default(), policies_to_compare(args, None)?) };
+    if let Some(prefetch) = args.prefetch {
+        settings.prefetch = prefetch != Prefetch::Off;
+        compared = prefetch.apply(&settings, compared);
+    }
     if let Some(path) = &args.write_trace {
         return write_trace(args, path);
     }
@@ -254,6 +312,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         event_loss_until: args.event_loss_until,
         resync_delay_s: args.resync_delay.as_secs_f64(),
         rebalance: options.rebalance,
+        prefetch: args.prefetch.map(Prefetch::name),
         router: configured.then_some(&options.settings),
         slo_ttft_s: options.slo.ttft.as_secs_f64(),
         slo_itl_s: options.slo.itl.as_secs_f64(),
@@ -275,6 +334,13 @@ fn options(args: &Replay, settings: Settings) -> anyhow::Result<Options> {
     }
     if disaggregated && profile.peer.is_none() {
         bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
+    }
+    if let Some(prefetch) = args.prefetch.filter(|prefetch| *prefetch != Prefetch::Off && profile.host.is_none()) {
+        bail!(
+            "--prefetch {}: the profile has no table [host], the host memory into which workers copy prefixes; add one \
+             to the file of --profile",
+            prefetch.name()
+        );
     }
     if args.clairvoyant && (disaggregated || profile.shared.is_some() || args.admission != AdmissionMode::Off) {
         bail!("--clairvoyant: needs workers of the role both, no [shared] in the profile, and no --admission");
@@ -405,8 +471,11 @@ fn table(report: &Report<'_>) -> String {
     if report.policies.iter().any(|results| results.role_changes.is_some()) {
         lines[1] += " roles";
     }
-    lines.extend(report.policies.iter().map(row));
+    let names = report.policies.iter().map(|results| results.policy.len()).max().unwrap_or(0).max(POLICY_WIDTH);
+    lines[1] = lines[1].replace("policy", &format!("{:<width$}", "policy", width = 6 + names - POLICY_WIDTH));
+    lines.extend(report.policies.iter().map(|results| row(results, names)));
     lines.extend(report.policies.iter().filter_map(planned));
+    lines.extend(report.policies.iter().filter_map(copies));
     let rejected = report.policies.iter().map(|f| f.rejected).max().filter(|rejected| *rejected > 0);
     let why = if report.admission == "off" {
         "did not fit on any worker"
@@ -435,7 +504,22 @@ fn planned(results: &Results) -> Option<String> {
     ))
 }
 
-fn row(f: &Results) -> String {
+/// What became of the copies ahead of demand.
+fn copies(results: &Results) -> Option<String> {
+    let Copies { ordered, completed, failed, used, unused, copied_tokens, copied_bytes, used_tokens } =
+        results.copies?;
+    let gigabytes = copied_bytes as f64 / 1e9;
+    Some(format!(
+        "\n{} at {:.2}/s: {} ahead of demand, {completed} completed, {failed} failed; {used} used, {unused} not used; \
+         {copied_tokens} tokens ({gigabytes:.1} GB) copied, {used_tokens} of them used",
+        results.policy,
+        results.rate_rps,
+        if ordered == 1 { "1 copy was ordered".to_owned() } else { format!("{ordered} copies were ordered") }
+    ))
+}
+
+/// A line of the table, with this many columns for the name of the policy.
+fn row(f: &Results, width: usize) -> String {
     let load = f.load_factor.map_or(String::new(), |load| format!("{load:.2}"));
     let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
@@ -446,7 +530,7 @@ fn row(f: &Results) -> String {
     let disaggregated =
         f.remote_prefills.map(share).unwrap_or_default() + &f.role_changes.map(changes).unwrap_or_default();
     format!(
-        "{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{disaggregated}",
+        "{load:>5} {:7.2} {:<width$} {hit:4.1} % {ttft} {itl} {good} {:6.2}{disaggregated}",
         f.rate_rps, f.policy, f.imbalance
     )
 }
@@ -458,7 +542,7 @@ fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnd
     let settings = config.router;
     let chosen = matches!(settings.policy, Policy::Composed(_)) || origins.of("router.policy") != "default";
     let compared = if args.policy.is_empty() && chosen {
-        vec![PolicyUnderTest::Settings(settings.policy.name(), Box::new(settings.clone()))]
+        vec![PolicyUnderTest::Settings(settings.policy.name().to_owned(), Box::new(settings.clone()))]
     } else {
         policies_to_compare(args, Some(&settings))?
     };
@@ -504,6 +588,11 @@ fn admission(name: &str) -> Result<AdmissionMode, String> {
     all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, queue or deadline".into())
 }
 
+fn prefetch(name: &str) -> Result<Prefetch, String> {
+    let all = [Prefetch::On, Prefetch::Off, Prefetch::Both];
+    all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected on, off or both".into())
+}
+
 fn queue_order(text: &str) -> Result<QueueOrder, String> {
     let k = text.strip_prefix("k-lpm:").and_then(|k| k.parse().ok()).map(QueueOrder::KLpm);
     let order = if text == "fcfs" { Some(QueueOrder::Fcfs) } else { k };
@@ -532,6 +621,27 @@ mod tests {
     #[test]
     fn the_built_in_profile_is_valid() {
         toml::from_str::<Profile>(H100).unwrap().check().unwrap();
+    }
+
+    #[test]
+    fn prefetch_both_adds_each_of_our_policies_without_copies() {
+        let policies = [PolicyUnderTest::Policy(Policy::Kv), PolicyUnderTest::Peer(replay::Peer::ALL[0])];
+        let names_and_prefetch = |prefetch: Prefetch| -> Vec<(String, Option<bool>)> {
+            let each = |policy: &PolicyUnderTest| {
+                let prefetch = match policy {
+                    PolicyUnderTest::Settings(_, settings) => Some(settings.prefetch),
+                    _ => None,
+                };
+                (policy.name().to_owned(), prefetch)
+            };
+            prefetch.apply(&Settings::default(), policies.to_vec()).iter().map(each).collect()
+        };
+        let peer = (replay::Peer::ALL[0].name().to_owned(), None);
+        let kv = |copies| ("kv".to_owned(), Some(copies));
+        assert_eq!(names_and_prefetch(Prefetch::On), [kv(true), peer.clone()]);
+        assert_eq!(names_and_prefetch(Prefetch::Off), [kv(false), peer.clone()]);
+        let both = [kv(true), ("kv (no copies)".to_owned(), Some(false)), peer];
+        assert_eq!(names_and_prefetch(Prefetch::Both), both);
     }
 
     #[test]

@@ -134,6 +134,30 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
 }
 
 #[test]
+fn replay_compares_policies_with_and_without_copies_ahead_of_demand() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("worker.toml");
+    let profile = include_str!("../../deploy/profiles/h100-8b.toml");
+    std::fs::write(&file, profile).unwrap();
+    let replay = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        command.args(["replay", "--workload", "hot-prefix:16k", "--requests", "200", "--workers", "32"]);
+        command.args(["--rate", "6", "--policy", "kv,llm-d", "--prefetch", "both", "--json", "--profile"]).arg(&file);
+        command.output().unwrap()
+    };
+    let error = String::from_utf8(replay().stderr).unwrap();
+    assert!(error.contains("--prefetch both") && error.contains("[host]"), "{error}");
+    let host = "[host]\ncapacity_bytes = 200_000_000_000\nbytes_per_second = 32e9\nlatency_s = 0.0005\n";
+    std::fs::write(&file, profile.to_owned() + "\n" + host).unwrap();
+    let report: Value = serde_json::from_slice(&replay().stdout).unwrap();
+    let policies = report["policies"].as_array().unwrap();
+    let names: Vec<&str> = policies.iter().map(|results| results["policy"].as_str().unwrap()).collect();
+    assert_eq!(names, ["kv", "kv (no copies)", "llm-d"]);
+    assert!(policies[0]["copies"]["ordered"].as_u64().unwrap() >= 1, "{report:#}");
+    assert!(policies[1].get("copies").is_none() && policies[2].get("copies").is_none(), "{report:#}");
+}
+
+#[test]
 fn replay_reads_the_router_configuration_as_serve_does() {
     let folder = tempfile::tempdir().unwrap();
     let (run, file) = (folder.path().join("run.jsonl"), folder.path().join("blockyard.toml"));

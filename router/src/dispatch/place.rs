@@ -151,7 +151,7 @@ fn choose(
     }
     // A server of another program shares its memory with no other.
     if resolved.settings.prefetch && !matches!(request.work, Work::Relay(_)) {
-        copy_ahead::order(core, &decision, &overlaps, now);
+        copy_ahead::order(&core.copies, &core.index, &decision, &overlaps, now);
     }
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());

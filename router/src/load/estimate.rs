@@ -162,6 +162,12 @@ impl ServiceEstimate {
     }
 }
 
+/// Seconds until the first block, and bytes per second after it, that are assumed of a tier below G1 whose speed no
+/// worker has measured.
+pub(crate) fn assumed_speed(level: Level) -> Option<(f64, f64)> {
+    lower_tier(level).map(|at| defaults::ONBOARD[at])
+}
+
 /// Prompt tokens per second.
 pub(crate) fn prefill_speed(Speeds { prefill, .. }: &Speeds) -> f64 {
     prefill.or(defaults::PREFILL)

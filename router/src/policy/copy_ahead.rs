@@ -16,13 +16,13 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place<'a> {
     pub(super) estimate: &'a ServiceEstimate,
-    /// What it can reach of the prompt.
+    /// What it can reach of the prompt, with what running requests will have computed there.
     pub(super) held: WorkerOverlap,
     /// It gets a copy now.
     pub(super) is_on_the_way: bool,
     /// It has no queue, and can take a copy.
     pub(super) may_receive: bool,
-    /// Others can read its memory.
+    /// Others can read its memory, and it has all of the prefix there now.
     pub(super) may_send: bool,
 }
 
