@@ -7,11 +7,14 @@
 //! Known are the streams of chat completions, completions, Responses and Anthropic's messages. A chunk of another kind
 //! counts as output: it is forwarded at once.
 
+mod scanner;
 mod wire;
 
 use memchr::memmem::Finder;
 use std::sync::LazyLock;
 use wire::{Choices, Wire, WireUsage};
+
+pub(super) use scanner::UsageScanner;
 
 /// What a chunk means for the relay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,9 +56,7 @@ pub enum Relevance {
 // Made once: a search of one chunk takes less time than its preparation.
 static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""choices":["#));
 /// The name of the usage, with its quotes.
-pub(super) static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
-/// The name of what SGLang's `/generate` has in place of the usage.
-pub(super) static META_INFO: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""meta_info""#));
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
 
 /// How engines write an absent usage: the last member of a chunk. In valid JSON these bytes at the end are nothing
 /// else: the brace closes the chunk, and a quote after a comma starts a name unless it ends a string, which no name can
@@ -152,6 +153,13 @@ impl Usage {
         self.prompt_tokens = later.prompt_tokens.or(self.prompt_tokens);
         self.completion_tokens = later.completion_tokens.or(self.completion_tokens);
         self.cached_tokens = later.cached_tokens.or(self.cached_tokens);
+    }
+
+    /// With the usage of another item of a batch. Its prompt may be another one, or the same for another choice, so the
+    /// tokens of the prompts together are not known.
+    fn plus_item(self, item: Self) -> Self {
+        let both = [self.completion_tokens, item.completion_tokens].into_iter().flatten();
+        Self { completion_tokens: both.reduce(u64::saturating_add), prompt_tokens: None, cached_tokens: None }
     }
 }
 

@@ -104,6 +104,7 @@ struct HeldFrames {
 }
 
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a box for the other variant too would be an allocation for each answer")]
 enum Content {
     Events(Box<Events>),
     Plain(Plain),
@@ -126,7 +127,7 @@ where
         let changed = if is_stream { headers::Body::Changed } else { headers::Body::Unchanged };
         let head = Head { status: parts.status, headers: headers::response(parts.headers, changed) };
         let content =
-            if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };
+            if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::new()) };
         Self {
             body: Some(body),
             content,
@@ -185,7 +186,7 @@ where
                 events.push(data);
             }
             Content::Plain(plain) => {
-                plain.keep(&data);
+                plain.read(&data);
                 self.phase = Phase::Passing;
                 self.held.push(data);
             }

@@ -49,7 +49,7 @@ impl<'a> Wire<'a> {
 }
 
 /// The `usage` object of all APIs. A number of tokens is `None` for null and for anything that is no such number.
-#[derive(Default)]
+#[derive(Default, Debug)]
 #[expect(clippy::struct_field_names, reason = "these are the names of the APIs")]
 pub(super) struct WireUsage {
     pub(super) prompt_tokens: Option<u64>,
@@ -70,7 +70,8 @@ impl WireUsage {
         Some(usage)
     }
 
-    fn set(&mut self, name: &[u8], value: &[u8]) {
+    /// Reads the value of a member.
+    pub(super) fn set(&mut self, name: &[u8], value: &[u8]) {
         let field = match name {
             b"prompt_tokens" => &mut self.prompt_tokens,
             b"completion_tokens" => &mut self.completion_tokens,
@@ -99,7 +100,8 @@ fn cached_tokens(details: &[u8]) -> Option<u64> {
     read.ok().and(cached)
 }
 
-fn number(json: &[u8]) -> Option<u64> {
+/// A whole number that is not negative.
+pub(super) fn number(json: &[u8]) -> Option<u64> {
     let digit = |byte: &u8| byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
     let (first, others) = json.split_first()?;
     others.iter().try_fold(digit(first)?, |number, byte| number.checked_mul(10)?.checked_add(digit(byte)?))

@@ -248,11 +248,14 @@ fn a_body_that_is_no_stream_passes_unchanged() {
 }
 
 #[test]
-fn a_long_body_passes_without_being_kept() {
-    let part = Bytes::from(vec![b' '; 1 << 20]);
-    let chunks = (0..8).map(|_| Ok(part.clone())).chain([Ok(r#"{"usage":{"prompt_tokens":1}}"#.into())]);
+fn the_usage_of_a_long_body_is_read() {
+    let part = Bytes::from("A".repeat(1 << 20));
+    let end = r#""}],"usage":{"prompt_tokens":7,"completion_tokens":2}}"#;
+    let text = (0..8).map(|_| Ok(part.clone()));
+    let chunks = [Ok(r#"{"data":[{"text":""#.into())].into_iter().chain(text).chain([Ok(end.into())]);
     let outcome = relayed("application/json", UsageInStream::Keep, chunks.collect());
-    assert_eq!((outcome.bytes.len() > 8 << 20, outcome.end.unwrap().usage), (true, None));
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!((outcome.bytes.len() > 8 << 20, outcome.end.unwrap().usage), (true, Some(usage)));
 }
 
 #[test]
@@ -261,6 +264,10 @@ fn sglangs_generate_has_its_usage_in_meta_info() {
     let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(body.into())]);
     let usage = Usage { cached_tokens: None, ..USAGE };
     assert_eq!((&outcome.bytes[..], outcome.end.unwrap().usage), (body.as_bytes(), Some(usage)));
+    // Several prompts, or several choices, are an array. Which of their prompts are the same is not known.
+    let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(format!("[{body},{body}]").into())]);
+    let usage = Usage { prompt_tokens: None, completion_tokens: Some(4), cached_tokens: None };
+    assert_eq!(outcome.end.unwrap().usage, Some(usage));
 }
 
 #[test]
