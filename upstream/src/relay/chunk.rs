@@ -4,8 +4,8 @@
 //! The members in question are read and all others skipped, so that the text of an answer cannot be taken for one of
 //! them. [`Relevance::of`] says without reading whether a chunk must be read at all.
 //!
-//! Known are the streams of chat completions, completions, Responses and Anthropic's messages. A chunk of another kind
-//! counts as output: it is forwarded at once.
+//! Known are the streams of chat completions, completions, Responses and Anthropic's messages, and the usage in those
+//! of SGLang's `/generate`. A chunk of another kind counts as output: it is forwarded at once.
 
 mod scanner;
 mod wire;
@@ -25,6 +25,8 @@ pub struct Chunk {
     pub finished: bool,
     /// The usage of the request so far.
     pub usage: Option<Usage>,
+    /// The position of the item in its batch, if the usage is that of one item only.
+    pub item: Option<u64>,
 }
 
 /// What a chunk carries.
@@ -95,14 +97,16 @@ impl Chunk {
     /// Reads the payload of an event.
     pub fn read(data: &[u8]) -> Self {
         if data.trim_ascii() == b"[DONE]" {
-            return Self { kind: Kind::Done, finished: true, usage: None };
+            return Self { kind: Kind::Done, finished: true, usage: None, item: None };
         }
         // What is no JSON object is forwarded. It may be the first half of one.
         let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
-            return Self { kind: Kind::Output, finished: false, usage: None };
+            return Self { kind: Kind::Output, finished: false, usage: None, item: None };
         };
         let reported = wire.usage().filter(|usage| usage.get() != "null");
-        let usage = reported.and_then(|usage| Usage::read(usage.get().as_bytes()));
+        let item = wire.item().filter(|_| reported.is_none());
+        let usage = reported.or(item.map(|(_, usage)| usage));
+        let usage = usage.and_then(|usage| Usage::read(usage.get().as_bytes()));
         let (kind, finished) = if wire.is_error() {
             (Kind::Error, true)
         } else if let Some(choices) = wire.choices {
@@ -110,7 +114,7 @@ impl Chunk {
         } else {
             wire.event_type().map_or((Kind::Output, true), of_event_type)
         };
-        Self { kind, finished, usage }
+        Self { kind, finished, usage, item: item.map(|(index, _)| index) }
     }
 }
 

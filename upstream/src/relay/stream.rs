@@ -16,6 +16,7 @@
 
 mod events;
 mod plain;
+mod total;
 
 use super::error::RelayError;
 use super::headers;

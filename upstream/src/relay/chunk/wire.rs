@@ -25,6 +25,12 @@ pub(super) struct Wire<'a> {
     /// `response.completed` has its usage in here.
     #[serde(borrow, default)]
     response: Option<&'a RawValue>,
+    /// SGLang's `/generate` has its usage in here, that of one item of a batch.
+    #[serde(borrow, default)]
+    meta_info: Option<&'a RawValue>,
+    /// The position of that item.
+    #[serde(borrow, default)]
+    index: Option<&'a RawValue>,
 }
 
 impl<'a> Wire<'a> {
@@ -45,6 +51,12 @@ impl<'a> Wire<'a> {
         }
         let inner = || serde_json::from_str::<Inner<'_>>(self.message.or(self.response)?.get()).ok()?.usage;
         self.usage.or_else(inner)
+    }
+
+    /// The usage of an item of a batch, and the position of the item.
+    pub(super) fn item(&self) -> Option<(u64, &'a RawValue)> {
+        let index = self.index.and_then(|index| number(index.get().as_bytes()));
+        self.meta_info.map(|usage| (index.unwrap_or_default(), usage))
     }
 }
 

@@ -271,6 +271,39 @@ fn sglangs_generate_has_its_usage_in_meta_info() {
 }
 
 #[test]
+fn the_usage_of_sglangs_streams_is_that_of_the_last_event_of_each_item() {
+    let body = |items: &[(&str, u64)]| {
+        let item = |(index, tokens): &(&str, u64)| {
+            event(&format!(r#"{{"text":"a",{index}"meta_info":{{"prompt_tokens":7,"completion_tokens":{tokens}}}}}"#))
+        };
+        items.iter().map(item).collect::<String>() + &event("[DONE]")
+    };
+    let one = body(&[("", 1), ("", 300), ("", 700)]);
+    let (first, second) = (r#""index":0,"#, r#""index":1,"#);
+    let two = body(&[(first, 1), (second, 1), (first, 300), (second, 500), (first, 700)]);
+    for (body, prompt_tokens, completion_tokens) in [(one, Some(7), 700), (two, None, 1200)] {
+        let outcome = streamed(UsageInStream::Keep, body.clone());
+        assert_eq!(outcome.bytes, body.as_bytes());
+        let usage = Usage { prompt_tokens, completion_tokens: Some(completion_tokens), cached_tokens: None };
+        assert_eq!(outcome.end.unwrap().usage, Some(usage));
+    }
+}
+
+#[test]
+fn the_usage_of_an_event_that_is_too_long_is_read() {
+    let delta = event(r#"{"type":"response.output_text.delta","delta":"a"}"#);
+    let repeated = format!(r#""instructions":"{}","tools":[{{"usage":{{}}}}]"#, "a".repeat(3 << 20));
+    let response = format!(r#"{{{repeated},"usage":{{"input_tokens":7,"output_tokens":2}}}}"#);
+    let last = event(&format!(r#"{{"type":"response.completed","response":{response}}}"#));
+    let body = delta + "event: response.completed\n" + &last;
+    let chunks = body.as_bytes().chunks(100_000).map(|chunk| Ok(Bytes::copy_from_slice(chunk))).collect();
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, chunks);
+    assert_eq!(outcome.bytes, body.as_bytes());
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!(outcome.end.expect("the answer is whole").usage, Some(usage));
+}
+
+#[test]
 fn a_compressed_stream_passes_unread() {
     let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
     response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
