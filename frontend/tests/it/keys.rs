@@ -332,6 +332,7 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("text/event-stream", &events, "/v1/completions", embeddings, 429),
         ("text/event-stream", &events, "/v1/completions", few, 200),
         ("application/json", &json, "/generate", none, 429),
+        ("application/json", &json, "/v1/chat/completions", embeddings, 429),
         ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
         ("application/json", &json, "/v1/completions", few, 200),
         ("application/json", &json, "/v1/embeddings", embeddings, 200),

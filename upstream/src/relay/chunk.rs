@@ -173,9 +173,12 @@ impl From<WireUsage> for Usage {
         // Messages count the tokens from the cache apart, all other APIs within the prompt.
         let apart = [wire.cache_read_input_tokens, wire.cache_creation_input_tokens];
         let input = input_tokens.map(|input| apart.into_iter().flatten().fold(input, u64::saturating_add));
+        let prompt_tokens = prompt_tokens.or(input);
+        // Some engines say the tokens of the prompt and of both only. Those of embeddings are equal.
+        let rest = || wire.total_tokens?.checked_sub(prompt_tokens?);
         Self {
-            prompt_tokens: prompt_tokens.or(input),
-            completion_tokens: completion_tokens.or(output_tokens),
+            prompt_tokens,
+            completion_tokens: completion_tokens.or(output_tokens).or_else(rest),
             cached_tokens: wire.cached_tokens.or(wire.cache_read_input_tokens),
         }
     }

@@ -70,6 +70,10 @@ fn usage_is_read_in_all_shapes() {
             Some(3),
         ),
         (r#"{"prompt_tokens":-1,"completion_tokens":"2"}"#, None, None, None),
+        (r#"{"prompt_tokens":7,"total_tokens":9}"#, Some(7), Some(2), None),
+        (r#"{"prompt_tokens":7,"total_tokens":7}"#, Some(7), Some(0), None),
+        (r#"{"prompt_tokens":7,"total_tokens":6}"#, Some(7), None, None),
+        (r#"{"total_tokens":9}"#, None, None, None),
     ] {
         let usage = Usage { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached };
         assert_eq!(Usage::read(json.as_bytes()), Some(usage), "{json}");

@@ -68,6 +68,7 @@ pub(super) struct WireUsage {
     pub(super) completion_tokens: Option<u64>,
     pub(super) input_tokens: Option<u64>,
     pub(super) output_tokens: Option<u64>,
+    pub(super) total_tokens: Option<u64>,
     pub(super) cache_read_input_tokens: Option<u64>,
     pub(super) cache_creation_input_tokens: Option<u64>,
     /// In `prompt_tokens_details`, or in `input_tokens_details`.
@@ -89,6 +90,7 @@ impl WireUsage {
             b"completion_tokens" => &mut self.completion_tokens,
             b"input_tokens" => &mut self.input_tokens,
             b"output_tokens" => &mut self.output_tokens,
+            b"total_tokens" => &mut self.total_tokens,
             b"cache_read_input_tokens" => &mut self.cache_read_input_tokens,
             b"cache_creation_input_tokens" => &mut self.cache_creation_input_tokens,
             b"prompt_tokens_details" | b"input_tokens_details" => {
