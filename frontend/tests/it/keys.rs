@@ -334,6 +334,7 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/generate", none, 429),
         ("application/json", &json, "/v1/chat/completions", embeddings, 429),
         ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
+        ("", &json, "/v1/audio/transcriptions", none, 429),
         ("application/json", &json, "/v1/completions", few, 200),
         ("application/json", &json, "/v1/embeddings", embeddings, 200),
         ("application/json", &json, "/rerank", none, 200),

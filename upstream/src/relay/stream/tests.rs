@@ -313,6 +313,29 @@ fn a_compressed_stream_passes_unread() {
 }
 
 #[test]
+fn a_body_without_a_type_is_what_it_begins_with() {
+    let relayed = |body: Bytes| {
+        let mut response = response("", stream::iter([Ok(Bytes::new()), Ok(body)]));
+        response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
+        let items = Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect::<Vec<_>>();
+        let items = items.now_or_never().unwrap();
+        let [Item::Head(head), .., Item::End(report)] = &items[..] else { panic!("{items:?}") };
+        let content_type = head.headers.get(header::CONTENT_TYPE).map(|value| value.to_str().unwrap().to_owned());
+        (content_type.unwrap_or_default(), head.headers.contains_key(header::CONTENT_LENGTH), report.usage)
+    };
+    let json = r#" {"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+    assert_eq!(relayed(json.into()), ("application/json".into(), true, Some(USAGE)));
+    let script = Script::chat(&["a"], Some(USAGE));
+    assert_eq!(relayed(script.body()), ("text/event-stream".into(), false, Some(USAGE)));
+    let messages = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
+    assert_eq!(relayed(messages.into()), ("text/event-stream".into(), false, None));
+    assert_eq!(relayed("words".into()), (String::new(), true, None));
+    let empty = Relay::new(response("", stream::iter([])), UsageInStream::Keep).map(Result::unwrap);
+    let items: Vec<_> = empty.collect().now_or_never().unwrap();
+    assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false })]), "{items:?}");
+}
+
+#[test]
 fn the_length_of_a_stream_is_not_sent() {
     for (content_type, usage, length) in [
         ("text/event-stream", UsageInStream::Keep, false),
