@@ -163,6 +163,8 @@ mod tests {
             headers: http::HeaderMap::new(),
             body: bytes::Bytes::from_static(body),
             is_stream: false,
+            wants_usage: false,
+            is_metered: false,
             private_fields: &[],
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));

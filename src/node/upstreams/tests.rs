@@ -114,6 +114,8 @@ fn request() -> Request {
         headers: http::HeaderMap::new(),
         body: r#"{"model":"org/m","prompt":"hello","stream":true}"#.into(),
         is_stream: true,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }

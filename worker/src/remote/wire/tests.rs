@@ -120,6 +120,8 @@ fn relayed_requests_are_not_sent() {
         headers: http::HeaderMap::new(),
         body: Bytes::new(),
         is_stream: false,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     let relayed = Request { work: Work::Relay(Arc::new(http)), ..request() };
