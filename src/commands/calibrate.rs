@@ -69,7 +69,8 @@ pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     );
     eprintln!("{}", profile.origin);
     if disaggregated > 0 {
-        eprintln!("{disaggregated} of them were prefilled and decoded by different workers and were not used.");
+        let were = if disaggregated == 1 { "was" } else { "were" };
+        eprintln!("{disaggregated} of them {were} prefilled and decoded by different workers and {were} not used.");
     }
     let text = if args.json {
         let profile = &profile;

@@ -393,8 +393,9 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
 fn table(report: &Report<'_>) -> String {
     let Report { fleet, profile, requests, hit_rate_bound: bound, .. } = report;
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
+    let requests = count(*requests as u64, "request");
     let mut lines = vec![
-        format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
+        format!("{fleet} × {profile}, {requests}, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
         " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput  \
          \x20 SLO  imbal"
             .to_owned(),
@@ -413,7 +414,8 @@ fn table(report: &Report<'_>) -> String {
     } else {
         "at most were rejected, or did not fit on any worker"
     };
-    lines.extend(rejected.map(|rejected| format!("\n{rejected} requests {why}; times are those of the others.")));
+    let rejected = rejected.map(|rejected| count(rejected, "request"));
+    lines.extend(rejected.map(|rejected| format!("\n{rejected} {why}; times are those of the others.")));
     lines.join("\n") + "\n"
 }
 
