@@ -196,8 +196,11 @@ fn check_log_part(part: &str) -> Result<(), String> {
     if LOG_PARTS.contains(&part) || LOG_LIBRARIES.contains(&part) {
         return Ok(());
     }
-    let meant = LOG_PARTS.iter().map(|known| (distance(part, known), known)).min();
-    Err(match meant.filter(|(letters, _)| *letters <= 2) {
+    // The library distinguishes upper and lower case, so `KVBM=debug` would have no effect.
+    let lower = part.to_lowercase();
+    let known = LOG_PARTS.iter().chain(&LOG_LIBRARIES);
+    let meant = known.map(|known| (distance(&lower, known), known)).min();
+    Err(match meant.filter(|(letters, known)| *letters <= 2 && letters * 2 <= known.len()) {
         Some((_, known)) => format!("{part:?} is no part; did you mean {known}?"),
         None => format!("{part:?} is no part; expected one of {}", LOG_PARTS.join(", ")),
     })
