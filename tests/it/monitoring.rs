@@ -1,6 +1,6 @@
 //! The dashboard, the alerts and the recording rules in `deploy` ask for series that the program exposes.
 //!
-//! `metrics.rs` checks that `docs/metrics.md` lists exactly these; those of NATS are in `docs/nats.md`.
+//! `metrics.rs` checks that `docs/metrics.md` lists exactly these.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 const DASHBOARD: &str = include_str!("../../deploy/grafana/blockyard.json");
 const ALERTS: &str = include_str!("../../deploy/prometheus/alerts.yaml");
 const RULES: &str = include_str!("../../deploy/prometheus/rules.yaml");
-const PAGES: [&str; 2] = [include_str!("../../docs/metrics.md"), include_str!("../../docs/nats.md")];
+const PAGE: &str = include_str!("../../docs/metrics.md");
 
 /// Type and labels of each documented metric. Tables have the columns name, type and labels.
 fn documented() -> BTreeMap<String, (String, String)> {
@@ -17,7 +17,7 @@ fn documented() -> BTreeMap<String, (String, String)> {
             line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().replace('`', "")).collect();
         Some((cells.first()?.clone(), (cells.get(1)?.clone(), cells.get(2)?.clone())))
     };
-    PAGES.iter().flat_map(|page| page.lines()).filter_map(row).collect()
+    PAGE.lines().filter_map(row).collect()
 }
 
 /// The names and labels in an expression: words that no quote, `[` or function call is around.
