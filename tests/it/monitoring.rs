@@ -34,7 +34,7 @@ fn words(expression: &str) -> Vec<String> {
 }
 
 /// Labels that Prometheus adds, and the bounds of buckets.
-const ADDED_LABELS: [&str; 3] = ["instance", "job", "le"];
+const ADDED_LABELS: [&str; 4] = ["instance", "job", "namespace", "le"];
 
 fn check(expression: &str) {
     let documented = documented();
@@ -59,7 +59,8 @@ fn check(expression: &str) {
         labels += ",";
     }
     let labels: Vec<&str> = labels.split(',').map(str::trim).collect();
-    for group in expression.split(" by (").skip(1).filter_map(|rest| rest.split(')').next()) {
+    let groups = [" by (", " without ("].into_iter().flat_map(|word| expression.split(word).skip(1));
+    for group in groups.filter_map(|rest| rest.split(')').next()) {
         for label in group.split(',').map(str::trim) {
             let is_known = labels.contains(&label) || ADDED_LABELS.contains(&label);
             assert!(is_known, "no label {label}:\n  {expression}");
@@ -84,7 +85,12 @@ fn every_panel_asks_for_series_that_exist() {
 fn every_alert_asks_for_series_that_exist() {
     let expressions: Vec<&str> = ALERTS.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).collect();
     assert_eq!(expressions.len(), ALERTS.matches("- alert: ").count());
-    expressions.into_iter().for_each(check);
+    for expression in expressions {
+        check(expression);
+        // `by (instance)` drops the labels by which Alertmanager routes, and adds up pods of one name in several
+        // namespaces.
+        assert!(!expression.contains("by (instance"), "use `without (…)`:\n  {expression}");
+    }
 }
 
 #[test]
@@ -92,6 +98,12 @@ fn every_recording_rule_asks_for_series_that_exist() {
     let expressions: Vec<&str> = RULES.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).collect();
     assert_eq!(expressions.len(), RULES.matches("- record: ").count());
     expressions.into_iter().for_each(check);
+}
+
+#[test]
+#[should_panic(expected = "no label roles")]
+fn a_wrong_label_is_found() {
+    check("sum without (roles) (blockyard_router_workers)");
 }
 
 #[test]
