@@ -15,11 +15,11 @@ use std::path::PathBuf;
 #[command(after_help = "`blockyard serve --set router.trace_file=run.jsonl` writes the trace. Then:\n\n  \
     blockyard calibrate run.jsonl > my-worker.toml\n  blockyard replay run.jsonl --profile my-worker.toml")]
 pub struct Calibrate {
-    /// A trace of served requests, as `router.trace_file` writes it; - reads standard input
+    /// A trace of served requests, as `router.trace_file` writes it. `-` reads standard input
     trace: PathBuf,
 
-    /// Profile for the values that the trace does not contain: a TOML file like deploy/profiles/h100-8b.toml [default:
-    /// that one]
+    /// Profile for the values that the trace does not contain: a TOML file, as this command prints it [default: the
+    /// built-in h100-8b, a model of 8 billion parameters on an H100]
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
 
