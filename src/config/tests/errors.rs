@@ -150,6 +150,7 @@ fn serve_refuses_values_that_contradict_each_other() {
         ("[log]\nfilter = 'info,kvmb=debug'", "\"kvmb\" is no part; did you mean kvbm?"),
         ("[log]\nfilter = 'info,KVBM=debug'", "\"KVBM\" is no part; did you mean kvbm?"),
         ("[log]\nfilter = 'info,Async_Nats::connector=debug'", "\"Async_Nats\" is no part; did you mean async_nats?"),
+        ("[log]\nfilter = 'kv=debug'", "\"kv\" is no part; did you mean kvbm?"),
         ("[log]\nfilter = 'db=debug'", "\"db\" is no part; expected one of frontend, router"),
         ("[log]\nfilter = 'foo::bar=debug'", "\"foo\" is no part; expected one of frontend, router"),
         ("upstreams = ['http://a']\n[router.planner]\nmode = 'apply'", "router.planner.mode"),
