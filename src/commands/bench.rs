@@ -57,7 +57,7 @@ struct Io {
     #[arg(long)]
     compression: bool,
 
-    /// Folder of the SSD tier, as for `serve` [default: blockyard in $XDG_CACHE_HOME, else in ~/.cache]
+    /// Folder of the SSD tier, as for `serve` [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 

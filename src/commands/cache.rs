@@ -108,7 +108,7 @@ struct Target {
     g3_5: bool,
 
     /// Folder of a node, as for `serve`: its G3 log, and its keys when there is no G4
-    /// [default: blockyard in $XDG_CACHE_HOME, else in ~/.cache]
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 

@@ -199,7 +199,7 @@ pub struct Worker {
     model: Option<String>,
 
     /// Folder of built-in models and of the SSD tier; each process needs its own
-    /// [default: blockyard in $XDG_CACHE_HOME, else in ~/.cache]
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
@@ -277,7 +277,7 @@ pub struct Configured {
     upstream: Vec<String>,
 
     /// Folder of built-in models and of the SSD tier; each process needs its own
-    /// [default: blockyard in $XDG_CACHE_HOME, else in ~/.cache]
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
