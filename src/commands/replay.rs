@@ -27,9 +27,8 @@ use worker::plane::Role;
     printed. The same trace or workload and options print the same results, byte for byte."
 )]
 pub struct Replay {
-    /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
-    /// `hash_ids`);
-    /// - reads standard input
+    /// A trace: a line of JSON per request, as `router.trace_file` writes it, or in Mooncake's format (`timestamp` in
+    /// milliseconds, `input_length` and `output_length` in tokens, `hash_ids`). `-` reads standard input
     trace: Option<PathBuf>,
 
     /// Generated requests instead of a trace: agents, no-reuse, hot-prefix:LENGTH (like hot-prefix:32k),
@@ -43,8 +42,8 @@ pub struct Replay {
     #[arg(value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     requests: Option<u32>,
 
-    /// Write the generated requests as a trace into this file, at the one rate of --rate, and end;
-    /// - writes standard output
+    /// Write the generated requests as a trace into this file, at the one rate of --rate, and end. `-` writes standard
+    /// output
     #[arg(long, value_name = "FILE", requires = "workload", requires = "rate", conflicts_with = "trace")]
     write_trace: Option<PathBuf>,
 
@@ -63,15 +62,15 @@ pub struct Replay {
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
-    /// A TOML file of configuration; its [router] section applies to our own policies
+    /// TOML file with the configuration; its [router] section applies to our own policies [default: none]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration, like `router.decode_interference_weight=2`; may be repeated
+    /// Set any key of the configuration, like `router.decode_interference_weight=2`; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Request rates, as multiples of the capacity
+    /// Request rates, as multiples of the measured capacity (see below)
     #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2])]
     #[arg(value_parser = positive)]
     load_factor: Vec<f64>,
@@ -97,7 +96,8 @@ pub struct Replay {
     #[arg(long)]
     clairvoyant: bool,
 
-    /// Speed and cache sizes of a worker: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    /// Speed and cache sizes of a worker: a TOML file, as `blockyard calibrate` prints it [default: the built-in
+    /// h100-8b, a model of 8 billion parameters on an H100]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
 
@@ -113,7 +113,7 @@ pub struct Replay {
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
     event_loss_until: f64,
 
-    /// Time that a snapshot takes which a router requests after missed events
+    /// Time until a router that has missed events gets the snapshot that it requests
     #[arg(long, value_name = "TIME", default_value = "50ms")]
     resync_delay: HumanDuration,
 
@@ -138,11 +138,11 @@ pub struct Replay {
     #[arg(long)]
     rebalance: bool,
 
-    /// Longest time to first token of a request that goodput counts
+    /// Goodput counts requests with at most this time to first token
     #[arg(long, value_name = "TIME", default_value = "2s")]
     slo_ttft: HumanDuration,
 
-    /// Longest mean time between tokens of a request that goodput counts
+    /// Goodput counts requests with at most this mean time between tokens
     #[arg(long, value_name = "TIME", default_value = "100ms")]
     slo_itl: HumanDuration,
 
@@ -459,8 +459,9 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
 fn table(report: &Report<'_>) -> String {
     let Report { fleet, profile, requests, hit_rate_bound: bound, .. } = report;
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
+    let requests = count(*requests as u64, "request");
     let mut lines = vec![
-        format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
+        format!("{fleet} × {profile}, {requests}, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
         " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput  \
          \x20 SLO  imbal"
             .to_owned(),
@@ -482,7 +483,8 @@ fn table(report: &Report<'_>) -> String {
     } else {
         "at most were rejected, or did not fit on any worker"
     };
-    lines.extend(rejected.map(|rejected| format!("\n{rejected} requests {why}; times are those of the others.")));
+    let rejected = rejected.map(|rejected| count(rejected, "request"));
+    lines.extend(rejected.map(|rejected| format!("\n{rejected} {why}; times are those of the others.")));
     lines.join("\n") + "\n"
 }
 

@@ -57,7 +57,10 @@ async fn a_trace_of_a_running_program_can_be_replayed() {
     assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
     let calibrated = blockyard(&["calibrate"], &file);
     let error = String::from_utf8(calibrated.stderr).unwrap();
-    assert!(!calibrated.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
+    assert!(
+        !calibrated.status.success() && error.contains("the same worker (3)") && error.contains("at least 50"),
+        "{error}"
+    );
 }
 
 #[test]

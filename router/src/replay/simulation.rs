@@ -98,7 +98,8 @@ enum Event {
 /// Requests remain, no event is scheduled and every worker is idle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{requests} requests are stuck after {seconds} s of virtual time: no event is scheduled and every worker is idle"
+    "the simulation is stuck after {seconds} s of virtual time with unfinished requests ({requests}): no event is \
+     scheduled and every worker is idle"
 )]
 pub struct Stalled {
     requests: usize,

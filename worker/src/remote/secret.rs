@@ -52,7 +52,8 @@ pub enum SecretError {
     TooMany(usize),
     /// A secret is so short that it can be guessed.
     #[error(
-        "the secret in line {line} has {characters} characters, and needs {MIN_CHARACTERS}: `openssl rand -hex 32`"
+        "the secret in line {line} is too short ({characters} of at least {MIN_CHARACTERS} characters): `openssl rand \
+         -hex 32` makes one"
     )]
     TooShort {
         /// The line, from 1 on.

@@ -313,7 +313,7 @@ async fn a_stated_protocol_number_is_checked_before_the_secret() {
     for (protocol, status) in [(Some("2"), 400), (Some("3"), 401), (None, 401)] {
         let name: http::HeaderName = PROTOCOL_HEADER.parse().unwrap();
         let protocol = protocol.map(|number| (name, HeaderValue::from_static(number)));
-        let headers = HeaderMap::from_iter(protocol.into_iter().chain([bearer.clone()]));
+        let headers: HeaderMap = protocol.into_iter().chain([bearer.clone()]).collect();
         let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
         assert_eq!(response.status(), status, "{headers:?}");
     }

@@ -12,6 +12,7 @@ fn usage(answer: &str) -> Option<Usage> {
     found([answer.as_bytes()])
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "it is compared with what was found, which may be nothing")]
 fn tokens(prompt: Option<u64>, completion: Option<u64>, cached: Option<u64>) -> Option<Usage> {
     Some(Usage { prompt_tokens: prompt, completion_tokens: completion, cached_tokens: cached })
 }
