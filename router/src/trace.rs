@@ -230,7 +230,7 @@ impl Line {
             disaggregated,
             kv_cache_tokens: known(u64::from(stats.total_blocks) * block_size),
             kv_bytes_per_token: stats.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
-            max_num_seqs: known(member.batch()),
+            max_num_seqs: known(member.max_num_seqs()),
             ..Self::at(0.0)
         }
     }

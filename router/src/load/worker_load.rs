@@ -27,7 +27,7 @@ use worker::plane::Load;
 pub(crate) struct WorkerLoad {
     state: Mutex<State>,
     /// What is learned of the model, once the worker serves one.
-    model: OnceLock<Arc<ModelStats>>,
+    model_stats: OnceLock<Arc<ModelStats>>,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
 }
@@ -39,7 +39,7 @@ pub(crate) struct LoadReading {
     /// The worker is ejected: it is silent, or its circuit breaker is not closed.
     pub(crate) ejected: bool,
     /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
-    pub(crate) ejected_for_now: bool,
+    pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// The reading expires then, even if the version does not change.
@@ -54,7 +54,7 @@ const STALE_AFTER: Duration = Duration::from_secs(3);
 const SILENT_AFTER: Duration = Duration::from_secs(5);
 /// An ejection that ends within this time has an end that is known: more than the longest back-pressure and wait for a
 /// trial, and less than that of an open breaker, which stands for no end.
-const FOR_NOW: Duration = Duration::from_hours(1);
+const MAX_TEMPORARY_EJECTION: Duration = Duration::from_hours(1);
 
 impl WorkerLoad {
     /// The load of a server of another program, which this router reports itself.
@@ -64,10 +64,10 @@ impl WorkerLoad {
         load
     }
 
-    /// Has the worker's measurements count for a model.
-    pub(crate) fn learn_for(&self, model: &Arc<ModelStats>) {
+    /// Sets where measurements of the worker are recorded: in the statistics of its model.
+    pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>) {
         // A worker keeps its model.
-        let _ = self.model.set(model.clone());
+        let _ = self.model_stats.set(stats.clone());
     }
 
     /// Adds a booking. `cached_tokens`: of the prompt, if the worker computes the rest of it. Returns its number.
@@ -137,7 +137,7 @@ impl WorkerLoad {
     /// The first token was received: no prefill is left.
     pub(crate) fn started(&self, number: u64, now: Instant) {
         let mut state = self.lock();
-        if let Some(model) = self.model.get()
+        if let Some(model) = self.model_stats.get()
             && let Some(group) = state.prefilled(number, &model.step_time(), now)
             && let Some(ratio) = model.prefill_measured(&group)
         {
@@ -191,7 +191,7 @@ impl WorkerLoad {
         }
         state.rest_tokens = state.rest_tokens(load.decode_step_seconds, now);
         if let Some([sequences, context_tokens, seconds]) = state.step_sample(&load)
-            && let Some(model) = self.model.get()
+            && let Some(model) = self.model_stats.get()
         {
             let ratio = model.step_measured(sequences, context_tokens, seconds);
             pace(&mut state.step_pace, ratio);
@@ -244,9 +244,9 @@ impl WorkerLoad {
             stats: self.published.stats(age.is_some() && !older(STALE_AFTER)),
             measured: self.published.measured(),
             ejected: ejection_ends.is_some() || is_silent,
-            ejected_for_now: ejection_ends.is_some()
+            temporarily_ejected: ejection_ends.is_some()
                 && !is_silent
-                && ejected_until - now.bits() <= FOR_NOW.as_nanos() as u64,
+                && ejected_until - now.bits() <= MAX_TEMPORARY_EJECTION.as_nanos() as u64,
             chosen: self.published.chosen(),
             until: [ejection_ends, becomes_older(STALE_AFTER), becomes_older(SILENT_AFTER)].into_iter().flatten().min(),
         }
@@ -280,7 +280,7 @@ impl WorkerLoad {
 
 impl Default for WorkerLoad {
     fn default() -> Self {
-        let load = Self { state: Mutex::default(), model: OnceLock::new(), published: PublishedLoad::default() };
+        let load = Self { state: Mutex::default(), model_stats: OnceLock::new(), published: PublishedLoad::default() };
         drop(load.lock());
         load
     }

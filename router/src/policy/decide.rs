@@ -161,7 +161,7 @@ pub(crate) fn decide<'a>(
     );
     if candidates.is_empty() {
         context.score_all(
-            |entry, eligibility| suits(entry) && eligibility == Eligibility::EjectedForNow,
+            |entry, eligibility| suits(entry) && eligibility == Eligibility::TemporarilyEjected,
             prefill.as_ref(),
             candidates,
         );
@@ -276,7 +276,7 @@ impl<'a> Decision<'a> {
     /// Seconds to the first token with empty queues; 0 if the speed was not measured, because that is no reason to
     /// reject.
     pub(crate) fn min_service_seconds(&self, row: &ScoredWorker<'_>) -> f64 {
-        let (cost, measured) = (row.cost(), self.prefill_worker(row).unwrap_or(row).worker().measured());
+        let (cost, measured) = (row.cost(), self.prefill_worker(row).unwrap_or(row).worker().has_measured_prefill());
         if measured { cost.prefill + cost.onboard + cost.kv_transfer } else { 0.0 }
     }
 }
