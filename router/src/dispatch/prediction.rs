@@ -65,7 +65,7 @@ impl HitPrediction {
             unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
             one_of,
             hashes: if noted { hashes.to_vec() } else { Vec::new() },
-            seconds_per_token: row.snapshot.estimate.token,
+            seconds_per_token: row.snapshot.estimate.seconds_per_token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }
     }

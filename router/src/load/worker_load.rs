@@ -117,15 +117,12 @@ impl WorkerLoad {
     /// Changes the number of prompt tokens that the request computes on this worker.
     pub(crate) fn revise(&self, number: u64, prefill_tokens: u64) {
         self.lock().change(number, |booking| {
-            booking.demand.prefill_tokens = prefill_tokens;
-            booking.demand.timed_tokens = 0;
-            booking.demand.prefill_micros = 0;
-            booking.demand.prompts = 1;
+            booking.demand = Demand { prefill_tokens, prompts: 1, ..booking.demand.without_prompt() };
             booking.cached_tokens = None;
         });
     }
 
-    /// Changes what a request takes that was not sent yet. Returns whether that is a change.
+    /// Changes the demand of a request that was not sent yet. Returns whether it differs from the present one.
     pub(crate) fn rebook(&self, number: u64, demand: Demand) -> bool {
         if self.state().open.get(&number).is_none_or(|booking| booking.demand == demand) {
             return false;
@@ -144,10 +141,7 @@ impl WorkerLoad {
             pace(&mut state.prefill_pace, ratio);
         }
         state.change(number, |booking| {
-            booking.demand.prefill_tokens = 0;
-            booking.demand.timed_tokens = 0;
-            booking.demand.prefill_micros = 0;
-            booking.demand.prompts = 0;
+            booking.demand = booking.demand.without_prompt();
             booking.started = Some(now);
             booking.remote = false;
         });
@@ -156,20 +150,14 @@ impl WorkerLoad {
     /// Removes a booking. `generated`: tokens that the request has generated, 0 when unknown.
     pub(crate) fn release(&self, number: u64, generated: u64, now: Instant) {
         let mut state = self.lock();
-        let mut left = Demand::default();
-        state.change(number, |booking| left = std::mem::take(&mut booking.demand));
+        let mut demand = Demand::default();
+        state.change(number, |booking| demand = std::mem::take(&mut booking.demand));
         let Some(booking) = state.open.remove(&number) else { return };
         if booking.in_report != InReport::No {
-            state.ended_since_report.add(Demand {
-                prefill_tokens: 0,
-                timed_tokens: 0,
-                prefill_micros: 0,
-                prompts: 0,
-                ..left
-            });
+            state.ended_since_report.add(demand.without_prompt());
         }
         if let Some(started) = booking.started {
-            average(&mut state.mean_duration, (now - booking.booked).as_secs_f64());
+            average(&mut state.mean_duration, (now - booking.booked_at).as_secs_f64());
             if generated > 1 {
                 average(&mut state.token_interval, (now - started).as_secs_f64() / (generated - 1) as f64);
             }

@@ -109,7 +109,7 @@ impl Cost {
             slower &= slower - 1;
             let blocks = u64::from(work.held.per_level()[at]);
             // Onboarding stops where recomputing is faster, so it never costs more.
-            let recompute = (blocks * work.prompt.block_size) as f64 * estimate.token;
+            let recompute = (blocks * work.prompt.block_size) as f64 * estimate.seconds_per_token;
             let alone = estimate.transfer(LEVELS[at], blocks).min(recompute);
             onboard += alone;
             tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
@@ -153,7 +153,7 @@ impl Cost {
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total()));
         let transfer = estimate.transfer(Level::Peer, blocks);
         // With nothing to transfer there is no wait, and the wait is never longer than recomputing takes.
-        let recompute = (blocks * prompt.block_size) as f64 * estimate.token;
+        let recompute = (blocks * prompt.block_size) as f64 * estimate.seconds_per_token;
         let tier_queue = estimate.backlog(Level::Peer).min((recompute - transfer).max(0.0));
         let decode = Self::aggregated(work, estimate, pricing);
         // The queue of the decode worker advances while the prompt is computed on the prefill worker: only the rest of
