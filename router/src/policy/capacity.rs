@@ -17,7 +17,7 @@ pub(super) struct CapacityWait {
     /// Until the batch has a place.
     pub(super) batch: f64,
     /// Probability that the worker is full, so that a request waits for whatever a sequence holds.
-    pub(super) full: f64,
+    pub(super) full_probability: f64,
 }
 
 /// Upper bound in seconds of a wait: by then the engine has preempted or rejected a request.
@@ -55,8 +55,8 @@ fn wait_near_capacity(prompt: &Prompt, held: WorkerOverlap, estimate: &ServiceEs
         memory = wait(left_in_deviations, deviation, active);
     }
     let places_in_deviations = places / count_deviation;
-    let full = exceeds(places_in_deviations.min(left_in_deviations));
-    CapacityWait { memory, batch: wait(places_in_deviations, count_deviation, count), full }
+    let full_probability = exceeds(places_in_deviations.min(left_in_deviations));
+    CapacityWait { memory, batch: wait(places_in_deviations, count_deviation, count), full_probability }
 }
 
 /// Probability that a standard normal variable exceeds `z`: the logistic approximation, with an error below 0.01.
