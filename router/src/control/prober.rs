@@ -51,7 +51,7 @@ const MAX_STARTS: usize = 128;
 
 impl Target {
     fn of(worker: &Worker) -> Self {
-        worker.engine.server().map_or(Self::Worker(worker.id()), Self::Server)
+        worker.engine.probed_server().map_or(Self::Worker(worker.id()), Self::Server)
     }
 
     /// Time without requests after which a router probes it.

@@ -158,7 +158,7 @@ impl ModelPool {
             self.card = Some(card.clone());
         }
         self.context = self.context.max(card.context);
-        let only = worker.engine.only();
+        let only = worker.engine.only_endpoint_kind();
         self.endpoints.add(only);
         if cordoned {
             return;

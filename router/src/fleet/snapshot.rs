@@ -167,7 +167,7 @@ impl Fleet {
             && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
         {
             previous.lease_ended.cancel();
-            previous.engine.left();
+            previous.engine.on_left();
         }
         *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
     }

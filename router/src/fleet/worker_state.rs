@@ -129,7 +129,7 @@ impl Worker {
 
     /// Whether it may have the endpoint of a request.
     pub(crate) fn has_endpoint(&self, request: &Request) -> bool {
-        endpoints::has(self.engine.only(), endpoints::kind(request))
+        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request))
     }
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
@@ -239,7 +239,7 @@ impl Worker {
     /// Records the result of a health check. Returns what it has changed.
     pub(crate) fn probe_ended(&self, signal: HealthSignal) -> Option<Transition> {
         let now = Instant::now();
-        let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
+        let check = if self.engine.probed_server().is_some() { Check::Answers } else { Check::Computes };
         self.change(|health| health.probe_ended(check, signal, now))
     }
 

@@ -171,9 +171,9 @@ impl<'a> Decision<'a> {
     /// All workers (data-parallel ranks) of the chosen worker's server, if that server, and not the router, chooses
     /// which of them computes the request. Otherwise empty.
     pub(crate) fn chosen_by_server(&self, request: &Request) -> Vec<Arc<Worker>> {
-        let Some(server) = self.chosen.worker().engine.chosen_by(request) else { return Vec::new() };
+        let Some(server) = self.chosen.worker().engine.choosing_server(request) else { return Vec::new() };
         let workers = self.context.entries.iter().map(|entry| &entry.worker);
-        workers.filter(|worker| worker.engine.chosen_by(request) == Some(server)).cloned().collect()
+        workers.filter(|worker| worker.engine.choosing_server(request) == Some(server)).cloned().collect()
     }
 
     /// A worker with the terms of its cost.
