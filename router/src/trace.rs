@@ -125,8 +125,8 @@ impl Recorder {
 impl TraceFile {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.trace_file: {} cannot be written: {error}", path.display());
-        let file = permissions::private().create(true).append(true).open(path).map_err(wrong)?;
-        permissions::narrow(&file, path).map_err(wrong)?;
+        let file = permissions::private_file_options().create(true).append(true).open(path).map_err(wrong)?;
+        permissions::restrict_file(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);
         let (lines, incoming) = sync_channel(QUEUED_LINES_MAX);
         let counts = metrics.trace_records.clone();

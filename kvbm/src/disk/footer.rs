@@ -195,7 +195,7 @@ impl RecordList {
     pub(super) fn locate(tail: &[u8], length: u64) -> Option<Trailer> {
         let trailer = tail.last_chunk::<TRAILER_LEN>()?;
         (trailer[..8] == MAGIC || trailer[..8] == SEALED_MAGIC).then_some(())?;
-        Some(Trailer { at: word(trailer, 8), entries: half(trailer, 16), namespaces: half(trailer, 20), length })
+        Some(Trailer { at: u64_at(trailer, 8), entries: u32_at(trailer, 16), namespaces: u32_at(trailer, 20), length })
     }
 
     /// Decodes the footer of segment `number`. Returns `None` when it is corrupt, or when `keys` are given and none
@@ -214,10 +214,10 @@ impl RecordList {
                 return None;
             }
         }
-        let at = word(trailer, 8);
+        let at = u64_at(trailer, 8);
         let length = at.checked_add(footer.len() as u64)?;
         Self::locate(footer, length)?.start()?;
-        let (entries, namespaces) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
+        let (entries, namespaces) = (u32_at(trailer, 16) as usize, u32_at(trailer, 20) as usize);
         let (entries, rest) = footer.split_at(entries * ENTRY_LEN);
         let namespace = |bytes: &[u8]| {
             (Fingerprint::from_bytes(std::array::from_fn(|i| bytes[i])), DomainId::from_bytes(array(bytes, 32)))
@@ -230,10 +230,10 @@ impl RecordList {
                 hash: hash(0),
                 parent: (bytes[43] == 1).then(|| hash(16)),
                 is_tombstone: bytes[43] == 2,
-                offset: half(bytes, 32),
-                length: half(bytes, 36),
-                expires: Date::decode(half(bytes, 44)),
-                pinned: Date::decode(half(bytes, 48)),
+                offset: u32_at(bytes, 32),
+                length: u32_at(bytes, 36),
+                expires: Date::decode(u32_at(bytes, 44)),
+                pinned: Date::decode(u32_at(bytes, 48)),
                 namespace,
             })
         };
@@ -294,11 +294,11 @@ fn covered(footer: &[u8]) -> [&[u8]; 2] {
     [&footer[..trailer - SEAL], &footer[trailer..footer.len() - 8]]
 }
 
-fn word(bytes: &[u8], at: usize) -> u64 {
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(array(bytes, at))
 }
 
-fn half(bytes: &[u8], at: usize) -> u32 {
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(array(bytes, at))
 }
 
@@ -416,7 +416,7 @@ mod tests {
         ) {
             let decoded = fuzz::bounded(&bytes, 4, |bytes| RecordList::decode(bytes, 1, None));
             if let Some(record_list) = decoded {
-                assert!(record_list.end() <= word(bytes.last_chunk::<TRAILER_LEN>().unwrap(), 8));
+                assert!(record_list.end() <= u64_at(bytes.last_chunk::<TRAILER_LEN>().unwrap(), 8));
             }
         }
     }

@@ -25,7 +25,7 @@ use std::time::Instant;
 const WINDOW_BYTES: usize = 4 << 20;
 
 /// Maximum number of bytes in invalid records that a scan checks, as a multiple of the file's length.
-const MAX_EFFORT: u64 = 2;
+const MAX_INVALID_BYTES_RATIO: u64 = 2;
 
 /// Maximum number of footers read at once. The device answers several quickly, and each takes a core to verify.
 const READERS: usize = 8;
@@ -333,7 +333,7 @@ pub(super) fn scan(
     let (mut corrupt_ranges, mut corrupt, mut footer) = (0, false, None);
     let mut begins_as_record = None;
     // Invalid records rarely overlap by accident; the limit bounds the work on a file in which they do.
-    let mut effort = MAX_EFFORT * length;
+    let mut invalid_bytes_left = MAX_INVALID_BYTES_RATIO * length;
     let mut window = Window { io, file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -341,15 +341,17 @@ pub(super) fn scan(
         if at == length {
             break;
         }
-        let mut parsed = record::parse(window.bytes(at, 1)?, effort);
+        let mut parsed = record::parse(window.bytes(at, 1)?, invalid_bytes_left);
         if let Err(needed) = parsed {
             parsed = match length - at {
-                left if left >= needed as u64 => record::parse(window.bytes(at, needed)?, effort),
+                left if left >= needed as u64 => record::parse(window.bytes(at, needed)?, invalid_bytes_left),
                 _ => Ok(None),
             };
         }
         if let Ok(None) = parsed {
-            effort -= record::claimed_bytes(window.bytes(at, 1)?).filter(|claimed| *claimed <= effort).unwrap_or(0);
+            invalid_bytes_left -= record::claimed_bytes(window.bytes(at, 1)?)
+                .filter(|claimed| *claimed <= invalid_bytes_left)
+                .unwrap_or(0);
         }
         at += if let Ok(Some(found)) = parsed {
             record_list.push(&found, at);

@@ -178,7 +178,7 @@ impl Log {
         // of the user does not, which is not part of the free space. Only the space of victims is certain.
         if freed.bytes < least {
             let Some(more) = self.reclaim_for_head(group, least - freed.bytes, carry, least) else {
-                self.reclaimed_in_vain.fetch_or(freed.bytes > 0, Ordering::Relaxed);
+                self.reclaim_gave_no_space.fetch_or(freed.bytes > 0, Ordering::Relaxed);
                 return Err(refused);
             };
             freed.bytes += more.bytes;
@@ -193,7 +193,7 @@ impl Log {
         }
         match answer {
             Err(error) if is_full(&error) => {
-                self.reclaimed_in_vain.store(true, Ordering::Relaxed);
+                self.reclaim_gave_no_space.store(true, Ordering::Relaxed);
                 Err(refused)
             }
             answer => answer.map(|head| NewHead { is_full: true, ..new_head(head, freed.kept) }),
@@ -211,7 +211,7 @@ impl Log {
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let keys = self.shared.keys.clone();
         let head = Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.used_bytes)?;
-        self.reclaimed_in_vain.store(false, Ordering::Relaxed);
+        self.reclaim_gave_no_space.store(false, Ordering::Relaxed);
         Ok(Arc::new(head))
     }
 
@@ -221,7 +221,7 @@ impl Log {
         let (victims, bytes) = {
             let mut state = self.lock();
             // Others may take the space before the log does; that must not go on until nothing is left.
-            let may = !self.reclaimed_in_vain.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
+            let may = !self.reclaim_gave_no_space.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
             if !may || reclaimable_bytes(&state) < wanted {
                 return None;
             }

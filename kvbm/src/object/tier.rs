@@ -148,7 +148,7 @@ impl ObjectTier {
         keys: Option<Arc<MetadataKeys>>,
     ) -> io::Result<Arc<Self>> {
         permissions::create_dir_all(folder)?;
-        permissions::own_dirs_below(folder, &FOLDERS)?;
+        permissions::create_private_dirs_below(folder, &FOLDERS)?;
         let store = LocalFileSystem::new_with_prefix(folder)?;
         Ok(Self::open_sealed(Arc::new(store), "", settings, events, keys))
     }
