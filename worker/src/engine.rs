@@ -1,5 +1,5 @@
-//! The [`Engine`] seam: an engine turns a request into a stream of tokens. A model runtime, a worker on another machine
-//! and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
+//! The [`Engine`] interface: an engine turns a request into a stream of tokens. A model runtime, a worker on another
+//! machine and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
 
 #[cfg(test)]
 pub(crate) mod contract;
