@@ -64,7 +64,7 @@ pub(super) struct Shared {
     pub(super) corruption: Arc<CorruptionCounters>,
     /// Maximum payload length of a loaded block, in bytes.
     pub(super) max_block: Arc<AtomicU64>,
-    /// Keys that seal the footers, if any.
+    /// Keys that authenticate the footers, if any.
     pub(super) keys: Option<Arc<MetadataKeys>>,
     /// Receiver of blocks in use that do not fit into the log.
     pub(super) spill: Arc<OnceLock<Spill>>,
@@ -83,7 +83,7 @@ pub(super) struct Spill {
 pub(super) struct CorruptionCounters {
     /// Corrupt byte ranges of segments, found during recovery.
     pub(super) ranges: AtomicU64,
-    /// Footers that do not match their checksums or seals, found during recovery.
+    /// Footers that do not match their checksums or tags, found during recovery.
     pub(super) footers: AtomicU64,
     /// Segments whose files disappeared while the log was open.
     pub(super) missing_segments: AtomicU64,

@@ -221,7 +221,7 @@ impl Log {
         let length = self.io.query(|| file.metadata())?.len();
         let record_list = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
             Footer::Valid(record_list) => record_list,
-            Footer::Missing | Footer::Unsealed | Footer::Corrupt => return Ok(None),
+            Footer::Missing | Footer::Unauthenticated | Footer::Corrupt => return Ok(None),
         };
         Ok(Some(self.new_segment(number, record_list, length)))
     }
@@ -235,9 +235,9 @@ impl Log {
         let footer = footer(&self.io, &file, length, number, keys)?;
         let Scanned { mut record_list, corrupt_ranges, has_corrupt_footer } =
             scan(&self.io, &file, length, number, keys)?;
-        if matches!(footer, Footer::Unsealed) {
+        if matches!(footer, Footer::Unauthenticated) {
             // After encryption was turned on or its keys were replaced, this concerns every segment.
-            tracing::info!(segment = %path.display(), "segment footer has no valid seal; the segment was scanned");
+            tracing::info!(segment = %path.display(), "segment footer has no valid tag; the segment was scanned");
         } else if has_corrupt_footer || matches!(footer, Footer::Corrupt) {
             self.shared.corruption.footers.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(segment = %path.display(), "segment footer is corrupt; the segment was scanned");
@@ -281,8 +281,8 @@ pub(super) enum Footer {
     Valid(RecordList),
     /// There is no footer: the segment was never sealed.
     Missing,
-    /// There is a footer without a seal of a known key.
-    Unsealed,
+    /// There is a footer without a tag of a known key.
+    Unauthenticated,
     /// There is a footer, and it is invalid.
     Corrupt,
 }
@@ -304,7 +304,7 @@ pub(super) fn footer(
     io.read_exact(file, &mut footer, at)?;
     Ok(match RecordList::decode(&footer, number, keys) {
         Some(record_list) => Footer::Valid(record_list),
-        None if keys.is_some_and(|keys| RecordList::lacks_seal(&footer, number, keys)) => Footer::Unsealed,
+        None if keys.is_some_and(|keys| RecordList::lacks_known_tag(&footer, number, keys)) => Footer::Unauthenticated,
         None => Footer::Corrupt,
     })
 }

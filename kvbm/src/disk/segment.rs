@@ -205,7 +205,7 @@ pub(super) struct Head {
     path: PathBuf,
     access: Access,
     io: Arc<FileIo>,
-    /// Keys that seal the footer, if any.
+    /// Keys that authenticate the footer, if any.
     keys: Option<Arc<MetadataKeys>>,
     segment: Arc<Segment>,
 }
