@@ -11,7 +11,7 @@
 use bytes::Bytes;
 use futures::StreamExt;
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::codec::{Coder, Mode, best_codec, bound, encoded};
+use kvbm::codec::{Coder, Mode, best_codec, encoded, entropy_bound};
 use kvbm::crypt::{KeySource, Keyring, encrypted};
 use kvbm::{Block, Codec, DiskTier, Epoch, EventLog, Fingerprint, Metrics, SequenceHash, Tier, disk};
 use serde_json::{Value, json};
@@ -68,7 +68,7 @@ fn codec(what: &str, raw: Vec<u8>, json: bool) -> Value {
     let decode = rate(bytes, || drop(decoder.decode(&encoded)));
     let sample = rate(bytes, || assert!(best_codec(&block.payload).1 > 1.0));
     let ratio = bytes as f64 / encoded.payload.len() as f64;
-    let bound = bound(codec, &block.payload);
+    let bound = entropy_bound(codec, &block.payload);
     assert!(codec != Codec::Raw);
     if json {
         return json!({

@@ -1,9 +1,9 @@
 //! Modes of the files and folders that hold KV, keys and traces: only their owner may read them, regardless of the
 //! umask.
 //!
-//! A folder that this program names is always narrowed. A folder that the configuration names is created with mode
-//! 0700; an existing one is narrowed only if everything in it belongs to this program, because others may need to
-//! pass through it.
+//! A folder that this program names is always restricted to mode 0700. A folder that the configuration names is created
+//! with mode 0700; an existing one is restricted only if everything in it belongs to this program, because others may
+//! need to pass through it.
 //!
 //! One folder may be shared by several users: a G4 store in a folder or shared flash (G3.5). It is shared with its
 //! group if an operator has made it so, by the setgid bit and write permission for the group (`chmod 2770`).
@@ -15,7 +15,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 /// Permission bits of the group and of all others.
-const OTHERS: u32 = 0o077;
+const GROUP_AND_WORLD: u32 = 0o077;
 /// Permission bits of all others, the group excepted.
 const WORLD: u32 = 0o007;
 const SETGID: u32 = 0o2000;
@@ -27,12 +27,12 @@ pub fn create_dir_all(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Creates a folder that the configuration names. An existing one is narrowed to mode 0700 if this program alone uses
+/// Creates a folder that the configuration names. An existing one is restricted to mode 0700 if this program alone uses
 /// it, which means that `is_ours` holds for the name of every entry.
-pub fn named_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<()> {
+pub fn create_configured_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<()> {
     create_dir_all(folder)?;
     let metadata = fs::metadata(folder)?;
-    if metadata.permissions().mode() & OTHERS == 0 || metadata.permissions().mode() & STICKY != 0 {
+    if metadata.permissions().mode() & GROUP_AND_WORLD == 0 || metadata.permissions().mode() & STICKY != 0 {
         return Ok(());
     }
     for entry in fs::read_dir(folder)? {
@@ -40,7 +40,7 @@ pub fn named_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<
             return Ok(());
         }
     }
-    narrow_path(folder);
+    restrict_path(folder);
     Ok(())
 }
 
@@ -50,19 +50,19 @@ pub fn is_group_shared(folder: &Path) -> bool {
     fs::metadata(folder).is_ok_and(shares)
 }
 
-/// Creates the folders below `root` that this program names, or narrows them: to mode 0700, or to 2770 if `root` is
-/// [shared with its group](is_group_shared).
-pub(crate) fn own_dirs_below(root: &Path, folders: &[&str]) -> io::Result<()> {
+/// Creates the folders below `root` that this program names, or restricts existing ones: to mode 0700, or to 2770 if
+/// `root` is [shared with its group](is_group_shared).
+pub(crate) fn create_private_dirs_below(root: &Path, folders: &[&str]) -> io::Result<()> {
     let shared = is_group_shared(root);
     for folder in folders.iter().map(|folder| root.join(folder)) {
         create_dir_all(&folder)?;
-        set(&folder, |mode| if shared { (mode | SETGID | 0o770) & !WORLD } else { mode & !OTHERS });
+        set(&folder, |mode| if shared { (mode | SETGID | 0o770) & !WORLD } else { mode & !GROUP_AND_WORLD });
     }
     Ok(())
 }
 
 /// Options that create a file with mode 0600.
-pub fn private() -> OpenOptions {
+pub fn private_file_options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.mode(0o600);
     options
@@ -70,21 +70,21 @@ pub fn private() -> OpenOptions {
 
 /// Removes the permissions of the group and others from an open file. Only from regular files: a pipe or a device has
 /// no content of this program. A file of another user stays as it is, with a warning.
-pub fn narrow(file: &File, path: &Path) -> io::Result<()> {
+pub fn restrict_file(file: &File, path: &Path) -> io::Result<()> {
     let metadata = file.metadata()?;
     let mode = metadata.permissions().mode();
     if metadata.is_file()
-        && mode & OTHERS != 0
-        && let Err(error) = file.set_permissions(Permissions::from_mode(mode & !OTHERS & 0o7777))
+        && mode & GROUP_AND_WORLD != 0
+        && let Err(error) = file.set_permissions(Permissions::from_mode(mode & !GROUP_AND_WORLD & 0o7777))
     {
         warn(path, mode, &error);
     }
     Ok(())
 }
 
-/// Narrows a file or folder, if it exists.
-pub(crate) fn narrow_path(path: &Path) {
-    set(path, |mode| mode & !OTHERS);
+/// Removes the permissions of the group and others from a file or folder, if it exists.
+pub(crate) fn restrict_path(path: &Path) {
+    set(path, |mode| mode & !GROUP_AND_WORLD);
 }
 
 fn set(path: &Path, wanted: impl Fn(u32) -> u32) {
@@ -119,21 +119,21 @@ mod tests {
     }
 
     #[test]
-    fn new_and_wider_folders_and_files_are_narrowed() {
+    fn new_and_existing_folders_and_files_are_private() {
         let root = tempfile::tempdir().unwrap();
         let [folder, file] = [root.path().join("a/b"), root.path().join("file")];
-        let own = || own_dirs_below(folder.parent().unwrap(), &["b"]).unwrap();
-        own();
+        let create = || create_private_dirs_below(folder.parent().unwrap(), &["b"]).unwrap();
+        create();
         assert_eq!([mode(&root.path().join("a")), mode(&folder)], [0o700; 2]);
         chmod(&folder, 0o755);
-        own();
+        create();
         assert_eq!(mode(&folder), 0o700);
         fs::write(&file, "").unwrap();
         chmod(&file, 0o664);
-        narrow(&File::open(&file).unwrap(), &file).unwrap();
+        restrict_file(&File::open(&file).unwrap(), &file).unwrap();
         assert_eq!(mode(&file), 0o600);
         fs::remove_file(&file).unwrap();
-        private().write(true).create(true).open(&file).unwrap();
+        private_file_options().write(true).create(true).open(&file).unwrap();
         assert_eq!(mode(&file), 0o600);
     }
 
@@ -141,17 +141,17 @@ mod tests {
     fn a_configured_folder_with_foreign_entries_keeps_its_mode() {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("mount");
-        named_dir(&folder, |_| true).unwrap();
+        create_configured_dir(&folder, |_| true).unwrap();
         assert_eq!(mode(&folder), 0o700);
         fs::write(folder.join("theirs"), "").unwrap();
         chmod(&folder, 0o755);
-        named_dir(&folder, |name| name == "ours").unwrap();
+        create_configured_dir(&folder, |name| name == "ours").unwrap();
         assert_eq!(mode(&folder), 0o755);
         fs::rename(folder.join("theirs"), folder.join("ours")).unwrap();
-        named_dir(&folder, |name| name == "ours").unwrap();
+        create_configured_dir(&folder, |name| name == "ours").unwrap();
         assert_eq!(mode(&folder), 0o700);
         chmod(&folder, 0o1777);
-        named_dir(&folder, |_| true).unwrap();
+        create_configured_dir(&folder, |_| true).unwrap();
         assert_eq!(mode(&folder), 0o1777, "a folder like /tmp");
     }
 
@@ -159,13 +159,13 @@ mod tests {
     fn a_setgid_folder_stays_shared_with_its_group_alone() {
         let root = tempfile::tempdir().unwrap();
         let below = root.path().join("blocks");
-        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        create_private_dirs_below(root.path(), &["blocks"]).unwrap();
         assert_eq!(mode(&below), 0o700);
         chmod(root.path(), 0o2775);
-        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        create_private_dirs_below(root.path(), &["blocks"]).unwrap();
         assert_eq!(mode(&below), 0o2770);
         chmod(root.path(), 0o775);
-        own_dirs_below(root.path(), &["blocks"]).unwrap();
+        create_private_dirs_below(root.path(), &["blocks"]).unwrap();
         assert_eq!(mode(&below) & 0o777, 0o700, "without the setgid bit nothing is shared");
     }
 }

@@ -1,8 +1,8 @@
 //! The memory tiers: G1, the device's memory, and G2, the host's.
 //!
 //! This room owns the slots of such a tier and the states of the blocks in them (`block_pool`, `slot`, `handles`), the
-//! choice of eviction victims (`evict`), expiry and pins (`retention`), the seam to the engine's memory ([`device`])
-//! and the host tier ([`HostTier`]). Not here: when blocks move between tiers ([`crate::manager`]).
+//! choice of eviction victims (`evict`), expiry and pins (`retention`), the interface to the engine's memory
+//! ([`device`]) and the host tier ([`HostTier`]). Not here: when blocks move between tiers ([`crate::manager`]).
 //!
 //! ```text
 //!   allocate ──▶ PartialBlock ──complete──▶ FullBlock ──register──▶ CachedBlock ──downgrade──▶ WeakBlock

@@ -15,7 +15,8 @@
 //!
 //! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a
 //! request); `state`, which they share; `admission`, `policy`, `booking`, `fleet`, `load` and `index`. A room is a
-//! file, its face, beside a folder that only the face opens; `tests/it/layers.rs` has a table of the allowed imports.
+//! file, or a file and a folder of its name, of which the file declares what others may use; `tests/it/layers.rs` has a
+//! table of the allowed imports.
 //!
 //! The [`Router`] is an [`Engine`](worker::engine::Engine) over the engines that discovery shows it. It reads no block
 //! and knows no protocol: block hashes arrive in events, and requests are passed on unchanged. `policy` is pure.

@@ -125,8 +125,8 @@ impl Recorder {
 impl TraceFile {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.trace_file: {} cannot be written: {error}", path.display());
-        let file = permissions::private().create(true).append(true).open(path).map_err(wrong)?;
-        permissions::narrow(&file, path).map_err(wrong)?;
+        let file = permissions::private_file_options().create(true).append(true).open(path).map_err(wrong)?;
+        permissions::restrict_file(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);
         let (lines, incoming) = sync_channel(QUEUED_LINES_MAX);
         let counts = metrics.trace_records.clone();
@@ -230,7 +230,7 @@ impl Line {
             disaggregated,
             kv_cache_tokens: known(u64::from(stats.total_blocks) * block_size),
             kv_bytes_per_token: stats.speeds.block_bytes.get().map(|bytes| bytes / block_size as f64),
-            max_num_seqs: known(member.batch()),
+            max_num_seqs: known(member.max_num_seqs()),
             ..Self::at(0.0)
         }
     }

@@ -31,9 +31,9 @@ pub(crate) struct Trace {
     spans: AtomicU32,
 }
 
-/// The context of a caller in another process, from its headers.
+/// Where a caller in another process wants the spans of a request to belong, from its headers.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Remote {
+pub struct CallerContext {
     pub(crate) trace: TraceId,
     pub(crate) span: SpanId,
     pub(crate) is_sampled: bool,
@@ -128,7 +128,7 @@ impl Trace {
     }
 }
 
-impl Remote {
+impl CallerContext {
     /// Parses the value of `traceparent` (W3C Trace Context, level 1). Of later versions the known part is read.
     pub(crate) fn parse(traceparent: &str) -> Option<Self> {
         let mut parts = traceparent.trim().splitn(5, '-');

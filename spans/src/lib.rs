@@ -38,7 +38,7 @@ mod log_limit;
 mod span;
 mod tracer;
 
-pub use context::{Context, Remote};
+pub use context::{CallerContext, Context};
 pub use headers::{extract, inject};
 pub use id::{SpanId, TraceId};
 pub use log_limit::LogLimit;

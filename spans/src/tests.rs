@@ -1,6 +1,6 @@
 //! Traces across processes, sampling and limits.
 
-use crate::{Context, Kind, Remote, Sampling, Tracer, extract, inject};
+use crate::{CallerContext, Context, Kind, Sampling, Tracer, extract, inject};
 use http::{HeaderMap, HeaderValue};
 use proptest::prelude::*;
 use std::time::Duration;
@@ -97,7 +97,7 @@ async fn times_attributes_events_and_errors_are_recorded() {
 
 #[test]
 fn invalid_contexts_are_ignored() {
-    let valid = |text: &str| Remote::parse(text).is_some();
+    let valid = |text: &str| CallerContext::parse(text).is_some();
     assert!(valid(PARENT) && valid("cc-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-more"));
     for wrong in [
         "",
@@ -117,6 +117,6 @@ fn invalid_contexts_are_ignored() {
 proptest! {
     #[test]
     fn arbitrary_headers_are_parsed_or_ignored(text in "\\PC*", digits in "[0-9a-f]{2}-[0-9a-f-]{40,60}") {
-        let _ = (Remote::parse(&text), Remote::parse(&digits));
+        let _ = (CallerContext::parse(&text), CallerContext::parse(&digits));
     }
 }

@@ -1,6 +1,6 @@
 //! Begins traces: which of them are recorded, and the queue of spans that have ended.
 
-use crate::context::{Context, Remote};
+use crate::context::{CallerContext, Context};
 use crate::id::{Ids, TraceId};
 use crate::span::{EndedSpan, Kind, Span};
 use std::sync::Arc;
@@ -68,9 +68,9 @@ impl Tracer {
 
     /// The first span of a trace in this process. The trace is the caller's, and recorded if the caller records it;
     /// without a caller's it is a new one.
-    pub fn root(&self, name: &'static str, kind: Kind, caller: Option<Remote>) -> Span {
+    pub fn root(&self, name: &'static str, kind: Kind, caller: Option<CallerContext>) -> Span {
         let Some(shared) = &self.0 else { return Span::default() };
-        let (context, parent, is_sampled) = if let Some(Remote { trace, span, is_sampled, state }) = caller {
+        let (context, parent, is_sampled) = if let Some(CallerContext { trace, span, is_sampled, state }) = caller {
             (Context::begin(shared, trace, is_sampled, state), Some(span), is_sampled)
         } else {
             let id = shared.ids.trace();
@@ -100,16 +100,16 @@ impl Shared {
 }
 
 impl SpanQueue {
-    /// Waits for a span, and takes up to `most`. Never empty unless the queue was closed.
-    pub async fn next(&mut self, most: usize) -> Vec<EndedSpan> {
+    /// Waits for a span, and takes up to `max`. Never empty unless the queue was closed.
+    pub async fn next(&mut self, max: usize) -> Vec<EndedSpan> {
         let mut spans = Vec::new();
-        self.spans.recv_many(&mut spans, most).await;
+        self.spans.recv_many(&mut spans, max).await;
         spans
     }
 
-    /// Takes up to `most` spans that have ended.
-    pub fn take(&mut self, most: usize) -> Vec<EndedSpan> {
-        std::iter::from_fn(|| self.spans.try_recv().ok()).take(most).collect()
+    /// Takes up to `max` spans that have ended.
+    pub fn take(&mut self, max: usize) -> Vec<EndedSpan> {
+        std::iter::from_fn(|| self.spans.try_recv().ok()).take(max).collect()
     }
 
     /// Number of spans that wait.

@@ -64,7 +64,7 @@ impl Native {
         health: &Health,
         registry: &Registry,
     ) -> anyhow::Result<Self> {
-        permissions::named_dir(&config.data_dir, is_ours)
+        permissions::create_configured_dir(&config.data_dir, is_ours)
             .with_context(|| format!("cannot create the data folder {}", config.data_dir.display()))
             .map_err(|error| with_another_folder(&error))?;
         let machine = Machine::detect();

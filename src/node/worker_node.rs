@@ -173,7 +173,7 @@ impl Process for WorkerNode {
             tracing::info!(%worker, "worker deregistered; its running requests finish");
         }
         let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
-        if timeout_at(deadline, self.discovery.settled()).await.is_err() {
+        if timeout_at(deadline, self.discovery.wait_until_deregistered()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
         let limit = format!("the workers stopped {} s before", LAST_OUTPUTS.as_secs_f64());

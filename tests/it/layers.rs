@@ -170,9 +170,9 @@ const ROOMS: [(&str, Rooms); 7] = [
     (
         "transport",
         &[
-            ("client", &["expiry", "files", "followed", "socket"]),
-            ("server", &["expiry", "files", "followed", "socket"]),
-            ("followed", &["expiry", "files", "watch"]),
+            ("client", &["expiry", "files", "reloadable", "socket"]),
+            ("server", &["expiry", "files", "reloadable", "socket"]),
+            ("reloadable", &["expiry", "files", "watch"]),
             ("files", &[]),
             ("expiry", &[]),
             ("socket", &[]),

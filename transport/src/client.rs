@@ -2,7 +2,7 @@
 
 use crate::expiry::CertificateExpiry;
 use crate::files::{Identity, NamedFile, TlsError};
-use crate::followed::{CertificateMetrics, Followed, Loaded};
+use crate::reloadable::{CertificateMetrics, Loaded, Reloadable};
 use crate::socket::Socket;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::ServerName;
@@ -23,7 +23,7 @@ pub struct ClientFiles {
 
 /// The certificates in effect.
 pub struct ClientTls {
-    followed: Arc<Followed<ClientConfig>>,
+    config: Arc<Reloadable<ClientConfig>>,
     files: ClientFiles,
 }
 
@@ -33,14 +33,14 @@ impl ClientTls {
         let identity = files.identity.iter().flat_map(Identity::files);
         let named = identity.chain([files.authorities.clone()]).collect();
         let loaded = files.clone();
-        Ok(Self { followed: Followed::open(named, move || loaded.load(), metrics)?, files })
+        Ok(Self { config: Reloadable::open(named, move || loaded.load(), metrics)?, files })
     }
 
     /// The handshake with the server of this host name or address. Its time is limited by the caller.
     pub async fn connect(&self, tcp: TcpStream, host: &str, protocol: &[u8]) -> io::Result<Socket> {
         let name = ServerName::try_from(host.trim_start_matches('[').trim_end_matches(']').to_owned());
         let name = name.map_err(|_| io::Error::other(format!("{host:?} is no name of a host")))?;
-        let mut config = ClientConfig::clone(&self.followed.current());
+        let mut config = ClientConfig::clone(&self.config.current());
         config.alpn_protocols = vec![protocol.to_vec()];
         match TlsConnector::from(Arc::new(config)).connect(name, tcp).await {
             Ok(stream) => Ok(Socket::Right(Box::new(stream.into()))),
@@ -50,7 +50,7 @@ impl ClientTls {
 
     /// What to change about an error of an established connection: a server checks the certificate of its client after
     /// the handshake. HTTP libraries pass on its text only. `None` for other errors.
-    pub fn explain_later(&self, error: &str) -> Option<String> {
+    pub fn explain_alert(&self, error: &str) -> Option<String> {
         let (_, alert) = error.split_once("received fatal alert: ")?;
         let NamedFile { key, path } = &self.files.identity.as_ref()?.certificate;
         Some(if alert.starts_with("CertificateExpired") {
@@ -83,7 +83,7 @@ impl ClientTls {
                 _ => format!("{of_server} is refused ({tls})"),
             },
             Error::InvalidMessage(_) => format!("the server speaks no TLS there; its URL begins with https:// ({tls})"),
-            _ => return self.explain_later(&tls.to_string()),
+            _ => return self.explain_alert(&tls.to_string()),
         })
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   ServerTls ─ accept  ─┐                      ┌─ Identity: a certificate and its key
-//!                        ├─ Socket    Followed ─┤─ the authorities that sign the certificates of others
+//!                        ├─ Socket  Reloadable ─┤─ the authorities that sign the certificates of others
 //!   ClientTls ─ connect ─┘                      └─ both are read again when their files change
 //! ```
 //!
@@ -27,7 +27,7 @@
 mod client;
 mod expiry;
 mod files;
-mod followed;
+mod reloadable;
 mod server;
 mod socket;
 #[cfg(test)]
@@ -37,7 +37,7 @@ mod watch;
 pub use client::{ClientFiles, ClientTls};
 pub use expiry::CertificateExpiry;
 pub use files::{Identity, NamedFile, TlsError};
-pub use followed::CertificateMetrics;
-pub use server::{NoTls, ServerFiles, ServerTls};
+pub use reloadable::CertificateMetrics;
+pub use server::{AcceptError, ServerFiles, ServerTls};
 pub use socket::{Socket, has_certificate, is_buffered, tcp};
 pub use watch::{WatchedFiles, read_text};

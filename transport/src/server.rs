@@ -2,7 +2,7 @@
 
 use crate::expiry::CertificateExpiry;
 use crate::files::{Identity, NamedFile, TlsError};
-use crate::followed::{CertificateMetrics, Followed, Loaded};
+use crate::reloadable::{CertificateMetrics, Loaded, Reloadable};
 use crate::socket::Socket;
 use rustls::ServerConfig;
 use rustls::crypto::ring::default_provider;
@@ -34,11 +34,11 @@ pub struct ServerFiles {
 }
 
 /// The certificate in effect.
-pub struct ServerTls(Arc<Followed<ServerConfig>>);
+pub struct ServerTls(Arc<Reloadable<ServerConfig>>);
 
-/// A connection that did not begin with TLS.
-pub enum NoTls {
-    /// It speaks HTTP.
+/// Why a connection has no TLS.
+pub enum AcceptError {
+    /// It speaks HTTP without TLS.
     Http(TcpStream),
     /// The client has shown a certificate that is not accepted, with the reason.
     Refused(String),
@@ -50,17 +50,17 @@ impl ServerTls {
     /// The files, whose changes are followed. Must be called within a runtime.
     pub fn open(files: ServerFiles, metrics: CertificateMetrics) -> Result<Self, TlsError> {
         let named = files.identity.files().into_iter().chain(files.clients.clone()).collect();
-        Followed::open(named, move || files.load(), metrics).map(Self)
+        Reloadable::open(named, move || files.load(), metrics).map(Self)
     }
 
     /// The handshake. Its time is limited by the caller.
-    pub async fn accept(&self, socket: TcpStream) -> Result<Socket, NoTls> {
+    pub async fn accept(&self, socket: TcpStream) -> Result<Socket, AcceptError> {
         let mut first = [0];
         match socket.peek(&mut first).await {
             Ok(1) if first[0] == HANDSHAKE => {}
             // The first letter of a method.
-            Ok(1) if first[0].is_ascii_uppercase() => return Err(NoTls::Http(socket)),
-            _ => return Err(NoTls::Failed),
+            Ok(1) if first[0].is_ascii_uppercase() => return Err(AcceptError::Http(socket)),
+            _ => return Err(AcceptError::Failed),
         }
         let (error, socket) = match TlsAcceptor::from(self.0.current()).accept(socket).into_fallible().await {
             Ok(stream) => return Ok(Socket::Right(Box::new(stream.into()))),
@@ -69,11 +69,11 @@ impl ServerTls {
         tracing::debug!(%error, "TLS handshake failed");
         match error.get_ref().and_then(|inner| inner.downcast_ref()) {
             Some(refused @ rustls::Error::InvalidCertificate(_)) => {
-                let refused = NoTls::Refused(refused.to_string());
+                let refused = AcceptError::Refused(refused.to_string());
                 linger(socket).await;
                 Err(refused)
             }
-            _ => Err(NoTls::Failed),
+            _ => Err(AcceptError::Failed),
         }
     }
 }

@@ -44,7 +44,7 @@ async fn exchange(server: &ServerTls, client: &ClientTls, host: &str) -> Result<
     let ask = async {
         let tcp = TcpStream::connect(address).await.unwrap();
         let text =
-            |error: std::io::Error| client.explain_later(&error.to_string()).unwrap_or_else(|| error.to_string());
+            |error: std::io::Error| client.explain_alert(&error.to_string()).unwrap_or_else(|| error.to_string());
         let mut socket = client.connect(tcp, host, b"h2").await.map_err(text)?;
         socket.read_u8().await.map_err(text)?;
         socket.write_u8(1).await.map_err(text)?;
@@ -104,7 +104,7 @@ async fn a_peer_without_tls_is_told_so() {
     let mut caller = TcpStream::connect(address).await.unwrap();
     caller.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
     let accepted = server.accept(listener.accept().await.unwrap().0).await;
-    assert!(matches!(accepted, Err(NoTls::Http(_))));
+    assert!(matches!(accepted, Err(AcceptError::Http(_))));
 }
 
 #[tokio::test]

@@ -18,13 +18,13 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// Files, and what they were when they were last loaded.
 pub struct WatchedFiles {
     paths: Vec<PathBuf>,
-    loaded: Vec<Option<Stamp>>,
-    previous: Vec<Option<Stamp>>,
+    loaded: Vec<Option<FileStamp>>,
+    previous: Vec<Option<FileStamp>>,
 }
 
 /// What differs after a change of a file, also if it was replaced by one of the same length within a tick of the clock.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Stamp {
+struct FileStamp {
     device: u64,
     inode: u64,
     length: u64,
@@ -76,10 +76,10 @@ impl WatchedFiles {
 }
 
 /// A missing file has no stamp.
-fn stamps(paths: &[PathBuf]) -> Vec<Option<Stamp>> {
+fn stamps(paths: &[PathBuf]) -> Vec<Option<FileStamp>> {
     let stamp = |path: &PathBuf| {
         let file = fs::metadata(path).ok()?;
-        Some(Stamp {
+        Some(FileStamp {
             device: file.dev(),
             inode: file.ino(),
             length: file.len(),

@@ -208,12 +208,12 @@ impl Engine for UpstreamEngine {
         self.settings.address.clone()
     }
 
-    fn chosen_by(&self, request: &Request) -> Option<u64> {
+    fn choosing_server(&self, request: &Request) -> Option<u64> {
         let Work::Relay(http) = &request.work else { return None };
         self.settings.rank.filter(|_| !is_by_rank(http)).and(self.settings.server)
     }
 
-    fn only(&self) -> Option<EndpointKind> {
+    fn only_endpoint_kind(&self) -> Option<EndpointKind> {
         self.settings.only
     }
 
@@ -222,7 +222,7 @@ impl Engine for UpstreamEngine {
         !self.settings.salted.takes(http) && request.domain.engine_salt().is_some()
     }
 
-    fn server(&self) -> Option<u64> {
+    fn probed_server(&self) -> Option<u64> {
         self.settings.server
     }
 

@@ -1,5 +1,5 @@
-//! The [`Engine`] seam: an engine turns a request into a stream of tokens. A model runtime, a worker on another machine
-//! and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
+//! The [`Engine`] interface: an engine turns a request into a stream of tokens. A model runtime, a worker on another
+//! machine and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
 
 #[cfg(test)]
 pub(crate) mod contract;
@@ -83,7 +83,7 @@ pub trait Engine: Send + Sync + 'static {
 
     /// The only kind of endpoints that the engine has for relayed requests. `None`: it may have any. A request for the
     /// other kind is sent to it only if the model has no engine for that.
-    fn only(&self) -> Option<EndpointKind> {
+    fn only_endpoint_kind(&self) -> Option<EndpointKind> {
         None
     }
 
@@ -102,13 +102,13 @@ pub trait Engine: Send + Sync + 'static {
 
     /// The server that chooses which of its engines computes a request, as a number that these engines share. `None`:
     /// this engine computes it.
-    fn chosen_by(&self, _request: &Request) -> Option<u64> {
+    fn choosing_server(&self, _request: &Request) -> Option<u64> {
         None
     }
 
     /// The server whose health [`probe`](Self::probe) checks, as a number that its engines share: one check is for all
     /// of them, and computes no token. `None`: a check is of this engine only.
-    fn server(&self) -> Option<u64> {
+    fn probed_server(&self) -> Option<u64> {
         None
     }
 
@@ -136,7 +136,7 @@ pub trait Engine: Send + Sync + 'static {
     /// Discovery says that the engine has left. Its running requests may go on: a worker that drains, or cannot renew
     /// its lease, finishes them. An engine in another process checks at once whether that process still answers, and
     /// fails the requests if it does not. MUST NOT wait.
-    fn left(&self) {}
+    fn on_left(&self) {}
 
     /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is
     /// wrong.

@@ -1,4 +1,4 @@
-//! One engine beside its KV cache: the engine seam, the native engine, the planes between processes, and serving.
+//! One engine beside its KV cache: the engine interface, the native engine, the planes between processes, and serving.
 //!
 //! ```text
 //!   router ──Request──▶ Engine ◀── kvbm (blocks in and out)

@@ -160,7 +160,8 @@ impl Access {
     pub(super) fn probe(folder: &Path) -> io::Result<Self> {
         let path = unused(folder)?;
         let direct = |alignment: u64| {
-            let file = Self::Direct { alignment }.open(&path, permissions::private().write(true).create(true))?;
+            let file =
+                Self::Direct { alignment }.open(&path, permissions::private_file_options().write(true).create(true))?;
             file.write_all_at(&Buffer::zeroed(alignment as usize), alignment)
         };
         let refused = |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP));

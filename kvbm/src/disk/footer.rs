@@ -8,14 +8,14 @@
 //! |        | kind 1, expires 4, pinned until 4: as in the block header |
 //! | 48 × m | namespaces, numbered from 0: fingerprint 32, cache domain 16 |
 //! | … | zeros, so that the footer ends at a multiple of 4,096 |
-//! | 40 | only in a sealed footer, whose magic is `BLKYFOO5`: number of the metadata key 8, tag 32 |
+//! | 40 | only in an authenticated footer, whose magic is `BLKYFOO5`: number of the metadata key 8, tag 32 |
 //! | 32 | trailer: magic `BLKYFOO4`, footer's offset 8, n 4, m 4, CRC-64/NVME over the footer before it 8 |
 //!
 //! An entry takes 52 bytes, so the footers of a million blocks take 52 MB.
 //!
-//! Footers are sealed where blocks are encrypted. There, a footer without a valid seal is rejected, and its
-//! segment is scanned. The tag covers the segment's number, the footer before the seal, and the trailer before the
-//! CRC. Only a seal of a known key that does not match counts as corruption: a footer without a seal, or with one of
+//! Footers are authenticated where blocks are encrypted. There, a footer without a valid tag is rejected, and its
+//! segment is scanned. The tag covers the segment's number, the footer before the tag, and the trailer before the
+//! CRC. Only a tag of a known key that does not match counts as corruption: a footer without a tag, or with one of
 //! another key, is from before encryption was turned on or the keys were replaced.
 //!
 //! The trailer is untrusted: a footer must have exactly the length that its counts imply, end with the file, and list
@@ -24,11 +24,11 @@
 use super::direct::{Access, Buffer};
 use super::record::{self, ParsedRecord};
 use crate::block::{BlockRetention, Date, DomainId, Fingerprint, SequenceHash};
-use crate::transform::crypt::{Authenticity, Context, MetadataKeys, SEAL, Seal};
+use crate::transform::crypt::{Authenticity, Context, METADATA_TAG_LEN, MetadataKeys, MetadataTag};
 use crc_fast::{CrcAlgorithm, checksum};
 
 const MAGIC: [u8; 8] = *b"BLKYFOO4";
-const SEALED_MAGIC: [u8; 8] = *b"BLKYFOO5";
+const AUTHENTICATED_MAGIC: [u8; 8] = *b"BLKYFOO5";
 /// Maximum length of a footer in bytes. That of a segment of 128 MiB with the smallest blocks has 26 MB.
 const MAX_BYTES: u64 = 64 << 20;
 /// Number of recent namespaces that a new record's is searched in. An older one may be listed twice, which costs 48
@@ -138,17 +138,17 @@ impl RecordList {
         self.entries.iter().map(end).max().unwrap_or(0)
     }
 
-    /// Length in bytes of the footer of `entries` records in so many namespaces, sealed or not.
+    /// Length in bytes of the footer of `entries` records in so many namespaces, with a tag or without.
     pub(super) fn footer_bytes(entries: usize, namespaces: usize) -> u64 {
         Self::span(entries as u64, namespaces as u64)
     }
 
     fn span(entries: u64, namespaces: u64) -> u64 {
-        (entries * ENTRY_LEN as u64 + namespaces * NAMESPACE_LEN as u64 + (SEAL + TRAILER_LEN) as u64)
+        (entries * ENTRY_LEN as u64 + namespaces * NAMESPACE_LEN as u64 + (METADATA_TAG_LEN + TRAILER_LEN) as u64)
             .next_multiple_of(Access::BLOCK)
     }
 
-    /// Encodes the footer of segment `number` at byte `at`, and seals it if there is a key.
+    /// Encodes the footer of segment `number` at byte `at`, with a tag if there is a key.
     pub(super) fn encode(&self, at: u64, number: u32, keys: Option<&MetadataKeys>) -> Buffer {
         let span = Self::footer_bytes(self.entries.len(), self.namespaces.len()) as usize;
         let mut footer = Buffer::zeroed(span);
@@ -170,14 +170,14 @@ impl RecordList {
             to[32..].copy_from_slice(domain.as_bytes());
         }
         let trailer = span - TRAILER_LEN;
-        footer[trailer..trailer + 8].copy_from_slice(if keys.is_some() { &SEALED_MAGIC } else { &MAGIC });
+        footer[trailer..trailer + 8].copy_from_slice(if keys.is_some() { &AUTHENTICATED_MAGIC } else { &MAGIC });
         footer[trailer + 8..trailer + 16].copy_from_slice(&at.to_le_bytes());
         footer[trailer + 16..trailer + 20].copy_from_slice(&(self.entries.len() as u32).to_le_bytes());
         footer[trailer + 20..trailer + 24].copy_from_slice(&(self.namespaces.len() as u32).to_le_bytes());
         if let Some(keys) = keys {
-            match keys.seal(Context::Footer(number), covered(&footer)) {
-                Some(seal) => footer[trailer - SEAL..trailer].copy_from_slice(&seal.to_bytes()),
-                // A reader that requires a seal rejects this footer; others can use it.
+            match keys.make_tag(Context::Footer(number), covered(&footer)) {
+                Some(tag) => footer[trailer - METADATA_TAG_LEN..trailer].copy_from_slice(&tag.to_bytes()),
+                // A reader that requires a tag rejects this footer; others can use it.
                 None => footer[trailer..trailer + 8].copy_from_slice(&MAGIC),
             }
         }
@@ -194,30 +194,30 @@ impl RecordList {
     /// The trailer at the end of `tail`, which are the last bytes of a file of `length` bytes.
     pub(super) fn locate(tail: &[u8], length: u64) -> Option<Trailer> {
         let trailer = tail.last_chunk::<TRAILER_LEN>()?;
-        (trailer[..8] == MAGIC || trailer[..8] == SEALED_MAGIC).then_some(())?;
-        Some(Trailer { at: word(trailer, 8), entries: half(trailer, 16), namespaces: half(trailer, 20), length })
+        (trailer[..8] == MAGIC || trailer[..8] == AUTHENTICATED_MAGIC).then_some(())?;
+        Some(Trailer { at: u64_at(trailer, 8), entries: u32_at(trailer, 16), namespaces: u32_at(trailer, 20), length })
     }
 
     /// Decodes the footer of segment `number`. Returns `None` when it is corrupt, or when `keys` are given and none
-    /// of them sealed it.
+    /// of them made its tag.
     pub(super) fn decode(footer: &[u8], number: u32, keys: Option<&MetadataKeys>) -> Option<Self> {
         let trailer = footer.last_chunk::<TRAILER_LEN>()?;
         let (body, sum) = footer.split_at(footer.len() - 8);
         if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != sum {
             return None;
         }
-        let sealed = trailer[..8] == SEALED_MAGIC;
+        let has_tag = trailer[..8] == AUTHENTICATED_MAGIC;
         if let Some(keys) = keys {
             let (body, _) = footer.split_last_chunk::<TRAILER_LEN>()?;
-            let seal = Seal::from_bytes(body.last_chunk().filter(|_| sealed)?);
-            if keys.verify(Context::Footer(number), covered(footer), &seal) != Authenticity::Authentic {
+            let tag = MetadataTag::from_bytes(body.last_chunk().filter(|_| has_tag)?);
+            if keys.verify(Context::Footer(number), covered(footer), &tag) != Authenticity::Authentic {
                 return None;
             }
         }
-        let at = word(trailer, 8);
+        let at = u64_at(trailer, 8);
         let length = at.checked_add(footer.len() as u64)?;
         Self::locate(footer, length)?.start()?;
-        let (entries, namespaces) = (half(trailer, 16) as usize, half(trailer, 20) as usize);
+        let (entries, namespaces) = (u32_at(trailer, 16) as usize, u32_at(trailer, 20) as usize);
         let (entries, rest) = footer.split_at(entries * ENTRY_LEN);
         let namespace = |bytes: &[u8]| {
             (Fingerprint::from_bytes(std::array::from_fn(|i| bytes[i])), DomainId::from_bytes(array(bytes, 32)))
@@ -230,10 +230,10 @@ impl RecordList {
                 hash: hash(0),
                 parent: (bytes[43] == 1).then(|| hash(16)),
                 is_tombstone: bytes[43] == 2,
-                offset: half(bytes, 32),
-                length: half(bytes, 36),
-                expires: Date::decode(half(bytes, 44)),
-                pinned: Date::decode(half(bytes, 48)),
+                offset: u32_at(bytes, 32),
+                length: u32_at(bytes, 36),
+                expires: Date::decode(u32_at(bytes, 44)),
+                pinned: Date::decode(u32_at(bytes, 48)),
                 namespace,
             })
         };
@@ -252,15 +252,15 @@ impl RecordList {
         (end <= at).then_some(Self { namespaces, entries: listed })
     }
 
-    /// Whether a footer that [`decode`](Self::decode) rejects matches its checksum, and only has no seal of any of the
+    /// Whether a footer that [`decode`](Self::decode) rejects matches its checksum, and only has no tag of any of the
     /// `keys`.
-    pub(super) fn lacks_seal(footer: &[u8], number: u32, keys: &MetadataKeys) -> bool {
+    pub(super) fn lacks_known_tag(footer: &[u8], number: u32, keys: &MetadataKeys) -> bool {
         let Some((body, trailer)) = footer.split_last_chunk::<TRAILER_LEN>() else { return false };
         let sum = checksum(CrcAlgorithm::Crc64Nvme, &footer[..footer.len() - 8]);
-        let Some(seal) = body.last_chunk().map(Seal::from_bytes) else { return false };
+        let Some(tag) = body.last_chunk().map(MetadataTag::from_bytes) else { return false };
         trailer.ends_with(&sum.to_le_bytes())
             && (trailer[..8] == MAGIC
-                || keys.verify(Context::Footer(number), covered(footer), &seal) == Authenticity::UnknownKey)
+                || keys.verify(Context::Footer(number), covered(footer), &tag) == Authenticity::UnknownKey)
     }
 }
 
@@ -282,23 +282,23 @@ impl Trailer {
         let older = (entries * ENTRY_LEN as u64 + namespaces * NAMESPACE_LEN as u64 + TRAILER_LEN as u64)
             .next_multiple_of(Access::BLOCK);
         let found = self.length.checked_sub(self.at)?;
-        // Footers of versions before seals took a block less in some cases.
+        // Footers of versions before tags took a block less in some cases.
         let fits = (found == bytes || found == older) && found <= MAX_BYTES;
         (fits && namespaces <= entries && entries <= self.at / Access::UNIT).then_some(self.at)
     }
 }
 
-/// The bytes that a seal covers: all before the seal, and the trailer without the CRC.
+/// The bytes that a tag covers: all before the tag, and the trailer without the CRC.
 fn covered(footer: &[u8]) -> [&[u8]; 2] {
     let trailer = footer.len() - TRAILER_LEN;
-    [&footer[..trailer - SEAL], &footer[trailer..footer.len() - 8]]
+    [&footer[..trailer - METADATA_TAG_LEN], &footer[trailer..footer.len() - 8]]
 }
 
-fn word(bytes: &[u8], at: usize) -> u64 {
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(array(bytes, at))
 }
 
-fn half(bytes: &[u8], at: usize) -> u32 {
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(array(bytes, at))
 }
 
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_unsealed_forged_or_moved_footer_is_rejected() {
+    async fn an_unauthenticated_forged_or_moved_footer_is_rejected() {
         let keys = async |master: &str| {
             let master = master.repeat(32);
             let environment: Environment = Arc::new(move |_| Some(master.clone()));
@@ -355,18 +355,18 @@ mod tests {
             MetadataKeys::open(keys).await.unwrap()
         };
         let (ours, theirs) = (keys("01").await, keys("02").await);
-        let sealed = record_list().encode(AT, 7, Some(&ours));
-        assert_eq!(RecordList::decode(&sealed, 7, Some(&ours)), Some(record_list()));
+        let footer = record_list().encode(AT, 7, Some(&ours));
+        assert_eq!(RecordList::decode(&footer, 7, Some(&ours)), Some(record_list()));
         assert_eq!(
-            RecordList::decode(&sealed, 7, None),
+            RecordList::decode(&footer, 7, None),
             Some(record_list()),
             "without keys there is nothing to verify with"
         );
-        assert_eq!(RecordList::decode(&sealed, 8, Some(&ours)), None, "another segment's");
-        assert_eq!(RecordList::decode(&sealed, 7, Some(&theirs)), None, "another key");
-        assert_eq!(RecordList::decode(&record_list().encode(AT, 7, None), 7, Some(&ours)), None, "no seal");
-        for at in (0..sealed.len() - 8).step_by(5) {
-            let mut bad = sealed.to_vec();
+        assert_eq!(RecordList::decode(&footer, 8, Some(&ours)), None, "another segment's");
+        assert_eq!(RecordList::decode(&footer, 7, Some(&theirs)), None, "another key");
+        assert_eq!(RecordList::decode(&record_list().encode(AT, 7, None), 7, Some(&ours)), None, "no tag");
+        for at in (0..footer.len() - 8).step_by(5) {
+            let mut bad = footer.to_vec();
             bad[at] ^= 1;
             assert_eq!(RecordList::decode(&fuzz::summed(bad), 7, Some(&ours)), None, "byte {at}");
         }
@@ -416,7 +416,7 @@ mod tests {
         ) {
             let decoded = fuzz::bounded(&bytes, 4, |bytes| RecordList::decode(bytes, 1, None));
             if let Some(record_list) = decoded {
-                assert!(record_list.end() <= word(bytes.last_chunk::<TRAILER_LEN>().unwrap(), 8));
+                assert!(record_list.end() <= u64_at(bytes.last_chunk::<TRAILER_LEN>().unwrap(), 8));
             }
         }
     }

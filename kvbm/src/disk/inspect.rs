@@ -75,7 +75,7 @@ pub fn inspect(folder: &Path, now: Date) -> io::Result<Option<LogContents>> {
         (found.segments, found.bytes) = (found.segments + 1, found.bytes + length);
         let record_list = match footer(&io, &file, length, number, None)? {
             Footer::Valid(record_list) => record_list,
-            Footer::Missing | Footer::Unsealed | Footer::Corrupt => {
+            Footer::Missing | Footer::Unauthenticated | Footer::Corrupt => {
                 found.open_segments += 1;
                 scan(&io, &file, length, number, None)?.record_list
             }

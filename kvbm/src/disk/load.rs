@@ -38,7 +38,7 @@ pub(super) fn plan(
     fingerprint: Fingerprint,
     hashes: &[SequenceHash],
 ) -> (Vec<usize>, Vec<Vec<SegmentRead>>) {
-    let (index, most) = (&shared.index, shared.max_block.load(Ordering::Relaxed));
+    let (index, max_length) = (&shared.index, shared.max_block.load(Ordering::Relaxed));
     let mut missing = Vec::new();
     let mut segments: Vec<BTreeMap<(u32, u16), Vec<BlockRange>>> = vec![BTreeMap::new(); logs.len()];
     for (index_in_request, location) in
@@ -49,7 +49,7 @@ pub(super) fn plan(
             missing.push(index_in_request);
             continue;
         };
-        if u64::from(location.length) > most {
+        if u64::from(location.length) > max_length {
             // The engine has no blocks of this length.
             shared.index.remove([(fingerprint, hashes[index_in_request])], |at| *at == location);
             missing.push(index_in_request);

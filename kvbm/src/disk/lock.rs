@@ -45,9 +45,9 @@ impl FolderLock {
     pub(super) fn acquire(folder: &Path) -> Result<Self, OpenError> {
         let path = folder.join("owner");
         let failed = |source| OpenError::Io { path: path.clone(), source };
-        let mut options = permissions::private();
+        let mut options = permissions::private_file_options();
         let mut file = options.read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
-        permissions::narrow(&file, &path).map_err(failed)?;
+        permissions::restrict_file(&file, &path).map_err(failed)?;
         let started = Instant::now();
         loop {
             match file.try_lock() {

@@ -64,7 +64,7 @@ pub(super) struct Shared {
     pub(super) corruption: Arc<CorruptionCounters>,
     /// Maximum payload length of a loaded block, in bytes.
     pub(super) max_block: Arc<AtomicU64>,
-    /// Keys that seal the footers, if any.
+    /// Keys that authenticate the footers, if any.
     pub(super) keys: Option<Arc<MetadataKeys>>,
     /// Receiver of blocks in use that do not fit into the log.
     pub(super) spill: Arc<OnceLock<Spill>>,
@@ -83,7 +83,7 @@ pub(super) struct Spill {
 pub(super) struct CorruptionCounters {
     /// Corrupt byte ranges of segments, found during recovery.
     pub(super) ranges: AtomicU64,
-    /// Footers that do not match their checksums or seals, found during recovery.
+    /// Footers that do not match their checksums or tags, found during recovery.
     pub(super) footers: AtomicU64,
     /// Segments whose files disappeared while the log was open.
     pub(super) missing_segments: AtomicU64,
@@ -112,7 +112,7 @@ pub(super) struct Log {
     /// The disk has too little free space for the log to grow. Logged once.
     disk_is_full: AtomicBool,
     /// A segment was reclaimed on a full disk, and no head could be created in its space.
-    pub(super) reclaimed_in_vain: AtomicBool,
+    pub(super) reclaim_gave_no_space: AtomicBool,
     /// Why the folder cannot be used; set once.
     failure: OnceLock<String>,
     /// Cancelled when `failure` is set, so that no caller waits for the device any more.
@@ -171,7 +171,7 @@ impl Log {
         #[cfg(test)]
         let access = shared.hooks.access().unwrap_or(access);
         let numbers = segment::numbers(folder).map_err(failed)?;
-        segment::narrow(folder, &numbers);
+        segment::restrict_modes(folder, &numbers);
         let last = numbers.last().copied();
         shared.next.fetch_max(last.map_or(0, |last| last + 1), Ordering::Relaxed);
         let io = FileIo::default();
@@ -195,7 +195,7 @@ impl Log {
             read_failures: AtomicU32::new(0),
             writes: WriteHealth::default(),
             disk_is_full: AtomicBool::new(false),
-            reclaimed_in_vain: AtomicBool::new(false),
+            reclaim_gave_no_space: AtomicBool::new(false),
             failure: OnceLock::new(),
             failed: CancellationToken::new(),
             withdrawn: AtomicBool::new(false),

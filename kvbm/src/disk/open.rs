@@ -46,8 +46,8 @@ impl DiskTier {
         Ok(tier)
     }
 
-    /// Opens a tier with quotas and recovers its blocks in the background; see [`DiskTier::recovered`]. `keys` seal
-    /// the footers. Each domain with a quota or a weight has segments of its own on every path.
+    /// Opens a tier with quotas and recovers its blocks in the background; see [`DiskTier::recovered`]. `keys`
+    /// authenticate the footers. Each domain with a quota or a weight has segments of its own on every path.
     ///
     /// # Panics
     /// As for [`DiskTier::striped`].

@@ -142,7 +142,7 @@ impl LogPath {
                 return Err(failed(io::Error::other(MOUNTED_OVER)));
             }
         } else {
-            permissions::named_dir(&self.folder, segment::is_ours).map_err(failed)?;
+            permissions::create_configured_dir(&self.folder, segment::is_ours).map_err(failed)?;
         }
         let log = Log::open(self.number, &self.folder, self.settings, self.shared.clone())?;
         let _ = self.device.set(std::fs::metadata(&self.folder).map_err(failed)?.dev());

@@ -96,10 +96,10 @@ pub(super) fn begins(bytes: &[u8]) -> bool {
 }
 
 /// Parses the record at the start of `bytes` and compares its checksum. Returns `None` for an invalid record, and for
-/// one that claims more than `most` bytes.
+/// one that claims more than `max_bytes` bytes.
 ///
 /// `Err` is the number of bytes that are needed. A record that the end of the file cuts off is invalid.
-pub(super) fn parse(bytes: &[u8], most: u64) -> Result<Option<ParsedRecord>, usize> {
+pub(super) fn parse(bytes: &[u8], max_bytes: u64) -> Result<Option<ParsedRecord>, usize> {
     if bytes.starts_with(&TOMBSTONE_MAGIC) {
         let Some(record) = bytes.first_chunk::<TOMBSTONE_LEN>() else { return Err(TOMBSTONE_LEN) };
         let sound = checksum(CrcAlgorithm::Crc64Nvme, &record[..56]).to_le_bytes() == record[56..];
@@ -111,7 +111,7 @@ pub(super) fn parse(bytes: &[u8], most: u64) -> Result<Option<ParsedRecord>, usi
     let Ok(header) = Header::decode(head) else { return Ok(None) };
     // `Header::decode` limits the length, so this cannot overflow.
     let end = PAYLOAD_OFFSET + header.length as usize;
-    if end as u64 > most.min(MAX_RECORD_BYTES) {
+    if end as u64 > max_bytes.min(MAX_RECORD_BYTES) {
         return Ok(None);
     }
     let Some(payload) = bytes.get(PAYLOAD_OFFSET..end) else { return Err(end) };

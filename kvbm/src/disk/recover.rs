@@ -25,7 +25,7 @@ use std::time::Instant;
 const WINDOW_BYTES: usize = 4 << 20;
 
 /// Maximum number of bytes in invalid records that a scan checks, as a multiple of the file's length.
-const MAX_EFFORT: u64 = 2;
+const MAX_INVALID_BYTES_RATIO: u64 = 2;
 
 /// Maximum number of footers read at once. The device answers several quickly, and each takes a core to verify.
 const READERS: usize = 8;
@@ -221,7 +221,7 @@ impl Log {
         let length = self.io.query(|| file.metadata())?.len();
         let record_list = match footer(&self.io, &file, length, number, self.shared.keys.as_deref())? {
             Footer::Valid(record_list) => record_list,
-            Footer::Missing | Footer::Unsealed | Footer::Corrupt => return Ok(None),
+            Footer::Missing | Footer::Unauthenticated | Footer::Corrupt => return Ok(None),
         };
         Ok(Some(self.new_segment(number, record_list, length)))
     }
@@ -235,9 +235,9 @@ impl Log {
         let footer = footer(&self.io, &file, length, number, keys)?;
         let Scanned { mut record_list, corrupt_ranges, has_corrupt_footer } =
             scan(&self.io, &file, length, number, keys)?;
-        if matches!(footer, Footer::Unsealed) {
+        if matches!(footer, Footer::Unauthenticated) {
             // After encryption was turned on or its keys were replaced, this concerns every segment.
-            tracing::info!(segment = %path.display(), "segment footer has no valid seal; the segment was scanned");
+            tracing::info!(segment = %path.display(), "segment footer has no valid tag; the segment was scanned");
         } else if has_corrupt_footer || matches!(footer, Footer::Corrupt) {
             self.shared.corruption.footers.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(segment = %path.display(), "segment footer is corrupt; the segment was scanned");
@@ -281,8 +281,8 @@ pub(super) enum Footer {
     Valid(RecordList),
     /// There is no footer: the segment was never sealed.
     Missing,
-    /// There is a footer without a seal of a known key.
-    Unsealed,
+    /// There is a footer without a tag of a known key.
+    Unauthenticated,
     /// There is a footer, and it is invalid.
     Corrupt,
 }
@@ -304,7 +304,7 @@ pub(super) fn footer(
     io.read_exact(file, &mut footer, at)?;
     Ok(match RecordList::decode(&footer, number, keys) {
         Some(record_list) => Footer::Valid(record_list),
-        None if keys.is_some_and(|keys| RecordList::lacks_seal(&footer, number, keys)) => Footer::Unsealed,
+        None if keys.is_some_and(|keys| RecordList::lacks_known_tag(&footer, number, keys)) => Footer::Unauthenticated,
         None => Footer::Corrupt,
     })
 }
@@ -333,7 +333,7 @@ pub(super) fn scan(
     let (mut corrupt_ranges, mut corrupt, mut footer) = (0, false, None);
     let mut begins_as_record = None;
     // Invalid records rarely overlap by accident; the limit bounds the work on a file in which they do.
-    let mut effort = MAX_EFFORT * length;
+    let mut invalid_bytes_left = MAX_INVALID_BYTES_RATIO * length;
     let mut window = Window { io, file, length, start: 0, bytes: Vec::new() };
     let mut at = 0;
     while at < length {
@@ -341,15 +341,17 @@ pub(super) fn scan(
         if at == length {
             break;
         }
-        let mut parsed = record::parse(window.bytes(at, 1)?, effort);
+        let mut parsed = record::parse(window.bytes(at, 1)?, invalid_bytes_left);
         if let Err(needed) = parsed {
             parsed = match length - at {
-                left if left >= needed as u64 => record::parse(window.bytes(at, needed)?, effort),
+                left if left >= needed as u64 => record::parse(window.bytes(at, needed)?, invalid_bytes_left),
                 _ => Ok(None),
             };
         }
         if let Ok(None) = parsed {
-            effort -= record::claimed_bytes(window.bytes(at, 1)?).filter(|claimed| *claimed <= effort).unwrap_or(0);
+            invalid_bytes_left -= record::claimed_bytes(window.bytes(at, 1)?)
+                .filter(|claimed| *claimed <= invalid_bytes_left)
+                .unwrap_or(0);
         }
         at += if let Ok(Some(found)) = parsed {
             record_list.push(&found, at);

@@ -168,7 +168,7 @@ fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) ->
         return Err(io::ErrorKind::InvalidInput.into());
     }
     let file = io.query(|| access.open(&spare, OpenOptions::new().write(true)))?;
-    permissions::narrow(&file, &spare)?;
+    permissions::restrict_file(&file, &spare)?;
     io.mutate(|| direct::clear(&file, bytes))?;
     io.rename(&spare, path)?;
     Ok(file)
@@ -186,11 +186,11 @@ pub(super) fn numbers(folder: &Path) -> io::Result<Vec<u32>> {
 }
 
 /// Restricts the modes of segments and the spare, which an earlier version may have left readable for other users.
-pub(super) fn narrow(folder: &Path, numbers: &[u32]) {
+pub(super) fn restrict_modes(folder: &Path, numbers: &[u32]) {
     for number in numbers {
-        permissions::narrow_path(&path(folder, *number));
+        permissions::restrict_path(&path(folder, *number));
     }
-    permissions::narrow_path(&spare(folder));
+    permissions::restrict_path(&spare(folder));
 }
 
 /// Whether a file name in the folder belongs to the log.
@@ -205,7 +205,7 @@ pub(super) struct Head {
     path: PathBuf,
     access: Access,
     io: Arc<FileIo>,
-    /// Keys that seal the footer, if any.
+    /// Keys that authenticate the footer, if any.
     keys: Option<Arc<MetadataKeys>>,
     segment: Arc<Segment>,
 }
@@ -227,7 +227,8 @@ impl Head {
         } else {
             // There is no spare, or the filesystem cannot zero it.
             delete_spare(io, folder);
-            let file = io.mutate(|| access.open(&path, permissions::private().write(true).create_new(true)))?;
+            let file =
+                io.mutate(|| access.open(&path, permissions::private_file_options().write(true).create_new(true)))?;
             if let Err(error) = io.mutate(|| direct::reserve(&file, bytes)) {
                 let _ = io.remove(&path);
                 return Err(error);

@@ -80,43 +80,44 @@ impl Log {
     /// Seals the head of a group, creates the next one, and frees space for the rotation after this one. Runs on one
     /// thread at a time, without the lock; other writers go on as soon as the new head exists.
     ///
-    /// Blocks that are carried over get at most the first `carry` bytes of the new head. It has at least `least` bytes.
-    pub(super) fn rotate(&self, group: u16, carry: u64, least: u64) -> Result<(), StoreError> {
+    /// Blocks that are carried over get at most the first `carry_bytes` of the new head. It has at least
+    /// `min_head_bytes`.
+    pub(super) fn rotate(&self, group: u16, carry_bytes: u64, min_head_bytes: u64) -> Result<(), StoreError> {
         if self.in_cooldown() {
             return Err(StoreError::Busy);
         }
         // Sealing the head truncates it, and the next one may have that space again.
-        let before = self.used_bytes() + self.spare_bytes();
+        let used_before = self.used_bytes() + self.spare_bytes();
         let full = self.lock().heads.remove(&group);
         // This seals the segment, unless another thread still writes to it.
         drop(full);
-        self.start_head(group, carry, least, before).map_err(|error| {
+        self.start_head(group, carry_bytes, min_head_bytes, used_before).map_err(|error| {
             self.start_cooldown(&error);
             self.check_folder_after(&error);
             StoreError::Io(error)
         })
     }
 
-    fn start_head(&self, group: u16, carry: u64, least: u64, before: u64) -> io::Result<()> {
+    fn start_head(&self, group: u16, carry_bytes: u64, min_head_bytes: u64, used_before: u64) -> io::Result<()> {
         self.check_folder()?;
-        let NewHead { head, kept, is_full } = self.create_segment(group, carry, least, before)?;
+        let NewHead { head, kept, is_full } = self.create_segment(group, carry_bytes, min_head_bytes, used_before)?;
         let (number, bytes) = (head.segment().number(), head.segment().bytes());
         // A small head has no space to spare.
-        let carry = if bytes < self.settings.segment_bytes { 0 } else { carry };
+        let carry_bytes = if bytes < self.settings.segment_bytes { 0 } else { carry_bytes };
         let (kept, victims) = {
             let mut state = self.lock();
             state.segments.retain(|_, segment| !segment.is_deleted());
             state.segments.insert(number, head.segment().clone());
             let mut open = OpenHead { head: head.clone(), end: 0, records: 0 };
-            let most = carry_limit(bytes, least);
+            let max_carried = carry_limit(bytes, min_head_bytes);
             let place = |blocks: Vec<Block>| {
                 let bytes: u64 = blocks.iter().map(|block| Record::Block(block).span(self.access.alignment())).sum();
-                let fits = open.end + bytes.next_multiple_of(Access::BLOCK) <= most;
+                let fits = open.end + bytes.next_multiple_of(Access::BLOCK) <= max_carried;
                 fits.then(|| (open.take(bytes, blocks.len()), blocks))
             };
             let kept: Vec<(u64, Vec<Block>)> = kept.into_iter().filter_map(place).collect();
             state.heads.insert(group, open);
-            (kept, self.select_victims(&mut state, group, carry))
+            (kept, self.select_victims(&mut state, group, carry_bytes))
         };
         self.notify();
         if let Err(error) = self.write_kept(&head, &kept) {
@@ -136,29 +137,36 @@ impl Log {
 
     /// Bytes that all segments, including the next head, may take: what the log takes now and what is free beyond
     /// `min_free_bytes`, or less what is missing to it. When others have filled the disk, the log retains a part of its
-    /// capacity ([`Self::retained_bytes`]), but does not grow: `before` is what it took before its head was sealed.
-    fn space_limit(&self, used: u64, before: u64) -> io::Result<u64> {
+    /// capacity ([`Self::retained_bytes`]), but does not grow: `used_before` is what it took before its head was
+    /// sealed.
+    fn space_limit(&self, used: u64, used_before: u64) -> io::Result<u64> {
         let (free, min_free) = (self.free_bytes()?, self.settings.min_free_bytes);
         let taken = used + self.spare_bytes();
         let beyond = usable(free.saturating_sub(min_free));
         let missing = min_free.saturating_sub(free);
-        Ok(taken.saturating_add(beyond).saturating_sub(missing).max(before.min(self.retained_bytes())))
+        Ok(taken.saturating_add(beyond).saturating_sub(missing).max(used_before.min(self.retained_bytes())))
     }
 
     /// Creates the next head within [`Self::space_limit`]. It takes what is left of the limit, up to a whole segment.
-    /// Only if that is less than `least` and the smallest head, the oldest segments are reclaimed first; none is, if
-    /// that would not suffice.
-    fn create_segment(&self, group: u16, carry: u64, least: u64, before: u64) -> io::Result<NewHead> {
+    /// Only if that is less than `min_head_bytes` and the smallest head, the oldest segments are reclaimed first; none
+    /// is, if that would not suffice.
+    fn create_segment(
+        &self,
+        group: u16,
+        carry_bytes: u64,
+        min_head_bytes: u64,
+        used_before: u64,
+    ) -> io::Result<NewHead> {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;
         let whole = self.settings.segment_bytes;
-        let least = least.max(whole / SMALL_HEAD_DIVISOR).next_multiple_of(Access::BLOCK);
+        let min_head_bytes = min_head_bytes.max(whole / SMALL_HEAD_DIVISOR).next_multiple_of(Access::BLOCK);
         let used = self.used_bytes();
-        let limit = self.space_limit(used, before)?;
-        let wanted = (used + least).saturating_sub(limit);
+        let limit = self.space_limit(used, used_before)?;
+        let wanted = (used + min_head_bytes).saturating_sub(limit);
         let mut freed = Freed::default();
         if wanted > 0 {
-            let Some(victims) = self.reclaim_for_head(group, wanted, carry, least) else {
+            let Some(victims) = self.reclaim_for_head(group, wanted, carry_bytes, min_head_bytes) else {
                 // It begins like the error of the filesystem, which is known to operators.
                 let why = "No space left on device: the disk is full, and removing the oldest segments would not free \
                            enough";
@@ -176,9 +184,10 @@ impl Log {
         };
         // Others have taken the space at the same moment, or the filesystem does not grant what it reports, or a quota
         // of the user does not, which is not part of the free space. Only the space of victims is certain.
-        if freed.bytes < least {
-            let Some(more) = self.reclaim_for_head(group, least - freed.bytes, carry, least) else {
-                self.reclaimed_in_vain.fetch_or(freed.bytes > 0, Ordering::Relaxed);
+        if freed.bytes < min_head_bytes {
+            let Some(more) = self.reclaim_for_head(group, min_head_bytes - freed.bytes, carry_bytes, min_head_bytes)
+            else {
+                self.reclaim_gave_no_space.fetch_or(freed.bytes > 0, Ordering::Relaxed);
                 return Err(refused);
             };
             freed.bytes += more.bytes;
@@ -187,13 +196,13 @@ impl Log {
         let mut answer = self.create_head(group, freed.bytes);
         if answer.as_ref().is_err_and(is_full) && refused.kind() != io::ErrorKind::QuotaExceeded {
             let granted = usable(self.free_bytes()?).min(freed.bytes);
-            if granted >= least {
+            if granted >= min_head_bytes {
                 answer = self.create_head(group, granted);
             }
         }
         match answer {
             Err(error) if is_full(&error) => {
-                self.reclaimed_in_vain.store(true, Ordering::Relaxed);
+                self.reclaim_gave_no_space.store(true, Ordering::Relaxed);
                 Err(refused)
             }
             answer => answer.map(|head| NewHead { is_full: true, ..new_head(head, freed.kept) }),
@@ -211,17 +220,17 @@ impl Log {
         let number = self.shared.next.fetch_add(1, Ordering::Relaxed);
         let keys = self.shared.keys.clone();
         let head = Head::create(&self.folder, (number, group), bytes, self.access, &self.io, keys, &self.used_bytes)?;
-        self.reclaimed_in_vain.store(false, Ordering::Relaxed);
+        self.reclaim_gave_no_space.store(false, Ordering::Relaxed);
         Ok(Arc::new(head))
     }
 
-    /// Reclaims the oldest segments until they have given `wanted` bytes, which are missing to a head of `least` bytes.
-    /// `None`, and no block is deleted, when the segments that may be reclaimed give less.
-    fn reclaim_for_head(&self, group: u16, wanted: u64, carry: u64, least: u64) -> Option<Freed> {
+    /// Reclaims the oldest segments until they have given `wanted` bytes, which are missing to a head of
+    /// `min_head_bytes`. `None`, and no block is deleted, when the segments that may be reclaimed give less.
+    fn reclaim_for_head(&self, group: u16, wanted: u64, carry_bytes: u64, min_head_bytes: u64) -> Option<Freed> {
         let (victims, bytes) = {
             let mut state = self.lock();
             // Others may take the space before the log does; that must not go on until nothing is left.
-            let may = !self.reclaimed_in_vain.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
+            let may = !self.reclaim_gave_no_space.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
             if !may || reclaimable_bytes(&state) < wanted {
                 return None;
             }
@@ -231,15 +240,15 @@ impl Log {
                 bytes += victim.segment.bytes();
                 victims.push(victim);
             }
-            let head_bytes = (least + bytes).saturating_sub(wanted).min(self.settings.segment_bytes);
-            let mut most = carry.min(carry_limit(head_bytes, least));
+            let head_bytes = (min_head_bytes + bytes).saturating_sub(wanted).min(self.settings.segment_bytes);
+            let mut carry_left = carry_bytes.min(carry_limit(head_bytes, min_head_bytes));
             for victim in &mut victims {
                 let of = victim.segment.group();
                 if of == group {
-                    self.choose_carried_over(None, most, victim);
-                    most = most.saturating_sub(victim.carried_bytes());
+                    self.choose_carried_over(None, carry_left, victim);
+                    carry_left = carry_left.saturating_sub(victim.carried_bytes());
                 } else {
-                    self.choose_carried_over_to_head(&mut state, carry, victim);
+                    self.choose_carried_over_to_head(&mut state, carry_bytes, victim);
                 }
             }
             (victims, bytes)
@@ -270,19 +279,19 @@ impl Log {
     }
 
     /// Chooses victims until the group is within its limit and the next segment fits into the capacity.
-    fn select_victims(&self, state: &mut State, group: u16, carry: u64) -> Vec<ReclaimingSegment> {
-        let most = self.quotas.bounds[usize::from(group)].maximum;
+    fn select_victims(&self, state: &mut State, group: u16, carry_bytes: u64) -> Vec<ReclaimingSegment> {
+        let max_bytes = self.quotas.bounds[usize::from(group)].maximum;
         let mut victims = Vec::new();
-        while bytes_of(state, group) > most {
-            let Some(next) = self.oldest_victim(state, group, carry) else { break };
+        while bytes_of(state, group) > max_bytes {
+            let Some(next) = self.oldest_victim(state, group, carry_bytes) else { break };
             victims.push(next);
         }
-        victims.extend(self.excess_victims(state, carry));
+        victims.extend(self.excess_victims(state, carry_bytes));
         victims
     }
 
     /// Chooses victims until the next segment fits into the capacity.
-    fn excess_victims(&self, state: &mut State, carry: u64) -> Vec<ReclaimingSegment> {
+    fn excess_victims(&self, state: &mut State, carry_bytes: u64) -> Vec<ReclaimingSegment> {
         let Settings { capacity_bytes, segment_bytes, .. } = self.settings;
         let taken = |state: &State| -> u64 {
             let remaining = state.segments.values().filter(|segment| !segment.is_reclaiming());
@@ -290,7 +299,7 @@ impl Log {
         };
         let mut victims = Vec::new();
         while taken(state) + segment_bytes > capacity_bytes {
-            let Some(next) = self.next_victim(state, carry) else { break };
+            let Some(next) = self.next_victim(state, carry_bytes) else { break };
             victims.push(next);
         }
         victims
@@ -313,34 +322,34 @@ impl Log {
     }
 
     /// The oldest sealed segment of the group that is furthest over its guarantee.
-    pub(super) fn next_victim(&self, state: &mut State, carry: u64) -> Option<ReclaimingSegment> {
+    pub(super) fn next_victim(&self, state: &mut State, carry_bytes: u64) -> Option<ReclaimingSegment> {
         let groups = (0..).zip(&self.quotas.bounds).map(|(group, bounds)| {
             let gives = segments_of(state, group).any(|segment| segment.is_sealed());
             (*bounds, bytes_of(state, group), gives)
         });
         let group = victim_group(groups)?;
-        self.oldest_victim(state, group as u16, carry)
+        self.oldest_victim(state, group as u16, carry_bytes)
     }
 
     /// The oldest sealed segment of a group. The blocks to carry over get space in the head at once, so that a later
     /// tombstone is also later in the log.
-    fn oldest_victim(&self, state: &mut State, group: u16, carry: u64) -> Option<ReclaimingSegment> {
+    fn oldest_victim(&self, state: &mut State, group: u16, carry_bytes: u64) -> Option<ReclaimingSegment> {
         let segment = segments_of(state, group).find(|segment| segment.is_sealed())?.clone();
         segment.start_reclaiming();
         let mut victim =
             ReclaimingSegment { segment, blocks: Vec::new(), carried_over: Vec::new(), to_spill: Vec::new() };
-        if carry > 0 {
-            self.choose_carried_over_to_head(state, carry, &mut victim);
+        if carry_bytes > 0 {
+            self.choose_carried_over_to_head(state, carry_bytes, &mut victim);
         }
         Some(victim)
     }
 
     /// Chooses the blocks of a victim to carry over to the open head of its group, if there is one, and those worth
     /// spilling.
-    fn choose_carried_over_to_head(&self, state: &mut State, carry: u64, victim: &mut ReclaimingSegment) {
+    fn choose_carried_over_to_head(&self, state: &mut State, carry_bytes: u64, victim: &mut ReclaimingSegment) {
         let open = state.heads.get_mut(&victim.segment.group());
         // One rotation may reclaim several segments.
-        let left = open.as_ref().map_or(0, |open| carry.saturating_sub(open.end));
+        let left = open.as_ref().map_or(0, |open| carry_bytes.saturating_sub(open.end));
         self.choose_carried_over(open, left, victim);
     }
 
@@ -362,16 +371,16 @@ impl Log {
         let candidates: Vec<Candidate> = victim.blocks.iter().map(|(candidate, _)| *candidate).collect();
         let part = self.settings.segment_bytes / CARRIED_DIVISOR;
         let budget = left.min(part);
-        let mut most = budget;
+        let mut max_carried = budget;
         let (carried, runs) = loop {
-            let carried = reclaim::carried(&candidates, most);
+            let carried = reclaim::carried(&candidates, max_carried);
             let runs = victim.runs(&carried);
             // Each copied run takes whole device blocks.
             let takes: u64 = runs.iter().map(whole_blocks).sum();
             if takes <= budget {
                 break (carried, runs);
             }
-            most = (u128::from(most) * u128::from(budget) / u128::from(takes)) as u64;
+            max_carried = (u128::from(max_carried) * u128::from(budget) / u128::from(takes)) as u64;
         };
         victim.to_spill = reclaim::carried(&candidates, part.saturating_add(budget));
         victim.to_spill.retain(|index| carried.binary_search(index).is_err());
@@ -392,9 +401,9 @@ impl Log {
             .iter()
             .flat_map(|carried_over| carried_over.run.blocks.iter().map(|wanted| wanted.index))
             .collect();
-        let goes = victim.blocks.iter().enumerate().filter(|(index, _)| !carried_over.contains(index));
-        let goes = goes.map(|(_, (block, _))| (block.fingerprint, block.hash));
-        self.shared.index.remove(goes, |location| self.is_in_segment(location, victim.segment.number()));
+        let removed = victim.blocks.iter().enumerate().filter(|(index, _)| !carried_over.contains(index));
+        let removed = removed.map(|(_, (block, _))| (block.fingerprint, block.hash));
+        self.shared.index.remove(removed, |location| self.is_in_segment(location, victim.segment.number()));
         let kept = self.carry_over(victim).unwrap_or_else(|error| {
             tracing::warn!(folder = %self.folder.display(), %error, "cannot copy hot blocks to a new segment");
             Vec::new()
@@ -455,8 +464,8 @@ impl Log {
             let offsets = head.write(*at, &records, &self.shared.pool)?;
             for (block, offset) in valid.iter().zip(offsets) {
                 let new = self.index_entry(block, head.segment(), offset);
-                let still = |location: &Location| self.is_in_segment(location, number);
-                self.shared.index.relocate(new.fingerprint, new.hash, still, new.location);
+                let is_in_victim = |location: &Location| self.is_in_segment(location, number);
+                self.shared.index.relocate(new.fingerprint, new.hash, is_in_victim, new.location);
             }
             self.remove_if_withdrawn(&valid, head);
         }
@@ -514,10 +523,10 @@ fn whole_blocks(run: &ReadRun) -> u64 {
     (run.end() - run.start()).next_multiple_of(Access::BLOCK)
 }
 
-/// Bytes of a head that blocks from memory may take, so that `least` bytes are left. A footer of many small records may
-/// take an eighth.
-fn carry_limit(head_bytes: u64, least: u64) -> u64 {
-    head_bytes.saturating_sub(least) / 8 * 7
+/// Bytes of a head that blocks from memory may take, so that `reserved_bytes` are left. A footer of many small records
+/// may take an eighth.
+fn carry_limit(head_bytes: u64, reserved_bytes: u64) -> u64 {
+    head_bytes.saturating_sub(reserved_bytes) / 8 * 7
 }
 
 /// The segments of a group that are not being reclaimed, oldest first.

@@ -1,8 +1,8 @@
 //! Offloading: one [`worker`] per tier, with a bounded queue, in batches, away from the async threads.
 //!
 //! ```text
-//!   register ──▶ worker of G2: copies from the device, seals ──┬──▶ worker of G3: stores, from G2's memory
-//!                                                              └──▶ worker of G4: stores, from G2's memory
+//!   register ──▶ worker of G2: copies from the device, adds checksums ──┬──▶ worker of G3: stores, from G2's memory
+//!                                                                       └──▶ worker of G4: stores, from G2's memory
 //! ```
 //!
 //! A queue contains hashes, not blocks: it pins no memory, and an allocation never waits for a slow disk. A block that

@@ -1,9 +1,9 @@
 //! Another manager's memory, in the same process, as a tier to read from: the way of prefilled blocks to the decode
 //! worker.
 //!
-//! A block is held while it is read, and sealed on reading, so it is verified like any other tier's. Where device
-//! memory is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep the manager
-//! alive; once its last handle is dropped, the peer is empty.
+//! A block is held while it is read, and gets its header with a checksum then, so it is verified like any other tier's.
+//! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep
+//! the manager alive; once its last handle is dropped, the peer is empty.
 //!
 //! Not here: storing. A peer is read-only.
 
@@ -22,10 +22,10 @@ use std::sync::{Arc, Weak};
 pub(super) struct Peer(Weak<Core>);
 
 impl Peer {
-    /// Bytes sealed per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
+    /// Bytes read per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
     /// early.
     const BATCH_BYTES: usize = 4 << 20;
-    /// Tasks at a time for one reader: one batch is sealed while it reads another.
+    /// Tasks at a time for one reader: one batch gets its headers while it reads another.
     const CONCURRENT_BATCHES: usize = 2;
 
     pub(super) fn new(core: &Arc<Core>) -> Self {
@@ -46,7 +46,7 @@ impl AsRef<[u8]> for HeldBytes {
 }
 
 impl Core {
-    /// Copies a block out of device memory and seals it. Blocks for the time of the copy.
+    /// Copies a block out of device memory, and makes its header. Blocks for the time of the copy.
     pub(super) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
         let (length, fingerprint, attrs) = (bytes.len(), self.device.fingerprint(), held.attrs());
@@ -56,7 +56,7 @@ impl Core {
         Block { header, payload: Bytes::from(bytes) }
     }
 
-    /// Seals a block. Its bytes are those of the device if that is plain memory, and hold the block.
+    /// Makes the header of a block. Its bytes are those of the device if that is plain memory, and hold the block.
     fn share(&self, held: CachedBlock) -> Block {
         let Some(bytes) = self.device.bytes(held.slot()) else { return self.read(&held) };
         let (parent, fingerprint) = (held.parent(), self.device.fingerprint());

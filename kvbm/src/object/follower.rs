@@ -59,7 +59,7 @@ pub(super) struct Follower {
     /// When a poll last succeeded.
     last_success: Instant,
     health: watch::Sender<StoreHealth>,
-    /// The keys that manifests must be sealed with, if any.
+    /// The keys that manifests must be authenticated with, if any.
     keys: Option<Arc<MetadataKeys>>,
     /// Whether all manifests of before the start were read.
     initialized: bool,
@@ -401,7 +401,7 @@ impl Follower {
         };
         let is_authentic = match is_authentic {
             Ok(is_authentic) => is_authentic,
-            // The seal cannot be verified now.
+            // The tag cannot be verified now.
             Err(error) => {
                 self.catalog.unreadable.record_failure(&path, &store_error(error));
                 return Ok(ManifestRead::Unreadable);

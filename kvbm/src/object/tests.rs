@@ -25,6 +25,7 @@ use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
 mod access_logs;
+mod authentication;
 mod capacity;
 mod compaction;
 mod corruption;
@@ -34,7 +35,6 @@ mod gc_schedule;
 mod outage;
 mod retries;
 mod s3_server;
-mod sealed;
 mod servers;
 mod unreadable;
 

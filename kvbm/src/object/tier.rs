@@ -67,15 +67,15 @@ impl ObjectTier {
     /// # Panics
     /// Outside a tokio runtime.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, settings: Settings, events: Arc<EventLog>) -> Arc<Self> {
-        Self::open_sealed(store, prefix, settings, events, None)
+        Self::open_authenticated(store, prefix, settings, events, None)
     }
 
-    /// Like [`open`](Self::open), with manifests that are sealed by `keys`. Manifests without a valid seal are
+    /// Like [`open`](Self::open), with manifests that `keys` authenticate. Manifests without a valid tag are
     /// rejected and counted as corrupt.
     ///
     /// # Panics
     /// Outside a tokio runtime.
-    pub fn open_sealed(
+    pub fn open_authenticated(
         store: Arc<dyn ObjectStore>,
         prefix: &str,
         settings: Settings,
@@ -138,22 +138,22 @@ impl ObjectTier {
     /// Opens a local or mounted folder as a store, and creates it if it does not exist. Its files are readable by their
     /// owner only, unless the folder is [shared with its group](permissions::is_group_shared).
     pub fn open_folder(folder: &Path, settings: Settings, events: Arc<EventLog>) -> io::Result<Arc<Self>> {
-        Self::open_sealed_folder(folder, settings, events, None)
+        Self::open_authenticated_folder(folder, settings, events, None)
     }
 
-    fn open_sealed_folder(
+    fn open_authenticated_folder(
         folder: &Path,
         settings: Settings,
         events: Arc<EventLog>,
         keys: Option<Arc<MetadataKeys>>,
     ) -> io::Result<Arc<Self>> {
         permissions::create_dir_all(folder)?;
-        permissions::own_dirs_below(folder, &FOLDERS)?;
+        permissions::create_private_dirs_below(folder, &FOLDERS)?;
         let store = LocalFileSystem::new_with_prefix(folder)?;
-        Ok(Self::open_sealed(Arc::new(store), "", settings, events, keys))
+        Ok(Self::open_authenticated(Arc::new(store), "", settings, events, keys))
     }
 
-    /// Opens the store at a location, with manifests that are sealed by `keys`, if any.
+    /// Opens the store at a location, with manifests that `keys` authenticate, if any.
     pub fn open_location(
         location: &StoreLocation,
         access: &Access,
@@ -162,12 +162,12 @@ impl ObjectTier {
         keys: Option<Arc<MetadataKeys>>,
     ) -> Result<Arc<Self>, OpenError> {
         match location {
-            StoreLocation::Folder(folder) => Ok(Self::open_sealed_folder(folder, settings, events, keys)?),
+            StoreLocation::Folder(folder) => Ok(Self::open_authenticated_folder(folder, settings, events, keys)?),
             StoreLocation::Cloud { cloud, prefix, .. } => {
                 let client_error = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };
                 let client = location.client(access, settings.request_timeout).map_err(client_error)?;
                 let client = client.ok_or_else(|| io::Error::other("a folder has no client"))?;
-                Ok(Self::open_sealed(client, prefix.as_ref(), settings, events, keys))
+                Ok(Self::open_authenticated(client, prefix.as_ref(), settings, events, keys))
             }
         }
     }

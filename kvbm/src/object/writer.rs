@@ -58,7 +58,7 @@ pub(super) struct Packer {
     pub(super) writer: InstanceId,
     pub(super) catalog: Arc<Catalog>,
     pub(super) settings: Settings,
-    /// The keys that manifests are sealed with, if any.
+    /// The keys that authenticate manifests, if any.
     pub(super) keys: Option<Arc<MetadataKeys>>,
 }
 
@@ -197,7 +197,7 @@ impl Packer {
         }
     }
 
-    /// Waits until there is a key to seal manifests with, if they are sealed.
+    /// Waits until there is a key to authenticate manifests with, if they are authenticated.
     async fn wait_for_key(&self, answers: &mut Vec<oneshot::Sender<Result<(), ()>>>) {
         let mut pause = RETRY_PAUSE_MIN;
         while let Some(keys) = &self.keys

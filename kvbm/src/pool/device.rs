@@ -1,4 +1,4 @@
-//! The seam to G1: the memory that the engine owns.
+//! The interface to G1: the memory that the engine owns.
 //!
 //! kvbm decides *which* slot holds *which* block; only the engine knows the meaning of the bytes in a slot.
 

@@ -4,8 +4,8 @@
 //! [`HostTier`] returns are the slot itself, which is not reused while they live. Slots and eviction are those of
 //! [`BlockPool`], as for the device.
 //!
-//! Host memory is not trusted more than a disk: a block carries the header with which it was sealed, and the reader
-//! that onboards it verifies it.
+//! Host memory is not trusted more than a disk: a block has the header and checksum that it got when it was copied
+//! here, and the reader that onboards it verifies it.
 
 mod arena;
 

@@ -28,22 +28,22 @@ pub(crate) struct IndexEntry<P> {
 pub(crate) struct Index<P> {
     level: Level,
     log: Arc<EventLog>,
-    spaces: RwLock<Spaces<P>>,
-    /// Locked while `spaces` is locked, or alone.
+    locations: RwLock<Locations<P>>,
+    /// Locked while `locations` is locked, or alone.
     retention: Mutex<RetentionTable>,
 }
 
 // One map of hashes per fingerprint, so that entries do not repeat its 32 bytes: fingerprints are few.
-type Spaces<P> = BTreeMap<Fingerprint, PrefetchMap<P>>;
+type Locations<P> = BTreeMap<Fingerprint, PrefetchMap<P>>;
 
 impl<P: Copy> Index<P> {
     pub(crate) fn new(level: Level, log: Arc<EventLog>) -> Self {
-        Self { level, log, spaces: RwLock::default(), retention: Mutex::default() }
+        Self { level, log, locations: RwLock::default(), retention: Mutex::default() }
     }
 
     /// Length of the longest prefix of `hashes` whose blocks are all in the index.
     pub(crate) fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
-        self.read().get(&fingerprint).map_or(0, |space| space.prefix_len(hashes))
+        self.read().get(&fingerprint).map_or(0, |by_hash| by_hash.prefix_len(hashes))
     }
 
     /// Location of a block.
@@ -58,11 +58,11 @@ impl<P: Copy> Index<P> {
         hashes: &[SequenceHash],
         touch: impl Fn(&mut P),
     ) -> Vec<Option<P>> {
-        let mut spaces = self.write();
-        let Some(space) = spaces.get_mut(&fingerprint) else { return vec![None; hashes.len()] };
+        let mut locations = self.write();
+        let Some(by_hash) = locations.get_mut(&fingerprint) else { return vec![None; hashes.len()] };
         let mut ahead = Prefetcher::default();
         let mut find = |at| {
-            let location = space.get_mut_batched(&mut ahead, hashes, at)?;
+            let location = by_hash.get_mut_batched(&mut ahead, hashes, at)?;
             touch(location);
             Some(*location)
         };
@@ -71,16 +71,16 @@ impl<P: Copy> Index<P> {
 
     /// Updates the locations of those of `blocks` that are in the index.
     pub(crate) fn touch(&self, blocks: impl Iterator<Item = (Fingerprint, SequenceHash)>, mark: impl Fn(&mut P)) {
-        let mut spaces = self.write();
+        let mut locations = self.write();
         for (fingerprint, hash) in blocks {
-            spaces.get_mut(&fingerprint).and_then(|space| space.get_mut(&hash)).into_iter().for_each(&mark);
+            locations.get_mut(&fingerprint).and_then(|by_hash| by_hash.get_mut(&hash)).into_iter().for_each(&mark);
         }
     }
 
-    /// Inserts blocks, or replaces the locations of known ones. `follow` may update the location of a block's parent,
-    /// given the location of the block.
-    pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = IndexEntry<P>>, follow: impl Fn(&mut P, P)) {
-        self.insert_if(|_, _| true, blocks, follow);
+    /// Inserts blocks, or replaces the locations of known ones. `update_parent` may update the location of a block's
+    /// parent, given the location of the block.
+    pub(crate) fn insert(&self, blocks: impl IntoIterator<Item = IndexEntry<P>>, update_parent: impl Fn(&mut P, P)) {
+        self.insert_if(|_, _| true, blocks, update_parent);
     }
 
     /// Inserts blocks like [`Index::insert`], except those of which `replaces(new, known)` rejects the new location.
@@ -88,21 +88,21 @@ impl<P: Copy> Index<P> {
         &self,
         replaces: impl Fn(&P, &P) -> bool,
         blocks: impl IntoIterator<Item = IndexEntry<P>>,
-        follow: impl Fn(&mut P, P),
+        update_parent: impl Fn(&mut P, P),
     ) {
-        let mut spaces = self.write();
+        let mut locations = self.write();
         // Dropped before the lock, so that the announcements are in the order of the changes.
         let mut stored = StoredBatch::new(self.level, &self.log);
         for block in blocks {
-            let known = spaces.values().any(|space| space.contains(&block.hash));
-            let space = spaces.entry(block.fingerprint).or_default();
-            if space.get(&block.hash).is_some_and(|known| !replaces(&block.location, known)) {
+            let known = locations.values().any(|by_hash| by_hash.contains(&block.hash));
+            let by_hash = locations.entry(block.fingerprint).or_default();
+            if by_hash.get(&block.hash).is_some_and(|known| !replaces(&block.location, known)) {
                 continue;
             }
-            space.insert(block.hash, block.location);
+            by_hash.insert(block.hash, block.location);
             self.retention().insert((block.fingerprint, block.hash), block.retention);
-            if let Some(parent) = block.parent.and_then(|parent| space.get_mut(&parent)) {
-                follow(parent, block.location);
+            if let Some(parent) = block.parent.and_then(|parent| by_hash.get_mut(&parent)) {
+                update_parent(parent, block.location);
             }
             if !known {
                 stored.push(block.hash, block.parent);
@@ -110,43 +110,43 @@ impl<P: Copy> Index<P> {
         }
     }
 
-    /// Replaces the location of a block if `still` accepts the current one.
+    /// Replaces the location of a block if `is_expected` accepts the current one.
     pub(crate) fn relocate(
         &self,
         fingerprint: Fingerprint,
         hash: SequenceHash,
-        still: impl Fn(&P) -> bool,
+        is_expected: impl Fn(&P) -> bool,
         location: P,
     ) {
-        let mut spaces = self.write();
-        if let Some(known) = spaces.get_mut(&fingerprint).and_then(|space| space.get_mut(&hash))
-            && still(known)
+        let mut locations = self.write();
+        if let Some(known) = locations.get_mut(&fingerprint).and_then(|by_hash| by_hash.get_mut(&hash))
+            && is_expected(known)
         {
             *known = location;
         }
     }
 
-    /// Removes those of `blocks` whose location `still` accepts, and returns their number.
+    /// Removes those of `blocks` whose location `is_expected` accepts, and returns their number.
     pub(crate) fn remove(
         &self,
         blocks: impl IntoIterator<Item = (Fingerprint, SequenceHash)>,
-        still: impl Fn(&P) -> bool,
+        is_expected: impl Fn(&P) -> bool,
     ) -> usize {
-        let mut spaces = self.write();
+        let mut locations = self.write();
         let mut unannounced = Vec::new();
         let mut removed = 0;
         for (fingerprint, hash) in blocks {
-            let Some(space) = spaces.get_mut(&fingerprint) else { continue };
-            if !space.get(&hash).is_some_and(&still) {
+            let Some(by_hash) = locations.get_mut(&fingerprint) else { continue };
+            if !by_hash.get(&hash).is_some_and(&is_expected) {
                 continue;
             }
-            space.remove(&hash);
+            by_hash.remove(&hash);
             self.retention().remove((fingerprint, hash));
             removed += 1;
-            if space.is_empty() {
-                spaces.remove(&fingerprint);
+            if by_hash.is_empty() {
+                locations.remove(&fingerprint);
             }
-            if !spaces.values().any(|space| space.contains(&hash)) {
+            if !locations.values().any(|by_hash| by_hash.contains(&hash)) {
                 unannounced.push(hash);
             }
         }
@@ -157,12 +157,12 @@ impl<P: Copy> Index<P> {
     /// Removes every block whose location matches. Scans the whole index.
     pub(crate) fn remove_all(&self, matches: impl Fn(&P) -> bool) {
         let found: Vec<(Fingerprint, SequenceHash)> = {
-            let spaces = self.read();
-            let of = |(fingerprint, space): (&Fingerprint, &PrefetchMap<P>)| {
-                let matching = space.hashes().filter(|hash| space.get(hash).is_some_and(&matches));
+            let locations = self.read();
+            let of = |(fingerprint, by_hash): (&Fingerprint, &PrefetchMap<P>)| {
+                let matching = by_hash.hashes().filter(|hash| by_hash.get(hash).is_some_and(&matches));
                 matching.map(|hash| (*fingerprint, hash)).collect::<Vec<_>>()
             };
-            spaces.iter().flat_map(of).collect()
+            locations.iter().flat_map(of).collect()
         };
         self.remove(found, matches);
     }
@@ -191,23 +191,23 @@ impl<P: Copy> Index<P> {
 
     /// Digest of the distinct hashes under all fingerprints. Scans the whole index.
     pub(crate) fn set_digest(&self) -> SetDigest {
-        let spaces = self.read();
-        let before = |at: usize, hash: &SequenceHash| spaces.values().take(at).any(|space| space.contains(hash));
-        let all = spaces.values().enumerate().flat_map(|(at, space)| space.hashes().map(move |hash| (at, hash)));
+        let locations = self.read();
+        let before = |at: usize, hash: &SequenceHash| locations.values().take(at).any(|by_hash| by_hash.contains(hash));
+        let all = locations.values().enumerate().flat_map(|(at, by_hash)| by_hash.hashes().map(move |hash| (at, hash)));
         all.filter(|(at, hash)| !before(*at, hash)).map(|(_, hash)| hash).collect()
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, Spaces<P>> {
+    fn read(&self) -> RwLockReadGuard<'_, Locations<P>> {
         // A panic under this lock can only lose the announcement of a stored block, which is a hint.
-        self.spaces.read()
+        self.locations.read()
     }
 
     fn retention(&self) -> MutexGuard<'_, RetentionTable> {
         self.retention.lock()
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Spaces<P>> {
-        self.spaces.write()
+    fn write(&self) -> RwLockWriteGuard<'_, Locations<P>> {
+        self.locations.write()
     }
 }
 
@@ -220,8 +220,8 @@ mod tests {
         SequenceHash::from_bytes([n; 16])
     }
 
-    fn entry(space: u8, n: u8, parent: Option<u8>) -> IndexEntry<u8> {
-        let fingerprint = Fingerprint::from_bytes([space; 32]);
+    fn entry(id: u8, n: u8, parent: Option<u8>) -> IndexEntry<u8> {
+        let fingerprint = Fingerprint::from_bytes([id; 32]);
         IndexEntry {
             fingerprint,
             hash: hash(n),
@@ -256,7 +256,7 @@ mod tests {
         index.insert([entry(2, 1, None), entry(1, 1, None)], |_, _| ());
         assert_eq!(events(&log).len(), 1);
         assert_eq!(index.set_digest(), [hash(1)].into_iter().collect(), "and counted once");
-        let keys = |space: u8| [(Fingerprint::from_bytes([space; 32]), hash(1))];
+        let keys = |id: u8| [(Fingerprint::from_bytes([id; 32]), hash(1))];
         assert_eq!(index.remove(keys(1), |_| true), 1);
         assert_eq!(events(&log).len(), 1);
         assert_eq!(

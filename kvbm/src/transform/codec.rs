@@ -26,13 +26,13 @@ pub mod synthetic;
 mod tests;
 mod throughput;
 
-pub use policy::{Rates, best_codec, bound, is_worth_it};
+pub use policy::{Rates, best_codec, entropy_bound, is_worth_it};
 
 use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier, Undecryptable};
 use crate::block::{Block, Codec, Corrupt, Header};
 use crate::metrics::Metrics;
 use crate::tier::{LoadError, StoreError, Tier};
-use byte_planes::{Four, Planes, Two};
+use byte_planes::{Bf16Planes, F32Planes, Planes};
 use bytes::Bytes;
 use futures::future::{self, BoxFuture, FutureExt};
 use parking_lot::Mutex;
@@ -226,8 +226,8 @@ impl Coder {
         assert!(block.header.codec == Codec::Raw && block.header.key.is_none(), "a block in the engine's own bytes");
         let payload = match codec {
             Codec::Raw => return block.clone(),
-            Codec::Bf16 => self.pack::<Two>(block),
-            Codec::F32 => self.pack::<Four>(block),
+            Codec::Bf16 => self.pack::<Bf16Planes>(block),
+            Codec::F32 => self.pack::<F32Planes>(block),
         };
         let header = Header { codec, ..block.header }.for_payload(&payload);
         Block { header, payload }
@@ -242,8 +242,8 @@ impl Coder {
         }
         let (payload, checksum) = match block.header.codec {
             Codec::Raw => return Ok(block.clone()),
-            Codec::Bf16 => self.unpack::<Two>(&block.payload),
-            Codec::F32 => self.unpack::<Four>(&block.payload),
+            Codec::Bf16 => self.unpack::<Bf16Planes>(&block.payload),
+            Codec::F32 => self.unpack::<F32Planes>(&block.payload),
         }
         .ok_or(Corrupt::Encoding)?;
         let header = Header { codec: Codec::Raw, length: payload.len() as u64, checksum, ..block.header };

@@ -31,7 +31,7 @@ pub use key_source::{Environment, KeySource, SourceError};
 pub use keyring::Keyring;
 pub use master_key::MasterKeyId;
 pub use metadata::MetadataKeys;
-pub(crate) use metadata::{Authenticity, Context, SEAL, Seal};
+pub(crate) use metadata::{Authenticity, Context, METADATA_TAG_LEN, MetadataTag};
 
 use super::{BlockingPool, Buffers, Inverted, Transform, TransformedTier, Undecryptable};
 use crate::block::{Block, Corrupt, DomainId, KeyId, Level};

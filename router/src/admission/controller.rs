@@ -241,10 +241,10 @@ fn route_state(
         let not_sent = not_sent(queue, member).plus(own);
         let stats = member.load.stats(now);
         // An estimate that is not based on measurements does not close a route.
-        let queue_time = if member.measured() { queue_time(&stats, not_sent) } else { Duration::ZERO };
+        let queue_time = if member.has_measured_prefill() { queue_time(&stats, not_sent) } else { Duration::ZERO };
         let takes_late = takes_late(&stats, not_sent, queue_time);
         let opening = Opening { queue_time, takes_late };
-        saturation(member.instance.role, &stats, member.batch(), not_sent, stage).map_or(Ok(opening), Err)
+        saturation(member.instance.role, &stats, member.max_num_seqs(), not_sent, stage).map_or(Ok(opening), Err)
     };
     match route.prefill {
         None => at(route.decode, own[0], Stage::Whole),

@@ -179,11 +179,11 @@ impl Feed {
         if let Some(previous) = previous.as_ref().filter(|previous| previous.cache_view != CacheView::Events) {
             self.index.join_estimate(instance.id, reachable_stores(previous.cache_view, &instance.stores));
         }
-        let texts = Worker::has_texts(&instance.model).then(|| {
+        let text_slot = Worker::needs_text_estimate(&instance.model).then(|| {
             let cache_view = previous.as_ref().map_or(CacheView::Events, |previous| previous.cache_view);
             self.index.join_estimate(instance.id, reachable_stores(cache_view, &instance.stores))
         });
-        let worker = Worker::new(instance, engine, slot, previous.as_deref()).with_texts(texts);
+        let worker = Worker::new(instance, engine, slot, previous.as_deref()).with_text_slot(text_slot);
         if previous.is_none() && !Worker::publishes_events(&worker.instance.model) {
             worker.estimated_cache.expect_no_events();
             self.estimate(&worker, CacheView::Estimated(EstimateReason::NoEvents));
@@ -390,9 +390,9 @@ impl Feed {
         for worker in self.fleet.snapshot().workers() {
             let (id, source) = (worker.id(), Source::Worker(worker.id()));
             if self.followed.get_mut(&source).is_some_and(|followed| followed.cursor.take_has_new_events()) {
-                worker.estimated_cache.announced();
+                worker.estimated_cache.event_arrived();
             }
-            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id, worker.texts.is_some()) {
+            if let Some(cache_view) = worker.estimated_cache.evaluate(&self.index, id, worker.text_slot.is_some()) {
                 self.set_cache_view(worker, cache_view);
             }
         }
@@ -409,8 +409,8 @@ impl Feed {
         let (id, source) = (worker.id(), Source::Worker(worker.id()));
         if cache_view == CacheView::Events {
             tracing::info!(worker = %id, "KV events of the worker are accurate again; the index uses them");
-            self.fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.announced)));
-            if worker.texts.is_none() {
+            self.fleet.join(Arc::new(worker.with_cache_view(cache_view, worker.events_slot)));
+            if worker.text_slot.is_none() {
                 self.index.forget(Holder::Estimate(id));
             }
         } else {

@@ -51,7 +51,7 @@ const MAX_STARTS: usize = 128;
 
 impl Target {
     fn of(worker: &Worker) -> Self {
-        worker.engine.server().map_or(Self::Worker(worker.id()), Self::Server)
+        worker.engine.probed_server().map_or(Self::Worker(worker.id()), Self::Server)
     }
 
     /// Time without requests after which a router probes it.
@@ -164,7 +164,7 @@ fn start_due(
             }
         }
     }
-    started.values().flatten().for_each(|worker| worker.probe(now));
+    started.values().flatten().for_each(|worker| worker.probe_started(now));
     started
 }
 
@@ -196,7 +196,7 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
     let changed: Vec<_> = checked
         .iter()
         .filter_map(|worker| present(worker.run()))
-        .filter_map(|worker| Some((worker, worker.probed(signal)?)))
+        .filter_map(|worker| Some((worker, worker.probe_ended(signal)?)))
         .collect();
     // One line for all workers of a server.
     for transition in [Transition::Opened, Transition::Closed] {

@@ -104,7 +104,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && (other.active_since(since) || free())
         };
         if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
-            return member.note(HealthSignal::TimedOut, &"no output in time");
+            return member.record_failure(HealthSignal::TimedOut, &"no output in time");
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }
@@ -195,13 +195,13 @@ pub(super) fn stream(
                         prediction.compare(&metrics, &decode, found.into());
                     }
                     if report.failed {
-                        decode.note(HealthSignal::Fault, &"the response ended with an error");
+                        decode.record_failure(HealthSignal::Fault, &"the response ended with an error");
                     }
                     report.completion_tokens.unwrap_or_default() as usize
                 }
                 Ok(Output::Handoff(_) | Output::Prefilled | Output::Head(_) | Output::Body(_)) => 0,
                 Err(error) => {
-                    decode.note(HealthSignal::of(error), error);
+                    decode.record_failure(HealthSignal::of(error), error);
                     if let Some((.., span)) = &mut held {
                         span.fail(error);
                     }
@@ -211,7 +211,7 @@ pub(super) fn stream(
             if item.is_ok() {
                 // The first output was recorded above.
                 if !std::mem::take(&mut is_first) {
-                    decode.touch(Instant::now());
+                    decode.record_output(Instant::now());
                 }
                 totals.output(tokens);
                 if let Some((generation, ..)) = &held {

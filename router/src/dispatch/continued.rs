@@ -117,7 +117,7 @@ async fn continue_elsewhere(
             Ok(first) => break Ok((worker, stream(&core, &request, placement, permit, first, None))),
             Err(error) => {
                 let signal = HealthSignal::of(&error);
-                placement.decode.note(signal, &error);
+                placement.decode.record_failure(signal, &error);
                 tried.push(worker);
                 drop(placement);
                 core.admission.notify();

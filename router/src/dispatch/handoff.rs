@@ -166,7 +166,7 @@ pub(super) fn failed(core: &Core, remote: &RemotePrefill, request: &Request, err
         worker = %remote.member.id(), %error,
         "remote prefill failed; the decode worker computes the prompt"
     );
-    remote.member.note(HealthSignal::of(error), error);
+    remote.member.record_failure(HealthSignal::of(error), error);
     core.admission.notify();
     core.metrics.disaggregated_requests.with_label_values(&["local_fallback"]).inc();
 }
@@ -174,7 +174,7 @@ pub(super) fn failed(core: &Core, remote: &RemotePrefill, request: &Request, err
 /// The error of a prefill that timed out. Its worker's health counts it.
 fn timed_out(remote: &RemotePrefill) -> Error {
     let error = Error::Failed(format!("no prefill within {:?}", remote.stall_timeout));
-    remote.member.note(HealthSignal::TimedOut, &error);
+    remote.member.record_failure(HealthSignal::TimedOut, &error);
     error
 }
 

@@ -47,16 +47,16 @@ impl HitPrediction {
     ) -> Self {
         let (member, scheme, block_size) = (row.worker(), row.entry.scheme, row.prompt.block_size);
         let hashes = overlaps.hashes(scheme);
-        let announced = u64::from(overlaps.held(scheme, member.announced).total()) * block_size;
+        let announced = u64::from(overlaps.held(scheme, member.events_slot).total()) * block_size;
         let full = hashes.len() as u64 * block_size;
-        let is_inflight = inflight.contains(member.announced, hashes, block_size as usize);
+        let is_inflight = inflight.contains(member.events_slot, hashes, block_size as usize);
         // The tokens of this prompt are not those of the worker's events, so its report says nothing about the events.
         let has_estimated_tokens = request.attributes.has_estimated_tokens;
         let one_of = decision.chosen_by_server(request);
         let is_comparable = !(has_estimated_tokens && member.instance.model.has_exact_blocks) && one_of.is_empty();
         let is_alone = !is_inflight && decision.chosen.serving_mode == ServingMode::Aggregated;
-        let by_text = has_estimated_tokens && member.texts.is_some();
-        let noted = by_text || member.cache_view != CacheView::Events || member.estimated_cache.never_announced();
+        let by_text = has_estimated_tokens && member.text_slot.is_some();
+        let noted = by_text || member.cache_view != CacheView::Events || member.estimated_cache.has_no_event();
         Self {
             placed: now,
             cached: row.cached(),
@@ -65,7 +65,7 @@ impl HitPrediction {
             unannounced: if is_comparable { full.saturating_sub(announced) } else { 0 },
             one_of,
             hashes: if noted { hashes.to_vec() } else { Vec::new() },
-            seconds_per_token: row.snapshot.estimate.token,
+            seconds_per_token: row.snapshot.estimate.seconds_per_token,
             margin_seconds: (decision.runner_up() - row.cost().total()).max(0.0),
         }
     }
@@ -79,7 +79,7 @@ impl HitPrediction {
     pub(crate) fn computed(&self, index: &Index, member: &Worker, found: Option<u64>, now: Instant) {
         // A worker that found the whole prompt has computed no block.
         if self.unannounced > 0 && found.is_none_or(|found| found < self.full) {
-            member.estimated_cache.computed(self.placed, now);
+            member.estimated_cache.blocks_computed(self.placed, now);
         }
         if self.hashes.is_empty() {
             return;
@@ -87,7 +87,7 @@ impl HitPrediction {
         let mine = self.is_of_one_worker().then_some(member);
         for member in mine.into_iter().chain(self.one_of.iter().map(|worker| &**worker)) {
             let capacity_blocks = member.load.stats(now).total_blocks as usize;
-            member.estimated_cache.sent(index, member.id(), &self.hashes, capacity_blocks, now);
+            member.estimated_cache.prompt_sent(index, member.id(), &self.hashes, capacity_blocks, now);
         }
     }
 
@@ -105,7 +105,7 @@ impl HitPrediction {
         metrics.regret_seconds.inc_by((missing as f64 * self.seconds_per_token - self.margin_seconds).max(0.0));
         if let Some(announced) = self.announced {
             let block_size = member.instance.model.block_size as u64;
-            member.estimated_cache.answered(announced, found, block_size);
+            member.estimated_cache.hits_reported(announced, found, block_size);
         }
     }
 }

@@ -56,7 +56,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
             Ok(first) => return Ok(Served { placement, permit, first, trace }),
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
-                placement.decode.note(verdict, &error);
+                placement.decode.record_failure(verdict, &error);
                 let (failed, run) = (Arc::clone(&placement.decode), placement.decode.run());
                 tried.push(run);
                 failures += usize::from(core.fleet.snapshot().has(run));

@@ -26,8 +26,8 @@ struct State {
 
 impl EstimatedCache {
     /// Whether the worker has published no event yet.
-    pub(crate) fn never_announced(&self) -> bool {
-        self.lock().accuracy.never_announced()
+    pub(crate) fn has_no_event(&self) -> bool {
+        self.lock().accuracy.has_no_event()
     }
 
     /// The worker is known to publish no events.
@@ -36,12 +36,19 @@ impl EstimatedCache {
     }
 
     /// A prompt placed at `placed` was computed, including blocks that the worker's events did not contain.
-    pub(crate) fn computed(&self, placed: Instant, now: Instant) {
-        self.lock().accuracy.computed(placed, now);
+    pub(crate) fn blocks_computed(&self, placed: Instant, now: Instant) {
+        self.lock().accuracy.blocks_computed(placed, now);
     }
 
     /// Adds the blocks of a prompt sent to the worker, which has `capacity` blocks; 0 when unknown.
-    pub(crate) fn sent(&self, index: &Index, worker: WorkerId, hashes: &[SequenceHash], capacity: usize, now: Instant) {
+    pub(crate) fn prompt_sent(
+        &self,
+        index: &Index,
+        worker: WorkerId,
+        hashes: &[SequenceHash],
+        capacity: usize,
+        now: Instant,
+    ) {
         // Held to the end, so that the index applies changes in the order in which they were made.
         let mut state = self.lock();
         let capacity = if capacity == 0 { DEFAULT_BLOCKS } else { capacity };
@@ -55,24 +62,24 @@ impl EstimatedCache {
         forget(index, holder, removed);
     }
 
-    /// Records cached tokens of a prompt: `announced` by events, `found` by the worker.
-    pub(crate) fn answered(&self, announced: u64, found: u64, block_size: u64) {
-        self.lock().accuracy.answered(announced, found, block_size);
+    /// Records cached tokens of a prompt: `in_events` as the events say, `reported` as the worker says.
+    pub(crate) fn hits_reported(&self, in_events: u64, reported: u64, block_size: u64) {
+        self.lock().accuracy.hits_reported(in_events, reported, block_size);
     }
 
     /// Records an event of the worker, or a snapshot that contains new ones.
-    pub(crate) fn announced(&self) {
-        self.lock().accuracy.announced(Instant::now());
+    pub(crate) fn event_arrived(&self) {
+        self.lock().accuracy.event_arrived(Instant::now());
     }
 
-    /// The new cache view, if it changes. Also expires old blocks of the estimate. `has_texts`: the estimate is needed
-    /// beside accurate events.
-    pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId, has_texts: bool) -> Option<CacheView> {
+    /// The new cache view, if it changes. Also expires old blocks of the estimate. `has_text_slot`: the estimate is
+    /// needed beside accurate events.
+    pub(crate) fn evaluate(&self, index: &Index, worker: WorkerId, has_text_slot: bool) -> Option<CacheView> {
         let (mut state, now) = (self.lock(), Instant::now());
         let removed = state.assumed.expire(now);
         forget(index, Holder::Estimate(worker), removed);
         let cache_view = state.accuracy.evaluate(now);
-        if cache_view == Some(CacheView::Events) && !has_texts {
+        if cache_view == Some(CacheView::Events) && !has_text_slot {
             state.assumed = AssumedCache::default();
         }
         cache_view

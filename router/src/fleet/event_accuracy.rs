@@ -39,7 +39,7 @@ pub(crate) enum EstimateReason {
 pub(crate) struct EventAccuracy {
     cache_view: CacheView,
     /// Time of the last event.
-    announced: Option<Instant>,
+    last_event: Option<Instant>,
     /// Since when an event is due; `None` if none is.
     event_due_since: Option<Instant>,
     /// The latest reports of hits, the newest in the lowest bit: which differed from the events, and which of those had
@@ -53,8 +53,9 @@ pub(crate) struct EventAccuracy {
 const SILENT_AFTER: Duration = Duration::from_secs(5);
 /// Number of reports that count.
 const WINDOW: u32 = u16::BITS;
-/// Wrong reports that change the view to an estimate: eviction between decision and execution and late events spoil one
-/// in ten on a full fleet; a wrong block size spoils all.
+/// Wrong reports, of the last [`WINDOW`], that change the view to an estimate. On a full fleet one report in ten is
+/// wrong, because a block is evicted between the decision and the execution, or because an event is late. With a wrong
+/// block size all reports are wrong.
 const WRONG_MIN: u32 = 8;
 /// Wrong reports at most to use the events again.
 const WRONG_MAX_TO_RECOVER: u32 = 2;
@@ -93,35 +94,35 @@ impl EventAccuracy {
     }
 
     /// Records an event, or a snapshot that contains new ones.
-    pub(crate) fn announced(&mut self, now: Instant) {
-        self.announced = Some(now);
+    pub(crate) fn event_arrived(&mut self, now: Instant) {
+        self.last_event = Some(now);
         self.event_due_since = None;
     }
 
     /// Whether no event has arrived yet.
-    pub(crate) fn never_announced(&self) -> bool {
-        self.announced.is_none()
+    pub(crate) fn has_no_event(&self) -> bool {
+        self.last_event.is_none()
     }
 
     /// The worker has computed blocks for a request placed at `placed` that its events did not contain: an event is
     /// due.
-    pub(crate) fn computed(&mut self, placed: Instant, now: Instant) {
-        if self.announced.is_none_or(|at| at < placed) {
+    pub(crate) fn blocks_computed(&mut self, placed: Instant, now: Instant) {
+        if self.last_event.is_none_or(|at| at < placed) {
             self.event_due_since.get_or_insert(now);
         }
     }
 
-    /// Records a report of cached tokens: `announced` by events, `found` by the worker. Differences of less than a
-    /// block, or of at most half of the larger value, do not count.
-    pub(crate) fn answered(&mut self, announced: u64, found: u64, block_size: u64) {
-        let most = announced.max(found);
+    /// Records a report of cached tokens: `in_events` as the events say, `reported` as the worker says. Differences
+    /// of less than a block, or of at most half of the larger value, do not count.
+    pub(crate) fn hits_reported(&mut self, in_events: u64, reported: u64, block_size: u64) {
+        let most = in_events.max(reported);
         if most < block_size {
             return;
         }
-        let differs = announced.abs_diff(found);
+        let differs = in_events.abs_diff(reported);
         let wrong = differs > block_size && 2 * differs > most;
         self.wrong = self.wrong << 1 | u16::from(wrong);
-        self.more = self.more << 1 | u16::from(wrong && found > announced);
+        self.more = self.more << 1 | u16::from(wrong && reported > in_events);
         self.answers += 1;
     }
 
@@ -130,7 +131,7 @@ impl EventAccuracy {
         let silent = self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= SILENT_AFTER);
         let wrong = self.wrong.count_ones();
         let cache_view = match self.cache_view {
-            CacheView::Events if silent || (wrong >= WRONG_MIN && self.never_announced()) => {
+            CacheView::Events if silent || (wrong >= WRONG_MIN && self.has_no_event()) => {
                 CacheView::Estimated(EstimateReason::NoEvents)
             }
             CacheView::Events if wrong >= WRONG_MIN && 2 * self.more.count_ones() >= wrong => {
@@ -138,7 +139,7 @@ impl EventAccuracy {
             }
             CacheView::Events if wrong >= WRONG_MIN => CacheView::Estimated(EstimateReason::WrongEvents),
             CacheView::Estimated(EstimateReason::NoEvents)
-                if self.event_due_since.is_none() && !self.never_announced() =>
+                if self.event_due_since.is_none() && !self.has_no_event() =>
             {
                 CacheView::Events
             }
@@ -153,7 +154,7 @@ impl EventAccuracy {
             return None;
         }
         *self =
-            Self { cache_view, announced: self.announced, event_due_since: self.event_due_since, ..Self::default() };
+            Self { cache_view, last_event: self.last_event, event_due_since: self.event_due_since, ..Self::default() };
         Some(cache_view)
     }
 }
@@ -162,27 +163,27 @@ impl EventAccuracy {
 mod tests {
     use super::*;
 
-    fn after(accuracy: &mut EventAccuracy, answers: u32, announced: u64, found: u64) -> Option<CacheView> {
-        (0..answers).for_each(|_| accuracy.answered(announced, found, 16));
+    fn after(accuracy: &mut EventAccuracy, answers: u32, in_events: u64, reported: u64) -> Option<CacheView> {
+        (0..answers).for_each(|_| accuracy.hits_reported(in_events, reported, 16));
         accuracy.evaluate(Instant::now())
     }
 
     fn with_event() -> EventAccuracy {
         let mut accuracy = EventAccuracy::default();
-        accuracy.announced(Instant::now());
+        accuracy.event_arrived(Instant::now());
         accuracy
     }
 
     #[test]
     fn half_of_the_last_reports_wrong_changes_to_an_estimate() {
-        for (announced, found, reason) in
+        for (in_events, reported, reason) in
             [(160, 0, EstimateReason::WrongEvents), (0, 160, EstimateReason::MissingEvents)]
         {
             let mut accuracy = with_event();
             assert_eq!(after(&mut accuracy, 20, 160, 160), None);
-            assert_eq!(after(&mut accuracy, WRONG_MIN - 1, announced, found), None);
-            assert_eq!(after(&mut accuracy, 1, announced, found), Some(CacheView::Estimated(reason)));
-            assert_eq!(after(&mut accuracy, 5, announced, found), None, "reported once");
+            assert_eq!(after(&mut accuracy, WRONG_MIN - 1, in_events, reported), None);
+            assert_eq!(after(&mut accuracy, 1, in_events, reported), Some(CacheView::Estimated(reason)));
+            assert_eq!(after(&mut accuracy, 5, in_events, reported), None, "reported once");
         }
     }
 
@@ -190,9 +191,9 @@ mod tests {
     fn evictions_and_less_than_a_block_are_tolerated() {
         let mut accuracy = with_event();
         for _ in 0..100 {
-            accuracy.answered(160, 100, 16);
-            accuracy.answered(16, 0, 16);
-            accuracy.answered(0, 15, 16);
+            accuracy.hits_reported(160, 100, 16);
+            accuracy.hits_reported(16, 0, 16);
+            accuracy.hits_reported(0, 15, 16);
             assert_eq!(accuracy.evaluate(Instant::now()), None);
         }
         for _ in 0..50 {
@@ -214,12 +215,12 @@ mod tests {
     fn a_worker_without_events_is_estimated_until_one_arrives() {
         let (mut accuracy, now) = (EventAccuracy::default(), Instant::now());
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER), None, "nothing computed, no event due");
-        accuracy.computed(now, now);
+        accuracy.blocks_computed(now, now);
         assert_eq!(accuracy.evaluate(now), None);
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER), Some(CacheView::Estimated(EstimateReason::NoEvents)));
-        accuracy.announced(now + SILENT_AFTER);
+        accuracy.event_arrived(now + SILENT_AFTER);
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER), Some(CacheView::Events));
-        accuracy.computed(now, now + SILENT_AFTER * 2);
+        accuracy.blocks_computed(now, now + SILENT_AFTER * 2);
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER * 4), None, "the event came while the prompt was computed");
     }
 }

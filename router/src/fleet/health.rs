@@ -44,11 +44,11 @@ pub(crate) struct Health {
     /// Requests have opened the breaker, and a request may be tried from then on.
     trial_from: Option<Instant>,
     /// First of the good health checks since the last fault of a request or a check.
-    calm_since: Option<Instant>,
+    good_checks_since: Option<Instant>,
     /// End of the back-pressure that the worker asked for.
     busy_until: Option<Instant>,
     /// Start of the last probe.
-    probed: Option<Instant>,
+    last_probe: Option<Instant>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -141,7 +141,7 @@ impl HealthSignal {
 
 impl Health {
     /// Records the outcome of a request.
-    pub(crate) fn note(&mut self, signal: HealthSignal, now: Instant) {
+    pub(crate) fn record_outcome(&mut self, signal: HealthSignal, now: Instant) {
         match signal {
             HealthSignal::Neutral => self.trial_undecided(now),
             HealthSignal::Busy(wait) => {
@@ -154,7 +154,7 @@ impl Health {
                 (self.request_openings, self.trial_from) = (0, None);
             }
             HealthSignal::Fault | HealthSignal::TimedOut => {
-                self.calm_since = None;
+                self.good_checks_since = None;
                 self.request_failed(signal, now);
             }
         }
@@ -191,8 +191,8 @@ impl Health {
     }
 
     /// Records the start of a probe.
-    pub(crate) fn probe(&mut self, now: Instant) {
-        self.probed = Some(now);
+    pub(crate) fn probe_started(&mut self, now: Instant) {
+        self.last_probe = Some(now);
         if matches!(self.breaker, Breaker::Open(_)) {
             self.breaker = Breaker::HalfOpen;
         }
@@ -201,7 +201,7 @@ impl Health {
     /// Records the result of a probe. An answer closes the breaker, or leads to a trial if requests have opened it and
     /// the check computes nothing. It resets the open time only if the breaker has stayed closed since the answer
     /// before, of a check that computes without a fault.
-    pub(crate) fn probed(&mut self, check: Check, signal: HealthSignal, now: Instant) {
+    pub(crate) fn probe_ended(&mut self, check: Check, signal: HealthSignal, now: Instant) {
         match signal {
             HealthSignal::Healthy => self.check_passed(check, now),
             HealthSignal::Busy(wait) => {
@@ -214,15 +214,15 @@ impl Health {
             }
             HealthSignal::Neutral => {}
             HealthSignal::Fault | HealthSignal::TimedOut => {
-                (self.trial_from, self.calm_since) = (None, None);
+                (self.trial_from, self.good_checks_since) = (None, None);
                 self.open(now);
             }
         }
     }
 
     fn check_passed(&mut self, check: Check, now: Instant) {
-        let calm = now.saturating_duration_since(*self.calm_since.get_or_insert(now));
-        if check == Check::Computes || calm >= REPAIRED_AFTER {
+        let good_for = now.saturating_duration_since(*self.good_checks_since.get_or_insert(now));
+        if check == Check::Computes || good_for >= REPAIRED_AFTER {
             (self.request_openings, self.trial_from) = (0, None);
         }
         match self.breaker {
@@ -250,7 +250,7 @@ impl Health {
         match self.breaker {
             Breaker::Open(until) => until <= now,
             Breaker::HalfOpen => false,
-            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.probed.is_none_or(|at| at <= since),
+            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.last_probe.is_none_or(|at| at <= since),
         }
     }
 
@@ -260,7 +260,7 @@ impl Health {
         match self.breaker {
             Breaker::Open(until) => Some(until),
             Breaker::HalfOpen => None,
-            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.probed.map(|at| at + interval),
+            Breaker::Closed | Breaker::AwaitsTrial | Breaker::InTrial => self.last_probe.map(|at| at + interval),
         }
     }
 
@@ -284,7 +284,7 @@ impl Health {
         match self.breaker {
             Breaker::Closed => self.busy_until,
             Breaker::Open(until) => Some(until + UNTIL_CLOSED),
-            Breaker::HalfOpen => self.probed.map(|at| at + UNTIL_CLOSED),
+            Breaker::HalfOpen => self.last_probe.map(|at| at + UNTIL_CLOSED),
             Breaker::AwaitsTrial | Breaker::InTrial => self.trial_from.max(self.busy_until),
         }
     }

@@ -52,7 +52,7 @@ pub(crate) struct WorkerEntry {
     pub(crate) load: Arc<WorkerLoad>,
     slot: HolderId,
     /// The slot for prompts of unknown tokens.
-    texts: HolderId,
+    text_slot: HolderId,
     /// Index of its hash scheme in [`ModelPool::schemes`].
     pub(crate) scheme: u32,
     pub(crate) role: Role,
@@ -75,7 +75,7 @@ impl WorkerEntry {
     pub(crate) fn slot(&self, tokens: PromptTokens) -> HolderId {
         match tokens {
             PromptTokens::Known => self.slot,
-            PromptTokens::Estimated => self.texts,
+            PromptTokens::Estimated => self.text_slot,
         }
     }
 
@@ -88,7 +88,7 @@ impl WorkerEntry {
 
     /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
     pub(crate) fn remark(&self, tokens: PromptTokens) -> Option<&'static str> {
-        let by_text = tokens == PromptTokens::Estimated && self.worker.texts.is_some();
+        let by_text = tokens == PromptTokens::Estimated && self.worker.text_slot.is_some();
         let text = by_text.then_some("estimated: the tokens of the prompt are unknown; compared by its text");
         self.worker.cache_view.remark().or(text)
     }
@@ -179,18 +179,18 @@ impl ModelPool {
             self.card = Some(card.clone());
         }
         self.context = self.context.max(card.context);
-        let only = worker.engine.only();
+        let only = worker.engine.only_endpoint_kind();
         self.endpoints.add(only);
         if cordoned {
             self.cordoned.push(worker.clone());
             return;
         }
         let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
-        let texts = worker.texts.unwrap_or(slot);
+        let text_slot = worker.text_slot.unwrap_or(slot);
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
-        load.learn_for(&self.stats);
+        load.set_model_stats(&self.stats);
         let (role, context) = (*role, card.context);
-        self.entries.push(WorkerEntry { id, worker, load, slot, texts, scheme, role, context, only });
+        self.entries.push(WorkerEntry { id, worker, load, slot, text_slot, scheme, role, context, only });
     }
 }

@@ -26,7 +26,7 @@ pub(crate) struct FleetSnapshot {
 /// Time for which a model whose last worker left is expected back. A restart takes as long as the weights need to load:
 /// up to some minutes for large models and for servers that compile kernels at their start. A client that asks for a
 /// model that was removed on purpose gets 404 after this time.
-const EXPECTED_BACK: Duration = Duration::from_mins(10);
+const EXPECTED_BACK_WITHIN: Duration = Duration::from_mins(10);
 
 /// Absent models that are remembered: more than any deployment serves. Of more, those that left first are forgotten.
 const MAX_ABSENT: usize = 1024;
@@ -71,7 +71,7 @@ impl FleetSnapshot {
     pub(crate) fn absence(&self, model: &str) -> Option<String> {
         let since = self.absent.get(model)?.elapsed();
         let seconds = since.as_secs();
-        (since < EXPECTED_BACK)
+        (since < EXPECTED_BACK_WITHIN)
             .then(|| format!("the model `{model}` has no worker now; the last one left {seconds} s ago"))
     }
 
@@ -81,7 +81,7 @@ impl FleetSnapshot {
         let earlier = previous.absent.iter().map(|(model, since)| (model.clone(), *since));
         let left = previous.models.keys().map(|model| (model.clone(), now));
         let is_absent = |(model, since): &(String, Instant)| {
-            now.duration_since(*since) < EXPECTED_BACK && !models.contains_key(model)
+            now.duration_since(*since) < EXPECTED_BACK_WITHIN && !models.contains_key(model)
         };
         let mut absent: BTreeMap<_, _> = earlier.chain(left).filter(is_absent).collect();
         while absent.len() > MAX_ABSENT
@@ -167,7 +167,7 @@ impl Fleet {
             && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
         {
             previous.lease_ended.cancel();
-            previous.engine.left();
+            previous.engine.on_left();
         }
         *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
     }
@@ -177,7 +177,8 @@ impl Fleet {
         let mut snapshot = self.snapshot.write();
         let (workers, mut all) = (snapshot.workers.clone(), snapshot.cordoned.clone());
         let there = workers.contains_key(&id);
-        if if cordoned { there && all.insert(id) } else { all.remove(&id) } {
+        let changes = if cordoned { there && all.insert(id) } else { all.remove(&id) };
+        if changes {
             *snapshot = Arc::new(FleetSnapshot::of(workers, all, &snapshot));
         }
         there

@@ -40,9 +40,9 @@ pub(crate) struct Worker {
     /// Index slot of that view.
     pub(crate) slot: HolderId,
     /// Index slot of its KV events, whether decisions use them or not.
-    pub(crate) announced: HolderId,
+    pub(crate) events_slot: HolderId,
     /// Index slot of the estimate of its cache, if prompts whose tokens are unknown are looked up there.
-    pub(crate) texts: Option<HolderId>,
+    pub(crate) text_slot: Option<HolderId>,
     /// Accuracy of its events, and the estimate of its cache.
     pub(crate) estimated_cache: Arc<EstimatedCache>,
     /// Its load.
@@ -53,9 +53,9 @@ pub(crate) struct Worker {
     /// Time of its last output, in nanoseconds since `first_seen`.
     last_output: AtomicU64,
     /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
-    batch: AtomicU64,
+    max_num_seqs: AtomicU64,
     /// Whether it has measured its prefill speed.
-    measured: AtomicBool,
+    has_measured_prefill: AtomicBool,
     first_seen: Instant,
 }
 
@@ -76,22 +76,22 @@ impl Worker {
             engine,
             cache_view,
             slot: previous.filter(|_| cache_view != CacheView::Events).map_or(slot, |worker| worker.slot),
-            announced: slot,
-            texts: previous.and_then(|worker| worker.texts),
+            events_slot: slot,
+            text_slot: previous.and_then(|worker| worker.text_slot),
             estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
             load,
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
             health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
             last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
-            batch: AtomicU64::new(previous.map_or(0, Self::batch)),
-            measured: AtomicBool::new(previous.is_some_and(Self::measured)),
+            max_num_seqs: AtomicU64::new(previous.map_or(0, Self::max_num_seqs)),
+            has_measured_prefill: AtomicBool::new(previous.is_some_and(Self::has_measured_prefill)),
             first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
         }
     }
 
     /// Whether a worker with this card gets prompts whose tokens are not those of its events, so that its cache is
     /// estimated from their texts beside its events.
-    pub(crate) fn has_texts(card: &ModelCard) -> bool {
+    pub(crate) fn needs_text_estimate(card: &ModelCard) -> bool {
         card.is_relayed && card.has_exact_blocks
     }
 
@@ -102,13 +102,13 @@ impl Worker {
     }
 
     /// The same worker, of which prompts of unknown tokens are looked up at this slot.
-    pub(crate) fn with_texts(self, slot: Option<HolderId>) -> Self {
-        Self { texts: slot, ..self }
+    pub(crate) fn with_text_slot(self, slot: Option<HolderId>) -> Self {
+        Self { text_slot: slot, ..self }
     }
 
     /// The same worker with another cache view, which has `slot` in the index.
     pub(crate) fn with_cache_view(&self, cache_view: CacheView, slot: HolderId) -> Self {
-        Self { cache_view, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.announced, Some(self)) }
+        Self { cache_view, slot, ..Self::new(self.instance.clone(), self.engine.clone(), self.events_slot, Some(self)) }
     }
 
     pub(crate) fn id(&self) -> WorkerId {
@@ -129,7 +129,7 @@ impl Worker {
 
     /// Whether it may have the endpoint of a request, and does not refuse the request.
     pub(crate) fn takes(&self, request: &Request) -> bool {
-        endpoints::has(self.engine.only(), endpoints::kind(request)) && !self.engine.refuses(request)
+        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request)) && !self.engine.refuses(request)
     }
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.
@@ -138,24 +138,24 @@ impl Worker {
     }
 
     /// Records that a request has failed, and why, for the log.
-    pub(crate) fn note(&self, signal: HealthSignal, error: &dyn Display) {
-        self.noted(signal, error, Instant::now());
+    pub(crate) fn record_failure(&self, signal: HealthSignal, error: &dyn Display) {
+        self.record_outcome(signal, error, Instant::now());
     }
 
-    fn noted(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
-        if let Some(transition) = self.change(|health| health.note(signal, now)) {
+    fn record_outcome(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
+        if let Some(transition) = self.change(|health| health.record_outcome(signal, now)) {
             transition.log(self.id(), &*self.engine, 1, Cause::Request, error);
         }
     }
 
     /// Records a first output.
     pub(crate) fn succeeded(&self, now: Instant) {
-        self.touch(now);
-        self.noted(HealthSignal::Healthy, &"", now);
+        self.record_output(now);
+        self.record_outcome(HealthSignal::Healthy, &"", now);
     }
 
     /// Records an output.
-    pub(crate) fn touch(&self, now: Instant) {
+    pub(crate) fn record_output(&self, now: Instant) {
         let since = now.saturating_duration_since(self.first_seen);
         self.last_output.store(since.as_nanos() as u64, Ordering::Relaxed);
     }
@@ -167,8 +167,8 @@ impl Worker {
 
     /// Records the values of a report that the admission queue reads.
     pub(crate) fn reported(&self, load: &Load) {
-        self.batch.store(load.sequences_max.into(), Ordering::Relaxed);
-        self.measured.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
+        self.max_num_seqs.store(load.sequences_max.into(), Ordering::Relaxed);
+        self.has_measured_prefill.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
     }
 
     /// Whether a new request waits neither for queued prompts nor for blocks.
@@ -178,13 +178,13 @@ impl Worker {
     }
 
     /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
-    pub(crate) fn batch(&self) -> u64 {
-        self.batch.load(Ordering::Relaxed)
+    pub(crate) fn max_num_seqs(&self) -> u64 {
+        self.max_num_seqs.load(Ordering::Relaxed)
     }
 
     /// Whether it has measured its prefill speed.
-    pub(crate) fn measured(&self) -> bool {
-        self.measured.load(Ordering::Relaxed)
+    pub(crate) fn has_measured_prefill(&self) -> bool {
+        self.has_measured_prefill.load(Ordering::Relaxed)
     }
 
     /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
@@ -232,15 +232,15 @@ impl Worker {
     }
 
     /// Records the start of a health check.
-    pub(crate) fn probe(&self, now: Instant) {
-        self.change(|health| health.probe(now));
+    pub(crate) fn probe_started(&self, now: Instant) {
+        self.change(|health| health.probe_started(now));
     }
 
     /// Records the result of a health check. Returns what it has changed.
-    pub(crate) fn probed(&self, signal: HealthSignal) -> Option<Transition> {
+    pub(crate) fn probe_ended(&self, signal: HealthSignal) -> Option<Transition> {
         let now = Instant::now();
-        let check = if self.engine.server().is_some() { Check::Answers } else { Check::Computes };
-        self.change(|health| health.probed(check, signal, now))
+        let check = if self.engine.probed_server().is_some() { Check::Answers } else { Check::Computes };
+        self.change(|health| health.probe_ended(check, signal, now))
     }
 
     /// Records that a request is sent to it.

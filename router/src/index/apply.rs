@@ -30,9 +30,9 @@ impl Index {
         let Some(holder_level) = HolderLevel::new(state.id, *level).filter(|_| !pages.unregistered) else { return };
         match event {
             BlockEvent::Stored { parent, blocks, .. } => {
-                let after = parent.as_ref().map(SequenceHash::short);
+                let parent = parent.as_ref().map(SequenceHash::short);
                 with_short_hashes(blocks, |hashes| {
-                    self.store_blocks(state, &mut pages, holder_level, Run { hashes, after, chained: true });
+                    self.store_blocks(state, &mut pages, holder_level, Run { hashes, parent, chained: true });
                 });
             }
             BlockEvent::Removed { blocks, .. } => {
@@ -62,9 +62,9 @@ impl Index {
             let stale: Vec<u64> = held.into_iter().filter(|hash| !keep.contains(hash)).collect();
             self.remove_blocks(&state, &mut pages, holder_level, &stale);
             for run in wanted() {
-                let after = run.parent.as_ref().map(SequenceHash::short);
+                let parent = run.parent.as_ref().map(SequenceHash::short);
                 with_short_hashes(&run.blocks, |hashes| {
-                    self.store_blocks(&state, &mut pages, holder_level, Run { hashes, after, chained: true });
+                    self.store_blocks(&state, &mut pages, holder_level, Run { hashes, parent, chained: true });
                 });
             }
         }

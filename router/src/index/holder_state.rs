@@ -31,7 +31,7 @@ pub(super) struct HolderPages {
     /// Bytes of `by_level` as last accounted.
     pub(super) bytes: usize,
     /// Reserved pages for new blocks; the first is filled first.
-    pub(super) open: Range<u32>,
+    pub(super) reserved: Range<u32>,
     /// Predicted position of the next block to remove: engines evict a chain block by block.
     pub(super) next_removal: Option<Position>,
     /// Removed blocks that still have table entries.
@@ -44,10 +44,10 @@ pub(super) struct HolderPages {
 }
 
 /// Page numbers.
-pub(super) type PageSet = HashSet<u32, BuildHasherDefault<NumberHasher>>;
+pub(super) type PageSet = HashSet<u32, BuildHasherDefault<IndexHasher>>;
 
 /// A map of holders.
-pub(super) type HolderMap<T> = HashMap<Holder, T, BuildHasherDefault<NumberHasher>>;
+pub(super) type HolderMap<T> = HashMap<Holder, T, BuildHasherDefault<IndexHasher>>;
 
 /// Evicted pages are pruned once there are more than `PRUNE_MIN` plus one in `PRUNE_RATIO` of all pages in the sets.
 const PRUNE_MIN: usize = 16;
@@ -103,9 +103,9 @@ pub(super) fn shrink(pages: &mut PageSet) {
 /// Hashes page numbers by one multiplication, and holders by `SplitMix64`. Neither is chosen by clients, so flooding is
 /// no concern.
 #[derive(Default)]
-pub(super) struct NumberHasher(u64);
+pub(super) struct IndexHasher(u64);
 
-impl Hasher for NumberHasher {
+impl Hasher for IndexHasher {
     fn finish(&self) -> u64 {
         self.0
     }

@@ -3,7 +3,7 @@
 use super::Index;
 use super::overlap::Overlap;
 use super::page::{PAGE_BLOCKS, PageRead};
-use super::partition::{Partition, Window};
+use super::partition::{MatchedRange, Partition};
 use super::position::Position;
 use super::snapshot::IndexSnapshot;
 use super::sync::prefetch;
@@ -13,11 +13,11 @@ use kvbm::SequenceHash;
 /// How many pages ahead heads are prefetched, assuming that pages of a chain are contiguous.
 const PREFETCH_PAGES: u32 = 8;
 /// The same after a jump: the prompt may diverge soon.
-const FIRST_WINDOW: u32 = 2;
+const FIRST_HEADS_AHEAD: u32 = 2;
 /// Blocks from one full page to the next.
 const PAGE_STRIDE: usize = PAGE_BLOCKS as usize;
 /// A block may move between finding and reading it; then it is looked up again.
-const ATTEMPTS: usize = 3;
+const FIND_ATTEMPTS: usize = 3;
 
 /// A lookup in progress.
 pub(super) struct Lookup<'a> {
@@ -30,7 +30,7 @@ pub(super) struct Lookup<'a> {
     /// The page after the last one whose head was prefetched.
     prefetched: u32,
     /// Number of heads to prefetch.
-    window: u32,
+    heads_ahead: u32,
 }
 
 impl Index {
@@ -51,7 +51,7 @@ impl<'a> Lookup<'a> {
     pub(super) fn new(snapshot: &'a IndexSnapshot, hashes: &'a [SequenceHash], out: &'a mut Overlap) -> Self {
         let Overlap { overlaps, partition } = out;
         overlaps.reset(partition.begin(snapshot.holders.workers.len()));
-        Self { snapshot, hashes, overlaps, partition, at: 0, prefetched: 0, window: 0 }
+        Self { snapshot, hashes, overlaps, partition, at: 0, prefetched: 0, heads_ahead: 0 }
     }
 
     /// Follows the prompt until the next block has no holder.
@@ -69,8 +69,8 @@ impl<'a> Lookup<'a> {
             let (times, next) = self.skip_equal_pages(position, &read);
             // The successor is read before this page is counted, so that its cache lines arrive meanwhile.
             successor = next.and_then(|position| self.read(position));
-            let window = Window { at: position.offset(), len: read.len, times };
-            if !self.partition.count(&read, window, &self.snapshot.holders.readers, self.overlaps) {
+            let matched = MatchedRange { at: position.offset(), len: read.len, times };
+            if !self.partition.count(&read, matched, &self.snapshot.holders.readers, self.overlaps) {
                 return;
             }
         }
@@ -103,11 +103,11 @@ impl<'a> Lookup<'a> {
         let next = position.page() + 1;
         let pages = ((self.hashes.len() - self.at).div_ceil(PAGE_STRIDE) as u32).saturating_sub(1);
         if (next..=next + PREFETCH_PAGES).contains(&self.prefetched) {
-            self.window = (2 * self.window).min(PREFETCH_PAGES);
+            self.heads_ahead = (2 * self.heads_ahead).min(PREFETCH_PAGES);
         } else {
-            (self.prefetched, self.window) = (next, FIRST_WINDOW);
+            (self.prefetched, self.heads_ahead) = (next, FIRST_HEADS_AHEAD);
         }
-        let end = next + self.window.min(pages);
+        let end = next + self.heads_ahead.min(pages);
         (self.prefetched..end).for_each(|page| self.snapshot.prefetch_head(page));
         self.prefetched = self.prefetched.max(end);
         if let Some(hash) = self.hashes.get(self.at + (PREFETCH_PAGES as usize + 1) * PAGE_STRIDE - 1) {
@@ -130,7 +130,7 @@ impl<'a> Lookup<'a> {
 
     /// Looks up the page of the next block in the tables, and reads it.
     fn find_page(&mut self) -> Option<(Position, PageRead)> {
-        for _ in 0..ATTEMPTS {
+        for _ in 0..FIND_ATTEMPTS {
             let position = self.snapshot.find(self.hashes[self.at].short())?;
             let Some(page) = self.snapshot.page(position.page()) else { continue };
             self.prefetch_ahead(position);

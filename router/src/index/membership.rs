@@ -38,7 +38,7 @@ impl Index {
         for holder_level in state.id.levels() {
             self.clear_level(&state, &mut pages, holder_level);
         }
-        self.release_open_pages(state.id, &mut pages);
+        self.release_reserved_pages(state.id, &mut pages);
         self.account_pages(&state, &mut pages);
         drop(pages);
         self.update_holders(|holders| holders.release(state.id));

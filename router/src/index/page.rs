@@ -339,12 +339,12 @@ impl Page<'_> {
         }
     }
 
-    /// Appends hashes with one holder. The first follows the hash `after`; each other one follows the one before it if
+    /// Appends hashes with one holder. The first follows the hash `parent`; each other one follows the one before it if
     /// its bit in `links` is set. Returns the first offset.
     pub(super) fn append(
         &self,
         holder_level: HolderLevel,
-        Run { hashes, after, .. }: Run<'_>,
+        Run { hashes, parent, .. }: Run<'_>,
         links: u64,
         cache: &mut InternCache,
     ) -> u32 {
@@ -353,7 +353,7 @@ impl Page<'_> {
         let mut holders = self.holders();
         holders.add(holder_level, bits, cache);
         let live = self.live() | bits;
-        let follows = first > 0 && live >> (first - 1) & 1 == 1 && after == Some(self.hash(first - 1));
+        let follows = first > 0 && live >> (first - 1) & 1 == 1 && parent == Some(self.hash(first - 1));
         let links = (links & !1 | u64::from(follows)) << first & bits;
         self.head.seqlock.write(|| {
             for (position, hash) in self.hashes.0[first as usize..].iter().zip(hashes) {

@@ -39,7 +39,7 @@ struct Class {
 
 /// The part of a page that matches the prompt.
 #[derive(Clone, Copy)]
-pub(super) struct Window {
+pub(super) struct MatchedRange {
     /// First offset.
     pub(super) at: u32,
     /// Number of positions.
@@ -48,9 +48,9 @@ pub(super) struct Window {
     pub(super) times: u32,
 }
 
-/// The holders of a page within a window.
+/// The holders of a page within the matched range.
 struct PageView<'a> {
-    window: Window,
+    matched: MatchedRange,
     /// Workers that are listed individually, and their masks.
     holder_levels: &'a [HolderLevel],
     masks: &'a [u64],
@@ -83,15 +83,15 @@ impl Partition {
         self.words
     }
 
-    /// Counts a page. Returns whether any worker has all of the window.
+    /// Counts a page. Returns whether any worker has the whole matched range.
     pub(super) fn count(
         &mut self,
         read: &PageRead,
-        window: Window,
+        matched: MatchedRange,
         readers: &[Bits],
         overlaps: &mut WorkerOverlaps,
     ) -> bool {
-        let view = PageView::new(read, window, readers);
+        let view = PageView::new(read, matched, readers);
         if self.classes.is_empty() {
             self.count_individuals(&view, overlaps);
         } else {
@@ -102,7 +102,7 @@ impl Partition {
             let individuals = self.individuals.len();
             self.count_own_blocks(&view, overlaps);
             self.sort(individuals);
-            self.finish_page(window, overlaps);
+            self.finish_page(matched, overlaps);
         }
         !(self.classes.is_empty() && self.individuals.is_empty())
     }
@@ -150,7 +150,7 @@ impl Partition {
             }
         }
         for class in &mut self.classes {
-            (class.run, class.gain) = view.window.leading(&class.masks);
+            (class.run, class.gain) = view.matched.leading(&class.masks);
         }
     }
 
@@ -182,14 +182,14 @@ impl Partition {
 
     /// Counts the individuals.
     fn count_individuals(&mut self, view: &PageView<'_>, overlaps: &mut WorkerOverlaps) {
-        let len = view.window.len;
+        let len = view.matched.len;
         let mut from = 0;
         self.individuals.retain(|worker| {
             let worker = *worker as usize;
             from += count_before(&view.holder_levels[from..], worker);
             let (run, gain) = match view.single_level(from, worker) {
-                Some((level, mask)) => view.window.leading_at(level, mask),
-                None => view.window.leading(&view.masks_of(from, worker)),
+                Some((level, mask)) => view.matched.leading_at(level, mask),
+                None => view.matched.leading(&view.masks_of(from, worker)),
             };
             overlaps.add(worker, gain);
             run == len
@@ -201,18 +201,18 @@ impl Partition {
         let mut at = 0;
         while let Some(holder_level) = view.holder_levels.get(at) {
             let worker = holder_level.holder_id().index();
-            let class = if view.is_in_window(at) { self.class_of(worker) } else { None };
+            let class = if view.has_matched_blocks(at) { self.class_of(worker) } else { None };
             let Some(class) = class else {
                 at += 1;
                 continue;
             };
             let Class { held, mut masks, run, gain } = self.classes[class];
             at += view.add_own(at, worker, &mut masks);
-            let (own_run, own_gain) = view.window.leading(&masks);
+            let (own_run, own_gain) = view.matched.leading(&masks);
             if own_gain != gain {
                 overlaps.add(worker, own_gain - gain);
             }
-            if run < view.window.len && own_run == view.window.len {
+            if run < view.matched.len && own_run == view.matched.len {
                 self.sets[class * self.words + worker / WORD] &= !(1 << (worker % WORD));
                 overlaps.add(worker, held);
                 overlaps.add(worker, gain);
@@ -221,14 +221,14 @@ impl Partition {
         }
     }
 
-    /// Removes the classes that do not have all of the window, and merges classes with equal overlap.
-    fn finish_page(&mut self, window: Window, overlaps: &mut WorkerOverlaps) {
+    /// Removes the classes that do not have the whole matched range, and merges classes with equal overlap.
+    fn finish_page(&mut self, matched: MatchedRange, overlaps: &mut WorkerOverlaps) {
         let mut at = 0;
         while let Some(class) = self.classes.get_mut(at) {
             class.held += class.gain;
             let Class { held, run, .. } = *class;
             let like = self.classes[..at].iter().position(|other| other.held == held);
-            if run < window.len {
+            if run < matched.len {
                 overlaps.add_to_set(self.set(at), held);
             } else if let Some(like) = like {
                 for word in 0..self.words {
@@ -250,7 +250,7 @@ impl Partition {
     }
 }
 
-impl Window {
+impl MatchedRange {
     fn of(self, mask: u64) -> u64 {
         mask >> self.at & ones(self.len)
     }
@@ -292,7 +292,7 @@ impl Window {
 }
 
 impl<'a> PageView<'a> {
-    fn new(read: &'a PageRead, window: Window, readers: &'a [Bits]) -> Self {
+    fn new(read: &'a PageRead, matched: MatchedRange, readers: &'a [Bits]) -> Self {
         let (holder_levels, masks, groups) = match read.holder_set.as_deref().and_then(|holder_set| holder_set.as_ref())
         {
             Some(holder_set) => {
@@ -309,7 +309,7 @@ impl<'a> PageView<'a> {
             _ => holder_levels.len(),
         };
         let ((holder_levels, stores), (masks, store_masks)) = (holder_levels.split_at(own), masks.split_at(own));
-        Self { window, holder_levels, masks, groups, stores, store_masks, readers }
+        Self { matched, holder_levels, masks, groups, stores, store_masks, readers }
     }
 
     /// Masks that apply to many workers, of groups and of stores: level, blocks, workers.
@@ -318,8 +318,8 @@ impl<'a> PageView<'a> {
         let readers = |store: &HolderLevel| self.readers.get(store.holder_id().index()).map_or(&[][..], Bits::words);
         let stores = self.stores.iter().zip(self.store_masks);
         let stores = stores.map(move |(store, mask)| (store.level(), *mask, readers(store)));
-        let in_window = |(level, mask, workers)| (level, self.window.of(mask), workers);
-        groups.chain(stores).map(in_window).filter(|(_, mask, _)| *mask != 0)
+        let in_range = |(level, mask, workers)| (level, self.matched.of(mask), workers);
+        groups.chain(stores).map(in_range).filter(|(_, mask, _)| *mask != 0)
     }
 
     /// Level and mask of a worker that is listed once, if there are no groups or stores: the common case.
@@ -328,7 +328,7 @@ impl<'a> PageView<'a> {
         let holder_level = self.holder_levels.get(from).filter(is)?;
         let shared = !self.groups.is_empty() || !self.stores.is_empty();
         let holder_set = self.holder_levels.get(from + 1).is_some_and(|next| is(&next));
-        (!shared && !holder_set).then(|| (holder_level.level(), self.window.of(self.masks[from])))
+        (!shared && !holder_set).then(|| (holder_level.level(), self.matched.of(self.masks[from])))
     }
 
     /// Masks of a worker by level: its own, its groups' and its stores'.
@@ -344,16 +344,16 @@ impl<'a> PageView<'a> {
         masks
     }
 
-    /// Whether the listed mask has a block in the window.
-    fn is_in_window(&self, at: usize) -> bool {
-        self.window.of(self.masks[at]) != 0
+    /// Whether the listed mask has a block in the matched range.
+    fn has_matched_blocks(&self, at: usize) -> bool {
+        self.matched.of(self.masks[at]) != 0
     }
 
     /// Adds the listed masks of a worker, which start at index `from`. Returns their number.
     fn add_own(&self, from: usize, worker: usize, masks: &mut [u64; LEVELS.len()]) -> usize {
         let own = self.holder_levels[from..].iter().zip(&self.masks[from..]);
         let own = own.take_while(|(holder_level, _)| holder_level.holder_id().index() == worker);
-        own.map(|(holder_level, mask)| masks[holder_level.level()] |= self.window.of(*mask)).count()
+        own.map(|(holder_level, mask)| masks[holder_level.level()] |= self.matched.of(*mask)).count()
     }
 }
 

@@ -43,12 +43,12 @@ impl Removals {
     }
 
     /// Whether the entries should be removed before the next event.
-    pub(super) fn are_many(&self) -> bool {
+    pub(super) fn should_be_reclaimed(&self) -> bool {
         self.blocks >= MAX_KEPT || self.pages.len() >= MAX_PAGES
     }
 
     /// Whether the entries must be removed before `blocks` more are pushed, to have at most `limit`.
-    pub(super) fn are_too_many(&self, blocks: usize, limit: usize) -> bool {
+    pub(super) fn must_be_reclaimed_before(&self, blocks: usize, limit: usize) -> bool {
         self.blocks + blocks > limit || self.pages.len() >= MAX_PAGES
     }
 

@@ -5,21 +5,21 @@
 pub(super) struct Run<'a> {
     pub(super) hashes: &'a [u64],
     /// Hash of the block before the first one, if known.
-    pub(super) after: Option<u64>,
+    pub(super) parent: Option<u64>,
     /// Whether each block follows the one before it.
     pub(super) chained: bool,
 }
 
 impl<'a> Run<'a> {
     /// Hashes that do not follow each other, as far as is known.
-    pub(super) fn loose(hashes: &'a [u64]) -> Self {
-        Self { hashes, after: None, chained: false }
+    pub(super) fn unchained(hashes: &'a [u64]) -> Self {
+        Self { hashes, parent: None, chained: false }
     }
 
     /// The first `len` hashes, and the rest.
     pub(super) fn split(self, len: usize) -> (Self, Self) {
         let (hashes, later) = self.hashes.split_at(len);
-        let after = if self.chained { hashes.last().copied().or(self.after) } else { None };
-        (Self { hashes, ..self }, Self { hashes: later, after, ..self })
+        let parent = if self.chained { hashes.last().copied().or(self.parent) } else { None };
+        (Self { hashes, ..self }, Self { hashes: later, parent, ..self })
     }
 }

@@ -10,11 +10,11 @@ use super::holder::HolderLevel;
 use super::holder_state::{HolderPages, HolderState, shrink};
 use super::holders::Holders;
 use super::page::{ClockState, PAGE_BLOCKS, Page};
+use super::page_run::PageRun;
 use super::position::Position;
 use super::removals::Removals;
 use super::run::Run;
 use super::sharded_table::{BATCH, WriteBatch};
-use super::span::Span;
 use kvbm::SetDigest;
 use std::sync::atomic::Ordering;
 
@@ -44,19 +44,19 @@ impl Index {
             while !part.hashes.is_empty() {
                 let known = self.add_to_known(state, pages, holder_level, part.hashes);
                 part = part.split(known).1;
-                let (fresh, later) = part.split(self.fresh(part));
-                refused.extend(self.insert(state, pages, holder_level, fresh));
+                let (new, later) = part.split(self.leading_new_blocks(part));
+                refused.extend(self.insert(state, pages, holder_level, new));
                 part = later;
             }
             if !refused.is_empty() {
-                self.store_blocks(state, pages, holder_level, Run::loose(&refused));
+                self.store_blocks(state, pages, holder_level, Run::unchained(&refused));
             }
         }
     }
 
     /// Number of new blocks at the start of the run. If a block is new, the blocks that follow it in the chain almost
     /// always are too; the tables refuse those that are not.
-    fn fresh(&self, run: Run<'_>) -> usize {
+    fn leading_new_blocks(&self, run: Run<'_>) -> usize {
         if run.chained {
             return run.hashes.len();
         }
@@ -76,7 +76,7 @@ impl Index {
         // `predicted`: predicted position of the next hash, right if the pages of the chain are contiguous.
         let (mut at, mut prefetched, mut predicted) = (0, 0, pages.next_removal.take());
         while at < hashes.len() {
-            if pages.removals.are_too_many(PAGE_BLOCKS as usize, BATCH) {
+            if pages.removals.must_be_reclaimed_before(PAGE_BLOCKS as usize, BATCH) {
                 self.reclaim_removals(state, pages);
                 // Blocks may have moved to new pages.
                 snapshot = self.snapshot.load();
@@ -92,12 +92,12 @@ impl Index {
                 continue;
             };
             let _guard = page.lock();
-            let Some(span) = Span::of(page, position, &hashes[at..]) else {
+            let Some(page_run) = PageRun::of(page, position, &hashes[at..]) else {
                 // The block was removed meanwhile, or the guess was wrong; then the table is asked.
                 at += usize::from(guess.is_none());
                 continue;
             };
-            if let Some(next) = span.predicted.map(Position::page).filter(|next| *next != position.page())
+            if let Some(next) = page_run.predicted.map(Position::page).filter(|next| *next != position.page())
                 && let Some(next) = snapshot.page(next)
             {
                 next.prefetch();
@@ -105,15 +105,15 @@ impl Index {
             // While another holder inserts into this page, its table entries may still be refused, so only this one
             // hash counts.
             let whole = page.clock() != ClockState::Pinned || page.is_owned_by(state.id);
-            let span = if whole { span } else { Span::single(position.offset()) };
-            let dead = self.take(state, pages, holder_level, (position.page(), page), span.bits);
+            let page_run = if whole { page_run } else { PageRun::single(position.offset()) };
+            let dead = self.take(state, pages, holder_level, (position.page(), page), page_run.bits);
             if dead != 0 {
                 pages.removals.push(position.page(), dead);
             }
-            (at, predicted) = (at + span.len, span.predicted);
+            (at, predicted) = (at + page_run.len, page_run.predicted);
         }
         pages.next_removal = predicted;
-        if pages.removals.are_many() {
+        if pages.removals.should_be_reclaimed() {
             self.reclaim_removals(state, pages);
         }
         shrink(&mut pages.by_level[holder_level.level()]);
@@ -128,7 +128,7 @@ impl Index {
         let snapshot = self.snapshot.load();
         let mut removals = std::mem::take(&mut pages.removals);
         for number in numbers {
-            if removals.are_too_many(PAGE_BLOCKS as usize, BATCH) {
+            if removals.must_be_reclaimed_before(PAGE_BLOCKS as usize, BATCH) {
                 self.reclaim(&removals);
                 removals.clear();
             }
@@ -296,13 +296,13 @@ impl Index {
         if !self.snapshot.load().page(from).is_some_and(|page| is_sparse(&page) && only_level(page).is_some()) {
             return;
         }
-        if pages.open.start == from {
-            pages.open.next();
+        if pages.reserved.start == from {
+            pages.reserved.next();
         }
-        let Some(to) = self.open_page(state, pages, 1) else { return };
+        let Some(to) = self.reserved_page(state, pages, 1) else { return };
         let snapshot = self.snapshot.load();
         let (Some(old), Some(new)) = (snapshot.page(from), snapshot.page(to)) else {
-            pages.open.next();
+            pages.reserved.next();
             return;
         };
         let _guard = old.lock();
@@ -311,14 +311,14 @@ impl Index {
         let live = old.live();
         if !new.is_owned_by(state.id) || PAGE_BLOCKS - new.used() < live.count_ones() {
             // The next call uses another reserved page.
-            pages.open.next();
+            pages.reserved.next();
             return;
         }
         let positions: Vec<u32> = each(live).collect();
         let hashes: Vec<u64> = positions.iter().map(|at| old.hash(*at)).collect();
         let before = new.holders().bytes();
         let links = (0..).zip(&positions).fold(0, |links, (to, at)| links | u64::from(old.is_linked(*at)) << to);
-        let first = new.append(holder_level, Run::loose(&hashes), links, &mut pages.last_added);
+        let first = new.append(holder_level, Run::unchained(&hashes), links, &mut pages.last_added);
         self.account_holder_sets(before, new.holders().bytes());
         for (to_at, at) in (first..).zip(&positions) {
             self.sharded_table.relocate(old.hash(*at), Position::new(from, *at), Position::new(to, to_at));

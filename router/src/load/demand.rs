@@ -46,6 +46,11 @@ impl Demand {
         self.context_tokens -= other.context_tokens;
     }
 
+    /// What is left once the prompt is computed.
+    pub(super) fn without_prompt(self) -> Self {
+        Self { prefill_tokens: 0, timed_tokens: 0, prefill_micros: 0, prompts: 0, ..self }
+    }
+
     /// Number of sequences that decode now, and tokens of their contexts. Sequences whose prompts are not computed yet
     /// do not decode.
     pub(super) fn decoding(&self) -> (f64, f64) {

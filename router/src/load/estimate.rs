@@ -35,7 +35,7 @@ pub(crate) struct ServiceEstimate {
     /// Duration of prompts, in the same way.
     prefill_pace: f32,
     /// Seconds of prefill per prompt token, as the worker reports it.
-    pub(crate) token: f64,
+    pub(crate) seconds_per_token: f64,
     /// What is left of the blocks and of the batch.
     occupancy: Occupancy,
     /// Onboarding by source tier, from G2 on.
@@ -53,8 +53,7 @@ pub(crate) struct ServiceEstimate {
 struct TierTransfer {
     /// Until the first block, with an empty queue.
     latency: f64,
-    /// Per block.
-    block: f64,
+    seconds_per_block: f64,
     /// Until the queued blocks of other requests are onboarded.
     backlog: f64,
 }
@@ -81,13 +80,13 @@ pub(crate) mod defaults {
 impl ServiceEstimate {
     pub(crate) fn of(stats: &LoadStats) -> Self {
         let LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds, .. } = stats;
-        let token = prefill_speed(speeds).recip();
+        let seconds_per_token = prefill_speed(speeds).recip();
         let block_bytes = speeds.block_bytes.or(defaults::BLOCK_BYTES);
         let transfer = |at: usize| {
             let level = Level::ALL[at + 1];
             let (latency, bandwidth) = speeds.from(level).unwrap_or(defaults::ONBOARD[at]);
-            let block = block_bytes / bandwidth;
-            TierTransfer { latency, block, backlog: f64::from(queued[at]) * block }
+            let seconds_per_block = block_bytes / bandwidth;
+            TierTransfer { latency, seconds_per_block, backlog: f64::from(queued[at]) * seconds_per_block }
         };
         let mean_duration = speeds.mean_duration.or(defaults::MEAN_DURATION);
         let (occupancy, spare_blocks) =
@@ -95,8 +94,8 @@ impl ServiceEstimate {
         let (decoding, decoding_context) =
             decoding((*sequences).into(), (*prompts).into(), stats.context_tokens.into());
         Self {
-            token,
-            queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * token),
+            seconds_per_token,
+            queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * seconds_per_token),
             decoding_context,
             decoding: decoding as u32,
             spare_blocks,
@@ -126,7 +125,7 @@ impl ServiceEstimate {
     pub(crate) fn compute(&self, average: Option<f64>, uncached: f64) -> f64 {
         match average {
             Some(average) => average * f64::from(self.prefill_pace),
-            None => uncached * self.token,
+            None => uncached * self.seconds_per_token,
         }
     }
 
@@ -150,7 +149,9 @@ impl ServiceEstimate {
     #[inline]
     pub(crate) fn transfer(&self, level: Level, blocks: u32) -> f64 {
         match lower_tier(level) {
-            Some(at) if blocks > 0 => self.transfers[at].latency + f64::from(blocks) * self.transfers[at].block,
+            Some(at) if blocks > 0 => {
+                self.transfers[at].latency + f64::from(blocks) * self.transfers[at].seconds_per_block
+            }
             _ => 0.0,
         }
     }

@@ -4,7 +4,7 @@
 /// share what they explain, instead of large values with opposite signs.
 const RIDGE: f64 = 1e-3;
 /// Measurements after which the coefficients are computed again: an eighth of those so far, and at most this.
-const MAX_UNREAD: u64 = 64;
+const MAX_NEW_MEASUREMENTS: u64 = 64;
 
 /// Sums over the measurements so far, and the coefficients that follow. About the last `MEMORY` measurements count; by
 /// default as many as a fleet of a few workers makes steps in a minute.
@@ -14,14 +14,15 @@ pub(super) struct LeastSquares<const FEATURES: usize, const MEMORY: u64 = 4096> 
     normal: [[f64; FEATURES]; FEATURES],
     right: [f64; FEATURES],
     measurements: u64,
-    unread: u64,
-    latest: Option<[f64; FEATURES]>,
+    /// Measurements since the coefficients were computed.
+    new_measurements: u64,
+    coefficients: Option<[f64; FEATURES]>,
 }
 
 impl<const FEATURES: usize, const MEMORY: u64> Default for LeastSquares<FEATURES, MEMORY> {
     fn default() -> Self {
         let (normal, right) = ([[0.0; FEATURES]; FEATURES], [0.0; FEATURES]);
-        Self { normal, right, measurements: 0, unread: 0, latest: None }
+        Self { normal, right, measurements: 0, new_measurements: 0, coefficients: None }
     }
 }
 
@@ -37,9 +38,11 @@ impl<const FEATURES: usize, const MEMORY: u64> LeastSquares<FEATURES, MEMORY> {
             }
             self.right[row] = self.right[row] * Self::KEEP + feature * value;
         }
-        (self.measurements, self.unread) = (self.measurements + 1, self.unread + 1);
-        if self.unread >= MAX_UNREAD || self.unread * 8 >= self.measurements {
-            (self.unread, self.latest) = (0, solve(&self.normal, &self.right));
+        self.measurements += 1;
+        self.new_measurements += 1;
+        if self.new_measurements >= MAX_NEW_MEASUREMENTS || self.new_measurements * 8 >= self.measurements {
+            self.new_measurements = 0;
+            self.coefficients = solve(&self.normal, &self.right);
         }
     }
 
@@ -50,7 +53,7 @@ impl<const FEATURES: usize, const MEMORY: u64> LeastSquares<FEATURES, MEMORY> {
 
     /// The coefficients, none of them negative; `None` before any measurement.
     pub(super) fn coefficients(&self) -> Option<[f64; FEATURES]> {
-        self.latest
+        self.coefficients
     }
 }
 

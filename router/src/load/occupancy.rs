@@ -16,7 +16,7 @@ pub(crate) struct CapacityWait {
     /// Until the batch has a place.
     pub(crate) batch: f64,
     /// Probability that the worker is full, so that a request waits for whatever a sequence holds.
-    pub(crate) full: f64,
+    pub(crate) full_probability: f64,
 }
 
 /// What is left of the blocks and of the batch of one worker, in standard deviations of what is in use.
@@ -75,7 +75,7 @@ impl Occupancy {
     pub(super) fn wait(&self, blocks: u64) -> CapacityWait {
         let left = self.blocks - blocks as f64 * self.per_block;
         let memory = (self.seconds * expected_excess(left)).min(WAIT_MAX);
-        CapacityWait { memory, batch: self.batch_wait, full: exceeds(self.places.min(left)) }
+        CapacityWait { memory, batch: self.batch_wait, full_probability: exceeds(self.places.min(left)) }
     }
 }
 

@@ -22,11 +22,12 @@ struct Distribution {
     counts: [f64; BUCKETS],
     sums: [f64; BUCKETS],
     /// Outputs recorded since the table was made.
-    unread: u32,
+    new_outputs: u32,
     table: Arc<LengthTable>,
-    /// Number of outputs, and the value of [`OutputLengths::recorded`] at the latest.
+    /// Number of outputs recorded so far.
     outputs: u64,
-    latest: u64,
+    /// Value of [`OutputLengths::recorded`] when the last of them was recorded.
+    last_recorded: u64,
 }
 
 /// Expected lengths, as of one time.
@@ -62,7 +63,7 @@ const MIN_TENANT_OUTPUTS: u64 = 16;
 /// Tenants with a distribution, per model: about half a megabyte. The one that was idle longest makes room.
 const MAX_TENANTS: usize = 256;
 /// Outputs after which a table is made again: an eighth of the outputs so far, and at most this.
-const MAX_UNREAD: u32 = 32;
+const MAX_NEW_OUTPUTS: u32 = 32;
 
 impl OutputLengths {
     /// Records the output of a request that has ended.
@@ -72,7 +73,7 @@ impl OutputLengths {
         if !self.tenants.contains_key(tenant) {
             if self.tenants.len() >= MAX_TENANTS
                 && let Some(idle) =
-                    self.tenants.iter().min_by_key(|(_, known)| known.latest).map(|(name, _)| name.clone())
+                    self.tenants.iter().min_by_key(|(_, known)| known.last_recorded).map(|(name, _)| name.clone())
             {
                 self.tenants.remove(&idle);
             }
@@ -106,12 +107,12 @@ impl Default for Distribution {
         let middle = |bucket: usize| lower(bucket).midpoint(lower(bucket + 1));
         let sums = std::array::from_fn(|bucket| counts[bucket] * middle(bucket));
         let table = Arc::new(LengthTable::of(&counts, &sums));
-        Self { counts, sums, unread: 0, table, outputs: 0, latest: 0 }
+        Self { counts, sums, new_outputs: 0, table, outputs: 0, last_recorded: 0 }
     }
 }
 
 impl Distribution {
-    fn record(&mut self, tokens: u64, now: u64) {
+    fn record(&mut self, tokens: u64, recorded: u64) {
         for (count, sum) in self.counts.iter_mut().zip(&mut self.sums) {
             *count *= KEEP;
             *sum *= KEEP;
@@ -120,9 +121,11 @@ impl Distribution {
         let bucket = bucket(tokens);
         self.counts[bucket] += 1.0;
         self.sums[bucket] += tokens;
-        (self.outputs, self.latest, self.unread) = (self.outputs + 1, now, self.unread + 1);
-        if self.unread >= MAX_UNREAD || u64::from(self.unread) * 8 >= self.outputs {
-            self.unread = 0;
+        self.outputs += 1;
+        self.last_recorded = recorded;
+        self.new_outputs += 1;
+        if self.new_outputs >= MAX_NEW_OUTPUTS || u64::from(self.new_outputs) * 8 >= self.outputs {
+            self.new_outputs = 0;
             self.table = Arc::new(LengthTable::of(&self.counts, &self.sums));
         }
     }

@@ -30,7 +30,7 @@ pub(crate) struct WorkerSnapshot {
     /// The worker is passed over while others are available.
     pub(crate) ejected: bool,
     /// The same until a known time: it is preferred to other ejected workers.
-    pub(crate) ejected_for_now: bool,
+    pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// Service times, with means of the fleet for missing measurements.
@@ -112,9 +112,9 @@ impl SnapshotCache {
 
 impl WorkerSnapshot {
     fn of(reading: &LoadReading, fleet_means: &FleetMeans) -> Self {
-        let LoadReading { stats, measured, ejected, ejected_for_now, chosen, .. } = *reading;
+        let LoadReading { stats, measured, ejected, temporarily_ejected, chosen, .. } = *reading;
         let estimate = estimate(stats, measured, fleet_means);
-        Self { ejected, ejected_for_now, chosen, estimate, measured, stats }
+        Self { ejected, temporarily_ejected, chosen, estimate, measured, stats }
     }
 }
 
@@ -131,7 +131,7 @@ impl Default for WorkerSnapshot {
             estimate: ServiceEstimate::of(&stats),
             chosen: 0,
             ejected: false,
-            ejected_for_now: false,
+            temporarily_ejected: false,
             measured: MeasuredMask::default(),
             stats,
         }

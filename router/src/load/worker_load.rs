@@ -27,7 +27,7 @@ use worker::plane::Load;
 pub(crate) struct WorkerLoad {
     state: Mutex<State>,
     /// What is learned of the model, once the worker serves one.
-    model: OnceLock<Arc<ModelStats>>,
+    model_stats: OnceLock<Arc<ModelStats>>,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
 }
@@ -39,7 +39,7 @@ pub(crate) struct LoadReading {
     /// The worker is ejected: it is silent, or its circuit breaker is not closed.
     pub(crate) ejected: bool,
     /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
-    pub(crate) ejected_for_now: bool,
+    pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
     /// The reading expires then, even if the version does not change.
@@ -54,7 +54,7 @@ const STALE_AFTER: Duration = Duration::from_secs(3);
 const SILENT_AFTER: Duration = Duration::from_secs(5);
 /// An ejection that ends within this time has an end that is known: more than the longest back-pressure and wait for a
 /// trial, and less than that of an open breaker, which stands for no end.
-const FOR_NOW: Duration = Duration::from_hours(1);
+const MAX_TEMPORARY_EJECTION: Duration = Duration::from_hours(1);
 
 impl WorkerLoad {
     /// The load of a server of another program, which this router reports itself.
@@ -64,10 +64,10 @@ impl WorkerLoad {
         load
     }
 
-    /// Has the worker's measurements count for a model.
-    pub(crate) fn learn_for(&self, model: &Arc<ModelStats>) {
+    /// Sets where measurements of the worker are recorded: in the statistics of its model.
+    pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>) {
         // A worker keeps its model.
-        let _ = self.model.set(model.clone());
+        let _ = self.model_stats.set(stats.clone());
     }
 
     /// Adds a booking. `cached_tokens`: of the prompt, if the worker computes the rest of it. Returns its number.
@@ -117,15 +117,12 @@ impl WorkerLoad {
     /// Changes the number of prompt tokens that the request computes on this worker.
     pub(crate) fn revise(&self, number: u64, prefill_tokens: u64) {
         self.lock().change(number, |booking| {
-            booking.demand.prefill_tokens = prefill_tokens;
-            booking.demand.timed_tokens = 0;
-            booking.demand.prefill_micros = 0;
-            booking.demand.prompts = 1;
+            booking.demand = Demand { prefill_tokens, prompts: 1, ..booking.demand.without_prompt() };
             booking.cached_tokens = None;
         });
     }
 
-    /// Changes what a request takes that was not sent yet. Returns whether that is a change.
+    /// Changes the demand of a request that was not sent yet. Returns whether it differs from the present one.
     pub(crate) fn rebook(&self, number: u64, demand: Demand) -> bool {
         if self.state().open.get(&number).is_none_or(|booking| booking.demand == demand) {
             return false;
@@ -137,17 +134,14 @@ impl WorkerLoad {
     /// The first token was received: no prefill is left.
     pub(crate) fn started(&self, number: u64, now: Instant) {
         let mut state = self.lock();
-        if let Some(model) = self.model.get()
+        if let Some(model) = self.model_stats.get()
             && let Some(group) = state.prefilled(number, &model.step_time(), now)
             && let Some(ratio) = model.prefill_measured(&group)
         {
             pace(&mut state.prefill_pace, ratio);
         }
         state.change(number, |booking| {
-            booking.demand.prefill_tokens = 0;
-            booking.demand.timed_tokens = 0;
-            booking.demand.prefill_micros = 0;
-            booking.demand.prompts = 0;
+            booking.demand = booking.demand.without_prompt();
             booking.started = Some(now);
             booking.remote = false;
         });
@@ -156,20 +150,14 @@ impl WorkerLoad {
     /// Removes a booking. `generated`: tokens that the request has generated, 0 when unknown.
     pub(crate) fn release(&self, number: u64, generated: u64, now: Instant) {
         let mut state = self.lock();
-        let mut left = Demand::default();
-        state.change(number, |booking| left = std::mem::take(&mut booking.demand));
+        let mut demand = Demand::default();
+        state.change(number, |booking| demand = std::mem::take(&mut booking.demand));
         let Some(booking) = state.open.remove(&number) else { return };
         if booking.in_report != InReport::No {
-            state.ended_since_report.add(Demand {
-                prefill_tokens: 0,
-                timed_tokens: 0,
-                prefill_micros: 0,
-                prompts: 0,
-                ..left
-            });
+            state.ended_since_report.add(demand.without_prompt());
         }
         if let Some(started) = booking.started {
-            average(&mut state.mean_duration, (now - booking.booked).as_secs_f64());
+            average(&mut state.mean_duration, (now - booking.booked_at).as_secs_f64());
             if generated > 1 {
                 average(&mut state.token_interval, (now - started).as_secs_f64() / (generated - 1) as f64);
             }
@@ -191,7 +179,7 @@ impl WorkerLoad {
         }
         state.rest_tokens = state.rest_tokens(load.decode_step_seconds, now);
         if let Some([sequences, context_tokens, seconds]) = state.step_sample(&load)
-            && let Some(model) = self.model.get()
+            && let Some(model) = self.model_stats.get()
         {
             let ratio = model.step_measured(sequences, context_tokens, seconds);
             pace(&mut state.step_pace, ratio);
@@ -244,9 +232,9 @@ impl WorkerLoad {
             stats: self.published.stats(age.is_some() && !older(STALE_AFTER)),
             measured: self.published.measured(),
             ejected: ejection_ends.is_some() || is_silent,
-            ejected_for_now: ejection_ends.is_some()
+            temporarily_ejected: ejection_ends.is_some()
                 && !is_silent
-                && ejected_until - now.bits() <= FOR_NOW.as_nanos() as u64,
+                && ejected_until - now.bits() <= MAX_TEMPORARY_EJECTION.as_nanos() as u64,
             chosen: self.published.chosen(),
             until: [ejection_ends, becomes_older(STALE_AFTER), becomes_older(SILENT_AFTER)].into_iter().flatten().min(),
         }
@@ -280,7 +268,7 @@ impl WorkerLoad {
 
 impl Default for WorkerLoad {
     fn default() -> Self {
-        let load = Self { state: Mutex::default(), model: OnceLock::new(), published: PublishedLoad::default() };
+        let load = Self { state: Mutex::default(), model_stats: OnceLock::new(), published: PublishedLoad::default() };
         drop(load.lock());
         load
     }

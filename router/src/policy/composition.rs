@@ -220,7 +220,7 @@ impl Features<'_> {
         match term {
             Term::Overlap => {
                 let saved = prompt.tokens.saturating_sub(prompt.uncached(*held));
-                -(saved as f64) * estimate.token
+                -(saved as f64) * estimate.seconds_per_token
             }
             Term::Queue => cost.queue,
             Term::MemoryWait => cost.memory_wait,

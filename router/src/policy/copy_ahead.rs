@@ -104,7 +104,7 @@ pub(super) fn plan(
         let stores = place.load_seconds_from_stores(shared).map(|seconds| (None, seconds));
         let peer = peer.map(|at| (Some(at), place.load_seconds_from_peer(shared)));
         let (from, seconds) = stores.into_iter().chain(peer).min_by(|(_, a), (_, b)| a.total_cmp(b))?;
-        let computing = (u64::from(place.missing(shared)) * block_size) as f64 * place.estimate.token;
+        let computing = (u64::from(place.missing(shared)) * block_size) as f64 * place.estimate.seconds_per_token;
         let saved = replication.saved(place.estimate);
         (seconds < computing && saved > seconds).then_some(PlannedCopy { to, from, seconds, saved })
     };

@@ -71,7 +71,7 @@ pub(crate) struct Cost {
     /// Delay of decoding sequences while this prompt is computed.
     pub(crate) decode_stall: f64,
     /// Probability that the worker is full.
-    pub(crate) full: f64,
+    pub(crate) full_probability: f64,
     /// The part of `prefill` without the steps of the batch.
     pub(crate) compute: f64,
     /// The part of `prefill` for which later prompts wait.
@@ -111,7 +111,7 @@ impl Cost {
             slower &= slower - 1;
             let blocks = work.held.per_level()[at];
             // Onboarding stops where recomputing is faster, so it never costs more.
-            let recompute = f64::from(blocks) * work.block_tokens * estimate.token;
+            let recompute = f64::from(blocks) * work.block_tokens * estimate.seconds_per_token;
             let alone = estimate.transfer(LEVELS[at], blocks).min(recompute);
             onboard += alone;
             tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
@@ -121,7 +121,7 @@ impl Cost {
         let first_steps = pricing.prefill.map_or(0.0, |prefill| prefill.first_steps);
         let steps_and_compute = compute + work.steps * step;
         let wait = estimate.capacity_wait(work.prompt.blocks, work.held.in_g1());
-        let (decode, decode_slowdown) = pricing.decode(&work.prompt, estimate, wait.full);
+        let (decode, decode_slowdown) = pricing.decode(&work.prompt, estimate, wait.full_probability);
         Self {
             queue: estimate.queue,
             memory_wait: wait.memory,
@@ -131,7 +131,7 @@ impl Cost {
             tier_queue,
             decode,
             decode_slowdown,
-            full: wait.full,
+            full_probability: wait.full_probability,
             compute,
             steps_and_compute,
             queue_externality: queue_externality(
@@ -155,7 +155,7 @@ impl Cost {
         let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total())) as u32;
         let transfer = estimate.transfer(Level::Peer, blocks);
         // With nothing to transfer there is no wait, and the wait is never longer than recomputing takes.
-        let recompute = f64::from(blocks) * work.block_tokens * estimate.token;
+        let recompute = f64::from(blocks) * work.block_tokens * estimate.seconds_per_token;
         let tier_queue = estimate.backlog(Level::Peer).min((recompute - transfer).max(0.0));
         let decode = Self::aggregated(work, estimate, pricing);
         // The queue of the decode worker advances while the prompt is computed on the prefill worker: only the rest of
@@ -208,9 +208,10 @@ impl DecodePricing {
 
     /// The request's own longer steps, and those of the sequences beside it.
     #[inline]
-    fn decode(&self, prompt: &Prompt, estimate: &ServiceEstimate, full: f64) -> (f64, f64) {
+    fn decode(&self, prompt: &Prompt, estimate: &ServiceEstimate, full_probability: f64) -> (f64, f64) {
         let step = &self.step;
-        let (own_steps, others_delay) = (self.own_steps + full * prompt.output_tokens, self.others_delay + full);
+        let own_steps = self.own_steps + full_probability * prompt.output_tokens;
+        let others_delay = self.others_delay + full_probability;
         let (sequences, rest) = (f64::from(estimate.sequences), f64::from(estimate.rest_tokens));
         let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
         let added = step.per_sequence + step.per_context_token * own_context;

@@ -11,7 +11,7 @@ use super::disaggregate::ServingMode;
 use super::inputs::{Eligibility, FleetView, cacheable};
 use super::prompt::Prompt;
 use super::replication::Replication;
-use super::select::{Candidate, SelectionContext, Why, lowest, select};
+use super::select::{Candidate, SelectionContext, SelectionReason, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::{Overlap, WorkerOverlap};
@@ -66,7 +66,7 @@ pub(crate) struct Decision<'a> {
     /// The workers that could decode.
     pub(crate) candidates: &'a [Candidate],
     pub(crate) chosen: ScoredWorker<'a>,
-    pub(crate) why: Why,
+    pub(crate) why: SelectionReason,
     /// The best prefill worker, whether it is used or not.
     pub(crate) prefill: Option<ScoredWorker<'a>>,
 }
@@ -149,33 +149,7 @@ pub(crate) fn decide<'a>(
     let prefill = select(&tuning.policy, prefill_candidates, selection)
         .map(|(at, _)| context.row(prefill_candidates[at].entry as usize, None));
 
-    // A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
-    // only when no other is left. In both cases an ejected worker is better than none, and of these one that answers
-    // its health checks, or is only overloaded, is better than one that does not answer.
-    let prefills = matches!(request.work, Work::Prefill);
-    let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != prefills;
-    context.score_all(
-        |entry, eligibility| suits(entry) && eligibility == Eligibility::Eligible,
-        prefill.as_ref(),
-        candidates,
-    );
-    if candidates.is_empty() {
-        context.score_all(
-            |entry, eligibility| suits(entry) && eligibility == Eligibility::EjectedForNow,
-            prefill.as_ref(),
-            candidates,
-        );
-    }
-    if candidates.is_empty() {
-        context.score_all(
-            |entry, eligibility| suits(entry) && eligibility != Eligibility::Excluded,
-            prefill.as_ref(),
-            candidates,
-        );
-    }
-    if candidates.is_empty() {
-        context.score_all(|_, eligibility| eligibility != Eligibility::Excluded, prefill.as_ref(), candidates);
-    }
+    context.score_candidates(matches!(request.work, Work::Prefill), prefill.as_ref(), candidates);
     // Workers that meet the deadline or target are preferred to all others.
     if let Some(within) = request.within {
         let in_time = |it: &Candidate| context.row(it.entry as usize, prefill.as_ref()).cost().first_token() <= within;
@@ -197,9 +171,9 @@ impl<'a> Decision<'a> {
     /// All workers (data-parallel ranks) of the chosen worker's server, if that server, and not the router, chooses
     /// which of them computes the request. Otherwise empty.
     pub(crate) fn chosen_by_server(&self, request: &Request) -> Vec<Arc<Worker>> {
-        let Some(server) = self.chosen.worker().engine.chosen_by(request) else { return Vec::new() };
+        let Some(server) = self.chosen.worker().engine.choosing_server(request) else { return Vec::new() };
         let workers = self.context.entries.iter().map(|entry| &entry.worker);
-        workers.filter(|worker| worker.engine.chosen_by(request) == Some(server)).cloned().collect()
+        workers.filter(|worker| worker.engine.choosing_server(request) == Some(server)).cloned().collect()
     }
 
     /// A worker with the terms of its cost.
@@ -282,12 +256,33 @@ impl<'a> Decision<'a> {
     /// Seconds to the first token with empty queues; 0 if the speed was not measured, because that is no reason to
     /// reject.
     pub(crate) fn min_service_seconds(&self, row: &ScoredWorker<'_>) -> f64 {
-        let (cost, measured) = (row.cost(), self.prefill_worker(row).unwrap_or(row).worker().measured());
+        let (cost, measured) = (row.cost(), self.prefill_worker(row).unwrap_or(row).worker().has_measured_prefill());
         if measured { cost.prefill + cost.onboard + cost.kv_transfer } else { 0.0 }
     }
 }
 
 impl<'a> DecisionContext<'a> {
+    /// Scores the workers among which one is selected.
+    ///
+    /// A prefill request goes to prefill workers; every other request goes to decoding workers, and to prefill workers
+    /// only when no other is left. In both cases an ejected worker is better than none, and of these one that answers
+    /// its health checks, or is only overloaded, is better than one that does not answer.
+    fn score_candidates(
+        &self,
+        is_prefill_request: bool,
+        prefill: Option<&ScoredWorker<'_>>,
+        into: &mut Vec<Candidate>,
+    ) {
+        let suits = |entry: &WorkerEntry| (entry.role != Role::Prefill) != is_prefill_request;
+        for wanted in [Eligibility::Eligible, Eligibility::TemporarilyEjected, Eligibility::Ejected] {
+            self.score_all(|entry, eligibility| suits(entry) && eligibility == wanted, prefill, into);
+            if !into.is_empty() {
+                return;
+            }
+        }
+        self.score_all(|_, eligibility| eligibility != Eligibility::Excluded, prefill, into);
+    }
+
     /// Scores the workers that the filter accepts.
     fn score_all(
         &self,
@@ -344,7 +339,7 @@ impl<'a> DecisionContext<'a> {
     fn aggregated(&self, entry: &WorkerEntry, work: &RemainingWork, snapshot: &WorkerSnapshot) -> Cost {
         let (pricing, estimate) = (&self.pricing, &snapshot.estimate);
         let mut aggregated = Cost::aggregated(work, estimate, pricing);
-        let others_delay = pricing.others_delay + aggregated.full;
+        let others_delay = pricing.others_delay + aggregated.full_probability;
         aggregated.decode_stall =
             disaggregate::decode_stall(aggregated.compute, entry.role, estimate.sequences, others_delay);
         if let Some(replication) = self.replication.as_ref().filter(|replication| replication.may_copy()) {

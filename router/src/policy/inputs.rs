@@ -19,7 +19,7 @@ pub(crate) enum Eligibility {
     /// A candidate.
     Eligible,
     /// A candidate only when no eligible worker is left: it answers health checks, or is only overloaded.
-    EjectedForNow,
+    TemporarilyEjected,
     /// A candidate only when neither is left.
     Ejected,
     /// Never a candidate: the prompt exceeds its context, the request failed on it before, or it lacks what the request
@@ -88,8 +88,8 @@ impl<'a> FleetView<'a> {
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
         if self.tokens >= entry.context || self.was_tried(entry) || !entry.meets(&self.needs) {
             Eligibility::Excluded
-        } else if snapshot.ejected_for_now {
-            Eligibility::EjectedForNow
+        } else if snapshot.temporarily_ejected {
+            Eligibility::TemporarilyEjected
         } else if snapshot.ejected {
             Eligibility::Ejected
         } else {

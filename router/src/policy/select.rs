@@ -26,7 +26,7 @@ pub(crate) struct Candidate {
 
 /// Why a candidate was chosen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Why {
+pub(crate) enum SelectionReason {
     /// It was the only candidate.
     Only,
     /// It has the lowest cost, by more than a tie.
@@ -54,7 +54,7 @@ pub(crate) struct SelectionContext {
     pub(crate) session: Option<u64>,
 }
 
-impl Why {
+impl SelectionReason {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Only => "only",
@@ -80,61 +80,71 @@ const MAX_LOAD_FACTOR: f64 = 1.25;
 const MAX_LOAD_SLACK_SECONDS: f64 = 0.25;
 
 /// Chooses a candidate. Returns its index and the reason.
-pub(crate) fn select(policy: &Policy, candidates: &[Candidate], context: SelectionContext) -> Option<(usize, Why)> {
+pub(crate) fn select(
+    policy: &Policy,
+    candidates: &[Candidate],
+    context: SelectionContext,
+) -> Option<(usize, SelectionReason)> {
     if candidates.len() < 2 {
-        return (!candidates.is_empty()).then_some((0, Why::Only));
+        return (!candidates.is_empty()).then_some((0, SelectionReason::Only));
     }
     let SelectionContext { random, session } = context;
     let all = 0..candidates.len();
     Some(match (policy, session) {
         (Policy::Session, Some(session)) => rendezvous_hash(candidates, session),
         (Policy::Kv | Policy::Session, _) => {
-            least(candidates, all, random, |candidate| candidate.cost, Why::LowestCost)
+            least(candidates, all, random, |candidate| candidate.cost, SelectionReason::LowestCost)
         }
-        (Policy::LeastLoaded, _) => least(candidates, all, random, |candidate| candidate.load, Why::LeastLoaded),
-        (Policy::PowerOfTwo, _) => power_of_two(candidates, all, random, |candidate| candidate.load, Why::LeastLoaded),
-        (Policy::RoundRobin, _) => (least_recently_chosen(candidates, all, random), Why::RoundRobin),
-        (Policy::Random, _) => (index(random, candidates.len()), Why::Random),
+        (Policy::LeastLoaded, _) => {
+            least(candidates, all, random, |candidate| candidate.load, SelectionReason::LeastLoaded)
+        }
+        (Policy::PowerOfTwo, _) => {
+            power_of_two(candidates, all, random, |candidate| candidate.load, SelectionReason::LeastLoaded)
+        }
+        (Policy::RoundRobin, _) => (least_recently_chosen(candidates, all, random), SelectionReason::RoundRobin),
+        (Policy::Random, _) => (index(random, candidates.len()), SelectionReason::Random),
         (Policy::Composed(Composition { filter, pick, .. }), _) => {
             let required = required(candidates, filter.len());
             let among = all.filter(|at| candidates[*at].passes & required == required);
             let score = |candidate: &Candidate| candidate.cost;
             match pick {
-                Pick::Best => least(candidates, among, random, score, Why::LowestCost),
-                Pick::PowerOfTwo => power_of_two(candidates, among, random, score, Why::LowestCost),
-                Pick::Weighted => (weighted(candidates, among, random), Why::Random),
+                Pick::Best => least(candidates, among, random, score, SelectionReason::LowestCost),
+                Pick::PowerOfTwo => power_of_two(candidates, among, random, score, SelectionReason::LowestCost),
+                Pick::Weighted => (weighted(candidates, among, random), SelectionReason::Random),
             }
         }
     })
 }
 
+/// The candidate with the least value, with this reason; or the least recently chosen of several with about the same.
 fn least(
     candidates: &[Candidate],
     among: impl Iterator<Item = usize> + Clone,
     random: u64,
     of: impl Fn(&Candidate) -> f64,
-    clear: Why,
-) -> (usize, Why) {
+    reason: SelectionReason,
+) -> (usize, SelectionReason) {
     let best = lowest(among.clone().map(|at| of(&candidates[at])));
     let limit = best + (best * TIE_FRACTION).clamp(TIE_SECONDS.0, TIE_SECONDS.1);
     let mut tied = 0;
     let among = among.filter(|at| of(&candidates[*at]) <= limit).inspect(|_| tied += 1);
     let at = least_recently_chosen(candidates, among, random);
-    (at, if tied > 1 { Why::Tie } else { clear })
+    (at, if tied > 1 { SelectionReason::Tie } else { reason })
 }
 
+/// The lesser of two random candidates.
 fn power_of_two(
     candidates: &[Candidate],
     among: impl Iterator<Item = usize> + Clone,
     random: u64,
     of: impl Fn(&Candidate) -> f64,
-    clear: Why,
-) -> (usize, Why) {
+    reason: SelectionReason,
+) -> (usize, SelectionReason) {
     let n = among.clone().count();
     let first = index(random, n);
     let second = (first + 1 + index(splitmix64(random), n.saturating_sub(1).max(1))) % n.max(1);
     let two = among.enumerate().filter(move |(nth, _)| *nth == first || *nth == second).map(|(_, at)| at);
-    least(candidates, two, random, of, clear)
+    least(candidates, two, random, of, reason)
 }
 
 /// A random candidate, whose probability falls by a factor of e for each mean distance from the best (softmax with the
@@ -158,14 +168,14 @@ fn weighted(candidates: &[Candidate], among: impl Iterator<Item = usize> + Clone
 /// The session's worker by rendezvous hashing (Thaler and Ravishankar, 1998): the highest weight, which changes only
 /// when that worker joins or leaves. A worker above its load bound is skipped for the next one (bounded loads;
 /// Mirrokni, Thorup and Zadimoghaddam, 2018).
-fn rendezvous_hash(candidates: &[Candidate], session: u64) -> (usize, Why) {
+fn rendezvous_hash(candidates: &[Candidate], session: u64) -> (usize, SelectionReason) {
     let mean = candidates.iter().map(|candidate| candidate.load).sum::<f64>() / candidates.len() as f64;
     let bound = mean * MAX_LOAD_FACTOR + MAX_LOAD_SLACK_SECONDS;
     let weight = |at: &usize| splitmix64(session ^ splitmix64(candidates[*at].worker));
     let first = (0..candidates.len()).max_by_key(weight).unwrap_or(0);
     // The least loaded is never above the mean.
     let within = (0..candidates.len()).filter(|at| candidates[*at].load <= bound).max_by_key(weight).unwrap_or(first);
-    (within, if within == first { Why::Session } else { Why::Overflow })
+    (within, if within == first { SelectionReason::Session } else { SelectionReason::Overflow })
 }
 
 /// The filters that apply: each in order, unless no candidate would pass.
@@ -231,15 +241,21 @@ mod tests {
 
     #[test]
     fn a_long_overlap_wins_until_its_queue_is_longer_than_a_miss() {
-        assert_eq!(select(&Policy::Kv, &[at(0.01, 0.0), at(0.5, 0.0)], context(7)), Some((0, Why::LowestCost)));
-        assert_eq!(select(&Policy::Kv, &[at(0.01 + 0.6, 0.6), at(0.5, 0.0)], context(7)), Some((1, Why::LowestCost)));
+        assert_eq!(
+            select(&Policy::Kv, &[at(0.01, 0.0), at(0.5, 0.0)], context(7)),
+            Some((0, SelectionReason::LowestCost))
+        );
+        assert_eq!(
+            select(&Policy::Kv, &[at(0.01 + 0.6, 0.6), at(0.5, 0.0)], context(7)),
+            Some((1, SelectionReason::LowestCost))
+        );
     }
 
     #[test]
     fn round_robin_takes_turns_and_the_newcomer_first() {
         assert_eq!(spread(&Policy::RoundRobin, vec![at(9.0, 9.0), at(0.0, 0.0)], 10), [5, 5]);
         let new = [Candidate { chosen: 8, ..at(0.0, 0.0) }, at(0.0, 0.0), Candidate { chosen: 9, ..at(0.0, 0.0) }];
-        assert_eq!(select(&Policy::RoundRobin, &new, context(0)), Some((1, Why::RoundRobin)));
+        assert_eq!(select(&Policy::RoundRobin, &new, context(0)), Some((1, SelectionReason::RoundRobin)));
     }
 
     #[test]
@@ -257,7 +273,7 @@ mod tests {
     fn zero_or_one_candidate_needs_no_policy() {
         for policy in Policy::ALL {
             assert_eq!(select(&policy, &[], context(1)), None);
-            assert_eq!(select(&policy, &[at(1.0, 1.0)], context(1)), Some((0, Why::Only)));
+            assert_eq!(select(&policy, &[at(1.0, 1.0)], context(1)), Some((0, SelectionReason::Only)));
         }
     }
 
@@ -275,7 +291,7 @@ mod tests {
                 let (at, why) =
                     select(&Policy::Session, candidates, SelectionContext { random: session, session: Some(session) })
                         .unwrap();
-                assert_eq!(why, Why::Session);
+                assert_eq!(why, SelectionReason::Session);
                 candidates[at].worker
             };
             (0..1000).map(home).collect()
@@ -293,14 +309,14 @@ mod tests {
         let choice = |candidates: &[Candidate]| {
             select(&Policy::Session, candidates, SelectionContext { random: 1, session }).unwrap()
         };
-        assert_eq!(choice(&busy), (home, Why::Session), "a little more to do than the others");
+        assert_eq!(choice(&busy), (home, SelectionReason::Session), "a little more to do than the others");
         busy[home].load = 3.0;
         let (next, why) = choice(&busy);
-        assert!(next != home && why == Why::Overflow);
+        assert!(next != home && why == SelectionReason::Overflow);
         assert_eq!(choice(&busy).0, next, "always the same next one, so that one copy more is enough");
         assert_eq!(
             select(&Policy::Session, &[at(1.0, 0.0), at(0.5, 0.0)], context(3)),
-            Some((1, Why::LowestCost)),
+            Some((1, SelectionReason::LowestCost)),
             "no session"
         );
     }
@@ -310,12 +326,12 @@ mod tests {
         let candidate = |passes, cost| Candidate { passes, ..at(cost, 0.0) };
         let candidates = [candidate(0b000, 0.1), candidate(0b101, 0.5), candidate(0b001, 0.2)];
         // The first filter leaves two candidates, the second none, the third one.
-        assert_eq!(select(&composed(3, Pick::Best), &candidates, context(1)), Some((1, Why::LowestCost)));
-        assert_eq!(select(&composed(1, Pick::Best), &candidates, context(1)), Some((2, Why::LowestCost)));
-        assert_eq!(select(&composed(0, Pick::Best), &candidates, context(1)), Some((0, Why::LowestCost)));
+        assert_eq!(select(&composed(3, Pick::Best), &candidates, context(1)), Some((1, SelectionReason::LowestCost)));
+        assert_eq!(select(&composed(1, Pick::Best), &candidates, context(1)), Some((2, SelectionReason::LowestCost)));
+        assert_eq!(select(&composed(0, Pick::Best), &candidates, context(1)), Some((0, SelectionReason::LowestCost)));
         assert_eq!(
             select(&composed(1, Pick::PowerOfTwo), &candidates, context(1)),
-            Some((2, Why::LowestCost)),
+            Some((2, SelectionReason::LowestCost)),
             "of the two left"
         );
         assert_eq!(

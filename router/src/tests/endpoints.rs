@@ -45,7 +45,7 @@ impl Engine for Server {
         Readiness::Ready
     }
 
-    fn only(&self) -> Option<EndpointKind> {
+    fn only_endpoint_kind(&self) -> Option<EndpointKind> {
         self.only
     }
 
@@ -53,7 +53,7 @@ impl Engine for Server {
         self.refuses_tenants && request.domain != Domain::shared()
     }
 
-    fn chosen_by(&self, request: &Request) -> Option<u64> {
+    fn choosing_server(&self, request: &Request) -> Option<u64> {
         let Work::Relay(http) = &request.work else { return None };
         self.ranks_of.filter(|_| http.target.path() != CHAT)
     }

@@ -223,7 +223,7 @@ impl Engine for FakeEngine {
         Some(format!("http://{}:8000", self.source))
     }
 
-    fn server(&self) -> Option<u64> {
+    fn probed_server(&self) -> Option<u64> {
         *self.server.lock()
     }
 

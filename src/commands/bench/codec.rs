@@ -7,7 +7,7 @@ use crate::config::{Config, Model};
 use anyhow::{Context, anyhow, ensure};
 use bytes::Bytes;
 use kvbm::codec::synthetic::{self, Shape};
-use kvbm::codec::{Coder, best_codec, bound};
+use kvbm::codec::{Coder, best_codec, entropy_bound};
 use kvbm::{Block, Codec, Fingerprint, SequenceHash};
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -116,5 +116,5 @@ fn sample(payloads: &[Vec<u8>]) -> Sample {
     let mut decoder = Coder::default();
     let encode = timed(Box::new(|| blocks.iter().for_each(|block| drop(coder.encode(block, codec)))));
     let decode = timed(Box::new(|| encoded.iter().for_each(|block| drop(decoder.decode(block)))));
-    Sample { codec, ratio: bytes as f64 / encoded_bytes as f64, bound: bound(codec, &all), encode, decode }
+    Sample { codec, ratio: bytes as f64 / encoded_bytes as f64, bound: entropy_bound(codec, &all), encode, decode }
 }

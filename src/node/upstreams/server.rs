@@ -14,7 +14,7 @@
 //!
 //! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other
 //! ranks are one worker together. Where the server chooses the rank of a request, the engines of its ranks say so
-//! ([`Engine::chosen_by`]).
+//! ([`Engine::choosing_server`]).
 
 use super::api::Api;
 use super::listed::{LeftOut, to_register};

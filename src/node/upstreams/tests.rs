@@ -302,9 +302,9 @@ async fn a_rank_that_requests_can_name_is_a_worker() {
         Request { work: Work::Relay(Arc::new(http)), ..request() }
     };
     let (chat, response) = (of_path("/v1/chat/completions"), of_path("/v1/responses"));
-    assert_eq!([one.1.chosen_by(&chat), other.1.chosen_by(&chat)], [None; 2]);
-    assert!(one.1.chosen_by(&response).is_some());
-    assert_eq!(one.1.chosen_by(&response), other.1.chosen_by(&response));
+    assert_eq!([one.1.choosing_server(&chat), other.1.choosing_server(&chat)], [None; 2]);
+    assert!(one.1.choosing_server(&response).is_some());
+    assert_eq!(one.1.choosing_server(&response), other.1.choosing_server(&response));
     assert!(one.1.generate(response).await.unwrap().count().await > 1);
     let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
     assert_eq!((sent.uri.path(), sent.headers.get("x-data-parallel-rank")), ("/v1/responses", None));
@@ -337,7 +337,7 @@ async fn a_server_has_the_endpoints_that_it_describes_or_that_are_configured() {
         let mut harness = Harness::new();
         let upstream = Upstream { role, ..Upstream::new(server.uri()) };
         harness.upstreams.apply(Upstreams::check(&[upstream], false).unwrap());
-        assert_eq!(harness.joined().await.1.only(), only, "{role:?}");
+        assert_eq!(harness.joined().await.1.only_endpoint_kind(), only, "{role:?}");
     }
 }
 

@@ -48,7 +48,7 @@ impl LlamaEngine {
         let limits = Limits::new(&settings, stats.notifier());
         // Every accepted request fits into the channel: `generate` rejects requests before it can be full. If a limit
         // is raised later, the tasks that prepare requests wait for the scheduler, which empties it in each step.
-        let (submit, inbox) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
+        let (submit, submitted) = mpsc::channel(settings.max_queued_requests + settings.max_num_seqs);
         let (report, load) = watch::channel(stats.load(&manager, runtime.block_bytes(), settings.max_num_seqs));
         let (block_bytes, card) = (runtime.block_bytes(), fitting(&runtime.card, manager.capacity()));
         let resources = Resources {
@@ -62,7 +62,7 @@ impl LlamaEngine {
             metrics: metrics.clone(),
             peers: peers.clone(),
         };
-        let scheduler = Scheduler::new(resources, report, inbox);
+        let scheduler = Scheduler::new(resources, report, submitted);
         tokio::spawn(async move {
             if AssertUnwindSafe(scheduler.run()).catch_unwind().await.is_err() {
                 tracing::error!(%worker, "engine failed; its requests fail and it accepts no more");

@@ -136,7 +136,7 @@ impl Engine for RemoteEngine {
     }
 
     /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after a ping.
-    fn left(&self) {
+    fn on_left(&self) {
         self.connections.check(self.worker);
     }
 }

@@ -121,7 +121,7 @@ impl Endpoint {
             text = format!("{text}: {error}");
             cause = error.source();
         }
-        self.credentials.tls.as_ref().and_then(|tls| tls.explain_later(&text)).unwrap_or(text)
+        self.credentials.tls.as_ref().and_then(|tls| tls.explain_alert(&text)).unwrap_or(text)
     }
 }
 

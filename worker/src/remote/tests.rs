@@ -273,7 +273,7 @@ async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
     let remote = RemoteEngine::new(&instance, &address, None);
     let mut outputs = remote.generate(request(&remote, &[1], 9)).await.unwrap();
     assert!(outputs.next().await.unwrap().is_ok());
-    remote.left();
+    remote.on_left();
     let failed = outputs.next().await.unwrap();
     assert!(matches!(&failed, Err(Error::Failed(text)) if text.contains("w7")), "{failed:?}");
     stop.notify_one();
@@ -285,7 +285,7 @@ async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
 async fn streams_of_a_process_that_left_go_on_if_it_answers() {
     let pair = Pair::open(Arc::new(Endless::default())).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
-    pair.remote.left();
+    pair.remote.on_left();
     let until = tokio::time::Instant::now() + Duration::from_secs(3);
     while tokio::time::Instant::now() < until {
         assert!(outputs.next().await.unwrap().is_ok());

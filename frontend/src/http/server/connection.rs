@@ -27,7 +27,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use transport::{NoTls, ServerTls, Socket};
+use transport::{AcceptError, ServerTls, Socket};
 
 /// hyper's minimum buffer for a connection in bytes. A request's head must fit into the buffer.
 const MIN_BUFFER: usize = 8 << 10;
@@ -93,7 +93,7 @@ pub(super) async fn run(
             };
             match accepted {
                 Ok(socket) => socket,
-                Err(NoTls::Http(socket)) => {
+                Err(AcceptError::Http(socket)) => {
                     // The client has not received anything yet, so the socket's buffer has room.
                     let _ = socket.try_write(&stream::error_response(&Error::PlainHttp, rejected_lines));
                     activity.linger();
@@ -101,13 +101,13 @@ pub(super) async fn run(
                     Box::pin(close(socket, None, activity, limits, shutdown, rejected_lines)).await;
                     return "tls_handshake";
                 }
-                Err(NoTls::Refused(problem)) => {
+                Err(AcceptError::Refused(problem)) => {
                     if let Some(suppressed) = rejected_lines.admit() {
                         tracing::warn!(problem, suppressed, "the certificate of a client is not accepted");
                     }
                     return "tls_handshake";
                 }
-                Err(NoTls::Failed) => return "tls_handshake",
+                Err(AcceptError::Failed) => return "tls_handshake",
             }
         }
     };

@@ -157,7 +157,8 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
 }
 
 impl Core {
-    /// Copies blocks from the device into G2 and seals them. Returns the requests whose blocks are in G2 now.
+    /// Copies blocks from the device into G2, with headers and checksums. Returns the requests whose blocks are in G2
+    /// now.
     fn copy_to_host(&self, mut requests: Vec<OffloadRequest>) -> Vec<OffloadRequest> {
         let Some(host) = &self.host else { return requests };
         let wanted = requests.len();

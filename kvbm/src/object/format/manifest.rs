@@ -9,11 +9,11 @@
 //! | 64 | sections: domain 16, fingerprint 32, object number 8, number of entries n 4, idle seconds 4, then n entries |
 //! | 52 × n | entries: block hash 16, parent hash 16, offset of the header 4, payload length 4, expires 4, |
 //! |        | pinned until 4, 1 if there is a parent 1, zeros 3 |
-//! | 40 | only if sealed (magic `BLKYMAN5`): number of the metadata key 8, tag 32 |
+//! | 40 | only if authenticated (magic `BLKYMAN5`): number of the metadata key 8, tag 32 |
 //! | 8 | CRC-64/NVME over all bytes before |
 //!
-//! Where blocks are encrypted, manifests are sealed, and one without a valid seal is rejected ([`is_authentic`]). The
-//! tag covers all bytes before the seal, and the number of the manifest.
+//! Where blocks are encrypted, manifests are authenticated, and one without a valid tag is rejected ([`is_authentic`]).
+//! The tag covers all bytes before it, and the number of the manifest.
 //!
 //! Entries are in the order of their offsets and do not overlap, and an object has at most [`MAX_OBJECT_BYTES`]; a
 //! manifest that violates this is invalid. Decoding allocates only for entries that are present.
@@ -24,13 +24,13 @@
 
 use super::layout::InstanceId;
 use crate::block::{BlockRetention, Date, DomainId, Fingerprint, Header, SequenceHash};
-use crate::transform::crypt::{Authenticity, Context, KeyError, MetadataKeys, SEAL, Seal};
+use crate::transform::crypt::{Authenticity, Context, KeyError, METADATA_TAG_LEN, MetadataKeys, MetadataTag};
 use crc_fast::{CrcAlgorithm, checksum};
 use std::time::Duration;
 
 const MAGIC: [u8; 8] = *b"BLKYMAN4";
 const MAGIC_V3: [u8; 8] = *b"BLKYMAN3";
-const MAGIC_SEALED: [u8; 8] = *b"BLKYMAN5";
+const MAGIC_AUTHENTICATED: [u8; 8] = *b"BLKYMAN5";
 /// Maximum bytes of a manifest. Writers keep to it: a section of 65,000 of the smallest blocks takes 3.4 MB.
 pub(in crate::object) const MAX_BYTES: u64 = 64 << 20;
 /// Maximum bytes of an object. Writers stop at 128 MiB plus one block.
@@ -88,18 +88,18 @@ pub(in crate::object) fn whole_seconds(age: Duration) -> u32 {
     u32::try_from(age.as_secs()).unwrap_or(u32::MAX)
 }
 
-/// Encodes a manifest, sealed if there is a usable key.
+/// Encodes a manifest, with a tag if there is a usable key.
 pub(in crate::object) fn encode(
     writer: InstanceId,
     number: u64,
     sections: &[Section],
     keys: Option<&MetadataKeys>,
 ) -> Vec<u8> {
-    let mut bytes = encode_body(if keys.is_some() { MAGIC_SEALED } else { MAGIC }, writer, sections);
+    let mut bytes = encode_body(if keys.is_some() { MAGIC_AUTHENTICATED } else { MAGIC }, writer, sections);
     if let Some(keys) = keys {
-        match keys.seal(context(writer, number), [&bytes, &[]]) {
-            Some(seal) => bytes.extend(seal.to_bytes()),
-            // Readers that require a seal reject it; others can read it.
+        match keys.make_tag(context(writer, number), [&bytes, &[]]) {
+            Some(tag) => bytes.extend(tag.to_bytes()),
+            // Readers that require a tag reject it; others can read it.
             None => bytes[..8].copy_from_slice(&MAGIC),
         }
     }
@@ -118,7 +118,7 @@ pub(in crate::object) fn encoded_len(section: &Section) -> u64 {
 }
 
 fn encode_body(magic: [u8; 8], writer: InstanceId, sections: &[Section]) -> Vec<u8> {
-    let bytes = sections.iter().map(encoded_len).sum::<u64>() as usize + 24 + SEAL + 8;
+    let bytes = sections.iter().map(encoded_len).sum::<u64>() as usize + 24 + METADATA_TAG_LEN + 8;
     let mut bytes = Vec::with_capacity(bytes);
     bytes.extend(magic);
     bytes.extend(writer.to_bytes());
@@ -141,7 +141,7 @@ fn encode_body(magic: [u8; 8], writer: InstanceId, sections: &[Section]) -> Vec<
     bytes
 }
 
-/// Whether a manifest was sealed by a holder of a metadata key under this number. Loads the key if it is not in
+/// Whether a holder of a metadata key made the tag of a manifest, for this number. Loads the key if it is not in
 /// memory.
 pub(in crate::object) async fn is_authentic(
     writer: InstanceId,
@@ -149,10 +149,10 @@ pub(in crate::object) async fn is_authentic(
     bytes: &[u8],
     keys: &MetadataKeys,
 ) -> Result<bool, KeyError> {
-    let Some((body, seal)) = split_seal(bytes) else { return Ok(false) };
-    let verify = || keys.verify(context(writer, number), [body, &[]], &seal);
+    let Some((body, tag)) = split_tag(bytes) else { return Ok(false) };
+    let verify = || keys.verify(context(writer, number), [body, &[]], &tag);
     let result = match verify() {
-        Authenticity::UnknownKey => match keys.fetch(seal.key).await {
+        Authenticity::UnknownKey => match keys.fetch(tag.key).await {
             Ok(_) => verify(),
             Err(KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. }) => Authenticity::UnknownKey,
             Err(error) => return Err(error),
@@ -162,22 +162,22 @@ pub(in crate::object) async fn is_authentic(
     Ok(result == Authenticity::Authentic)
 }
 
-/// The sealed bytes, and the seal.
-fn split_seal(bytes: &[u8]) -> Option<(&[u8], Seal)> {
+/// The authenticated bytes, and their tag.
+fn split_tag(bytes: &[u8]) -> Option<(&[u8], MetadataTag)> {
     let (body, _) = bytes.split_last_chunk::<8>()?;
-    let (body, seal) = body.split_last_chunk::<SEAL>()?;
-    body.starts_with(&MAGIC_SEALED).then(|| (body, Seal::from_bytes(seal)))
+    let (body, tag) = body.split_last_chunk::<METADATA_TAG_LEN>()?;
+    body.starts_with(&MAGIC_AUTHENTICATED).then(|| (body, MetadataTag::from_bytes(tag)))
 }
 
-/// Decodes a manifest; `None` if it is invalid or of another writer. Does not verify the seal.
+/// Decodes a manifest; `None` if it is invalid or of another writer. Does not verify the tag.
 pub(in crate::object) fn decode(writer: InstanceId, bytes: &[u8]) -> Option<Vec<Section>> {
     let (body, sum) = bytes.split_last_chunk::<8>()?;
     if checksum(CrcAlgorithm::Crc64Nvme, body).to_le_bytes() != *sum {
         return None;
     }
     let is_v3 = body.starts_with(&MAGIC_V3);
-    let (magic, body) = match split_seal(bytes) {
-        Some((body, _)) => (MAGIC_SEALED, body),
+    let (magic, body) = match split_tag(bytes) {
+        Some((body, _)) => (MAGIC_AUTHENTICATED, body),
         None => (if is_v3 { MAGIC_V3 } else { MAGIC }, body),
     };
     let mut rest = body.strip_prefix(&magic)?.strip_prefix(&writer.to_bytes())?;

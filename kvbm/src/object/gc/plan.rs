@@ -69,12 +69,7 @@ impl Inventory {
         PLANS.set(PLANS.get() + 1);
         let mark = self.select_marked(policy, now);
         let marked_at = self.marked_at();
-        let read_by_others: BTreeSet<ObjectId> = self
-            .access_records
-            .iter()
-            .filter(|record| Some(record.reader) != self.own)
-            .flat_map(|record| record.used.iter().map(|(object, _)| *object))
-            .collect();
+        let read_by_others = self.read_by_others();
         let grace = |id: &ObjectId| match self.own {
             Some(own) if id.writer == own && !read_by_others.contains(id) => policy.grace.min(OWN_GRACE),
             _ => policy.grace,
@@ -95,26 +90,13 @@ impl Inventory {
         let objects: Vec<ObjectId> = self.objects.iter().filter(is_deleted).map(|(id, _)| *id).collect();
         let deleted: BTreeSet<ObjectId> = objects.iter().copied().collect();
         let is_kept = |id: &ObjectId| self.objects.contains_key(id) && !deleted.contains(id);
-        let is_unused = |manifest: &Manifest| match &manifest.contents {
+        let (unused, kept) = self.split_manifests(|manifest| match &manifest.contents {
             Contents::Sections(_) => {
                 has_elapsed(manifest.modified, policy.grace, now) && !manifest.objects().any(|(id, _)| is_kept(&id))
             }
             Contents::Invalid => too_old(manifest.modified),
             Contents::Unreadable => false,
-        };
-        // A process that starts later continues from the highest number that it finds.
-        let with_manifests: BTreeSet<InstanceId> =
-            self.manifests.iter().filter(|manifest| !is_unused(manifest)).map(|manifest| manifest.writer).collect();
-        let mut highest: BTreeMap<InstanceId, u64> = BTreeMap::new();
-        for manifest in &self.manifests {
-            let highest = highest.entry(manifest.writer).or_default();
-            *highest = manifest.number.max(*highest);
-        }
-        let is_last = |manifest: &Manifest| {
-            with_manifests.contains(&manifest.writer) && highest.get(&manifest.writer) == Some(&manifest.number)
-        };
-        let (unused, kept): (Vec<&Manifest>, Vec<&Manifest>) =
-            self.manifests.iter().partition(|manifest| is_unused(manifest) && !is_last(manifest));
+        });
         let still_listed: BTreeSet<ObjectId> =
             kept.iter().flat_map(|manifest| manifest.objects()).map(|(id, _)| id).collect();
         let is_done = |list: &&TombstoneList| {
@@ -133,6 +115,31 @@ impl Inventory {
             tombstone_lists: self.tombstone_lists.iter().filter(is_done).map(|list| list.path.clone()).collect(),
             access_records: outdated.map(|record| record.path.clone()).collect(),
         }
+    }
+
+    /// The manifests to delete, and the others.
+    fn split_manifests(&self, is_unused: impl Fn(&Manifest) -> bool) -> (Vec<&Manifest>, Vec<&Manifest>) {
+        // A process that starts later continues from the highest number that it finds.
+        let with_manifests: BTreeSet<InstanceId> =
+            self.manifests.iter().filter(|manifest| !is_unused(manifest)).map(|manifest| manifest.writer).collect();
+        let mut highest: BTreeMap<InstanceId, u64> = BTreeMap::new();
+        for manifest in &self.manifests {
+            let highest = highest.entry(manifest.writer).or_default();
+            *highest = manifest.number.max(*highest);
+        }
+        let is_last = |manifest: &Manifest| {
+            with_manifests.contains(&manifest.writer) && highest.get(&manifest.writer) == Some(&manifest.number)
+        };
+        self.manifests.iter().partition(|manifest| is_unused(manifest) && !is_last(manifest))
+    }
+
+    /// The objects that other processes have read.
+    fn read_by_others(&self) -> BTreeSet<ObjectId> {
+        self.access_records
+            .iter()
+            .filter(|record| Some(record.reader) != self.own)
+            .flat_map(|record| record.used.iter().map(|(object, _)| *object))
+            .collect()
     }
 
     /// When each marked object was first marked.
@@ -183,13 +190,27 @@ impl Inventory {
         for live in counted.map(|(_, live)| live).filter(|live| !marked.contains_key(&live.id)) {
             *domain_bytes.entry(live.section.domain).or_default() += live.stored.bytes;
         }
+        let candidates: Vec<&LiveObject<'_>> = candidates.into_iter().map(|(.., live)| live).collect();
+        self.mark_for_capacity(policy, &candidates, domain_bytes, &mut marked);
+        marked.into_iter().collect()
+    }
+
+    /// Marks the least recently used of the candidates until the store and its domains are within their capacity.
+    /// `candidates`: in the order of their last use; `domain_bytes`: those of live objects that are not marked.
+    fn mark_for_capacity(
+        &self,
+        policy: &Policy,
+        candidates: &[&LiveObject<'_>],
+        mut domain_bytes: BTreeMap<DomainId, u64>,
+        marked: &mut BTreeMap<ObjectId, MarkReason>,
+    ) {
         // Objects that no valid manifest lists take space too, until they are deleted.
         let listed: BTreeSet<ObjectId> = self.listed().map(|live| live.id).collect();
         let already_marked = self.marked();
         let unlisted = self.objects.iter().filter(|(id, _)| !listed.contains(id) && !already_marked.contains(id));
         let mut total = domain_bytes.values().sum::<u64>() + unlisted.map(|(_, stored)| stored.bytes).sum::<u64>();
         for pass in [CapacityPass::DomainLimit, CapacityPass::KeepGuarantees, CapacityPass::All] {
-            for (.., live) in &candidates {
+            for live in candidates {
                 let domain = live.section.domain;
                 let quota = policy.quotas.get(&domain).copied().unwrap_or_default();
                 let own = domain_bytes.entry(domain).or_default();
@@ -209,7 +230,6 @@ impl Inventory {
                 }
             }
         }
-        marked.into_iter().collect()
     }
 }
 

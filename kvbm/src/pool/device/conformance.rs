@@ -64,7 +64,7 @@ pub fn check(device: &dyn DeviceBlocks) {
     assert!(facts() == before, "capacity, block_bytes and fingerprint never change");
 }
 
-/// Plain memory as a device: the smallest implementation, for tests above the seam.
+/// Plain memory as a device: the smallest implementation, for tests of what uses the interface.
 pub struct InMemory {
     slots: Vec<Mutex<Vec<u8>>>,
     block_bytes: usize,

@@ -83,7 +83,7 @@ async fn a_tier_being_read_is_busy_and_one_without_slots_full() {
 }
 
 #[test]
-fn a_copied_chain_is_sealed_and_is_one_event() {
+fn a_copied_chain_has_headers_and_is_one_event() {
     let (host, log) = host(3, 4_000);
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap().memory(Level::G1);
     let device = BlockPool::new(Level::G1, 2, Arc::new(EventLog::new(Epoch(1))), metrics, Clock::system());

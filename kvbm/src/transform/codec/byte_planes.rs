@@ -16,12 +16,12 @@ pub(super) trait Planes {
 }
 
 /// bf16: sign, 8 bits of exponent, 7 of mantissa.
-pub(super) struct Two;
+pub(super) struct Bf16Planes;
 
 /// f32: sign, 8 bits of exponent, 23 of mantissa.
-pub(super) struct Four;
+pub(super) struct F32Planes;
 
-impl Planes for Two {
+impl Planes for Bf16Planes {
     const WIDTH: usize = 2;
 
     fn split(raw: &[u8], exponents: &mut [u8], rest: &mut [u8]) {
@@ -42,7 +42,7 @@ impl Planes for Two {
     }
 }
 
-impl Planes for Four {
+impl Planes for F32Planes {
     const WIDTH: usize = 4;
 
     fn split(raw: &[u8], exponents: &mut [u8], rest: &mut [u8]) {
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn every_bf16_value_survives_with_its_exponent_split_off() {
         let raw: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
-        let (exponents, rest) = planes::<Two>(&raw);
+        let (exponents, rest) = planes::<Bf16Planes>(&raw);
         // 1.5 is 0x3FC0: exponent 127, mantissa 0b100_0000.
         assert_eq!((exponents[0x3FC0], rest[0x3FC0]), (127, 0b1000_0000));
         assert_eq!((exponents[0xBFC0], rest[0xBFC0]), (127, 0b1000_0001));
@@ -96,7 +96,7 @@ mod tests {
     fn f32_values_survive_with_their_exponents_split_off() {
         let values: Vec<f32> = (0..5_000).map(|n| (n as f32 - 2_500.0) / 7.0).collect();
         let raw: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let (exponents, _) = planes::<Four>(&raw);
+        let (exponents, _) = planes::<F32Planes>(&raw);
         let right = |(value, exponent): (&f32, &u8)| (value.to_bits() >> 23) as u8 == *exponent;
         assert!(values.iter().zip(&exponents).all(right));
     }

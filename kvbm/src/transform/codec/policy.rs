@@ -26,8 +26,8 @@ const MIN_OFFLOAD_FRACTION: f64 = 0.5;
 pub fn best_codec(raw: &[u8]) -> (Codec, f64) {
     let step = (raw.len() / WINDOWS).max(WINDOW).next_multiple_of(4);
     let windows = || raw.chunks(step).map(|part| &part[..part.len().min(WINDOW)]);
-    let bf16 = ratio(2, order_0(windows().flat_map(|window| window.chunks_exact(2)).map(exponent)));
-    let f32 = ratio(4, order_0(windows().flat_map(|window| window.chunks_exact(4)).map(exponent)));
+    let bf16 = ratio(2, byte_entropy(windows().flat_map(|window| window.chunks_exact(2)).map(exponent)));
+    let f32 = ratio(4, byte_entropy(windows().flat_map(|window| window.chunks_exact(4)).map(exponent)));
     if f32 > bf16 { (Codec::F32, f32) } else { (Codec::Bf16, bf16) }
 }
 
@@ -41,15 +41,15 @@ pub fn is_worth_it(ratio: f64, codec: Rates, device: Rates) -> bool {
 }
 
 /// Upper bound of the ratio that a code of single bytes can reach on the planes of these values.
-pub fn bound(codec: Codec, raw: &[u8]) -> f64 {
+pub fn entropy_bound(codec: Codec, raw: &[u8]) -> f64 {
     let width = match codec {
         Codec::Raw => return 1.0,
         Codec::Bf16 => 2,
         Codec::F32 => 4,
     };
     let values = || raw.chunks_exact(width);
-    let bits: f64 = (0..width - 1).map(|plane| order_0(values().map(|value| rotated(value)[plane]))).sum();
-    (width * 8) as f64 / (bits + order_0(values().map(exponent)))
+    let bits: f64 = (0..width - 1).map(|plane| byte_entropy(values().map(|value| rotated(value)[plane]))).sum();
+    (width * 8) as f64 / (bits + byte_entropy(values().map(exponent)))
 }
 
 /// The value's bytes after a rotation by one bit, lowest first.
@@ -74,7 +74,7 @@ fn ratio(width: usize, exponent_bits: f64) -> f64 {
 }
 
 /// Entropy in bits per byte, each byte on its own.
-fn order_0(bytes: impl Iterator<Item = u8>) -> f64 {
+fn byte_entropy(bytes: impl Iterator<Item = u8>) -> f64 {
     let mut counts = [0u32; 256];
     let mut total = 0u32;
     bytes.for_each(|byte| {
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn the_sampled_ratio_is_near_that_of_all_bytes() {
         let raw = synthetic::bf16(&synthetic::kv(2, SHAPE));
-        let all = ratio(2, order_0(raw.chunks_exact(2).map(exponent)));
+        let all = ratio(2, byte_entropy(raw.chunks_exact(2).map(exponent)));
         assert!((best_codec(&raw).1 / all - 1.0).abs() < 0.02);
     }
 

@@ -61,7 +61,7 @@ fn the_ratio_is_near_the_entropy_bound() {
         let block = block(raw);
         let encoded = Coder::default().encode(&block, codec);
         let ratio = block.payload.len() as f64 / encoded.payload.len() as f64;
-        let bound = bound(codec, &block.payload);
+        let bound = entropy_bound(codec, &block.payload);
         assert!(ratio >= least && ratio >= 0.97 * bound, "{codec:?}: {ratio:.3} of {bound:.3}");
         assert_eq!(decoded(&encoded).unwrap().payload, block.payload);
     }

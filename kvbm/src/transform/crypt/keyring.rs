@@ -157,7 +157,7 @@ impl Keyring {
         environment: Environment,
     ) -> Result<Arc<Self>, KeyError> {
         let created = match (folder.parent(), folder.file_name().and_then(OsStr::to_str)) {
-            (Some(root), Some(name)) => permissions::own_dirs_below(root, &[name]),
+            (Some(root), Some(name)) => permissions::create_private_dirs_below(root, &[name]),
             _ => permissions::create_dir_all(folder),
         };
         created.map_err(|error| object_store::Error::Generic {

@@ -19,8 +19,8 @@ use std::sync::Arc;
 /// The domain of the data keys for metadata. The ids of other domains are hashes, so none equals it.
 pub(super) const DOMAIN: DomainId = DomainId::from_bytes(*b"\xFF\xFFblkyd-metadata");
 
-/// Bytes of a stored [`Seal`].
-pub(crate) const SEAL: usize = 40;
+/// Bytes of a stored [`MetadataTag`].
+pub(crate) const METADATA_TAG_LEN: usize = 40;
 
 /// Kind and position of metadata.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,20 +52,20 @@ impl Context {
 
 /// A tag of metadata, and the id of its key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Seal {
+pub(crate) struct MetadataTag {
     pub(crate) key: KeyId,
     tag: [u8; 32],
 }
 
-impl Seal {
-    pub(crate) fn to_bytes(self) -> [u8; SEAL] {
-        let mut bytes = [0; SEAL];
+impl MetadataTag {
+    pub(crate) fn to_bytes(self) -> [u8; METADATA_TAG_LEN] {
+        let mut bytes = [0; METADATA_TAG_LEN];
         bytes[..8].copy_from_slice(self.key.as_bytes());
         bytes[8..].copy_from_slice(&self.tag);
         bytes
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8; SEAL]) -> Self {
+    pub(crate) fn from_bytes(bytes: &[u8; METADATA_TAG_LEN]) -> Self {
         let key = KeyId::from_bytes(std::array::from_fn(|i| bytes[i]));
         Self { key, tag: std::array::from_fn(|i| bytes[8 + i]) }
     }
@@ -74,7 +74,7 @@ impl Seal {
 /// Result of verifying metadata.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Authenticity {
-    /// The metadata was sealed with the key.
+    /// The tag was made with the key.
     Authentic,
     /// The tag does not match.
     Forged,
@@ -82,7 +82,7 @@ pub(crate) enum Authenticity {
     UnknownKey,
 }
 
-/// The keys that authenticate metadata. They are fetched in advance, so sealing and verifying never wait.
+/// The keys that authenticate metadata. They are fetched in advance, so making and verifying a tag never waits.
 pub struct MetadataKeys {
     keys: Arc<Keyring>,
     state: RwLock<State>,
@@ -90,15 +90,15 @@ pub struct MetadataKeys {
 
 #[derive(Default)]
 struct State {
-    /// The key of new seals.
-    sealing: Option<KeyId>,
+    /// The key of new tags.
+    tagging_key: Option<KeyId>,
     /// Metadata keys by the data keys that they are derived from.
     secrets: HashMap<KeyId, [u8; 32]>,
 }
 
 impl MetadataKeys {
-    /// Fetches the metadata keys, and creates the first one. While the key store is unreachable there are none: nothing
-    /// is sealed, and no sealed metadata is accepted.
+    /// Fetches the metadata keys, and creates the first one. While the key store is unreachable there are none:
+    /// metadata gets no tag, and none is accepted.
     pub async fn open(keys: Arc<Keyring>) -> Result<Arc<Self>, KeyError> {
         let metadata = Arc::new(Self { keys, state: RwLock::default() });
         match metadata.fetch_all().await {
@@ -115,7 +115,7 @@ impl MetadataKeys {
         for key in self.keys.listed(DOMAIN).await? {
             match self.fetch(key).await {
                 Err(error @ (KeyError::UnknownMasterKey { .. } | KeyError::Corrupt { .. })) => {
-                    tracing::warn!(%error, "a metadata key is unusable; metadata sealed with it is ignored");
+                    tracing::warn!(%error, "a metadata key is unusable; metadata authenticated with it is ignored");
                 }
                 done => drop(done?),
             }
@@ -123,13 +123,13 @@ impl MetadataKeys {
         Ok(())
     }
 
-    /// Resolves when there is a key for new seals.
+    /// Resolves when there is a key for new tags.
     pub(crate) async fn ready(&self) -> Result<(), KeyError> {
-        if self.read().sealing.is_none() {
+        if self.read().tagging_key.is_none() {
             let key = self.keys.encryption_key(DOMAIN).await?;
             let mut state = self.write();
             state.secrets.insert(key.id(), secret(&key));
-            state.sealing = Some(key.id());
+            state.tagging_key = Some(key.id());
         }
         Ok(())
     }
@@ -144,20 +144,20 @@ impl MetadataKeys {
         Ok(true)
     }
 
-    /// Seals metadata. `None` if there is no key yet.
-    pub(crate) fn seal(&self, context: Context, bytes: [&[u8]; 2]) -> Option<Seal> {
+    /// The tag of metadata. `None` if there is no key yet.
+    pub(crate) fn make_tag(&self, context: Context, bytes: [&[u8]; 2]) -> Option<MetadataTag> {
         let state = self.read();
-        let key = state.sealing?;
-        Some(Seal { key, tag: *tag(state.secrets.get(&key)?, context, bytes).as_bytes() })
+        let key = state.tagging_key?;
+        Some(MetadataTag { key, tag: *tag(state.secrets.get(&key)?, context, bytes).as_bytes() })
     }
 
     /// Verifies metadata, in constant time.
-    pub(crate) fn verify(&self, context: Context, bytes: [&[u8]; 2], seal: &Seal) -> Authenticity {
+    pub(crate) fn verify(&self, context: Context, bytes: [&[u8]; 2], found: &MetadataTag) -> Authenticity {
         let state = self.read();
-        match state.secrets.get(&seal.key) {
+        match state.secrets.get(&found.key) {
             None => Authenticity::UnknownKey,
             // `blake3::Hash` compares in constant time.
-            Some(secret) if tag(secret, context, bytes) == seal.tag => Authenticity::Authentic,
+            Some(secret) if tag(secret, context, bytes) == found.tag => Authenticity::Authentic,
             Some(_) => Authenticity::Forged,
         }
     }

@@ -16,19 +16,19 @@ fn closed() -> Health {
 
 fn after_two_faults(now: Instant) -> Health {
     let mut health = closed();
-    (0..2).for_each(|_| health.note(HealthSignal::Fault, now));
+    (0..2).for_each(|_| health.record_outcome(HealthSignal::Fault, now));
     health
 }
 
 fn open(now: Instant) -> Health {
     let mut health = after_two_faults(now);
-    health.note(HealthSignal::Fault, now);
+    health.record_outcome(HealthSignal::Fault, now);
     health
 }
 
 fn half_open(now: Instant) -> Health {
     let mut health = open(now);
-    health.probe(now + FIRST_OPEN);
+    health.probe_started(now + FIRST_OPEN);
     health
 }
 
@@ -80,9 +80,9 @@ async fn every_transition() {
     for (row, (mut health, event, after)) in table.into_iter().enumerate() {
         let before = health.breaker;
         match event {
-            Request(verdict) => health.note(verdict, now),
-            ProbeGoes => health.probe(now),
-            Probe(verdict) => health.probed(Check::Computes, verdict, now),
+            Request(signal) => health.record_outcome(signal, now),
+            ProbeGoes => health.probe_started(now),
+            Probe(signal) => health.probe_ended(Check::Computes, signal, now),
         }
         assert_eq!(health.breaker, after, "row {row}: {before:?}, {event:?}");
         assert_eq!(health.is_closed(), after == Closed);
@@ -105,14 +105,14 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
     let (mut healthy, mut faulty) = (closed(), open(now));
     for _ in 0..100 {
         for error in &errors {
-            healthy.note(HealthSignal::of(error), now);
-            faulty.note(HealthSignal::of(error), now);
+            healthy.record_outcome(HealthSignal::of(error), now);
+            faulty.record_outcome(HealthSignal::of(error), now);
         }
     }
     assert!(healthy.is_closed() && !faulty.is_closed());
     let mut nearly = after_two_faults(now);
-    nearly.note(HealthSignal::Neutral, now);
-    nearly.note(HealthSignal::Fault, now);
+    nearly.record_outcome(HealthSignal::Neutral, now);
+    nearly.record_outcome(HealthSignal::Fault, now);
     assert!(!nearly.is_closed(), "a client's mistake is no success in between");
 }
 
@@ -120,13 +120,13 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
 async fn back_pressure_is_obeyed_and_is_not_a_fault() {
     let (mut health, now) = (closed(), Instant::now());
     for _ in 0..100 {
-        health.note(HealthSignal::of(&Error::Overloaded { retry_after: Duration::from_secs(1) }), now);
+        health.record_outcome(HealthSignal::of(&Error::Overloaded { retry_after: Duration::from_secs(1) }), now);
     }
     assert!(health.is_closed());
     assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(1)), "and it does not add up");
-    health.note(HealthSignal::Healthy, now);
+    health.record_outcome(HealthSignal::Healthy, now);
     assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(1)), "one that was accepted before says nothing");
-    health.note(HealthSignal::Busy(Duration::from_hours(1)), now);
+    health.record_outcome(HealthSignal::Busy(Duration::from_hours(1)), now);
     assert_eq!(health.ejected_until(), Some(now + BUSY_MAX));
 }
 
@@ -134,7 +134,7 @@ async fn back_pressure_is_obeyed_and_is_not_a_fault() {
 async fn unavailable_and_failed_engines_are_faults() {
     for error in [Error::Unavailable("connection refused".into()), Error::Failed("out of memory".into())] {
         let (mut health, now) = (closed(), Instant::now());
-        (0..CONSECUTIVE_FAULTS).for_each(|_| health.note(HealthSignal::of(&error), now));
+        (0..CONSECUTIVE_FAULTS).for_each(|_| health.record_outcome(HealthSignal::of(&error), now));
         assert!(!health.is_closed(), "{error}");
     }
 }
@@ -144,14 +144,14 @@ async fn half_of_sixteen_opens_though_every_other_request_is_served() {
     let (mut health, now) = (closed(), Instant::now());
     for n in 1..=8 {
         assert!(health.is_closed(), "after {n} of each");
-        health.note(HealthSignal::Healthy, now);
-        health.note(HealthSignal::Fault, now);
+        health.record_outcome(HealthSignal::Healthy, now);
+        health.record_outcome(HealthSignal::Fault, now);
     }
     assert!(!health.is_closed());
     let (mut rare, now) = (closed(), Instant::now());
     for _ in 0..100 {
-        rare.note(HealthSignal::Fault, now);
-        (0..2).for_each(|_| rare.note(HealthSignal::Healthy, now));
+        rare.record_outcome(HealthSignal::Fault, now);
+        (0..2).for_each(|_| rare.record_outcome(HealthSignal::Healthy, now));
     }
     assert!(rare.is_closed(), "a third does not");
 }
@@ -163,18 +163,18 @@ async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
     let mut now = start + FIRST_OPEN;
     for rest in [2, 4, 8, 16, 32, 32] {
         assert!(health.wants_probe(start, now));
-        health.probe(now);
+        health.probe_started(now);
         assert!(!health.wants_probe(start, now + MAX_OPEN), "one at a time");
-        health.probed(Check::Computes, HealthSignal::TimedOut, now);
+        health.probe_ended(Check::Computes, HealthSignal::TimedOut, now);
         assert!(!health.wants_probe(start, now + FIRST_OPEN * rest - Duration::from_millis(1)));
         now += FIRST_OPEN * rest;
     }
-    health.probe(now);
-    health.probed(Check::Computes, HealthSignal::Healthy, now);
-    health.note(HealthSignal::TimedOut, now);
+    health.probe_started(now);
+    health.probe_ended(Check::Computes, HealthSignal::Healthy, now);
+    health.record_outcome(HealthSignal::TimedOut, now);
     assert!(!health.wants_probe(start, now + MAX_OPEN / 2), "an answered probe closes but resets nothing");
-    health.note(HealthSignal::Healthy, now);
-    health.note(HealthSignal::TimedOut, now);
+    health.record_outcome(HealthSignal::Healthy, now);
+    health.record_outcome(HealthSignal::TimedOut, now);
     assert!(health.wants_probe(start, now + FIRST_OPEN));
 }
 
@@ -182,9 +182,9 @@ async fn open_times_double_up_to_a_limit_and_an_output_resets_them() {
 async fn a_good_health_check_of_a_closed_breaker_forgets_no_fault() {
     let now = Instant::now();
     let mut health = after_two_faults(now);
-    health.probe(now);
-    health.probed(Check::Computes, HealthSignal::Healthy, now);
-    health.note(HealthSignal::Fault, now);
+    health.probe_started(now);
+    health.probe_ended(Check::Computes, HealthSignal::Healthy, now);
+    health.record_outcome(HealthSignal::Fault, now);
     assert!(!health.is_closed());
 }
 
@@ -194,10 +194,10 @@ async fn good_health_checks_of_a_closed_breaker_reset_its_open_time() {
     let mut health = open(start);
     for _ in 0..4 {
         for _ in 0..2 {
-            health.probe(start);
-            health.probed(Check::Computes, HealthSignal::Healthy, start);
+            health.probe_started(start);
+            health.probe_ended(Check::Computes, HealthSignal::Healthy, start);
         }
-        health.probed(Check::Computes, HealthSignal::Fault, start);
+        health.probe_ended(Check::Computes, HealthSignal::Fault, start);
         assert!(!health.is_down());
         assert!(health.wants_probe(start, start + FIRST_OPEN));
     }
@@ -206,7 +206,7 @@ async fn good_health_checks_of_a_closed_breaker_reset_its_open_time() {
 /// A breaker that requests have opened, after a good health check of a server.
 fn awaits_trial(start: Instant) -> Health {
     let mut health = half_open(start);
-    health.probed(Check::Answers, HealthSignal::Healthy, start + FIRST_OPEN);
+    health.probe_ended(Check::Answers, HealthSignal::Healthy, start + FIRST_OPEN);
     health
 }
 
@@ -223,22 +223,22 @@ async fn a_request_decides_where_a_health_check_computes_nothing() {
         assert!(health.breaker == Breaker::AwaitsTrial && !is_ejected(&health, now), "{health:?}");
         health.request_sent(now);
         assert!(health.breaker == Breaker::InTrial && is_ejected(&health, now), "one request at a time: {health:?}");
-        health.probed(Check::Answers, HealthSignal::Healthy, now);
+        health.probe_ended(Check::Answers, HealthSignal::Healthy, now);
         assert_eq!(health.breaker, Breaker::InTrial);
-        health.note(HealthSignal::Fault, now);
-        health.note(HealthSignal::Fault, now);
+        health.record_outcome(HealthSignal::Fault, now);
+        health.record_outcome(HealthSignal::Fault, now);
         health.request_sent(now);
         assert_eq!(health.ejected_until(), Some(now + Duration::from_secs(wait)));
         assert!(!health.is_down() && !health.is_open());
         now += Duration::from_secs(wait);
     }
     health.request_sent(now);
-    health.note(HealthSignal::Healthy, now);
+    health.record_outcome(HealthSignal::Healthy, now);
     assert!(health.is_closed());
     for _ in 0..CONSECUTIVE_FAULTS {
-        health.note(HealthSignal::Fault, now);
+        health.record_outcome(HealthSignal::Fault, now);
     }
-    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    health.probe_ended(Check::Answers, HealthSignal::Healthy, now);
     assert_eq!(health.ejected_until(), Some(now + FIRST_OPEN), "the output has reset the wait");
 }
 
@@ -249,7 +249,7 @@ async fn a_trial_without_an_outcome_is_followed_by_another() {
     for signal in [HealthSignal::Neutral, BUSY] {
         let mut health = awaits_trial(start);
         health.request_sent(now);
-        health.note(signal, now);
+        health.record_outcome(signal, now);
         assert_eq!((health.breaker, is_ejected(&health, now)), (Breaker::AwaitsTrial, signal == BUSY));
     }
     let mut health = awaits_trial(start);
@@ -262,13 +262,13 @@ async fn a_long_calm_closes_the_breaker_of_a_server() {
     let start = Instant::now();
     let mut health = awaits_trial(start);
     health.request_sent(start + FIRST_OPEN);
-    health.note(HealthSignal::Fault, start + FIRST_OPEN);
+    health.record_outcome(HealthSignal::Fault, start + FIRST_OPEN);
     let first = start + Duration::from_secs(4);
     for now in [first, first + REPAIRED_AFTER - Duration::from_secs(1)] {
-        health.probed(Check::Answers, HealthSignal::Healthy, now);
+        health.probe_ended(Check::Answers, HealthSignal::Healthy, now);
         assert!(!health.is_closed());
     }
-    health.probed(Check::Answers, HealthSignal::Healthy, first + REPAIRED_AFTER);
+    health.probe_ended(Check::Answers, HealthSignal::Healthy, first + REPAIRED_AFTER);
     assert!(health.is_closed());
 }
 
@@ -278,13 +278,13 @@ async fn a_server_that_was_away_needs_no_trial_and_keeps_its_wait() {
     let mut health = awaits_trial(start);
     let now = start + FIRST_OPEN;
     health.request_sent(now);
-    health.note(HealthSignal::Fault, now);
-    health.probed(Check::Answers, HealthSignal::TimedOut, now);
+    health.record_outcome(HealthSignal::Fault, now);
+    health.probe_ended(Check::Answers, HealthSignal::TimedOut, now);
     assert!(health.is_open());
-    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    health.probe_ended(Check::Answers, HealthSignal::Healthy, now);
     assert!(health.is_closed());
-    health.note(HealthSignal::Fault, now);
+    health.record_outcome(HealthSignal::Fault, now);
     assert!(health.is_open(), "one fault is enough");
-    health.probed(Check::Answers, HealthSignal::Healthy, now);
+    health.probe_ended(Check::Answers, HealthSignal::Healthy, now);
     assert_eq!(health.ejected_until(), Some(now + FIRST_OPEN * 8));
 }

@@ -42,13 +42,14 @@ pub(super) struct State {
     /// hundred count: they are rarer than steps, and networks change.
     pub(super) handoffs: LeastSquares<2, 256>,
     pub(super) mean_duration: Option<f64>,
-    /// Reports contain the requests of other routers late, or not at all.
+    /// The worker is a server of another program. Its reports contain the requests of other routers late, or not at
+    /// all.
     pub(super) is_server: bool,
 }
 
 pub(super) struct OpenBooking {
     pub(super) demand: Demand,
-    pub(super) booked: Instant,
+    pub(super) booked_at: Instant,
     /// When the request was sent to the worker; `None` while its prefill runs on another worker.
     pub(super) sent: Option<Instant>,
     pub(super) in_report: InReport,
@@ -82,16 +83,7 @@ const PACES: (f64, f64) = (0.05, 20.0);
 impl State {
     /// The load, computed with a fresh (`true`) or a stale (`false`) report.
     pub(super) fn stats(&self, fresh: bool) -> LoadStats {
-        let Self {
-            total,
-            not_in_report,
-            maybe_in_report,
-            ended_since_report,
-            rest_tokens,
-            handoffs,
-            mean_duration,
-            ..
-        } = self;
+        let Self { total, rest_tokens, handoffs, mean_duration, .. } = self;
         let handoff = handoffs.coefficients();
         let mut stats = LoadStats {
             waiting_tokens: count(total.prefill_tokens),
@@ -112,7 +104,15 @@ impl State {
             },
             ..LoadStats::default()
         };
-        let Some((load, _)) = &self.report else { return stats };
+        if let Some((load, _)) = &self.report {
+            self.add_report(load, fresh, &mut stats);
+        }
+        stats
+    }
+
+    /// Combines what the bookings say with a report.
+    fn add_report(&self, load: &Load, fresh: bool, stats: &mut LoadStats) {
+        let Self { total, not_in_report, maybe_in_report, ended_since_report, .. } = self;
         // A stale report may still be larger than the bookings, which do not contain other routers' running requests.
         let join = |reported: u64, of: fn(&Demand) -> u64| {
             let reported = reported.saturating_sub(of(ended_since_report));
@@ -153,7 +153,6 @@ impl State {
                 *queued = count(speed.queued_blocks);
             }
         }
-        stats
     }
 
     /// What the sequences have still to generate, on average; `None` without any.
@@ -202,14 +201,14 @@ impl State {
         demand: Demand,
         cached_tokens: Option<u64>,
         output: ExpectedOutput,
-        booked: Instant,
+        booked_at: Instant,
         remote: bool,
     ) -> u64 {
         self.last += 1;
         let (nothing, in_report) = (Demand::default(), InReport::No);
         let booking = OpenBooking {
             demand: nothing,
-            booked,
+            booked_at,
             sent: None,
             in_report,
             started: None,

@@ -4,12 +4,12 @@
 //! models reads, and [`LoadedModel`](super::huggingface::LoadedModel) loads them like any other. The weights depend
 //! only on the name and [`VERSION`], bit for bit, on every machine.
 
-mod seeded;
+mod random_weights;
 mod tokenizer;
 
 use super::config::{Config, Family, Rope};
 use super::weights::Weights;
-use seeded::Recipe;
+use random_weights::RandomWeights;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::io;
@@ -117,9 +117,12 @@ impl Builtin {
             fs::write(&path, text).and_then(|()| sync(&path)).map_err(at(&path))?;
         }
         let path = folder.join("model.safetensors");
-        let recipe =
-            Recipe { seed: format!("blockyard {} {VERSION}", self.name()), config, endless: self == Self::Tiny };
-        recipe.write(&vocabulary, &path, progress).and_then(|()| sync(&path)).map_err(at(&path))?;
+        let weights = RandomWeights {
+            seed: format!("blockyard {} {VERSION}", self.name()),
+            config,
+            never_ends: self == Self::Tiny,
+        };
+        weights.write(&vocabulary, &path, progress).and_then(|()| sync(&path)).map_err(at(&path))?;
         // The safetensors crate creates files readable by the owner only; all files of a model get the same
         // permissions.
         let like = fs::metadata(folder.join("config.json")).map_err(at(folder))?.permissions();

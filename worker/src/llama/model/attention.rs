@@ -5,7 +5,7 @@
 //! numbers of **positions**, independent of chunk, block size and batch:
 //!
 //! ```text
-//!   positions   0 ........ 512 ........ 1024 ...      SPLIT: a partial softmax each, folded in order
+//!   positions   0 ........ 512 ........ 1024 ...      SPLIT: a partial softmax each, merged in order
 //!                 |64|64|..   |64|64|..               TILE: one step of the running softmax
 //! ```
 //!
@@ -89,9 +89,9 @@ pub(super) fn attend(heads: Heads, qkv: &[f32], spans: &[Span<'_>], kv_cache: &K
         let splits: Vec<_> = items.iter().flat_map(|item| layer.splits(item).map(move |split| (item, split))).collect();
         let mut partial =
             splits.par_iter().map(|(item, split)| layer.partial(item, *split)).collect::<Vec<_>>().into_iter();
-        items.iter().map(|item| layer.fold(partial.by_ref().take(layer.splits(item).len()))).collect()
+        items.iter().map(|item| layer.merge(partial.by_ref().take(layer.splits(item).len()))).collect()
     } else {
-        items.par_iter().map(|item| layer.fold(layer.splits(item).map(|split| layer.partial(item, split)))).collect()
+        items.par_iter().map(|item| layer.merge(layer.splits(item).map(|split| layer.partial(item, split)))).collect()
     };
     scatter(heads, spans, &finished, out);
 }
@@ -200,13 +200,13 @@ impl Layer<'_> {
         segments
     }
 
-    /// Folds the partial softmaxes of an item, in order, and divides by the sum: `[dimension][lane]`.
-    fn fold(&self, partials: impl Iterator<Item = Softmax>) -> Vec<Simd> {
+    /// Merges the partial softmaxes of an item, in order, and divides by the sum: `[dimension][lane]`.
+    fn merge(&self, partials: impl Iterator<Item = Softmax>) -> Vec<Simd> {
         let mut whole = Softmax::empty(self.heads.dim);
-        partials.for_each(|partial| wide!(whole.fold(&partial)));
-        for mix in &mut whole.mix {
-            *mix = mix.zip(whole.sum, |mix, sum| mix / sum);
+        partials.for_each(|partial| wide!(whole.merge(&partial)));
+        for weighted_sum in &mut whole.weighted_sum {
+            *weighted_sum = weighted_sum.zip(whole.sum, |weighted_sum, sum| weighted_sum / sum);
         }
-        whole.mix
+        whole.weighted_sum
     }
 }

@@ -4,7 +4,7 @@
 //! ([`linear`](super::linear)) and attention ([`attention`]) guarantee it, and the rest is computed per row. Not
 //! here: scheduling and the ownership of blocks. The caller names the slots and owns those that are written.
 
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `call_wide`")]
 
 use super::attention::{self, Heads, Span};
 use super::kv_cache::KvCache;
@@ -191,12 +191,12 @@ impl Model {
     ) -> (R, Vec<Vec<T>>) {
         let scratch = || self.scratch.lock();
         let mut taken = scratch().pop().unwrap_or_default();
-        let made = self.pool.install(|| {
+        let result = self.pool.install(|| {
             let (logits, visited) = self.pass(chunks, kv, visit, &mut taken);
             (then(logits), visited)
         });
         scratch().push(taken);
-        made
+        result
     }
 
     fn pass<'s, T: Send>(
@@ -216,15 +216,15 @@ impl Model {
         };
         let firsts: Vec<usize> = chunks.iter().zip(visit.tokens).map(first).collect();
         let asked: Vec<Span<'_>> = all.iter().zip(&firsts).map(|(span, first)| span.skip(*first)).collect();
-        scratch.fit(&self.config, positions.len());
-        self.begin(&positions, scratch);
+        scratch.make_room(&self.config, positions.len());
+        self.embed_tokens(&positions, scratch);
         for (l, layer) in self.layers.iter().enumerate() {
             layer.keys_and_values(self, l, &positions, kv, scratch);
             // Every row needs the last layer's keys and values; the rest of that layer only the rows whose logits are
             // requested.
             let spans = if l + 1 < self.layers.len() { &all } else { &asked };
             if l + 1 == self.layers.len() {
-                scratch.keep(&asked, self.config.hidden);
+                scratch.keep_rows(&asked, self.config.hidden);
             }
             layer.attention_and_ffn(self, l, spans, kv, scratch);
         }
@@ -270,18 +270,18 @@ impl Model {
         if !tokens.is_empty() {
             data.resize(data.len().max(tokens.len().clamp(2, VISITED) * vocabulary), 0.0);
         }
-        let mut seen = Vec::with_capacity(tokens.len());
+        let mut results = Vec::with_capacity(tokens.len());
         for from in tokens.clone().step_by(VISITED) {
             let count = VISITED.min(tokens.end - from);
             self.output().apply(count, &normed[row(from) * hidden..], data);
             let rows = data.par_chunks_exact(vocabulary).take(count).enumerate();
-            seen.par_extend(rows.map(|(i, logits)| each(from + i, logits)));
+            results.par_extend(rows.map(|(i, logits)| each(from + i, logits)));
         }
-        seen
+        results
     }
 
     /// Embeds the tokens and computes the angles of their positions.
-    fn begin(&self, positions: &[TokenPosition], scratch: &mut Scratch) {
+    fn embed_tokens(&self, positions: &[TokenPosition], scratch: &mut Scratch) {
         let Config { hidden, head_dim, .. } = self.config;
         let stream = scratch.stream.par_chunks_exact_mut(hidden).with_min_len(ROWS);
         let angles = scratch.angles.par_chunks_exact_mut(head_dim);
@@ -406,7 +406,7 @@ fn spans<'a>(chunks: &[Chunk<'a>]) -> Vec<Span<'a>> {
 
 impl Scratch {
     /// Makes room for `rows` rows and one more: products of a single row read a second one.
-    fn fit(&mut self, config: &Config, rows: usize) {
+    fn make_room(&mut self, config: &Config, rows: usize) {
         let Config { hidden, heads, kv_heads, head_dim, intermediate, .. } = *config;
         for (buffer, width) in [
             (&mut self.stream, hidden),
@@ -423,7 +423,7 @@ impl Scratch {
     }
 
     /// Keeps only the rows of the spans in the stream, in order.
-    fn keep(&mut self, spans: &[Span<'_>], hidden: usize) {
+    fn keep_rows(&mut self, spans: &[Span<'_>], hidden: usize) {
         // Rows only move down, so none is overwritten before it has moved.
         let mut to = 0;
         for span in spans {

@@ -18,7 +18,7 @@ use std::io;
 /// Part of the fingerprint, because it decides the order of summation.
 pub(super) const TILE: usize = 64;
 
-/// Keys per partial softmax of attention: about 10 µs of work for one item, which is worth another thread, and folding
+/// Keys per partial softmax of attention: about 10 µs of work for one item, which is worth another thread, and merging
 /// is cheap beside it. A multiple of [`TILE`]; part of the fingerprint for the same reason.
 pub(super) const SPLIT: usize = 512;
 
@@ -50,18 +50,19 @@ pub(crate) enum KvHalf {
 
 impl Shape {
     /// Number of floats of one head's keys (or values) in one layer of a block.
-    fn run(self) -> usize {
+    fn floats_per_head(self) -> usize {
         self.block_size * self.head_dim
     }
 
-    fn block(self) -> usize {
-        self.layers * 2 * self.kv_heads * self.run()
+    fn floats_per_block(self) -> usize {
+        self.layers * 2 * self.kv_heads * self.floats_per_head()
     }
 
     /// Index of the first float of one head's keys or values in a layer.
     fn start(self, slot: BlockId, layer: usize, half: KvHalf, kv_head: usize) -> usize {
         debug_assert!(layer < self.layers && kv_head < self.kv_heads);
-        slot.0 as usize * self.block() + ((layer * 2 + half as usize) * self.kv_heads + kv_head) * self.run()
+        let head = (layer * 2 + half as usize) * self.kv_heads + kv_head;
+        slot.0 as usize * self.floats_per_block() + head * self.floats_per_head()
     }
 }
 
@@ -72,7 +73,7 @@ impl KvCache {
     pub(crate) fn new(config: &Config, block_size: usize, blocks: usize, identity: &[u8; 32]) -> io::Result<Self> {
         let shape = Shape { layers: config.layers, kv_heads: config.kv_heads, head_dim: config.head_dim, block_size };
         let bytes = blocks
-            .checked_mul(shape.block() * size_of::<f32>())
+            .checked_mul(shape.floats_per_block() * size_of::<f32>())
             .ok_or_else(|| io::Error::new(io::ErrorKind::OutOfMemory, "the KV blocks exceed the address space"))?;
         // Mapping zero bytes is an error; a KV cache of no blocks is only useless.
         let memory = MmapMut::map_anon(bytes.max(1))?;
@@ -95,7 +96,7 @@ impl KvCache {
     /// The caller owns the slot: no other code reads or writes it meanwhile.
     pub(crate) fn write_token(&self, slot: BlockId, offset: usize, layer: usize, keys: &[f32], values: &[f32]) {
         let Shape { kv_heads, head_dim, block_size, .. } = self.shape;
-        assert!((slot.0 as usize) < self.blocks && offset < block_size, "{slot:?} + {offset} is outside the kv_cache");
+        assert!((slot.0 as usize) < self.blocks && offset < block_size, "{slot:?} + {offset} is outside the KV cache");
         assert!(keys.len() == kv_heads * head_dim && values.len() == keys.len(), "one token's keys and values");
         for (half, from) in [(KvHalf::Keys, keys), (KvHalf::Values, values)] {
             for (kv_head, from) in from.chunks_exact(head_dim).enumerate() {
@@ -110,7 +111,7 @@ impl KvCache {
     ///
     /// The caller guarantees that they were written and that no code writes them while the slice exists.
     pub(crate) fn tokens(&self, slot: BlockId, layer: usize, half: KvHalf, kv_head: usize, tokens: usize) -> &[f32] {
-        assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the kv_cache");
+        assert!((slot.0 as usize) < self.blocks && tokens <= self.shape.block_size, "{slot:?} is outside the KV cache");
         let start = self.shape.start(slot, layer, half, kv_head);
         // SAFETY: the range is within this slot (asserted above). The memory is initialised (zeroed by the system), and
         // by the contract these tokens are not written while they are read: a sequence writes only tokens after those
@@ -124,7 +125,7 @@ impl KvCache {
     }
 
     fn bytes_of(&self, slot: BlockId) -> *mut u8 {
-        assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the kv_cache");
+        assert!((slot.0 as usize) < self.blocks, "{slot:?} is outside the KV cache");
         // SAFETY: the slot is within the mapping.
         unsafe { self.memory.as_mut_ptr().add(slot.0 as usize * self.block_bytes()) }
     }
@@ -136,7 +137,7 @@ impl DeviceBlocks for KvCache {
     }
 
     fn block_bytes(&self) -> usize {
-        self.shape.block() * size_of::<f32>()
+        self.shape.floats_per_block() * size_of::<f32>()
     }
 
     fn fingerprint(&self) -> Fingerprint {

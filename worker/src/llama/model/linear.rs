@@ -146,10 +146,10 @@ impl Linear {
 
 /// The bits of a fixed product on this machine. Machines with a fused multiply-add agree.
 pub(super) fn arithmetic() -> Vec<u8> {
-    let wave = |n: usize, step: usize| (0..n).map(|i| ((i * step) % 1009) as f32 / 1009.0 - 0.5).collect::<Vec<_>>();
+    let pattern = |n: usize, step: usize| (0..n).map(|i| ((i * step) % 1009) as f32 / 1009.0 - 0.5).collect::<Vec<_>>();
     let (rows, inputs) = (2, DEPTH + DEPTH / 2);
-    let probe = Linear { outputs: PANEL, inputs, panels: wave(PANEL * inputs, 389) };
-    let x = wave(rows * inputs, 577);
+    let probe = Linear { outputs: PANEL, inputs, panels: pattern(PANEL * inputs, 389) };
+    let x = pattern(rows * inputs, 577);
     let mut y = vec![0.0; rows * PANEL];
     probe.tile(0, 0, rows, &x, Target(y.as_mut_ptr()), Mode::Set);
     y.iter().flat_map(|y| y.to_le_bytes()).collect()
@@ -247,12 +247,12 @@ mod tests {
     /// Blocks computed with one instruction set are used with another: both give the same bits.
     #[test]
     fn arithmetic_is_the_chain_for_any_instruction_set() {
-        let wave = |i: usize, step: usize| ((i * step) % 1009) as f32 / 1009.0 - 0.5;
+        let pattern = |i: usize, step: usize| ((i * step) % 1009) as f32 / 1009.0 - 0.5;
         let inputs = DEPTH + DEPTH / 2;
         let mut want = Vec::new();
         for (row, output) in (0..2).flat_map(|row| (0..PANEL).map(move |output| (row, output))) {
-            let weights: Vec<f32> = (0..inputs).map(|input| wave(input * PANEL + output, 389)).collect();
-            let x: Vec<f32> = (0..inputs).map(|input| wave(row * inputs + input, 577)).collect();
+            let weights: Vec<f32> = (0..inputs).map(|input| pattern(input * PANEL + output, 389)).collect();
+            let x: Vec<f32> = (0..inputs).map(|input| pattern(row * inputs + input, 577)).collect();
             want.extend(chain(&weights, &x, is_fused()).to_le_bytes());
         }
         assert_eq!(arithmetic(), want);

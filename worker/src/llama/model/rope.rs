@@ -1,7 +1,7 @@
 //! Rotary position embedding (`RoPE`): dimension `i` of a head rotates with `i + head_dim / 2`, by an angle
 //! proportional to the position.
 
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `call_wide`")]
 
 use crate::llama::loader::{Llama3Scaling, Rope};
 use std::f64::consts::TAU;

@@ -9,7 +9,7 @@
 //! Ties go to the lower id. A full sort is avoided: a vocabulary of 150,000 costs a few passes.
 
 #![expect(clippy::float_cmp, reason = "a penalty that is off is exactly so")]
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `call_wide`")]
 
 use super::simd::{LANES, exp, wide};
 use crate::engine::{Logprobs, Sampling};
@@ -112,7 +112,7 @@ impl Sampler {
         let top_k = top_k.filter(|k| *k > 0).map_or(usize::MAX, |k| k as usize);
         if top_k >= logits.len() && top_p >= 1.0 {
             let kept = || logits.iter().enumerate().filter(|(_, weight)| **weight >= min_p);
-            return walk(kept().map(|(id, weight)| Candidate { id: id as u32, value: *weight }), point);
+            return candidate_at(kept().map(|(id, weight)| Candidate { id: id as u32, value: *weight }), point);
         }
         let mut kept: Vec<Candidate> = (0..)
             .zip(logits.iter())
@@ -123,8 +123,8 @@ impl Sampler {
             kept.select_nth_unstable_by(top_k - 1, Candidate::order);
             kept.truncate(top_k);
         }
-        cut_at_mass(&mut kept, f64::from(top_p));
-        walk(kept.iter().copied(), point)
+        cut_at_share(&mut kept, f64::from(top_p));
+        candidate_at(kept.iter().copied(), point)
     }
 }
 
@@ -138,7 +138,7 @@ fn weigh(logits: &mut [f32], best: f32, temperature: f32) {
 
 /// Sum of `e^(logit - max)`.
 #[inline(always)]
-fn mass(logits: &[f32], max: f32) -> f64 {
+fn exp_sum(logits: &[f32], max: f32) -> f64 {
     let mut sums = [0.0; LANES];
     let chunks = logits.chunks_exact(LANES);
     let rest = chunks.remainder();
@@ -150,12 +150,12 @@ fn mass(logits: &[f32], max: f32) -> f64 {
     sums.iter().sum::<f64>() + rest.iter().map(|logit| f64::from(exp(logit - max))).sum::<f64>()
 }
 
-/// Keeps the likeliest candidates that together have `share` of the mass, likeliest first; one at least.
-fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
+/// Keeps the likeliest candidates that together have `share` of the weight, likeliest first; one at least.
+fn cut_at_share(candidates: &mut Vec<Candidate>, share: f64) {
     let target = share * candidates.iter().map(|c| f64::from(c.value)).sum::<f64>();
     // A few hundred tokens mostly have nearly all of the probability: sort those, and more only if needed.
     let mut sorted = 0;
-    let mut mass = 0.0;
+    let mut weight = 0.0;
     while sorted < candidates.len() {
         let next = (sorted * 8).clamp(256, candidates.len().max(256)).min(candidates.len());
         if next < candidates.len() {
@@ -163,8 +163,8 @@ fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
         }
         candidates[sorted..next].sort_unstable_by(Candidate::order);
         for (i, candidate) in candidates[sorted..next].iter().enumerate() {
-            mass += f64::from(candidate.value);
-            if mass >= target {
+            weight += f64::from(candidate.value);
+            if weight >= target {
                 candidates.truncate(sorted + i + 1);
                 return;
             }
@@ -174,7 +174,7 @@ fn cut_at_mass(candidates: &mut Vec<Candidate>, share: f64) {
 }
 
 /// The candidate at `point` of `0 .. 1` when all are laid out on a line by weight.
-fn walk(candidates: impl Iterator<Item = Candidate> + Clone, point: f64) -> u32 {
+fn candidate_at(candidates: impl Iterator<Item = Candidate> + Clone, point: f64) -> u32 {
     let total: f64 = candidates.clone().map(|c| f64::from(c.value)).sum();
     let mut left = point * total;
     let mut last = 0;
@@ -208,8 +208,8 @@ fn uniform(seed: u64, position: usize) -> f64 {
 /// Natural log-probabilities of the chosen token and of the `n` likeliest tokens.
 pub(in crate::llama) fn logprobs(logits: &[f32], chosen: u32, n: u8) -> Logprobs {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mass = wide!(mass(logits, max)).ln();
-    let of = |logit: f32| (f64::from(logit) - f64::from(max) - mass) as f32;
+    let log_sum = wide!(exp_sum(logits, max)).ln();
+    let of = |logit: f32| (f64::from(logit) - f64::from(max) - log_sum) as f32;
     let n = usize::from(n);
     let mut top: Vec<Candidate> = Vec::with_capacity(n + 1);
     for (id, &value) in (0..).zip(logits) {

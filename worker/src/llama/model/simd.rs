@@ -5,7 +5,7 @@
 //! [`Simd::sum`]. So AVX-512, AVX2 and portable code give the same bits, and a wider machine is only faster. (Without
 //! an FMA instruction `mul_add` is a slow library call with the same result.)
 
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `call_wide`")]
 
 /// Number of values per vector. Sixteen fill one AVX-512 register, two of AVX2, four of NEON.
 pub(super) const LANES: usize = 16;
@@ -63,9 +63,9 @@ impl Simd {
     }
 }
 
-/// The widest instruction set that a kernel is compiled for and the machine has.
+/// Instruction sets for which [`wide!`] compiles its work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Width {
+pub(super) enum InstructionSet {
     /// The baseline of the architecture.
     Plain,
     /// AVX2 with FMA.
@@ -76,9 +76,9 @@ pub(super) enum Width {
     Avx512,
 }
 
-impl Width {
-    /// The width of this machine. Cheap: the standard library caches the detection.
-    pub(super) fn here() -> Self {
+impl InstructionSet {
+    /// The widest of them that this machine has. Cheap: the standard library caches the detection.
+    pub(super) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::is_x86_feature_detected as has;
@@ -97,7 +97,7 @@ impl Width {
 /// `#[inline(always)]` to profit.
 macro_rules! wide {
     ($work:expr) => {
-        $crate::llama::model::simd::widely(
+        $crate::llama::model::simd::call_wide(
             // Otherwise the closure would be a function of its own, compiled for the baseline.
             #[inline(always)]
             || $work,
@@ -108,7 +108,7 @@ pub(super) use wide;
 
 /// What [`wide!`] expands to.
 #[inline]
-pub(super) fn widely<R>(f: impl FnOnce() -> R) -> R {
+pub(super) fn call_wide<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     fn avx2<R>(f: impl FnOnce() -> R) -> R {
@@ -119,14 +119,14 @@ pub(super) fn widely<R>(f: impl FnOnce() -> R) -> R {
     fn avx512<R>(f: impl FnOnce() -> R) -> R {
         f()
     }
-    match Width::here() {
-        Width::Plain => f(),
-        // SAFETY: `here` found these features.
+    match InstructionSet::detect() {
+        InstructionSet::Plain => f(),
+        // SAFETY: `detect` found these features.
         #[cfg(target_arch = "x86_64")]
-        Width::Avx2 => unsafe { avx2(f) },
+        InstructionSet::Avx2 => unsafe { avx2(f) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Width::Avx512 => unsafe { avx512(f) },
+        InstructionSet::Avx512 => unsafe { avx512(f) },
     }
 }
 

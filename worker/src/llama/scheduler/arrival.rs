@@ -22,7 +22,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 /// What all prompts that arrive at one engine share.
-pub(super) struct Local {
+pub(super) struct ArrivalContext {
     pub(super) manager: BlockManager,
     pub(super) stats: Arc<EngineStats>,
     pub(super) metrics: EngineMetrics,
@@ -33,12 +33,12 @@ pub(super) struct Local {
 
 /// The blocks of one prompt that another worker computes.
 pub(super) struct Arrival<'a> {
-    local: &'a Local,
+    context: &'a ArrivalContext,
     sequence: &'a mut Sequence,
     memory: Arc<dyn Tier>,
     progress: Fuse<ProgressStream>,
     /// A change of the progress that came during a load, and when it came. `None` in it: the progress has ended.
-    seen: Option<(Option<Progress>, Instant)>,
+    pending_progress: Option<(Option<Progress>, Instant)>,
     /// Number of leading blocks that were cached here before.
     cached_before: usize,
     /// Blocks that came from the other worker.
@@ -46,7 +46,7 @@ pub(super) struct Arrival<'a> {
 }
 
 /// How a prefill on another worker ended.
-enum End {
+enum PrefillEnd {
     /// The prompt tokens that it found cached, by tier.
     Complete(Vec<(Level, u32)>),
     Failed,
@@ -56,13 +56,13 @@ enum End {
 impl<'a> Arrival<'a> {
     /// `cached_before`: number of leading blocks that are cached here.
     pub(super) fn new(
-        local: &'a Local,
+        context: &'a ArrivalContext,
         sequence: &'a mut Sequence,
         HandedBlocks { memory, progress }: HandedBlocks,
         cached_before: usize,
     ) -> Self {
         let (progress, handed_over) = (progress.fuse(), HashSet::new());
-        Self { local, sequence, memory, progress, seen: None, cached_before, handed_over }
+        Self { context, sequence, memory, progress, pending_progress: None, cached_before, handed_over }
     }
 
     /// Loads the blocks as they are computed, and attaches them to the sequence when all are, or when the prefill has
@@ -72,7 +72,7 @@ impl<'a> Arrival<'a> {
         let end = loop {
             let limit = self.idle_limit().saturating_sub(last_progress.elapsed());
             let Ok((progress, at)) = timeout(limit, self.latest()).await else {
-                break End::Stalled(last_progress.elapsed());
+                break PrefillEnd::Stalled(last_progress.elapsed());
             };
             last_progress = at;
             match progress {
@@ -83,26 +83,26 @@ impl<'a> Arrival<'a> {
                         loaded = blocks;
                     }
                 }
-                Some(Progress::Complete { cached }) => break End::Complete(cached),
-                None => break End::Failed,
+                Some(Progress::Complete { cached }) => break PrefillEnd::Complete(cached),
+                None => break PrefillEnd::Failed,
             }
         };
         let request_id = Arc::clone(&self.sequence.request.id);
         let trace_id = self.sequence.request.attributes.trace.trace_id().map(tracing::field::display);
         let outcome = match end {
-            End::Complete(cached) => {
+            PrefillEnd::Complete(cached) => {
                 self.complete(cached).await;
                 self.sequence.prefilled_elsewhere = Some(last_progress);
                 ArrivalOutcome::Complete
             }
-            End::Failed => {
+            PrefillEnd::Failed => {
                 tracing::warn!(
                     %request_id, trace_id, "prefill on another worker failed; the rest of the prompt is computed"
                 );
                 self.attach_arrived();
                 ArrivalOutcome::Failed
             }
-            End::Stalled(idle) => {
+            PrefillEnd::Stalled(idle) => {
                 tracing::warn!(
                     %request_id, trace_id, idle_s = idle.as_secs_f64(),
                     "prefill on another worker makes no progress; the rest of the prompt is computed"
@@ -111,21 +111,21 @@ impl<'a> Arrival<'a> {
                 ArrivalOutcome::Stalled
             }
         };
-        self.local.metrics.arrived(outcome);
+        self.context.metrics.arrived(outcome);
     }
 
     /// How long to wait without progress: as long as computing the whole prompt here would take.
     fn idle_limit(&self) -> Duration {
-        let seconds = self.sequence.recompute(&self.local.stats).seconds_per_block.unwrap_or(0.0);
+        let seconds = self.sequence.recompute(&self.context.stats).seconds_per_block.unwrap_or(0.0);
         let whole = seconds * self.sequence.missing_hashes().len() as f64;
-        Duration::try_from_secs_f64(whole).unwrap_or(Duration::MAX).max(self.local.min_idle)
+        Duration::try_from_secs_f64(whole).unwrap_or(Duration::MAX).max(self.context.min_idle)
     }
 
     /// The last change of the progress that has come since the last call, and when it came; waits for one. `None`: the
     /// progress has ended.
     async fn latest(&mut self) -> (Option<Progress>, Instant) {
-        let (mut latest, mut at) = match self.seen.take() {
-            Some(seen) => seen,
+        let (mut latest, mut at) = match self.pending_progress.take() {
+            Some(pending) => pending,
             None => (self.progress.next().await, Instant::now()),
         };
         while let Some(Progress::Computing { .. }) = latest
@@ -142,15 +142,15 @@ impl<'a> Arrival<'a> {
         let hashes = self.sequence.missing_hashes()[blocks].to_vec();
         let loaded = {
             let trace = &self.sequence.request.attributes.trace;
-            let loading = self.local.manager.prefetch_from(&self.memory, &hashes, trace);
-            let mut loading = pin!(timeout(self.local.min_idle, loading));
+            let loading = self.context.manager.prefetch_from(&self.memory, &hashes, trace);
+            let mut loading = pin!(timeout(self.context.min_idle, loading));
             loop {
                 tokio::select! {
                     biased;
                     loaded = &mut loading => break loaded.ok(),
                     next = self.progress.next() => {
                         let has_ended = !matches!(next, Some(Progress::Computing { .. }));
-                        self.seen = Some((next, Instant::now()));
+                        self.pending_progress = Some((next, Instant::now()));
                         if has_ended {
                             break None;
                         }
@@ -159,7 +159,7 @@ impl<'a> Arrival<'a> {
             }
         };
         let Onboarded { blocks, from } = loaded.unwrap_or_else(|| {
-            let blocks = self.local.manager.hold(&hashes);
+            let blocks = self.context.manager.hold(&hashes);
             let from = vec![(Level::Peer, blocks.len())];
             Onboarded { blocks, from }
         });
@@ -172,7 +172,7 @@ impl<'a> Arrival<'a> {
         let mut at = 0;
         for (level, count) in from {
             if *level == Level::Peer {
-                self.local.metrics.received(phase, count * self.local.block_bytes);
+                self.context.metrics.received(phase, count * self.context.block_bytes);
                 self.handed_over.extend(&hashes[at..at + count]);
             }
             at += count;
@@ -182,9 +182,10 @@ impl<'a> Arrival<'a> {
     /// The prompt is computed: loads the blocks that are missing, for no longer than computing them would take.
     async fn complete(&mut self, cached: Vec<(Level, u32)>) {
         self.sequence.limit_cached(cached.iter().map(|(_, tokens)| *tokens as usize).sum());
-        let (hashes, recompute) = (self.sequence.missing_hashes().to_vec(), self.sequence.recompute(&self.local.stats));
+        let (hashes, recompute) =
+            (self.sequence.missing_hashes().to_vec(), self.sequence.recompute(&self.context.stats));
         let trace = &self.sequence.request.attributes.trace;
-        let onboarded = self.local.manager.onboard_from(&self.memory, &hashes, recompute, trace).await;
+        let onboarded = self.context.manager.onboard_from(&self.memory, &hashes, recompute, trace).await;
         let Onboarded { blocks, from } = onboarded;
         self.count(&hashes, &from, HandoffPhase::AfterPrefill);
         self.attach(blocks, &cached);
@@ -195,7 +196,7 @@ impl<'a> Arrival<'a> {
     /// Attaches what has arrived. What the other worker found cached is not known.
     fn attach_arrived(&mut self) {
         self.sequence.limit_cached(self.cached_before * self.sequence.chain.block_size);
-        let blocks = self.local.manager.hold(self.sequence.missing_hashes());
+        let blocks = self.context.manager.hold(self.sequence.missing_hashes());
         self.attach(blocks, &[]);
     }
 
@@ -205,7 +206,7 @@ impl<'a> Arrival<'a> {
         let before = is_handed_over.iter().take_while(|handed| !**handed).count();
         let handed = is_handed_over.iter().filter(|handed| **handed).count();
         let [before, handed] = [before, handed].map(|blocks| (blocks * self.sequence.chain.block_size) as u32);
-        self.sequence.attach(blocks, &self.local.manager);
+        self.sequence.attach(blocks, &self.context.manager);
         self.sequence.report_cached(Level::G1, before as usize);
         self.sequence.report.handed_over = handed;
         let (mut skip, mut left) = (before, handed);

@@ -15,9 +15,9 @@ pub(super) struct Candidate {
     /// How many tokens of the unfinished block are computed.
     pub(super) offset: usize,
     /// The hash of the first block that the next rows complete, when all its tokens are known.
-    pub(super) next: Option<SequenceHash>,
+    pub(super) next_hash: Option<SequenceHash>,
     /// Rows until the next block that was loaded meanwhile and need not be computed.
-    pub(super) gap: usize,
+    pub(super) rows_to_cached_block: usize,
     /// The sequence waits for onboarding, or its client reads too slowly; computing more would only pile up tokens.
     pub(super) stalled: bool,
 }
@@ -36,16 +36,16 @@ pub(super) struct Rows {
 /// block can follow.
 pub(super) fn choose(candidates: &[Candidate], budget: usize, block_size: usize) -> Vec<Rows> {
     let mut left = budget;
-    let mut underway = HashSet::new();
+    let mut being_computed = HashSet::new();
     let mut rows = Vec::with_capacity(candidates.len());
     for (index, candidate) in candidates.iter().enumerate() {
         let count = match candidate.pending {
             _ if candidate.stalled => 0,
             0 | 1 => candidate.pending,
-            _ if candidate.next.is_some_and(|name| !underway.insert(name)) => 0,
+            _ if candidate.next_hash.is_some_and(|hash| !being_computed.insert(hash)) => 0,
             pending => {
-                let most = left.min(candidate.gap);
-                let count = if pending <= most { pending } else { whole_blocks(candidate.offset, most, block_size) };
+                let max = left.min(candidate.rows_to_cached_block);
+                let count = if pending <= max { pending } else { whole_blocks(candidate.offset, max, block_size) };
                 left -= count;
                 count
             }
@@ -71,8 +71,8 @@ mod tests {
         Candidate {
             pending,
             offset: 0,
-            next: Some(SequenceHash::from_bytes([next; 16])),
-            gap: usize::MAX,
+            next_hash: Some(SequenceHash::from_bytes([next; 16])),
+            rows_to_cached_block: usize::MAX,
             stalled: false,
         }
     }
@@ -98,7 +98,7 @@ mod tests {
 
     #[test]
     fn a_prompt_stops_before_loaded_blocks() {
-        let met = Candidate { gap: 48, ..candidate(900, 1) };
+        let met = Candidate { rows_to_cached_block: 48, ..candidate(900, 1) };
         let rows = choose(&[met, candidate(700, 3)], 512, 16);
         assert_eq!(rows, [(0, 48), (1, 464)].map(|(index, count)| Rows { index, count }));
     }

@@ -4,7 +4,7 @@
 //! Each request does this in a task of its own, so a slow peer delays no other request. Onboarding goes on while the
 //! request waits in the queue, and for later blocks while it computes.
 
-use super::arrival::{Arrival, Local};
+use super::arrival::{Arrival, ArrivalContext};
 use super::sequence::Sequence;
 use super::stats::EngineStats;
 use crate::engine::Work;
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// Finds the cached prefixes of the requests of one engine.
 pub(in crate::llama) struct PrefixLoader {
-    local: Local,
+    context: ArrivalContext,
     peers: Peers,
 }
 
@@ -29,7 +29,7 @@ impl PrefixLoader {
         block_bytes: usize,
         min_idle: Duration,
     ) -> Self {
-        Self { local: Local { manager, stats, metrics, block_bytes, min_idle }, peers }
+        Self { context: ArrivalContext { manager, stats, metrics, block_bytes, min_idle }, peers }
     }
 
     /// Attaches the cached prefix and starts onboarding of the rest. Returns `None` when the client has closed the
@@ -41,7 +41,7 @@ impl PrefixLoader {
             biased;
             () = closed => {
                 if is_handed_over {
-                    self.local.metrics.arrived(ArrivalOutcome::Cancelled);
+                    self.context.metrics.arrived(ArrivalOutcome::Cancelled);
                 }
                 None
             }
@@ -50,7 +50,7 @@ impl PrefixLoader {
     }
 
     async fn attach_prefix(&self, sequence: &mut Sequence) {
-        let found = self.local.manager.lookup(sequence.missing_hashes());
+        let found = self.context.manager.lookup(sequence.missing_hashes());
         if let Work::Resume(handoff) = &sequence.request.work {
             let ticket = HandoffTicket::decode(handoff);
             let blocks = ticket.as_ref().and_then(|ticket| self.peers.find(ticket));
@@ -59,7 +59,7 @@ impl PrefixLoader {
                 let cached_before = found.len();
                 // Not held while the others arrive.
                 drop(found);
-                Arrival::new(&self.local, sequence, blocks, cached_before).take_over().await;
+                Arrival::new(&self.context, sequence, blocks, cached_before).take_over().await;
                 sequence.stats.arrived(sequence.pending());
             } else {
                 tracing::warn!(
@@ -67,14 +67,14 @@ impl PrefixLoader {
                     trace_id = sequence.request.attributes.trace.trace_id().map(tracing::field::display),
                     "prefill worker is not known; recomputing the prompt"
                 );
-                self.local.metrics.arrived(ArrivalOutcome::Unknown);
-                let tokens = sequence.attach(found, &self.local.manager);
+                self.context.metrics.arrived(ArrivalOutcome::Unknown);
+                let tokens = sequence.attach(found, &self.context.manager);
                 sequence.report_cached(Level::G1, tokens);
             }
         } else {
-            let tokens = sequence.attach(found, &self.local.manager);
+            let tokens = sequence.attach(found, &self.context.manager);
             sequence.report_cached(Level::G1, tokens);
         }
-        sequence.start_onboarding(&self.local.manager, &self.local.stats);
+        sequence.start_onboarding(&self.context.manager, &self.context.stats);
     }
 }

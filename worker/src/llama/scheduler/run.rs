@@ -3,16 +3,16 @@
 //! ```text
 //!  accepted ─ prepare (match) ─▶ waiting ─ admit ─▶ running ─ step ─▶ … ─▶ finished
 //!                                   ▲                 │
-//!                                   ▲└──── preempt ────┘   (no free block: the youngest is preempted)
+//!                                   ├──── preempt ────┤    (no free block: the youngest is preempted)
 //!                           output  │                 │
-//!                           is read └──── paused ◀────┘   (its output is not read; fails after a while)
+//!                           is read └──── paused ◀────┘    (its output is not read; fails after a while)
 //! ```
 //!
 //! Onboarding goes on all the time. A sequence in the batch first waits for its blocks, as long as that is quicker than
 //! computing them, and has no rows meanwhile. Then it computes from the front, and skips the blocks that have arrived.
 //!
 //! One task owns all state. A step computes off the async threads, under the runtime's compute permit; between two
-//! steps the batch may change in any way, because no row's result depends on its batch mates.
+//! steps the batch may change in any way, because no row's result depends on the other rows.
 
 use super::batch::{self, Candidate, Rows};
 use super::handoffs::HeldHandoffs;
@@ -66,7 +66,8 @@ pub(in crate::llama) struct Scheduler {
     peers: Peers,
     /// Dropped with the scheduler, which tells the receivers that the engine has stopped.
     load: watch::Sender<Load>,
-    inbox: mpsc::Receiver<Sequence>,
+    /// Sequences that were accepted and are ready for the queue.
+    submitted: mpsc::Receiver<Sequence>,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
     /// Sequences whose output is not read, the longest paused first. They are not in the batch and hold no blocks.
@@ -80,7 +81,7 @@ impl Scheduler {
     pub(in crate::llama) fn new(
         resources: Resources,
         load: watch::Sender<Load>,
-        inbox: mpsc::Receiver<Sequence>,
+        submitted: mpsc::Receiver<Sequence>,
     ) -> Self {
         let Resources { worker, runtime, kv_cache, manager, settings, limits, stats, metrics, peers } = resources;
         Self {
@@ -94,7 +95,7 @@ impl Scheduler {
             metrics,
             peers,
             load,
-            inbox,
+            submitted,
             waiting: VecDeque::new(),
             running: Vec::new(),
             paused: VecDeque::new(),
@@ -106,7 +107,7 @@ impl Scheduler {
     /// Runs until the engine is dropped and the last sequence has finished.
     pub(in crate::llama) async fn run(mut self) {
         loop {
-            while let Ok(sequence) = self.inbox.try_recv() {
+            while let Ok(sequence) = self.submitted.try_recv() {
                 self.waiting.push_back(sequence);
             }
             let metrics = &self.metrics;
@@ -134,15 +135,15 @@ impl Scheduler {
             let next = if idle {
                 tokio::select! {
                     biased;
-                    next = self.inbox.recv() => next,
+                    next = self.submitted.recv() => next,
                     // A request arrived or ended before it reached the scheduler: the load report changes.
                     () = self.stats.changed() => continue,
                 }
             } else {
-                // A closed inbox must not turn the wait into a busy loop.
+                // A closed channel must not turn the wait into a busy loop.
                 tokio::select! {
                     biased;
-                    Some(next) = self.inbox.recv() => Some(next),
+                    Some(next) = self.submitted.recv() => Some(next),
                     () = self.stats.changed() => continue,
                     () = sleep(POLL_INTERVAL) => continue,
                 }
@@ -218,8 +219,8 @@ impl Scheduler {
                 self.waiting.iter_mut().for_each(Sequence::release);
                 self.reclaim_from_handoffs(room);
                 if self.manager.available() < room {
-                    // Nor may its own onboarded blocks behind one that could not be loaded; the intact ones are loaded
-                    // again.
+                    // The sequence itself holds blocks that were onboarded behind one that could not be loaded. They
+                    // must not stay, either; the intact ones are loaded again.
                     sequence.onboarding = None;
                 }
                 let pinned_out = self.manager.capacity() - self.manager.pinned() < room;
@@ -325,7 +326,7 @@ impl Scheduler {
         // Prompts are computed in whole blocks.
         let budget = self.limits.max_prefill_chunk_tokens().max(self.block_size());
         let chosen = batch::choose(&self.candidates(), budget, self.block_size());
-        let rows = self.secure_blocks(chosen);
+        let rows = self.allocate_blocks(chosen);
         if rows.is_empty() {
             return false;
         }
@@ -370,8 +371,8 @@ impl Scheduler {
             .map(|sequence| Candidate {
                 pending: sequence.pending(),
                 offset: sequence.computed % size,
-                next: sequence.chain.hashes.get(sequence.computed / size).copied(),
-                gap: sequence.rows_to_next_cached_block(&self.manager),
+                next_hash: sequence.chain.hashes.get(sequence.computed / size).copied(),
+                rows_to_cached_block: sequence.rows_to_next_cached_block(&self.manager),
                 stalled: sequence.output.is_stalled() || sequence.awaits_blocks(),
             })
             .collect()
@@ -379,8 +380,8 @@ impl Scheduler {
 
     /// Allocates the blocks that the chosen rows fill. When none is free, waiting sequences yield theirs, then the
     /// youngest running sequence is preempted.
-    fn secure_blocks(&mut self, chosen: Vec<Rows>) -> Vec<Rows> {
-        let mut secured = Vec::with_capacity(chosen.len());
+    fn allocate_blocks(&mut self, chosen: Vec<Rows>) -> Vec<Rows> {
+        let mut allocated = Vec::with_capacity(chosen.len());
         'next: for rows in chosen {
             while rows.index < self.running.len() {
                 let sequence = &self.running[rows.index];
@@ -388,7 +389,7 @@ impl Scheduler {
                 if let Some(blocks) = self.manager.allocate(need) {
                     self.running[rows.index].blocks.extend(blocks);
                     self.running[rows.index].claim(rows.count);
-                    secured.push(rows);
+                    allocated.push(rows);
                     continue 'next;
                 }
                 // Waiting sequences yield their blocks first, then hand-overs.
@@ -399,7 +400,7 @@ impl Scheduler {
                 }
             }
         }
-        secured
+        allocated
     }
 
     fn preempt(&mut self) {

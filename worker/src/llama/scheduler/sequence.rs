@@ -24,6 +24,7 @@ pub(in crate::llama) struct Sequence {
     pub(super) domain: DomainId,
     /// The prompt's tokens, then the generated ones.
     pub(super) tokens: Vec<u32>,
+    /// Number of prompt tokens.
     pub(super) prompt: usize,
     /// Hashes of all full blocks of `tokens`.
     pub(super) chain: HashChain,

@@ -38,8 +38,8 @@ struct State {
     connected_at: Option<Instant>,
     /// What the library knows of its servers is from before the last connection was lost.
     is_first_round: bool,
-    /// What the server said on this connection.
-    said: Option<String>,
+    /// The error that the server has reported on this connection.
+    server_error: Option<String>,
     /// Why there is no connection, as far as it is known.
     cause: Option<String>,
     /// The cause that was logged last.
@@ -102,7 +102,7 @@ impl Attempts {
         let mut state = self.state.lock();
         (state.is_open, state.is_first_round) = (true, true);
         state.connected_at = Some(Instant::now());
-        (state.said, state.cause) = (None, None);
+        (state.server_error, state.cause) = (None, None);
         std::mem::take(&mut state.is_loss_logged)
     }
 
@@ -110,24 +110,24 @@ impl Attempts {
     pub(super) fn server_reported(&self, problem: &str) {
         // The server denies a request and keeps the connection.
         if !problem.to_ascii_lowercase().starts_with("permissions violation") {
-            self.state.lock().said = Some(self.explain(problem));
+            self.state.lock().server_error = Some(self.explain(problem));
         }
     }
 
     /// The connection was lost.
     pub(super) fn disconnected(&self) {
         let mut state = self.state.lock();
-        state.settle();
-        let said = state.said.take();
+        state.end_connection();
+        let server_error = state.server_error.take();
         // An attempt may have failed before this event came.
-        if said.is_some() {
-            state.cause.clone_from(&said);
+        if server_error.is_some() {
+            state.cause.clone_from(&server_error);
         }
         if let Some(suppressed) = self.losses.admit() {
             state.is_loss_logged = true;
             drop(state);
             tracing::warn!(
-                problem = said,
+                problem = server_error,
                 suppressed,
                 "the connection to nats is lost; until it is made again, the last view of instances and caches is used"
             );
@@ -201,7 +201,7 @@ impl Attempts {
         if !state.is_open {
             return delay(first);
         }
-        state.settle();
+        state.end_connection();
         state.count = state.count.saturating_add(1);
         delay(state.count)
     }
@@ -209,7 +209,7 @@ impl Attempts {
 
 impl State {
     /// The last connection has ended. After one that has lived, delays are short again, and causes are logged again.
-    fn settle(&mut self) {
+    fn end_connection(&mut self) {
         if self.connected_at.take().is_some_and(|at| at.elapsed() >= STABLE) {
             (self.count, self.logged) = (0, None);
         }

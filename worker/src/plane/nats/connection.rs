@@ -25,7 +25,7 @@ pub struct Connection {
     pub(super) metrics: Metrics,
     /// Identifies this process among those that ever connected.
     pub(super) process: String,
-    link: watch::Receiver<Link>,
+    state: watch::Receiver<ConnectionState>,
     denied: Denied,
     attempts: Arc<Attempts>,
     /// Limits log lines about requests that are not answered.
@@ -34,7 +34,7 @@ pub struct Connection {
 
 /// State of the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) struct Link {
+pub(super) struct ConnectionState {
     pub(super) connected: bool,
     /// Number of times that the connection was made.
     pub(super) generation: u64,
@@ -76,13 +76,13 @@ impl Connection {
         settings.check()?;
         let subjects = Subjects::new(&settings.prefix, &settings.bucket);
         let servers = addresses(&settings)?;
-        let (sender, mut link) = watch::channel(Link::default());
+        let (sender, mut state) = watch::channel(ConnectionState::default());
         let (denied, attempts) = (Denied::default(), Attempts::new(&settings));
         let options = with_callbacks(options(&settings, &subjects)?, sender, metrics.clone(), &denied, &attempts);
         let deadline = Instant::now() + settings.connect_timeout;
         let client = connect(&options, &servers, &settings, &attempts, deadline).await?;
         // Followers compare their view again after each connection, so the first must be counted before they start.
-        let _ = link.wait_for(|link| link.generation > 0).await;
+        let _ = state.wait_for(|state| state.generation > 0).await;
         check_server(&client)?;
         let jetstream: Context = ContextBuilder::new().timeout(ANSWER_TIMEOUT).build(client.clone());
         let bucket = Bucket::open(jetstream, &settings, subjects.clone(), deadline).await?;
@@ -92,15 +92,15 @@ impl Connection {
         let prefix = &settings.prefix;
         tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
         let unanswered = LogLimit::new(1, UNANSWERED_LOG_INTERVAL);
-        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, link, denied, attempts, unanswered }))
+        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, state, denied, attempts, unanswered }))
     }
 
-    pub(super) fn link(&self) -> watch::Receiver<Link> {
-        self.link.clone()
+    pub(super) fn state(&self) -> watch::Receiver<ConnectionState> {
+        self.state.clone()
     }
 
     pub(super) fn is_connected(&self) -> bool {
-        self.link.borrow().connected
+        self.state.borrow().connected
     }
 
     /// Why the planes have their last view and not the current one. `None` while the process is connected.
@@ -178,7 +178,7 @@ fn options(settings: &Settings, subjects: &Subjects) -> Result<ConnectOptions, C
 
 fn with_callbacks(
     options: ConnectOptions,
-    link: watch::Sender<Link>,
+    state: watch::Sender<ConnectionState>,
     metrics: Metrics,
     denied: &Denied,
     attempts: &Arc<Attempts>,
@@ -188,9 +188,12 @@ fn with_callbacks(
     attempts.apply(options).event_callback(move |event| {
         match event {
             Event::Connected => {
-                let first = link.borrow().generation == 0;
+                let first = state.borrow().generation == 0;
                 let is_loss_logged = attempts.connected();
-                link.send_modify(|link| *link = Link { connected: true, generation: link.generation + 1 });
+                state.send_modify(|state| {
+                    state.connected = true;
+                    state.generation += 1;
+                });
                 metrics.connected.set(1);
                 // An old denial does not explain a new error.
                 *denied.lock() = None;
@@ -203,7 +206,7 @@ fn with_callbacks(
             }
             Event::Disconnected => {
                 attempts.disconnected();
-                link.send_modify(|link| link.connected = false);
+                state.send_modify(|state| state.connected = false);
                 metrics.connected.set(0);
             }
             Event::SlowConsumer(_) => metrics.lost(Lost::ReceiveQueue, 1),

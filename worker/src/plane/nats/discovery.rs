@@ -32,7 +32,7 @@ impl NatsDiscovery {
 
     /// Waits until dropped leases are deregistered. To be called before the process ends; otherwise its instances are
     /// reported as left only when their leases expire.
-    pub async fn settled(&self) {
+    pub async fn wait_until_deregistered(&self) {
         let (sender, receiver) = oneshot::channel();
         // An error means that the task has ended with its runtime.
         if self.registrar.send(Command::Confirm(sender)).is_ok() {

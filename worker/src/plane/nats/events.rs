@@ -65,12 +65,12 @@ impl NatsEvents {
 
 impl Sender {
     async fn run(mut self) {
-        let mut link = self.connection.link();
+        let mut state = self.connection.state();
         loop {
             match self.outbox.next().await {
                 Command::Publish(event) => {
                     // Without a connection events wait here, where the oldest give way, and not in the client.
-                    if link.wait_for(|link| link.connected).await.is_err() {
+                    if state.wait_for(|state| state.connected).await.is_err() {
                         return;
                     }
                     self.publish(event).await;

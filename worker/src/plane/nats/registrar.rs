@@ -96,19 +96,19 @@ impl Registrar {
     }
 
     async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
-        let mut link = self.connection.link();
-        link.mark_unchanged();
+        let mut state = self.connection.state();
+        state.mark_unchanged();
         let mut key_changes = KeyChanges::of(self.keys.as_ref());
         loop {
             let due = self.held.values().map(|held| held.renew_at).min();
             tokio::select! {
                 biased;
                 command = commands.recv() => match command {
-                    Some(command) => self.carry_out(command).await,
+                    Some(command) => self.run_command(command).await,
                     None => return,
                 },
-                Ok(()) = link.changed() => {
-                    if link.borrow_and_update().connected {
+                Ok(()) = state.changed() => {
+                    if state.borrow_and_update().connected {
                         // Leases may have expired meanwhile.
                         self.renew_all_now();
                     }
@@ -119,7 +119,7 @@ impl Registrar {
         }
     }
 
-    async fn carry_out(&mut self, command: Command) {
+    async fn run_command(&mut self, command: Command) {
         match command {
             Command::Register(instance, reply) => {
                 let registered = self.register(*instance).await;
@@ -268,7 +268,7 @@ async fn write(
         let last = last(connection, keys, id).await.map_err(unavailable)?;
         let writer = writer(&last, connection, instance.epoch);
         if writer == Some(Writer::Other) {
-            return Err(PlaneError::Refused(taken(id, &last)));
+            return Err(PlaneError::Refused(taken_message(id, &last)));
         }
         let expected = expected(&last, writer, attempt);
         match bucket.put(id, record, expected, connection.settings.lease).await {
@@ -288,7 +288,7 @@ fn expected(last: &Last, writer: Option<Writer>, attempt: usize) -> Option<u64> 
     (writer.is_some() || attempt < MAX_ATTEMPTS).then_some(last.revision)
 }
 
-fn taken(id: WorkerId, last: &Last) -> String {
+fn taken_message(id: WorkerId, last: &Last) -> String {
     let epoch = last.value.as_ref().and_then(|stored| RecordHead::decode(&stored.json).ok());
     let epoch = epoch.map_or(0, |head| head.epoch().0);
     format!(
@@ -319,7 +319,7 @@ async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId,
         };
         let writer = writer(&last, connection, held.epoch);
         if writer == Some(Writer::Other) {
-            return Renewed::Superseded(taken(id, &last));
+            return Renewed::Superseded(taken_message(id, &last));
         }
         let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
         match bucket.put(id, &record, expected(&last, writer, attempt), lease).await {

@@ -96,7 +96,7 @@ fn discovery_with_keys(connection: &Arc<Connection>, keys: Option<RecordKeys>) -
 async fn watch(settings: Settings) -> BoxStream<'static, Membership> {
     let discovery = discovery_of(&connect(settings).await);
     let watch = discovery.watch();
-    discovery.settled().await;
+    discovery.wait_until_deregistered().await;
     watch
 }
 

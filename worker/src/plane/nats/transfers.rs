@@ -19,7 +19,7 @@ use tokio::time::Instant;
 const PIECE_BYTES: usize = 48 << 10;
 
 /// Pieces requested at a time: 384 KiB on the way, more than 1 Gbit/s times 2 ms.
-const WINDOW: usize = 8;
+const CONCURRENT_PIECES: usize = 8;
 
 /// Memory reserved before any piece has arrived; the announced number of bytes may be wrong.
 const MAX_RESERVED_BYTES: u64 = 64 << 20;
@@ -46,7 +46,7 @@ where
     let mut all = Vec::with_capacity(bytes.min(MAX_RESERVED_BYTES) as usize);
     all.extend_from_slice(&first);
     let offsets = (first.len() as u64..bytes).step_by(PIECE_BYTES);
-    let mut pieces = futures::stream::iter(offsets.map(read)).buffered(WINDOW);
+    let mut pieces = futures::stream::iter(offsets.map(read)).buffered(CONCURRENT_PIECES);
     while let Some(piece) = pieces.try_next().await? {
         all.extend_from_slice(&piece);
     }
@@ -60,10 +60,10 @@ pub(super) struct OpenSnapshots(Mutex<State>);
 #[derive(Default)]
 struct State {
     last: u64,
-    open: BTreeMap<u64, Open>,
+    open: BTreeMap<u64, OpenSnapshot>,
 }
 
-struct Open {
+struct OpenSnapshot {
     of: (Source, Epoch, u64),
     encoded: Bytes,
     used: Instant,
@@ -94,7 +94,7 @@ impl OpenSnapshots {
         let id = state.last;
         // Nothing is left to be read of a snapshot of one piece.
         if first.len() < encoded.len() {
-            state.open.insert(id, Open { of: (source, epoch, number), encoded, used: Instant::now() });
+            state.open.insert(id, OpenSnapshot { of: (source, epoch, number), encoded, used: Instant::now() });
         }
         (id, bytes, first)
     }
@@ -114,15 +114,15 @@ const MAX_INLINE_BYTES: usize = 128 << 10;
 /// Encodes a snapshot without blocking the async runtime.
 pub(super) async fn encode_snapshot(snapshot: Snapshot) -> Bytes {
     let bytes = snapshot.blocks().count() * size_of::<SequenceHash>();
-    unless_small(bytes, move || Bytes::from(codec::encode(&snapshot))).await
+    on_blocking_thread_if_large(bytes, move || Bytes::from(codec::encode(&snapshot))).await
 }
 
 /// Decodes a snapshot without blocking the async runtime.
 pub(super) async fn decode_snapshot(encoded: Vec<u8>) -> Result<Snapshot, CodecError> {
-    unless_small(encoded.len(), move || codec::decode(&encoded)).await
+    on_blocking_thread_if_large(encoded.len(), move || codec::decode(&encoded)).await
 }
 
-async fn unless_small<T: Send + 'static>(bytes: usize, work: impl FnOnce() -> T + Send + 'static) -> T {
+async fn on_blocking_thread_if_large<T: Send + 'static>(bytes: usize, work: impl FnOnce() -> T + Send + 'static) -> T {
     if bytes <= MAX_INLINE_BYTES {
         return work();
     }

@@ -2,7 +2,7 @@
 //! the connector.
 //!
 //! ```text
-//!                  record                          deletion, or expiry while NATS was heard
+//!                  record                          deletion, or expiry while messages come
 //!    (unknown) ────────────▶ present ───────────────────────────────────────────────────────▶ left
 //!                              ▲  │ expiry after a silence of NATS                              ▲
 //!                       record │  ▼                                          end of the grace    │
@@ -31,7 +31,7 @@ pub(super) struct View {
     connector: Connector,
     lease: Duration,
     /// When a message of the bucket last arrived; `None` before the first.
-    heard: Option<Instant>,
+    last_message: Option<Instant>,
     /// Until then an expired instance may renew.
     grace_until: Option<Instant>,
     /// The keys seen since a list began; `None` when it is complete.
@@ -57,22 +57,22 @@ impl Entry {
 
 impl View {
     pub(super) fn new(connector: Connector, lease: Duration) -> Self {
-        Self { entries: BTreeMap::new(), connector, lease, heard: None, grace_until: None, listed: None }
+        Self { entries: BTreeMap::new(), connector, lease, last_message: None, grace_until: None, listed: None }
     }
 
     /// A message of the bucket has arrived. To be called before the message is applied.
-    pub(super) fn heard(&mut self, now: Instant) {
-        if self.heard.is_some_and(|heard| now - heard > self.lease / 2) {
+    pub(super) fn message_received(&mut self, now: Instant) {
+        if self.is_silent(now) {
             self.grace_until = Some(now + self.lease);
         }
-        self.heard = Some(now);
+        self.last_message = Some(now);
     }
 
     /// A list of all keys of the bucket follows. If it is not the first one, the connection to NATS was lost before, or
     /// the bucket was created again.
     pub(super) fn begin_list(&mut self, now: Instant) {
         self.listed = Some(BTreeSet::new());
-        if self.heard.replace(now).is_some() {
+        if self.last_message.replace(now).is_some() {
             self.grace_until = Some(now + self.lease);
         }
     }
@@ -90,7 +90,7 @@ impl View {
 
     /// The record of an instance. Nothing has changed if it was renewed.
     pub(super) fn registered(&mut self, instance: Instance, address: Address) -> Option<Membership> {
-        self.seen(instance.id);
+        self.mark_listed(instance.id);
         let known = self.entries.get_mut(&instance.id);
         let known = known.filter(|known| known.instance.epoch == instance.epoch && known.address == address);
         let engine = match known {
@@ -117,13 +117,13 @@ impl View {
 
     /// The record of an instance as before. Returns whether the instance is known.
     pub(super) fn renewed(&mut self, id: WorkerId) -> bool {
-        self.seen(id);
+        self.mark_listed(id);
         self.entries.get_mut(&id).map(Entry::renew).is_some()
     }
 
     /// A record that cannot be used, in the place of that of a worker.
     pub(super) fn unusable(&mut self, id: WorkerId, now: Instant) {
-        self.seen(id);
+        self.mark_listed(id);
         let end = now + self.lease;
         if let Some(entry) = self.entries.get_mut(&id).filter(|entry| !entry.is_expired) {
             // Further ones do not extend the lease.
@@ -133,13 +133,13 @@ impl View {
 
     /// A worker deregistered, or another process whose record cannot be used has taken its place.
     pub(super) fn removed(&mut self, id: WorkerId) -> Option<Membership> {
-        self.seen(id);
+        self.mark_listed(id);
         self.entries.remove(&id).map(|entry| Membership::Left(id, entry.instance.epoch))
     }
 
     /// The lease of a worker expired.
     pub(super) fn expired(&mut self, id: WorkerId, now: Instant) -> Option<Membership> {
-        self.seen(id);
+        self.mark_listed(id);
         if self.grace_until.is_none_or(|until| now >= until) {
             return self.removed(id);
         }
@@ -174,7 +174,7 @@ impl View {
     fn end_leases(&mut self, now: Instant) -> Vec<Membership> {
         let over = self.ids(|entry| entry.lease_ends.is_some_and(|end| now >= end));
         // Without other messages it may be NATS that does not answer.
-        if !over.is_empty() && self.heard.is_some_and(|heard| now - heard > self.lease / 2) {
+        if !over.is_empty() && self.is_silent(now) {
             self.grace_until = Some(now + self.lease);
         }
         over.into_iter().filter_map(|id| self.expired(id, now)).collect()
@@ -184,7 +184,12 @@ impl View {
         self.entries.iter().filter(|(_, entry)| of(entry)).map(|(id, _)| *id).collect()
     }
 
-    fn seen(&mut self, id: WorkerId) {
+    /// Whether the last message came more than half a lease ago.
+    fn is_silent(&self, now: Instant) -> bool {
+        self.last_message.is_some_and(|last| now - last > self.lease / 2)
+    }
+
+    fn mark_listed(&mut self, id: WorkerId) {
         if let Some(listed) = &mut self.listed {
             listed.insert(id);
         }
@@ -250,7 +255,7 @@ mod tests {
         let (mut view, start, _) = view();
         view.registered(instance(1, 1), address());
         for second in 1..=6 {
-            view.heard(start + Duration::from_secs(second));
+            view.message_received(start + Duration::from_secs(second));
         }
         assert_eq!(left(view.expired(WorkerId(1), start + LEASE)), [(1, 1)]);
         assert_eq!(view.next_due(), None);
@@ -259,12 +264,12 @@ mod tests {
     #[test]
     fn after_a_silence_expired_instances_may_renew() {
         let (mut view, start, made) = view();
-        view.heard(start);
+        view.message_received(start);
         for id in 1..=3 {
             view.registered(instance(id, 1), address());
         }
         let back = start + Duration::from_mins(1);
-        view.heard(back);
+        view.message_received(back);
         for id in 1..=3 {
             assert!(view.expired(WorkerId(id), back).is_none(), "there is no storm of departures");
         }
@@ -285,7 +290,7 @@ mod tests {
             view.registered(instance(id, 1), address());
         }
         for second in 0..=6 {
-            view.heard(at(second));
+            view.message_received(at(second));
             // Of the first: again and again. Of one that is not known: nothing happens.
             for id in [1, 4] {
                 view.unusable(WorkerId(id), at(second));
@@ -306,11 +311,11 @@ mod tests {
         let (mut view, start, _) = view();
         view.registered(instance(1, 1), address());
         view.registered(instance(2, 1), address());
-        view.heard(start);
+        view.message_received(start);
         for id in [1, 2] {
             view.unusable(WorkerId(id), start);
         }
-        assert_eq!(left(view.due(start + LEASE)), [], "nothing was heard, so NATS may not answer");
+        assert_eq!(left(view.due(start + LEASE)), [], "no message came, so NATS may not answer");
         view.unusable(WorkerId(1), start + LEASE);
         assert!(view.renewed(WorkerId(2)));
         assert_eq!(view.next_due(), Some(start + LEASE * 2));
@@ -321,7 +326,7 @@ mod tests {
     #[test]
     fn a_new_list_ends_instances_that_are_not_in_it() {
         let (mut view, start, _) = view();
-        view.heard(start);
+        view.message_received(start);
         view.registered(instance(1, 1), address());
         view.registered(instance(2, 1), address());
         view.begin_list(start);

@@ -8,7 +8,7 @@ use super::Address;
 use super::Connector;
 use super::authentication::{KeyChanges, RecordKeys, StoredRecord};
 use super::bucket::{self, Change};
-use super::connection::{ANSWER_TIMEOUT, Connection, Link, until};
+use super::connection::{ANSWER_TIMEOUT, Connection, ConnectionState, until};
 use super::metrics::Refused;
 use super::record::{Record, Unusable};
 use super::subjects;
@@ -55,7 +55,7 @@ enum Ended {
     ListAgain,
 }
 
-type LinkReceiver = watch::Receiver<Link>;
+type StateReceiver = watch::Receiver<ConnectionState>;
 
 /// Delay between attempts to follow the bucket while the server does not answer.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -78,22 +78,22 @@ impl Watcher {
 
     /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
     pub(super) async fn start(self) {
-        let mut link = self.connection.link();
-        link.mark_unchanged();
+        let mut state = self.connection.state();
+        state.mark_unchanged();
         let follow = tokio::time::timeout(ANSWER_TIMEOUT, self.connection.bucket.follow()).await;
         let first = follow.ok().and_then(Result::ok);
-        tokio::spawn(self.run(first, link));
+        tokio::spawn(self.run(first, state));
     }
 
-    async fn run(mut self, mut first: Option<(u64, Ordered)>, mut link: LinkReceiver) {
+    async fn run(mut self, mut first: Option<(u64, Ordered)>, mut state: StateReceiver) {
         loop {
             let follow = match first.take() {
                 Some(follow) => Ok(follow),
-                None if link.wait_for(|link| link.connected).await.is_err() => return,
+                None if state.wait_for(|state| state.connected).await.is_err() => return,
                 None => self.connection.bucket.follow().await,
             };
             let ended = match follow {
-                Ok((keys, messages)) => self.follow(keys, messages, &mut link).await,
+                Ok((keys, messages)) => self.follow(keys, messages, &mut state).await,
                 Err(error) => {
                     let error = self.connection.explain(error);
                     tracing::warn!(error, "cannot follow the instances; the last view is used");
@@ -110,7 +110,7 @@ impl Watcher {
         }
     }
 
-    async fn follow(&mut self, listed: u64, mut messages: Ordered, link: &mut LinkReceiver) -> Ended {
+    async fn follow(&mut self, listed: u64, mut messages: Ordered, state: &mut StateReceiver) -> Ended {
         let (changes, mut key_changes) = (self.changes.clone(), KeyChanges::of(self.keys.as_ref()));
         let max_silence = self.connection.settings.lease * 2;
         let mut silent_at = Instant::now() + max_silence;
@@ -124,8 +124,8 @@ impl Watcher {
             tokio::select! {
                 biased;
                 () = changes.closed() => return Ended::Dropped,
-                Ok(()) = link.changed() => {
-                    if link.borrow_and_update().connected {
+                Ok(()) = state.changed() => {
+                    if state.borrow_and_update().connected {
                         return Ended::ListAgain;
                     }
                 }
@@ -152,7 +152,7 @@ impl Watcher {
     }
 
     async fn message(&mut self, message: &Message) {
-        self.view.heard(Instant::now());
+        self.view.message_received(Instant::now());
         if let Some(id) = subjects::worker(&message.subject) {
             let change = bucket::change(message.headers.as_ref(), message.payload.clone());
             let change = match change {

@@ -2,13 +2,13 @@
 //! interact: a lane's result depends on its own query and on the keys that it sees. The code is written once and
 //! compiled for each instruction set; all give the same bits.
 
-#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `widely`")]
+#![expect(clippy::inline_always, reason = "compiled anew for each instruction set, by being inlined into `call_wide`")]
 
 use super::super::kv_cache::TILE;
 use super::super::simd::{LANES, Simd, exp, prefetch};
 
 /// Number of keys (or dimensions) whose sums are kept in registers at a time.
-const WIDE: usize = 4;
+const UNROLLED: usize = 4;
 
 /// The causal and window mask of an item: each lane sees the keys `from .. to`. Lanes beyond the end of the item have
 /// the mask of its last lane.
@@ -23,7 +23,7 @@ pub(super) struct Mask {
 pub(super) struct Softmax {
     pub(super) max: Simd,
     pub(super) sum: Simd,
-    pub(super) mix: Vec<Simd>,
+    pub(super) weighted_sum: Vec<Simd>,
 }
 
 impl Mask {
@@ -70,7 +70,7 @@ impl Segments<'_> {
 
 impl Softmax {
     pub(super) fn empty(dim: usize) -> Self {
-        Self { max: Simd::all(f32::NEG_INFINITY), sum: Simd::all(0.0), mix: vec![Simd::all(0.0); dim] }
+        Self { max: Simd::all(f32::NEG_INFINITY), sum: Simd::all(0.0), weighted_sum: vec![Simd::all(0.0); dim] }
     }
 
     /// Adds the keys from position `start` on.
@@ -96,33 +96,33 @@ impl Softmax {
         let max = scores.iter().fold(self.max, |max, score| max.zip(*score, larger));
         let base = max.map(base);
         if max != self.max {
-            let shrink = self.max.zip(base, shrink);
-            self.sum = self.sum.zip(shrink, product);
-            for mix in &mut self.mix {
-                *mix = mix.zip(shrink, product);
+            let rescale = self.max.zip(base, weight);
+            self.sum = self.sum.zip(rescale, product);
+            for sum in &mut self.weighted_sum {
+                *sum = sum.zip(rescale, product);
             }
         }
         self.max = max;
         for score in scores.iter_mut() {
-            *score = score.zip(base, shrink);
+            *score = score.zip(base, weight);
             self.sum = self.sum.zip(*score, sum);
         }
         if all_seen {
-            mix::<true>(&mut self.mix, scores, values, &mask);
+            add_weighted::<true>(&mut self.weighted_sum, scores, values, &mask);
         } else {
-            mix::<false>(&mut self.mix, scores, values, &mask);
+            add_weighted::<false>(&mut self.weighted_sum, scores, values, &mask);
         }
     }
 
     /// Adds the softmax over the keys that follow.
     #[inline(always)]
-    pub(super) fn fold(&mut self, next: &Self) {
+    pub(super) fn merge(&mut self, next: &Self) {
         let max = self.max.zip(next.max, larger);
         let base = max.map(base);
-        let shrink = [self.max.zip(base, shrink), next.max.zip(base, shrink)];
-        self.sum = join_lanes([self.sum, next.sum], shrink, [self.max, next.max]);
-        for (mix, next_mix) in self.mix.iter_mut().zip(&next.mix) {
-            *mix = join_lanes([*mix, *next_mix], shrink, [self.max, next.max]);
+        let rescale = [self.max.zip(base, weight), next.max.zip(base, weight)];
+        self.sum = merge_lanes([self.sum, next.sum], rescale, [self.max, next.max]);
+        for (sum, next_sum) in self.weighted_sum.iter_mut().zip(&next.weighted_sum) {
+            *sum = merge_lanes([*sum, *next_sum], rescale, [self.max, next.max]);
         }
         self.max = max;
     }
@@ -131,10 +131,10 @@ impl Softmax {
 /// Combines two sums, each relative to its own `max`, into one relative to the common one. A lane for which one of
 /// the two is empty takes the other unchanged.
 #[inline(always)]
-fn join_lanes([a, b]: [Simd; 2], shrink: [Simd; 2], max: [Simd; 2]) -> Simd {
+fn merge_lanes([a, b]: [Simd; 2], rescale: [Simd; 2], max: [Simd; 2]) -> Simd {
     let mut out = a;
     for i in 0..LANES {
-        let both = a.0[i].mul_add(shrink[0].0[i], b.0[i] * shrink[1].0[i]);
+        let both = a.0[i].mul_add(rescale[0].0[i], b.0[i] * rescale[1].0[i]);
         let first = if max[0].0[i] == f32::NEG_INFINITY { b.0[i] } else { both };
         out.0[i] = if max[1].0[i] == f32::NEG_INFINITY { a.0[i] } else { first };
     }
@@ -154,10 +154,10 @@ fn base(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
 }
 
-/// `e^(x - base)`.
+/// The weight of a score relative to `base`: `e^(score - base)`.
 #[inline(always)]
-fn shrink(x: f32, base: f32) -> f32 {
-    exp(x - base)
+fn weight(score: f32, base: f32) -> f32 {
+    exp(score - base)
 }
 
 #[inline(always)]
@@ -176,14 +176,14 @@ fn score(queries: &[Simd], keys: &Segments<'_>, scores: &mut [Simd; TILE]) -> us
     let dim = queries.len();
     let mut token = 0;
     for segment in &keys.slices[..keys.used] {
-        let mut groups = segment.chunks_exact(WIDE * dim);
+        let mut groups = segment.chunks_exact(UNROLLED * dim);
         for group in groups.by_ref() {
-            let sums = dots::<WIDE>(queries, group);
-            scores[token..token + WIDE].copy_from_slice(&sums);
-            token += WIDE;
+            let sums = dot_products::<UNROLLED>(queries, group);
+            scores[token..token + UNROLLED].copy_from_slice(&sums);
+            token += UNROLLED;
         }
         for key in groups.remainder().chunks_exact(dim) {
-            scores[token] = dots::<1>(queries, key)[0];
+            scores[token] = dot_products::<1>(queries, key)[0];
             token += 1;
         }
     }
@@ -193,7 +193,7 @@ fn score(queries: &[Simd], keys: &Segments<'_>, scores: &mut [Simd; TILE]) -> us
 /// Dot products of all lanes' queries with `N` consecutive keys: one chain of fused multiply-adds over the dimensions
 /// for each.
 #[inline(always)]
-fn dots<const N: usize>(queries: &[Simd], keys: &[f32]) -> [Simd; N] {
+fn dot_products<const N: usize>(queries: &[Simd], keys: &[f32]) -> [Simd; N] {
     let dim = queries.len();
     let keys: [&[f32]; N] = std::array::from_fn(|n| &keys[n * dim..][..dim]);
     let mut sums = [Simd::all(0.0); N];
@@ -205,33 +205,33 @@ fn dots<const N: usize>(queries: &[Simd], keys: &[f32]) -> [Simd; N] {
     sums
 }
 
-/// Adds the weighted values to `mix`: one chain over the keys for each dimension. Unless `ALL` lanes see all keys, a
-/// lane's chain contains only the keys that it sees.
+/// Adds the weighted values to `weighted_sum`: one chain over the keys for each dimension. Unless `ALL` lanes see all
+/// keys, a lane's chain contains only the keys that it sees.
 #[inline(always)]
-fn mix<const ALL: bool>(mix: &mut [Simd], weights: &[Simd], values: &Segments<'_>, mask: &Mask) {
-    let dim = mix.len();
+fn add_weighted<const ALL: bool>(weighted_sum: &mut [Simd], weights: &[Simd], values: &Segments<'_>, mask: &Mask) {
+    let dim = weighted_sum.len();
     let mut d = 0;
-    while d + WIDE <= dim {
-        mix_some::<WIDE, ALL>(mix, d, weights, values, mask);
-        d += WIDE;
+    while d + UNROLLED <= dim {
+        add_weighted_dimensions::<UNROLLED, ALL>(weighted_sum, d, weights, values, mask);
+        d += UNROLLED;
     }
     while d < dim {
-        mix_some::<1, ALL>(mix, d, weights, values, mask);
+        add_weighted_dimensions::<1, ALL>(weighted_sum, d, weights, values, mask);
         d += 1;
     }
 }
 
-/// [`mix`] for the dimensions `d .. d + N`.
+/// [`add_weighted`] for the dimensions `d .. d + N`.
 #[inline(always)]
-fn mix_some<const N: usize, const ALL: bool>(
-    mix: &mut [Simd],
+fn add_weighted_dimensions<const N: usize, const ALL: bool>(
+    weighted_sum: &mut [Simd],
     d: usize,
     weights: &[Simd],
     values: &Segments<'_>,
     mask: &Mask,
 ) {
-    let dim = mix.len();
-    let mut sums: [Simd; N] = std::array::from_fn(|n| mix[d + n]);
+    let dim = weighted_sum.len();
+    let mut sums: [Simd; N] = std::array::from_fn(|n| weighted_sum[d + n]);
     let mut key = 0;
     for segment in &values.slices[..values.used] {
         let count = segment.len() / dim;
@@ -244,7 +244,7 @@ fn mix_some<const N: usize, const ALL: bool>(
             key += 1;
         }
     }
-    mix[d..d + N].copy_from_slice(&sums);
+    weighted_sum[d..d + N].copy_from_slice(&sums);
 }
 
 #[cfg(test)]
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn wave(n: usize, seed: usize) -> Vec<f32> {
+    fn pattern(n: usize, seed: usize) -> Vec<f32> {
         (0..n).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
     }
 
@@ -268,7 +268,7 @@ mod tests {
     }
 
     fn bits(softmax: &Softmax) -> Vec<u32> {
-        let lanes = softmax.mix.iter().chain([&softmax.max, &softmax.sum]);
+        let lanes = softmax.weighted_sum.iter().chain([&softmax.max, &softmax.sum]);
         lanes.flat_map(|lanes| lanes.0.map(f32::to_bits)).collect()
     }
 
@@ -285,14 +285,14 @@ mod tests {
             seed in 0usize..1000,
         ) {
             let mut queries = vec![Simd::all(0.0); dim];
-            for (query, values) in queries.iter_mut().zip(wave(dim * LANES, seed).chunks_exact(LANES)) {
+            for (query, values) in queries.iter_mut().zip(pattern(dim * LANES, seed).chunks_exact(LANES)) {
                 query.0.copy_from_slice(values);
             }
             let to: [i32; LANES] = std::array::from_fn(|lane| first + lane as i32 / 3 + 1);
             let mask = Mask { from: to.map(|to| (to - window).max(0)), to };
             let (mut plain, mut wide) = (Softmax::empty(dim), Softmax::empty(dim));
             for (i, tokens) in tiles.iter().enumerate() {
-                let (keys, values) = (wave(TILE * dim, seed + i), wave(TILE * dim, seed + 7 + i));
+                let (keys, values) = (pattern(TILE * dim, seed + i), pattern(TILE * dim, seed + 7 + i));
                 let (keys, values) = (segments(&keys, *tokens, dim), segments(&values, *tokens, dim));
                 plain.step(&queries, &keys, &values, &mask, i * TILE);
                 wide!(wide.step(&queries, &keys, &values, &mask, i * TILE));
@@ -300,8 +300,8 @@ mod tests {
             }
             let (mut plain_sum, mut wide_sum) = (Softmax::empty(dim), Softmax::empty(dim));
             for _ in 0..2 {
-                plain_sum.fold(&plain);
-                wide!(wide_sum.fold(&wide));
+                plain_sum.merge(&plain);
+                wide!(wide_sum.merge(&wide));
             }
             prop_assert_eq!(bits(&plain_sum), bits(&wide_sum));
         }

@@ -14,7 +14,7 @@ fn load(number: u64) -> Event {
 
 /// Waits until the loss of the connection is noticed.
 async fn lost(connection: &Connection) {
-    connection.link().wait_for(|link| !link.connected).await.unwrap();
+    connection.state().wait_for(|state| !state.connected).await.unwrap();
 }
 
 #[tokio::test]

@@ -88,7 +88,7 @@ async fn of_two_workers_with_one_id_the_later_epoch_serves() {
     })
     .await;
     drop(old);
-    first.settled().await;
+    first.wait_until_deregistered().await;
     let _other = first.register(instance(2, 1), engine()).await.unwrap();
     assert_eq!(next(&mut watch).await, (2, 1, true), "the old lease did not deregister the new epoch");
     drop(new);

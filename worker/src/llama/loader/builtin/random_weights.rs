@@ -2,12 +2,12 @@
 //! every machine generates the same bits.
 //!
 //! Three choices make random weights behave like those of a model:
-//! - Matrices keep the scale of their inputs; queries and keys are [`SHARP`] times larger, so that attention selects
-//!   tokens instead of averaging all, and the text depends on its whole past.
+//! - Matrices keep the scale of their inputs; queries and keys are [`QUERY_KEY_DEVIATION`] times larger, so that
+//!   attention selects tokens instead of averaging all, and the text depends on its whole past.
 //! - Embeddings are small compared with what the layers add. With the head tied to them, the likeliest next token
 //!   would otherwise be the last one again.
-//! - The head favours words (see [`Vocabulary::words`]): the rows of other tokens are scaled by [`FAINT`], so that
-//!   generated text is readable and tokenizes to the same tokens in the next turn's prompt.
+//! - The head favours words (see [`Vocabulary::words`]): the rows of other tokens are scaled by [`OTHER_TOKEN_SCALE`],
+//!   so that generated text is readable and tokenizes to the same tokens in the next turn's prompt.
 
 use super::tokenizer::{END, Vocabulary};
 use crate::llama::loader::config::Config;
@@ -22,29 +22,31 @@ use std::io;
 use std::path::Path;
 
 /// Standard deviation of queries and keys; that of the scores is its square.
-const SHARP: f32 = 2.0;
+const QUERY_KEY_DEVIATION: f32 = 2.0;
 /// Standard deviation of the embedding of a word.
-const EMBEDDING: f32 = 0.04;
-/// That of any other token, relative to a word's. Even an embedding this small is far above the norm's epsilon.
-const FAINT: f32 = 0.1;
-/// That of the end token, relative to a word's: a normal variable of this deviation exceeds the largest of 7,600
-/// variables of deviation 1 (about 3.8) in one of 180 draws, which gives texts of that mean length.
-const END_OF_TEXT: f32 = 1.5;
+const WORD_EMBEDDING_DEVIATION: f32 = 0.04;
+/// Standard deviation of the embedding of any other token, relative to a word's. Even an embedding this small is far
+/// above the norm's epsilon.
+const OTHER_TOKEN_SCALE: f32 = 0.1;
+/// Standard deviation of the embedding of the end token, relative to a word's: a normal variable of this deviation
+/// exceeds the largest of 7,600 variables of deviation 1 (about 3.8) in one of 180 draws, which gives texts of that
+/// mean length.
+const END_TOKEN_SCALE: f32 = 1.5;
 /// Standard deviation of a word's logits: the likeliest token then has a probability of a third or more, as in real
 /// text.
-const LOGITS: f32 = 5.0;
+const LOGIT_DEVIATION: f32 = 5.0;
 
-/// Which weights to generate.
-pub(super) struct Recipe {
+/// Which random weights to generate.
+pub(super) struct RandomWeights {
     /// Seed of the weights: the model's name and version.
     pub(super) seed: String,
     /// The shape.
     pub(super) config: Config,
     /// Whether the end token is never chosen.
-    pub(super) endless: bool,
+    pub(super) never_ends: bool,
 }
 
-impl Recipe {
+impl RandomWeights {
     /// Writes all tensors to a safetensors file; each is generated when it is written.
     pub(super) fn write(&self, vocabulary: &Vocabulary, path: &Path, progress: &dyn Fn(u64, u64)) -> io::Result<()> {
         let tensors = tensors(&self.config);
@@ -67,24 +69,26 @@ impl Recipe {
     fn scales(&self, name: &str, shape: &[usize], vocabulary: &Vocabulary) -> Scales {
         let hidden = self.config.hidden as f32;
         match shape {
-            [_] if name == "model.norm.weight" => Scales::Constant(LOGITS / (EMBEDDING * hidden.sqrt())),
+            [_] if name == "model.norm.weight" => {
+                Scales::Constant(LOGIT_DEVIATION / (WORD_EMBEDDING_DEVIATION * hidden.sqrt()))
+            }
             [_] => Scales::Constant(1.0),
             _ if name == "model.embed_tokens.weight" => Scales::Rows(self.embedding(vocabulary)),
             [.., inputs] => {
-                let sharp = name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight");
-                Scales::All(if sharp { SHARP } else { 1.0 } / (*inputs as f32).sqrt())
+                let is_query_or_key = name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight");
+                Scales::All(if is_query_or_key { QUERY_KEY_DEVIATION } else { 1.0 } / (*inputs as f32).sqrt())
             }
             [] => unreachable!("no tensor of a model is a scalar"),
         }
     }
 
     fn embedding(&self, vocabulary: &Vocabulary) -> Vec<f32> {
-        let mut rows = vec![EMBEDDING * FAINT; vocabulary.size()];
+        let mut rows = vec![WORD_EMBEDDING_DEVIATION * OTHER_TOKEN_SCALE; vocabulary.size()];
         for word in vocabulary.words() {
-            rows[word] = EMBEDDING;
+            rows[word] = WORD_EMBEDDING_DEVIATION;
         }
-        if !self.endless {
-            rows[END.id(vocabulary.size()) as usize] = EMBEDDING * END_OF_TEXT;
+        if !self.never_ends {
+            rows[END.id(vocabulary.size()) as usize] = WORD_EMBEDDING_DEVIATION * END_TOKEN_SCALE;
         }
         rows
     }

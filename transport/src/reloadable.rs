@@ -1,4 +1,5 @@
-//! What is made of certificate files, which follows their changes, and warns before the certificate expires.
+//! A value made of certificate files. It is made again after each change of the files, and a warning is logged before
+//! the certificate expires.
 
 use crate::expiry::CertificateExpiry;
 use crate::files::{NamedFile, TlsError};
@@ -52,8 +53,8 @@ pub(crate) struct Loaded<T> {
 
 type Load<T> = Box<dyn Fn() -> Result<Loaded<T>, TlsError> + Send + Sync>;
 
-/// The value in effect.
-pub(crate) struct Followed<T> {
+/// The value in effect, and how it is made again.
+pub(crate) struct Reloadable<T> {
     /// Named by the metrics and the log: the file with the certificate of this process, else that with the authorities.
     named: NamedFile,
     load: Load<T>,
@@ -62,7 +63,7 @@ pub(crate) struct Followed<T> {
     metrics: CertificateMetrics,
 }
 
-impl<T: Send + Sync + 'static> Followed<T> {
+impl<T: Send + Sync + 'static> Reloadable<T> {
     /// The value of `files`, the most important first, which are loaded again after each change. Must be called within
     /// a runtime.
     pub(crate) fn open(
@@ -74,18 +75,18 @@ impl<T: Send + Sync + 'static> Followed<T> {
         let watched = WatchedFiles::now(files.into_iter().map(|file| file.path).collect());
         let Loaded { value, expiry } = load()?;
         let current = RwLock::new(Arc::new(value));
-        let followed = Arc::new(Self { named, load: Box::new(load), current, expiry: Mutex::default(), metrics });
-        followed.set_expiry(expiry);
-        watched.spawn(&followed, Self::reload);
-        let weak = Arc::downgrade(&followed);
+        let reloadable = Arc::new(Self { named, load: Box::new(load), current, expiry: Mutex::default(), metrics });
+        reloadable.set_expiry(expiry);
+        watched.spawn(&reloadable, Self::reload);
+        let weak = Arc::downgrade(&reloadable);
         tokio::spawn(async move {
             loop {
                 sleep(WARN_INTERVAL).await;
-                let Some(followed) = Weak::upgrade(&weak) else { return };
-                followed.warn();
+                let Some(reloadable) = Weak::upgrade(&weak) else { return };
+                reloadable.warn();
             }
         });
-        Ok(followed)
+        Ok(reloadable)
     }
 
     pub(crate) fn current(&self) -> Arc<T> {

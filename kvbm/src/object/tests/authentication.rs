@@ -1,4 +1,4 @@
-//! Manifests that are sealed, forged, moved, or oversized.
+//! Manifests that are authenticated, forged, moved, or oversized.
 
 use super::*;
 use crate::transform::crypt::{Environment, KeySource, Keyring, MetadataKeys};
@@ -14,7 +14,7 @@ async fn keys(key_store: &Arc<dyn ObjectStore>, masters: &str) -> Arc<MetadataKe
 
 fn open(store: &Arc<dyn ObjectStore>, keys: Option<&Arc<MetadataKeys>>) -> Arc<ObjectTier> {
     let events = Arc::new(EventLog::new(Epoch(1)));
-    ObjectTier::open_sealed(store.clone(), "kv", Settings::default(), events, keys.cloned())
+    ObjectTier::open_authenticated(store.clone(), "kv", Settings::default(), events, keys.cloned())
 }
 
 /// For a process that starts now: the number of `wanted` blocks that it loads, and of corrupt manifests.
@@ -36,7 +36,7 @@ async fn manifests(store: &Arc<dyn ObjectStore>) -> Vec<(object_store::path::Pat
 }
 
 #[tokio::test(start_paused = true)]
-async fn unsealed_forged_or_moved_manifests_are_rejected() {
+async fn unauthenticated_forged_or_moved_manifests_are_rejected() {
     let [store, key_store]: [Arc<dyn ObjectStore>; 2] = [Arc::new(InMemory::new()), Arc::new(InMemory::new())];
     let (old, new) = ("01".repeat(32), format!("{},{}", "02".repeat(32), "01".repeat(32)));
     let ours = keys(&key_store, &old).await;
@@ -51,14 +51,14 @@ async fn unsealed_forged_or_moved_manifests_are_rejected() {
     assert_eq!(found(&store, Some(&rotated), &blocks).await, (10, 0));
     let other: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let foreign = keys(&other, &"03".repeat(32)).await;
-    assert_eq!(found(&store, Some(&foreign), &blocks).await, (0, 1), "sealed under a key that it does not have");
+    assert_eq!(found(&store, Some(&foreign), &blocks).await, (0, 1), "authenticated with a key that it does not have");
 
-    // Without a seal.
+    // Without a tag.
     super::store(&*open(&store, None), plain.clone()).await;
     assert_eq!(found(&store, Some(&ours), &plain).await, (0, 1));
     assert_eq!(found(&store, None, &plain).await, (10, 0));
 
-    // Sealed, with one field changed and a valid checksum; or moved to another number.
+    // With a tag, with one field changed and a valid checksum; or moved to another number.
     let manifests = manifests(&store).await;
     let (path, valid) = manifests.iter().find(|(_, bytes)| bytes.starts_with(b"BLKYMAN5")).unwrap();
     for at in (8..valid.len() - 8).step_by(7) {

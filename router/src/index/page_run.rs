@@ -5,7 +5,7 @@ use super::page::{PAGE_BLOCKS, Page};
 use super::position::Position;
 
 /// A run of hashes in one page.
-pub(super) struct Span {
+pub(super) struct PageRun {
     pub(super) bits: u64,
     /// Number of hashes.
     pub(super) len: usize,
@@ -13,7 +13,7 @@ pub(super) struct Span {
     pub(super) predicted: Option<Position>,
 }
 
-impl Span {
+impl PageRun {
     /// The run of hashes that starts at a position; `None` if the first is not there. Engines mostly evict a chain from
     /// its end, so the hashes may be in ascending or descending order.
     pub(super) fn of(page: Page<'_>, first: Position, hashes: &[u64]) -> Option<Self> {
