@@ -38,20 +38,40 @@ pub fn start(
     Ok((tracer, Some(Exporter::spawn(queue, collector, resource, metrics))))
 }
 
+/// Why spans cannot be exported.
+#[derive(Debug)]
+pub struct Unusable {
+    /// The error, which names the key.
+    pub error: anyhow::Error,
+    /// What to change.
+    pub fix: &'static str,
+}
+
 /// Checks the keys of a configuration, without an effect. Blocks while it reads files.
-pub fn check(config: &Config) -> anyhow::Result<()> {
-    collector(config).map(drop)
+pub fn check(config: &Config) -> Result<(), Unusable> {
+    if config.tracing.url().is_none() {
+        return Ok(());
+    }
+    let unusable = |fix: &'static str| move |error: anyhow::Error| Unusable { error, fix };
+    authorities(config).map(drop).map_err(unusable(
+        "let tracing.ca_file name a PEM file with the authorities of the collector, which the user of this process can \
+         read; without the key those of the operating system are used",
+    ))?;
+    headers(config).map(drop).map_err(unusable(if config.tracing.headers_file.is_some() {
+        "let tracing.headers_file name a file with a line `name: value` for each header, which the user of this \
+         process can read"
+    } else {
+        "write OTEL_EXPORTER_OTLP_HEADERS as name=value,name=value, or unset it"
+    }))?;
+    collector(config).map(drop).map_err(unusable(
+        "let tracing.endpoint, or OTEL_EXPORTER_OTLP_ENDPOINT, be the URL of a collector, like http://127.0.0.1:4318",
+    ))
 }
 
 fn collector(config: &Config) -> anyhow::Result<Option<Collector>> {
-    let tracing = &config.tracing;
-    let Some(url) = tracing.url() else { return Ok(None) };
-    let authorities = tracing
-        .ca_file
-        .as_ref()
-        .map(|path| Authorities::read(path).with_context(|| format!("tracing.ca_file = \"{}\"", path.display())));
+    let Some(url) = config.tracing.url() else { return Ok(None) };
     let settings = Settings {
-        roots: authorities.transpose()?.map(|authorities| authorities.roots()),
+        roots: authorities(config)?.map(|authorities| authorities.roots()),
         max_idle: 1,
         ..Settings::default()
     };
@@ -59,6 +79,13 @@ fn collector(config: &Config) -> anyhow::Result<Option<Collector>> {
         .with_context(|| format!("tracing.endpoint = \"{url}\" cannot be used"))?;
     let path = url.path_and_query().cloned().context("tracing.endpoint has no path")?;
     Ok(Some(Collector { client, path, headers: headers(config)?, url }))
+}
+
+/// The authorities that may sign the certificate of the collector; `None`: those of the operating system.
+fn authorities(config: &Config) -> anyhow::Result<Option<Authorities>> {
+    let Some(path) = &config.tracing.ca_file else { return Ok(None) };
+    let read = Authorities::read(path);
+    read.map(Some).with_context(|| format!("tracing.ca_file = \"{}\"", path.display()))
 }
 
 /// The headers of the file, or else those of the environment.

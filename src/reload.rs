@@ -123,7 +123,12 @@ impl Reload {
             None => {}
         }
         if !needs_restart.is_empty() {
-            tracing::warn!(keys = needs_restart.join(" "), "these keys take effect after a restart");
+            tracing::warn!(
+                trigger,
+                keys = needs_restart.join(" "),
+                "the configuration was changed in keys that take effect after a restart of this process; until then \
+                 their former values stay in effect"
+            );
         }
         let report = Report { outcome, trigger, attempted_at, applied, needs_restart, error };
         self.outcomes.with_label_values(&[report.outcome.name()]).inc();

@@ -101,7 +101,7 @@ pub(crate) enum Error {
     ModelNotNamed,
     /// The API key may use some models only, and a field of the request selects an adapter that is none of them.
     #[error("This API key may use some models only, and '{0}' selects another one. Name the model in 'model' only.")]
-    AdapterNotAllowed(&'static str),
+    AdapterNotAllowed(String),
     /// A limit of the API key is reached.
     #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]
     RateLimited {
@@ -286,7 +286,7 @@ impl Error {
     pub(crate) fn body(&self) -> Body<'_> {
         let param = match self {
             Self::Invalid { param, .. } => Some(param.as_str()),
-            Self::AdapterNotAllowed(field) => Some(*field),
+            Self::AdapterNotAllowed(field) => Some(field.as_str()),
             Self::UnknownModel { .. } | Self::ModelNotAllowed(_) | Self::ModelNotNamed => Some("model"),
             _ => None,
         };

@@ -23,5 +23,6 @@ mod prediction;
 mod send;
 mod serve;
 
+pub(crate) use copy_ahead::order as order_copy;
 pub(crate) use place::place;
 pub(crate) use serve::serve;

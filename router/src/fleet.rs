@@ -21,7 +21,7 @@ pub(crate) use assumed_cache::MAX_AGE as ASSUMED_MAX_AGE;
 pub(crate) use estimated_cache::reachable_stores;
 pub(crate) use event_accuracy::{CacheView, EstimateReason};
 pub(crate) use health::HealthSignal;
-pub(crate) use model_pool::{ModelPool, PromptTokens, WorkerEntry};
+pub(crate) use model_pool::{ModelPool, Needs, PromptTokens, WorkerEntry};
 pub(crate) use snapshot::{Fleet, FleetSnapshot};
 pub(crate) use transition::{Cause, Transition};
 pub(crate) use worker_state::{Worker, WorkerRun};

@@ -13,6 +13,7 @@ mod least_squares;
 #[cfg(test)]
 mod loom;
 mod model_stats;
+mod occupancy;
 mod output_lengths;
 mod prefill_time;
 mod prefix_demand;
@@ -27,9 +28,7 @@ mod traffic;
 mod worker_load;
 
 pub(crate) use demand::Demand;
-#[cfg(test)]
-pub(crate) use estimate::defaults;
-pub(crate) use estimate::{ServiceEstimate, prefill_speed};
+pub(crate) use estimate::{ServiceEstimate, assumed_speed, prefill_speed};
 pub(crate) use model_stats::ModelStats;
 pub(crate) use output_lengths::ExpectedOutput;
 pub(crate) use prefill_time::PrefillTime;

@@ -6,7 +6,6 @@
 //!
 //! Not here: reservations and sending (`dispatch`), and how load and cache contents are known (`load`, `index`).
 
-mod capacity;
 mod composition;
 mod copy_ahead;
 mod cost;

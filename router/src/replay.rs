@@ -45,7 +45,7 @@ pub use options::{AdmissionMode, Options, PolicyUnderTest, QueueOrder};
 pub use planner::{Planned, PlannedTarget};
 pub use plot::html_report;
 pub use profile::{Link, Profile, Store};
-pub use results::{Results, Slo};
+pub use results::{Copies, Results, Slo};
 pub use runs::{CLAIRVOYANT, Runs};
 pub use simulation::Stalled;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};

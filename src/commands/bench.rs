@@ -47,7 +47,8 @@ struct Io {
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
 
-    /// Prefill speed of the model on your machine, in tokens per second; built-in models are measured
+    /// Prefill speed of the model on your machine, in tokens per second [default: measured for a built-in model, else
+    /// unknown]
     #[arg(long, value_name = "N", requires = "model", value_parser = expect::positive)]
     prefill_tokens_per_second: Option<f64>,
 
@@ -56,32 +57,32 @@ struct Io {
     #[arg(long)]
     compression: bool,
 
-    /// Folder of the SSD tier, as for `serve`
+    /// Folder of the SSD tier, as for `serve` [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// The object store of G4, as for `serve`
+    /// The object store of G4, as for `serve` [default: none, it is not measured]
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
 
-    /// A TOML file of configuration
+    /// TOML file with the configuration; flags override its keys [default: none]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration; may be repeated
+    /// Set any key of the configuration, like tiers.g3=20GiB; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Block sizes to measure
+    /// Block sizes to measure, from 4KiB to 16MiB
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',', default_values = ["64KiB", "1MiB"], value_parser = block)]
     block: Vec<ByteSize>,
 
-    /// Numbers of concurrent requests to measure
+    /// Numbers of concurrent requests to measure, from 1 to 256
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_values_t = [1, 4])]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=256))]
     parallel: Vec<u16>,
 
-    /// Size that is written and read in each measurement
+    /// Size that is written and read in each measurement, from 16MiB to 16GiB
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = amount)]
     bytes: ByteSize,
 

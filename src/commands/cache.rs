@@ -42,16 +42,15 @@ enum Command {
     Gc {
         #[command(flatten)]
         target: Target,
-        /// Remove objects that were not written or read for this time; an object on which others build counts as used
-        /// when they are [default: `tiers.g4.max_age`]
+        /// Remove objects that were not written or read for this time, like 720h. Reading the continuation of a prefix
+        /// counts as reading the prefix [default: `tiers.g4.max_age`]
         #[arg(long, value_name = "TIME")]
         max_age: Option<HumanDuration>,
-        /// Maximum size of what stays; the least recently used objects are removed first [default: `tiers.g4.capacity`]
+        /// Maximum size of what stays, like 500GiB; the least recently used objects are removed first
+        /// [default: `tiers.g4.capacity`]
         #[arg(long, value_name = "SIZE")]
         capacity: Option<ByteSize>,
-        /// Time from marking an object to deleting it
-        ///
-        /// [default: `tiers.g4.gc_grace`, and 2m for shared flash]
+        /// Time from marking an object to deleting it, like 10m [default: `tiers.g4.gc_grace`, and 2m for shared flash]
         #[arg(long, value_name = "TIME")]
         grace: Option<HumanDuration>,
         /// Report what would be removed, and change nothing
@@ -66,8 +65,8 @@ enum Command {
     Verify {
         #[command(flatten)]
         target: Target,
-        /// In G4: remove objects that hold a corrupt block, with their other blocks, after the grace time; and remove
-        /// entries of objects that are missing
+        /// In G4: remove objects that hold a corrupt block, with their other blocks, after `tiers.g4.gc_grace`; and
+        /// remove entries of objects that are missing
         #[arg(long)]
         remove: bool,
     },
@@ -89,7 +88,7 @@ enum Command {
         /// A tenant's name, or the 32 hexadecimal digits that `ls` shows
         #[arg(long, value_name = "NAME|ID")]
         domain: String,
-        /// Also remove the encrypted blocks, after the grace time
+        /// Also remove the encrypted blocks, after `tiers.g4.gc_grace`
         #[arg(long)]
         remove: bool,
     },
@@ -99,7 +98,8 @@ enum Command {
 #[derive(Args, Debug)]
 #[command(args_override_self = true)]
 struct Target {
-    /// The object store of G4, like `s3://bucket/prefix`, or a folder
+    /// The store of G4: `s3://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `gs://BUCKET/PREFIX`, or a folder
+    /// [default: `tiers.g4.url`]
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
 
@@ -108,15 +108,15 @@ struct Target {
     g3_5: bool,
 
     /// Folder of a node, as for `serve`: its G3 log, and its keys when there is no G4
-    /// [default: blockyard in the user's cache folder]
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// A TOML file of configuration
+    /// TOML file with the configuration of `serve`; flags override its keys [default: none]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration; may be repeated
+    /// Set any key of the configuration, like tiers.g4.region=eu-west-1; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 

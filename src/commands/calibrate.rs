@@ -15,11 +15,11 @@ use std::path::PathBuf;
 #[command(after_help = "`blockyard serve --set router.trace_file=run.jsonl` writes the trace. Then:\n\n  \
     blockyard calibrate run.jsonl > my-worker.toml\n  blockyard replay run.jsonl --profile my-worker.toml")]
 pub struct Calibrate {
-    /// A trace of served requests, as `router.trace_file` writes it; - reads standard input
+    /// A trace of served requests, as `router.trace_file` writes it. `-` reads standard input
     trace: PathBuf,
 
-    /// Profile for the values that the trace does not contain: a TOML file like deploy/profiles/h100-8b.toml [default:
-    /// that one]
+    /// Profile for the values that the trace does not contain: a TOML file, as this command prints it [default: the
+    /// built-in h100-8b, a model of 8 billion parameters on an H100]
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
 
@@ -69,7 +69,8 @@ pub fn run(args: &Calibrate) -> anyhow::Result<()> {
     );
     eprintln!("{}", profile.origin);
     if disaggregated > 0 {
-        eprintln!("{disaggregated} of them were prefilled and decoded by different workers and were not used.");
+        let were = if disaggregated == 1 { "was" } else { "were" };
+        eprintln!("{disaggregated} of them {were} prefilled and decoded by different workers and {were} not used.");
     }
     let text = if args.json {
         let profile = &profile;

@@ -89,10 +89,12 @@ fn hint(word: &str) -> Option<String> {
 /// The commands.
 #[derive(Subcommand, Debug)]
 pub enum Command {
-    /// Run frontend, router and workers in one process.
+    /// Run the OpenAI API, the router and the workers in one process, or the gateway of other servers.
     ///
-    /// Without --model it serves `small`, a built-in model with made-up weights: it computes real attention, and its
-    /// text is meaningless. Ctrl-C stops it after running requests have finished. A second Ctrl-C stops it at once.
+    /// With --upstream it is the gateway of these servers, and loads no model. Else it serves a model itself. Without
+    /// --model that is `small`, a built-in model with made-up weights: it computes real attention, and its text is
+    /// meaningless. Ctrl-C stops it after running requests have finished, at most `shutdown_timeout` (25 s) later. A
+    /// second Ctrl-C stops it at once.
     Serve(Serve),
 
     /// Run a frontend and a router for workers in other processes, which are found over NATS, and for upstreams.
@@ -103,8 +105,8 @@ pub enum Command {
 
     /// Run workers for frontends in other processes: a model, the engine and its tiers.
     ///
-    /// It registers its workers over NATS and takes requests of frontends over HTTP/2. SIGTERM deregisters them first;
-    /// running requests finish and blocks are written.
+    /// It registers its workers over NATS and takes requests of frontends over HTTP/2. SIGTERM deregisters them first.
+    /// Then running requests finish and blocks are written, within `shutdown_timeout` (25 s).
     Worker(Worker),
 
     /// Check what `serve` with the same flags depends on: configuration, servers, KV events, tiers.
@@ -114,13 +116,13 @@ pub enum Command {
     /// what it caches. All checks together take at most about 30 s.
     Doctor(Box<Doctor>),
 
-    /// Replay a trace through the router with simulated workers, and compare policies.
+    /// Replay a trace through the router with simulated workers, and compare routing policies. Runs no model.
     Replay(Box<Replay>),
 
-    /// Estimate the speed of workers from a trace of served requests, as a profile for `replay`.
+    /// Estimate the speed of workers from a trace of served requests, and print it as a profile for `replay`.
     Calibrate(Calibrate),
 
-    /// Measure the tiers of this machine.
+    /// Measure the storage tiers of this machine.
     Bench(Bench),
 
     /// Add, list and remove API keys of clients.
@@ -135,9 +137,14 @@ const PRECEDENCE: &str = "Every key of the configuration can also be set in the 
     BLOCKYARD_ROUTER__POLICY=round-robin is --set router.policy=round-robin.\n\
     Precedence: defaults < --config FILE < environment < flags. --print-config shows all keys and their origins.";
 
+/// Examples of `serve`, before [`PRECEDENCE`].
+const SERVE_EXAMPLES: &str = "Examples:\n  \
+    blockyard serve --model /srv/models/llama-3.1-8b --g4 s3://kv-blocks/prod\n  \
+    blockyard serve --upstream http://10.0.0.1:8000 --upstream http://10.0.0.2:8000 --listen 0.0.0.0:8000\n\n";
+
 /// `blockyard serve`.
 #[derive(Args, Debug, Default)]
-#[command(args_override_self = true, after_help = PRECEDENCE)]
+#[command(args_override_self = true, after_help = format!("{SERVE_EXAMPLES}{PRECEDENCE}"))]
 pub struct Serve {
     #[command(flatten)]
     configured: Configured,
@@ -153,7 +160,7 @@ pub struct Printed {
     #[arg(long)]
     pub print_config: bool,
 
-    /// Print the banner, or the configuration, as JSON
+    /// Print JSON: the banner at the start, or with --print-config the configuration
     #[arg(long)]
     pub json: bool,
 }
@@ -162,12 +169,13 @@ pub struct Printed {
 #[derive(Args, Debug, Default)]
 #[command(args_override_self = true, after_help = PRECEDENCE)]
 pub struct Frontend {
-    /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
+    /// Address and port of the API, like 0.0.0.0:8000, or a port for this machine only; with port 0 the system chooses
+    /// one [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
 
-    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to beside the workers; without /v1; may be
-    /// repeated. Name the same URLs in all frontends
+    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to beside the workers: like
+    /// `http://10.0.0.1:8000`, without /v1; may be repeated. Name the same URLs in all frontends
     #[arg(long, value_name = "URL")]
     upstream: Vec<String>,
 
@@ -190,26 +198,29 @@ pub struct Worker {
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
-    /// Folder of built-in models and the SSD tier, of this process alone
-    /// [default: blockyard in the user's cache folder]
+    /// Folder of built-in models and of the SSD tier; each process needs its own
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// Object store that several nodes share, like `s3://bucket/prefix`, or a folder: nodes load blocks that others
-    /// computed
+    /// Store that several nodes share: `s3://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `gs://BUCKET/PREFIX`, or a
+    /// folder. Nodes load blocks that others computed [default: none]
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
 
-    /// Number of workers of each role in this process, like prefill:1, decode:1 or both:2 [default: both:1]
+    /// Workers in this process: ROLE:NUMBER, like prefill:1 or decode:2, separated by commas; both:N for N workers that
+    /// prefill and decode [default: both:1]
     #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
-    /// Address and port for frontends; with port 0 the system chooses one [default: 127.0.0.1:8100]
+    /// Address and port for frontends, like 0.0.0.0:8100, or a port for this machine only; with port 0 the system
+    /// chooses one [default: 127.0.0.1:8100]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
 
-    /// URL at which frontends reach this process, the same after a restart [default: the address of --listen]
-    #[arg(long, value_name = "http://HOST:PORT")]
+    /// URL at which frontends reach this process, like `http://10.0.0.7:8100` (`https://…` with TLS), the same after a
+    /// restart [default: the address of --listen]
+    #[arg(long, value_name = "URL")]
     advertise: Option<String>,
 
     #[command(flatten)]
@@ -225,11 +236,13 @@ pub struct Worker {
 /// The flags of frontends and workers in separate processes.
 #[derive(Args, Debug, Default)]
 struct ClusterFlags {
-    /// URL of a NATS server; may be repeated for the servers of a cluster [default: `nats://127.0.0.1:4222`]
+    /// URL of a NATS server, `nats://HOST:PORT`, or `tls://HOST:PORT` with TLS; may be repeated for the servers of a
+    /// cluster [default: `nats://127.0.0.1:4222`]
     #[arg(long, value_name = "URL")]
     nats: Vec<String>,
 
-    /// File with the secret that frontends send and workers require
+    /// File with the secret that frontends and workers share, the same in all processes; `openssl rand -hex 32` makes
+    /// one [default: none, workers take requests of every process that reaches them]
     #[arg(long, value_name = "FILE")]
     secret_file: Option<String>,
 }
@@ -241,11 +254,11 @@ struct AnyKey {
     #[arg(long, value_name = "FILTER")]
     log: Option<String>,
 
-    /// A TOML file of configuration
+    /// TOML file with the configuration; flags override its keys [default: none]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration; may be repeated
+    /// Set any key of the configuration, like router.policy=round-robin; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 }
@@ -258,25 +271,28 @@ pub struct Configured {
     #[arg(long, value_name = "DIR|NAME")]
     model: Option<String>,
 
-    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to, instead of serving a model; without /v1; may
-    /// be repeated
+    /// URL of an OpenAI-compatible server (vLLM, SGLang, …) to route to, instead of serving a model: like
+    /// `http://10.0.0.1:8000`, without /v1; may be repeated
     #[arg(long, value_name = "URL")]
     upstream: Vec<String>,
 
-    /// Folder of built-in models and the SSD tier [default: blockyard in the user's cache folder]
+    /// Folder of built-in models and of the SSD tier; each process needs its own
+    /// [default: blockyard in `$XDG_CACHE_HOME`, else in `~/.cache`]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<String>,
 
-    /// Object store that several nodes share, like `s3://bucket/prefix`, or a folder: nodes load blocks that others
-    /// computed
+    /// Store that several nodes share: `s3://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `gs://BUCKET/PREFIX`, or a
+    /// folder. Nodes load blocks that others computed [default: none]
     #[arg(long, value_name = "URL|DIR")]
     g4: Option<String>,
 
-    /// Address and port; with port 0 the system chooses one [default: 127.0.0.1:8000]
+    /// Address and port of the API, like 0.0.0.0:8000, or a port for this machine only; with port 0 the system chooses
+    /// one [default: 127.0.0.1:8000]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<String>,
 
-    /// Number of workers of each role, or both:1 for one worker that prefills and decodes [default: prefill:1,decode:2]
+    /// Workers in this process: ROLE:NUMBER, separated by commas; both:N for N workers that prefill and decode
+    /// [default: prefill:1,decode:2]
     #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
@@ -397,6 +413,29 @@ mod tests {
         let unknown = refused("blockyard serve --colour red");
         assert!(!unknown.contains("instead of"), "{unknown}");
         assert!(!refused("blockyard replay --port 80 x").contains("instead of"), "hints are for serve");
+    }
+
+    /// Each argument of a command and of its subcommands, with its help.
+    fn arguments(command: &clap::Command) -> Vec<(String, clap::Arg)> {
+        let own =
+            command.get_arguments().map(|argument| (format!("{} {argument}", command.get_name()), argument.clone()));
+        own.chain(command.get_subcommands().flat_map(arguments)).collect()
+    }
+
+    #[test]
+    fn a_time_or_a_size_is_shown_with_its_unit_and_its_default() {
+        let mut checked = 0;
+        for (name, argument) in arguments(&Cli::command()) {
+            let values = argument.get_value_names().unwrap_or_default();
+            if !values.iter().any(|value| value.starts_with("TIME") || value.starts_with("SIZE")) {
+                continue;
+            }
+            let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+            let has_example = help.contains("like ") && help.contains("[default: ");
+            assert!(has_example || !argument.get_default_values().is_empty(), "{name}: {help}");
+            checked += 1;
+        }
+        assert!(checked >= 9, "{checked} arguments are a time or a size");
     }
 
     #[test]

@@ -35,7 +35,8 @@ pub struct Doctor {
     #[command(flatten)]
     configured: Configured,
 
-    /// Send no completions to the servers. Then it is not checked whether KV events arrive, nor what is cached
+    /// Send no completions to the servers (three short ones each, by default). Then it is not checked whether KV events
+    /// arrive, nor what is cached
     #[arg(long)]
     no_probe: bool,
 

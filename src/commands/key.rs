@@ -18,7 +18,7 @@ pub struct Key {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Create a key and print it, once: the file has its hash only.
+    /// Create a key, and print it this one time: the file has only its hash.
     ///
     /// A server whose `frontend.api_keys_file` is this file knows the key within a second.
     Add {
@@ -61,7 +61,7 @@ enum Command {
 
 #[derive(Args, Debug)]
 struct File {
-    /// The key file, as in `frontend.api_keys_file`
+    /// The key file, which `frontend.api_keys_file` of the server names; `add` creates it
     #[arg(long = "file", value_name = "PATH")]
     path: PathBuf,
 }

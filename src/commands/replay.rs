@@ -5,8 +5,8 @@ use crate::commands::output::{self, count};
 use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
-    self, AdmissionMode, Options, Planned, PlannedTarget, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo,
-    Trace, Traffic, Workload,
+    self, AdmissionMode, Copies, Options, Planned, PlannedTarget, PolicyUnderTest, Profile, QueueOrder, Results, Runs,
+    Slo, Trace, Traffic, Workload,
 };
 use router::{PlannerMode, Policy, Settings};
 use serde::Serialize;
@@ -27,9 +27,8 @@ use worker::plane::Role;
     printed. The same trace or workload and options print the same results, byte for byte."
 )]
 pub struct Replay {
-    /// A trace in Mooncake's format (a line of JSON per request: `timestamp`, `input_length`, `output_length`,
-    /// `hash_ids`);
-    /// - reads standard input
+    /// A trace: a line of JSON per request, as `router.trace_file` writes it, or in Mooncake's format (`timestamp` in
+    /// milliseconds, `input_length` and `output_length` in tokens, `hash_ids`). `-` reads standard input
     trace: Option<PathBuf>,
 
     /// Generated requests instead of a trace: agents, no-reuse, hot-prefix:LENGTH (like hot-prefix:32k),
@@ -43,8 +42,8 @@ pub struct Replay {
     #[arg(value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     requests: Option<u32>,
 
-    /// Write the generated requests as a trace into this file, at the one rate of --rate, and end;
-    /// - writes standard output
+    /// Write the generated requests as a trace into this file, at the one rate of --rate, and end. `-` writes standard
+    /// output
     #[arg(long, value_name = "FILE", requires = "workload", requires = "rate", conflicts_with = "trace")]
     write_trace: Option<PathBuf>,
 
@@ -63,15 +62,15 @@ pub struct Replay {
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     policy: Vec<String>,
 
-    /// A TOML file of configuration; its [router] section applies to our own policies
+    /// TOML file with the configuration; its [router] section applies to our own policies [default: none]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Sets any key of the configuration, like `router.decode_interference_weight=2`; may be repeated
+    /// Set any key of the configuration, like `router.decode_interference_weight=2`; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 
-    /// Request rates, as multiples of the capacity
+    /// Request rates, as multiples of the measured capacity (see below)
     #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2])]
     #[arg(value_parser = positive)]
     load_factor: Vec<f64>,
@@ -97,7 +96,8 @@ pub struct Replay {
     #[arg(long)]
     clairvoyant: bool,
 
-    /// Speed and cache sizes of a worker: a TOML file like deploy/profiles/h100-8b.toml [default: that one]
+    /// Speed and cache sizes of a worker: a TOML file, as `blockyard calibrate` prints it [default: the built-in
+    /// h100-8b, a model of 8 billion parameters on an H100]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
 
@@ -113,7 +113,7 @@ pub struct Replay {
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = part)]
     event_loss_until: f64,
 
-    /// Time that a snapshot takes which a router requests after missed events
+    /// Time until a router that has missed events gets the snapshot that it requests
     #[arg(long, value_name = "TIME", default_value = "50ms")]
     resync_delay: HumanDuration,
 
@@ -128,15 +128,21 @@ pub struct Replay {
     #[arg(long, value_name = "ORDER", default_value = "fcfs", value_parser = queue_order)]
     queue_order: QueueOrder,
 
+    /// Whether idle workers copy shared prefixes into their host memory ahead of demand, as router.prefetch says: `on`,
+    /// `off`, or `both`, each of our own policies with and without. Needs a profile with a table [host] [default:
+    /// router.prefetch]
+    #[arg(long, value_name = "WHICH", value_parser = prefetch)]
+    prefetch: Option<Prefetch>,
+
     /// Let the planner change workers between prefill and decode, as router.planner.mode=apply does
     #[arg(long)]
     rebalance: bool,
 
-    /// Longest time to first token of a request that goodput counts
+    /// Goodput counts requests with at most this time to first token
     #[arg(long, value_name = "TIME", default_value = "2s")]
     slo_ttft: HumanDuration,
 
-    /// Longest mean time between tokens of a request that goodput counts
+    /// Goodput counts requests with at most this mean time between tokens
     #[arg(long, value_name = "TIME", default_value = "100ms")]
     slo_itl: HumanDuration,
 
@@ -149,9 +155,21 @@ pub struct Replay {
     json: bool,
 }
 
+/// Whether copies ahead of demand are simulated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Prefetch {
+    On,
+    Off,
+    /// Each policy with and without them.
+    Both,
+}
+
 /// Limit of simulated workers: above any real fleet, and few enough for the memory of one machine.
 const WORKERS_MAX: usize = 100_000;
 const H100: &str = include_str!("../../deploy/profiles/h100-8b.toml");
+
+/// Columns of the table for names of policies, if none is longer.
+const POLICY_WIDTH: usize = 16;
 
 /// What `--json` prints.
 #[derive(Serialize)]
@@ -178,6 +196,9 @@ struct Report<'a> {
     event_loss_until: f64,
     resync_delay_s: f64,
     rebalance: bool,
+    /// What `--prefetch` says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefetch: Option<&'static str>,
     /// The `[router]` section of the given configuration.
     #[serde(skip_serializing_if = "Option::is_none")]
     router: Option<&'a Settings>,
@@ -187,6 +208,39 @@ struct Report<'a> {
     runs: u64,
     seed: u32,
     policies: Vec<Results>,
+}
+
+impl Prefetch {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Both => "both",
+        }
+    }
+
+    /// The policies with or without copies ahead of demand, or each of our own with and without, under its name and
+    /// ` (no copies)`. `settings`: of the router, with this choice.
+    fn apply(self, settings: &Settings, policies: Vec<PolicyUnderTest>) -> Vec<PolicyUnderTest> {
+        let variants = |policy: PolicyUnderTest| {
+            let (name, of_policy) = match &policy {
+                PolicyUnderTest::Policy(chosen) => (chosen.name().to_owned(), settings.clone().choosing(chosen)),
+                PolicyUnderTest::Settings(name, of_policy) => (name.clone(), (**of_policy).clone()),
+                // Other routers order no copies.
+                PolicyUnderTest::Peer(_) => return vec![policy],
+            };
+            let of =
+                |name, prefetch| PolicyUnderTest::Settings(name, Box::new(Settings { prefetch, ..of_policy.clone() }));
+            match self {
+                Self::On | Self::Off => vec![of(name, self == Self::On)],
+                Self::Both => {
+                    let without = format!("{name} (no copies)");
+                    vec![of(name, true), of(without, false)]
+                }
+            }
+        };
+        policies.into_iter().flat_map(variants).collect()
+    }
 }
 
 impl Replay {
@@ -199,8 +253,12 @@ impl Replay {
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
     let configured = args.config.is_some() || !args.set.is_empty();
-    let (settings, compared) =
+    let (mut settings, mut compared) =
         if configured { configured_policies(args)? } else { (Settings::default(), policies_to_compare(args, None)?) };
+    if let Some(prefetch) = args.prefetch {
+        settings.prefetch = prefetch != Prefetch::Off;
+        compared = prefetch.apply(&settings, compared);
+    }
     if let Some(path) = &args.write_trace {
         return write_trace(args, path);
     }
@@ -254,6 +312,7 @@ pub fn run(args: &Replay) -> anyhow::Result<()> {
         event_loss_until: args.event_loss_until,
         resync_delay_s: args.resync_delay.as_secs_f64(),
         rebalance: options.rebalance,
+        prefetch: args.prefetch.map(Prefetch::name),
         router: configured.then_some(&options.settings),
         slo_ttft_s: options.slo.ttft.as_secs_f64(),
         slo_itl_s: options.slo.itl.as_secs_f64(),
@@ -275,6 +334,13 @@ fn options(args: &Replay, settings: Settings) -> anyhow::Result<Options> {
     }
     if disaggregated && profile.peer.is_none() {
         bail!("--workers {}: the profile has no table [peer], the speed of KV transfers between workers", args.workers);
+    }
+    if let Some(prefetch) = args.prefetch.filter(|prefetch| *prefetch != Prefetch::Off && profile.host.is_none()) {
+        bail!(
+            "--prefetch {}: the profile has no table [host], the host memory into which workers copy prefixes; add one \
+             to the file of --profile",
+            prefetch.name()
+        );
     }
     if args.clairvoyant && (disaggregated || profile.shared.is_some() || args.admission != AdmissionMode::Off) {
         bail!("--clairvoyant: needs workers of the role both, no [shared] in the profile, and no --admission");
@@ -393,8 +459,9 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
 fn table(report: &Report<'_>) -> String {
     let Report { fleet, profile, requests, hit_rate_bound: bound, .. } = report;
     let capacity = report.capacity_rps.map_or(String::new(), |capacity| format!(", capacity {capacity:.2} requests/s"));
+    let requests = count(*requests as u64, "request");
     let mut lines = vec![
-        format!("{fleet} × {profile}, {requests} requests, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
+        format!("{fleet} × {profile}, {requests}, hit rate at most {:.1} %{capacity}\n", bound * 100.0),
         " load   req/s policy             hit   TTFT mean     p50     p90     p99   ITL p50   p90   p99  goodput  \
          \x20 SLO  imbal"
             .to_owned(),
@@ -405,15 +472,19 @@ fn table(report: &Report<'_>) -> String {
     if report.policies.iter().any(|results| results.role_changes.is_some()) {
         lines[1] += " roles";
     }
-    lines.extend(report.policies.iter().map(row));
+    let names = report.policies.iter().map(|results| results.policy.len()).max().unwrap_or(0).max(POLICY_WIDTH);
+    lines[1] = lines[1].replace("policy", &format!("{:<width$}", "policy", width = 6 + names - POLICY_WIDTH));
+    lines.extend(report.policies.iter().map(|results| row(results, names)));
     lines.extend(report.policies.iter().filter_map(planned));
+    lines.extend(report.policies.iter().filter_map(copies));
     let rejected = report.policies.iter().map(|f| f.rejected).max().filter(|rejected| *rejected > 0);
     let why = if report.admission == "off" {
         "did not fit on any worker"
     } else {
         "at most were rejected, or did not fit on any worker"
     };
-    lines.extend(rejected.map(|rejected| format!("\n{rejected} requests {why}; times are those of the others.")));
+    let rejected = rejected.map(|rejected| count(rejected, "request"));
+    lines.extend(rejected.map(|rejected| format!("\n{rejected} {why}; times are those of the others.")));
     lines.join("\n") + "\n"
 }
 
@@ -435,7 +506,22 @@ fn planned(results: &Results) -> Option<String> {
     ))
 }
 
-fn row(f: &Results) -> String {
+/// What became of the copies ahead of demand.
+fn copies(results: &Results) -> Option<String> {
+    let Copies { ordered, completed, failed, used, unused, copied_tokens, copied_bytes, used_tokens } =
+        results.copies?;
+    let gigabytes = copied_bytes as f64 / 1e9;
+    Some(format!(
+        "\n{} at {:.2}/s: {} ahead of demand, {completed} completed, {failed} failed; {used} used, {unused} not used; \
+         {copied_tokens} tokens ({gigabytes:.1} GB) copied, {used_tokens} of them used",
+        results.policy,
+        results.rate_rps,
+        if ordered == 1 { "1 copy was ordered".to_owned() } else { format!("{ordered} copies were ordered") }
+    ))
+}
+
+/// A line of the table, with this many columns for the name of the policy.
+fn row(f: &Results, width: usize) -> String {
     let load = f.load_factor.map_or(String::new(), |load| format!("{load:.2}"));
     let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
     let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
@@ -446,7 +532,7 @@ fn row(f: &Results) -> String {
     let disaggregated =
         f.remote_prefills.map(share).unwrap_or_default() + &f.role_changes.map(changes).unwrap_or_default();
     format!(
-        "{load:>5} {:7.2} {:<16} {hit:4.1} % {ttft} {itl} {good} {:6.2}{disaggregated}",
+        "{load:>5} {:7.2} {:<width$} {hit:4.1} % {ttft} {itl} {good} {:6.2}{disaggregated}",
         f.rate_rps, f.policy, f.imbalance
     )
 }
@@ -458,7 +544,7 @@ fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnd
     let settings = config.router;
     let chosen = matches!(settings.policy, Policy::Composed(_)) || origins.of("router.policy") != "default";
     let compared = if args.policy.is_empty() && chosen {
-        vec![PolicyUnderTest::Settings(settings.policy.name(), Box::new(settings.clone()))]
+        vec![PolicyUnderTest::Settings(settings.policy.name().to_owned(), Box::new(settings.clone()))]
     } else {
         policies_to_compare(args, Some(&settings))?
     };
@@ -504,6 +590,11 @@ fn admission(name: &str) -> Result<AdmissionMode, String> {
     all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected off, queue or deadline".into())
 }
 
+fn prefetch(name: &str) -> Result<Prefetch, String> {
+    let all = [Prefetch::On, Prefetch::Off, Prefetch::Both];
+    all.into_iter().find(|each| each.name() == name).ok_or_else(|| "expected on, off or both".into())
+}
+
 fn queue_order(text: &str) -> Result<QueueOrder, String> {
     let k = text.strip_prefix("k-lpm:").and_then(|k| k.parse().ok()).map(QueueOrder::KLpm);
     let order = if text == "fcfs" { Some(QueueOrder::Fcfs) } else { k };
@@ -532,6 +623,27 @@ mod tests {
     #[test]
     fn the_built_in_profile_is_valid() {
         toml::from_str::<Profile>(H100).unwrap().check().unwrap();
+    }
+
+    #[test]
+    fn prefetch_both_adds_each_of_our_policies_without_copies() {
+        let policies = [PolicyUnderTest::Policy(Policy::Kv), PolicyUnderTest::Peer(replay::Peer::ALL[0])];
+        let names_and_prefetch = |prefetch: Prefetch| -> Vec<(String, Option<bool>)> {
+            let each = |policy: &PolicyUnderTest| {
+                let prefetch = match policy {
+                    PolicyUnderTest::Settings(_, settings) => Some(settings.prefetch),
+                    _ => None,
+                };
+                (policy.name().to_owned(), prefetch)
+            };
+            prefetch.apply(&Settings::default(), policies.to_vec()).iter().map(each).collect()
+        };
+        let peer = (replay::Peer::ALL[0].name().to_owned(), None);
+        let kv = |copies| ("kv".to_owned(), Some(copies));
+        assert_eq!(names_and_prefetch(Prefetch::On), [kv(true), peer.clone()]);
+        assert_eq!(names_and_prefetch(Prefetch::Off), [kv(false), peer.clone()]);
+        let both = [kv(true), ("kv (no copies)".to_owned(), Some(false)), peer];
+        assert_eq!(names_and_prefetch(Prefetch::Both), both);
     }
 
     #[test]

@@ -196,8 +196,13 @@ fn check_log_part(part: &str) -> Result<(), String> {
     if LOG_PARTS.contains(&part) || LOG_LIBRARIES.contains(&part) {
         return Ok(());
     }
-    let meant = LOG_PARTS.iter().map(|known| (distance(part, known), known)).min();
-    Err(match meant.filter(|(letters, _)| *letters <= 2) {
+    // The library distinguishes upper and lower case, so `KVBM=debug` would have no effect.
+    let lower = part.to_lowercase();
+    let known = LOG_PARTS.iter().chain(&LOG_LIBRARIES);
+    // Of the shortest names a few letters are most.
+    let is_similar = |(letters, known): &(usize, &&str)| *letters <= 2 && letters * 2 <= known.len();
+    let meant = known.map(|known| (distance(&lower, known), known)).filter(is_similar).min();
+    Err(match meant {
         Some((_, known)) => format!("{part:?} is no part; did you mean {known}?"),
         None => format!("{part:?} is no part; expected one of {}", LOG_PARTS.join(", ")),
     })

@@ -19,10 +19,11 @@ pub struct Cluster {
     /// and of their stores are derived from it, so it should be the same after a restart. Default: the address of
     /// `cluster.listen`.
     pub advertise: Option<String>,
-    /// A file with the secret that frontends send and workers require, the same for all processes. Workers sign with it
-    /// what they register in NATS, and frontends use only workers that have. Further lines have secrets that are also
-    /// accepted. The file is loaded again when it changes. Default none: workers take requests of every process that
-    /// reaches them, and frontends use every worker that is registered.
+    /// A file with the secret that frontends and workers share, the same for all processes. Requests to workers are
+    /// authenticated with it, and it is not sent. Workers sign with it what they register in NATS, and frontends use
+    /// only workers that have. Further lines have secrets that are also accepted. The file is loaded again when it
+    /// changes. Default none: workers take requests of every process that reaches them, and frontends use every worker
+    /// that is registered.
     pub secret_file: Option<PathBuf>,
     /// TLS between frontends and workers, and between workers.
     pub tls: ClusterTls,

@@ -10,6 +10,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use worker::llama::{Builtin, ModelSource, Runtime, Shape};
 
+/// The weights do not fit into the memory of the machine.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "not enough memory: the weights in {folder} take {weights} on disk, and {have} is available; \
+         serve a smaller model: --model DIR|NAME"
+)]
+pub(super) struct TooLarge {
+    folder: String,
+    weights: String,
+    have: String,
+}
+
+impl TooLarge {
+    /// What to change. The text of the error ends with it.
+    pub(super) const ADVICE: &str = "serve a smaller model: --model DIR|NAME";
+}
+
 /// Loads the model, once for all workers.
 pub(super) async fn open(
     model: &Model,
@@ -101,12 +118,12 @@ fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
         .filter_map(|file| Some(std::fs::metadata(file.path()).ok()?.len()))
         .sum::<u64>();
     match machine.memory {
-        Some(have) if weights > have => bail!(
-            "not enough memory: the weights in {} take {} on disk, and {} is available; serve a smaller model",
-            folder.display(),
-            ByteSize(weights).about(),
-            ByteSize(have).about()
-        ),
+        Some(have) if weights > have => Err(TooLarge {
+            folder: folder.display().to_string(),
+            weights: ByteSize(weights).about(),
+            have: ByteSize(have).about(),
+        }
+        .into()),
         _ => Ok(()),
     }
 }
@@ -114,6 +131,17 @@ fn check_memory(folder: &Path, machine: &Machine) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn weights_beyond_the_memory_are_an_error_that_ends_with_what_to_change() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("model.safetensors"), [0; 2048]).unwrap();
+        let machine = |bytes| Machine { memory: Some(bytes), threads: 1 };
+        assert!(check_memory(folder.path(), &machine(2048)).is_ok());
+        let error = check_memory(folder.path(), &machine(1024)).unwrap_err();
+        assert!(error.is::<TooLarge>() && error.to_string().ends_with(TooLarge::ADVICE), "{error}");
+        assert!(error.to_string().contains("take 2.0 KiB on disk, and 1.0 KiB is available"), "{error}");
+    }
 
     #[test]
     fn the_name_of_a_model_on_a_hub_is_recognised() {

@@ -32,6 +32,7 @@ pub(super) struct Native {
     pub(super) stores: Stores,
     pub(super) facts: NativeFacts,
     workers: Vec<RunningWorker>,
+    scope: Scope,
     /// Drops the blocks of shredded domains.
     _shred_watch: Option<AbortOnDropHandle<()>>,
 }
@@ -115,7 +116,7 @@ impl Native {
             g3_5: config.tiers.g3_5.clone(),
             g4: config.tiers.g4.url.clone(),
         };
-        Ok(Self { stores, facts, workers, _shred_watch: shred_watch })
+        Ok(Self { stores, facts, workers, scope, _shred_watch: shred_watch })
     }
 
     /// The block manager of each worker.
@@ -139,13 +140,24 @@ impl Native {
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
         let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
         if timeout_at(end_requests, drained).await.is_err() {
-            tracing::warn!(
-                "requests still run after four fifths of shutdown_timeout and are ended; a frontend in a process of \
-                 its own continues them elsewhere"
-            );
+            tracing::warn!("{}", ended_requests(&self.scope));
         }
         flush(&managers, &self.stores, deadline).await;
         self.stores
+    }
+}
+
+/// The log line for requests that the workers still compute when their time is over.
+fn ended_requests(scope: &Scope) -> &'static str {
+    match scope {
+        Scope::Process => {
+            "the workers still compute requests after shutdown_timeout; the requests end here and no other worker \
+             continues them; raise shutdown_timeout for longer requests"
+        }
+        Scope::Deployment(_) => {
+            "the workers still compute requests after four fifths of shutdown_timeout; the requests end here, and \
+             their frontends continue them on other workers; raise shutdown_timeout for longer requests"
+        }
     }
 }
 
@@ -212,6 +224,14 @@ fn with_another_folder(error: &anyhow::Error) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_requests_of_a_deployment_continue_on_other_workers() {
+        let continues = "their frontends continue them on other workers";
+        assert!(ended_requests(&Scope::of("http://a:8100")).contains(continues));
+        let alone = ended_requests(&Scope::Process);
+        assert!(!alone.contains(continues) && alone.contains("after shutdown_timeout;"), "{alone}");
+    }
 
     #[test]
     fn a_data_folder_that_cannot_be_written_to_is_an_error_with_advice() {

@@ -36,8 +36,8 @@ pub(super) fn combined(NatsPlanes { discovery, events, .. }: NatsPlanes, local: 
 }
 
 /// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes
-/// are reached with `credentials`, and only if their records are signed with a secret that this process accepts: its
-/// own is sent to their address.
+/// are reached with `credentials`, and only if their records are signed with a secret that this process accepts: they
+/// are sent prompts.
 pub(super) async fn open(
     config: &Config,
     address: Address,
@@ -70,7 +70,7 @@ pub(super) fn credentials(
     Ok(Credentials { secret, tls: tls.map(Arc::new) })
 }
 
-/// Checks the file with the secret that frontends send and workers require. Blocks while it reads the file.
+/// Checks the file with the secret that frontends and workers share. Blocks while it reads the file.
 pub(super) fn check_secret(config: &Config) -> anyhow::Result<()> {
     let Some(path) = &config.cluster.secret_file else { return Ok(()) };
     Secret::check(path).with_context(|| secret_file(path))

@@ -3,6 +3,8 @@
 //! Not here: what depends on the moment, like a port that is taken, a data folder that another process serves from, or
 //! a store that denies access.
 
+mod advice;
+
 use super::sizes::{self, Disk, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{model, quotas, transforms};
@@ -10,12 +12,14 @@ use crate::config::{Config, Listen, Purpose};
 use crate::otlp;
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
-use anyhow::{Context, anyhow, bail};
-use frontend::KeyFile;
+use anyhow::{Context, anyhow};
+use frontend::{CacheDomains, KeyFile};
+use kvbm::crypt::SourceError;
 use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
 use std::path::Path;
+use transport::TlsError;
 
 /// All reasons why a node cannot start; at least one.
 #[derive(Debug)]
@@ -24,20 +28,39 @@ pub struct Refused(Vec<Reason>);
 #[derive(Debug)]
 struct Reason {
     error: anyhow::Error,
-    /// What to change, if the error names no key.
-    fix: Option<String>,
+    /// What to change.
+    fix: String,
 }
 
 impl Refused {
-    /// Each reason as text, and what to change if the text names no key.
-    pub fn reasons(&self) -> impl Iterator<Item = (String, Option<String>)> {
-        self.0.iter().map(|reason| (with_causes(&reason.error), reason.fix.clone()))
+    /// Each reason as text, and what to change.
+    pub fn reasons(&self) -> impl Iterator<Item = (String, String)> {
+        self.0.iter().map(|Reason { error, fix }| {
+            let text = with_causes(error);
+            // The text of some errors ends with it.
+            let problem = text.strip_suffix(fix.as_str()).and_then(|text| text.strip_suffix("; ")).map(str::to_owned);
+            (problem.unwrap_or(text), fix.clone())
+        })
     }
 }
 
-impl From<anyhow::Error> for Reason {
-    fn from(error: anyhow::Error) -> Self {
-        Self { error, fix: None }
+impl Reason {
+    fn new(error: impl Into<anyhow::Error>, fix: impl Into<String>) -> Self {
+        Self { error: error.into(), fix: fix.into() }
+    }
+}
+
+impl From<TlsError> for Reason {
+    fn from(error: TlsError) -> Self {
+        let fix = advice::tls(&error);
+        Self::new(error, fix)
+    }
+}
+
+impl From<frontend::SecretError> for Reason {
+    fn from(error: frontend::SecretError) -> Self {
+        let fix = advice::tenant_secret(&error);
+        Self::new(error, fix)
     }
 }
 
@@ -58,50 +81,57 @@ impl std::error::Error for Refused {}
 /// Refuses a configuration that a command could not start with, with all reasons. Blocks while it reads files.
 pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     let mut problems: Vec<Reason> = Vec::new();
-    let mut check = |outcome: anyhow::Result<()>| problems.extend(outcome.err().map(Reason::from));
+    let mut check = |outcome: Result<(), Reason>| problems.extend(outcome.err());
     if purpose == Purpose::Worker {
         check(address("cluster.listen", &config.cluster.listen));
     } else {
         check(address("listen", &config.listen));
     }
     if purpose != Purpose::Serve {
-        check(super::planes::check_secret(config));
-        check(cluster_tls(config));
+        check(super::planes::check_secret(config).map_err(|error| {
+            let fix = "let cluster.secret_file name a file with the secret of the deployment, which the user of this \
+                       process can read; `openssl rand -hex 32` makes a secret";
+            Reason::new(error, fix)
+        }));
+        check(cluster_tls(config).map_err(Reason::from));
     }
     if let Some(admin) = &config.admin.listen {
         check(address("admin.listen", admin));
     }
-    check(otlp::check(config));
+    check(otlp::check(config).map_err(|otlp::Unusable { error, fix }| Reason::new(error, fix)));
     // A worker may read the file of a frontend, whose other files are not there.
     if purpose != Purpose::Worker {
         check(trace_file(config));
-        check(frontend::check_tls(&config.frontend).map(drop).map_err(anyhow::Error::from));
-        if let Some(keys) = &config.frontend.api_keys_file {
-            check(KeyFile::read(keys).map(drop).context("frontend.api_keys_file"));
-        }
+        check(frontend::check_tls(&config.frontend).map(drop).map_err(Reason::from));
+        check(api_keys(config));
     }
     if purpose == Purpose::Frontend || !config.upstreams.is_empty() {
-        check(super::tokenizers::load(config, purpose).map(drop));
+        check(CacheDomains::open(&config.frontend).map(drop).map_err(Reason::from));
+        check(super::tokenizers::load(config, purpose).map(drop).map_err(|error| {
+            let fix = "name the folder with the tokenizer.json of the model there, which the user of this process can \
+                       read, or remove the entry: then the servers are asked for the tokens";
+            Reason::new(error, fix)
+        }));
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }
-    check(folder("data_dir", &config.data_dir));
+    check(data_dir(&config.data_dir));
     for disk in &config.tiers.g3_paths {
-        check(folder("tiers.g3_paths", &disk.path));
+        check(folder("tiers.g3_paths", &disk.path, "correct the path in tiers.g3_paths"));
     }
     if let Some(flash) = &config.tiers.g3_5 {
-        check(folder("tiers.g3_5.path", &flash.path));
+        check(folder("tiers.g3_5.path", &flash.path, "name a folder: --set tiers.g3_5.path=DIR"));
     }
     if let Some(StoreLocation::Folder(path)) = &config.tiers.g4.url {
-        check(folder("tiers.g4.url", path));
+        check(folder("tiers.g4.url", path, "name a folder: --g4 DIR"));
     }
     check(shared_store(config));
-    check(transforms::check(config).context("tiers.encryption"));
-    problems.extend(native(config).err());
+    check(encryption(config));
+    check(native(config));
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
 }
 
 /// The certificates between processes.
-fn cluster_tls(config: &Config) -> anyhow::Result<()> {
+fn cluster_tls(config: &Config) -> Result<(), TlsError> {
     let tls = &config.cluster.tls;
     tls.server()?.map(|files| files.check()).transpose()?;
     tls.client()?.map(|files| files.check()).transpose()?;
@@ -109,39 +139,85 @@ fn cluster_tls(config: &Config) -> anyhow::Result<()> {
 }
 
 /// The host must be an address of this machine. Whether the port is free is checked at the start.
-fn address(key: &str, at: &Listen) -> anyhow::Result<()> {
-    let bound = TcpListener::bind((at.host.as_str(), 0));
+fn address(key: &str, at: &Listen) -> Result<(), Reason> {
+    let bound = TcpListener::bind((at.host.as_str(), 0)).map(drop);
     bound
-        .map(drop)
         .with_context(|| format!("{key} = \"{at}\": cannot listen there; expected an address of this machine"))
+        .map_err(|error| {
+            let port = at.port;
+            let fix = format!(
+                "listen on this machine only, --set {key}=127.0.0.1:{port}, or on all its addresses, \
+                 --set {key}=0.0.0.0:{port}"
+            );
+            Reason::new(error, fix)
+        })
 }
 
 /// A folder may be missing, but the path must not be a file or below one.
-fn folder(key: &str, path: &Path) -> anyhow::Result<()> {
+fn folder(key: &str, path: &Path, fix: &str) -> Result<(), Reason> {
     let there = path.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir());
     match there {
-        Some(file) => bail!("{key} = \"{}\": {} is not a folder", path.display(), file.display()),
+        Some(file) => {
+            let error = anyhow!("{key} = \"{}\": {} is not a folder", path.display(), file.display());
+            Err(Reason::new(error, fix))
+        }
         None => Ok(()),
     }
 }
 
-fn trace_file(config: &Config) -> anyhow::Result<()> {
+/// The data folder is created on a disk.
+fn data_dir(path: &Path) -> Result<(), Reason> {
+    let fix = "name a folder on a disk: --data-dir DIR";
+    if let Some(kernel) = machine::kernel_folder(path) {
+        let (path, kernel) = (path.display(), kernel.display());
+        let error = anyhow!("data_dir = \"{path}\": {kernel} is a view of the kernel, in which no file can be created");
+        return Err(Reason::new(error, fix));
+    }
+    folder("data_dir", path, fix)
+}
+
+fn trace_file(config: &Config) -> Result<(), Reason> {
     let Some(path) = &config.router.trace_file else { return Ok(()) };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if path.is_dir() || !parent.is_dir() {
-        bail!("router.trace_file = \"{}\": expected a file in a folder that exists", path.display());
+    if !path.is_dir() && parent.is_dir() {
+        return Ok(());
     }
-    Ok(())
+    let fix = if path.is_dir() {
+        format!("name a file in that folder: --set router.trace_file={}/trace.jsonl", path.display())
+    } else {
+        format!("create the folder {}, or name another file: --set router.trace_file=FILE", parent.display())
+    };
+    let error = anyhow!("router.trace_file = \"{}\": expected a file in a folder that exists", path.display());
+    Err(Reason::new(error, fix))
+}
+
+fn api_keys(config: &Config) -> Result<(), Reason> {
+    let Some(path) = &config.frontend.api_keys_file else { return Ok(()) };
+    KeyFile::read(path).map(drop).map_err(|error| {
+        let fix = advice::api_keys(&error);
+        Reason::new(anyhow::Error::from(error).context("frontend.api_keys_file"), fix)
+    })
 }
 
 /// Checks that a client of the shared store can be created, and that G3.5 and G4 are different folders.
-fn shared_store(config: &Config) -> anyhow::Result<()> {
+fn shared_store(config: &Config) -> Result<(), Reason> {
     let Some(location) = &config.tiers.g4.url else { return Ok(()) };
     if config.tiers.g3_5.as_ref().is_some_and(|flash| same_place(&flash.path, location)) {
-        bail!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
+        let error = anyhow!("tiers.g3_5.path and tiers.g4.url are the same folder; expected two different ones");
+        return Err(Reason::new(error, "name another folder for one of them, or remove tiers.g3_5"));
     }
     let client = location.client(&access(config), config.tiers.g4.request_timeout.0);
-    client.map(drop).map_err(|error| anyhow!("tiers.g4.url = \"{location}\" cannot be used: {error}"))
+    client.map(drop).map_err(|error| {
+        let error = anyhow!("tiers.g4.url = \"{location}\" cannot be used: {error}");
+        Reason::new(error, advice::store(location))
+    })
+}
+
+fn encryption(config: &Config) -> Result<(), Reason> {
+    transforms::check(config).map_err(|error: SourceError| {
+        let fix = advice::master_keys(&error);
+        Reason::new(anyhow::Error::from(error).context("tiers.encryption"), fix)
+    })
 }
 
 /// What the native engine of a configuration needs, and what the machine has.
@@ -165,17 +241,52 @@ pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
 /// Checks the model, and what it is served with.
 fn native(config: &Config) -> Result<(), Reason> {
     if let Err(error) = model::shape(&config.model, &Machine::detect()) {
-        let fix = format!("correct --model (model = \"{}\")", config.model);
-        return Err(Reason { error, fix: Some(fix) });
+        let fix = if error.is::<model::TooLarge>() {
+            model::TooLarge::ADVICE.to_owned()
+        } else {
+            format!("correct --model (model = \"{}\")", config.model)
+        };
+        return Err(Reason::new(error, fix));
     }
-    native_tiers(config).map_err(Reason::from)
+    native_tiers(config)
 }
 
 /// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
-fn native_tiers(config: &Config) -> anyhow::Result<()> {
-    let NativeSizes { needs, sizes, disks, .. } = native_sizes(config)?;
-    let domains = frontend::CacheDomains::open(&config.frontend)?;
+fn native_tiers(config: &Config) -> Result<(), Reason> {
+    let NativeSizes { needs, sizes, mut disks, .. } = native_sizes(config).map_err(|error| {
+        let advice = error.downcast_ref::<sizes::Error>().map(sizes::Error::advice);
+        Reason::new(error, advice.unwrap_or_else(|| format!("correct --model (model = \"{}\")", config.model)))
+    })?;
+    let domains = CacheDomains::open(&config.frontend)?;
     let domain = config.frontend.has_tenants().then_some(|tenant: &str| domains.of(tenant));
-    let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain)?;
-    super::stores::check_disks(&disks, &shares, needs.block)
+    let shares = quotas::shares(&config.tiers.quotas, quotas::Capacities::of(config, &sizes), domain);
+    let shares = shares.map_err(|error| {
+        let advice = error.advice();
+        Reason::new(error, advice)
+    })?;
+    if machine::kernel_folder(&config.data_dir).is_some() {
+        // Has been refused as a whole.
+        disks.retain(|disk| !disk.folder.starts_with(&config.data_dir));
+    }
+    super::stores::check_disks(&disks, &shares, needs.block).map_err(|error| {
+        let advice = error.advice.clone();
+        Reason::new(error, advice)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_to_change_is_said_once() {
+        let refused = Refused(vec![
+            Reason::new(anyhow!("too little; use less: --set a=1"), "use less: --set a=1"),
+            Reason::new(anyhow!("b = 3: too much"), "--set b=2"),
+        ]);
+        let reasons: Vec<(String, String)> = refused.reasons().collect();
+        let reason = |problem: &str, fix: &str| (problem.to_owned(), fix.to_owned());
+        assert_eq!(reasons, [reason("too little", "use less: --set a=1"), reason("b = 3: too much", "--set b=2")]);
+        assert_eq!(refused.to_string(), "too little; use less: --set a=1\n       b = 3: too much");
+    }
 }

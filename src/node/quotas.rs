@@ -54,6 +54,23 @@ pub(super) enum Error {
     Weight(String, f64),
 }
 
+impl Error {
+    /// What to change. The text of some errors ends with it.
+    pub(super) fn advice(&self) -> String {
+        match self {
+            Self::NoTenants => "set the header that carries it (--set frontend.tenant_header=…) or keys with tenants \
+                                (--set frontend.api_keys_file=…)"
+                .to_owned(),
+            Self::Twice(tenant) => format!("remove one of the entries of tenant `{tenant}` from tiers.quotas"),
+            Self::LessThanGuaranteed { tenant, tier, .. } => {
+                format!("raise {tier}_limit of tenant `{tenant}` in tiers.quotas, or lower its {tier}_guaranteed")
+            }
+            Self::TooMuch { key, .. } => format!("guarantee less, or enlarge the tier: --set {key}=…"),
+            Self::Weight(tenant, _) => format!("set weight of tenant `{tenant}` in tiers.quotas to a number above 0"),
+        }
+    }
+}
+
 /// Bytes of each tier that quotas can guarantee.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Capacities {

@@ -7,7 +7,7 @@ use spans::LogLimit;
 use std::net::SocketAddr;
 
 /// Requests that this process has refused.
-pub(super) struct RefusedRequests {
+pub struct RefusedRequests {
     count: IntCounterVec,
     /// Limits log lines: a frontend with another secret sends a request for each of its clients.
     lines: LogLimit,
@@ -16,7 +16,7 @@ pub(super) struct RefusedRequests {
 /// Why a request is refused.
 #[derive(Clone, Copy)]
 pub(super) enum Refusal {
-    /// It has no secret that the worker accepts.
+    /// It has no MAC made with a secret that the worker accepts.
     Secret,
     /// It came without a client certificate.
     Certificate,
@@ -24,7 +24,7 @@ pub(super) enum Refusal {
 
 impl RefusedRequests {
     /// Declares the metric, once per registry.
-    pub(super) fn new(registry: &Registry) -> prometheus::Result<Self> {
+    pub fn new(registry: &Registry) -> prometheus::Result<Self> {
         let help = "Requests of other processes that were refused, by what they lack: secret or certificate.";
         let count = IntCounterVec::new(Opts::new("blockyard_cluster_requests_refused_total", help), &["reason"])?;
         registry.register(Box::new(count.clone()))?;

@@ -106,6 +106,21 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// What to change.
+    pub fn advice(&self) -> String {
+        match self {
+            Self::NoG1 => "set a size, or a share of the memory: --set tiers.g1=auto".to_owned(),
+            Self::TooSmall(_, block) => {
+                // In whole KiB, so that the size in the text is accepted.
+                let least = ByteSize(block.next_multiple_of(1 << 10));
+                format!("set at least one block, --set tiers.g1={least}, or a share of the memory: --set tiers.g1=auto")
+            }
+            Self::Memory { workers, sizes, .. } => smaller(*workers, sizes),
+        }
+    }
+}
+
 /// The number of workers, with the verb.
 fn workers_need(workers: u64) -> String {
     if workers == 1 { "1 worker needs".to_owned() } else { format!("{workers} workers need") }
@@ -418,7 +433,9 @@ mod tests {
             assert!(error.contains(part), "`{part}` is not in: {error}");
         }
         let tiny = Tiers { g1: bytes("1KiB"), ..Tiers::default() };
-        assert_eq!(Sizes::compute(&tiny, 1, NEEDS, &MACHINE, &[]), Err(Error::TooSmall(ByteSize(1024), NEEDS.block)));
+        let too_small = Error::TooSmall(ByteSize(1024), NEEDS.block);
+        assert_eq!(Sizes::compute(&tiny, 1, NEEDS, &MACHINE, &[]), Err(too_small.clone()));
+        assert!(too_small.advice().contains("--set tiers.g1=64KiB"), "{}", too_small.advice());
         let none = Tiers { g1: Budget::Off, ..Tiers::default() };
         assert_eq!(Sizes::compute(&none, 1, NEEDS, &MACHINE, &[]), Err(Error::NoG1));
     }

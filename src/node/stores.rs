@@ -9,7 +9,8 @@ use super::store_metrics::StoreMetrics;
 use super::transforms::Transforms;
 use super::workers::epoch_now;
 use crate::config::{ByteSize, Config};
-use anyhow::{Context, anyhow, bail};
+use crate::process::machine;
+use anyhow::{Context, bail};
 use kvbm::crypt::MetadataKeys;
 use kvbm::object::{Access, GcScheduler, StoreHealth, StoreLocation};
 use kvbm::{Block, DiskTier, EventLog, Fingerprint, Header, Level, ObjectTier, Quotas, Tier, disk, object};
@@ -305,20 +306,40 @@ async fn open_disk(
     let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     let paths: Vec<_> = disks.into_iter().map(settings).collect();
     let opened = tokio::task::spawn_blocking(move || DiskTier::open_in_background(&paths, &shares, log, keys)).await;
-    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error, &folders))
+    opened.context("opening the G3 log failed")?.map_err(|error| refused(&error, &folders).into())
+}
+
+/// Why the SSD log cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("{problem}; {advice}")]
+pub(super) struct LogRefused {
+    problem: String,
+    /// What to change.
+    pub(super) advice: String,
+}
+
+impl LogRefused {
+    fn new(problem: impl Into<String>, advice: impl Into<String>) -> Self {
+        Self { problem: problem.into(), advice: advice.into() }
+    }
 }
 
 /// Checks the sizes of the G3 logs before any of them is opened: also that each takes blocks of `block` bytes.
-pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> anyhow::Result<()> {
+pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> Result<(), LogRefused> {
     let folders: Vec<PathBuf> = disks.iter().map(|disk| disk.folder.clone()).collect();
     disks.iter().try_for_each(|disk| {
+        let folder = disk.folder.display();
+        let elsewhere = "use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: \
+                         --set tiers.g3=off";
+        if let Some(kernel) = machine::kernel_folder(&disk.folder) {
+            let kernel = kernel.display();
+            let problem = format!("the folder {folder} of G3: {kernel} is a view of the kernel, without files");
+            return Err(LogRefused::new(problem, elsewhere));
+        }
         // The automatic size is a share of the free space.
         if disk.bytes == 0 {
-            bail!(
-                "the folder {} cannot be created or has no free space; use another --data-dir (or tiers.g3_paths), or \
-                 --set tiers.g3=off",
-                disk.folder.display()
-            );
+            let problem = format!("the folder {folder} of G3 cannot be created or has no free space");
+            return Err(LogRefused::new(problem, elsewhere));
         }
         let settings = disk::Settings { capacity_bytes: disk.bytes, ..disk::Settings::default() };
         settings.check_block(shares, block).map_err(|error| refused(&error, &folders))
@@ -326,31 +347,43 @@ pub(super) fn check_disks(disks: &[Disk], shares: &Quotas, block: u64) -> anyhow
 }
 
 /// The error of opening the logs in `folders`, with advice.
-fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> anyhow::Error {
+fn refused(error: &disk::OpenError, folders: &[PathBuf]) -> LogRefused {
+    let larger = |least: u64| {
+        // Rounded up, so that the size in the text is accepted.
+        let least = least.next_multiple_of(if least < 1 << 20 { 1 << 10 } else { 1 << 20 });
+        let least = ByteSize(least);
+        format!(
+            "set at least {least} (tiers.g3, or the capacity in tiers.g3_paths), or turn G3 off: --set tiers.g3=off"
+        )
+    };
     match error {
-        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => {
-            anyhow!("tiers.g3_paths lists the folder {} twice", folder.display())
-        }
-        disk::OpenError::Owned { .. } => anyhow!(
-            "{error}; use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: \
-             --set tiers.g3=off"
+        disk::OpenError::Owned { folder, .. } if is_listed_twice(folder, folders) => LogRefused::new(
+            format!("tiers.g3_paths lists the folder {} twice", folder.display()),
+            "remove one of the two entries from tiers.g3_paths",
         ),
-        disk::OpenError::TooSmall { capacity_bytes, least } => {
-            let (asked, least) = (ByteSize(*capacity_bytes).about(), ByteSize(*least).about());
-            anyhow!(
-                "{asked} is too small for tiers.g3: the log needs at least {least} in each folder; `off` turns it off"
-            )
-        }
+        disk::OpenError::Owned { .. } => LogRefused::new(
+            error.to_string(),
+            "use another folder (tiers.g3_paths if it is set, else --data-dir), or turn G3 off: --set tiers.g3=off",
+        ),
+        disk::OpenError::TooSmall { capacity_bytes, least } => LogRefused::new(
+            format!("{} is too small for tiers.g3: the log needs more", ByteSize(*capacity_bytes).about()),
+            larger(*least),
+        ),
         disk::OpenError::BlockTooLarge { capacity_bytes, block_bytes, least } => {
-            // Rounded up, so that the size in the message is accepted.
-            let least = &least.next_multiple_of(if *least < 1 << 20 { 1 << 10 } else { 1 << 20 });
-            let [asked, block, least] = [capacity_bytes, block_bytes, least].map(|bytes| ByteSize(*bytes).about());
-            anyhow!(
-                "{asked} is too small for tiers.g3: one block of the model takes {block}, so the log needs at least \
-                 {least} in each folder; `off` turns it off"
+            let [asked, block] = [capacity_bytes, block_bytes].map(|bytes| ByteSize(*bytes).about());
+            LogRefused::new(
+                format!("{asked} is too small for tiers.g3: one block of the model takes {block}"),
+                larger(*least),
             )
         }
-        disk::OpenError::Io { .. } => anyhow!("the G3 log cannot be used: {error}"),
+        disk::OpenError::Io { path, .. } => LogRefused::new(
+            format!("the G3 log cannot be used: {error}"),
+            format!(
+                "give the user of this process all rights on {}, or use another folder (tiers.g3_paths if it is set, \
+                 else --data-dir), or turn G3 off: --set tiers.g3=off",
+                path.display()
+            ),
+        ),
     }
 }
 

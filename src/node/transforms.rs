@@ -7,7 +7,7 @@ use super::stores::access;
 use crate::config::{Compression, Config, Encryption};
 use anyhow::Context;
 use kvbm::codec::{self, decoded, encoded};
-use kvbm::crypt::{Environment, KeySource, Keyring, MetadataKeys, encrypted};
+use kvbm::crypt::{Environment, KeySource, Keyring, MetadataKeys, SourceError, encrypted};
 use kvbm::object::StoreLocation;
 use kvbm::{BlockManager, Metrics, Tier};
 use std::path::Path;
@@ -75,9 +75,9 @@ impl Transforms {
 }
 
 /// Checks that the master keys can be read, if encryption is configured.
-pub(super) fn check(config: &Config) -> anyhow::Result<()> {
+pub(super) fn check(config: &Config) -> Result<(), SourceError> {
     let Some(Encryption { keys }) = &config.tiers.encryption else { return Ok(()) };
-    Ok(keys.check(&environment(config, keys))?)
+    keys.check(&environment(config, keys))
 }
 
 /// The environment variable with the master keys, as the configuration loader read it.

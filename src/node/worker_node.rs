@@ -89,7 +89,8 @@ impl WorkerNode {
         };
         let peers = peers(url.clone(), credentials.clone());
         let (tracer, exporter) = otlp::start(config, Purpose::Worker, &address.to_string(), &registry)?;
-        let requests = RequestServer::traced(credentials.secret.clone(), peers.clone(), tracer.clone());
+        let required = credentials.secret.as_ref().map(|secret| secret.required_at(&url));
+        let requests = RequestServer::traced(required, peers.clone(), tracer.clone());
         let requires_certificate = config.cluster.tls.client_ca_file.is_some();
         let refused = Arc::new(RefusedRequests::new(&registry)?);
         let routes = routes(requests.clone(), refused, requires_certificate);
@@ -213,8 +214,9 @@ fn open_to_all(port: u16) -> String {
 }
 
 /// The warning for workers that other machines reach without TLS.
-const READABLE: &str = "requests of other machines arrive without TLS: the secret, prompts and keys of cache domains \
-    can be read on the network; set cluster.tls.cert_file and cluster.tls.key_file, or use a network that you trust";
+const READABLE: &str = "requests of other machines arrive without TLS: prompts, keys of cache domains, and the MACs \
+    with which this worker accepts requests can be read on the network; set cluster.tls.cert_file and \
+    cluster.tls.key_file, or use a network that you trust";
 
 /// The answer to a request without a client certificate where one is required.
 const NO_CERTIFICATE: &str = "the request came without a client certificate, and the worker requires one \

@@ -1,7 +1,7 @@
 //! The export against scripted collectors.
 
 use super::message::pairs;
-use super::{check, start};
+use super::{Unusable, check, start};
 use crate::config::{Config, OtelVariables, Purpose, Secret, Tracing};
 use prometheus::Registry;
 use serde_json::{Value, json};
@@ -106,11 +106,13 @@ fn wrong_settings_are_named() {
     };
     assert!(with_file("# keys\nauthorization: Bearer x\n\n").is_ok());
     for wrong in ["authorization", "a b: c"] {
-        let error = format!("{:#}", with_file(wrong).unwrap_err());
-        assert!(error.contains("tracing.headers_file"), "{error}");
+        let Unusable { error, fix } = with_file(wrong).unwrap_err();
+        assert!(format!("{error:#}").contains("tracing.headers_file"), "{error:#}");
+        assert!(fix.contains("tracing.headers_file"), "{fix}");
     }
     let mut config = config("https://collector.example");
     config.tracing.ca_file = Some(folder.path().join("missing"));
-    assert!(format!("{:#}", check(&config).unwrap_err()).contains("tracing.ca_file"));
+    let Unusable { error, fix } = check(&config).unwrap_err();
+    assert!(format!("{error:#}").contains("tracing.ca_file") && fix.contains("tracing.ca_file"), "{error:#}: {fix}");
     assert_eq!(pairs("a=1,,b = 2%,=3,c"), [("a".into(), "1".into()), ("b".into(), "2%".into())]);
 }

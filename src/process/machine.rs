@@ -67,6 +67,11 @@ pub fn is_of_kernel(_folder: &Path) -> bool {
     false
 }
 
+/// The existing folder in which `folder` would be created, if it is [of the kernel](is_of_kernel).
+pub fn kernel_folder(folder: &Path) -> Option<&Path> {
+    folder.ancestors().find(|folder| folder.exists()).filter(|folder| is_of_kernel(folder))
+}
+
 /// Bytes that the files of a folder take on its disk. Zero if the folder cannot be read.
 fn taken(folder: &Path) -> u64 {
     let files = std::fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.metadata().ok());
@@ -76,6 +81,16 @@ fn taken(folder: &Path) -> u64 {
 /// The limit of open files of this process; `None` if there is no limit.
 pub fn open_files() -> Option<u64> {
     getrlimit(Resource::Nofile).current
+}
+
+/// The limit up to which [`raise_open_files`] raises it; `None` if there is no limit.
+pub fn max_open_files() -> Option<u64> {
+    getrlimit(Resource::Nofile).maximum
+}
+
+/// The limit of the address space of this process in bytes (`ulimit -v`); `None` if there is no limit.
+pub fn address_space() -> Option<u64> {
+    getrlimit(Resource::As).current
 }
 
 /// Raises the soft limit of open files to the hard limit. Shells commonly set 1,024, and each connection takes one.
@@ -138,9 +153,17 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_os = "linux")]
+    fn a_folder_below_proc_is_of_the_kernel() {
+        assert_eq!(kernel_folder(Path::new("/proc/blockyard/g3")), Some(Path::new("/proc")));
+        let disk = tempfile::tempdir().unwrap();
+        assert_eq!(kernel_folder(&disk.path().join("not/there/yet")), None);
+    }
+
+    #[test]
     fn the_limit_of_open_files_is_raised_to_the_hard_one() {
         raise_open_files();
-        assert_eq!(open_files(), getrlimit(Resource::Nofile).maximum);
+        assert_eq!(open_files(), max_open_files());
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::panic::{self, PanicHookInfo};
 use std::sync::LazyLock;
 use std::thread;
 
-/// Values of the label `component`: our crates, and one value for all dependencies.
-const COMPONENTS: [&str; 6] = ["blockyard", "frontend", "router", "worker", "kvbm", "dependency"];
+/// Values of the label `component`: the crates of the workspace, and one value for all dependencies.
+const COMPONENTS: [&str; 10] =
+    ["blockyard", "frontend", "router", "upstream", "worker", "kvbm", "transport", "spans", "units", "dependency"];
 
 static PANICS: LazyLock<IntCounterVec> = LazyLock::new(|| {
     let help = "Panics since the start, by the crate that panicked. Each has a line at level error in the log.";
@@ -87,6 +88,18 @@ mod tests {
         for (file, wanted) in cases {
             assert_eq!(component(file), wanted, "{file}");
         }
+    }
+
+    #[test]
+    fn every_crate_of_the_workspace_is_a_component() {
+        let manifest: toml::Table = toml::from_str(include_str!("../../Cargo.toml")).unwrap();
+        let members = manifest["workspace"]["members"].as_array().unwrap().iter().map(|name| name.as_str().unwrap());
+        let mut expected: Vec<&str> = members.chain(["blockyard", "dependency"]).collect();
+        let mut components = COMPONENTS.to_vec();
+        expected.sort_unstable();
+        components.sort_unstable();
+        assert_eq!(components, expected);
+        assert_eq!(component("upstream/src/relay/client.rs"), "upstream");
     }
 
     #[test]

@@ -111,6 +111,24 @@ async fn an_invalid_value_changes_nothing_and_is_named() {
 }
 
 #[tokio::test]
+async fn a_file_that_is_named_or_no_longer_named_needs_a_restart() {
+    for (key, section, name) in [
+        ("cluster.secret_file", "cluster", "secret_file"),
+        ("cluster.tls.ca_file", "cluster.tls", "ca_file"),
+        ("frontend.api_keys_file", "frontend", "api_keys_file"),
+        ("nats.ca_file", "nats", "ca_file"),
+    ] {
+        let text = format!("[{section}]\n{name} = '/srv/file'\n");
+        for (before, after) in [("", &*text), (&*text, "")] {
+            let harness = Harness::of(Purpose::Frontend, before, None);
+            harness.write(after);
+            let report = harness.reload.now("SIGHUP");
+            assert_eq!((report.outcome, &report.needs_restart[..]), (Outcome::Unchanged, &[key.to_owned()][..]));
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_key_that_needs_a_restart_keeps_its_running_origin() {
     let harness = Harness::new("shutdown_timeout = '20s'\n");
     let file = harness.file.path().display().to_string();

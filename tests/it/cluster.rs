@@ -175,21 +175,22 @@ async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_ignores_wor
     let http = client();
     for (path, header, expected) in [
         ("/workers/1/generate", "Bearer wrong-wrong-wrong-wrong", 401),
+        ("/workers/1/generate", "Bearer 0123456789abcdef0123456789abcdef", 401),
         ("/v1/completions", "Bearer 0123456789abcdef0123456789abcdef", 404),
     ] {
         let url = format!("{}{path}", worker.client.url);
-        let response = http.post(url).header("authorization", header).header("x-blockyard-protocol", "1").send();
+        let response = http.post(url).header("authorization", header).header("x-blockyard-protocol", "3").send();
         assert_eq!(response.await.unwrap().status().as_u16(), expected, "{path}");
     }
     let refused = worker.client.metric("blockyard_cluster_requests_refused_total", "reason=\"secret\"").await;
-    assert!((refused - 1.0).abs() < f64::EPSILON, "{refused}");
+    assert!((refused - 2.0).abs() < f64::EPSILON, "{refused}");
     // The log is written by another thread than the one that counts.
     while !worker.log().contains("a request without a secret that this worker accepts was refused") {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let rebinding = http.get(format!("{}/metrics", worker.client.url)).header("host", "attacker.example").send();
     assert_eq!(rebinding.await.unwrap().status().as_u16(), 403, "on loopback only loopback hosts");
-    // A worker with another secret is not used: a frontend would send it its own.
+    // A worker with another secret is not used: a frontend would send it prompts.
     let frontend = cluster.frontend().await;
     std::fs::write(cluster.folder.path().join("other"), "another secret".repeat(4).replace(' ', "-")).unwrap();
     cluster.secret = cluster.folder.path().join("other");

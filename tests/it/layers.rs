@@ -211,7 +211,7 @@ const FILE_LINES_MAX: usize = 600;
 const COLUMNS_MAX: usize = 120;
 
 /// Folders of the production sources.
-const SOURCES: [&str; 9] = [
+pub(crate) const SOURCES: [&str; 9] = [
     "src",
     "frontend/src",
     "router/src",
@@ -411,7 +411,7 @@ fn metadata() -> Value {
 }
 
 /// `file:line: text` of each line that `wanted` picks, tests apart.
-fn lines_where(folders: &[&str], wanted: impl Fn(&str, &str) -> bool) -> Vec<String> {
+pub(crate) fn lines_where(folders: &[&str], wanted: impl Fn(&str, &str) -> bool) -> Vec<String> {
     let mut found = Vec::new();
     for (file, text) in sources(folders).into_iter().filter(|(file, _)| !is_test(file)) {
         let lines = text.lines().take(lines_apart_from_tests(&text)).enumerate();

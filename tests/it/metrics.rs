@@ -1,10 +1,11 @@
-//! `docs/metrics.md` lists exactly the metrics that a running process exposes.
+//! `docs/metrics.md` lists exactly the metrics that processes expose.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
+use crate::layers::{SOURCES, lines_where};
 use crate::process::client;
 use blockyard::config::{Budget, ByteSize, Config, Listen, Purpose, SharedFlash, Sources};
-use blockyard::node::{Node, Process};
+use blockyard::node::{Node, Process, RefusedRequests};
 use blockyard::reload::Reload;
 use kvbm::object::StoreLocation;
 use prometheus::proto::MetricType;
@@ -12,6 +13,9 @@ use prometheus::{IntGauge, Registry};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use transport::CertificateMetrics;
+use worker::plane::nats;
+use worker::remote::SecretMetrics;
 
 const PAGE: &str = include_str!("../../docs/metrics.md");
 
@@ -58,6 +62,29 @@ fn config(data: &Path, shared: &Path, flash: &Path) -> Config {
     config
 }
 
+/// The metrics that frontends and workers in processes of their own have besides.
+fn register_cluster(registry: &Registry) {
+    nats::Metrics::new(registry).unwrap();
+    CertificateMetrics::new("cluster", registry).unwrap();
+    SecretMetrics::new(registry).unwrap();
+    RefusedRequests::new(registry).unwrap();
+}
+
+#[test]
+fn every_metric_that_the_sources_name_is_on_the_page() {
+    let documented = documented();
+    let named = |line: &str| {
+        let literals = line.split('"').skip(1).step_by(2);
+        let is_name = |text: &&str| text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+        literals.filter(|text| text.starts_with("blockyard_")).filter(is_name).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let is_missing = |line: &str| named(line).iter().any(|name| !documented.contains_key(name));
+    let missing = lines_where(&SOURCES, |_, line| is_missing(line));
+    assert!(missing.is_empty(), "these metrics are not in docs/metrics.md:\n{}", missing.join("\n"));
+    let seen = lines_where(&SOURCES, |_, line| !named(line).is_empty());
+    assert!(seen.len() > 30, "{} lines name a metric", seen.len());
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_metrics_page_agrees_with_a_running_process() {
     let [data, shared, flash] = [(); 3].map(|()| tempfile::tempdir().unwrap());
@@ -68,6 +95,7 @@ async fn the_metrics_page_agrees_with_a_running_process() {
     let set_log = Box::new(|_: &str, _| Ok(()));
     let sources = (Sources::default(), Purpose::Serve);
     let _reload = Reload::new(sources, loaded, Vec::new(), set_log, node.registry()).unwrap();
+    register_cluster(node.registry());
     let before = exposed(node.registry());
     for name in [
         "blockyard_config_reloads_total",

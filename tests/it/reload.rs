@@ -48,6 +48,9 @@ async fn reloads_by_file_signal_and_admin_api_keep_streams_alive() {
     assert!(kill.success());
     let (report, _) = reload_by("SIGHUP").await;
     assert_eq!(report["outcome"], "unchanged", "the file watch has applied this content");
+    let log = process.log();
+    let is_warning = |line: &str| line.contains("after a restart") && line.contains("keys=shutdown_timeout");
+    assert!(log.lines().any(is_warning), "{log}");
 
     std::fs::write(&file, "[router]\npolicy = 'randm'\n").unwrap();
     let answer = http.post(format!("{admin}/reload")).header("x-blockyard-admin", "1").send().await.unwrap();

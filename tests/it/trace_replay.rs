@@ -57,7 +57,10 @@ async fn a_trace_of_a_running_program_can_be_replayed() {
     assert!((report["hit_rate_bound"].as_f64().unwrap() - 3.0 / 9.0).abs() < 1e-9, "{report:#}");
     let calibrated = blockyard(&["calibrate"], &file);
     let error = String::from_utf8(calibrated.stderr).unwrap();
-    assert!(!calibrated.status.success() && error.contains("3 requests") && error.contains("at least 50"), "{error}");
+    assert!(
+        !calibrated.status.success() && error.contains("the same worker (3)") && error.contains("at least 50"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -131,6 +134,30 @@ fn replay_checks_trace_roles_and_output_before_it_starts() {
     assert!(rebalance("prefill:1,decode:1").status.success());
     assert!(!rebalance("2").status.success(), "rebalancing needs prefill and decode workers");
     assert!(replay(&page, &run).0 && std::fs::read_to_string(&page).unwrap().contains(">session</text>"));
+}
+
+#[test]
+fn replay_compares_policies_with_and_without_copies_ahead_of_demand() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("worker.toml");
+    let profile = include_str!("../../deploy/profiles/h100-8b.toml");
+    std::fs::write(&file, profile).unwrap();
+    let replay = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blockyard"));
+        command.args(["replay", "--workload", "hot-prefix:16k", "--requests", "200", "--workers", "32"]);
+        command.args(["--rate", "6", "--policy", "kv,llm-d", "--prefetch", "both", "--json", "--profile"]).arg(&file);
+        command.output().unwrap()
+    };
+    let error = String::from_utf8(replay().stderr).unwrap();
+    assert!(error.contains("--prefetch both") && error.contains("[host]"), "{error}");
+    let host = "[host]\ncapacity_bytes = 200_000_000_000\nbytes_per_second = 32e9\nlatency_s = 0.0005\n";
+    std::fs::write(&file, profile.to_owned() + "\n" + host).unwrap();
+    let report: Value = serde_json::from_slice(&replay().stdout).unwrap();
+    let policies = report["policies"].as_array().unwrap();
+    let names: Vec<&str> = policies.iter().map(|results| results["policy"].as_str().unwrap()).collect();
+    assert_eq!(names, ["kv", "kv (no copies)", "llm-d"]);
+    assert!(policies[0]["copies"]["ordered"].as_u64().unwrap() >= 1, "{report:#}");
+    assert!(policies[1].get("copies").is_none() && policies[2].get("copies").is_none(), "{report:#}");
 }
 
 #[test]

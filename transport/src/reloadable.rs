@@ -110,7 +110,8 @@ impl<T: Send + Sync + 'static> Reloadable<T> {
             tracing::error!(%certificate, "the TLS certificate has expired: others refuse it; renew it");
         } else {
             let days = expiry.days_left(now);
-            tracing::warn!(%certificate, days, "the TLS certificate expires in {days} days; renew it");
+            let plural = if days == 1 { "" } else { "s" };
+            tracing::warn!(%certificate, days, "the TLS certificate expires in {days} day{plural}; renew it");
         }
     }
 

@@ -30,13 +30,19 @@ const UNITS: [(&str, u64); 13] = [
 const PRINTED: usize = 5;
 
 impl ByteSize {
-    /// The size rounded to a tenth of its unit, for display: `1.2 GiB`.
+    /// The size rounded to a tenth of its unit, for display: `1.2 GiB`. The unit is chosen after rounding, so there is
+    /// no `1024.0 MiB`.
     pub fn about(self) -> String {
-        let unit = UNITS[..PRINTED - 1].iter().find(|(_, unit)| self.0 >= *unit);
-        unit.map_or_else(
-            || format!("{} B", self.0),
-            |(name, unit)| format!("{:.1} {name}", self.0 as f64 / *unit as f64),
-        )
+        let units = &UNITS[..PRINTED - 1];
+        let Some(at) = units.iter().position(|(_, unit)| self.0 >= *unit) else {
+            return format!("{} B", self.0);
+        };
+        let rounded = |at: usize| {
+            let (name, unit) = units[at];
+            format!("{:.1} {name}", self.0 as f64 / unit as f64)
+        };
+        let text = rounded(at);
+        if at > 0 && text.starts_with("1024.0 ") { rounded(at - 1) } else { text }
     }
 
     /// The size as `usize`.
@@ -113,6 +119,24 @@ mod tests {
             assert_eq!(text.parse::<ByteSize>().unwrap().to_string(), printed);
         }
         assert_eq!(ByteSize(1_288_490_189).about(), "1.2 GiB");
+    }
+
+    #[test]
+    fn a_rounded_size_is_below_1024_of_its_unit() {
+        for (bytes, shown) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1 << 10, "1.0 KiB"),
+            ((1 << 20) - 52, "1023.9 KiB"),
+            ((1 << 20) - 51, "1.0 MiB"),
+            ((1 << 20) - 1, "1.0 MiB"),
+            (1 << 20, "1.0 MiB"),
+            ((1 << 30) - 1, "1.0 GiB"),
+            ((1 << 40) - 1, "1.0 TiB"),
+            (1 << 50, "1024.0 TiB"),
+        ] {
+            assert_eq!(ByteSize(bytes).about(), shown, "{bytes} bytes");
+        }
     }
 
     #[test]

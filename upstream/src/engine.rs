@@ -7,7 +7,7 @@ use crate::probe::Probes;
 use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
-use crate::relay::splice::Splice;
+use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, UsageInStream};
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
@@ -24,7 +24,7 @@ use worker::engine::{
 use worker::plane::Load;
 
 /// Endpoints whose streams end with the usage when the request asks for it in `stream_options`.
-const WITH_STREAM_OPTIONS: [&str; 2] = ["/v1/chat/completions", "/v1/completions"];
+const WITH_STREAM_OPTIONS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/invocations"];
 
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
 const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
@@ -160,12 +160,13 @@ impl UpstreamEngine {
             splice.set("cache_salt", json(salt));
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
-        // several choices those that ended first would lack it, so their usage is not requested.
-        let is_one_choice = request.group.is_none();
-        if http.is_stream && is_one_choice && WITH_STREAM_OPTIONS.contains(&http.target.path()) && !wants_usage(&splice)
-        {
-            splice.set_in("stream_options", "include_usage", "true").map_err(|error| invalid(error.to_string()))?;
-            usage = UsageInStream::Strip;
+        // several choices those that ended first would lack it, so their usage is requested only if it is charged.
+        let is_asked = http.wants_usage || http.is_metered || request.group.is_none();
+        if http.is_stream && is_asked && WITH_STREAM_OPTIONS.contains(&http.target.path()) {
+            ask_for_usage(&mut splice, http.wants_usage).map_err(|error| invalid(error.to_string()))?;
+            if !http.wants_usage {
+                usage = UsageInStream::Strip;
+            }
         }
         Ok((splice.finish(), usage))
     }
@@ -216,6 +217,11 @@ impl Engine for UpstreamEngine {
         self.settings.only
     }
 
+    fn refuses(&self, request: &Request) -> bool {
+        let Work::Relay(http) = &request.work else { return false };
+        !self.settings.salted.takes(http) && request.domain.engine_salt().is_some()
+    }
+
     fn probed_server(&self) -> Option<u64> {
         self.settings.server
     }
@@ -243,12 +249,18 @@ fn invalid(problem: impl Into<String>) -> Error {
     Error::Invalid { field: "body", problem: problem.into() }
 }
 
-/// Whether the client asked for the usage at the end of its stream, in any way that a server may understand.
-fn wants_usage(splice: &Splice) -> bool {
-    let options: Option<serde_json::Value> =
-        splice.get("stream_options").and_then(|options| serde_json::from_slice(&options).ok());
-    let asked = options.as_ref().map(|options| &options["include_usage"]);
-    asked.is_some_and(|asked| !asked.is_null() && asked != false)
+/// Asks for the usage at the end of a stream in the one way that all servers understand alike: some read `"yes"` as
+/// true, others ignore it.
+fn ask_for_usage(splice: &mut Splice, wants_usage: bool) -> Result<(), SpliceError> {
+    const OPTIONS: &str = "stream_options";
+    const CONTINUOUS: &str = "continuous_usage_stats";
+    splice.set_in(OPTIONS, "include_usage", "true")?;
+    // Without `include_usage` of the client it has no effect. With that of the gateway every chunk would have a usage.
+    let is_continuous = |options: Bytes| Splice::scan(options).is_ok_and(|options| options.range(CONTINUOUS).is_some());
+    if !wants_usage && splice.get(OPTIONS).is_some_and(is_continuous) {
+        splice.set_in(OPTIONS, CONTINUOUS, "false")?;
+    }
+    Ok(())
 }
 
 /// Whether a JSON value is this text.

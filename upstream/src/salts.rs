@@ -28,7 +28,8 @@ pub enum SaltedEndpoints {
     /// passes as it is.
     #[default]
     None,
-    /// Every endpoint.
+    /// Every endpoint, if the body is a JSON object. Another body with a salt is not sent to an endpoint that may use a
+    /// cache of prefixes.
     All,
     /// The endpoints with these paths, whose requests have the field. Others that may use a cache of prefixes get no
     /// request with a salt.
@@ -40,37 +41,53 @@ pub enum SaltedEndpoints {
 pub(crate) enum Salting {
     /// Nothing.
     Unsalted,
-    /// The salt, if its body is a JSON object.
+    /// The salt, if its body is a JSON object. Without one, nothing of it is in a cache.
     Salted,
     /// It must not be sent; the reason.
     Refused(String),
 }
 
 impl SaltedEndpoints {
+    /// Whether `http` may be sent, if it has a salt.
+    pub(crate) fn takes(&self, http: &HttpRequest) -> bool {
+        let path = http.target.path();
+        let has_field = match self {
+            Self::None => return true,
+            Self::All => true,
+            Self::Described(paths) => paths.contains(path),
+        };
+        let has_no_cache = WITHOUT_CACHE.contains(&path) || EndpointKind::Pooling.paths().contains(&path);
+        // Without a body there is no prompt.
+        has_no_cache || http.body.trim_ascii().is_empty() || (is_object(http) && has_field)
+    }
+
     /// What `http` needs, if it has a salt.
     pub(crate) fn salting(&self, http: &HttpRequest) -> Salting {
-        let paths = match self {
-            Self::None => return Salting::Unsalted,
-            Self::All => return Salting::Salted,
-            Self::Described(paths) => paths,
-        };
-        let path = http.target.path();
-        let has_no_cache = WITHOUT_CACHE.contains(&path) || EndpointKind::Pooling.paths().contains(&path);
-        let is_object = http.body.trim_ascii_start().first() == Some(&b'{');
-        // Without a body there is no prompt.
-        if has_no_cache || http.body.is_empty() || (is_object && paths.contains(path)) {
+        if *self == Self::None {
+            return Salting::Unsalted;
+        }
+        if self.takes(http) {
             return Salting::Salted;
         }
-        let why = if is_object {
-            format!("the server's /openapi.json has no field cache_salt for {path}")
+        let path = http.target.path();
+        Salting::Refused(if is_object(http) {
+            format!(
+                "the server's /openapi.json has no field cache_salt for {path}, so tenants would share the server's \
+                 cache; use another endpoint, or set cache_salt in [[upstreams]]: \"on\" if the server has the field \
+                 all the same, \"off\" if tenants may share the cache"
+            )
         } else {
-            format!("a body of {path} that is no JSON object has no field cache_salt")
-        };
-        Salting::Refused(format!(
-            "{why}, so tenants would share the server's cache; use another endpoint, or set cache_salt in \
-             [[upstreams]]: \"on\" if the server has the field all the same, \"off\" if tenants may share the cache"
-        ))
+            format!(
+                "a body of {path} that is no JSON object, such as a form, gets no cache_salt, so tenants would share \
+                 the server's cache; send a JSON object, or set cache_salt = \"off\" in [[upstreams]] if tenants may \
+                 share the cache"
+            )
+        })
     }
+}
+
+fn is_object(http: &HttpRequest) -> bool {
+    http.body.trim_ascii_start().first() == Some(&b'{')
 }
 
 /// The salts that were sent last.
@@ -146,6 +163,8 @@ mod tests {
             headers: http::HeaderMap::new(),
             body: bytes::Bytes::from_static(body),
             is_stream: false,
+            wants_usage: false,
+            is_metered: false,
             private_fields: &[],
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
@@ -168,7 +187,12 @@ mod tests {
         }
         assert!(salted("/v1/responses/id/cancel", b""), "no prompt");
         assert_eq!(SaltedEndpoints::None.salting(&http("/v1/messages", b"{}")), Salting::Unsalted);
-        assert_eq!(SaltedEndpoints::All.salting(&http("/v1/messages", b"{}")), Salting::Salted);
+        let all = |path: &'static str, body: &'static [u8]| SaltedEndpoints::All.salting(&http(path, body));
+        assert_eq!(all("/v1/messages", b"{}"), Salting::Salted);
+        for body in [&b"--boundary"[..], b"\xef\xbb\xbf{}", b"RIFF"] {
+            assert!(matches!(all("/v1/audio/transcriptions", body), Salting::Refused(_)), "it would get no salt");
+        }
+        assert_eq!(all("/v1/responses/id/cancel", b" \n"), Salting::Salted, "no prompt");
     }
 
     #[test]

@@ -87,6 +87,13 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// Whether the engine refuses a relayed request of a cache domain other than the shared one, because it cannot keep
+    /// the caches of domains apart at this endpoint. The request is sent to it only if all engines of the model refuse
+    /// it: then for the error.
+    fn refuses(&self, _request: &Request) -> bool {
+        false
+    }
+
     /// Where the engine is, for an operator: the URL of its server or process, without credentials. `None`: in this
     /// process.
     fn address(&self) -> Option<String> {

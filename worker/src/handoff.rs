@@ -13,6 +13,7 @@
 //! in this process or, by its URL, in another one. The decode worker pulls: the prefill worker waits for nothing. An
 //! unknown peer is not an error: its blocks are recomputed.
 
+mod known_peers;
 mod progress;
 
 pub use progress::{HandoffId, HandoffProgress, Progress, ProgressStream};
@@ -22,10 +23,13 @@ use crate::plane::WorkerId;
 use bytes::Bytes;
 use dashmap::DashMap;
 use futures::{StreamExt, stream};
+use known_peers::KnownPeers;
 use kvbm::Tier;
+use parking_lot::Mutex;
 use progress::Handoffs;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+use tokio::time::Instant;
 
 /// What a prefill worker sends to the decode worker.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -87,8 +91,8 @@ pub struct Peers(Arc<PeerTable>);
 struct PeerTable {
     local: DashMap<WorkerId, Arc<dyn Tier>>,
     others: Option<OtherProcesses>,
-    /// Workers of other processes with their URLs, kept so that their speed is measured once.
-    remote: DashMap<WorkerId, (String, Arc<dyn RemoteMemory>)>,
+    /// Workers of other processes.
+    remote: Mutex<KnownPeers>,
     handoffs: Handoffs,
 }
 
@@ -165,12 +169,7 @@ impl Peers {
     /// The memory of a worker of another process.
     fn remote(&self, peer: WorkerId, url: &str) -> Option<Arc<dyn RemoteMemory>> {
         let others = self.0.others.as_ref()?;
-        let connect = || (url.to_owned(), (others.connect)(peer, url));
-        let mut known = self.0.remote.entry(peer).or_insert_with(connect);
-        if known.0 != url {
-            *known = connect();
-        }
-        Some(Arc::clone(&known.1))
+        Some(self.0.remote.lock().get(peer, url, Instant::now(), || (others.connect)(peer, url)))
     }
 
     /// Number of hand-overs of this process that have not ended.
@@ -181,6 +180,6 @@ impl Peers {
 
 impl std::fmt::Debug for Peers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Peers({} here, {} elsewhere)", self.0.local.len(), self.0.remote.len())
+        write!(f, "Peers({} here, {} elsewhere)", self.0.local.len(), self.0.remote.lock().len())
     }
 }

@@ -34,15 +34,18 @@ mod wire;
 pub use client::RemoteEngine;
 pub use connect::Credentials;
 pub use peer::RemotePeer;
-pub use secret::{Secret, SecretError, SecretMetrics};
+pub use secret::{RequiredMac, Secret, SecretError, SecretMetrics};
 pub use server::{RequestServer, ResponseBody};
 
-/// Number of the protocol of requests and outputs. It changes with every incompatible change of one of them; a request
-/// with another number is refused.
-pub const PROTOCOL: u8 = 2;
+/// Number of the protocol of requests and outputs, and of how requests show that their sender knows the secret. It
+/// changes with every incompatible change of one of them; a request with another number is refused.
+pub const PROTOCOL: u8 = 3;
 
 /// The text of a response with status 401. The client of a request may get it: what to change is in the log only.
-const NO_SECRET: &str = "the request has no secret that the worker accepts";
+const NO_SECRET: &str = "the request has no MAC made with a secret that the worker accepts";
+
+/// The same text of a worker with protocol number 2 or lower, which requires the secret itself.
+const FORMER_NO_SECRET: &str = "the request has no secret that the worker accepts";
 
 /// The header with the number of the protocol.
 const PROTOCOL_HEADER: &str = "x-blockyard-protocol";

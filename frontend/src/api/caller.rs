@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::http::RequestContext;
+use crate::keys::Key;
 use crate::model::find_card;
 use crate::params::{Fields, Raw, scheduling};
 use crate::state::AppState;
@@ -11,6 +12,9 @@ use worker::engine::ModelCard;
 
 /// Fields by which servers use an adapter in place of the model: SGLang's, and those of others.
 const ADAPTERS: [&str; 4] = ["lora_path", "lora_id", "lora", "adapter_id"];
+
+/// The object in which TGI and servers like it have these fields.
+const PARAMETERS: &str = "parameters";
 
 /// The served models that the caller may use.
 pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<ModelCard>> {
@@ -27,13 +31,25 @@ pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Resu
     if fields.is_ambiguous("model") {
         return Err(Error::ModelNotNamed);
     }
+    check_adapters(key, fields)?;
+    if fields.is_ambiguous(PARAMETERS) {
+        return Err(Error::AdapterNotAllowed(PARAMETERS.into()));
+    }
+    if let Some(parameters) = fields.peek_object(PARAMETERS)? {
+        check_adapters(key, &parameters)?;
+    }
+    fields.text("model").map_err(|_| Error::ModelNotNamed)
+}
+
+/// Checks that the adapters in the fields of an object are models of the key.
+fn check_adapters(key: &Key, fields: &Fields) -> Result<(), Error> {
     let is_allowed = |raw: &Raw| adapters(raw).is_some_and(|names| names.iter().flatten().all(|name| key.allows(name)));
     for field in ADAPTERS {
         if fields.is_ambiguous(field) || !fields.peek(field).is_none_or(is_allowed) {
-            return Err(Error::AdapterNotAllowed(field));
+            return Err(Error::AdapterNotAllowed(fields.path(field)));
         }
     }
-    fields.text("model").map_err(|_| Error::ModelNotNamed)
+    Ok(())
 }
 
 /// The adapters that a field names: one, or one for each prompt. `None` if it has a value of another type.

@@ -1,8 +1,9 @@
 //! Requests for models whose engine is a server with the same API: they pass as bytes, and so do the responses.
 //!
-//! Only what routing needs is read: the prompt, `stream`, the number of choices, the limit of tokens, priority, session
-//! and salt. Nothing else is checked, and a field of an unexpected type counts as absent here: what it means is the
-//! engine's business. Not here: changes of the body and the headers on the way to the engine, which the engine makes.
+//! Only what routing needs is read: the prompt, `stream`, `stream_options.include_usage`, the number of choices, the
+//! limit of tokens, priority, session and salt. Nothing else is checked, and a field of an unexpected type counts as
+//! absent here: what it means is the engine's business. Not here: changes of the body and the headers on the way to the
+//! engine, which the engine makes.
 
 mod contents;
 mod estimate;
@@ -156,6 +157,8 @@ pub(super) struct Routing {
     /// The body of the request to `/tokenize`, if a server is to be asked for the tokens.
     tokenize_body: Option<Bytes>,
     is_stream: bool,
+    /// The client asks for the usage at the end of the stream.
+    wants_usage: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
     max_tokens: Option<u32>,
@@ -208,14 +211,14 @@ fn describe_tokens(span: &mut Span, tokens: &[u32], source: TokenSource) {
 /// route.
 pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRequest) -> Result<Response, Error> {
     let (parts, body) = request.into_parts();
+    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
+    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
+        return Err(operations::no_method(parts.method, parts.uri).await);
+    }
     let context = RequestContext::of(&parts.extensions);
     let relayed: Vec<_> = state.engine.models().into_iter().filter(|card| card.is_relayed).collect();
     if relayed.is_empty() || !is_public(parts.uri.path()) {
         return Err(operations::no_route(&parts.method, &parts.uri));
-    }
-    // A tunnel is no request of the API, and the answer to a trace would have the headers for the engine.
-    if [Method::CONNECT, Method::TRACE].contains(&parts.method) {
-        return Err(Error::MethodNotAllowed { method: parts.method.to_string(), path: parts.uri.path().into() });
     }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;
@@ -343,7 +346,7 @@ fn engine_request(
     body: Bytes,
     routing: Routing,
 ) -> Request {
-    let Routing { tokens, source, is_stream, choices, max_tokens, attributes, salts, .. } = routing;
+    let Routing { tokens, source, is_stream, wants_usage, choices, max_tokens, attributes, salts, .. } = routing;
     Request {
         id: Arc::clone(&context.id),
         model,
@@ -359,6 +362,8 @@ fn engine_request(
             headers: parts.headers,
             body,
             is_stream,
+            wants_usage,
+            is_metered: context.key().is_some(),
             private_fields: &PRIVATE_FIELDS,
         })),
         attributes: RequestAttributes {

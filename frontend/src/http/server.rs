@@ -297,8 +297,10 @@ impl Server {
 fn aborted(requests: usize, after: Duration, limit: Option<&str>) -> String {
     let limit = limit.map(|limit| format!(": {limit}")).unwrap_or_default();
     let after = after.as_secs_f64();
+    let (plural, are) = if requests == 1 { ("", "is") } else { ("s", "are") };
     format!(
-        "{requests} requests still ran {after:.1} s after the signal to stop and are ended with an error (503){limit}"
+        "{requests} request{plural} still ran {after:.1} s after the signal to stop and {are} ended with an error \
+         (503){limit}"
     )
 }
 
@@ -358,7 +360,10 @@ mod tests {
             "50 requests still ran 4.8 s after the signal to stop and are ended with an error (503): raise \
              shutdown_timeout"
         );
-        assert!(aborted(1, Duration::from_secs(1), None).ends_with("and are ended with an error (503)"));
+        assert_eq!(
+            aborted(1, Duration::from_secs(1), None),
+            "1 request still ran 1.0 s after the signal to stop and is ended with an error (503)"
+        );
     }
 
     #[tokio::test(start_paused = true)]

@@ -125,7 +125,10 @@ impl RelayMeter {
         }
         if let Some(tokens) = report.completion_tokens {
             metrics.generated_tokens.inc_by(tokens.into());
-            metrics.output_length.observe(f64::from(tokens));
+            // A response without output, such as embeddings, has no length.
+            if tokens > 0 {
+                metrics.output_length.observe(f64::from(tokens));
+            }
         }
         if report.failed {
             self.count_finished("error");
@@ -134,10 +137,8 @@ impl RelayMeter {
         }
         let mut log_fields = self.context.log_fields();
         log_fields.cached_tokens = report.cached_tokens;
-        // A report of the prompt alone is that of a response without output, such as embeddings.
-        let is_counted = report.prompt_tokens.is_none() || matches!(self.counted, Counted::Events(_));
-        let counted = if is_counted { self.counted.tokens().min(self.max_tokens) } else { 0 };
-        log_fields.completion_tokens = report.completion_tokens.unwrap_or(counted);
+        let counted = || self.counted.tokens().min(self.max_tokens);
+        log_fields.completion_tokens = report.completion_tokens.unwrap_or_else(counted);
     }
 
     /// Counts a response that did not end as the engine would have ended it.

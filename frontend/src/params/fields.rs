@@ -80,6 +80,13 @@ impl Fields {
         self.unparsed.iter().rfind(|(field, _)| field.is(name)).map(|(_, raw)| raw)
     }
 
+    /// The fields of an object that is a field of the body, which is not taken. `None`: it is absent or no object.
+    pub(crate) fn peek_object(&self, name: &str) -> Result<Option<Self>, Error> {
+        let Some(raw) = self.peek(name).filter(|raw| raw.is_object()) else { return Ok(None) };
+        let (path, unparsed) = (self.path(name), raw.fields(MAX_FIELDS)?);
+        Ok(Some(Self { path, map: Map::new(), unparsed, budget: self.budget.clone() }))
+    }
+
     /// Takes a field's value. `null` is the same as absent, as in OpenAI's API.
     pub(crate) fn value(&mut self, name: &str) -> Result<Option<Value>, Error> {
         match self.raw(name) {

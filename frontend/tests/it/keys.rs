@@ -248,6 +248,10 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
         (r#""LoRA":[{"id":0,"scale":1}]"#, 403),
         (r#""lora_path":"org/tiny","lora_path":null"#, 403),
         (r#""lora_path":["org/tiny",null],"lora_id":null"#, 200),
+        (r#""parameters":{"adapter_id":"org/secret"}"#, 403),
+        (r#""parameters":{"adapter_id":"org/tiny","Adapter_ID":"org/secret"}"#, 403),
+        (r#""parameters":{"adapter_id":"org/tiny"},"Parameters":{"adapter_id":"org/secret"}"#, 403),
+        (r#""parameters":{"adapter_id":"org/tiny","max_new_tokens":9}"#, 200),
     ] {
         let body = format!(r#"{{"model":"org/tiny","text":"x",{adapter}}}"#);
         let request = |key: &str| with_key(Request::post("/generate").body(Body::from(body.clone())).unwrap(), key);
@@ -269,7 +273,7 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let unnamed = with_key(invoke.body(Body::from(r#"{"messages":[]}"#)).unwrap(), &some);
     assert_eq!(send(&router, unnamed).await.status, 403, "a header names no model");
     let seen = engine.seen.lock();
-    assert_eq!(seen.len(), 10);
+    assert_eq!(seen.len(), 15);
     for request in &*seen {
         let Work::Relay(http) = &request.work else { panic!("it is relayed") };
         assert!(["authorization", "api-key", "x-api-key"].iter().all(|name| !http.headers.contains_key(*name)));
@@ -332,7 +336,9 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("text/event-stream", &events, "/v1/completions", embeddings, 429),
         ("text/event-stream", &events, "/v1/completions", few, 200),
         ("application/json", &json, "/generate", none, 429),
+        ("application/json", &json, "/v1/chat/completions", embeddings, 429),
         ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
+        ("", &json, "/v1/audio/transcriptions", none, 429),
         ("application/json", &json, "/v1/completions", few, 200),
         ("application/json", &json, "/v1/embeddings", embeddings, 200),
         ("application/json", &json, "/rerank", none, 200),

@@ -59,6 +59,11 @@ async fn unknown_routes_and_methods_are_json_errors() {
     let method = get(&router, "/v1/chat/completions").await;
     assert_eq!((method.status.as_u16(), &method.json()["error"]["code"]), (405, &json!("method_not_supported")));
     assert_eq!(method.header("allow"), "POST");
+    // As before upstreams, which would have these routes.
+    for (method, path) in [("CONNECT", "/"), ("TRACE", "/v1/nothing")] {
+        let request = Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
+        assert_eq!(send(&router, request).await.status, 405, "{method}");
+    }
 }
 
 #[tokio::test]

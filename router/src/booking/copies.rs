@@ -107,18 +107,23 @@ impl PrefixCopies {
         self.ordered.notify_one();
     }
 
+    /// Takes the next order, if there is one: the worker, and what it is to copy. [`Self::ended`] must follow.
+    pub(crate) fn take(&self) -> Option<(Arc<Worker>, PrefixCopy)> {
+        self.state.lock().ordered.pop_front()
+    }
+
     /// Waits for the next order.
     pub(crate) async fn next(self: &Arc<Self>) -> CopyOrder {
         loop {
-            let next = self.state.lock().ordered.pop_front();
-            if let Some((to, copy)) = next {
+            if let Some((to, copy)) = self.take() {
                 return CopyOrder { copies: self.clone(), to, copy, end: None };
             }
             self.ordered.notified().await;
         }
     }
 
-    fn ended(&self, worker: WorkerId, end: Option<CopyEnd>, now: Instant) {
+    /// The copy of a worker has ended. `None`: it was cancelled.
+    pub(crate) fn ended(&self, worker: WorkerId, end: Option<CopyEnd>, now: Instant) {
         let mut state = self.state.lock();
         let prefix = state.on_the_way.remove(&worker);
         let before = state.pauses.get(&worker).copied().unwrap_or(Pause { until: now, failures: 0, copied: None });

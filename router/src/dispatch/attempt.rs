@@ -97,7 +97,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
             let free = || other.load.stats(now).prompts == 0;
             *other.instance.model.id == *request.model
                 && other.run() != member.run()
-                && (other.has_endpoint(request) || !member.has_endpoint(request))
+                && (other.takes(request) || !member.takes(request))
                 && !tried.contains(&other.run())
                 && !snapshot.is_cordoned(other.id())
                 && (!other.is_ejected(now) || member.is_ejected(now))

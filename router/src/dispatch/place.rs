@@ -129,7 +129,7 @@ fn choose(
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let view = FleetView::new(pool, &overlaps, length, pool.endpoints().required(request), tried, now);
+    let view = FleetView::new(pool, &overlaps, length, pool.needs(request), tried, now);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
@@ -151,7 +151,7 @@ fn choose(
     }
     // A server of another program shares its memory with no other.
     if resolved.settings.prefetch && !matches!(request.work, Work::Relay(_)) {
-        copy_ahead::order(core, &decision, &overlaps, now);
+        copy_ahead::order(&core.copies, &core.index, &decision, &overlaps, now);
     }
     let placement = book(core, &tuning.policy, request, &overlaps, &decision, tried, (now, pool.stats(), &output));
     core.metrics.decision_seconds.observe(since.elapsed().as_secs_f64());
@@ -290,7 +290,7 @@ fn book(
                 ),
                 amount,
                 stall_timeout: stall_timeout(prefill.aggregated.first_token()),
-                transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing()),
+                transfer_seconds: row.snapshot.estimate.transfer(Level::Peer, row.missing() as u32),
                 prediction,
             }
         }),

@@ -23,7 +23,7 @@ impl Endpoints {
 
     /// The kind that a worker must have for a request. `None`: any worker may get it, because all have the endpoint, or
     /// because none has it and any of them can return that error.
-    pub(crate) fn required(&self, request: &Request) -> Option<EndpointKind> {
+    pub(super) fn required(&self, request: &Request) -> Option<EndpointKind> {
         let kind = kind(request).filter(|_| !self.only.is_empty())?;
         (self.is_any_unlimited || self.only.contains(&kind)).then_some(kind)
     }

@@ -4,6 +4,7 @@ use super::endpoints::{self, Endpoints};
 use super::worker_state::Worker;
 use crate::index::HolderId;
 use crate::load::{ModelStats, SnapshotCache, Timestamp, WorkerLoad};
+use kvbm::Domain;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
 use worker::engine::{EndpointKind, ModelCard, Request, Work};
@@ -36,6 +37,8 @@ pub(crate) struct ModelPool {
     has_prefill_workers: bool,
     /// Their endpoints, and those of cordoned workers, which are away for a time.
     endpoints: Endpoints,
+    /// The cordoned workers.
+    cordoned: Vec<Arc<Worker>>,
     /// Snapshots of their load for decisions.
     snapshots: Mutex<SnapshotCache>,
     /// What is learned of the model.
@@ -57,6 +60,15 @@ pub(crate) struct WorkerEntry {
     only: Option<EndpointKind>,
 }
 
+/// What a request needs that only some of the workers have.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Needs<'a> {
+    /// The kind of its endpoint.
+    endpoint: Option<EndpointKind>,
+    /// The request, if a worker must not refuse it.
+    refused_by_some: Option<&'a Request>,
+}
+
 impl WorkerEntry {
     /// Index slot of the worker's cache, as a prompt of these tokens sees it.
     #[inline]
@@ -67,10 +79,11 @@ impl WorkerEntry {
         }
     }
 
-    /// Whether the worker may have endpoints of this kind.
+    /// Whether the worker has what a request needs.
     #[inline]
-    pub(crate) fn has_endpoint(&self, kind: Option<EndpointKind>) -> bool {
-        endpoints::has(self.only, kind)
+    pub(crate) fn meets(&self, needs: &Needs<'_>) -> bool {
+        endpoints::has(self.only, needs.endpoint)
+            && needs.refused_by_some.is_none_or(|request| !self.worker.engine.refuses(request))
     }
 
     /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
@@ -122,9 +135,17 @@ impl ModelPool {
         self.has_prefill_workers
     }
 
-    /// The endpoints of the workers.
-    pub(crate) fn endpoints(&self) -> &Endpoints {
-        &self.endpoints
+    /// What a request needs that only some of the workers have. What none has is not needed, so that one of them
+    /// answers with the error.
+    pub(crate) fn needs<'a>(&self, request: &'a Request) -> Needs<'a> {
+        let endpoint = self.endpoints.required(request);
+        // Requests without a tenant or a salt are not refused.
+        let may_be_refused = self.is_relayed && request.domain != Domain::shared();
+        let is_refused_by_some = may_be_refused && {
+            let workers = || self.entries.iter().map(|entry| &entry.worker).chain(&self.cordoned);
+            workers().any(|worker| worker.engine.refuses(request)) && workers().any(|worker| worker.takes(request))
+        };
+        Needs { endpoint, refused_by_some: is_refused_by_some.then_some(request) }
     }
 
     /// What is learned of the model.
@@ -161,6 +182,7 @@ impl ModelPool {
         let only = worker.engine.only_endpoint_kind();
         self.endpoints.add(only);
         if cordoned {
+            self.cordoned.push(worker.clone());
             return;
         }
         let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);

@@ -127,9 +127,9 @@ impl Worker {
         WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }
 
-    /// Whether it may have the endpoint of a request.
-    pub(crate) fn has_endpoint(&self, request: &Request) -> bool {
-        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request))
+    /// Whether it may have the endpoint of a request, and does not refuse the request.
+    pub(crate) fn takes(&self, request: &Request) -> bool {
+        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request)) && !self.engine.refuses(request)
     }
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.

@@ -4,6 +4,7 @@
 //! the fleet has measured.
 
 use super::demand::decoding;
+use super::occupancy::{CapacityWait, Occupancy};
 use super::output_lengths::DEFAULT_OUTPUT_TOKENS;
 use super::stats::{LOWER_TIERS, LoadStats, Speeds, lower_tier};
 use super::step_time::StepTime;
@@ -35,6 +36,8 @@ pub(crate) struct ServiceEstimate {
     prefill_pace: f32,
     /// Seconds of prefill per prompt token, as the worker reports it.
     pub(crate) seconds_per_token: f64,
+    /// What is left of the blocks and of the batch.
+    occupancy: Occupancy,
     /// Onboarding by source tier, from G2 on.
     transfers: [TierTransfer; LOWER_TIERS],
     /// Seconds from the end of a remote prefill to the first token that do not depend on the transfer.
@@ -43,19 +46,7 @@ pub(crate) struct ServiceEstimate {
     pub(crate) handoff_transfer: f64,
     /// Mean seconds from placement to end of a request.
     pub(crate) mean_duration: f64,
-    /// Standard deviation of the number of sequences.
-    pub(crate) deviation: f64,
-    /// G1 blocks in use or booked by requests.
-    pub(crate) active_blocks: u32,
-    /// G1 blocks in all; 0 when unknown.
-    pub(crate) total_blocks: u32,
-    /// Maximum number of sequences in a batch; `u32::MAX` when unknown.
-    pub(crate) sequences_max: u32,
 }
-
-/// Standard deviations by which the occupancy of a worker may exceed what is expected. More are negligible: a normal
-/// variable exceeds them by less than 1e-5 of a deviation on average.
-const MARGIN_DEVIATIONS: f64 = 4.0;
 
 /// Onboarding from one tier, in seconds.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -97,13 +88,9 @@ impl ServiceEstimate {
             let seconds_per_block = block_bytes / bandwidth;
             TierTransfer { latency, seconds_per_block, backlog: f64::from(queued[at]) * seconds_per_block }
         };
-        // The number of sequences varies by its square root (Poisson).
-        let deviation = f64::from((*sequences).max(1)).sqrt();
-        let sequences_max = if stats.sequences_max == 0 { u32::MAX } else { stats.sequences_max };
-        let is_batch_far = f64::from(*sequences) + 1.0 + MARGIN_DEVIATIONS * deviation < f64::from(sequences_max);
-        let margin_blocks =
-            if is_batch_far { (MARGIN_DEVIATIONS * f64::from(*active_blocks) / deviation) as u32 } else { u32::MAX };
-        let free_blocks = if *total_blocks == 0 { u32::MAX } else { total_blocks.saturating_sub(*active_blocks) };
+        let mean_duration = speeds.mean_duration.or(defaults::MEAN_DURATION);
+        let (occupancy, spare_blocks) =
+            Occupancy::of((*active_blocks, *total_blocks), (*sequences, stats.sequences_max), mean_duration);
         let (decoding, decoding_context) =
             decoding((*sequences).into(), (*prompts).into(), stats.context_tokens.into());
         Self {
@@ -111,21 +98,18 @@ impl ServiceEstimate {
             queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * seconds_per_token),
             decoding_context,
             decoding: decoding as u32,
-            spare_blocks: free_blocks.saturating_sub(margin_blocks),
-            deviation,
-            active_blocks: *active_blocks,
+            spare_blocks,
+            occupancy,
             prompts: *prompts,
             sequences: *sequences,
             context_tokens: stats.context_tokens,
-            sequences_max,
             rest_tokens: stats.rest_tokens.or(DEFAULT_OUTPUT_TOKENS) as f32,
             step_pace: stats.step_pace.or(1.0) as f32,
             prefill_pace: stats.prefill_pace.or(1.0) as f32,
             transfers: std::array::from_fn(transfer),
             handoff_overhead: speeds.handoff_overhead.or(defaults::HANDOFF_OVERHEAD),
             handoff_transfer: speeds.handoff_transfer.or(defaults::HANDOFF_TRANSFER),
-            mean_duration: speeds.mean_duration.or(defaults::MEAN_DURATION),
-            total_blocks: *total_blocks,
+            mean_duration,
         }
     }
 
@@ -151,11 +135,23 @@ impl ServiceEstimate {
         average.seconds(self.decoding.into(), self.decoding_context) * self.step_pace()
     }
 
+    /// Waits for memory and for a place in the batch, of a request of `blocks` blocks of which `cached` are in G1.
+    #[expect(clippy::inline_always, reason = "a thousand times per decision, and nearly always neither limit is near")]
+    #[inline(always)]
+    pub(crate) fn capacity_wait(&self, blocks: u64, cached: u32) -> CapacityWait {
+        if u64::from(self.spare_blocks) > blocks {
+            return CapacityWait::default();
+        }
+        self.occupancy.wait(blocks.saturating_sub(cached.into()))
+    }
+
     /// Seconds to onboard a number of blocks from a tier with an empty queue.
     #[inline]
-    pub(crate) fn transfer(&self, level: Level, blocks: u64) -> f64 {
+    pub(crate) fn transfer(&self, level: Level, blocks: u32) -> f64 {
         match lower_tier(level) {
-            Some(at) if blocks > 0 => self.transfers[at].latency + blocks as f64 * self.transfers[at].seconds_per_block,
+            Some(at) if blocks > 0 => {
+                self.transfers[at].latency + f64::from(blocks) * self.transfers[at].seconds_per_block
+            }
             _ => 0.0,
         }
     }
@@ -165,6 +161,12 @@ impl ServiceEstimate {
     pub(crate) fn backlog(&self, level: Level) -> f64 {
         lower_tier(level).map_or(0.0, |at| self.transfers[at].backlog)
     }
+}
+
+/// Seconds until the first block, and bytes per second after it, that are assumed of a tier below G1 whose speed no
+/// worker has measured.
+pub(crate) fn assumed_speed(level: Level) -> Option<(f64, f64)> {
+    lower_tier(level).map(|at| defaults::ONBOARD[at])
 }
 
 /// Prompt tokens per second.

@@ -16,13 +16,13 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place<'a> {
     pub(super) estimate: &'a ServiceEstimate,
-    /// What it can reach of the prompt.
+    /// What it can reach of the prompt, with what running requests will have computed there.
     pub(super) held: WorkerOverlap,
     /// It gets a copy now.
     pub(super) is_on_the_way: bool,
     /// It has no queue, and can take a copy.
     pub(super) may_receive: bool,
-    /// Others can read its memory.
+    /// Others can read its memory, and it has all of the prefix there now.
     pub(super) may_send: bool,
 }
 
@@ -68,15 +68,15 @@ impl Place<'_> {
     fn load_seconds_from_stores(&self, shared: SharedPrefix) -> Option<f64> {
         let missing = self.missing(shared);
         let below = LEVELS.into_iter().zip(*self.held.per_level()).filter(|(level, _)| *level > Level::G2);
-        let seconds = below.filter(|(_, blocks)| *blocks > 0).map(|(level, blocks)| {
-            self.estimate.transfer(level, u64::from(blocks.min(missing))) + self.estimate.backlog(level)
-        });
+        let seconds = below
+            .filter(|(_, blocks)| *blocks > 0)
+            .map(|(level, blocks)| self.estimate.transfer(level, blocks.min(missing)) + self.estimate.backlog(level));
         (self.held.total() >= shared.blocks).then(|| seconds.sum())
     }
 
     /// Seconds to load what is missing from the memory of another worker.
     fn load_seconds_from_peer(&self, shared: SharedPrefix) -> f64 {
-        self.estimate.transfer(Level::Peer, self.missing(shared).into()) + self.estimate.backlog(Level::Peer)
+        self.estimate.transfer(Level::Peer, self.missing(shared)) + self.estimate.backlog(Level::Peer)
     }
 }
 

@@ -3,7 +3,6 @@
 //!
 //! Pure: a prompt and a worker's service times in, seconds out.
 
-use super::capacity;
 use super::prompt::Prompt;
 use crate::index::{LEVELS, WorkerOverlap};
 use crate::load::{PrefillTime, PromptArrivals, ServiceEstimate, StepTime};
@@ -31,6 +30,8 @@ pub(crate) struct DecodePricing {
 pub(crate) struct RemainingWork {
     pub(crate) prompt: Prompt,
     pub(crate) held: WorkerOverlap,
+    /// Tokens per block.
+    block_tokens: f64,
     /// Tokens to compute.
     uncached: f64,
     /// Seconds to compute them on an average worker, without the decode steps of the batch; `None` before prompts were
@@ -88,6 +89,7 @@ impl RemainingWork {
         Self {
             prompt,
             held,
+            block_tokens: prompt.block_size as f64,
             uncached,
             compute: average.map(|average| average.compute(uncached, prompt.tokens as f64 - uncached)),
             steps: average.map_or(0.0, |average| average.per_token_steps) * uncached,
@@ -107,9 +109,9 @@ impl Cost {
         while slower != 0 {
             let at = slower.trailing_zeros() as usize;
             slower &= slower - 1;
-            let blocks = u64::from(work.held.per_level()[at]);
+            let blocks = work.held.per_level()[at];
             // Onboarding stops where recomputing is faster, so it never costs more.
-            let recompute = (blocks * work.prompt.block_size) as f64 * estimate.seconds_per_token;
+            let recompute = f64::from(blocks) * work.block_tokens * estimate.seconds_per_token;
             let alone = estimate.transfer(LEVELS[at], blocks).min(recompute);
             onboard += alone;
             tier_queue += estimate.backlog(LEVELS[at]).min(recompute - alone);
@@ -118,7 +120,7 @@ impl Cost {
         let step = estimate.step(&pricing.step);
         let first_steps = pricing.prefill.map_or(0.0, |prefill| prefill.first_steps);
         let steps_and_compute = compute + work.steps * step;
-        let wait = capacity::wait(&work.prompt, work.held, estimate);
+        let wait = estimate.capacity_wait(work.prompt.blocks, work.held.in_g1());
         let (decode, decode_slowdown) = pricing.decode(&work.prompt, estimate, wait.full_probability);
         Self {
             queue: estimate.queue,
@@ -150,10 +152,10 @@ impl Cost {
         pricing: &DecodePricing,
     ) -> Self {
         let RemainingWork { prompt, held, .. } = work;
-        let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total()));
+        let blocks = (prompt.tokens / prompt.block_size).saturating_sub(u64::from(held.total())) as u32;
         let transfer = estimate.transfer(Level::Peer, blocks);
         // With nothing to transfer there is no wait, and the wait is never longer than recomputing takes.
-        let recompute = (blocks * prompt.block_size) as f64 * estimate.seconds_per_token;
+        let recompute = f64::from(blocks) * work.block_tokens * estimate.seconds_per_token;
         let tier_queue = estimate.backlog(Level::Peer).min((recompute - transfer).max(0.0));
         let decode = Self::aggregated(work, estimate, pricing);
         // The queue of the decode worker advances while the prompt is computed on the prefill worker: only the rest of
@@ -216,9 +218,10 @@ impl DecodePricing {
         let others = step.per_sequence * sequences + step.per_context_token * f64::from(estimate.context_tokens);
         // Steps in which both this and another sequence are in the batch: the expected minimum of two exponentially
         // distributed lifetimes.
-        let shared_steps = prompt.output_tokens * rest / (prompt.output_tokens + rest);
+        let share = rest / (prompt.output_tokens + rest);
+        let shared_steps = prompt.output_tokens * share;
         let alone = step.base + added;
-        let mean_step = alone + others * shared_steps / prompt.output_tokens;
+        let mean_step = alone + others * share;
         let own = own_steps * (mean_step * estimate.step_pace() - alone);
         (own, others_delay * sequences * shared_steps * added * estimate.step_pace())
     }

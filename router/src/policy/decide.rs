@@ -14,7 +14,7 @@ use super::replication::Replication;
 use super::select::{Candidate, SelectionContext, SelectionReason, lowest, select};
 use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
-use crate::index::WorkerOverlap;
+use crate::index::{Overlap, WorkerOverlap};
 use crate::load::{Demand, SharedPrefix, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -193,9 +193,14 @@ impl<'a> Decision<'a> {
         held.filter(|held| held.in_memory() >= shared.blocks).count()
     }
 
-    /// The further copy of the shared prefix that is worth making now, if one is. `unavailable`: workers that get none
-    /// now; `receivers`: workers that get one already.
-    pub(crate) fn copy_ahead(&self, unavailable: &[WorkerId], receivers: &[WorkerId]) -> Option<CopyAhead<'a>> {
+    /// The further copy of the shared prefix that is worth making now, if one is. `stored`: blocks of the prefix that
+    /// workers have now; `unavailable`: workers that get no copy now; `receivers`: workers that get one already.
+    pub(crate) fn copy_ahead(
+        &self,
+        stored: &Overlap,
+        unavailable: &[WorkerId],
+        receivers: &[WorkerId],
+    ) -> Option<CopyAhead<'a>> {
         let (context, shared) = (&self.context, self.replication()?.shared);
         let (entries, fleet): (&'a [WorkerEntry], _) = (context.entries, &context.fleet);
         let (prompt, _) = context.prompts.first()?;
@@ -211,6 +216,7 @@ impl<'a> Decision<'a> {
             }
             // What a worker without accurate events has is a guess, and a server shares its memory with no other.
             let is_known = entry.remark(PromptTokens::Known).is_none() && !entry.worker.instance.model.is_relayed;
+            let has_all = stored.at(entry.slot(PromptTokens::Known)).in_memory() >= shared.blocks;
             let is_free = snapshot.estimate.prompts == 0 && !unavailable.contains(&entry.id);
             workers.push(&entry.worker);
             places.push(Place {
@@ -218,7 +224,7 @@ impl<'a> Decision<'a> {
                 held: context.work(entry).held,
                 is_on_the_way: receivers.contains(&entry.id),
                 may_receive: is_known && is_free && fleet.eligibility(entry, snapshot) == Eligibility::Eligible,
-                may_send: is_known && !snapshot.ejected,
+                may_send: is_known && !snapshot.ejected && has_all,
             });
         }
         let per_sequence = context.pricing.per_sequence(prompt);

@@ -3,7 +3,7 @@
 //! They are read once, before workers are scored; later changes of the load count for the next decision.
 
 use crate::booking::InflightPrefixes;
-use crate::fleet::{ModelPool, PromptTokens, WorkerEntry, WorkerRun};
+use crate::fleet::{ModelPool, Needs, PromptTokens, WorkerEntry, WorkerRun};
 use crate::hash::HashCache;
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
 use crate::load::{PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
@@ -11,7 +11,7 @@ use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
 use tokio::time::Instant;
-use worker::engine::{EndpointKind, ModelCard};
+use worker::engine::ModelCard;
 
 /// Whether a worker is a candidate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,7 +22,8 @@ pub(crate) enum Eligibility {
     TemporarilyEjected,
     /// A candidate only when neither is left.
     Ejected,
-    /// Never a candidate: the prompt exceeds its context, the request failed on it before, or it has no such endpoint.
+    /// Never a candidate: the prompt exceeds its context, the request failed on it before, or it lacks what the request
+    /// needs.
     Excluded,
 }
 
@@ -31,23 +32,23 @@ pub(crate) struct FleetView<'a> {
     pool: &'a ModelPool,
     overlaps: &'a Overlaps,
     tokens: usize,
-    endpoint: Option<EndpointKind>,
+    needs: Needs<'a>,
     excluded: &'a [WorkerRun],
     snapshots: MutexGuard<'a, SnapshotCache>,
 }
 
 impl<'a> FleetView<'a> {
-    /// Refreshes and locks the load snapshots. `tokens`: length of the prompt; `endpoint`: the kind that a worker must
-    /// have; `excluded`: workers that were tried before.
+    /// Refreshes and locks the load snapshots. `tokens`: length of the prompt; `excluded`: workers that were tried
+    /// before.
     pub(crate) fn new(
         pool: &'a ModelPool,
         overlaps: &'a Overlaps,
         tokens: usize,
-        endpoint: Option<EndpointKind>,
+        needs: Needs<'a>,
         excluded: &'a [WorkerRun],
         now: Instant,
     ) -> Self {
-        Self { pool, overlaps, tokens, endpoint, excluded, snapshots: pool.snapshots(now.into()) }
+        Self { pool, overlaps, tokens, needs, excluded, snapshots: pool.snapshots(now.into()) }
     }
 
     pub(crate) fn pool(&self) -> &'a ModelPool {
@@ -85,7 +86,7 @@ impl<'a> FleetView<'a> {
     /// Whether a worker is a candidate.
     #[inline]
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
-        if self.tokens >= entry.context || self.was_tried(entry) || !entry.has_endpoint(self.endpoint) {
+        if self.tokens >= entry.context || self.was_tried(entry) || !entry.meets(&self.needs) {
             Eligibility::Excluded
         } else if snapshot.temporarily_ejected {
             Eligibility::TemporarilyEjected

@@ -49,7 +49,8 @@ pub struct Calibration {
 pub enum CalibrationError {
     /// The trace has too few requests.
     #[error(
-        "{found} requests were prefilled and decoded by the same worker; calibration needs at least {MIN_REQUESTS}"
+        "too few requests were prefilled and decoded by the same worker ({found}); calibration needs at least \
+         {MIN_REQUESTS}"
     )]
     TooFew {
         /// Usable requests.

@@ -21,10 +21,10 @@ pub struct Service {
 
 /// The highest rate, in requests per second, at which `least-loaded` keeps its p99 time to first token and its median
 /// time between tokens below ten times those of an idle fleet. A request that admission rejects counts as one whose
-/// first token never comes. The default settings apply, so that a load factor means the same rate whatever is tuned.
-/// `progress` receives each tried rate and its service.
+/// first token never comes. The default settings apply, without copies ahead of demand, so that a load factor means the
+/// same rate whatever is tuned. `progress` receives each tried rate and its service.
 pub fn capacity(traffic: &Traffic, options: &Options, mut progress: impl FnMut(f64, Service)) -> Result<f64, Stalled> {
-    let options = &Options { settings: Settings::default(), ..options.clone() };
+    let options = &Options { settings: Settings { prefetch: false, ..Settings::default() }, ..options.clone() };
     let mut service = |rate| {
         let policy = PolicyUnderTest::Policy(Policy::LeastLoaded);
         let outcome = Simulation::new(&traffic.at(rate, SEED), options, &policy, rate, SEED).run()?;

@@ -214,6 +214,7 @@ impl Search<'_> {
             disaggregated: false,
             planned: None,
             role_changes: None,
+            copies: None,
         }
     }
 }

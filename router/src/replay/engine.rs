@@ -8,6 +8,7 @@
 //! prefix, because a trace does not identify them. A prompt from a prefill worker is onboarded over the links of both
 //! workers, which transfer one prompt at a time.
 
+mod host_copy;
 mod sequence;
 mod steps;
 
@@ -19,6 +20,7 @@ use super::pool::Pool;
 use super::profile::{Link, Profile};
 use super::trace::{BLOCK_TOKENS, RequestSpec};
 use crate::admission::Stage;
+use crate::hash::NumberMap;
 use kvbm::Level;
 use std::collections::VecDeque;
 use worker::plane::{Load, OnboardSpeed};
@@ -31,6 +33,8 @@ pub(super) struct Engine {
     taken: u64,
     pool: Pool,
     host: Option<Lru>,
+    /// Blocks of `host` that were copied there ahead of demand and that no request has used, with the copy of each.
+    unused_copied: NumberMap<u32, u32>,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
     /// Prompts computed for other workers, oldest first, until these have received the blocks.
@@ -74,6 +78,8 @@ pub(super) struct Effects {
     pub(super) changes: Vec<BlockChange>,
     /// Requests that joined the batch, with the number of leading blocks that were cached or onboarded.
     pub(super) admitted: Vec<(u32, u64)>,
+    /// For each block that a request onboards and that was copied ahead of demand: the copy.
+    pub(super) used_copies: Vec<u32>,
     pub(super) first_tokens: Vec<u32>,
     /// Requests whose prompt is computed and which decode on another worker.
     pub(super) prefilled: Vec<u32>,
@@ -107,6 +113,7 @@ impl Engine {
             taken: 0,
             pool: Pool::new(profile.blocks()),
             host: profile.host.map(|store| Lru::new(store.capacity_bytes / profile.block_bytes())),
+            unused_copied: NumberMap::default(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             retained: Vec::new(),
@@ -205,6 +212,7 @@ impl Engine {
             });
             let (onboarding, seconds) =
                 self.plan_onboarding(profile, environment.store.as_ref(), peer_link, &spec.blocks[cached..]);
+            self.use_copied(&spec.blocks[cached..cached + onboarding], effects);
             self.evict(&evicted, &mut environment.store, effects);
             sequence.registered = cached;
             sequence.onboarding = onboarding;
@@ -475,10 +483,15 @@ impl Engine {
             }
             let evicted = store.insert(block);
             effects.changes.extend(evicted.map(|block| BlockChange { level, block, stored: false }));
+            evicted
         };
         for block in blocks {
             if let Some(host) = &mut self.host {
-                insert(host, Level::G2, *block);
+                let evicted = insert(host, Level::G2, *block);
+                // A block that was computed here does not need its copy.
+                for block in [Some(*block), evicted].into_iter().flatten() {
+                    self.unused_copied.remove(&block);
+                }
             }
             if let Some(shared) = shared {
                 insert(shared, Level::G4, *block);

@@ -16,6 +16,11 @@ impl Lru {
         Self { capacity: capacity as usize, ..Self::default() }
     }
 
+    /// Number of blocks that fit.
+    pub(super) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     pub(super) fn contains(&self, block: u32) -> bool {
         self.last_use.contains_key(&block)
     }

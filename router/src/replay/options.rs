@@ -15,7 +15,7 @@ pub enum PolicyUnderTest {
     /// A policy of this router, for every model. All other settings are [`Options::settings`].
     Policy(Policy),
     /// This router with its own settings, and their name in output.
-    Settings(&'static str, Box<Settings>),
+    Settings(String, Box<Settings>),
     /// A policy of another router.
     Peer(Peer),
 }
@@ -90,7 +90,7 @@ impl PolicyUnderTest {
     }
 
     /// Name in output.
-    pub const fn name(&self) -> &'static str {
+    pub fn name(&self) -> &str {
         match self {
             Self::Policy(policy) => policy.name(),
             Self::Settings(name, _) => name,

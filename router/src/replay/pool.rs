@@ -31,6 +31,11 @@ impl Pool {
         Self { capacity, ..Self::default() }
     }
 
+    /// Whether a block is cached.
+    pub(super) fn contains(&self, block: u32) -> bool {
+        self.cached.contains_key(&block)
+    }
+
     /// Number of leading blocks that are cached.
     pub(super) fn cached_prefix(&self, blocks: &[u32]) -> usize {
         blocks.iter().take_while(|block| self.cached.contains_key(block)).count()

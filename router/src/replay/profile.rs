@@ -37,11 +37,12 @@ pub struct Profile {
     pub kv_bytes_per_token: u64,
     /// Bytes of device memory for KV.
     pub kv_cache_bytes: u64,
-    /// Host memory of the worker (G2); without it nothing is offloaded there.
+    /// Host memory of the worker (G2); without it nothing is offloaded or copied there.
     pub host: Option<Store>,
     /// Store that all workers share (G4); without it nothing is offloaded there.
     pub shared: Option<Store>,
-    /// Link from a prefill worker to a decode worker; needed where roles differ.
+    /// Link from one worker to another, for prompts of prefill workers and for copies ahead of demand; needed where
+    /// roles differ.
     pub peer: Option<Link>,
 }
 

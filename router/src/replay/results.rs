@@ -34,6 +34,29 @@ pub(super) struct RunOutcome {
     pub(super) too_long: usize,
     /// What the planner advised.
     pub(super) planned: Option<Planned>,
+    /// Copies ahead of demand; `None` when the routers order none.
+    pub(super) copies: Option<Copies>,
+}
+
+/// Copies of shared prefixes ahead of demand, summed over all runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Copies {
+    /// Copies that routers ordered.
+    pub ordered: u64,
+    /// Those that workers completed.
+    pub completed: u64,
+    /// Those that workers declined, did not find, or gave up after their time limit.
+    pub failed: u64,
+    /// Copies of which a request used a block: onboarded it from host memory.
+    pub used: u64,
+    /// Copies of which blocks were loaded and none was used.
+    pub unused: u64,
+    /// Prompt tokens in the blocks that were loaded.
+    pub copied_tokens: u64,
+    /// Bytes of these blocks.
+    pub copied_bytes: u64,
+    /// Prompt tokens in those of the blocks that were used; each block of a copy counts once.
+    pub used_tokens: u64,
 }
 
 /// Service-level objective: upper limits of the time to first token and of the mean time between tokens.
@@ -94,6 +117,9 @@ pub struct Results {
     /// What the planner advised, the largest of all runs; `None` when it does not run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub planned: Option<Planned>,
+    /// Copies ahead of demand; `None` when they are not simulated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copies: Option<Copies>,
 }
 
 impl RunOutcome {
@@ -146,6 +172,7 @@ impl RunOutcome {
             makespan_s: seconds(self.end_ns.saturating_sub(started)),
             role_changes: self.role_changes,
             planned: self.planned,
+            copies: self.copies,
             remote_prefills: self
                 .disaggregated
                 .then(|| done.iter().filter(|request| request.prefill_worker.is_some()).count() as u64),
@@ -179,6 +206,22 @@ impl Results {
             remote_prefills: all.iter().map(|f| f.remote_prefills).sum(),
             role_changes: all.iter().map(|f| f.role_changes).sum(),
             planned: all.iter().filter_map(|f| f.planned).reduce(Planned::max),
+            copies: all.iter().filter_map(|f| f.copies).reduce(Copies::plus),
+        }
+    }
+}
+
+impl Copies {
+    fn plus(self, other: Self) -> Self {
+        Self {
+            ordered: self.ordered + other.ordered,
+            completed: self.completed + other.completed,
+            failed: self.failed + other.failed,
+            used: self.used + other.used,
+            unused: self.unused + other.unused,
+            copied_tokens: self.copied_tokens + other.copied_tokens,
+            copied_bytes: self.copied_bytes + other.copied_bytes,
+            used_tokens: self.used_tokens + other.used_tokens,
         }
     }
 }

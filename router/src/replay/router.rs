@@ -8,10 +8,11 @@ use super::stub_engine::StubEngine;
 use super::trace::{self, BLOCK_TOKENS, RequestSpec};
 use super::{AdmissionMode, Options, PolicyUnderTest};
 use crate::admission::{QueuedRequest, Resolution, Route, Stage, Ticket};
-use crate::booking::{InflightPrefix, InflightPrefixes, placed};
+use crate::booking::{CopyEnd, InflightPrefix, InflightPrefixes, PrefixCopies, placed};
 use crate::control::replicas::PeerRouters;
 use crate::control::{Outcome, SourceCursor};
-use crate::fleet::{Fleet, Worker};
+use crate::dispatch::order_copy;
+use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
 use crate::index::{Holder, HolderId, Index};
 use crate::load::Demand;
@@ -21,10 +22,12 @@ use crate::policy::{
 };
 use crate::settings::{ResolvedSettings, Settings};
 use kvbm::{Epoch, Level, Run, SequenceHash};
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Priority, Work};
+use worker::engine::{PrefixCopy, Priority, Work};
+use worker::handoff::PeerTicket;
 use worker::plane::{Instance, ReservationUpdate, Role, RouterId, StoreId, WorkerId};
 
 /// One router. Requests and workers are identified by their positions.
@@ -36,6 +39,8 @@ pub(super) struct SimulatedRouter {
     cached_blocks: Vec<u64>,
     index: Index,
     inflight: Arc<InflightPrefixes>,
+    /// Copies ahead of demand, if the router orders any.
+    copies: Option<PrefixCopies>,
     fleet: Fleet,
     workers: Vec<Arc<Worker>>,
     scratch: Scratch,
@@ -85,6 +90,9 @@ pub(super) enum Action {
     Dispatch { request: u32, worker: usize, stage: Stage },
     /// Rejects the request.
     Reject,
+    /// Has a worker copy this number of leading blocks of a request's prompt into its host memory. `from`: the worker
+    /// whose memory they are in; `None`: they are in the shared store.
+    Copy { request: u32, worker: usize, from: Option<usize>, blocks: usize },
     /// Sends an update to the other routers.
     Publish(ReservationUpdate),
 }
@@ -103,6 +111,16 @@ const TENANT: &str = "";
 /// Distinguishes the reservation on a prefill worker from that on the decode worker of the same request.
 const REMOTE_PREFILL_BIT: u64 = 1 << 32;
 
+impl Action {
+    /// An order of a copy of the beginning of a request's prompt.
+    fn copy(request: u32, to: &Worker, copy: &PrefixCopy) -> Self {
+        let position = |id: WorkerId| id.0 as usize;
+        let peer = copy.peer.as_ref().and_then(PeerTicket::decode);
+        let from = peer.map(|ticket| position(ticket.peer));
+        Self::Copy { request, worker: position(to.id()), from, blocks: copy.blocks.len() }
+    }
+}
+
 impl SimulatedRouter {
     pub(super) fn new(policy: &PolicyUnderTest, options: &Options, requests: usize, seed: u64) -> Self {
         let worker_count = options.workers.len();
@@ -115,6 +133,8 @@ impl SimulatedRouter {
             PolicyUnderTest::Settings(_, settings) => (settings.as_ref().clone(), None),
             PolicyUnderTest::Peer(peer) => (aggregated, Some(Baseline::new(*peer, worker_count, seed))),
         };
+        // A worker without host memory declines all copies, and other routers order none.
+        let has_copies = settings.prefetch && baseline.is_none() && options.profile.host.is_some();
         let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
         let ids = (0..worker_count as u64).map(WorkerId);
@@ -138,6 +158,7 @@ impl SimulatedRouter {
             cached_blocks: Vec::new(),
             index,
             inflight: Arc::default(),
+            copies: has_copies.then(PrefixCopies::default),
             fleet,
             workers,
             scratch: Scratch::default(),
@@ -332,7 +353,7 @@ impl SimulatedRouter {
         overlaps.extend(&self.inflight);
         let fleet = self.fleet.snapshot();
         let pool = fleet.pool(MODEL)?;
-        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, None, &[], now);
+        let view = FleetView::new(pool, &overlaps, spec.input_tokens as usize, Needs::default(), &[], now);
         let random = splitmix64(self.seed ^ self.fleet.choices());
         // As in the live router, the length of the output is not known, but learned.
         let stats = pool.stats().clone();
@@ -363,6 +384,10 @@ impl SimulatedRouter {
             &mut self.scratch,
             SelectionContext { random, session: Some(spec.session) },
         )?;
+        if let Some(copies) = &self.copies {
+            order_copy(copies, &self.index, &decision, &overlaps, now);
+            actions.extend(iter::from_fn(|| copies.take()).map(|(to, copy)| Action::copy(request, &to, &copy)));
+        }
         // Rows are in the order of worker ids, which count from 0.
         let at = match &mut self.baseline {
             Some(baseline) => {
@@ -405,7 +430,7 @@ impl SimulatedRouter {
             Route { decode: row.worker().id(), prefill: prefill_row.map(|prefill_row| prefill_row.worker().id()) };
         let held = [row.demand(), prefill_row.map(ScoredWorker::prefill_demand).unwrap_or_default()];
         let queued = ticket.placed(route, held, output_tokens as u64, decision.min_service_seconds(&row), now);
-        let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing());
+        let transfer_s = row.snapshot.estimate.transfer(Level::Peer, row.missing() as u32);
         self.placements[request as usize] =
             Some(Placement { decode, prefill, transfer_s, prefilled_at: None, arrived_at, permit: None });
         Some(queued)
@@ -443,6 +468,18 @@ impl SimulatedRouter {
         }
         if let Some(baseline) = &mut self.baseline {
             baseline.finished(decode.worker, request, spec);
+        }
+    }
+
+    /// Whether the router orders copies ahead of demand where they pay.
+    pub(super) fn orders_copies(&self) -> bool {
+        self.copies.is_some()
+    }
+
+    /// A worker has answered an order of a copy.
+    pub(super) fn copy_ended(&self, now_ns: u64, worker: usize, end: CopyEnd) {
+        if let Some(copies) = &self.copies {
+            copies.ended(WorkerId(worker as u64), Some(end), self.instant(now_ns));
         }
     }
 

@@ -1,5 +1,8 @@
 //! The event loop of a replay: a heap of events, ordered by time and then by the order of scheduling.
 
+mod copies;
+
+use self::copies::Copying;
 use super::engine::{Effects, Engine, Environment, Schedule};
 use super::lru::Lru;
 use super::plane::{EventPlane, Message};
@@ -47,6 +50,8 @@ pub(super) struct Simulation<'a> {
     disaggregated: bool,
     /// Number of role changes; `None` when the planner applies none.
     role_changes: Option<u64>,
+    /// Copies ahead of demand that routers have ordered.
+    copies: Vec<Copying>,
 }
 
 /// A message from a worker or the store to the routers.
@@ -62,6 +67,8 @@ struct Worker {
     engine: Engine,
     /// Whether a step is in progress.
     is_busy: bool,
+    /// Whether a copy ahead of demand is being made.
+    is_copying: bool,
     /// Identifies the latest scheduled step or wait; end events of earlier generations are ignored.
     generation: u64,
     reported_ns: u64,
@@ -84,12 +91,15 @@ enum Event {
     Plan,
     /// A worker changes its role: worker, and whether the new role is prefill.
     RoleChange(u32, bool),
+    /// A copy ahead of demand proceeds.
+    Copy(u32),
 }
 
 /// Requests remain, no event is scheduled and every worker is idle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "{requests} requests are stuck after {seconds} s of virtual time: no event is scheduled and every worker is idle"
+    "the simulation is stuck after {seconds} s of virtual time with unfinished requests ({requests}): no event is \
+     scheduled and every worker is idle"
 )]
 pub struct Stalled {
     requests: usize,
@@ -111,6 +121,7 @@ impl<'a> Simulation<'a> {
         let worker = |_| Worker {
             engine: Engine::new(profile, options.queue_order),
             is_busy: false,
+            is_copying: false,
             generation: 0,
             reported_ns: 0,
         };
@@ -143,6 +154,7 @@ impl<'a> Simulation<'a> {
             has_admission: options.admission != AdmissionMode::Off,
             disaggregated: options.workers.iter().any(|role| *role != Role::Both),
             role_changes: options.rebalance.then_some(0),
+            copies: Vec::new(),
         };
         for (at, request) in arrivals.into_iter().rev() {
             let spec = &requests[request as usize];
@@ -172,7 +184,9 @@ impl<'a> Simulation<'a> {
     /// Runs until every request has ended.
     pub(super) fn run(mut self) -> Result<RunOutcome, Stalled> {
         let end_ns = self.run_events()?;
+        let copies = self.copies_made();
         Ok(RunOutcome {
+            copies,
             requests: self.records,
             inter_token_gaps: self.inter_token_gaps,
             busy_ns: self.workers.iter().map(|worker| worker.engine.busy_ns).collect(),
@@ -239,6 +253,10 @@ impl<'a> Simulation<'a> {
             match action {
                 Action::Publish(news) => updates.push(news),
                 Action::Reject => self.unfinished -= 1,
+                Action::Copy { request, worker, from, blocks } => {
+                    let prefix = self.requests[request as usize].blocks[..blocks].to_vec();
+                    self.order_copy(now, (router, worker, from), prefix);
+                }
                 Action::Dispatch { request, worker, stage } => {
                     self.send_updates(now, router, std::mem::take(&mut updates));
                     let (records, spec) = (&mut self.records[request as usize], &self.requests[request as usize]);
@@ -318,6 +336,7 @@ impl<'a> Simulation<'a> {
                     self.schedule(now.saturating_add(self.resync_delay_ns), Event::Snapshot(router, from));
                 }
             }
+            Event::Copy(number) => self.advance_copy(now, number as usize),
             Event::Plan => {
                 let routers = self.routers.len();
                 // Twice the delay: the request to the worker, and the announcement of its new role.
@@ -383,6 +402,9 @@ impl<'a> Simulation<'a> {
             if self.workers[decodes].engine.recompute_prompt(request, &self.requests[request as usize]) {
                 self.records[request as usize].prefill_worker = None;
             }
+        }
+        for copy in effects.used_copies.drain(..) {
+            self.copies[copy as usize].used_blocks += 1;
         }
         let mut prefill_workers = Vec::new();
         for request in effects.first_tokens.drain(..) {

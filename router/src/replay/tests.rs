@@ -58,6 +58,13 @@ pub(super) fn with_stores(mut options: Options) -> Options {
     options
 }
 
+/// Each worker also has host memory for one and a half times the blocks of its device memory.
+fn with_host(mut options: Options) -> Options {
+    let capacity_bytes = 300 * options.profile.block_bytes();
+    options.profile.host = Some(Store { capacity_bytes, bytes_per_second: 20e9, latency_s: 0.001 });
+    options
+}
+
 fn line(timestamp: u64, input: u64, output: u64, blocks: &[u32]) -> String {
     let request = serde_json::json!({
         "timestamp": timestamp, "input_length": input, "output_length": output, "hash_ids": blocks,
@@ -160,7 +167,7 @@ fn times_of_a_remote_prefill_match_a_calculation() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let mut options = Options { workers: vec![Role::Prefill, Role::Decode], ..one_second_per_block() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
-    let policy = PolicyUnderTest::Settings("always", Box::new(always_disaggregated()));
+    let policy = PolicyUnderTest::Settings("always".into(), Box::new(always_disaggregated()));
     let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
     let ttft = |nth: usize| (served[nth].first_token_ns - served[nth].arrived_ns) as f64 / 1e9;
     // Two blocks and a step; two blocks over the link; the last token and a step.
@@ -181,7 +188,7 @@ fn transfers_share_the_links_of_both_workers() {
         let workers = [vec![Role::Prefill], vec![Role::Decode; decodes]].concat();
         let mut options = Options { workers, ..one_second_per_block() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
-        let policy = PolicyUnderTest::Settings("always", Box::new(always.clone()));
+        let policy = PolicyUnderTest::Settings("always".into(), Box::new(always.clone()));
         let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
         assert_eq!(served.iter().map(|it| it.prefill_worker).collect::<Vec<_>>(), [Some(0); 3]);
         let apart = served[2].first_token_ns.abs_diff(served[1].first_token_ns) as f64 / 1e9;
@@ -262,6 +269,46 @@ fn hit_rate_recovers_from_lost_events_by_resync() {
         less(never)[0] > 0.02 && less(never)[1] > 0.01,
         "without resync the hit rate must stay low: {never:?} of {sound:?}"
     );
+}
+
+#[test]
+fn hot_prefixes_are_copied_ahead_of_demand_and_used() {
+    // The prefix spreads over the workers for seconds: each request that computes it has one of its own.
+    const RATE: f64 = 6.0;
+    let traffic = Traffic::Generated { workload: Workload::HotPrefix(16 << 10), requests: 200 };
+    let run = |prefetch, seed| {
+        let settings = Settings { prefetch, ..Settings::default() };
+        let (trace, options) = (traffic.at(RATE, seed), Options { settings, ..with_host(options(32)) });
+        let outcome = Simulation::new(&trace, &options, &KV, RATE, seed).run().unwrap();
+        let computed = outcome.requests.iter().map(|it| it.blocks - it.hits).sum::<u64>();
+        (outcome.results(RATE, options.slo), computed)
+    };
+    let (mut with, mut without) = (0, 0);
+    for seed in 0..3 {
+        let [(on, computed), (off, computed_off)] = [run(true, seed), run(false, seed)];
+        assert_eq!((on.completed, off.completed, off.copies), (200, 200, None));
+        let copies = on.copies.unwrap();
+        assert!(copies.ordered >= 1 && copies.used >= 1, "{copies:?}");
+        assert!(copies.completed + copies.failed <= copies.ordered, "{copies:?}");
+        assert!(copies.used + copies.unused <= copies.ordered, "{copies:?}");
+        assert!(0 < copies.used_tokens && copies.used_tokens <= copies.copied_tokens, "{copies:?}");
+        assert_eq!((on, computed), run(true, seed), "two runs of a seed are equal");
+        (with, without) = (with + computed, without + computed_off);
+    }
+    assert!(with <= without, "{with} blocks computed with copies, {without} without");
+}
+
+#[test]
+fn no_copies_are_ordered_without_host_memory_or_by_other_routers() {
+    let traffic = Traffic::Generated { workload: Workload::HotPrefix(16 << 10), requests: 100 };
+    let copies = |options: &Options, policy: &PolicyUnderTest| {
+        let trace = traffic.at(30.0, 0);
+        Simulation::new(&trace, options, policy, 30.0, 0).run().unwrap().copies
+    };
+    assert_eq!(copies(&options(8), &KV), None);
+    let with_host = with_host(options(8));
+    assert_eq!(copies(&with_host, &PolicyUnderTest::Peer(Peer::ALL[0])), None);
+    assert!(copies(&with_host, &KV).is_some());
 }
 
 #[test]
@@ -450,7 +497,7 @@ fn per_model_settings_and_admission_limits_apply() {
     assert_eq!(run(&big, &tuned), run(&fixture(), &options(4)));
     let alone = Settings { decode_interference_weight: 50.0, ..Settings::default() };
     assert_eq!(run(&small, &tuned), run(&big, &Options { settings: alone, ..options(4) }));
-    let as_configured = PolicyUnderTest::Settings("as configured", Box::new(tuned.settings.clone()));
+    let as_configured = PolicyUnderTest::Settings("as configured".into(), Box::new(tuned.settings.clone()));
     assert_ne!(
         Results { policy: "kv".into(), ..run_policy(&small, &tuned, &as_configured, 20.0, 1) },
         run(&small, &tuned)

@@ -3,6 +3,7 @@
 use super::harness::{Behaviour, FakeEngine, Harness, MODEL, card, prompt, relayed, settle};
 use crate::settings::Settings;
 use futures::future::BoxFuture;
+use kvbm::Domain;
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{EndpointKind, Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
@@ -16,6 +17,8 @@ struct Server {
     /// Its context in tokens; that of [`card`] if it is `None`.
     context: Option<usize>,
     ranks_of: Option<u64>,
+    /// It refuses all requests of tenants.
+    refuses_tenants: bool,
     inner: Option<Arc<FakeEngine>>,
 }
 
@@ -44,6 +47,10 @@ impl Engine for Server {
 
     fn only_endpoint_kind(&self) -> Option<EndpointKind> {
         self.only
+    }
+
+    fn refuses(&self, request: &Request) -> bool {
+        self.refuses_tenants && request.domain != Domain::shared()
     }
 
     fn choosing_server(&self, request: &Request) -> Option<u64> {
@@ -128,6 +135,30 @@ async fn without_a_server_that_has_the_endpoint_one_of_the_others_answers() {
     settle().await;
     harness.answer(asked(CHAT, 7)).await.unwrap();
     assert_eq!(unknown.requests(), 5);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_tenant_is_not_sent_to_a_server_that_refuses_it_while_another_takes_it() {
+    let harness = Harness::new(Settings::default());
+    let refusing = Server { refuses_tenants: true, ..Server::default() };
+    let (refuses, _lease) = join(&harness, 1, refusing).await;
+    let tenant = |family| Request { domain: Domain::derived(b"s", "ann"), ..asked("/v1/messages", family) };
+    harness.answer(tenant(1)).await.unwrap();
+    assert_eq!(refuses.requests(), 1, "alone it gets the request, for the error");
+    let (takes, _lease) = join(&harness, 2, Server::default()).await;
+    for family in 2..10 {
+        harness.answer(tenant(family)).await.unwrap();
+    }
+    assert_eq!((refuses.requests(), takes.requests()), (1, 8));
+    harness.router.cordon(WorkerId(2)).unwrap();
+    harness.answer(asked("/v1/messages", 20)).await.unwrap();
+    assert_eq!(refuses.requests(), 2, "a request without a tenant is not refused");
+    let error = harness.answer(tenant(21)).await.unwrap_err();
+    assert!(matches!(error, Error::Unavailable(_)), "also while the other is cordoned: {error}");
+    harness.router.uncordon(WorkerId(2)).unwrap();
+    takes.set_behaviour(Behaviour::Refuse(Error::Failed("out of memory".into())));
+    assert!(harness.answer(tenant(22)).await.is_err(), "also when the other fails");
+    assert_eq!(refuses.requests(), 2);
 }
 
 #[tokio::test(start_paused = true)]

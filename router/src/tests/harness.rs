@@ -425,6 +425,8 @@ pub(crate) fn relayed(path: &'static str, request: Request) -> Request {
         headers: HeaderMap::new(),
         body: "{}".into(),
         is_stream: true,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     Request { work: Work::Relay(Arc::new(http)), ..request }

@@ -1,7 +1,7 @@
 //! Copies of shared prefixes ahead of demand: ordered where they pay, and nowhere else.
 
 use super::defaults;
-use super::harness::{FakeEngine, Harness, names, prompt, settle, stored};
+use super::harness::{BLOCK, FakeEngine, Harness, names, prompt, settle, stored};
 use crate::settings::Settings;
 use futures::future::join_all;
 use kvbm::Level;
@@ -50,6 +50,18 @@ async fn a_hot_prefix_is_copied_from_the_memory_of_its_holder_to_an_idle_worker(
     assert_eq!((ticket.peer, ticket.url), (WorkerId(1), holder.address()));
     let counted = |outcome| harness.router.core.metrics.prefix_copies.with_label_values(&[outcome]).get();
     assert_eq!((counted("started"), counted("complete")), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_prefix_is_not_copied_from_a_worker_that_is_still_computing_it() {
+    let harness = defaults();
+    let [holder, idle] = [harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await];
+    *idle.copy_answer.lock() = Ok(complete());
+    let (hot, core) = (prompt(1, 1600), &harness.router.core);
+    let slot = core.fleet.snapshot().get(WorkerId(1)).unwrap().slot;
+    let _computing = core.inflight.add(slot, &names(&hot), BLOCK, 0);
+    burst(&harness, &hot).await;
+    assert!(holder.copies.lock().is_empty() && idle.copies.lock().is_empty());
 }
 
 #[tokio::test(start_paused = true)]

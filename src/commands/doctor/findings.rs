@@ -1,5 +1,6 @@
 //! The results of checks, and how they are printed.
 
+use crate::commands::output::count;
 use serde::Serialize;
 use std::fmt::Write;
 use std::time::SystemTime;
@@ -53,13 +54,14 @@ impl Status {
 
 /// Checks when a certificate expires. `fix`: how to renew it.
 pub(super) fn expiry(check: &'static str, expiry: &CertificateExpiry, fix: &str, findings: &mut Findings) {
-    let (now, days) = (SystemTime::now(), expiry.days_left(SystemTime::now()));
+    let now = SystemTime::now();
+    let days = |day: &str| count(expiry.days_left(now), day);
     if expiry.at <= now {
         findings.problem(check, "the certificate has expired: clients refuse it", fix);
     } else if expiry.warn_from <= now {
-        findings.warning(check, format!("the certificate expires in {days} days"), fix);
+        findings.warning(check, format!("the certificate expires in {}", days("day")), fix);
     } else {
-        findings.ok(check, format!("the certificate is valid for {days} more days"));
+        findings.ok(check, format!("the certificate is valid for {}", days("more day")));
     }
 }
 
@@ -121,12 +123,9 @@ pub(super) fn table(checks: &[Check], is_terminal: bool) -> String {
             writeln!(text, "  {:7}  {:width$}  fix: {}", "", "", printable(fix)).expect("a string takes everything");
         }
     }
-    let count = |status: Status| checks.iter().filter(|check| check.status == status).count();
-    let some = |status: Status| match count(status) {
-        1 => format!("1 {}", status.name()),
-        count => format!("{count} {}s", status.name()),
-    };
-    text + &format!("{} ok, {}, {}\n", count(Status::Ok), some(Status::Warning), some(Status::Problem))
+    let of = |status: Status| checks.iter().filter(|check| check.status == status).count() as u64;
+    let some = |status: Status| count(of(status), status.name());
+    text + &format!("{} ok, {}, {}\n", of(Status::Ok), some(Status::Warning), some(Status::Problem))
 }
 
 fn printable(text: &str) -> String {
@@ -148,6 +147,10 @@ mod tests {
         };
         let now = SystemTime::now();
         assert_eq!([now + 20 * day, now + 13 * day, now - day].map(of), [Status::Ok, Status::Warning, Status::Problem]);
+        let mut findings = Findings::of("x");
+        let tomorrow = CertificateExpiry { at: now + day + day / 2, warn_from: now };
+        expiry("tls_certificate", &tomorrow, "renew it", &mut findings);
+        assert_eq!(findings.into_checks()[0].detail, "the certificate expires in 1 day");
     }
 
     #[test]

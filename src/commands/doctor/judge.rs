@@ -3,6 +3,7 @@
 use super::findings::Findings;
 use super::probe::{ProbeResult, Refusal};
 use super::server::Kind;
+use crate::commands::output::count;
 use upstream::relay::chunk::Usage;
 
 /// The flag of vLLM that makes it report cached tokens.
@@ -79,10 +80,14 @@ fn events(seen: &ProbeResult, at: usize, findings: &mut Findings) {
     match events.block_size {
         Some(engine) if engine != *block_size => {
             let fix = format!("set upstreams.{at}.block_size = {engine}, or remove it where the server says its own");
-            findings.problem("kv_block_size", format!("events have {engine} tokens, {block_size} are expected"), fix);
+            let detail = format!("events have {}, expected {block_size}", count(engine.into(), "token"));
+            findings.problem("kv_block_size", detail, fix);
             return;
         }
-        Some(engine) => findings.ok("kv_block_size", format!("events have {engine} tokens, as expected")),
+        Some(engine) => {
+            let detail = format!("events have {}, as expected", count(engine.into(), "token"));
+            findings.ok("kv_block_size", detail);
+        }
         None => {}
     }
     let Ok(tokens) = &seen.tokens else { return };
@@ -90,7 +95,7 @@ fn events(seen: &ProbeResult, at: usize, findings: &mut Findings) {
     if full == 0 {
         findings.warning(
             "kv_tokens",
-            format!("the context is too short for a prompt of one block of {block_size} tokens"),
+            format!("the context is too short for a prompt of one block of {}", count((*block_size).into(), "token")),
             "start the server with a smaller block size: no prompt can be cached",
         );
     } else if found == full {

@@ -6,6 +6,7 @@ use super::findings::Findings;
 use super::judge;
 use super::probe::{self, Plan};
 use super::server::{Kind, Server};
+use crate::commands::output::count;
 use crate::config::{CacheSalt, KvEvents};
 use crate::node::START_VLLM;
 use futures::future::join_all;
@@ -153,6 +154,11 @@ async fn salts(server: &Server<'_>, at: usize, findings: &mut Findings) -> bool 
     }
 }
 
+/// The size of a block in words. A block of SGLang has one token by default.
+fn tokens(size: NonZero<u32>) -> String {
+    count(size.get().into(), "token")
+}
+
 /// The block size that the router uses. What is configured is stronger than what the server says.
 fn block_size(
     configured: Option<NonZero<u32>>,
@@ -165,8 +171,8 @@ fn block_size(
             let detail = format!("{configured} in the configuration, {listed} in the server's /metrics");
             findings.problem("block_size", detail, format!("remove upstreams.{at}.block_size, or set it to {listed}"));
         }
-        (Some(size), _) => findings.ok("block_size", format!("{size} tokens in the configuration")),
-        (None, Some(size)) => findings.ok("block_size", format!("{size} tokens in the server's /metrics")),
+        (Some(size), _) => findings.ok("block_size", format!("{} in the configuration", tokens(size))),
+        (None, Some(size)) => findings.ok("block_size", format!("{} in the server's /metrics", tokens(size))),
         (None, None) => findings.ok("block_size", format!("the server does not say; {DEFAULT_BLOCK_SIZE} is used")),
     }
     configured.or(listed).unwrap_or(DEFAULT_BLOCK_SIZE)

@@ -10,6 +10,7 @@ use http::{StatusCode, Uri};
 use kvbm::disk::OpenError;
 use kvbm::object::StoreLocation;
 use rustix::fs::Access;
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -25,13 +26,46 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(15);
 pub(super) fn unusable(errors: &Errors) -> Vec<Check> {
     let mut findings = Findings::of("configuration");
     for error in &errors.0 {
-        let fix = match error {
-            Error::File { .. } => "correct the path of --config",
-            _ => "change it there; `blockyard serve --print-config` lists all keys and their origins",
-        };
-        findings.problem("configuration", error.to_string(), fix);
+        findings.problem("configuration", error.to_string(), change(error));
     }
     findings.into_checks()
+}
+
+/// What to change because of an error of the configuration.
+fn change(error: &Error) -> String {
+    const LIST: &str = "`blockyard serve --print-config` without it lists all keys";
+    match error {
+        Error::File { path, error } => {
+            let path = path.display();
+            match error.kind() {
+                ErrorKind::NotFound => format!("create {path}, or correct the path of --config"),
+                ErrorKind::PermissionDenied => format!("let the user of this process read {path}"),
+                _ => format!("make {path} a file of UTF-8 text that can be read, or name another file: --config FILE"),
+            }
+        }
+        Error::Syntax { path, line, .. } => format!("correct line {line} of {}: expected TOML", path.display()),
+        Error::UnknownKey { key, origin, meant } => {
+            let is_similar = meant.as_ref().is_some_and(|meant| meant.starts_with("did you mean"));
+            let verb = if is_similar { "rename" } else { "remove" };
+            format!("{verb} {key} {}; {LIST}", place(origin))
+        }
+        Error::Value { key, origin, .. } => format!("correct {key} {}", place(origin)),
+        // The text says what is expected.
+        Error::Check(text) => {
+            let key = text.split(':').next().unwrap_or_default();
+            format!("correct {key}; {LIST}")
+        }
+        Error::NoCache => "name a folder: --data-dir DIR".to_owned(),
+    }
+}
+
+/// Where a value was written, after `correct KEY`.
+fn place(origin: &str) -> String {
+    match origin.strip_prefix("environment ") {
+        Some(variable) => format!("in the environment variable {variable}, or unset it"),
+        None if origin.starts_with("--") => format!("on the command line ({origin})"),
+        None => format!("in {origin}"),
+    }
 }
 
 /// The checks of this machine.
@@ -40,7 +74,7 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     let (checked, native) = (config.clone(), config.upstreams.is_empty());
     // Reads files of the model and asks the system.
     let blocking = move || {
-        let refused: Vec<(String, Option<String>)> =
+        let refused: Vec<(String, String)> =
             preflight(&checked, Purpose::Serve).err().iter().flat_map(node::Refused::reasons).collect();
         let sizes = if native && refused.is_empty() { native_sizes(&checked).ok() } else { None };
         (refused, sizes)
@@ -48,7 +82,6 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     let (refused, sizes) = tokio::task::spawn_blocking(blocking).await.expect("the checks do not panic");
     let is_usable = refused.is_empty();
     for (reason, fix) in refused {
-        let fix = fix.unwrap_or_else(|| "change the key that is named; `serve` refuses to start".to_owned());
         findings.problem("configuration", reason, fix);
     }
     if is_usable {
@@ -68,10 +101,12 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     if let Some(at) = &config.admin.listen {
         port(("admin_port", "admin.listen"), at, false, &mut findings).await;
     }
+    open_files(config.frontend.max_connections, machine::max_open_files(), &mut findings);
     if let Some(sizes) = sizes {
         tiers(config, &sizes, at_port, &mut findings).await;
     } else if !config.upstreams.is_empty() {
         index_memory(config.router.index_memory, Machine::detect().memory, &mut findings);
+        address_space(config.router.index_memory.0, machine::address_space(), "router.index_memory", &mut findings);
     }
     findings.into_checks()
 }
@@ -135,6 +170,42 @@ async fn running(at: &Listen) -> Option<String> {
     Some(format!("Blockyard {}", json(&version)?["version"].as_str()?))
 }
 
+/// Whether the system lets the process open as many files as its connections take. `limit`: the hard limit, to which
+/// `serve` raises its own.
+fn open_files(connections: usize, limit: Option<u64>, findings: &mut Findings) {
+    let needed = (connections as u64).saturating_mul(2);
+    let Some(limit) = limit.filter(|limit| *limit < needed) else { return };
+    let fit = (limit / 2).max(1);
+    let detail = format!(
+        "the hard limit of open files is {limit}: of frontend.max_connections = {connections} at most {fit} \
+         connections are accepted, because half of the files are kept for tiers and servers"
+    );
+    let fix = format!(
+        "raise the limit (ulimit -Hn {needed}, LimitNOFILE={needed} in systemd, --ulimit nofile={needed} of Docker), \
+         or accept fewer connections: --set frontend.max_connections={fit}"
+    );
+    findings.warning("open_files", detail, fix);
+}
+
+/// Address space beside what is counted: stacks of threads, and what the allocator reserves for each of them.
+const OTHER_ADDRESSES: u64 = 2 << 30;
+
+/// Whether the limit of the address space (`ulimit -v`) suffices for `needed` bytes, whose size `key` sets.
+fn address_space(needed: u64, limit: Option<u64>, key: &str, findings: &mut Findings) {
+    let with_others = needed.saturating_add(OTHER_ADDRESSES);
+    let Some(limit) = limit.filter(|limit| *limit < with_others) else { return };
+    let size = |bytes: u64| ByteSize(bytes).about();
+    let detail = format!(
+        "the address space is limited to {} (ulimit -v), and {} are needed: {} of memory, and {} for threads",
+        size(limit),
+        size(with_others),
+        size(needed),
+        size(OTHER_ADDRESSES)
+    );
+    let fix = format!("raise the limit (ulimit -v unlimited, LimitAS=infinity in systemd), or lower {key}");
+    findings.wrong(limit < needed, "address_space", detail, fix);
+}
+
 /// The index is all that the gateway of other servers keeps.
 fn index_memory(limit: ByteSize, available: Option<u64>, findings: &mut Findings) {
     let Some(available) = available else { return };
@@ -160,6 +231,7 @@ async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, finding
         Some(ShortContext { detail, advice }) => findings.warning("memory", format!("{memory}; {detail}"), advice),
         None => findings.ok("memory", memory),
     }
+    address_space(needed, machine::address_space(), "tiers.g1 and tiers.g2", findings);
     folder(&config.data_dir, "data_dir", findings);
     let missing = match &config.model {
         Model::BuiltIn(model) => model.missing_bytes(&config.data_dir),
@@ -276,6 +348,58 @@ mod tests {
         let problem = checks(29 << 20, 20 << 20);
         assert_eq!(problem[0].detail, "/d: the built-in model takes 29.0 MiB, and 20.0 MiB are free");
         assert_eq!((problem[0].status, checks(0, 0).len()), (Status::Problem, 0));
+    }
+
+    #[test]
+    fn each_error_of_the_configuration_names_what_to_change() {
+        let value = |origin: &str| Error::Value {
+            key: "tiers.g2".into(),
+            value: "4".into(),
+            origin: origin.into(),
+            problem: "expected a size".into(),
+        };
+        let file = |kind: ErrorKind| Error::File { path: "a.toml".into(), error: kind.into() };
+        let unknown = |meant: Option<&str>| Error::UnknownKey {
+            key: "colour".into(),
+            origin: "a.toml:3".into(),
+            meant: meant.map(str::to_owned),
+        };
+        for (error, fix) in [
+            (file(ErrorKind::NotFound), "create a.toml, or correct the path of --config"),
+            (file(ErrorKind::PermissionDenied), "let the user of this process read a.toml"),
+            (Error::Syntax { path: "a.toml".into(), line: 3, error: "?".into() }, "correct line 3 of a.toml"),
+            (unknown(None), "remove colour in a.toml:3; "),
+            (unknown(Some("did you mean `model`?")), "rename colour in a.toml:3; "),
+            (value("environment BLOCKYARD_TIERS__G2"), "in the environment variable BLOCKYARD_TIERS__G2, or unset it"),
+            (value("--set tiers.g2=4"), "correct tiers.g2 on the command line (--set tiers.g2=4)"),
+            (Error::Check("router.models.x: no such model".into()), "correct router.models.x; "),
+            (Error::NoCache, "--data-dir DIR"),
+        ] {
+            assert!(change(&error).contains(fix), "{error}: {}", change(&error));
+        }
+    }
+
+    #[test]
+    fn limits_of_the_system_below_the_configuration_are_found() {
+        let files = |limit| {
+            let mut findings = Findings::of("x");
+            open_files(4096, limit, &mut findings);
+            findings.into_checks()
+        };
+        assert!(files(None).is_empty() && files(Some(8192)).is_empty());
+        let few = files(Some(1024)).remove(0);
+        assert_eq!((few.check, few.status), ("open_files", Status::Warning));
+        assert!(few.detail.contains("at most 512 connections"), "{few:?}");
+        let fix = few.fix.unwrap_or_default();
+        assert!(fix.contains("ulimit -Hn 8192") && fix.contains("--set frontend.max_connections=512"), "{fix}");
+
+        let space = |limit| {
+            let mut findings = Findings::of("x");
+            address_space(1 << 30, limit, "tiers.g1", &mut findings);
+            findings.into_checks().into_iter().map(|check| check.status).collect::<Vec<_>>()
+        };
+        assert_eq!((space(None), space(Some(3 << 30))), (vec![], vec![]));
+        assert_eq!((space(Some(2 << 30)), space(Some(1 << 29))), (vec![Status::Warning], vec![Status::Problem]));
     }
 
     #[test]

@@ -114,6 +114,8 @@ fn request() -> Request {
         headers: http::HeaderMap::new(),
         body: r#"{"model":"org/m","prompt":"hello","stream":true}"#.into(),
         is_stream: true,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
@@ -385,6 +387,17 @@ async fn a_tenant_is_refused_at_endpoints_without_salts() {
         engine.generate(Request { work: Work::Relay(Arc::new(http)), domain: domain.clone(), ..request() })
     };
     let ann = Domain::derived(b"secret", "ann");
+    // The router sends it to another server, if one of the model takes it.
+    for (path, domain, expected) in [
+        ("/v1/messages", &ann, true),
+        ("/v1/messages", &Domain::shared(), false),
+        ("/v1/completions", &ann, false),
+        ("/v1/embeddings", &ann, false),
+    ] {
+        let http = HttpRequest { target: PathAndQuery::from_static(path), ..HttpRequest::clone(&http) };
+        let asked = Request { work: Work::Relay(Arc::new(http)), domain: domain.clone(), ..request() };
+        assert_eq!(engine.refuses(&asked), expected, "{path} {domain:?}");
+    }
     assert!(to("/v1/completions", &ann).await.unwrap().count().await > 1);
     assert!(to("/v1/embeddings", &ann).await.unwrap().count().await > 1);
     assert!(to("/v1/messages", &Domain::shared()).await.unwrap().count().await > 1, "it has no tenant");

@@ -73,7 +73,8 @@ async fn no_request_fails_while_the_secret_is_replaced() {
     }
     for (secret, status) in [(FORMER, 401), (NEW, 404)] {
         let request = client().post(format!("{}/workers/1/generate", prefill.client.url));
-        let request = request.header("authorization", format!("Bearer {secret}")).header("x-blockyard-protocol", "2");
+        let mac = worker::remote::Secret::new(secret).unwrap().header(&prefill.client.url);
+        let request = request.header("authorization", mac).header("x-blockyard-protocol", "3");
         assert_eq!(request.send().await.unwrap().status().as_u16(), status);
     }
 }

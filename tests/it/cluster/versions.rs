@@ -48,13 +48,14 @@ async fn processes_with_other_protocol_numbers_are_refused_by_their_number() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(frontend.client.metric("blockyard_router_workers", "").await < 2.0);
-    for protocol in ["1", "3"] {
+    for protocol in ["2", "4"] {
         let request = client().post(format!("{}/workers/1/generate", worker.client.url));
+        // Those with number 2 send the secret itself.
         let request = request.header("authorization", "Bearer 0123456789abcdef0123456789abcdef");
         let response = request.header("x-blockyard-protocol", protocol).send().await.unwrap();
         assert_eq!(response.status().as_u16(), 400);
         let text = response.text().await.unwrap();
-        assert!(text.contains(&format!("protocol number {protocol}, this worker 2")), "{text}");
+        assert!(text.contains(&format!("protocol number {protocol}, this worker 3")), "{text}");
     }
     frontend.client.complete(&prompt(1)).await.unwrap();
 }

@@ -33,7 +33,7 @@ async fn a_stream_of_several_choices_is_not_asked_for_usage() {
     let gateway = Gateway::start(&[&server]).await;
     let body = r#"{"model":"org/m","messages":[],"stream":true,"n":2}"#;
     assert_eq!(gateway.post("/v1/chat/completions", body).await.status(), 200);
-    assert_eq!(completions(&server)[0].body, body);
+    assert_eq!(completions(&server)[0].body, body, "no key is charged");
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use kvbm::Domain;
 use serde_json::json;
 use std::time::Duration;
 use tokio::time::timeout;
-use worker::engine::ErrorKind;
+use worker::engine::{ErrorKind, RequestGroup};
 
 /// For what must happen soon, on any machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -30,6 +30,8 @@ fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) 
         headers: [(header::CONTENT_TYPE, HeaderValue::from_static(content_type))].into_iter().collect(),
         body: Bytes::from_static(body),
         is_stream: false,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
@@ -63,15 +65,16 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
 }
 
 #[tokio::test]
-async fn a_body_with_a_salt_is_an_object_or_a_form() {
+async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
     engine.settings.salted = SaltedEndpoints::All;
-    let sent = |domain: &Domain, content_type: &'static str, body: &'static [u8]| {
-        let request = Request { domain: domain.clone(), ..request("/v1/responses", content_type, body) };
+    let sent_to = |path: &'static str, domain: &Domain, content_type: &'static str, body: &'static [u8]| {
+        let request = Request { domain: domain.clone(), ..request(path, content_type, body) };
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         let salt = engine.salt(http, &request.domain)?;
         engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
     };
+    let sent = |domain: &Domain, kind: &'static str, body: &'static [u8]| sent_to("/v1/responses", domain, kind, body);
     let (shared, tenant) = (Domain::shared(), Domain::derived(b"s", "ann"));
     let json = "application/json";
     let salted = sent(&tenant, json, br#"{"cache_salt":"of-bob"}"#).unwrap();
@@ -83,13 +86,16 @@ async fn a_body_with_a_salt_is_an_object_or_a_form() {
         (json, b"{\0\"\0"),
         (json, br#"[{"cache_salt":"of-bob"}]"#),
         ("audio/wav", b"--b\r\n"),
+        ("Multipart/Form-Data; boundary=b", b"--b\r\n"),
     ] {
         assert!(matches!(sent(&tenant, content_type, body), Err(Error::Invalid { .. })), "{content_type} {body:?}");
     }
-    for (content_type, body) in [(json, &b" \n"[..]), ("Multipart/Form-Data; boundary=b", b"--b\r\n")] {
-        assert_eq!(sent(&tenant, content_type, body).unwrap(), body);
-    }
+    assert_eq!(sent(&tenant, json, b" \n").unwrap(), b" \n"[..]);
     assert_eq!(sent(&shared, json, with_mark).unwrap(), with_mark[..]);
+    let form = ("multipart/form-data; boundary=b", &b"--b\r\n"[..]);
+    assert_eq!(sent(&shared, form.0, form.1).unwrap(), form.1, "it has no tenant");
+    assert_eq!(sent_to("/v1/embeddings", &tenant, form.0, form.1).unwrap(), form.1, "it uses no cache");
+    assert!(sent_to("/v1/embeddings", &tenant, json, with_mark).is_err(), "a server may read it as JSON");
 }
 
 #[tokio::test]
@@ -105,6 +111,44 @@ async fn a_request_for_tokens_names_the_model() {
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
     }
+}
+
+#[tokio::test]
+async fn a_server_gets_one_word_for_the_usage_of_a_stream() {
+    let (_server, engine) = engine([]).await;
+    let asked = r#"{"model":"org/m","stream_options":{"include_usage":true}}"#;
+    let sent = |path: &'static str, options: &str, change: &dyn Fn(&mut HttpRequest)| {
+        let request = request(path, "application/json", b"{}");
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        let mut http = HttpRequest { is_stream: true, ..HttpRequest::clone(http) };
+        http.body = format!(r#"{{"model":"org/m"{options}}}"#).into();
+        change(&mut http);
+        // Two choices, of which no usage is asked for unless it is charged.
+        let request = Request { group: http.is_metered.then(|| RequestGroup::new(2)), ..request };
+        let (body, usage) = engine.body(&http, &request, None).unwrap();
+        (String::from_utf8(body.to_vec()).unwrap(), usage)
+    };
+    let (chat, invocations) = ("/v1/chat/completions", "/invocations");
+    for value in ["false", r#""no""#, "0", "null", r#""False""#] {
+        for path in [chat, invocations] {
+            let options = format!(r#","stream_options":{{"include_usage":{value}}}"#);
+            let metered = |http: &mut HttpRequest| http.is_metered = true;
+            assert_eq!(sent(path, &options, &|_| ()), (asked.to_owned(), UsageInStream::Strip), "{value}");
+            assert_eq!(sent(path, &options, &metered), (asked.to_owned(), UsageInStream::Strip), "{value}");
+        }
+    }
+    for value in ["true", r#""yes""#, "1"] {
+        let options = format!(r#","stream_options":{{"include_usage":{value}}}"#);
+        let sent = sent(chat, &options, &|http| http.wants_usage = true);
+        assert_eq!(sent, (asked.to_owned(), UsageInStream::Keep), "the client gets it: {value}");
+    }
+    let (body, usage) = sent(chat, r#","stream_options":{"continuous_usage_stats":true}"#, &|_| ());
+    let options = r#""stream_options":{"continuous_usage_stats":false,"include_usage":true}"#;
+    assert_eq!((body, usage), (format!(r#"{{"model":"org/m",{options}}}"#), UsageInStream::Strip));
+    let unchanged = r#"{"model":"org/m"}"#.to_owned();
+    let plain = |http: &mut HttpRequest| http.is_stream = false;
+    assert_eq!(sent(chat, "", &plain), (unchanged.clone(), UsageInStream::Keep));
+    assert_eq!(sent("/v1/responses", "", &|_| ()), (unchanged, UsageInStream::Keep));
 }
 
 #[test]

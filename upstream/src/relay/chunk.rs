@@ -4,14 +4,17 @@
 //! The members in question are read and all others skipped, so that the text of an answer cannot be taken for one of
 //! them. [`Relevance::of`] says without reading whether a chunk must be read at all.
 //!
-//! Known are the streams of chat completions, completions, Responses and Anthropic's messages. A chunk of another kind
-//! counts as output: it is forwarded at once.
+//! Known are the streams of chat completions, completions, Responses and Anthropic's messages, and the usage in those
+//! of SGLang's `/generate`. A chunk of another kind counts as output: it is forwarded at once.
 
+mod scanner;
 mod wire;
 
 use memchr::memmem::Finder;
 use std::sync::LazyLock;
 use wire::{Choices, Wire, WireUsage};
+
+pub(super) use scanner::UsageScanner;
 
 /// What a chunk means for the relay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -22,6 +25,8 @@ pub struct Chunk {
     pub finished: bool,
     /// The usage of the request so far.
     pub usage: Option<Usage>,
+    /// The position of the item in its batch, if the usage is that of one item only.
+    pub item: Option<u64>,
 }
 
 /// What a chunk carries.
@@ -53,9 +58,7 @@ pub enum Relevance {
 // Made once: a search of one chunk takes less time than its preparation.
 static CHOICES: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""choices":["#));
 /// The name of the usage, with its quotes.
-pub(super) static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
-/// The name of what SGLang's `/generate` has in place of the usage.
-pub(super) static META_INFO: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""meta_info""#));
+static USAGE: LazyLock<Finder<'static>> = LazyLock::new(|| Finder::new(br#""usage""#));
 
 /// How engines write an absent usage: the last member of a chunk. In valid JSON these bytes at the end are nothing
 /// else: the brace closes the chunk, and a quote after a comma starts a name unless it ends a string, which no name can
@@ -94,14 +97,16 @@ impl Chunk {
     /// Reads the payload of an event.
     pub fn read(data: &[u8]) -> Self {
         if data.trim_ascii() == b"[DONE]" {
-            return Self { kind: Kind::Done, finished: true, usage: None };
+            return Self { kind: Kind::Done, finished: true, usage: None, item: None };
         }
         // What is no JSON object is forwarded. It may be the first half of one.
         let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
-            return Self { kind: Kind::Output, finished: false, usage: None };
+            return Self { kind: Kind::Output, finished: false, usage: None, item: None };
         };
         let reported = wire.usage().filter(|usage| usage.get() != "null");
-        let usage = reported.and_then(|usage| Usage::read(usage.get().as_bytes()));
+        let item = wire.item().filter(|_| reported.is_none());
+        let usage = reported.or(item.map(|(_, usage)| usage));
+        let usage = usage.and_then(|usage| Usage::read(usage.get().as_bytes()));
         let (kind, finished) = if wire.is_error() {
             (Kind::Error, true)
         } else if let Some(choices) = wire.choices {
@@ -109,7 +114,7 @@ impl Chunk {
         } else {
             wire.event_type().map_or((Kind::Output, true), of_event_type)
         };
-        Self { kind, finished, usage }
+        Self { kind, finished, usage, item: item.map(|(index, _)| index) }
     }
 }
 
@@ -153,6 +158,13 @@ impl Usage {
         self.completion_tokens = later.completion_tokens.or(self.completion_tokens);
         self.cached_tokens = later.cached_tokens.or(self.cached_tokens);
     }
+
+    /// With the usage of another item of a batch. Its prompt may be another one, or the same for another choice, so the
+    /// tokens of the prompts together are not known.
+    fn plus_item(self, item: Self) -> Self {
+        let both = [self.completion_tokens, item.completion_tokens].into_iter().flatten();
+        Self { completion_tokens: both.reduce(u64::saturating_add), prompt_tokens: None, cached_tokens: None }
+    }
 }
 
 impl From<WireUsage> for Usage {
@@ -161,9 +173,12 @@ impl From<WireUsage> for Usage {
         // Messages count the tokens from the cache apart, all other APIs within the prompt.
         let apart = [wire.cache_read_input_tokens, wire.cache_creation_input_tokens];
         let input = input_tokens.map(|input| apart.into_iter().flatten().fold(input, u64::saturating_add));
+        let prompt_tokens = prompt_tokens.or(input);
+        // Some engines say the tokens of the prompt and of both only. Those of embeddings are equal.
+        let rest = || wire.total_tokens?.checked_sub(prompt_tokens?);
         Self {
-            prompt_tokens: prompt_tokens.or(input),
-            completion_tokens: completion_tokens.or(output_tokens),
+            prompt_tokens,
+            completion_tokens: completion_tokens.or(output_tokens).or_else(rest),
             cached_tokens: wire.cached_tokens.or(wire.cache_read_input_tokens),
         }
     }

@@ -10,7 +10,6 @@
 mod scan;
 
 use bytes::Bytes;
-use memchr::memmem::Finder;
 use scan::{Scanner, name_starts_with, names};
 use std::ops::Range;
 
@@ -82,9 +81,6 @@ enum Edit {
     Remove,
     Replace(Bytes),
 }
-
-/// How often a name is looked at, of which each may be followed by many members. Answers have it once or twice.
-const MAX_NAMES: usize = 16;
 
 impl Splice {
     /// Scans the top level of `body`.
@@ -216,37 +212,6 @@ impl Splice {
         let present = |member: &&Member| !matches!(member.edit, Edit::Remove);
         self.members.iter().filter(present).filter(move |member| names(&self.body[member.name.clone()], name))
     }
-}
-
-/// The position of the value of a top-level member in `body`, which is valid JSON. `None` if it has none, or is no
-/// object.
-///
-/// Only what follows the name is scanned: if that ends the text after one closing brace, the member is of the top
-/// level.
-/// `quoted` finds the name with its quotes, without escapes. Those bytes are nothing else than a name or a string of
-/// just this word, because quotes within a string are escaped.
-pub(super) fn find(body: &[u8], quoted: &Finder<'_>) -> Option<Range<usize>> {
-    let name = quoted.needle();
-    quoted.find_iter(body).take(MAX_NAMES).find_map(|at| last_members(body, at + name.len(), name).ok())
-}
-
-/// The value of the member whose name ends `at`, or of a later one of the same name, if no member follows the object
-/// that it is in.
-fn last_members(body: &[u8], at: usize, quoted: &[u8]) -> Result<Range<usize>, SpliceError> {
-    let mut scanner = Scanner::starting(body, at);
-    scanner.expect(b':', "a colon")?;
-    let mut value = scanner.value()?;
-    while scanner.accept(b',') {
-        let name = scanner.string("a name")?;
-        scanner.expect(b':', "a colon")?;
-        let other = scanner.value()?;
-        if body[name] == quoted[1..quoted.len() - 1] {
-            value = other;
-        }
-    }
-    scanner.expect(b'}', "a comma or a closing brace")?;
-    scanner.end()?;
-    Ok(value)
 }
 
 /// Calls `take` with the name of each top-level member of an object, as written between its quotes, and with its value.

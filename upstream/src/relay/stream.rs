@@ -16,13 +16,14 @@
 
 mod events;
 mod plain;
+mod total;
 
 use super::error::RelayError;
 use super::headers;
 use bytes::Bytes;
 use events::Events;
 use futures::Stream;
-use http::{HeaderMap, Response, StatusCode, header};
+use http::{HeaderMap, HeaderValue, Response, StatusCode, header};
 use http_body::Body;
 use plain::Plain;
 use std::collections::VecDeque;
@@ -104,9 +105,12 @@ struct HeldFrames {
 }
 
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a box for the other variant too would be an allocation for each answer")]
 enum Content {
     Events(Box<Events>),
     Plain(Plain),
+    /// The engine does not say what its body consists of, and nothing of it was received.
+    Unknown(UsageInStream),
 }
 
 /// Maximum number of bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin
@@ -121,12 +125,14 @@ where
     /// Relays an answer whose status is a success; for others see [`Answer::read`](super::error::Answer::read).
     pub fn new(response: Response<B>, usage: UsageInStream) -> Self {
         let (parts, body) = response.into_parts();
-        let is_stream = is_readable_stream(&parts.headers);
-        // Also a stream that keeps its usage: if it breaks off, an event with the error is added.
-        let changed = if is_stream { headers::Body::Changed } else { headers::Body::Unchanged };
-        let head = Head { status: parts.status, headers: headers::response(parts.headers, changed) };
-        let content =
-            if is_stream { Content::Events(Box::new(Events::new(usage))) } else { Content::Plain(Plain::default()) };
+        let content = if is_readable_stream(&parts.headers) {
+            Content::events(usage)
+        } else if has_type(&parts.headers) {
+            Content::Plain(Plain::new())
+        } else {
+            Content::Unknown(usage)
+        };
+        let head = Head { status: parts.status, headers: headers::response(parts.headers, content.body()) };
         Self {
             body: Some(body),
             content,
@@ -179,16 +185,39 @@ where
     }
 
     fn received(&mut self, data: Bytes) {
+        if let Content::Unknown(usage) = self.content
+            && !data.is_empty()
+        {
+            self.recognize(usage, &data);
+        }
         match &mut self.content {
             Content::Events(events) => {
                 self.received = data.clone();
                 events.push(data);
             }
             Content::Plain(plain) => {
-                plain.keep(&data);
+                plain.read(&data);
                 self.phase = Phase::Passing;
                 self.held.push(data);
             }
+            Content::Unknown(_) => {}
+        }
+    }
+
+    /// Names what a body consists of, of which the engine does not say it, by its first bytes.
+    fn recognize(&mut self, usage: UsageInStream, data: &[u8]) {
+        let (content, media_type) = match data.trim_ascii_start() {
+            [b'{' | b'[', ..] => (Content::Plain(Plain::new()), Some("application/json")),
+            start if start.starts_with(b"data:") || start.starts_with(b"event:") => {
+                (Content::events(usage), Some("text/event-stream"))
+            }
+            _ => (Content::Plain(Plain::new()), None),
+        };
+        self.content = content;
+        if let Some((head, media_type)) = self.head.as_mut().zip(media_type) {
+            let mut headers = headers::response(std::mem::take(&mut head.headers), self.content.body());
+            headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(media_type));
+            head.headers = headers;
         }
     }
 
@@ -213,6 +242,7 @@ where
             Content::Events(events) if !events.is_finished() => Err(RelayError::Unfinished),
             Content::Events(events) => Ok(Item::End(events.report())),
             Content::Plain(plain) => Ok(Item::End(Report { usage: plain.usage(), failed: false })),
+            Content::Unknown(_) => Ok(Item::End(Report::default())),
         }
     }
 
@@ -325,6 +355,16 @@ impl HeldFrames {
 }
 
 impl Content {
+    fn events(usage: UsageInStream) -> Self {
+        Self::Events(Box::new(Events::new(usage)))
+    }
+
+    /// Whether the client gets the body as it comes. A stream that keeps its usage may change too: if it breaks off, an
+    /// event with the error is added.
+    fn body(&self) -> headers::Body {
+        if matches!(self, Self::Events(_)) { headers::Body::Changed } else { headers::Body::Unchanged }
+    }
+
     /// `[DONE]` was read.
     fn is_done(&self) -> bool {
         matches!(self, Self::Events(events) if events.is_done())
@@ -337,6 +377,12 @@ fn is_readable_stream(headers: &HeaderMap) -> bool {
     let media_type = text(header::CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();
     let plain = text(header::CONTENT_ENCODING).is_none_or(|encoding| encoding.eq_ignore_ascii_case("identity"));
     media_type.trim().eq_ignore_ascii_case("text/event-stream") && plain
+}
+
+/// Whether the engine says what a body consists of, or has compressed it.
+fn has_type(headers: &HeaderMap) -> bool {
+    let is_named = headers.get(header::CONTENT_TYPE).is_some_and(|value| !value.is_empty());
+    is_named || headers.contains_key(header::CONTENT_ENCODING)
 }
 
 /// An error with its causes.

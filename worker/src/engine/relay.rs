@@ -22,6 +22,10 @@ pub struct HttpRequest {
     pub body: Bytes,
     /// The response is a stream of server-sent events. Otherwise its first output is also its last.
     pub is_stream: bool,
+    /// The client asked for the usage at the end of the stream. What the gateway asks for itself does not reach it.
+    pub wants_usage: bool,
+    /// The tokens of the output count against a limit of the client, so the server is to say them.
+    pub is_metered: bool,
     /// Top-level fields of the body that are meant for this program. The engine removes them: a strict server rejects
     /// fields that it does not know.
     pub private_fields: &'static [&'static str],

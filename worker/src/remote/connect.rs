@@ -1,6 +1,6 @@
 //! Connections to another process of the deployment: where it listens, and what the two show to each other.
 
-use super::{NO_SECRET, Secret};
+use super::{FORMER_NO_SECRET, NO_SECRET, PROTOCOL, Secret};
 use http::uri::{Authority, Scheme};
 use http::{HeaderValue, Uri};
 use spans::LogLimit;
@@ -15,7 +15,7 @@ use transport::{ClientTls, Socket};
 /// What a process shows to workers of other processes, and what it checks of them.
 #[derive(Clone, Default)]
 pub struct Credentials {
-    /// The secret that workers require, as it is at each request.
+    /// The secret with which workers require that requests are authenticated, as it is at each request.
     pub secret: Option<Secret>,
     /// The authorities that sign the certificates of workers, and the certificate of this process. `None`: workers
     /// without TLS only.
@@ -24,6 +24,8 @@ pub struct Credentials {
 
 /// A process, and how it is connected to.
 pub(super) struct Endpoint {
+    /// The URL as discovery or a request names it.
+    url: String,
     target: Result<Target, String>,
     credentials: Credentials,
     /// Limits log lines about a secret that the process does not accept: each request fails.
@@ -49,7 +51,7 @@ impl From<Option<Secret>> for Credentials {
 impl Endpoint {
     /// The process at a URL, `http://host:port` or `https://host:port`. A wrong URL fails at each request.
     pub(super) fn new(url: &str, credentials: Credentials) -> Self {
-        Self { target: Target::parse(url), credentials, refusals: LogLimit::default() }
+        Self { url: url.to_owned(), target: Target::parse(url), credentials, refusals: LogLimit::default() }
     }
 
     /// The URL of the process, without credentials. `None` if it is wrong.
@@ -70,9 +72,9 @@ impl Endpoint {
         uri.expect("authority and path are valid")
     }
 
-    /// The header with the secret that is sent now.
+    /// The header that shows to this process, and to no other, that the sender knows the secret.
     pub(super) fn authorization(&self) -> Option<HeaderValue> {
-        self.credentials.secret.as_ref().map(Secret::header)
+        self.credentials.secret.as_ref().map(|secret| secret.header(&self.url))
     }
 
     /// Logs what to change if the text of a response with an error is about the secret.
@@ -124,16 +126,24 @@ impl Endpoint {
 }
 
 /// What to change if the text of a response with an error is about the secret.
-fn refusal(text: &str, has_secret: bool) -> Option<&'static str> {
-    if text != NO_SECRET {
-        return None;
+fn refusal(text: &str, has_secret: bool) -> Option<String> {
+    match (text, has_secret) {
+        (FORMER_NO_SECRET, true) => Some(format!(
+            "its version is older than that of this process, which has protocol number {PROTOCOL}; start the worker \
+             with the same version"
+        )),
+        (NO_SECRET, true) => Some(
+            "it does not accept the first secret in cluster.secret_file of this process; write this secret to \
+             cluster.secret_file of the worker, too"
+                .to_owned(),
+        ),
+        (NO_SECRET | FORMER_NO_SECRET, false) => Some(
+            "it requires a secret, and this process has none; set cluster.secret_file to the same file as at the \
+             worker"
+                .to_owned(),
+        ),
+        _ => None,
     }
-    Some(if has_secret {
-        "it does not accept the first secret in cluster.secret_file of this process; write this secret to \
-         cluster.secret_file of the worker, too"
-    } else {
-        "it requires a secret, and this process has none; set cluster.secret_file to the same file as at the worker"
-    })
 }
 
 impl Target {
@@ -160,5 +170,8 @@ mod tests {
             assert!(refusal(NO_SECRET, has_secret).is_some_and(|change| change.contains("cluster.secret_file")));
             assert_eq!(refusal("no worker with this id takes requests here", has_secret), None);
         }
+        // A worker that requires the secret itself, which this version does not send.
+        assert!(refusal(FORMER_NO_SECRET, true).is_some_and(|change| change.contains("version is older")));
+        assert!(refusal(FORMER_NO_SECRET, false).is_some_and(|change| change.contains("cluster.secret_file")));
     }
 }

@@ -1,13 +1,20 @@
-//! The secret that the processes of a deployment share. A worker rejects requests without it, and no process connects
-//! to a worker whose record in discovery is not signed with it.
+//! The secret that the processes of a deployment share. It is never sent: a request has a message authentication code
+//! (MAC) of the URL of the process that it goes to, made with a key that is derived from the secret. A worker rejects
+//! requests without such a MAC of its own URL.
 //!
-//! Its file has a secret per line. The first one is sent and signs records; each of them is accepted. So a secret is
-//! replaced without a rejected request: while some processes send the former secret and others the new one, all accept
-//! both. Changes of the file are followed. A file that cannot be used changes nothing.
+//! Other processes say where a request goes: discovery, or a request that names the worker whose memory has blocks. A
+//! process at an address that should not have been named receives a MAC that no other process accepts, and learns no
+//! secret. This matters while a secret is replaced, when the sender of the address may know the former one only.
+//!
+//! The file has a secret per line. The first one makes the MACs of requests and signs records; those of each are
+//! accepted. So a secret is replaced without a rejected request: while some processes use the former secret and others
+//! the new one, all accept both. Changes of the file are followed. A file that cannot be used changes nothing.
+//!
+//! Not here: freshness. A MAC that was read on a network without TLS can be sent to the same process again.
 
 use crate::plane::nats::{RecordKey, RecordKeys};
 use http::header::AUTHORIZATION;
-use http::{HeaderMap, HeaderValue};
+use http::{HeaderMap, HeaderValue, Uri};
 use parking_lot::RwLock;
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::fmt;
@@ -16,9 +23,16 @@ use std::sync::Arc;
 use tokio::sync::watch;
 use transport::{WatchedFiles, read_text};
 
-/// The secret that a process sends, and those that it accepts. Clones share them, and see each change.
+/// The secret that a process uses, and those that it accepts. Clones share them, and see each change.
 #[derive(Clone)]
 pub struct Secret(Arc<InEffect>);
+
+/// What a process requires of requests: a MAC of its URL, made with a secret that it accepts.
+pub struct RequiredMac {
+    secret: Secret,
+    /// As [`process_at`] names it.
+    process: String,
+}
 
 /// Counts changes of the file with the secret. Clones share the counter.
 #[derive(Clone)]
@@ -38,7 +52,8 @@ pub enum SecretError {
     TooMany(usize),
     /// A secret is so short that it can be guessed.
     #[error(
-        "the secret in line {line} has {characters} characters, and needs {MIN_CHARACTERS}: `openssl rand -hex 32`"
+        "the secret in line {line} is too short ({characters} of at least {MIN_CHARACTERS} characters): `openssl rand \
+         -hex 32` makes one"
     )]
     TooShort {
         /// The line, from 1 on.
@@ -46,7 +61,7 @@ pub enum SecretError {
         /// Number of its characters.
         characters: usize,
     },
-    /// A header cannot carry a secret.
+    /// A secret has characters that files of other encodings have as other bytes.
     #[error("the secret in line {line} has characters other than visible ASCII ones")]
     NotAscii {
         /// The line, from 1 on.
@@ -55,21 +70,21 @@ pub enum SecretError {
 }
 
 struct InEffect {
-    secrets: RwLock<Secrets>,
+    /// The keys that belong to the secrets, at least one, in the order of the lines.
+    mac_keys: RwLock<Vec<MacKey>>,
     record_keys: watch::Sender<Vec<RecordKey>>,
     /// `None`: the secret does not change.
     file: Option<(PathBuf, SecretMetrics)>,
 }
 
-struct Secrets {
-    /// The header with the first one.
-    sent: HeaderValue,
-    /// Hashes of the headers with each of them.
-    accepted: Vec<blake3::Hash>,
-}
+/// Makes the MACs of requests.
+struct MacKey([u8; blake3::KEY_LEN]);
 
-/// The scheme before the secret in its header.
-const SCHEME: &str = "Bearer ";
+/// The scheme before the MAC in its header, and a space.
+const SCHEME: &str = "Blockyard-MAC ";
+
+/// Separates this key from other uses of the secret. It names the construction, and changes with it.
+const CONTEXT: &str = "blockyard 2026-11 MAC of requests to a worker";
 
 /// A shorter secret can be guessed: 16 hexadecimal digits have 64 bits.
 const MIN_CHARACTERS: usize = 16;
@@ -120,20 +135,58 @@ impl Secret {
     }
 
     fn of(text: &str, file: Option<(PathBuf, SecretMetrics)>) -> Result<Self, SecretError> {
-        let (secrets, record_keys) = parse(text)?;
+        let (mac_keys, record_keys) = parse(text)?;
         let record_keys = watch::Sender::new(record_keys);
-        Ok(Self(Arc::new(InEffect { secrets: RwLock::new(secrets), record_keys, file })))
+        Ok(Self(Arc::new(InEffect { mac_keys: RwLock::new(mac_keys), record_keys, file })))
     }
 
-    pub(super) fn header(&self) -> HeaderValue {
-        self.0.secrets.read().sent.clone()
+    /// The header `authorization` of requests to the process at a URL. No process at another URL accepts it.
+    pub fn header(&self, url: &str) -> HeaderValue {
+        let mac = self.0.mac_keys.read().first().expect("there is at least one key").mac(&process_at(url));
+        let header = HeaderValue::try_from(format!("{SCHEME}{}", mac.to_hex()));
+        let mut header = header.expect("hexadecimal digits are visible ASCII characters");
+        header.set_sensitive(true);
+        header
     }
 
-    /// Whether a request has an accepted secret. Hashes are compared in constant time.
+    /// What the process at a URL requires of requests. The URL is the one that it has in discovery.
+    pub fn required_at(&self, url: &str) -> RequiredMac {
+        RequiredMac { secret: self.clone(), process: process_at(url) }
+    }
+}
+
+impl RequiredMac {
+    /// Whether a request has an accepted MAC. MACs are compared in constant time.
     pub(super) fn is_in(&self, headers: &HeaderMap) -> bool {
-        let Some(presented) = headers.get(AUTHORIZATION) else { return false };
-        let presented = blake3::hash(presented.as_bytes());
-        self.0.secrets.read().accepted.contains(&presented)
+        let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+        let digits = presented.and_then(|presented| presented.strip_prefix(SCHEME.as_bytes()));
+        let Some(Ok(mac)) = digits.map(blake3::Hash::from_hex) else { return false };
+        self.secret.0.mac_keys.read().iter().any(|key| mac == key.mac(&self.process))
+    }
+}
+
+impl MacKey {
+    fn derive(secret: &str) -> Self {
+        Self(blake3::derive_key(CONTEXT, secret.as_bytes()))
+    }
+
+    /// The MAC of requests to a process, as [`process_at`] names it.
+    fn mac(&self, process: &str) -> blake3::Hash {
+        blake3::keyed_hash(&self.0, process.as_bytes())
+    }
+}
+
+/// The process at a URL: `http://host:port` or `https://host:port` in lower case, because one URL can be written in
+/// several ways. A text that is no URL, and so is not connected to, stays as it is.
+fn process_at(url: &str) -> String {
+    let uri: Option<Uri> = url.parse().ok();
+    match uri.as_ref().map(|uri| (uri.scheme_str(), uri.authority())) {
+        Some((Some(scheme), Some(authority))) => {
+            let authority = authority.as_str();
+            let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+            format!("{scheme}://{host}").to_ascii_lowercase()
+        }
+        _ => url.to_owned(),
     }
 }
 
@@ -141,9 +194,9 @@ impl InEffect {
     fn reload(&self) {
         let Some((path, SecretMetrics(reloads))) = &self.file else { return };
         let outcome = match read(path).and_then(|text| parse(&text)) {
-            Ok((secrets, record_keys)) => {
-                let accepted = secrets.accepted.len();
-                *self.secrets.write() = secrets;
+            Ok((mac_keys, record_keys)) => {
+                let accepted = mac_keys.len();
+                *self.mac_keys.write() = mac_keys;
                 self.record_keys.send_replace(record_keys);
                 tracing::info!(accepted, "cluster.secret_file reloaded");
                 "applied"
@@ -162,34 +215,31 @@ fn read(path: &Path) -> Result<String, SecretError> {
     read_text(path, MAX_FILE_BYTES).map_err(|error| SecretError::Unreadable(error.to_string()))
 }
 
-/// The secrets of a text, and the keys of records that belong to them, in the order of the lines.
-fn parse(text: &str) -> Result<(Secrets, Vec<RecordKey>), SecretError> {
+/// The keys of requests and of records that belong to the secrets of a text, in the order of the lines.
+fn parse(text: &str) -> Result<(Vec<MacKey>, Vec<RecordKey>), SecretError> {
     let lines = (1..).zip(text.lines().map(str::trim)).filter(|(_, secret)| !secret.is_empty());
-    let (mut headers, mut record_keys) = (Vec::new(), Vec::new());
+    let (mut mac_keys, mut record_keys) = (Vec::new(), Vec::new());
     for (line, secret) in lines {
-        headers.push(header(line, secret)?);
+        check_secret(line, secret)?;
+        mac_keys.push(MacKey::derive(secret));
         record_keys.push(RecordKey::derive(secret.as_bytes()));
     }
-    if headers.len() > MAX_SECRETS {
-        return Err(SecretError::TooMany(headers.len()));
+    match mac_keys.len() {
+        0 => Err(SecretError::Empty),
+        1..=MAX_SECRETS => Ok((mac_keys, record_keys)),
+        secrets => Err(SecretError::TooMany(secrets)),
     }
-    let sent = headers.first().cloned().ok_or(SecretError::Empty)?;
-    let accepted = headers.iter().map(|header| blake3::hash(header.as_bytes())).collect();
-    Ok((Secrets { sent, accepted }, record_keys))
 }
 
-/// The header with the secret of a line.
-fn header(line: usize, secret: &str) -> Result<HeaderValue, SecretError> {
+/// Checks the secret of a line.
+fn check_secret(line: usize, secret: &str) -> Result<(), SecretError> {
     if !secret.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(SecretError::NotAscii { line });
     }
     if secret.len() < MIN_CHARACTERS {
         return Err(SecretError::TooShort { line, characters: secret.len() });
     }
-    let header = HeaderValue::try_from(format!("{SCHEME}{secret}"));
-    let mut header = header.map_err(|_| SecretError::NotAscii { line })?;
-    header.set_sensitive(true);
-    Ok(header)
+    Ok(())
 }
 
 impl fmt::Debug for Secret {
@@ -210,26 +260,62 @@ mod tests {
         Secret::new(text).unwrap()
     }
 
-    /// The headers of a request that this process sends.
-    fn headers(secret: &Secret) -> HeaderMap {
-        HeaderMap::from_iter([(AUTHORIZATION, secret.header())])
+    const URL: &str = "http://10.0.0.7:8100";
+
+    /// The headers of a request to a URL.
+    fn headers(secret: &Secret, url: &str) -> HeaderMap {
+        HeaderMap::from_iter([(AUTHORIZATION, secret.header(url))])
+    }
+
+    /// Whether the process at `URL` accepts the requests that a process with another secret sends to it.
+    fn accepts(ours: &Secret, theirs: &Secret) -> bool {
+        ours.required_at(URL).is_in(&headers(theirs, URL))
     }
 
     #[test]
-    fn a_secret_is_found_in_its_own_header_only() {
+    fn a_mac_is_accepted_with_its_own_secret_and_at_its_own_url_only() {
         let (ours, other) = (secret("0123456789abcdef\n"), secret("0123456789abcdeF"));
-        assert!(ours.is_in(&headers(&ours)) && !ours.is_in(&headers(&other)) && !ours.is_in(&HeaderMap::new()));
-        assert!(!format!("{ours:?} {:?}", headers(&ours)).contains("0123"), "it is not printed");
+        assert!(accepts(&ours, &ours) && !accepts(&ours, &other));
+        let required = ours.required_at(URL);
+        assert!(!required.is_in(&HeaderMap::new()));
+        for url in ["http://10.0.0.7:8100/", "HTTP://10.0.0.7:8100", "http://ann:pass@10.0.0.7:8100"] {
+            assert!(required.is_in(&headers(&ours, url)), "{url:?} is the same process");
+            assert!(ours.required_at(url).is_in(&headers(&ours, URL)), "{url:?} is the same process");
+        }
+        for url in ["http://10.0.0.8:8100", "https://10.0.0.7:8100", "http://10.0.0.7:8100@10.0.0.8:1", ""] {
+            assert!(!required.is_in(&headers(&ours, url)), "it was sent to {url:?}");
+        }
+        let mac = ours.header(URL).to_str().unwrap().strip_prefix(SCHEME).unwrap().to_owned();
+        for wrong in [&*mac, "0123456789abcdef", "Bearer 0123456789abcdef", SCHEME, &*format!("{SCHEME}{}", &mac[1..])]
+        {
+            let headers = HeaderMap::from_iter([(AUTHORIZATION, wrong.parse::<HeaderValue>().unwrap())]);
+            assert!(!required.is_in(&headers), "{wrong:?}");
+        }
+        assert!(!format!("{ours:?} {:?}", headers(&ours, URL)).contains(&mac[..8]), "it is not printed");
+    }
+
+    /// A process at an address that only a holder of the former secret names gets nothing of use elsewhere.
+    #[test]
+    fn no_secret_is_sent() {
+        let sent = secret(&format!("{NEW}\n{FORMER}")).header("http://other:1");
+        assert!(!sent.to_str().unwrap().contains(NEW) && sent != secret(NEW).header(URL), "{}", sent.to_str().unwrap());
     }
 
     #[test]
-    fn the_first_line_is_sent_and_each_is_accepted() {
+    fn the_first_line_makes_the_macs_and_those_of_each_are_accepted() {
         let both = secret(&format!("\n  {NEW} \r\n\n{FORMER}\n"));
-        assert_eq!(both.header(), secret(NEW).header());
-        assert!(both.is_in(&headers(&secret(NEW))) && both.is_in(&headers(&secret(FORMER))));
-        assert!(!both.is_in(&headers(&secret("0123456789abcdeF"))));
-        let joined: HeaderValue = format!("Bearer {NEW} {FORMER}").parse().unwrap();
-        assert!(!both.is_in(&HeaderMap::from_iter([(AUTHORIZATION, joined)])), "they are no secret together");
+        assert_eq!(both.header(URL), secret(NEW).header(URL));
+        assert!(accepts(&both, &secret(NEW)) && accepts(&both, &secret(FORMER)));
+        assert!(!accepts(&both, &secret("0123456789abcdeF")));
+    }
+
+    /// When this fails, processes of other versions refuse requests of this one: increase `PROTOCOL`, change `CONTEXT`,
+    /// and say so in the changelog.
+    #[test]
+    fn the_mac_is_that_of_the_documented_construction() {
+        let key = blake3::derive_key("blockyard 2026-11 MAC of requests to a worker", NEW.as_bytes());
+        let expected = format!("Blockyard-MAC {}", blake3::keyed_hash(&key, URL.as_bytes()).to_hex());
+        assert_eq!(secret(NEW).header(URL), expected);
     }
 
     #[test]
@@ -255,11 +341,11 @@ mod tests {
         let clone = ours.clone();
         // What is sent, and whether the former and the new secret are accepted.
         let state = || {
-            let accepts = |text| clone.is_in(&headers(&secret(text)));
+            let accepts = |text| accepts(&clone, &secret(text));
             let keys = ours.0.record_keys.borrow().len();
-            (clone.header(), accepts(FORMER), accepts(NEW), keys)
+            (clone.header(URL), accepts(FORMER), accepts(NEW), keys)
         };
-        let sent = |text| secret(text).header();
+        let sent = |text| secret(text).header(URL);
         assert_eq!(state(), (sent(FORMER), true, false, 1));
         let steps = [
             (format!("{FORMER}\n{NEW}\n"), (sent(FORMER), true, true, 2)),

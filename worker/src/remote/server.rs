@@ -4,7 +4,7 @@ use super::blocks::{self, BlockFrames};
 use super::progress::ProgressFrames;
 use super::served::ServedRequest;
 use super::wire;
-use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, Secret};
+use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, RequiredMac};
 use crate::engine::{Engine, OutputStream, PrefetchError};
 use crate::handoff::{HandoffId, Peers};
 use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
@@ -32,7 +32,7 @@ pub struct RequestServer {
     engines: Mutex<BTreeMap<WorkerId, Registered>>,
     /// The memory of the workers, for workers of other processes.
     peers: Peers,
-    secret: Option<Secret>,
+    required: Option<RequiredMac>,
     tracer: Tracer,
 }
 
@@ -77,15 +77,15 @@ const MAX_BLOCKS_BYTES: usize = 16 << 20;
 const MAX_FRAME_BYTES: usize = 16 << 10;
 
 impl RequestServer {
-    /// A server for requests with a secret that it accepts; `None`: for all requests. The blocks of workers in `peers`
-    /// can be read.
-    pub fn new(secret: Option<Secret>, peers: Peers) -> Arc<Self> {
-        Self::traced(secret, peers, Tracer::off())
+    /// A server for requests with the required MAC; `None`: for all requests. The blocks of workers in `peers` can be
+    /// read.
+    pub fn new(required: Option<RequiredMac>, peers: Peers) -> Arc<Self> {
+        Self::traced(required, peers, Tracer::off())
     }
 
     /// The same, with spans in the traces of requests.
-    pub fn traced(secret: Option<Secret>, peers: Peers, tracer: Tracer) -> Arc<Self> {
-        Arc::new(Self { engines: Mutex::default(), peers, secret, tracer })
+    pub fn traced(required: Option<RequiredMac>, peers: Peers, tracer: Tracer) -> Arc<Self> {
+        Arc::new(Self { engines: Mutex::default(), peers, required, tracer })
     }
 
     /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
@@ -185,14 +185,17 @@ impl RequestServer {
         Some((id, registered))
     }
 
-    /// Why a request is refused: its secret or its protocol number is another one.
+    /// Why a request is refused: its protocol number or its secret is another one.
     fn refusal(&self, headers: &HeaderMap) -> Option<(StatusCode, String)> {
-        if self.secret.as_ref().is_some_and(|secret| !secret.is_in(headers)) {
+        let protocol = headers.get(PROTOCOL_HEADER).map(|value| value.to_str().unwrap_or("unreadable"));
+        let is_other = protocol.is_some_and(|protocol| protocol != PROTOCOL.to_string());
+        // Before the secret: processes with another number may show it in another way.
+        if !is_other && self.required.as_ref().is_some_and(|required| !required.is_in(headers)) {
             return Some((StatusCode::UNAUTHORIZED, NO_SECRET.to_owned()));
         }
-        let protocol = headers.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok()).unwrap_or("none");
-        let why = || format!("the request has protocol number {protocol}, this worker {PROTOCOL}");
-        (protocol != PROTOCOL.to_string()).then(|| (StatusCode::BAD_REQUEST, why()))
+        let number = protocol.unwrap_or("none");
+        let why = || format!("the request has protocol number {number}, this worker {PROTOCOL}; use the same version");
+        (is_other || protocol.is_none()).then(|| (StatusCode::BAD_REQUEST, why()))
     }
 }
 

@@ -73,9 +73,9 @@ struct Pair {
 
 impl Pair {
     async fn of(engine: Arc<dyn Engine>, ours: Option<Secret>, theirs: Option<Secret>) -> Self {
-        let server = RequestServer::new(ours, Peers::default());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = Address(format!("http://{}", listener.local_addr().unwrap()));
+        let server = RequestServer::new(ours.map(|ours| ours.required_at(&address.0)), Peers::default());
         let model = engine.models().swap_remove(0);
         let instance = Instance { model, ..crate::plane::contract::instance(7, 1) };
         let lease =
@@ -295,13 +295,27 @@ async fn streams_of_a_process_that_left_go_on_if_it_answers() {
 #[tokio::test]
 async fn another_protocol_number_is_refused_by_its_number() {
     let server = RequestServer::new(None, Peers::default());
-    for protocol in ["0", "1", "3", "x"] {
+    for protocol in ["0", "2", "4", "x"] {
         let headers = HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(protocol))]);
         let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
         assert_eq!(response.status(), 400);
         let text = response.into_body().collect().await.unwrap().to_bytes();
         let expected = format!("protocol number {protocol}, this worker {PROTOCOL}");
         assert!(String::from_utf8_lossy(&text).contains(&expected), "{text:?}");
+    }
+}
+
+/// A process with another number may show the secret in another way, and must be told the reason.
+#[tokio::test]
+async fn a_stated_protocol_number_is_checked_before_the_secret() {
+    let server = RequestServer::new(Some(secret("0123456789abcdef").required_at("http://host:1")), Peers::default());
+    let bearer = (http::header::AUTHORIZATION, HeaderValue::from_static("Bearer 0123456789abcdef"));
+    for (protocol, status) in [(Some("2"), 400), (Some("3"), 401), (None, 401)] {
+        let name: http::HeaderName = PROTOCOL_HEADER.parse().unwrap();
+        let protocol = protocol.map(|number| (name, HeaderValue::from_static(number)));
+        let headers: HeaderMap = protocol.into_iter().chain([bearer.clone()]).collect();
+        let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
+        assert_eq!(response.status(), status, "{headers:?}");
     }
 }
 

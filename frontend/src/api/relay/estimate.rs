@@ -51,11 +51,13 @@ impl Routing {
         // SGLang's `/generate` has it within the parameters of sampling.
         let within = value(fields, "sampling_params").and_then(|params| lax_count(params.get("n")?));
         let choices = count(fields, "n").max(within).unwrap_or(1);
+        let options = value(fields, "stream_options");
         Self {
             tokens,
             source,
             tokenize_body: None,
             is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
+            wants_usage: options.is_some_and(|options| options.get("include_usage").is_some_and(is_lax_true)),
             choices: choices.saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
@@ -300,11 +302,18 @@ mod tests {
         for n in ["-1", "1.5", r#""NaN""#, "[5]", "true", "null"] {
             assert_eq!(read(&format!(r#"{{"prompt":"a","n":{n}}}"#)).choices, 1, "{n}");
         }
-        for stream in ["true", "1", "1.0", r#""True""#, r#""on""#, r#""Y""#, r#""1""#] {
-            assert!(read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        let flags = |value: &str| {
+            let read = read(&format!(r#"{{"stream":{value},"stream_options":{{"x":[],"include_usage":{value}}}}}"#));
+            (read.is_stream, read.wants_usage)
+        };
+        for value in ["true", "1", "1.0", r#""True""#, r#""on""#, r#""Y""#, r#""1""#] {
+            assert_eq!(flags(value), (true, true), "{value}");
         }
-        for stream in ["false", "0", "2", "null", r#""off""#, "[true]"] {
-            assert!(!read(&format!(r#"{{"stream":{stream}}}"#)).is_stream, "{stream}");
+        for value in ["false", "0", "2", "null", r#""off""#, r#""no""#, "[true]"] {
+            assert_eq!(flags(value), (false, false), "{value}");
+        }
+        for options in ["null", "{}", "[]", "true", r#"{"continuous_usage_stats":true}"#] {
+            assert!(!read(&format!(r#"{{"stream_options":{options}}}"#)).wants_usage, "{options}");
         }
     }
 

@@ -192,6 +192,11 @@ impl FromStr for StoreLocation {
                     InvalidLocation(format!(r#"{why}; write a folder of that name as "./{text}""#))
                 });
             }
+            if let Some(url) = missing_colon(text) {
+                return Err(InvalidLocation(format!(
+                    r#"did you mean "{url}"? For a folder of that name write "./{text}""#
+                )));
+            }
             return Ok(Self::Folder(text.into()));
         }
         let Ok(url) = Url::parse(text) else { return invalid("not a URL; ") };
@@ -221,6 +226,14 @@ impl FromStr for StoreLocation {
         }
         Ok(Self::Cloud { cloud, url, prefix })
     }
+}
+
+/// The URL that a text lacks only characters of `://` of: `s3//bucket/prefix`. A folder's path has no empty step, so
+/// nothing else is meant.
+fn missing_colon(text: &str) -> Option<String> {
+    let (scheme, rest) = text.split_once("//")?;
+    let is_scheme = ["s3", "s3a", "az", "azure", "adl", "abfs", "abfss", "gs", "http", "https"].contains(&scheme);
+    is_scheme.then(|| format!("{scheme}://{}", rest.trim_start_matches('/')))
 }
 
 impl fmt::Display for StoreLocation {
@@ -306,6 +319,9 @@ mod tests {
             ("./s3:/bucket/x", "folder ./s3:/bucket/x"),
             ("/mnt/kv:1", "folder /mnt/kv:1"),
             ("kv/a:b", "folder kv/a:b"),
+            ("kv//a", "folder kv//a"),
+            ("s3/bucket", "folder s3/bucket"),
+            ("./s3//bucket", "folder ./s3//bucket"),
             ("file:///mnt/kv", "folder /mnt/kv"),
             ("s3://bucket/a/b", "S3 a/b"),
             ("s3://bucket", "S3 "),
@@ -328,6 +344,9 @@ mod tests {
             ("ftp://host/a", "s3://bucket/prefix"),
             ("s3:/bucket/x", r#"or a folder; write a folder of that name as "./s3:/bucket/x""#),
             ("s3:", "not a URL; expected"),
+            ("s3//bucket/x", r#"did you mean "s3://bucket/x"? For a folder of that name write "./s3//bucket/x""#),
+            ("gs//bucket", r#"did you mean "gs://bucket"?"#),
+            ("https//account.blob.core.windows.net/c", r#"did you mean "https://account"#),
             ("minio:9000/bucket", "not a URL; expected"),
             ("file://host/a", "three slashes"),
             ("s3://kv/a", "3 to 63"),

@@ -1,6 +1,7 @@
 //! The explanation of a decision uses the values that made it.
 
 use super::*;
+use crate::fleet::Needs;
 use crate::policy::explain;
 use crate::policy::inputs::Overlaps;
 use crate::settings::Settings;
@@ -18,7 +19,7 @@ async fn reports_during_a_decision_count_for_the_next_one() {
     let (pool, tuning) = (snapshot.pool(MODEL).unwrap(), resolved.of(MODEL));
     let overlaps =
         Overlaps::of(&request.tokens, PromptTokens::Known, &request.domain, pool, &core.hash_cache, &core.index);
-    let fleet = || FleetView::new(pool, &overlaps, request.tokens.len(), None, &[], Instant::now());
+    let fleet = || FleetView::new(pool, &overlaps, request.tokens.len(), Needs::default(), &[], Instant::now());
     let mut scratch = Scratch::default();
     let decision = decide(
         tuning,

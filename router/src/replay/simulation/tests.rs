@@ -162,7 +162,7 @@ fn stalled_requests_end_the_run_with_an_error() {
     simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Stage::Whole, None);
     simulation.workers[0].is_busy = true;
     let stuck = simulation.run().err().unwrap().to_string();
-    assert!(stuck.contains("are stuck"), "{stuck}");
+    assert!(stuck.contains("is stuck"), "{stuck}");
 }
 
 #[test]

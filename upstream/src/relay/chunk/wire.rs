@@ -25,6 +25,12 @@ pub(super) struct Wire<'a> {
     /// `response.completed` has its usage in here.
     #[serde(borrow, default)]
     response: Option<&'a RawValue>,
+    /// SGLang's `/generate` has its usage in here, that of one item of a batch.
+    #[serde(borrow, default)]
+    meta_info: Option<&'a RawValue>,
+    /// The position of that item.
+    #[serde(borrow, default)]
+    index: Option<&'a RawValue>,
 }
 
 impl<'a> Wire<'a> {
@@ -46,16 +52,23 @@ impl<'a> Wire<'a> {
         let inner = || serde_json::from_str::<Inner<'_>>(self.message.or(self.response)?.get()).ok()?.usage;
         self.usage.or_else(inner)
     }
+
+    /// The usage of an item of a batch, and the position of the item.
+    pub(super) fn item(&self) -> Option<(u64, &'a RawValue)> {
+        let index = self.index.and_then(|index| number(index.get().as_bytes()));
+        self.meta_info.map(|usage| (index.unwrap_or_default(), usage))
+    }
 }
 
 /// The `usage` object of all APIs. A number of tokens is `None` for null and for anything that is no such number.
-#[derive(Default)]
+#[derive(Default, Debug)]
 #[expect(clippy::struct_field_names, reason = "these are the names of the APIs")]
 pub(super) struct WireUsage {
     pub(super) prompt_tokens: Option<u64>,
     pub(super) completion_tokens: Option<u64>,
     pub(super) input_tokens: Option<u64>,
     pub(super) output_tokens: Option<u64>,
+    pub(super) total_tokens: Option<u64>,
     pub(super) cache_read_input_tokens: Option<u64>,
     pub(super) cache_creation_input_tokens: Option<u64>,
     /// In `prompt_tokens_details`, or in `input_tokens_details`.
@@ -70,12 +83,14 @@ impl WireUsage {
         Some(usage)
     }
 
-    fn set(&mut self, name: &[u8], value: &[u8]) {
+    /// Reads the value of a member.
+    pub(super) fn set(&mut self, name: &[u8], value: &[u8]) {
         let field = match name {
             b"prompt_tokens" => &mut self.prompt_tokens,
             b"completion_tokens" => &mut self.completion_tokens,
             b"input_tokens" => &mut self.input_tokens,
             b"output_tokens" => &mut self.output_tokens,
+            b"total_tokens" => &mut self.total_tokens,
             b"cache_read_input_tokens" => &mut self.cache_read_input_tokens,
             b"cache_creation_input_tokens" => &mut self.cache_creation_input_tokens,
             b"prompt_tokens_details" | b"input_tokens_details" => {
@@ -99,7 +114,8 @@ fn cached_tokens(details: &[u8]) -> Option<u64> {
     read.ok().and(cached)
 }
 
-fn number(json: &[u8]) -> Option<u64> {
+/// A whole number that is not negative.
+pub(super) fn number(json: &[u8]) -> Option<u64> {
     let digit = |byte: &u8| byte.is_ascii_digit().then(|| u64::from(byte - b'0'));
     let (first, others) = json.split_first()?;
     others.iter().try_fold(digit(first)?, |number, byte| number.checked_mul(10)?.checked_add(digit(byte)?))

@@ -10,11 +10,7 @@ pub(super) struct Scanner<'a> {
 
 impl<'a> Scanner<'a> {
     pub(super) fn new(text: &'a [u8]) -> Self {
-        Self::starting(text, 0)
-    }
-
-    pub(super) fn starting(text: &'a [u8], at: usize) -> Self {
-        Self { text, at }
+        Self { text, at: 0 }
     }
 
     pub(super) fn position(&self) -> usize {

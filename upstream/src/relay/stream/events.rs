@@ -1,7 +1,8 @@
 //! The events of a stream: which are read, and what is removed from them.
 
-use super::{Report, Usage, UsageInStream};
-use crate::relay::chunk::{Chunk, Kind, NULL_USAGE, Relevance};
+use super::total::TotalUsage;
+use super::{Report, UsageInStream};
+use crate::relay::chunk::{Chunk, Kind, NULL_USAGE, Relevance, UsageScanner};
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::splice::Splice;
 use crate::relay::sse::{Event, Splitter};
@@ -11,8 +12,8 @@ use std::ops::Range;
 use std::sync::LazyLock;
 use worker::engine::ErrorKind;
 
-/// Longer events pass unread. Chunks have 300 bytes, or some 100 KB with the log probabilities of a prompt; the last
-/// event of the Responses API repeats the whole answer.
+/// Longer events are not kept: only their usage is read. Chunks have 300 bytes, or some 100 KB with the log
+/// probabilities of a prompt; the last event of the Responses API repeats the request and the whole answer.
 const MAX_EVENT: usize = 1 << 20;
 
 #[derive(Debug)]
@@ -24,7 +25,9 @@ pub(super) struct Events {
     /// Whether the answer may end after the latest event.
     finished: Finished,
     done: bool,
-    usage: Option<Usage>,
+    usage: TotalUsage,
+    /// Reads the events that are too long.
+    long: UsageScanner,
     failed: bool,
     /// The event with the finish reason, until the next one comes. Where the usage is removed, what else its chunk says
     /// belongs to this one: vLLM writes `system_fingerprint` into the last chunk.
@@ -61,7 +64,8 @@ impl Events {
             unread: Vec::new(),
             finished: Finished::No,
             done: false,
-            usage: None,
+            usage: TotalUsage::default(),
+            long: UsageScanner::of_events(),
             failed: false,
             last: None,
         }
@@ -135,6 +139,9 @@ impl Events {
         let error = || event.field("error").map(|data| (data, true));
         let Some((data, is_error)) = event.data().map(|data| (data, false)).or_else(error) else {
             // A comment, or a part of an event that is too long. The latter is certainly not only a role.
+            if !event.whole {
+                self.read_part(&event.raw);
+            }
             return Ok(Step { release: !event.whole, frame: Some(event.raw) });
         };
         let mut chunk = Chunk::read(&data);
@@ -162,12 +169,23 @@ impl Events {
         Ok(Step { frame: Some(stripped.unwrap_or_else(|| event.raw.clone())), release })
     }
 
+    /// Reads a part of an event that is too long.
+    fn read_part(&mut self, part: &[u8]) {
+        self.long.push(part);
+        let found = self.long.take();
+        if let Some(usage) = found.usage {
+            // An event of this length that has the usage is the last one of an answer.
+            self.finished = Finished::Yes;
+            self.usage.update(found.item, usage);
+        }
+    }
+
     fn learn(&mut self, chunk: Chunk) {
         self.finished = if chunk.finished { Finished::Yes } else { Finished::No };
         self.done |= chunk.kind == Kind::Done;
         self.failed |= chunk.kind == Kind::Error;
         if let Some(usage) = chunk.usage {
-            self.usage.get_or_insert_default().update(usage);
+            self.usage.update(chunk.item, usage);
         }
     }
 
@@ -186,7 +204,7 @@ impl Events {
     }
 
     pub(super) fn report(&self) -> Report {
-        Report { usage: self.usage, failed: self.failed }
+        Report { usage: self.usage.get(), failed: self.failed }
     }
 }
 

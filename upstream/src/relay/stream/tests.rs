@@ -248,11 +248,14 @@ fn a_body_that_is_no_stream_passes_unchanged() {
 }
 
 #[test]
-fn a_long_body_passes_without_being_kept() {
-    let part = Bytes::from(vec![b' '; 1 << 20]);
-    let chunks = (0..8).map(|_| Ok(part.clone())).chain([Ok(r#"{"usage":{"prompt_tokens":1}}"#.into())]);
+fn the_usage_of_a_long_body_is_read() {
+    let part = Bytes::from("A".repeat(1 << 20));
+    let end = r#""}],"usage":{"prompt_tokens":7,"completion_tokens":2}}"#;
+    let text = (0..8).map(|_| Ok(part.clone()));
+    let chunks = [Ok(r#"{"data":[{"text":""#.into())].into_iter().chain(text).chain([Ok(end.into())]);
     let outcome = relayed("application/json", UsageInStream::Keep, chunks.collect());
-    assert_eq!((outcome.bytes.len() > 8 << 20, outcome.end.unwrap().usage), (true, None));
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!((outcome.bytes.len() > 8 << 20, outcome.end.unwrap().usage), (true, Some(usage)));
 }
 
 #[test]
@@ -261,6 +264,43 @@ fn sglangs_generate_has_its_usage_in_meta_info() {
     let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(body.into())]);
     let usage = Usage { cached_tokens: None, ..USAGE };
     assert_eq!((&outcome.bytes[..], outcome.end.unwrap().usage), (body.as_bytes(), Some(usage)));
+    // Several prompts, or several choices, are an array. Which of their prompts are the same is not known.
+    let outcome = relayed("application/json", UsageInStream::Keep, vec![Ok(format!("[{body},{body}]").into())]);
+    let usage = Usage { prompt_tokens: None, completion_tokens: Some(4), cached_tokens: None };
+    assert_eq!(outcome.end.unwrap().usage, Some(usage));
+}
+
+#[test]
+fn the_usage_of_sglangs_streams_is_that_of_the_last_event_of_each_item() {
+    let body = |items: &[(&str, u64)]| {
+        let item = |(index, tokens): &(&str, u64)| {
+            event(&format!(r#"{{"text":"a",{index}"meta_info":{{"prompt_tokens":7,"completion_tokens":{tokens}}}}}"#))
+        };
+        items.iter().map(item).collect::<String>() + &event("[DONE]")
+    };
+    let one = body(&[("", 1), ("", 300), ("", 700)]);
+    let (first, second) = (r#""index":0,"#, r#""index":1,"#);
+    let two = body(&[(first, 1), (second, 1), (first, 300), (second, 500), (first, 700)]);
+    for (body, prompt_tokens, completion_tokens) in [(one, Some(7), 700), (two, None, 1200)] {
+        let outcome = streamed(UsageInStream::Keep, body.clone());
+        assert_eq!(outcome.bytes, body.as_bytes());
+        let usage = Usage { prompt_tokens, completion_tokens: Some(completion_tokens), cached_tokens: None };
+        assert_eq!(outcome.end.unwrap().usage, Some(usage));
+    }
+}
+
+#[test]
+fn the_usage_of_an_event_that_is_too_long_is_read() {
+    let delta = event(r#"{"type":"response.output_text.delta","delta":"a"}"#);
+    let repeated = format!(r#""instructions":"{}","tools":[{{"usage":{{}}}}]"#, "a".repeat(3 << 20));
+    let response = format!(r#"{{{repeated},"usage":{{"input_tokens":7,"output_tokens":2}}}}"#);
+    let last = event(&format!(r#"{{"type":"response.completed","response":{response}}}"#));
+    let body = delta + "event: response.completed\n" + &last;
+    let chunks = body.as_bytes().chunks(100_000).map(|chunk| Ok(Bytes::copy_from_slice(chunk))).collect();
+    let outcome = relayed("text/event-stream", UsageInStream::Keep, chunks);
+    assert_eq!(outcome.bytes, body.as_bytes());
+    let usage = Usage { cached_tokens: None, ..USAGE };
+    assert_eq!(outcome.end.expect("the answer is whole").usage, Some(usage));
 }
 
 #[test]
@@ -270,6 +310,29 @@ fn a_compressed_stream_passes_unread() {
     let items: Vec<_> =
         Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect().now_or_never().unwrap();
     assert!(matches!(&items[..], [Item::Head(_), Item::Frame(_), Item::End(_)]));
+}
+
+#[test]
+fn a_body_without_a_type_is_what_it_begins_with() {
+    let relayed = |body: Bytes| {
+        let mut response = response("", stream::iter([Ok(Bytes::new()), Ok(body)]));
+        response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
+        let items = Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect::<Vec<_>>();
+        let items = items.now_or_never().unwrap();
+        let [Item::Head(head), .., Item::End(report)] = &items[..] else { panic!("{items:?}") };
+        let content_type = head.headers.get(header::CONTENT_TYPE).map(|value| value.to_str().unwrap().to_owned());
+        (content_type.unwrap_or_default(), head.headers.contains_key(header::CONTENT_LENGTH), report.usage)
+    };
+    let json = r#" {"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}"#;
+    assert_eq!(relayed(json.into()), ("application/json".into(), true, Some(USAGE)));
+    let script = Script::chat(&["a"], Some(USAGE));
+    assert_eq!(relayed(script.body()), ("text/event-stream".into(), false, Some(USAGE)));
+    let messages = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
+    assert_eq!(relayed(messages.into()), ("text/event-stream".into(), false, None));
+    assert_eq!(relayed("words".into()), (String::new(), true, None));
+    let empty = Relay::new(response("", stream::iter([])), UsageInStream::Keep).map(Result::unwrap);
+    let items: Vec<_> = empty.collect().now_or_never().unwrap();
+    assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false })]), "{items:?}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! The message authentication code (MAC) of a record: it shows that the process that wrote the record knows the secret
 //! of the deployment, beside having the permission to write the bucket.
 //!
-//! A frontend sends the secret of the deployment and prompts to the address in a record. The permissions of NATS let
-//! each worker, and each client with the credentials of one, write the record of any. So a process signs its records
+//! A frontend sends prompts to the address in a record. The permissions of NATS let each worker, and each client with
+//! the credentials of one, write the record of any. So a process signs its records
 //! with a key that is derived from the secret, and a process with a secret ignores records that were not signed with
 //! the same one. The MAC covers the id of the worker and the whole record: a copy for another id, or with another
 //! address, is not valid. It is carried in a header of the message, so that processes without a secret read the record

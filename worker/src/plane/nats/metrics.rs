@@ -62,7 +62,7 @@ impl Metrics {
             Ok::<_, prometheus::Error>(counter)
         };
         let metrics = Self {
-            connected: IntGauge::new("blockyard_nats_connected", "1 while connected to a NATS server, else 0")?,
+            connected: IntGauge::new("blockyard_nats_connected", "1 while connected to a NATS server, else 0.")?,
             reconnects: IntCounter::new("blockyard_nats_reconnects_total", "Connections after a loss of the first.")?,
             events_lost: vector("events_lost_total", "Events lost in this process, by the reason.", "reason")?,
             renewals: vector("lease_renewals_total", "Renewals of the leases of this process's workers.", "outcome")?,

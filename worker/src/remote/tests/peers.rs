@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::engine::Work;
-use crate::handoff::{HandoffId, OtherProcesses, Peers, Progress, RemoteMemory};
+use crate::handoff::{HandoffId, HandoffTicket, OtherProcesses, PeerTicket, Peers, Progress, RemoteMemory};
 use crate::llama::tests::harness::unless_stalled;
 use crate::plane::WorkerId;
 use kvbm::{Block, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
+use tokio::io::AsyncReadExt;
 
 /// Serves the blocks of `peers` over HTTP/1.1 and counts connections.
 async fn serve(peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize>, JoinHandle<()>) {
@@ -13,8 +14,8 @@ async fn serve(peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize
 }
 
 fn serve_at(listener: TcpListener, peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize>, JoinHandle<()>) {
-    let server = RequestServer::new(secret, peers);
     let (url, connections) = (format!("http://{}", listener.local_addr().unwrap()), Arc::new(AtomicUsize::new(0)));
+    let server = RequestServer::new(secret.map(|secret| secret.required_at(&url)), peers);
     let counted = Arc::clone(&connections);
     let accepting = tokio::spawn(async move {
         let mut tasks = tokio::task::JoinSet::new();
@@ -146,6 +147,82 @@ async fn each_block_that_cannot_be_read_is_an_error_once() {
     }
     indexes.sort_unstable();
     assert_eq!(indexes, (0..20).collect::<Vec<_>>());
+}
+
+/// The value of the header `authorization` of the next request, to which there is no answer.
+async fn next_authorization(listener: &TcpListener) -> String {
+    let (mut socket, _) = listener.accept().await.unwrap();
+    let (mut request, mut part) = (Vec::<u8>::new(), [0; 4096]);
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") {
+        let count = socket.read(&mut part).await.unwrap();
+        assert!(count > 0, "the request has ended");
+        request.extend_from_slice(&part[..count]);
+    }
+    let text = String::from_utf8_lossy(&request).into_owned();
+    let value = text.lines().find_map(|line| line.strip_prefix("authorization: "));
+    value.unwrap_or_else(|| panic!("{text}")).to_owned()
+}
+
+/// During a rotation, a process that knows the former secret only may name its own address, in a hand-over or in an
+/// order to copy a prefix. It must not learn the new secret, and what it receives must not work elsewhere.
+#[tokio::test]
+async fn a_peer_that_a_request_names_learns_no_secret() {
+    let (former, new) = ("0123456789abcdef", "fedcba9876543210");
+    let both = secret(&format!("{new}\n{former}"));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let sent = both.clone();
+    let peers = Peers::with_other_processes(OtherProcesses {
+        url: "http://127.0.0.1:1".to_owned(),
+        connect: Box::new(move |worker, url: &str| Arc::new(RemotePeer::new(worker, url, Some(sent.clone()))) as _),
+    });
+    let copied = peers.memory(&PeerTicket { peer: WorkerId(8), url: Some(url.clone()) }).unwrap();
+    let handoff = HandoffId(1);
+    let handed = peers.find(&HandoffTicket { peer: WorkerId(9), url: Some(url.clone()), handoff }).unwrap();
+    let reads: [BoxFuture<'static, bool>; 2] = [
+        copied.load(fingerprint(), hashes(1)).all(async |(_, block)| block.is_err()).boxed(),
+        handed.progress.count().map(|count| count == 0).boxed(),
+    ];
+    for read in reads {
+        let reading = tokio::spawn(read);
+        let value = next_authorization(&listener).await;
+        assert!(!value.contains(new) && !value.contains(former), "{value}");
+        let headers = HeaderMap::from_iter([(http::header::AUTHORIZATION, value.parse::<HeaderValue>().unwrap())]);
+        let accepts = |url: &str| both.required_at(url).is_in(&headers);
+        assert!(accepts(&url) && !accepts("http://127.0.0.1:1"), "{value}");
+        assert!(reading.await.unwrap(), "the blocks are computed");
+    }
+}
+
+/// A request may name any worker.
+#[tokio::test(start_paused = true)]
+async fn few_memories_of_other_processes_are_kept() {
+    let connected = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&connected);
+    let url = "http://127.0.0.1:1";
+    let peers = Peers::with_other_processes(OtherProcesses {
+        url: url.to_owned(),
+        connect: Box::new(move |worker, url: &str| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            Arc::new(RemotePeer::new(worker, url, None)) as _
+        }),
+    });
+    // The number of memories that were made until a worker is read, this one included.
+    let made = |worker: u64| {
+        assert!(peers.memory(&PeerTicket { peer: WorkerId(worker), url: Some(url.to_owned()) }).is_some());
+        connected.load(Ordering::SeqCst)
+    };
+    for worker in 0..2000 {
+        made(worker);
+        tokio::time::advance(Duration::from_millis(1)).await;
+    }
+    assert_eq!(format!("{peers:?}"), "Peers(0 here, 256 elsewhere)");
+    assert_eq!((made(1999), made(1744)), (2000, 2000), "the last ones are kept");
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert_eq!((made(2000), made(1744), made(1745)), (2001, 2001, 2002), "the least recently used one is forgotten");
+    tokio::time::advance(Duration::from_mins(11)).await;
+    made(3000);
+    assert_eq!(format!("{peers:?}"), "Peers(0 here, 1 elsewhere)", "idle ones are forgotten");
 }
 
 #[tokio::test]

@@ -120,6 +120,8 @@ fn relayed_requests_are_not_sent() {
         headers: http::HeaderMap::new(),
         body: Bytes::new(),
         is_stream: false,
+        wants_usage: false,
+        is_metered: false,
         private_fields: &[],
     };
     let relayed = Request { work: Work::Relay(Arc::new(http)), ..request() };
@@ -135,7 +137,7 @@ fn an_output_that_is_too_large_is_refused_before_it_arrives() {
 /// When this fails, an encoded type has changed: increase `PROTOCOL`, then adapt the hash.
 #[test]
 fn the_encoding_of_this_protocol_number_does_not_change() {
-    assert_eq!(super::super::PROTOCOL, 2);
+    assert_eq!(super::super::PROTOCOL, 3);
     let mut encoded = BytesMut::from(&encode_request(&request(), Instant::now()).unwrap()[..]);
     encode_output(Ok(Output::Tokens(tokens())), &mut encoded);
     encode_output(Ok(Output::Prefilled), &mut encoded);

@@ -1,0 +1,76 @@
+//! `upstreams` and `aliases`.
+
+use super::*;
+
+#[test]
+fn upstreams_are_urls_or_tables_and_printed_as_tables() {
+    let load_file = |text: &str| {
+        let file = file(text);
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] })
+    };
+    let of_url = load_file("upstreams = ['http://10.0.0.1:8000']\n").unwrap().0.upstreams;
+    assert_eq!(of_url, [Upstream::new("http://10.0.0.1:8000".parse().unwrap())]);
+    for url in ["http://10.0.0.1:8000/a", "http://ann:secret@10.0.0.1:8000/a", "http://ann@10.0.0.1:8000/a"] {
+        assert_eq!(Upstream::new(url.parse().unwrap()).shown_url(), "http://10.0.0.1:8000/a");
+    }
+    let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
+        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n";
+    let (config, origins) = load_file(table).unwrap();
+    let endpoint = |text: &str| text.parse().unwrap();
+    let kv_events =
+        KvEvents::At { live: endpoint("tcp://10.0.0.1:5557"), replay: Some(endpoint("tcp://10.0.0.9:5558")) };
+    let expected = Upstream {
+        resolve: Resolve::One,
+        cache_salt: CacheSalt::On,
+        http: HttpVersion::H2c,
+        kv_events,
+        block_size: NonZero::new(32),
+        role: UpstreamRole::Pooling,
+        ..of_url[0].clone()
+    };
+    assert_eq!(config.upstreams, [expected]);
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
+    let (config, origins) = load_file("[[upstreams]]\nurl = 'https://a'\nca_file = '/srv/ca.pem'\n").unwrap();
+    assert_eq!(config.upstreams[0].ca_file, Some("/srv/ca.pem".into()));
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.upstreams, config.upstreams);
+    let auto = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = 'auto'\n").unwrap().0;
+    assert_eq!(auto.upstreams[0].kv_events, KvEvents::Auto);
+    let (config, origins) = load_file("upstreams = ['http://a']\n[tokenizers]\n'org/m.1' = '/srv/m'\n").unwrap();
+    assert_eq!(config.tokenizers, BTreeMap::from([("org/m.1".to_owned(), "/srv/m".into())]));
+    assert_eq!(load_file(&as_toml(&config, &origins)).unwrap().0.tokenizers, config.tokenizers);
+    for (wrong, named) in [
+        ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
+        ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
+        ("block_size = 0", "block_size"),
+        ("role = 'decode'", "role: `decode` is not supported yet: KV blocks are not handed over between servers"),
+        ("role = 'embed'", "role: `embed`; expected `auto`, `both`, `generate` or `pooling`"),
+        ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),
+        ("[[upstreams]]\nurl = 'https://b'\nhttp = 'h2c'", "HTTP/2 without TLS"),
+        ("ca_file = 'ca.pem'", "ca_file: only a server with https://"),
+    ] {
+        let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
+        assert!(error.contains(named), "{error}");
+    }
+}
+
+#[test]
+fn an_alias_is_a_name_or_a_list_of_deployments() {
+    let load_file = |text: &str| {
+        let file = file(&format!("upstreams = ['http://a']\n[aliases]\n{text}\n"));
+        let sources = Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] };
+        let loaded = load(&sources)?;
+        Ok::<_, String>((loaded.0.aliases.clone(), as_toml(&loaded.0, &loaded.1)))
+    };
+    let deployment = |model: &str, weight| Deployment { model: model.into(), weight };
+    let (aliases, printed) =
+        load_file("'gpt-4.1' = 'org/m'\nchat = [{ model = 'a', weight = 9 }, { model = 'b' }]").unwrap();
+    assert_eq!(aliases["gpt-4.1"].deployments, [deployment("org/m", 1)]);
+    assert_eq!(aliases["chat"].deployments, [deployment("a", 9), deployment("b", 1)]);
+    let again = file(&printed);
+    let again = Sources { file: Some(again.path().into()), environment: environment(&[]), flags: vec![] };
+    assert_eq!(load(&again).unwrap().0.aliases, aliases);
+    for wrong in ["chat = []", "chat = [{ model = 'a', weight = 0 }]", "chat = ''", "chat = [{ name = 'a' }]"] {
+        let error = load_file(wrong).unwrap_err();
+        assert!(error.contains("aliases.chat"), "{wrong}: {error}");
+    }
+}
