@@ -40,15 +40,27 @@ pub enum NoRoom {
     TooLarge(usize),
 }
 
-/// Bytes that are copied at a time: enough to use the bandwidth of a tier, and copied within milliseconds, after which
-/// requests come first again.
-const BATCH_BYTES: usize = 4 << 20;
+/// Bytes that are copied at a time, first and at most: a few milliseconds of a tier, after which requests come first
+/// again. Batches become larger while most of their time is latency.
+const BATCH_BYTES: (usize, usize) = (4 << 20, 32 << 20);
+/// The next batch is twice as large if one took less than this many times the time to its first block.
+const MAX_LATENCIES: u32 = 3;
 
 /// A copy takes at most one in this many blocks of G2. The others are of requests that were served here.
 const MAX_SHARE: usize = 4;
 
 /// Interval at which a copy checks whether it may go on. No request waits for it.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// How a batch ended.
+#[derive(Default)]
+struct BatchEnd {
+    /// Number of leading blocks that were copied.
+    blocks: usize,
+    /// Time to the first blocks of its sources, and to the last.
+    first: Duration,
+    all: Duration,
+}
 
 /// Copies leading `hashes` that are neither in G1 nor in G2 from the first source that holds each.
 pub(super) async fn copy_to_host(
@@ -67,30 +79,39 @@ pub(super) async fn copy_to_host(
     }
     let block_bytes = core.device.block_bytes();
     let mut copied = Copied { missing: missing.len(), ..Copied::default() };
-    for batch in missing.chunks((BATCH_BYTES / block_bytes.max(1)).max(1)) {
+    let [mut batch_blocks, max_blocks] =
+        [BATCH_BYTES.0, BATCH_BYTES.1].map(|bytes| (bytes / block_bytes.max(1)).max(1));
+    let mut rest = &missing[..];
+    while !rest.is_empty() {
         while !may_copy() || sources.iter().any(|source| source.throughput.queued() > 0) {
             sleep(POLL_INTERVAL).await;
         }
-        let blocks = copy_batch(core, host, sources, batch, since).await;
-        copied.blocks += blocks;
-        copied.bytes += (blocks * block_bytes) as u64;
-        if blocks < batch.len() {
+        let (batch, later) = rest.split_at(batch_blocks.min(rest.len()));
+        let end = copy_batch(core, host, sources, batch, since).await;
+        copied.blocks += end.blocks;
+        copied.bytes += (end.blocks * block_bytes) as u64;
+        if end.blocks < batch.len() {
             // Later blocks are of no use without this one.
             break;
         }
+        if end.all < MAX_LATENCIES * end.first {
+            batch_blocks = (2 * batch_blocks).min(max_blocks);
+        }
+        rest = later;
     }
     Ok(copied)
 }
 
-/// Copies leading blocks of a batch, and returns their number.
-async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[SequenceHash], since: u64) -> usize {
+/// Copies leading blocks of a batch.
+async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[SequenceHash], since: u64) -> BatchEnd {
     let fingerprint = core.device.fingerprint();
-    let mut copied = 0;
+    let mut end = BatchEnd::default();
     for (source, range) in locate(core, sources, batch, Instant::now()) {
         let (tier, begun, hashes) = (&sources[source].tier, Instant::now(), batch[range].to_vec());
         let mut blocks: Vec<Option<Block>> = vec![None; hashes.len()];
-        let mut answers = tier.load(fingerprint, hashes.clone());
+        let (mut answers, mut first) = (tier.load(fingerprint, hashes.clone()), None);
         while let Some((at, answer)) = answers.next().await {
+            first.get_or_insert_with(|| begun.elapsed());
             // An index that was not requested breaks the contract of the tier.
             let (Some(hash), Some(slot)) = (hashes.get(at), blocks.get_mut(at)) else { continue };
             match answer {
@@ -100,10 +121,12 @@ async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[S
             }
         }
         drop(answers);
+        end.first += first.unwrap_or_default();
+        end.all += begun.elapsed();
         let (host, wanted, now) = (host.clone(), hashes.clone(), core.clock.now());
         let stored = blocking::spawn(move || store(&host, blocks, &wanted, (fingerprint, now, since)));
         // The error of a runtime that shuts down.
-        let Ok((stored, corrupt)) = stored.await else { return copied };
+        let Ok((stored, corrupt)) = stored.await else { return end };
         if let Some(why) = corrupt {
             core.discard_corrupt(tier, hashes[stored], why);
         }
@@ -111,12 +134,12 @@ async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[S
             let bytes = (stored * core.device.block_bytes()) as u64;
             core.metrics.moved(tier.level(), Direction::Onboard, bytes, begun.elapsed());
         }
-        copied += stored;
+        end.blocks += stored;
         if stored < hashes.len() {
-            return copied;
+            return end;
         }
     }
-    copied
+    end
 }
 
 /// Verifies and stores leading blocks. Returns their number, and what is wrong with the next one if it is corrupt. Runs

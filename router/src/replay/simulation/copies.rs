@@ -46,10 +46,10 @@ enum CopyStage {
 
 /// Longest time of a copy, as in `worker/src/llama/prefetch.rs`.
 const TIME_LIMIT_NS: u64 = 10_000_000_000;
-/// Interval at which a copy that waits checks whether it may go on, and bytes that it requests at a time, as in
-/// `kvbm/src/manager/host_copy.rs`.
+/// Interval at which a copy that waits checks whether it may go on, and bytes that it requests at a time, at least and
+/// at most, as in `kvbm/src/manager/host_copy.rs`.
 const POLL_INTERVAL_NS: u64 = 5_000_000;
-const BATCH_BYTES: u64 = 4 << 20;
+const BATCH_BYTES: (u64, u64) = (4 << 20, 32 << 20);
 
 impl Simulation<'_> {
     /// A router has ordered a copy of a prefix: the router, the worker, and the worker whose memory is read.
@@ -179,10 +179,14 @@ fn peer_link(profile: &Profile) -> Option<Link> {
     profile.peer.or_else(|| assumed_speed(Level::Peer).map(assumed))
 }
 
-/// Seconds to load a block for a copy. Each batch is requested when the one before has arrived.
+/// Seconds to load a block for a copy. Each batch is requested when the one before has arrived. Batches have the size
+/// to which live ones grow: until two thirds of their time are not latency.
 fn block_seconds(profile: &Profile, link: Link) -> f64 {
-    let bytes = profile.block_bytes();
-    bytes.div_ceil(BATCH_BYTES) as f64 * link.latency_s + bytes as f64 / link.bytes_per_second
+    let (bytes, (mut batch, max)) = (profile.block_bytes(), BATCH_BYTES);
+    while batch < max && (batch as f64) < 2.0 * link.latency_s * link.bytes_per_second {
+        batch *= 2;
+    }
+    bytes.div_ceil(batch) as f64 * link.latency_s + bytes as f64 / link.bytes_per_second
 }
 
 #[cfg(test)]
@@ -249,8 +253,8 @@ mod tests {
         let (to, prefix) = (1 - from, trace.requests[0].blocks[..PREFIX].to_vec());
         simulation.order_copy(begin_ns, (0, to, Some(from)), prefix);
         let end_ns = run_until(&mut simulation, PREFIX as u64);
-        // The way of the order; each block of 64 MiB in 16 batches of 4 MiB, with a latency of 1 ms each.
-        let expected_s = 0.005 + PREFIX as f64 * (0.016 + 67_108_864.0 / 25e9);
+        // The way of the order; each block of 64 MiB in two batches of 32 MiB, with a latency of 1 ms each.
+        let expected_s = 0.005 + PREFIX as f64 * (0.002 + 67_108_864.0 / 25e9);
         let took_s = (end_ns - begin_ns) as f64 / 1e9;
         assert!((took_s - expected_s).abs() < 1e-6, "{took_s} {expected_s}");
         let tokens = PREFIX as u64 * BLOCK_TOKENS;
