@@ -2,7 +2,7 @@
 
 use crate::http::BodyMemory;
 use crate::keys::ApiKeys;
-use crate::limits::{ChoiceLimits, WorkQueues};
+use crate::limits::{ChoiceLimits, CountedResponses, WorkQueues};
 use crate::metrics::Metrics;
 use crate::model::ModelCache;
 use crate::params::CacheDomains;
@@ -24,6 +24,7 @@ pub(crate) struct AppState {
     pub(crate) work: WorkQueues,
     pub(crate) body_memory: BodyMemory,
     pub(crate) choices: ChoiceLimits,
+    pub(crate) counted_responses: Arc<CountedResponses>,
     pub(crate) domains: CacheDomains,
     /// `None`: requests need no key.
     pub(crate) keys: Option<Arc<ApiKeys>>,

@@ -293,6 +293,7 @@ fn output(item: Item, counted: &Counted, is_stream: bool) -> Output {
                 prompt_tokens: tokens(usage.prompt_tokens),
                 cached_tokens: tokens(usage.cached_tokens),
                 completion_tokens: tokens(usage.completion_tokens),
+                response_id: report.response_id,
                 failed: report.failed,
             };
             if is_stream && !report.failed {

@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
-use crate::output::{BodyKind, RelayMeter};
+use crate::output::{BodyKind, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::state::AppState;
 use axum::body::Body;
@@ -59,6 +59,9 @@ const WITHOUT_VERSION: [&str; 10] = [
 
 /// Endpoints that compute no tokens, and so count none against the limit of a key.
 const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
+
+/// The endpoint whose responses can be retrieved again, each at a path below it.
+const RESPONSES: &str = "/v1/responses";
 
 /// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
 const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
@@ -285,6 +288,11 @@ pub(super) async fn respond(
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
+    let stored = path.starts_with(RESPONSES).then(|| StoredResponse {
+        counted: Arc::clone(&state.counted_responses),
+        tenant: Arc::clone(&tenant),
+        is_retrieved: parts.method == Method::GET,
+    });
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
@@ -292,7 +300,8 @@ pub(super) async fn respond(
     // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
     let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
     let most = length.saturating_mul(routing.choices.max(1) as usize).max(body.len());
-    let mut meter = RelayMeter::new(context.clone(), &name, has_output, u32::try_from(most).unwrap_or(u32::MAX));
+    let most = u32::try_from(most).unwrap_or(u32::MAX);
+    let mut meter = RelayMeter::new(context.clone(), &name, has_output, most, stored);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {

@@ -96,6 +96,7 @@ pub fn router_with(
         work: WorkQueues::default(),
         body_memory: BodyMemory::new(&settings),
         choices: ChoiceLimits::new(&settings),
+        counted_responses: Arc::default(),
         domains,
         keys,
         settings,

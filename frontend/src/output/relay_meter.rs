@@ -1,6 +1,7 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
 use crate::http::RequestContext;
+use crate::limits::CountedResponses;
 use crate::metrics::ModelMetrics;
 use memchr::{memchr, memchr_iter, memchr2};
 use prometheus::Histogram;
@@ -36,6 +37,8 @@ pub(crate) struct RelayMeter {
     metrics: Arc<ModelMetrics>,
     /// The text of a response that is no stream is output.
     has_output: bool,
+    /// Where the output is noted if clients can retrieve it again.
+    stored: Option<StoredResponse>,
     /// The engine's report counts up to this number of tokens each of prompt and output.
     max_tokens: u32,
     counted: Counted,
@@ -45,6 +48,14 @@ pub(crate) struct RelayMeter {
     latest: Option<Instant>,
     ended: bool,
     failed: bool,
+}
+
+/// A response that clients can retrieve by its id.
+pub(crate) struct StoredResponse {
+    pub(crate) counted: Arc<CountedResponses>,
+    pub(crate) tenant: Arc<str>,
+    /// The request retrieves it, and computes nothing.
+    pub(crate) is_retrieved: bool,
 }
 
 /// What was counted of a body.
@@ -67,11 +78,28 @@ struct JsonText {
 
 impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end. `has_output`: the endpoint generates
-    /// text. `max_tokens`: more than the request can have, each of prompt and output.
-    pub(crate) fn new(context: Arc<RequestContext>, model: &Arc<str>, has_output: bool, max_tokens: u32) -> Self {
+    /// text. `max_tokens`: more than the request can have, each of prompt and output. `stored`: `None` if the response
+    /// cannot be retrieved.
+    pub(crate) fn new(
+        context: Arc<RequestContext>,
+        model: &Arc<str>,
+        has_output: bool,
+        max_tokens: u32,
+        stored: Option<StoredResponse>,
+    ) -> Self {
         let metrics = Arc::clone(context.record_model(model));
-        let (inter_token, latest, counted) = (None, None, Counted::Nothing);
-        Self { context, metrics, has_output, max_tokens, counted, inter_token, latest, ended: false, failed: false }
+        Self {
+            context,
+            metrics,
+            has_output,
+            stored,
+            max_tokens,
+            counted: Counted::Nothing,
+            inter_token: None,
+            latest: None,
+            ended: false,
+            failed: false,
+        }
     }
 
     /// Records the head of the response, which comes with its first output.
@@ -114,8 +142,9 @@ impl RelayMeter {
             prompt_tokens: at_most(report.prompt_tokens),
             cached_tokens: at_most(report.cached_tokens),
             completion_tokens: at_most(report.completion_tokens),
-            failed: report.failed,
+            ..report
         };
+        let report = self.stored.as_ref().map_or(report, |stored| stored.uncounted(report));
         let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
             self.context.record_prompt(&metrics.name, tokens as usize);
@@ -149,6 +178,23 @@ impl RelayMeter {
     /// Marks the response as failed.
     pub(crate) fn mark_failed(&mut self) {
         self.failed = true;
+    }
+}
+
+impl StoredResponse {
+    /// What a report says of tokens that were not counted before.
+    fn uncounted(&self, report: RelayReport) -> RelayReport {
+        let Self { counted, tenant, is_retrieved } = self;
+        if !is_retrieved {
+            if let Some(id) = report.response_id {
+                counted.created(tenant, id, report.completion_tokens.unwrap_or_default());
+            }
+            return report;
+        }
+        let uncounted = |tokens| report.response_id.map_or(tokens, |id| counted.retrieved(tenant, id, tokens));
+        // The prompt was counted with the request that created the response.
+        let completion_tokens = report.completion_tokens.map(uncounted);
+        RelayReport { prompt_tokens: None, cached_tokens: None, completion_tokens, ..report }
     }
 }
 

@@ -366,6 +366,42 @@ async fn output_that_the_engine_does_not_report_is_counted() {
 }
 
 #[tokio::test]
+async fn the_output_of_a_response_that_is_retrieved_counts_once() {
+    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let report = RelayReport {
+        prompt_tokens: Some(1),
+        completion_tokens: Some(60),
+        response_id: Some(7),
+        ..RelayReport::default()
+    };
+    let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
+    let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let added = ["background", "at-once", "twice"].map(|name| {
+        keys.add(name, |key| {
+            key.tokens_per_minute = NonZero::new(100);
+            key.tenant = Some(name.into());
+        })
+    });
+    let router = engine.router_with(keys.settings());
+    let [background, at_once, twice] = &added;
+    let create = || post("/v1/responses", &json!({ "model": "org/tiny", "input": [] }));
+    let retrieve = || get("/v1/responses/resp_1");
+    for (key, requests, expected) in [
+        (background, vec![retrieve(), retrieve(), retrieve()], 200),
+        (at_once, vec![create(), retrieve(), retrieve()], 200),
+        (twice, vec![create(), create()], 429),
+    ] {
+        for request in requests {
+            assert_eq!(send(&router, with_key(request, key)).await.status, 200);
+        }
+        let next = completion(json!({ "prompt": vec![1; 30] }));
+        assert_eq!(send(&router, with_key(next, key)).await.status, expected);
+    }
+}
+
+#[tokio::test]
 async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
     let keys = Keys::new();
     let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));

@@ -56,7 +56,7 @@ fn end() -> Step {
         prompt_tokens: Some(9),
         cached_tokens: Some(8),
         completion_tokens: Some(3),
-        failed: false,
+        ..RelayReport::default()
     }))
 }
 

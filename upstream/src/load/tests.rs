@@ -65,7 +65,7 @@ async fn stream(counter: &LoadCounter, uncached: u32, output: u32) {
         prompt_tokens: Some(uncached + 64),
         cached_tokens: Some(64),
         completion_tokens: Some(output),
-        failed: false,
+        ..RelayReport::default()
     });
 }
 

@@ -11,6 +11,7 @@ mod scanner;
 mod wire;
 
 use memchr::memmem::Finder;
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::LazyLock;
 use wire::{Choices, Wire, WireUsage};
 
@@ -27,6 +28,8 @@ pub struct Chunk {
     pub usage: Option<Usage>,
     /// The position of the item in its batch, if the usage is that of one item only.
     pub item: Option<u64>,
+    /// A hash of the id of the response, if the event is about one.
+    pub response_id: Option<u64>,
 }
 
 /// What a chunk carries.
@@ -97,13 +100,14 @@ impl Chunk {
     /// Reads the payload of an event.
     pub fn read(data: &[u8]) -> Self {
         if data.trim_ascii() == b"[DONE]" {
-            return Self { kind: Kind::Done, finished: true, usage: None, item: None };
+            return Self { finished: true, ..Self::unread(Kind::Done) };
         }
         // What is no JSON object is forwarded. It may be the first half of one.
         let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
-            return Self { kind: Kind::Output, finished: false, usage: None, item: None };
+            return Self::unread(Kind::Output);
         };
-        let reported = wire.usage().filter(|usage| usage.get() != "null");
+        let inner = wire.inner();
+        let reported = wire.usage.or(inner.usage).filter(|usage| usage.get() != "null");
         let item = wire.item().filter(|_| reported.is_none());
         let usage = reported.or(item.map(|(_, usage)| usage));
         let usage = usage.and_then(|usage| Usage::read(usage.get().as_bytes()));
@@ -114,7 +118,12 @@ impl Chunk {
         } else {
             wire.event_type().map_or((Kind::Output, true), of_event_type)
         };
-        Self { kind, finished, usage, item: item.map(|(index, _)| index) }
+        Self { kind, finished, usage, item: item.map(|(index, _)| index), response_id: inner.response_id() }
+    }
+
+    /// A chunk of which no member is read.
+    fn unread(kind: Kind) -> Self {
+        Self { kind, finished: false, usage: None, item: None, response_id: None }
     }
 }
 
@@ -143,6 +152,13 @@ fn of_event_type(name: &str) -> (Kind, bool) {
         "response.completed" | "response.incomplete" => (Kind::Output, true),
         name => (Kind::Output, !name.starts_with("response.")),
     }
+}
+
+/// A hash of the id of a response. `written`: the id as it stands between its quotes.
+fn response_id(written: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(written);
+    hasher.finish()
 }
 
 impl Usage {

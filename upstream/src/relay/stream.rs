@@ -75,6 +75,8 @@ pub struct Head {
 pub struct Report {
     /// The usage, if the engine said it.
     pub usage: Option<Usage>,
+    /// A hash of the id of the response, if it has one.
+    pub response_id: Option<u64>,
     /// The engine sent an error after output had begun. The client has got it as a part of the stream.
     pub failed: bool,
 }
@@ -241,7 +243,7 @@ where
         match &mut self.content {
             Content::Events(events) if !events.is_finished() => Err(RelayError::Unfinished),
             Content::Events(events) => Ok(Item::End(events.report())),
-            Content::Plain(plain) => Ok(Item::End(Report { usage: plain.usage(), failed: false })),
+            Content::Plain(plain) => Ok(Item::End(plain.report())),
             Content::Unknown(_) => Ok(Item::End(Report::default())),
         }
     }

@@ -124,6 +124,8 @@ pub struct RelayReport {
     pub cached_tokens: Option<u32>,
     /// Tokens that the engine generated, over all choices.
     pub completion_tokens: Option<u32>,
+    /// A hash of the id of the response, by which a client can retrieve it again.
+    pub response_id: Option<u64>,
     /// The server failed after the first output. The body contains its error.
     pub failed: bool,
 }

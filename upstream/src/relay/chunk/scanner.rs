@@ -13,8 +13,8 @@
 //!
 //! Not here: validation. Of JSON that is malformed, the usage may be missed.
 
-use super::Usage;
 use super::wire::{WireUsage, number};
+use super::{Usage, response_id};
 use memchr::{memchr2, memchr3};
 
 /// Maximum length of a name or a number that is compared or read. The longest name of a usage has 27 bytes.
@@ -41,6 +41,9 @@ pub(in crate::relay) struct UsageScanner {
     usage: Option<Usage>,
     meta_info: Option<Usage>,
     index: Option<u64>,
+    response_id: Option<u64>,
+    /// The answer says that it has not ended: it is computed in the background.
+    is_pending: bool,
     found: Found,
 }
 
@@ -51,6 +54,8 @@ pub(in crate::relay) struct Found {
     pub(in crate::relay) usage: Option<Usage>,
     /// The position of the item in its batch, if the usage is that of one item.
     pub(in crate::relay) item: Option<u64>,
+    /// A hash of the id of the response.
+    pub(in crate::relay) response_id: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -113,6 +118,8 @@ impl UsageScanner {
             usage: None,
             meta_info: None,
             index: None,
+            response_id: None,
+            is_pending: false,
             found: Found::default(),
         }
     }
@@ -133,6 +140,7 @@ impl UsageScanner {
                     self.word.push(&part[..read - usize::from(has_ended)]);
                     if has_ended {
                         self.state = State::Between;
+                        self.end_string();
                     }
                     read
                 }
@@ -181,6 +189,17 @@ impl UsageScanner {
         1
     }
 
+    fn end_string(&mut self) {
+        let text = self.word.text();
+        match (self.level().filter(|_| self.is_value), self.name.text()) {
+            (Some(Level::Answer | Level::Response), b"id") if !text.is_empty() => {
+                self.response_id = Some(response_id(text));
+            }
+            (Some(Level::Answer), b"status") => self.is_pending = matches!(text, b"queued" | b"in_progress"),
+            _ => {}
+        }
+    }
+
     fn scalar(&mut self, part: &[u8]) -> usize {
         let ends = |byte: &u8| byte.is_ascii_whitespace() || b",:\"{}[]".contains(byte);
         let length = part.iter().position(ends);
@@ -206,6 +225,7 @@ impl UsageScanner {
             (None, b'[', _) => Level::Batch,
             (None | Some(Level::Batch), b'{', _) => {
                 (self.usage, self.meta_info, self.index) = (None, None, None);
+                (self.response_id, self.is_pending) = (None, false);
                 Level::Answer
             }
             (Some(Level::Answer), b'{', b"response") => Level::Response,
@@ -243,11 +263,13 @@ impl UsageScanner {
 
     fn end_answer(&mut self) {
         let meta_info = self.meta_info.take().map(|usage| (usage, Some(self.index.take().unwrap_or_default())));
-        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info);
+        let pending = self.is_pending.then(|| (Usage { completion_tokens: Some(0), ..Usage::default() }, None));
+        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info).or(pending);
+        self.found.response_id = self.response_id;
         let Some((usage, item)) = reported else { return };
-        self.found = match self.found.usage.filter(|_| self.level() == Some(Level::Batch)) {
-            Some(before) => Found { usage: Some(before.plus_item(usage)), item: None },
-            None => Found { usage: Some(usage), item },
+        (self.found.usage, self.found.item) = match self.found.usage.filter(|_| self.level() == Some(Level::Batch)) {
+            Some(before) => (Some(before.plus_item(usage)), None),
+            None => (Some(usage), item),
         };
     }
 

@@ -43,7 +43,8 @@ fn the_usage_chunk_has_no_choices() {
         r#"{"prompt_tokens":7,"total_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}"#;
     let chunk = Chunk::read(format!(r#"{{"id":"c","choices":[],"usage":{usage}}}"#).as_bytes());
     let expected = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(4) };
-    assert_eq!(chunk, Chunk { kind: Kind::Usage, finished: true, usage: Some(expected), item: None });
+    let of_usage = Chunk { kind: Kind::Usage, finished: true, usage: Some(expected), item: None, response_id: None };
+    assert_eq!(chunk, of_usage);
     let chunk = Chunk::read(format!(r#"{{"choices":[{{"delta":{{"content":"a"}}}}],"usage":{usage}}}"#).as_bytes());
     assert_eq!((chunk.kind, chunk.usage), (Output, Some(expected)));
     assert_eq!(read(r#"{"choices":[],"usage":null,"prompt_filter_results":[{}]}"#), (Preamble, false));
@@ -94,7 +95,7 @@ fn an_item_of_a_batch_has_its_own_usage() {
     for (index, expected) in [("", 0), (r#""index":3,"#, 3), (r#""index":null,"#, 0)] {
         let data = format!(r#"{{"text":"a",{index}"meta_info":{{"id":"r","prompt_tokens":7,"completion_tokens":2}}}}"#);
         let usage = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: None };
-        let chunk = Chunk { kind: Output, finished: true, usage: Some(usage), item: Some(expected) };
+        let chunk = Chunk { kind: Output, finished: true, usage: Some(usage), item: Some(expected), response_id: None };
         assert_eq!(Chunk::read(data.as_bytes()), chunk, "{data}");
     }
 }
@@ -137,7 +138,8 @@ fn text_cannot_pass_for_a_member() {
     let text = r#"{"usage":{"prompt_tokens":1},"error":{},"finish_reason":"stop","choices":[]} [DONE]"#;
     let quoted = serde_json::to_string(text).unwrap();
     let data = chat(&format!(r#""delta":{{"content":{quoted}}},"finish_reason":null"#));
-    assert_eq!(Chunk::read(data.as_bytes()), Chunk { kind: Output, finished: false, usage: None, item: None });
+    let output = Chunk { kind: Output, finished: false, usage: None, item: None, response_id: None };
+    assert_eq!(Chunk::read(data.as_bytes()), output);
     assert_eq!(Relevance::of(data.as_bytes()), Relevance::Output);
     let role = chat(r#""delta":{"role":"{\"content\":\"a\"}"},"x":{"finish_reason":"stop","text":"a"}"#);
     assert_eq!(read(&role), (Preamble, false));

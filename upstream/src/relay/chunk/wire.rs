@@ -1,5 +1,6 @@
 //! The members of chunks that are read, as they stand in JSON.
 
+use super::response_id;
 use crate::relay::splice;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -12,7 +13,7 @@ pub(super) struct Wire<'a> {
     #[serde(borrow, default)]
     pub(super) choices: Option<&'a RawValue>,
     #[serde(borrow, default)]
-    usage: Option<&'a RawValue>,
+    pub(super) usage: Option<&'a RawValue>,
     #[serde(borrow, default)]
     error: Option<&'a RawValue>,
     #[serde(borrow, default)]
@@ -33,6 +34,22 @@ pub(super) struct Wire<'a> {
     index: Option<&'a RawValue>,
 }
 
+/// A message or a response within an event.
+#[derive(Default, Deserialize)]
+pub(super) struct Inner<'a> {
+    #[serde(borrow, default)]
+    pub(super) usage: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    id: Option<&'a RawValue>,
+}
+
+impl Inner<'_> {
+    pub(super) fn response_id(&self) -> Option<u64> {
+        let written = self.id?.get().strip_prefix('"')?.strip_suffix('"')?;
+        Some(response_id(written.as_bytes()))
+    }
+}
+
 impl<'a> Wire<'a> {
     pub(super) fn event_type(&self) -> Option<&'a str> {
         self.r#type?.get().strip_prefix('"')?.strip_suffix('"')
@@ -43,14 +60,10 @@ impl<'a> Wire<'a> {
         object || self.error.is_some() || matches!(self.event_type(), Some("error" | "response.failed"))
     }
 
-    pub(super) fn usage(&self) -> Option<&'a RawValue> {
-        #[derive(Deserialize)]
-        struct Inner<'a> {
-            #[serde(borrow, default)]
-            usage: Option<&'a RawValue>,
-        }
-        let inner = || serde_json::from_str::<Inner<'_>>(self.message.or(self.response)?.get()).ok()?.usage;
-        self.usage.or_else(inner)
+    /// The message or the response that an event is about.
+    pub(super) fn inner(&self) -> Inner<'a> {
+        let inner = self.message.or(self.response);
+        inner.and_then(|inner| serde_json::from_str(inner.get()).ok()).unwrap_or_default()
     }
 
     /// The usage of an item of a batch, and the position of the item.

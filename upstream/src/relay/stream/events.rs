@@ -26,6 +26,7 @@ pub(super) struct Events {
     finished: Finished,
     done: bool,
     usage: TotalUsage,
+    response_id: Option<u64>,
     /// Reads the events that are too long.
     long: UsageScanner,
     failed: bool,
@@ -65,6 +66,7 @@ impl Events {
             finished: Finished::No,
             done: false,
             usage: TotalUsage::default(),
+            response_id: None,
             long: UsageScanner::of_events(),
             failed: false,
             last: None,
@@ -173,6 +175,7 @@ impl Events {
     fn read_part(&mut self, part: &[u8]) {
         self.long.push(part);
         let found = self.long.take();
+        self.response_id = found.response_id.or(self.response_id);
         if let Some(usage) = found.usage {
             // An event of this length that has the usage is the last one of an answer.
             self.finished = Finished::Yes;
@@ -184,6 +187,7 @@ impl Events {
         self.finished = if chunk.finished { Finished::Yes } else { Finished::No };
         self.done |= chunk.kind == Kind::Done;
         self.failed |= chunk.kind == Kind::Error;
+        self.response_id = chunk.response_id.or(self.response_id);
         if let Some(usage) = chunk.usage {
             self.usage.update(chunk.item, usage);
         }
@@ -204,7 +208,7 @@ impl Events {
     }
 
     pub(super) fn report(&self) -> Report {
-        Report { usage: self.usage.get(), failed: self.failed }
+        Report { usage: self.usage.get(), response_id: self.response_id, failed: self.failed }
     }
 }
 

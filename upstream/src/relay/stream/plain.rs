@@ -1,6 +1,6 @@
 //! A body that is no stream: it passes unchanged, and its usage is read on the way.
 
-use super::Usage;
+use super::Report;
 use crate::relay::chunk::UsageScanner;
 
 #[derive(Debug)]
@@ -16,8 +16,9 @@ impl Plain {
         self.0.push(part);
     }
 
-    /// The usage of a whole body.
-    pub(super) fn usage(&mut self) -> Option<Usage> {
-        self.0.take().usage
+    /// What a whole body says of itself.
+    pub(super) fn report(&mut self) -> Report {
+        let found = self.0.take();
+        Report { usage: found.usage, response_id: found.response_id, failed: false }
     }
 }

@@ -93,7 +93,7 @@ fn a_whole_stream_passes_unchanged() {
     {
         let outcome = streamed(UsageInStream::Keep, script.body());
         assert_eq!(outcome.bytes, script.body());
-        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), ..Report::default() });
     }
 }
 
@@ -241,7 +241,7 @@ fn a_body_that_is_no_stream_passes_unchanged() {
         let chunks = body.as_bytes().chunks(body.len() / parts).map(|chunk| Ok(Bytes::copy_from_slice(chunk)));
         let outcome = relayed("application/json", UsageInStream::Strip, chunks.collect());
         assert_eq!(outcome.bytes, body.as_bytes());
-        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+        assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), ..Report::default() });
     }
     let outcome = relayed("application/json", UsageInStream::Strip, Vec::new());
     assert_eq!((outcome.head.is_some(), outcome.end.unwrap().usage), (true, None));
@@ -304,6 +304,27 @@ fn the_usage_of_an_event_that_is_too_long_is_read() {
 }
 
 #[test]
+fn the_id_of_a_response_is_the_same_in_a_stream_and_in_json() {
+    let response = |id: &str, state: &str| format!(r#"{{"id":"{id}","tools":[{{"id":"x"}}],{state}}}"#);
+    let usage = r#""status":"completed","usage":{"input_tokens":7,"output_tokens":2}"#;
+    let json = |body: String| relayed("application/json", UsageInStream::Keep, vec![Ok(body.into())]).end.unwrap();
+    let (first, other) = (json(response("resp_1", usage)), json(response("resp_2", usage)));
+    assert!(first.response_id.is_some() && first.response_id != other.response_id);
+    let stream = event(&format!(r#"{{"type":"response.completed","response":{}}}"#, response("resp_1", usage)));
+    assert_eq!(streamed(UsageInStream::Keep, stream).end.unwrap(), first);
+    let long = response("resp_1", &format!(r#""instructions":"{}",{usage}"#, "a".repeat(2 << 20)));
+    let stream = event(&format!(r#"{{"type":"response.completed","response":{long}}}"#));
+    assert_eq!(streamed(UsageInStream::Keep, stream).end.unwrap(), first);
+    for state in ["queued", "in_progress"] {
+        // What it repeats of the request is no output.
+        let queued = json(response("resp_1", &format!(r#""usage":null,"status":"{state}""#)));
+        let usage = Usage { completion_tokens: Some(0), ..Usage::default() };
+        assert_eq!(queued, Report { usage: Some(usage), ..first });
+    }
+    assert_eq!(json(response(&"x".repeat(100), usage)).response_id, None, "it is too long");
+}
+
+#[test]
 fn a_compressed_stream_passes_unread() {
     let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
     response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
@@ -332,7 +353,7 @@ fn a_body_without_a_type_is_what_it_begins_with() {
     assert_eq!(relayed("words".into()), (String::new(), true, None));
     let empty = Relay::new(response("", stream::iter([])), UsageInStream::Keep).map(Result::unwrap);
     let items: Vec<_> = empty.collect().now_or_never().unwrap();
-    assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false })]), "{items:?}");
+    assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false, .. })]), "{items:?}");
 }
 
 #[test]
@@ -369,6 +390,6 @@ proptest! {
         let outcome = relayed("text/event-stream", usage, chunks);
         let expected = if strip { Script::chat(&texts, None).body() } else { body };
         prop_assert_eq!(&outcome.bytes[..], &expected[..]);
-        prop_assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), failed: false });
+        prop_assert_eq!(outcome.end.unwrap(), Report { usage: Some(USAGE), ..Report::default() });
     }
 }
