@@ -1,15 +1,16 @@
 //! The path of a request: place, admit, send, and until its first output retry on another worker.
 //!
 //! ```text
-//!   admit ─▶ prefill leg ── Handoff ──▶ decode leg ── first output ──▶ the client's stream
-//!     ▲          └── failed: the decode worker computes the prompt │     (both legs run at the same time)
+//!   admit ─▶ prefill request ── Handoff ──▶ decode request ── first output ──▶ the client's stream
+//!     ▲          └── failed: the decode worker computes the prompt │     (both run at the same time)
 //!     └──────────────── rejected, failed, left ────────────────────┘
 //! ```
 //!
 //! A stream whose worker fails after the first output is continued on another worker.
 //!
-//! Everything that a request holds (reservations, legs, its permit) lives in the future or the stream that the client
-//! holds, so dropping either at any point cancels both legs and releases what was reserved.
+//! Everything that a request holds (its reservations, its requests to workers, its permit) lives in the future or the
+//! stream that the client holds, so dropping either at any point cancels both requests to workers and releases what was
+//! reserved.
 //!
 //! Not here: the order of queued requests, the choice of a worker, and background tasks.
 

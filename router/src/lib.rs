@@ -10,7 +10,7 @@
 //!      ▼
 //!    admit or queue
 //!      ▼
-//!   [prefill leg ── Handoff ──▶] decode leg ── Output … ──▶ the client; before the first output, retry elsewhere
+//!   [prefill ── Handoff ──▶] decode ── Output … ──▶ the client; before the first output, retry elsewhere
 //! ```
 //!
 //! The rooms, from top to bottom: `replay`; `router`; `control` (background tasks) and `dispatch` (the path of a

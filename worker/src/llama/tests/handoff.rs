@@ -196,8 +196,8 @@ async fn tokens_computed_by_a_full_decode_worker() -> u64 {
 
 /// Starts a prefill and waits for its end.
 async fn prefill(harness: &Harness, prompt: &[u32]) -> OutputStream {
-    let leg = Request { work: Work::Prefill, ..request(&*harness.engine, prompt, 1) };
-    let mut stream = harness.engine.generate(leg).await.unwrap();
+    let prefill_request = Request { work: Work::Prefill, ..request(&*harness.engine, prompt, 1) };
+    let mut stream = harness.engine.generate(prefill_request).await.unwrap();
     assert!(matches!(stream.next().await, Some(Ok(Output::Handoff(_)))));
     let end = tokio::time::timeout(Duration::from_mins(1), stream.next()).await.expect("the prompt is computed");
     assert!(matches!(end, Some(Ok(Output::Prefilled))));
@@ -240,8 +240,8 @@ async fn the_lease_of_a_handoff_ends() {
 async fn a_cancelled_prefill_ends_its_handoff() {
     let peers = Peers::default();
     let harness = Harness::new(Shape { chunk: 16, peers: peers.clone(), ..Shape::default() });
-    let leg = Request { work: Work::Prefill, ..request(&*harness.engine, &Rng(1).tokens(5000), 1) };
-    let mut stream = harness.engine.generate(leg).await.unwrap();
+    let prefill_request = Request { work: Work::Prefill, ..request(&*harness.engine, &Rng(1).tokens(5000), 1) };
+    let mut stream = harness.engine.generate(prefill_request).await.unwrap();
     let Some(Ok(Output::Handoff(handoff))) = stream.next().await else { panic!("a prefill begins with a handoff") };
     let blocks = peers.find(&HandoffTicket::decode(&handoff).unwrap()).unwrap();
     drop(stream);

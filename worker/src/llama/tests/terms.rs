@@ -115,9 +115,9 @@ async fn a_handoff_that_does_not_end_is_released_before_pins() {
             let harness = Harness::new(Shape { g1: 20, ..Shape::default() });
             let pinned = Retention { pin: Some(Duration::from_hours(1)), ..Retention::default() };
             harness.cached(&prompt(), pinned).await;
-            let mut leg = request(&*harness.engine, &Rng(6).tokens(16 * 4 + 1), 1);
-            leg.work = Work::Prefill;
-            let mut handing = harness.engine.generate(leg).await.unwrap();
+            let mut prefill_request = request(&*harness.engine, &Rng(6).tokens(16 * 4 + 1), 1);
+            prefill_request.work = Work::Prefill;
+            let mut handing = harness.engine.generate(prefill_request).await.unwrap();
             assert!(matches!(handing.next().await, Some(Ok(Output::Handoff(_)))));
             assert!(matches!(handing.next().await, Some(Ok(Output::Prefilled))));
             let (pinned, start) = (harness.manager.pinned(), Instant::now());
