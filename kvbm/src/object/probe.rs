@@ -1,6 +1,6 @@
 //! A check of a store with one small object: whether it can be listed, written, read and deleted.
 
-use super::client::health::StoreHealth;
+use super::client::health::{NO_ROLE, StoreHealth};
 use super::client::url::{Access, StoreLocation};
 use super::format::layout::{InstanceId, Layout};
 use object_store::local::LocalFileSystem;
@@ -16,6 +16,8 @@ pub struct ProbeError {
     pub step: &'static str,
     /// The error as text.
     pub why: String,
+    /// Whether credentials, rights or the store itself are missing, and not a way to reach it.
+    pub is_refused: bool,
 }
 
 /// Content of the object. Its meaning is for people who find one that could not be deleted.
@@ -44,24 +46,36 @@ impl StoreLocation {
         let deleted = store.delete(&object).await.map_err(|error| failed("delete from it", &error));
         if read? != CONTENT {
             let why = "the object that was just written has another content".to_owned();
-            return Err(ProbeError { step: "read from it", why });
+            return Err(ProbeError { step: "read from it", why, is_refused: false });
         }
         deleted
     }
 }
 
 fn failed(step: &'static str, error: &Error) -> ProbeError {
-    let why = match StoreHealth::from(error) {
-        StoreHealth::Unavailable(why) | StoreHealth::Refused(why) => why,
-        StoreHealth::Starting | StoreHealth::Ready => error.to_string(),
+    let (why, is_refused) = match StoreHealth::from(error) {
+        StoreHealth::Refused(why) => (why, true),
+        StoreHealth::Unavailable(why) => {
+            let has_no_credentials = why.starts_with(NO_ROLE);
+            (why, has_no_credentials)
+        }
+        StoreHealth::Starting | StoreHealth::Ready => (error.to_string(), false),
     };
-    ProbeError { step, why }
+    ProbeError { step, why, is_refused }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::object::Credentials;
+
+    #[test]
+    fn missing_credentials_are_no_problem_of_the_network() {
+        let of = |message: &str| failed("list it", &Error::Generic { store: "S3", source: message.into() });
+        assert!(of("Error performing PUT http://169.254.169.254/latest/api/token in 1 s").is_refused);
+        assert!(of("status code: 403 Forbidden").is_refused);
+        assert!(!of("connection refused").is_refused);
+    }
 
     #[tokio::test]
     async fn a_probed_folder_is_left_as_it_was() {

@@ -267,8 +267,8 @@ async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, finding
         let probe = location.probe(&access, config.tiers.g4.request_timeout.0);
         let probed = timeout(STORE_TIMEOUT, probe).await;
         let failure = match probed {
-            Ok(outcome) => outcome.err().map(|error| error.to_string()),
-            Err(_) => Some(format!("no answer within {} s", STORE_TIMEOUT.as_secs())),
+            Ok(outcome) => outcome.err().map(|error| (error.to_string(), error.is_refused)),
+            Err(_) => Some((format!("no answer within {} s", STORE_TIMEOUT.as_secs()), false)),
         };
         (check, location, Some(failure))
     }));
@@ -277,17 +277,23 @@ async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, finding
             (Some(None), _) => findings.ok(check, format!("{location}: listed, written, read and deleted an object")),
             (None, StoreLocation::Folder(path)) => folder(path, check, findings),
             (failure, _) => {
-                let failure = failure.flatten().unwrap_or_default();
-                findings.problem(check, format!("{location}: {failure}"), advice(&location));
+                let (failure, is_refused) = failure.flatten().unwrap_or_default();
+                findings.problem(check, format!("{location}: {failure}"), advice(&location, is_refused));
             }
         }
     }
 }
 
-fn advice(location: &StoreLocation) -> &'static str {
+/// What to change if a store cannot be used. `is_refused`: credentials, rights or the store itself are
+/// missing.
+fn advice(location: &StoreLocation, is_refused: bool) -> &'static str {
     match location {
         StoreLocation::Folder(_) => "give the user of this process all rights on the folder, or name another",
-        StoreLocation::Cloud { cloud, .. } => cloud.advice(),
+        StoreLocation::Cloud { cloud, .. } if is_refused => cloud.advice(),
+        StoreLocation::Cloud { .. } => {
+            "let this machine reach the store: correct tiers.g4.endpoint, which names a server other than the cloud's \
+             own, look at proxies and firewalls, or raise tiers.g4.request_timeout where the connection is slow"
+        }
     }
 }
 
@@ -348,6 +354,13 @@ mod tests {
         let problem = checks(29 << 20, 20 << 20);
         assert_eq!(problem[0].detail, "/d: the built-in model takes 29.0 MiB, and 20.0 MiB are free");
         assert_eq!((problem[0].status, checks(0, 0).len()), (Status::Problem, 0));
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_needs_no_other_credentials() {
+        let store = "s3://bucket/kv".parse().unwrap();
+        assert!(advice(&store, true).contains("AWS_ACCESS_KEY_ID"));
+        assert!(advice(&store, false).contains("tiers.g4.endpoint") && !advice(&store, false).contains("AWS_"));
     }
 
     #[test]

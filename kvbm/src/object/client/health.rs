@@ -18,6 +18,9 @@ pub enum StoreHealth {
 /// Characters of a server's error message that are kept for a log line.
 const MAX_MESSAGE_CHARS: usize = 400;
 
+/// The beginning of the text for a client of S3 without credentials.
+pub(in crate::object) const NO_ROLE: &str = "no AWS_ACCESS_KEY_ID is set, and this machine has no role";
+
 /// Where a machine of EC2 is asked for its role. Azure and Google use the address with other paths.
 const EC2_METADATA: &str = "//169.254.169.254/latest/";
 
@@ -52,7 +55,7 @@ impl From<&Error> for StoreHealth {
         };
         match status {
             status if asked_for_role(error) => {
-                let why = format!("no AWS_ACCESS_KEY_ID is set, and this machine has no role: {message}");
+                let why = format!("{NO_ROLE}: {message}");
                 if matches!(status, 401 | 403 | 404) { Self::Refused(why) } else { Self::Unavailable(why) }
             }
             // Listing an empty prefix is no error, so it is the bucket that does not exist.
