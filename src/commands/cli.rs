@@ -424,8 +424,9 @@ mod tests {
 
     #[test]
     fn a_time_or_a_size_is_shown_with_its_unit_and_its_default() {
-        let mut checked = 0;
-        for (name, argument) in arguments(&Cli::command()) {
+        let (mut checked, mut command) = (0, Cli::command());
+        command.build();
+        for (name, argument) in arguments(&command) {
             let values = argument.get_value_names().unwrap_or_default();
             if !values.iter().any(|value| value.starts_with("TIME") || value.starts_with("SIZE")) {
                 continue;

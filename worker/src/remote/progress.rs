@@ -77,7 +77,7 @@ mod tests {
     /// When this fails, an encoded type has changed: increase `PROTOCOL`, then adapt the bytes.
     #[test]
     fn the_encoding_of_this_protocol_number_does_not_change() {
-        assert_eq!(super::super::PROTOCOL, 2);
+        assert_eq!(super::super::PROTOCOL, 3);
         assert_eq!(encode(&Progress::Computing { blocks: 300 })[..], [3, 0, 0, 0, 0, 172, 2]);
         let complete = Progress::Complete { cached: vec![(Level::G2, 16)] };
         assert_eq!(encode(&complete)[..], [4, 0, 0, 0, 1, 1, 1, 16]);
