@@ -76,6 +76,7 @@ impl Worker {
         let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
         let new_load = || if instance.model.is_relayed { WorkerLoad::of_server() } else { WorkerLoad::default() };
         let load = previous.map_or_else(|| Arc::new(new_load()), |worker| worker.load.clone());
+        load.set_block_tokens(instance.model.block_size);
         Self {
             name: instance.id.to_string().into(),
             instance,
