@@ -113,6 +113,8 @@ pub struct Upstream {
     pub block_size: Option<NonZero<u32>>,
     /// The version of HTTP. Default `auto`.
     pub http: HttpVersion,
+    /// Maximum number of requests that run on the server at the same time through this process. Default 4096.
+    pub max_requests: Option<NonZero<u32>>,
 }
 
 /// The version of HTTP that a server speaks.

@@ -55,5 +55,5 @@ pub use http::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer
 pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};
 pub use params::{CacheDomains, SecretError};
-pub use settings::{Origin, Settings, TenantHeader};
+pub use settings::{Origin, RelayPath, Settings, TenantHeader};
 pub use tokenizers::{RegisteredTokenizer, Tokenizers};

@@ -76,6 +76,9 @@ pub struct Settings {
     /// Origins of web pages that may use the API from a browser, like `https://chat.example.com`; `*` for any. Default
     /// none: requests of pages of other sites are refused.
     pub cors_origins: Vec<Origin>,
+    /// Paths of upstreams that are relayed besides those below `/v1/` and the known ones: `/infill`, or `/api/*` for
+    /// all below `/api/`. Default none: such paths may change a server for all clients.
+    pub relay_paths: Vec<RelayPath>,
     /// Read the text of special tokens in messages, like `<|im_end|>`, as these tokens. Default false: such text is
     /// encoded as text, because with it a message could end its turn and write the next one. Completions always read it
     /// as tokens.
@@ -109,6 +112,7 @@ impl Default for Settings {
             shutdown_delay: HumanDuration::secs(5),
             allowed_hosts: Vec::new(),
             cors_origins: Vec::new(),
+            relay_paths: Vec::new(),
             parse_special_tokens: false,
             use_generation_config: true,
         }
@@ -147,6 +151,59 @@ impl From<TenantHeader> for String {
     }
 }
 
+/// A path that is relayed, or with `/*` at its end all paths below it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct RelayPath(String);
+
+/// First parts of paths that are answered without an upstream. No upstream is asked for what is below them either.
+const OWN_PATHS: [&str; 7] = ["live", "ready", "health", "ping", "metrics", "version", "admin"];
+
+impl RelayPath {
+    /// Whether a request's path is this one, or below it.
+    pub(crate) fn contains(&self, path: &str) -> bool {
+        match self.0.strip_suffix('*') {
+            Some(folder) => path.starts_with(folder),
+            None => path == self.0,
+        }
+    }
+}
+
+impl TryFrom<String> for RelayPath {
+    type Error = String;
+
+    fn try_from(path: String) -> Result<Self, String> {
+        let is_plain = |part: &str| {
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._~:@".contains(c);
+            !part.is_empty() && part != "." && part != ".." && part.chars().all(is_allowed)
+        };
+        let named = path.strip_suffix("/*").unwrap_or(&path);
+        let is_path = named.strip_prefix('/').is_some_and(|parts| parts.split('/').all(is_plain));
+        if !is_path {
+            return Err(format!(
+                "expected a path like \"/infill\", or \"/api/*\" for all paths below /api/, without `%`, spaces and a \
+                 query, but got {path:?}"
+            ));
+        }
+        let first = named[1..].split('/').next().unwrap_or_default().to_ascii_lowercase();
+        if first == "v1" {
+            return Err(format!(
+                "{path:?} is below /v1/, whose paths are relayed already, but for those that change a server"
+            ));
+        }
+        if OWN_PATHS.contains(&first.as_str()) {
+            return Err(format!("{path:?} is not relayed, because the gateway answers /{first} itself"));
+        }
+        Ok(Self(path))
+    }
+}
+
+impl From<RelayPath> for String {
+    fn from(RelayPath(path): RelayPath) -> Self {
+        path
+    }
+}
+
 /// An origin as browsers send it: `https://chat.example.com`, or `*` for any.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Origin(pub(crate) String);
@@ -164,5 +221,47 @@ impl<'de> Deserialize<'de> for Origin {
         let sound = text == "*" || authority.is_some_and(|rest| rest.parse::<Authority>().is_ok());
         let problem = "expected an origin like \"https://chat.example.com\", without a path, or \"*\"";
         if sound { Ok(Self(text.to_ascii_lowercase())) } else { Err(D::Error::custom(problem)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(text: &str) -> Result<RelayPath, String> {
+        text.to_owned().try_into()
+    }
+
+    #[test]
+    fn a_relay_path_is_one_path_or_all_below_it() {
+        let (one, all) = (path("/infill").unwrap(), path("/api/v2/*").unwrap());
+        assert!(one.contains("/infill") && !one.contains("/infill/x") && !one.contains("/infills"));
+        assert!(all.contains("/api/v2/chat") && !all.contains("/api/v2") && !all.contains("/api/v20"));
+    }
+
+    #[test]
+    fn a_relay_path_that_cannot_be_used_is_refused() {
+        for (text, problem) in [
+            ("infill", "expected a path"),
+            ("", "expected a path"),
+            ("/", "expected a path"),
+            ("/*", "expected a path"),
+            ("//x", "expected a path"),
+            ("/api/", "expected a path"),
+            ("/api*", "expected a path"),
+            ("/api/*/x", "expected a path"),
+            ("/api/../sleep", "expected a path"),
+            ("/api%2fx", "expected a path"),
+            ("/x?y", "expected a path"),
+            ("/v1/load_lora_adapter", "relayed already"),
+            ("/V1/*", "relayed already"),
+            ("/metrics", "the gateway answers /"),
+            ("/Admin/*", "the gateway answers /"),
+            ("/health/x", "the gateway answers /"),
+        ] {
+            let error = path(text).unwrap_err();
+            assert!(error.contains(problem), "{text}: {error}");
+        }
+        assert!(path("/health_generate").is_ok());
     }
 }

@@ -156,8 +156,8 @@ impl Metrics {
             index_source: gauges(
                 "blockyard_router_worker_index_source",
                 "1 for the source of the router's view of a worker's cache: events (the worker's KV events) or \
-                 estimated (from the requests that were sent to it), 0 for the other.",
-                &["worker", "source"],
+                 estimated (from the requests that were sent to it) with the reason, 0 for the others.",
+                &["worker", "source", "reason"],
             )?,
             queued_prefill_tokens: gauges(
                 "blockyard_router_worker_queued_prefill_tokens",
@@ -260,8 +260,8 @@ impl Metrics {
             let _ = self.requests.remove_label_values(&[&worker, policy]);
         }
         let _ = self.queued_prefill_tokens.remove_label_values(&[&worker]);
-        for mode in CacheView::NAMES {
-            let _ = self.index_source.remove_label_values(&[&worker, mode]);
+        for [source, reason] in CacheView::ALL.map(CacheView::labels) {
+            let _ = self.index_source.remove_label_values(&[&*worker, source, reason]);
         }
     }
 }

@@ -25,6 +25,7 @@ impl Upstream {
             role: UpstreamRole::default(),
             block_size: None,
             http: HttpVersion::default(),
+            max_requests: None,
         }
     }
 
@@ -44,7 +45,9 @@ impl Upstream {
             HttpVersion::Auto => Protocol::Negotiated,
             HttpVersion::H2c => Protocol::Http2,
         };
-        Settings { protocol, addresses, roots: authorities.map(Authorities::roots), ..Settings::default() }
+        let default = Settings::default();
+        let max_requests = self.max_requests.map_or(default.max_requests, |max| max.get() as usize);
+        Settings { protocol, max_requests, addresses, roots: authorities.map(Authorities::roots), ..default }
     }
 
     /// The API key for the server.
@@ -103,6 +106,7 @@ struct Table {
     block_size: Option<NonZero<u32>>,
     #[serde(default)]
     http: HttpVersion,
+    max_requests: Option<NonZero<u32>>,
 }
 
 impl TryFrom<Table> for Upstream {
@@ -111,6 +115,7 @@ impl TryFrom<Table> for Upstream {
     fn try_from(table: Table) -> Result<Self, String> {
         let Table { url, resolve, api_key_file, ca_file, kv_events, kv_events_replay, cache_salt, .. } = table;
         let (role, block_size, http) = (UpstreamRole::of(table.role.as_deref())?, table.block_size, table.http);
+        let max_requests = table.max_requests;
         let url = Self::of_url(&url)?;
         if http == HttpVersion::H2c && url.scheme_str() == Some("https") {
             return Err("http: `h2c` is HTTP/2 without TLS; with https:// it is negotiated".to_owned());
@@ -135,7 +140,7 @@ impl TryFrom<Table> for Upstream {
                 KvEvents::At { live, replay }
             }
         };
-        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, role, block_size, http })
+        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, role, block_size, http, max_requests })
     }
 }
 
@@ -181,7 +186,7 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 10)?;
+        let mut table = serializer.serialize_struct("Upstream", 11)?;
         table.serialize_field("url", &self.url.to_string())?;
         if self.resolve != Resolve::default() {
             table.serialize_field("resolve", &self.resolve)?;
@@ -213,6 +218,9 @@ impl Serialize for Upstream {
         }
         if self.http != HttpVersion::default() {
             table.serialize_field("http", &self.http)?;
+        }
+        if let Some(max) = &self.max_requests {
+            table.serialize_field("max_requests", max)?;
         }
         table.end()
     }

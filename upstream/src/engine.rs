@@ -16,6 +16,7 @@ use futures::{FutureExt, StreamExt};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
     Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
@@ -32,6 +33,9 @@ const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batc
 /// Endpoints that need no model in a request to the gateway if it serves one, or if the key allows one. The server may
 /// have others, of which it would choose its first.
 const WITH_MODEL: [&str; 2] = ["/tokenize", "/detokenize"];
+
+/// Back-pressure of a server that has as many requests as it may: some of them end within a second.
+const RETRY_WHEN_FULL: Duration = Duration::from_secs(1);
 
 /// What is known of a server beside its model.
 #[derive(Clone, Default)]
@@ -116,7 +120,7 @@ impl UpstreamEngine {
             let changed = match &error {
                 RelayError::Unreachable(_) => true,
                 RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
-                RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+                RelayError::Full(_) | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
             };
             if changed {
                 self.settings.may_have_changed.notify_one();
@@ -307,6 +311,7 @@ fn output(item: Item, counted: &Counted, is_stream: bool) -> Output {
 fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
+        RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
     }

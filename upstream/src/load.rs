@@ -5,8 +5,10 @@
 //!
 //! Not here: asking the server (`load_reports`).
 
+mod batch_size;
 mod speeds;
 
+use batch_size::BatchSize;
 use parking_lot::Mutex;
 use speeds::Speeds;
 use std::sync::Arc;
@@ -31,6 +33,7 @@ struct State {
     most_own: u32,
     others: Counts,
     cache: CacheUsage,
+    batch: BatchSize,
     speeds: Speeds,
 }
 
@@ -107,6 +110,11 @@ impl LoadCounter {
     /// Records what the server reports; `None`: it no longer does.
     pub(crate) fn reported(&self, reported: Option<Reported>) {
         self.0.change(|state| {
+            match &reported {
+                Some(Reported { running, waiting, cache }) => state.batch.reported(*running, *waiting, cache.is_full()),
+                // The server may have ended, and another one may follow.
+                None => state.batch = BatchSize::default(),
+            }
             let Reported { running, waiting, cache } = reported.unwrap_or_default();
             let others = running.saturating_add(waiting).saturating_sub(state.most_own);
             let waiting = waiting.saturating_sub(state.own.waiting).min(others);
@@ -123,6 +131,13 @@ impl LoadCounter {
 
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl CacheUsage {
+    /// Whether requests may wait for blocks. An engine keeps some free for the sequences that run.
+    fn is_full(self) -> bool {
+        self.active_blocks.saturating_mul(10) > self.total_blocks.saturating_mul(9)
     }
 }
 
@@ -145,13 +160,14 @@ impl Shared {
 
 impl State {
     fn load(&self) -> Load {
-        let Self { own, others, cache, speeds, most_own: _ } = self;
+        let Self { own, others, cache, batch, speeds, most_own: _ } = self;
         Load {
             waiting: own.waiting + others.waiting,
             waiting_tokens: own.waiting_tokens + others.waiting_tokens,
             running: own.running + others.running,
             active_blocks: cache.active_blocks,
             total_blocks: cache.total_blocks,
+            sequences_max: batch.sequences_max(),
             prefill_tokens_per_second: speeds.prefill_tokens_per_second(),
             decode_step_seconds: speeds.decode_step_seconds(),
             ..Load::default()

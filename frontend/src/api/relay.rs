@@ -20,12 +20,14 @@ use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
 use crate::output::{BodyKind, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
+use crate::settings::RelayPath;
 use crate::state::AppState;
 use axum::body::Body;
 use axum::extract::{Request as AxumRequest, State};
-use axum::http::Method;
+use axum::http::header::UPGRADE;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
+use axum::http::{HeaderMap, Method};
 use axum::response::Response;
 use bytes::Bytes;
 pub(super) use contents::Contents;
@@ -220,8 +222,14 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     }
     let context = RequestContext::of(&parts.extensions);
     let relayed: Vec<_> = state.engine.models().into_iter().filter(|card| card.is_relayed).collect();
-    if relayed.is_empty() || !is_public(parts.uri.path()) {
+    if relayed.is_empty() || !is_public(parts.uri.path(), &state.settings.relay_paths) {
         return Err(operations::no_route(&parts.method, &parts.uri));
+    }
+    if asks_for_websocket(&parts.headers) {
+        // Not 501: a mistake of a client is no error of this server.
+        let message = "WebSocket connections are not relayed. Use an endpoint with requests over HTTP, or connect to \
+                       the server of the model itself.";
+        return Err(Error::unsupported("upgrade", message));
     }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;
@@ -255,9 +263,16 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     respond(&state, incoming, card).await
 }
 
+/// Whether a request is the beginning of a WebSocket connection. Without its header it would be another request.
+fn asks_for_websocket(headers: &HeaderMap) -> bool {
+    let protocols = headers.get_all(UPGRADE).iter().filter_map(|value| value.to_str().ok());
+    protocols.flat_map(|value| value.split(',')).any(|protocol| protocol.trim().eq_ignore_ascii_case("websocket"))
+}
+
 /// Whether clients may use an engine's endpoint. Others change the engine for all clients: they load adapters, flush
-/// caches, or put it to sleep. A path that an engine could read as another one is not public.
-fn is_public(path: &str) -> bool {
+/// caches, or put it to sleep. A path that an engine could read as another one is not public. `further`: paths that the
+/// operator has allowed.
+fn is_public(path: &str, further: &[RelayPath]) -> bool {
     let mut parts = path.split('/').skip(1).peekable();
     let is_ambiguous = path.contains(['%', '\\', ';'])
         || std::iter::from_fn(|| parts.next().map(|part| (part, parts.peek().is_none())))
@@ -265,7 +280,8 @@ fn is_public(path: &str) -> bool {
     // Some engines ignore the case of paths.
     let endpoint = path.strip_prefix("/v1/").unwrap_or_default().to_ascii_lowercase();
     let changes_the_engine = endpoint.starts_with("load_lora") || endpoint.starts_with("unload_lora");
-    !is_ambiguous && ((path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path))
+    let is_known = (path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path);
+    !is_ambiguous && (is_known || further.iter().any(|allowed| allowed.contains(path)))
 }
 
 /// Relays a request that names the model `named`, and its response.

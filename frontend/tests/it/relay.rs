@@ -279,6 +279,42 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
 }
 
 #[tokio::test]
+async fn further_paths_are_relayed_if_the_settings_allow_them() {
+    let engine = relaying(vec![head(), part("ok"), end()]);
+    assert_eq!(post(&engine.router(), "/infill", "{}").await.status, 404);
+    let router = engine.router_with(toml::from_str("relay_paths = ['/infill', '/api/*']").unwrap());
+    for (path, expected) in [
+        ("/infill", 201),
+        ("/api/chat", 201),
+        ("/infill/x", 404),
+        ("/api", 404),
+        ("/apix", 404),
+        ("/api/../sleep", 404),
+        ("/api/%2e%2e/sleep", 404),
+        ("/api//sleep", 404),
+        ("/sleep", 404),
+    ] {
+        assert_eq!(post(&router, path, r#"{"model":"org/tiny","prompt":"x"}"#).await.status, expected, "{path}");
+    }
+    let seen: Vec<_> = engine.seen.lock().iter().map(|request| relayed(request).target.to_string()).collect();
+    assert_eq!(seen, ["/infill", "/api/chat"]);
+}
+
+#[tokio::test]
+async fn a_websocket_is_refused_with_its_reason() {
+    let engine = relaying(vec![head(), end()]);
+    let ask = async |upgrade: &str| {
+        let request = HttpRequest::get("/v1/realtime?model=org/tiny").header("connection", "upgrade");
+        send(&engine.router(), request.header("upgrade", upgrade).body(Body::empty()).unwrap()).await
+    };
+    let refused = ask("WebSocket").await;
+    assert_eq!((refused.status.as_u16(), &refused.json()["error"]["param"]), (400, &json!("upgrade")));
+    assert!(refused.json()["error"]["message"].as_str().unwrap().contains("WebSocket connections are not relayed"));
+    assert!(engine.seen.lock().is_empty());
+    assert_eq!(ask("h2c").await.status, 201, "clients offer HTTP/2 in this way");
+}
+
+#[tokio::test]
 async fn methods_of_connections_are_not_relayed() {
     let engine = relaying(vec![head(), end()]);
     for (method, expected) in [("CONNECT", 405), ("TRACE", 405), ("DELETE", 201)] {

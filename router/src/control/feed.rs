@@ -444,9 +444,9 @@ impl Feed {
             metrics.workers.with_label_values(&[&role.to_string()]).set(count as i64);
         }
         for worker in workers.workers() {
-            for cache_view in CacheView::NAMES {
-                let is = i64::from(cache_view == worker.cache_view.name());
-                metrics.index_source.with_label_values(&[&*worker.id().to_string(), cache_view]).set(is);
+            for cache_view in CacheView::ALL {
+                let (is, [source, reason]) = (i64::from(cache_view == worker.cache_view), cache_view.labels());
+                metrics.index_source.with_label_values(&[&*worker.id().to_string(), source, reason]).set(is);
             }
             let queued = worker.load.stats(now).waiting_tokens;
             metrics.queued_prefill_tokens.with_label_values(&[&worker.id().to_string()]).set(queued as i64);

@@ -1,7 +1,7 @@
 //! One attempt of a request: on one worker, or on two after a remote prefill; and the stream of its output.
 
 use super::handoff;
-use super::place::{Placement, RemotePrefill, stall_timeout};
+use super::place::{Placement, RemotePrefill, comes_whole, stall_timeout};
 use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
@@ -86,7 +86,8 @@ async fn after_prefill(
 }
 
 /// Resolves when a worker has sent no output of any request for much longer than expected, while another worker could
-/// serve this request. When all workers are slow none is better, and the request stays where it is.
+/// serve this request. When all workers are slow none is better, and the request stays where it is. A server that
+/// computes a response that comes whole sends nothing meanwhile, so its health check must have failed too.
 async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerRun], expected: f64) {
     let since = Instant::now();
     tokio::time::sleep_until(since + stall_timeout(expected)).await;
@@ -104,7 +105,13 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && (other.active_since(since) || free())
         };
         if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
-            return member.record_failure(HealthSignal::TimedOut, &"no output in time");
+            // Its entry is replaced when its role or the view of its cache changes.
+            let current = snapshot.get(member.id()).filter(|worker| worker.run() == member.run());
+            let current = current.map_or(member, |worker| &**worker);
+            if !comes_whole(request) || current.has_failed_check() {
+                return member.record_failure(HealthSignal::TimedOut, &"no output in time");
+            }
+            current.request_checks(now);
         }
         tokio::time::sleep(STALL_POLL_INTERVAL).await;
     }

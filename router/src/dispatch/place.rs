@@ -17,7 +17,7 @@ use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Error, Request, Work};
+use worker::engine::{EndpointKind, Error, Request, Work};
 
 /// Where a request goes, with its reservations.
 pub(crate) struct Placement {
@@ -72,6 +72,29 @@ const STALL_SECONDS_MAX: f64 = 600.0;
 /// seconds.
 pub(crate) fn stall_timeout(seconds: f64) -> Duration {
     Duration::from_secs_f64((seconds * 10.0 + 10.0).clamp(10.0, STALL_SECONDS_MAX))
+}
+
+/// Whether a relayed response is no stream: its server sends nothing before all of the response is computed.
+pub(super) fn comes_whole(request: &Request) -> bool {
+    matches!(&request.work, Work::Relay(http) if !http.is_stream)
+}
+
+/// Estimated seconds from the first token to the end of a response that comes whole; 0 for others.
+fn rest_of_response(request: &Request, row: &ScoredWorker<'_>, stats: &ModelStats, output: &ExpectedOutput) -> f64 {
+    let (Work::Relay(http), true) = (&request.work, comes_whole(request)) else { return 0.0 };
+    let estimate = &row.snapshot.estimate;
+    if http.kind() == Some(EndpointKind::Pooling) {
+        return estimate.mean_duration;
+    }
+    let step = estimate.step(&stats.step_time());
+    generation_seconds(output.tokens(), request.stop.max_tokens, step, estimate.mean_duration)
+}
+
+/// Seconds to generate an output. `mean_duration`: of the worker's requests, which shows how slow it is if it serves
+/// no streams, so that its step is not measured. `max_tokens` bounds the result.
+fn generation_seconds(tokens: f64, max_tokens: Option<u32>, step: f64, mean_duration: f64) -> f64 {
+    let longest = max_tokens.map_or(f64::INFINITY, |max| f64::from(max) * step);
+    (tokens * step).max(mean_duration).min(longest)
 }
 
 /// Chooses workers and reserves their capacity. `is_new`: the request was not placed before; `tried`: workers that it
@@ -247,14 +270,8 @@ fn book(
     });
     // A relayed response that is not a stream says nothing of the first token, and neither do the cached tokens of one
     // worker if another computes the prompt.
-    let is_timed = prefill_row.is_none()
-        && decode_prediction.is_of_one_worker()
-        && !matches!(&request.work, Work::Relay(http) if !http.is_stream);
+    let is_timed = prefill_row.is_none() && decode_prediction.is_of_one_worker() && !comes_whole(request);
     let cached_tokens = is_timed.then(|| row.cached());
-    let generation = match &request.work {
-        Work::Relay(http) if !http.is_stream => row.snapshot.estimate.mean_duration,
-        _ => 0.0,
-    };
     core.fleet.choose(member);
     if let Some(Replication { shared, copies, .. }) = decision.replication() {
         core.metrics.shared_prefix_copies.observe(f64::from(*copies));
@@ -271,7 +288,7 @@ fn book(
         output_tokens: output.tokens() as u64,
         amount: siblings.clone().fold(amount, |all, _| all.plus(sibling)),
         sibling_bookings: siblings.map(sibling_booking).collect(),
-        first_output: row.cost().first_token() + generation,
+        first_output: row.cost().first_token() + rest_of_response(request, row, stats, output),
         min_service_seconds: decision.min_service_seconds(row),
         prefill: prefill_row.zip(prefill_prediction).map(|(prefill, prediction)| {
             let prefill_worker = prefill.worker();
@@ -299,4 +316,18 @@ fn book(
         explanation,
         line,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_response_that_comes_whole_takes_the_time_of_its_expected_output() {
+        let seconds = |max_tokens, mean_duration| generation_seconds(500.0, max_tokens, 0.02, mean_duration);
+        assert!((seconds(None, 0.2) - 10.0).abs() < 1e-9, "longer than the mean of short requests");
+        assert!((seconds(None, 30.0) - 30.0).abs() < 1e-9, "the worker is slower than its step says");
+        assert!((seconds(Some(10), 30.0) - 0.2).abs() < 1e-9, "at most what `max_tokens` allows");
+        assert!((seconds(Some(4000), 0.2) - 10.0).abs() < 1e-9);
+    }
 }

@@ -61,16 +61,23 @@ const WRONG_MIN: u32 = 8;
 const WRONG_MAX_TO_RECOVER: u32 = 2;
 
 impl CacheView {
-    /// The label value in metrics.
-    pub(crate) const fn name(self) -> &'static str {
+    /// All views.
+    pub(crate) const ALL: [Self; 4] = [
+        Self::Events,
+        Self::Estimated(EstimateReason::NoEvents),
+        Self::Estimated(EstimateReason::MissingEvents),
+        Self::Estimated(EstimateReason::WrongEvents),
+    ];
+
+    /// The values of the labels `source` and `reason` in metrics.
+    pub(crate) const fn labels(self) -> [&'static str; 2] {
         match self {
-            Self::Events => "events",
-            Self::Estimated(_) => "estimated",
+            Self::Events => ["events", ""],
+            Self::Estimated(EstimateReason::NoEvents) => ["estimated", "no_events"],
+            Self::Estimated(EstimateReason::MissingEvents) => ["estimated", "missing_events"],
+            Self::Estimated(EstimateReason::WrongEvents) => ["estimated", "wrong_events"],
         }
     }
-
-    /// All label values in metrics.
-    pub(crate) const NAMES: [&'static str; 2] = ["events", "estimated"];
 
     /// The remark in explanations and logs; `None` for events.
     pub(crate) const fn remark(self) -> Option<&'static str> {

@@ -52,12 +52,18 @@ pub(crate) struct Worker {
     health: Mutex<Health>,
     /// Time of its last output, in nanoseconds since `first_seen`.
     last_output: AtomicU64,
+    /// Time until which it is checked although it has requests, in the same unit.
+    checked_until: AtomicU64,
     /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
     max_num_seqs: AtomicU64,
     /// Whether it has measured its prefill speed.
     has_measured_prefill: AtomicBool,
     first_seen: Instant,
 }
+
+/// Time for which a worker is checked after a request for it: longer than the interval at which a request that is
+/// overdue asks again.
+const CHECKED_FOR: Duration = Duration::from_secs(3);
 
 impl Worker {
     /// A worker. `previous`: the same worker and epoch, joined earlier; its requests are still running.
@@ -70,6 +76,7 @@ impl Worker {
         let cache_view = previous.map_or(CacheView::Events, |worker| worker.cache_view);
         let new_load = || if instance.model.is_relayed { WorkerLoad::of_server() } else { WorkerLoad::default() };
         let load = previous.map_or_else(|| Arc::new(new_load()), |worker| worker.load.clone());
+        load.set_block_tokens(instance.model.block_size);
         Self {
             name: instance.id.to_string().into(),
             instance,
@@ -83,6 +90,7 @@ impl Worker {
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
             health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
             last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
+            checked_until: AtomicU64::new(previous.map_or(0, |worker| worker.checked_until.load(Ordering::Relaxed))),
             max_num_seqs: AtomicU64::new(previous.map_or(0, Self::max_num_seqs)),
             has_measured_prefill: AtomicBool::new(previous.is_some_and(Self::has_measured_prefill)),
             first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
@@ -156,8 +164,12 @@ impl Worker {
 
     /// Records an output.
     pub(crate) fn record_output(&self, now: Instant) {
-        let since = now.saturating_duration_since(self.first_seen);
-        self.last_output.store(since.as_nanos() as u64, Ordering::Relaxed);
+        self.last_output.store(self.nanoseconds(now), Ordering::Relaxed);
+    }
+
+    /// Time since it was seen first.
+    fn nanoseconds(&self, at: Instant) -> u64 {
+        at.saturating_duration_since(self.first_seen).as_nanos() as u64
     }
 
     /// Whether it has returned an output since then.
@@ -187,15 +199,31 @@ impl Worker {
         self.has_measured_prefill.load(Ordering::Relaxed)
     }
 
+    /// Has it checked for the next seconds although it has requests, as often as if it were idle: one of them is
+    /// overdue.
+    pub(crate) fn request_checks(&self, now: Instant) {
+        self.checked_until.store(self.nanoseconds(now + CHECKED_FOR), Ordering::Relaxed);
+    }
+
+    fn has_requested_checks(&self, now: Instant) -> bool {
+        self.nanoseconds(now) < self.checked_until.load(Ordering::Relaxed)
+    }
+
+    /// Whether its last health check has failed, and there was no output since.
+    pub(crate) fn has_failed_check(&self) -> bool {
+        self.health().has_failed_check()
+    }
+
     /// Whether a health check is due: its breaker has been open long enough, or it had no check for `idle` and either
-    /// was idle as long or awaits a trial.
+    /// was idle as long, awaits a trial, or has a request that is overdue.
     pub(crate) fn wants_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
         if health.is_open() {
             return health.wants_probe(now, now);
         }
-        let is_due = |since| health.wants_probe(since, now) && (!health.is_closed() || self.is_idle_since(since, now));
-        now.checked_sub(idle).is_some_and(is_due)
+        let is_checked =
+            |since| !health.is_closed() || self.has_requested_checks(now) || self.is_idle_since(since, now);
+        now.checked_sub(idle).is_some_and(|since| health.wants_probe(since, now) && is_checked(since))
     }
 
     /// When the health check that is due became due; `None` if none is. Those that were due first come first.
@@ -210,13 +238,14 @@ impl Worker {
     }
 
     /// Whether a health check of its server is one of this worker too: its breaker has been open long enough, it awaits
-    /// a trial, or it was idle for `idle`.
+    /// a trial, has a request that is overdue, or was idle for `idle`.
     pub(crate) fn shares_probe(&self, idle: Duration, now: Instant) -> bool {
         let health = self.health();
         if health.is_open() {
             return health.wants_probe(now, now);
         }
-        !health.is_closed() || now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now))
+        let was_idle = || now.checked_sub(idle).is_some_and(|since| self.is_idle_since(since, now));
+        !health.is_closed() || self.has_requested_checks(now) || was_idle()
     }
 
     fn is_idle_since(&self, since: Instant, now: Instant) -> bool {

@@ -63,8 +63,10 @@ struct TierTransfer {
 pub(crate) mod defaults {
     /// Prompt tokens per second.
     pub(super) const PREFILL: f64 = 5_000.0;
-    /// Bytes of a block: 16 tokens of a model of some billion parameters.
-    pub(super) const BLOCK_BYTES: f64 = 1_048_576.0;
+    /// Bytes of the KV cache of a token: that of a model of some billion parameters. A block of 16 tokens has 1 MiB.
+    pub(super) const TOKEN_BYTES: f64 = 65_536.0;
+    /// Tokens of a block.
+    pub(super) const BLOCK_TOKENS: u32 = 16;
     /// Seconds until the first block and bytes per second after it: G2, G3, G3.5, G4, a peer. Half of what memory, a
     /// single SSD, flash behind a network, an object store and a 25 Gbit network usually give.
     pub(super) const ONBOARD: [(f64, f64); super::LOWER_TIERS] =
@@ -81,7 +83,8 @@ impl ServiceEstimate {
     pub(crate) fn of(stats: &LoadStats) -> Self {
         let LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds, .. } = stats;
         let seconds_per_token = prefill_speed(speeds).recip();
-        let block_bytes = speeds.block_bytes.or(defaults::BLOCK_BYTES);
+        let block_tokens = if stats.block_tokens == 0 { defaults::BLOCK_TOKENS } else { stats.block_tokens };
+        let block_bytes = speeds.block_bytes.or(f64::from(block_tokens) * defaults::TOKEN_BYTES);
         let transfer = |at: usize| {
             let level = Level::ALL[at + 1];
             let (latency, bandwidth) = speeds.from(level).unwrap_or(defaults::ONBOARD[at]);
@@ -172,4 +175,26 @@ pub(crate) fn assumed_speed(level: Level) -> Option<(f64, f64)> {
 /// Prompt tokens per second.
 pub(crate) fn prefill_speed(Speeds { prefill, .. }: &Speeds) -> f64 {
     prefill.or(defaults::PREFILL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::stats::Measured;
+
+    #[test]
+    fn a_block_whose_bytes_are_unknown_costs_by_its_tokens() {
+        let seconds_of_tokens = |tokens: u32, block_tokens: u32| {
+            let estimate = ServiceEstimate::of(&LoadStats { block_tokens, ..LoadStats::default() });
+            estimate.transfer(Level::G2, tokens / block_tokens) - defaults::ONBOARD[0].0
+        };
+        let expected = seconds_of_tokens(4096, 16);
+        for block_tokens in [1, 64, 128] {
+            let seconds = seconds_of_tokens(4096, block_tokens);
+            assert!((seconds / expected - 1.0).abs() < 1e-6, "{seconds} s with blocks of {block_tokens} tokens");
+        }
+        let speeds = Speeds { block_bytes: Measured::of(1000.0), ..Speeds::default() };
+        let of = |block_tokens| ServiceEstimate::of(&LoadStats { block_tokens, speeds, ..LoadStats::default() });
+        assert_eq!(of(1), of(128), "measured bytes count");
+    }
 }

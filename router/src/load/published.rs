@@ -139,6 +139,8 @@ impl PublishedLoad {
             waiting_seconds: Measured::from_bits(waiting_seconds),
             step_pace: Measured::from_bits(step_pace),
             prefill_pace: Measured::from_bits(prefill_pace),
+            // It does not change, so it is not published here.
+            block_tokens: 0,
             queued,
             speeds,
         }

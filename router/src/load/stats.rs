@@ -68,6 +68,8 @@ pub(crate) struct LoadStats {
     pub(crate) total_blocks: u32,
     /// Maximum number of sequences in a batch; 0 when unknown.
     pub(crate) sequences_max: u32,
+    /// Tokens of a block, as the model card of the worker says; 0 when unknown.
+    pub(crate) block_tokens: u32,
     /// Seconds in which the queued prompts are computed; unknown when the router has placed none of them.
     pub(crate) waiting_seconds: Measured,
     /// Duration of decode steps and of prompts, relative to those on an average worker.

@@ -18,6 +18,7 @@ use super::timestamp::Timestamp;
 use parking_lot::{Mutex, MutexGuard};
 use state::{InReport, State, average, pace};
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -28,6 +29,8 @@ pub(crate) struct WorkerLoad {
     state: Mutex<State>,
     /// What is learned of the model, once the worker serves one.
     model_stats: OnceLock<Arc<ModelStats>>,
+    /// Tokens of a block; 0 when unknown.
+    block_tokens: AtomicU32,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
 }
@@ -62,6 +65,11 @@ impl WorkerLoad {
         let load = Self::default();
         load.lock().is_server = true;
         load
+    }
+
+    /// Sets the tokens of a block, by which the price of a block is estimated whose bytes the worker does not report.
+    pub(crate) fn set_block_tokens(&self, tokens: usize) {
+        self.block_tokens.store(tokens as u32, Ordering::Relaxed);
     }
 
     /// Sets where measurements of the worker are recorded: in the statistics of its model.
@@ -227,9 +235,10 @@ impl WorkerLoad {
         let becomes_older = |than: Duration| Some(now.after((than.as_nanos() as u64 + 1).checked_sub(age?)?));
         let ejection_ends = (now.bits() < ejected_until).then(|| now.after(ejected_until - now.bits()));
         let is_silent = older(SILENT_AFTER);
+        // A worker that never reported has no fresh report and is not silent.
+        let stats = self.published.stats(age.is_some() && !older(STALE_AFTER));
         LoadReading {
-            // A worker that never reported has no fresh report and is not silent.
-            stats: self.published.stats(age.is_some() && !older(STALE_AFTER)),
+            stats: LoadStats { block_tokens: self.block_tokens.load(Ordering::Relaxed), ..stats },
             measured: self.published.measured(),
             ejected: ejection_ends.is_some() || is_silent,
             temporarily_ejected: ejection_ends.is_some()
@@ -268,7 +277,12 @@ impl WorkerLoad {
 
 impl Default for WorkerLoad {
     fn default() -> Self {
-        let load = Self { state: Mutex::default(), model_stats: OnceLock::new(), published: PublishedLoad::default() };
+        let load = Self {
+            state: Mutex::default(),
+            model_stats: OnceLock::new(),
+            block_tokens: AtomicU32::new(0),
+            published: PublishedLoad::default(),
+        };
         drop(load.lock());
         load
     }

@@ -27,6 +27,12 @@ fn index_remark(explanation: &Value, id: &str) -> Option<String> {
 
 /// Index source of a worker, from its metric.
 fn index_source(harness: &Harness, id: &str) -> String {
+    let [source, _] = index_labels(harness, id);
+    source
+}
+
+/// Index source of a worker and the reason, from its metric.
+fn index_labels(harness: &Harness, id: &str) -> [String; 2] {
     let families = harness.registry.gather();
     let family = families.iter().find(|family| family.name() == "blockyard_router_worker_index_source").unwrap();
     let label = |metric: &prometheus::proto::Metric, name: &str| {
@@ -35,9 +41,9 @@ fn index_source(harness: &Harness, id: &str) -> String {
     };
     let metrics = family.get_metric().iter();
     let mut of = metrics.filter(|metric| label(metric, "worker") == id && metric.get_gauge().get_value() > 0.0);
-    let mode = label(of.next().unwrap(), "source");
+    let metric = of.next().unwrap();
     assert!(of.next().is_none(), "one source at a time");
-    mode
+    ["source", "reason"].map(|name| label(metric, name))
 }
 
 /// Sends a request, and announces the blocks that the worker computed.
@@ -60,7 +66,9 @@ async fn a_worker_without_events_is_routed_by_an_estimate() {
         harness.answer(prompt(family, 1600)).await.unwrap();
     }
     tokio::time::sleep(EVALUATION).await;
-    assert_eq!([index_source(&harness, "w1"), index_source(&harness, "w2")], ["estimated"; 2]);
+    for worker in ["w1", "w2"] {
+        assert_eq!(index_labels(&harness, worker), ["estimated", "no_events"]);
+    }
     let homes = [a.families(), b.families()];
     for round in 0..3 {
         for family in 0..4 {
@@ -223,7 +231,8 @@ async fn events_with_a_wrong_block_size_are_replaced_by_estimates() {
     let explained = harness.explain(prompt(0, 1600)).await;
     let why = "estimated: reports hits on blocks that its KV events do not contain; check its block size";
     assert_eq!(index_remark(&explained, "w1").as_deref(), Some(why));
-    assert_eq!((index_source(&harness, "w1").as_str(), explained["cached_tokens"].as_u64()), ("estimated", Some(1584)));
+    assert_eq!(index_labels(&harness, "w1"), ["estimated", "missing_events"]);
+    assert_eq!(explained["cached_tokens"], 1584);
 }
 
 #[tokio::test(start_paused = true)]
@@ -246,7 +255,8 @@ async fn wrong_events_cause_an_estimate_until_they_are_right_again() {
     assert_eq!((a.requests(), b.requests()), (8, 0), "its events are trusted at first");
     assert!(harness.metric("blockyard_router_prefix_overpredicted_tokens_total") > 8 * 1500);
     tokio::time::sleep(Duration::from_secs(2)).await;
-    assert_eq!([index_source(&harness, "w1"), index_source(&harness, "w2")], ["estimated", "events"]);
+    assert_eq!(index_labels(&harness, "w1"), ["estimated", "wrong_events"]);
+    assert_eq!(index_labels(&harness, "w2"), ["events", ""]);
     assert_eq!(harness.resyncs("snapshot_applied"), snapshots + 1);
     let explained = harness.explain(prompt(9, 1600)).await;
     assert_eq!(explained["cached_tokens"], 0, "its events are not used any more: {explained}");

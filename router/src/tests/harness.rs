@@ -31,6 +31,8 @@ pub(crate) const SPEED: f64 = 1000.0;
 #[derive(Clone)]
 pub(crate) enum Behaviour {
     Serve,
+    /// Requests have no output for this long, and are then served. Health checks are served at once.
+    ServeAfter(Duration),
     Refuse(Error),
     /// Health checks are served, and requests are not.
     RefuseRequests(Error),
@@ -135,10 +137,11 @@ impl Engine for FakeEngine {
         } else {
             self.probes.fetch_add(1, Ordering::SeqCst);
         }
-        let behaviour = match self.behaviour.lock().clone() {
-            Behaviour::RefuseRequests(error) if asked => Behaviour::Refuse(error),
-            Behaviour::RefuseRequests(_) => Behaviour::Serve,
-            other => other,
+        let (behaviour, silent) = match self.behaviour.lock().clone() {
+            Behaviour::RefuseRequests(error) if asked => (Behaviour::Refuse(error), Duration::ZERO),
+            Behaviour::RefuseRequests(_) => (Behaviour::Serve, Duration::ZERO),
+            Behaviour::ServeAfter(time) => (Behaviour::Serve, if asked { time } else { Duration::ZERO }),
+            other => (other, Duration::ZERO),
         };
         self.open.fetch_add(usize::from(asked), Ordering::SeqCst);
         let open = asked.then(|| OpenStream(self.open.clone()));
@@ -148,7 +151,7 @@ impl Engine for FakeEngine {
                 return Err(error);
             }
             let tokens = |ids, prompt, finish| Ok(Output::Tokens(Tokens { ids, prompt, finish, ..Tokens::default() }));
-            let takes = Duration::from_secs_f64(request.tokens.len() as f64 / SPEED);
+            let takes = silent + Duration::from_secs_f64(request.tokens.len() as f64 / SPEED);
             let items = async move {
                 let is_resumed = matches!(request.work, Work::Resume(_));
                 let hands_off = matches!(behaviour, Behaviour::HandOff(_));
@@ -196,9 +199,13 @@ impl Engine for FakeEngine {
                     }
                     (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
                     (Behaviour::End, _) => stream::empty().boxed(),
-                    (Behaviour::Hang | Behaviour::Refuse(_) | Behaviour::RefuseRequests(_), _) => {
-                        stream::pending().boxed()
-                    }
+                    (
+                        Behaviour::Hang
+                        | Behaviour::Refuse(_)
+                        | Behaviour::RefuseRequests(_)
+                        | Behaviour::ServeAfter(_),
+                        _,
+                    ) => stream::pending().boxed(),
                 }
             };
             Ok(stream::once(items)
@@ -417,14 +424,19 @@ pub(crate) fn prompt(family: u32, tokens: usize) -> Request {
     }
 }
 
-/// The request as one for an endpoint of a server of another program.
+/// The request as one for an endpoint of a server of another program, with a stream as its response.
 pub(crate) fn relayed(path: &'static str, request: Request) -> Request {
+    relayed_as(true, path, request)
+}
+
+/// The same with a response that is a stream, or comes whole.
+pub(crate) fn relayed_as(is_stream: bool, path: &'static str, request: Request) -> Request {
     let http = HttpRequest {
         method: Method::POST,
         target: PathAndQuery::from_static(path),
         headers: HeaderMap::new(),
         body: "{}".into(),
-        is_stream: true,
+        is_stream,
         wants_usage: false,
         is_metered: false,
         private_fields: &[],

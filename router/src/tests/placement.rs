@@ -1,14 +1,15 @@
 //! Placement of requests: load balance, prefix affinity, policies and settings.
 
 use super::defaults;
-use super::harness::{Harness, names, prompt, settle, stored};
+use super::harness::{Harness, MODEL, card, names, prompt, settle, stored};
 use crate::policy::Policy;
 use crate::settings::{Overrides, Settings};
 use futures::StreamExt;
 use futures::future::join_all;
 use kvbm::Level;
-use worker::engine::{Output, Request};
-use worker::plane::{Load, OnboardSpeed, Role};
+use tokio::time::Instant;
+use worker::engine::{ModelCard, Output, Request};
+use worker::plane::{Load, OnboardSpeed, Role, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn a_burst_of_long_prompts_spreads_over_the_workers() {
@@ -54,6 +55,17 @@ async fn a_hot_prefix_spills_when_waiting_costs_more_than_prefill() {
     settle().await;
     harness.answer(hot).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (5, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_have_the_size_of_the_model_card() {
+    let harness = defaults();
+    for (id, block_size) in [(1, 1), (2, 128)] {
+        harness.join_with(id, Role::Both, ModelCard { block_size, ..card(MODEL) }, 1, &[]).await;
+        let fleet = harness.router.core.fleet.snapshot();
+        let stats = fleet.get(WorkerId(id)).unwrap().load.stats(Instant::now());
+        assert_eq!(stats.block_tokens as usize, block_size);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,6 +1,6 @@
 //! Stalled, slow and ejected workers, and health checks.
 
-use super::harness::{Behaviour, FakeEngine, Harness, MODEL, prompt, settle};
+use super::harness::{Behaviour, FakeEngine, Harness, MODEL, prompt, relayed_as, settle};
 use super::{defaults, failed};
 use futures::StreamExt;
 use futures::future::join_all;
@@ -9,8 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
-use worker::engine::{Engine, Error, Output, Readiness};
+use worker::engine::{Engine, Error, Output, Readiness, Request, StopConditions};
 use worker::plane::{Event, EventBody, Events, Instance, Load, Role, RouterId, Source, WorkerId};
 use worker::serve::{Planes, Worker};
 
@@ -69,6 +70,45 @@ async fn no_worker_counts_as_stalled_when_all_are_slow() {
     pass(&harness, &[&a, &b], 120).await;
     assert_eq!((a.requests(), b.requests(), is_ejected(&harness, 1), is_ejected(&harness, 2)), (1, 1, false, false));
     answers.abort();
+}
+
+/// Two servers that send no output for `silent`, and the answer to a request whose response comes whole. It has at
+/// most ten tokens, so that it is overdue after 12 s.
+async fn silent_servers(silent: Duration) -> (Arc<Harness>, [Arc<FakeEngine>; 2], JoinHandle<Result<Vec<u32>, Error>>) {
+    let harness = Arc::new(defaults());
+    let servers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
+    for (id, server) in (1..).zip(&servers) {
+        *server.server.lock() = Some(id);
+        server.set_behaviour(Behaviour::ServeAfter(silent));
+    }
+    let stop = StopConditions { max_tokens: Some(10), ..StopConditions::default() };
+    let request = relayed_as(false, "/v1/completions", Request { stop, ..prompt(1, 100) });
+    let asking = Arc::clone(&harness);
+    let answer = tokio::spawn(async move { asking.answer(request).await });
+    pass(&harness, &[&servers[0], &servers[1]], 2).await;
+    (harness, servers, answer)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_long_response_that_comes_whole_stays_on_a_server_that_answers_health_checks() {
+    let (harness, [a, b], answer) = silent_servers(Duration::from_secs(200)).await;
+    pass(&harness, &[&a, &b], 210).await;
+    assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
+    assert_eq!((a.requests() + b.requests(), is_ejected(&harness, 1), is_ejected(&harness, 2)), (1, false, false));
+    let computing = if a.requests() == 1 { &a } else { &b };
+    assert!(probes(computing) > 20, "{} health checks while the response was overdue", probes(computing));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_that_comes_whole_is_asked_elsewhere_if_the_health_check_fails() {
+    let (harness, [a, b], answer) = silent_servers(Duration::from_secs(1000)).await;
+    let (computing, other, id) = if a.requests() == 1 { (&a, &b, 1) } else { (&b, &a, 2) };
+    computing.set_behaviour(Behaviour::Hang);
+    other.set_behaviour(Behaviour::Serve);
+    pass(&harness, &[&a, &b], 60).await;
+    assert!(answer.is_finished());
+    assert_eq!(answer.await.unwrap(), Ok(vec![1, 2]));
+    assert_eq!((computing.requests(), other.requests(), is_ejected(&harness, id)), (1, 1, true));
 }
 
 #[tokio::test(start_paused = true)]

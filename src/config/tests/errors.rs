@@ -52,6 +52,8 @@ fn values_that_cannot_work_together_are_refused() {
         ("frontend.max_inflight_bodies=1MiB", "no body of frontend.max_body fits; expected at least \"16MiB\""),
         ("frontend.allowed_hosts=[\"https://kv.example.com\"]", "without scheme, port and path"),
         ("frontend.allowed_hosts=[\"kv.example.com:8000\"]", "without scheme, port and path"),
+        ("frontend.relay_paths=[\"infill\"]", "expected a path like \"/infill\""),
+        ("frontend.relay_paths=[\"/metrics\"]", "because the gateway answers /metrics itself"),
     ];
     for (assignment, wanted) in cases {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });

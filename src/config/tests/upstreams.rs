@@ -14,7 +14,8 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         assert_eq!(Upstream::new(url.parse().unwrap()).shown_url(), "http://10.0.0.1:8000/a");
     }
     let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
-        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n";
+        kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n\
+        max_requests = 100\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
     let kv_events =
@@ -25,6 +26,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         http: HttpVersion::H2c,
         kv_events,
         block_size: NonZero::new(32),
+        max_requests: NonZero::new(100),
         role: UpstreamRole::Pooling,
         ..of_url[0].clone()
     };
@@ -42,6 +44,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
         ("block_size = 0", "block_size"),
+        ("max_requests = 0", "max_requests"),
         ("role = 'decode'", "role: `decode` is not supported yet: KV blocks are not handed over between servers"),
         ("role = 'embed'", "role: `embed`; expected `auto`, `both`, `generate` or `pooling`"),
         ("[[upstreams]]\nurl = 'http://a'", "upstreams.1.url"),

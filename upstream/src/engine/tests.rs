@@ -4,7 +4,6 @@ use crate::relay::client::Settings;
 use crate::relay::fake::{FakeEngine, Script};
 use kvbm::Domain;
 use serde_json::json;
-use std::time::Duration;
 use tokio::time::timeout;
 use worker::engine::{ErrorKind, RequestGroup};
 
@@ -20,6 +19,11 @@ async fn engine(health: impl IntoIterator<Item = Script>) -> (FakeEngine, Upstre
     let card = Arc::new(discover(&client, None).await.unwrap().remove(0).card);
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
     (server, UpstreamEngine::new(client, UpstreamSettings::default(), card, metrics))
+}
+
+#[test]
+fn a_server_with_all_requests_that_it_may_have_is_no_fault() {
+    assert_eq!(error_of(RelayError::Full(9)), Error::Overloaded { retry_after: RETRY_WHEN_FULL });
 }
 
 /// A request with this body.

@@ -55,6 +55,35 @@ fn the_cache_is_as_reported() {
     assert_eq!((load.borrow().active_blocks, load.borrow().total_blocks), (30, 100));
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_size_of_the_batch_is_learned_while_requests_wait() {
+    let counter = LoadCounter::new();
+    let load = counter.watch();
+    let with_cache = |running, waiting, active_blocks| {
+        let cache = CacheUsage { active_blocks, total_blocks: 100 };
+        counter.reported(Some(Reported { running, waiting, cache }));
+        load.borrow().sequences_max
+    };
+    let report = |running, waiting| with_cache(running, waiting, 50);
+    for (running, waiting) in [(200, 0), (200, 0), (200, 0), (10, 90), (90, 40), (100, 30), (99, 30), (100, 30)] {
+        assert_eq!(report(running, waiting), 0, "{running} ran");
+    }
+    assert_eq!(report(100, 20), 100, "with three reports");
+    assert_eq!([report(40, 0), report(99, 5)], [100; 2], "fewer run for a moment");
+    assert_eq!(report(101, 0), 0, "there was a place left");
+    for _ in 0..4 {
+        assert_eq!(with_cache(60, 40, 95), 0, "they wait for blocks");
+    }
+    let thrice = |running| [1, 2, 3].map(|waiting| report(running, waiting));
+    assert_eq!(thrice(128), [0, 0, 128]);
+    tokio::time::advance(Duration::from_secs(61)).await;
+    counter.refresh();
+    assert_eq!(load.borrow().sequences_max, 0, "too old");
+    assert_eq!(thrice(64), [0, 0, 64], "a smaller one is learned then");
+    counter.reported(None);
+    assert_eq!(load.borrow().sequences_max, 0);
+}
+
 /// A stream of `output` tokens, 10 ms each, after a prompt of `uncached` tokens, 1 ms each.
 async fn stream(counter: &LoadCounter, uncached: u32, output: u32) {
     let counted = counter.start(u64::from(uncached), 1);

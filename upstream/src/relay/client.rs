@@ -3,7 +3,11 @@
 //! **Dropping an answer cancels the request.** HTTP/1.1 has no other way than to close the connection, HTTP/2 resets
 //! the stream; engines stop computing at either.
 //!
-//! Not here: a limit of concurrent requests (the router admits), retries on another engine, and time limits of answers.
+//! **Everything has a limit.** A request of HTTP/1.1 has a connection of its own, so the limit of relayed requests is
+//! one of connections too. Health checks and questions to the engine do not count.
+//!
+//! Not here: how many requests an engine should have (the router admits), retries on another engine, and time limits of
+//! answers.
 
 mod connect;
 mod http1;
@@ -26,6 +30,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Sends requests to one engine. A clone shares the connections.
 #[derive(Clone, Debug)]
@@ -36,6 +41,9 @@ struct Shared {
     connector: Connector,
     idle: Arc<Pool>,
     http2: http2::Shared,
+    /// A permit for each relayed request that may run.
+    places: Arc<Semaphore>,
+    max_requests: usize,
     /// The address, without path.
     origin: Uri,
     /// Value of the `Host` header.
@@ -46,7 +54,11 @@ struct Shared {
 
 /// The body of an answer. Dropping it cancels the request.
 #[derive(Debug)]
-pub struct Body(BodyOf);
+pub struct Body {
+    of: BodyOf,
+    /// The place of a relayed request.
+    _place: Option<OwnedSemaphorePermit>,
+}
 
 #[derive(Debug)]
 enum BodyOf {
@@ -68,6 +80,9 @@ pub struct Settings {
     /// Maximum number of unused connections that are kept. 256 by default, which is vLLM's default of running
     /// sequences.
     pub max_idle: usize,
+    /// Maximum number of relayed requests that run at the same time. 4096 by default: more than an engine computes at a
+    /// time, and as many connections as clients may have to a gateway.
+    pub max_requests: usize,
     /// The addresses to connect to instead of those of the host name, which stays the name for TLS and in the `Host`
     /// header. By default none: the name is resolved at each connection.
     pub addresses: Vec<IpAddr>,
@@ -110,6 +125,7 @@ impl Default for Settings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             max_idle: 256,
+            max_requests: 4096,
             addresses: Vec::new(),
             roots: None,
         }
@@ -130,6 +146,8 @@ impl Client {
             connector: Connector::new(scheme, settings)?,
             idle: Pool::new(settings.idle_timeout, settings.max_idle),
             http2: http2::Shared::default(),
+            places: Arc::new(Semaphore::new(settings.max_requests)),
+            max_requests: settings.max_requests,
             origin: origin.map_err(|_| ClientError::Address(address.clone()))?,
             host: host(scheme, authority),
             prefix: address.path().trim_end_matches('/').to_owned(),
@@ -203,7 +221,8 @@ impl Client {
         shared.send_on_new_connection(http1, http2).await
     }
 
-    /// Sends a request and relays its answer. An answer that is no success is an error.
+    /// Sends a request and relays its answer. An answer that is no success is an error. At the maximum of requests
+    /// nothing is sent.
     pub async fn relay(
         &self,
         method: Method,
@@ -212,9 +231,11 @@ impl Client {
         body: Bytes,
         usage: UsageInStream,
     ) -> Result<Relay<Body>, RelayError> {
+        let place = Arc::clone(&self.0.places).try_acquire_owned();
+        let place = place.map_err(|_| RelayError::Full(self.0.max_requests))?;
         let response = self.exchange(&method, path, &headers, &body).await?;
         if response.status().is_success() {
-            return Ok(Relay::new(response, usage));
+            return Ok(Relay::new(response.map(|body| Body { _place: Some(place), ..body }), usage));
         }
         Err(RelayError::Answered(Box::new(Box::pin(Answer::read(response)).await)))
     }
@@ -266,7 +287,7 @@ impl Shared {
 
 fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Response<Body>, RelayError> {
     match outcome {
-        Ok(response) => Ok(response.map(|body| Body(BodyOf::Http1(body)))),
+        Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http1(body), _place: None })),
         Err(http1::Failed::Closed(error)) => Err(RelayError::Unreachable(chain(&error))),
         Err(http1::Failed::BrokenOff(error)) => Err(RelayError::BrokenOff(chain(&error))),
     }
@@ -274,7 +295,7 @@ fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Res
 
 fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>, RelayError> {
     match outcome {
-        Ok(response) => Ok(response.map(|body| Body(BodyOf::Http2(body)))),
+        Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
         // There was an answer, but not one of HTTP.
         Err(error) if error.is_parse() => Err(RelayError::BrokenOff(chain(&error))),
         Err(error) => Err(RelayError::Unreachable(chain(&error))),
@@ -298,21 +319,21 @@ impl http_body::Body for Body {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        match &mut self.0 {
+        match &mut self.of {
             BodyOf::Http1(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
             BodyOf::Http2(body) => Pin::new(body).poll_frame(context).map_err(Into::into),
         }
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.0 {
+        match &self.of {
             BodyOf::Http1(body) => body.is_end_stream(),
             BodyOf::Http2(body) => body.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.0 {
+        match &self.of {
             BodyOf::Http1(body) => body.size_hint(),
             BodyOf::Http2(body) => body.size_hint(),
         }

@@ -29,6 +29,9 @@ pub enum RelayError {
     /// No connection, or it closed before the answer began. The engine has not answered anything.
     #[error("cannot connect: {0}")]
     Unreachable(String),
+    /// As many requests as the engine may have run already.
+    #[error("{0} requests run on the engine already, the most that it may have")]
+    Full(usize),
     /// The engine answered with an error.
     #[error("engine answered {}", .0.status)]
     Answered(Box<Answer>),

@@ -65,6 +65,22 @@ async fn a_request_arrives_as_it_was_sent() {
 }
 
 #[tokio::test]
+async fn no_more_requests_run_than_the_settings_allow() {
+    for protocol in [Protocol::Negotiated, Protocol::Http2] {
+        let engine = FakeEngine::start([]).await.unwrap();
+        let client =
+            Client::new(&engine.uri(), &Settings { protocol, max_requests: 2, ..Settings::default() }).unwrap();
+        let [first, _second] = [relay(&client).await.unwrap(), relay(&client).await.unwrap()];
+        assert!(matches!(relay(&client).await, Err(RelayError::Full(2))));
+        let asked = post(&client, Method::POST, "{}").await;
+        assert!(asked.is_ok(), "questions to the engine do not count: {asked:?}");
+        drop(first);
+        assert!(text(&client).await.ends_with("data: [DONE]\n\n"));
+        assert_eq!(engine.requests().len(), 4, "nothing was sent at the maximum");
+    }
+}
+
+#[tokio::test]
 async fn a_connection_is_used_again() {
     let usage = Usage { prompt_tokens: Some(7), ..Usage::default() };
     let scripts = [Script::chat(&["a"], Some(usage)), Script::completion(&["b"], Some(usage)), Script::default()];
