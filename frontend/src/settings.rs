@@ -33,7 +33,7 @@ pub struct Settings {
     #[serde(skip)]
     pub api_key: Option<KeyHash>,
     /// Whether `/metrics` needs a key too. Default false: scrapers often have none, and metrics have no text of
-    /// requests.
+    /// requests. They have the names of tenants unless `tenant_metrics` is 0.
     pub metrics_need_key: bool,
     /// The file of the server's certificate and those that signed it, as PEM. Default none: the API speaks HTTP without
     /// TLS. Changes of the files take effect within a second, for new connections.

@@ -132,7 +132,7 @@ impl TenantMetrics {
     fn add(&self, tenant: &Arc<str>) -> Arc<Series> {
         let _adding = self.0.adding.lock();
         // Another request may have added it, or the last one before the limit.
-        let mut tenants = HashMap::clone(&self.0.tenants.load());
+        let mut tenants = (**self.0.tenants.load()).clone();
         if let Some(series) = tenants.get(tenant) {
             return Arc::clone(series);
         }
