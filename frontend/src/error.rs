@@ -183,13 +183,15 @@ pub(crate) enum Error {
 pub(crate) struct LoggedError {
     pub(crate) code: Option<&'static str>,
     pub(crate) message: Arc<str>,
+    /// Why the request was rejected, as the metrics of tenants name it, if its status is one of rejections.
+    pub(crate) rejection: &'static str,
 }
 
 impl From<&Error> for LoggedError {
     fn from(error: &Error) -> Self {
         // The message contains text of the client, which may be long.
         let message: String = error.to_string().chars().take(MAX_LOGGED_CHARS).collect();
-        Self { code: error.body().code(), message: message.into() }
+        Self { code: error.body().code(), message: message.into(), rejection: error.rejection() }
     }
 }
 
@@ -279,6 +281,18 @@ impl Error {
             Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Relayed(response) => response.status,
+        }
+    }
+
+    /// Why a request is rejected, as the metrics of tenants name it.
+    fn rejection(&self) -> &'static str {
+        match self {
+            Self::RateLimited { what: "requests", .. } => "request_limit",
+            Self::RateLimited { .. } => "token_limit",
+            Self::Overloaded(_) => "overloaded",
+            Self::ModelNotAllowed(_) | Self::ModelNotNamed | Self::AdapterNotAllowed(_) => "model_not_allowed",
+            Self::Relayed(_) => "server",
+            _ => "invalid_request",
         }
     }
 

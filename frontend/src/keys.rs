@@ -14,7 +14,7 @@ mod live;
 pub use file::{KeyEntry, KeyFile, KeyFileError};
 pub(crate) use hash::MAX_KEY_BYTES;
 pub use hash::{ApiKey, KeyHash};
-pub(crate) use key::Key;
+pub(crate) use key::{Key, KeyLimit};
 pub(crate) use live::ApiKeys;
 
 /// Maximum length of a tenant's name, and of a key's.

@@ -1,8 +1,11 @@
-//! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, and `model` is a served model.
+//! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, `model` is a served model, and the
+//! settings say how many values `tenant` has.
 
 mod of_model;
+mod tenants;
 
 pub(crate) use of_model::ModelMetrics;
+pub(crate) use tenants::{TenantMetrics, UsedTokens};
 
 use parking_lot::RwLock;
 use prometheus::{
@@ -79,13 +82,15 @@ pub(crate) struct Metrics {
     pub(crate) output_length: HistogramVec,
     /// Reloads of the API keys, by outcome.
     pub(crate) key_reloads: IntCounterVec,
+    /// `None`: no metrics of tenants are kept.
+    pub(crate) tenants: Option<TenantMetrics>,
     /// The metrics of each model that had a request.
     models: Arc<RwLock<HashMap<Arc<str>, Arc<ModelMetrics>>>>,
 }
 
 impl Metrics {
-    /// Registers all metrics.
-    pub(crate) fn new(registry: &Registry) -> Result<Self, prometheus::Error> {
+    /// Registers all metrics, with those of at most this number of tenants.
+    pub(crate) fn new(registry: &Registry, max_tenants: usize) -> Result<Self, prometheus::Error> {
         let metrics = Self {
             requests: counters("requests_total", "Requests, by route and HTTP status.", &["endpoint", "status"])?,
             in_flight: IntGauge::new(
@@ -133,9 +138,13 @@ impl Metrics {
                 "Changes of the file of API keys, by outcome: applied or rejected.",
                 &["outcome"],
             )?,
+            tenants: (max_tenants > 0).then(|| TenantMetrics::new(max_tenants)).transpose()?,
             models: Arc::default(),
         };
         registry.register(Box::new(metrics.clone()))?;
+        if let Some(tenants) = &metrics.tenants {
+            registry.register(Box::new(tenants.clone()))?;
+        }
         // An alert computes the increase, and an increase from no series is not seen.
         for outcome in ["applied", "rejected"] {
             metrics.key_reloads.with_label_values(&[outcome]);

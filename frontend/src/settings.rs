@@ -33,7 +33,7 @@ pub struct Settings {
     #[serde(skip)]
     pub api_key: Option<KeyHash>,
     /// Whether `/metrics` needs a key too. Default false: scrapers often have none, and metrics have no text of
-    /// requests.
+    /// requests. They have the names of tenants unless `tenant_metrics` is 0.
     pub metrics_need_key: bool,
     /// The file of the server's certificate and those that signed it, as PEM. Default none: the API speaks HTTP without
     /// TLS. Changes of the files take effect within a second, for new connections.
@@ -47,6 +47,9 @@ pub struct Settings {
     /// A file with the secret from which cache domains of tenants are derived, at least 16 bytes. Default none: tenants
     /// share no blocks either way, but a reader of the store can test whether a tenant has blocks of a known prompt.
     pub tenant_secret_file: Option<PathBuf>,
+    /// Maximum number of tenants with metrics of their own; the others share the label `other`. 0: no metrics of
+    /// tenants. Default 200: a thousand or two of series, and more than a dashboard shows.
+    pub tenant_metrics: usize,
     /// Maximum number of open connections. Default 4096: more clients than one node serves, at about 20 KiB each. At
     /// most half of the limit of open files. At the maximum the connection that is idle for longest is closed; when
     /// none is idle, a few more are accepted for health checks and metrics only.
@@ -102,6 +105,7 @@ impl Default for Settings {
             tls_key_file: None,
             tenant_header: None,
             tenant_secret_file: None,
+            tenant_metrics: 200,
             max_connections: 4096,
             header_timeout: HumanDuration::secs(10),
             max_headers: ByteSize(64 << 10),

@@ -21,7 +21,7 @@ pub struct Cli {
 }
 
 /// Flags of vLLM and SGLang, each with its replacement here.
-const FOREIGN: [(&str, &str); 26] = [
+const FOREIGN: [(&str, &str); 27] = [
     ("--host", "--listen ADDR:PORT takes address and port together"),
     ("--port", "--listen ADDR:PORT takes address and port together, or --listen PORT for this machine only"),
     ("--api-key", "BLOCKYARD_API_KEY=KEY in the environment, or --set frontend.api_keys_file=PATH for several keys"),
@@ -46,6 +46,7 @@ const FOREIGN: [(&str, &str); 26] = [
     ("--tensor-parallel-size", "--workers SPEC starts several workers; one model is not split among them"),
     ("--data-parallel-size", "--workers both:N starts N workers"),
     ("--kv-transfer-config", "--workers prefill:1,decode:2 disaggregates; --g4 URL shares blocks between nodes"),
+    ("--disaggregation-mode", "--workers prefill:1 or --workers decode:1 of `blockyard worker`, one for each process"),
     ("--uvicorn-log-level", "--log LEVEL"),
     ("--log-level", "--log LEVEL"),
 ];
@@ -213,6 +214,10 @@ pub struct Worker {
     #[arg(long, value_name = "SPEC")]
     workers: Option<String>,
 
+    /// One worker with this role; --role prefill is --workers prefill:1
+    #[arg(long, value_name = "ROLE", value_parser = ["prefill", "decode", "both"], conflicts_with = "workers")]
+    role: Option<String>,
+
     /// Address and port for frontends, like 0.0.0.0:8100, or a port for this machine only; with port 0 the system
     /// chooses one [default: 127.0.0.1:8100]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -330,11 +335,13 @@ impl Frontend {
 impl Worker {
     /// What the command runs.
     pub fn serving(&self) -> Serving {
+        let of_role = self.role.as_ref().map(|role| format!("{role}:1"));
         let flags = [
             ("--model", "model", &self.model),
             ("--data-dir", "data_dir", &self.data_dir),
             ("--g4", "tiers.g4.url", &self.g4),
             ("--workers", "workers", &self.workers),
+            ("--role", "workers", &of_role),
             ("--listen", "cluster.listen", &self.listen),
             ("--advertise", "cluster.advertise", &self.advertise),
         ];
@@ -403,6 +410,7 @@ mod tests {
             ("serve --api-key=secret", &["BLOCKYARD_API_KEY", "frontend.api_keys_file"]),
             ("serve --model tiny --served-model-name gpt", &["name of its folder"]),
             ("serve --max-model-len 4096", &["config.json", "tiers.g1"]),
+            ("worker --disaggregation-mode prefill", &["--workers prefill:1"]),
             ("serve meta-llama/Llama-3.2-1B", &["--model meta-llama/Llama-3.2-1B"]),
             ("serve org/model --port 8000", &["--model org/model", "--listen"]),
         ] {
@@ -471,6 +479,27 @@ mod tests {
                 assert!(keys.contains(&key.to_owned()), "{key} is no key");
             }
         }
+    }
+
+    #[test]
+    fn the_role_of_a_worker_is_short_for_one_worker_with_it() {
+        let workers = |flags: &str| {
+            let line = format!("blockyard worker {flags}");
+            let Command::Worker(worker) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
+                panic!("not worker")
+            };
+            let flags = Sources { environment: vec![("HOME".into(), "/".into())], ..worker.serving().sources };
+            Config::load(&flags).unwrap().0.workers
+        };
+        for role in ["prefill", "decode", "both"] {
+            let (short, long) = (workers(&format!("--role {role}")), workers(&format!("--workers {role}:1")));
+            assert_eq!(short.to_string(), long.to_string(), "{role}");
+        }
+        assert_eq!(workers("--role decode --role prefill").to_string(), "prefill:1", "the last one wins");
+        let both = refused("blockyard worker --role prefill --workers decode:2");
+        assert!(both.contains("cannot be used with"), "{both}");
+        let unknown = refused("blockyard worker --role encode");
+        assert!(["prefill", "decode", "both"].iter().all(|role| unknown.contains(role)), "{unknown}");
     }
 
     #[test]

@@ -20,6 +20,8 @@ const BODY: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
 const INFLIGHT_BODIES: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 40);
 /// More connections, or choices at the same time, than one process can have.
 const MANY: RangeInclusive<usize> = 1..=1 << 24;
+/// A tenant has about ten series, and Prometheus should get at most some hundred thousand of a process.
+const TENANT_METRICS: RangeInclusive<usize> = 0..=10_000;
 /// A value below the minimum of the HTTP library is raised to that minimum.
 const HEADERS: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(16 << 20);
 /// Bytes per second: no client sends more than a gibibyte.
@@ -59,6 +61,7 @@ impl Config {
             Problem::unless_within("frontend.max_inflight_bodies", frontend.max_inflight_bodies, INFLIGHT_BODIES),
             Problem::unless_within("frontend.max_choices_per_connection", frontend.max_choices_per_connection, MANY),
             Problem::unless_within("frontend.max_choices_per_tenant", frontend.max_choices_per_tenant, MANY),
+            Problem::unless_within("frontend.tenant_metrics", frontend.tenant_metrics, TENANT_METRICS),
             Problem::unless_within("frontend.max_connections", frontend.max_connections, MANY),
             Problem::unless_within("frontend.max_headers", frontend.max_headers, HEADERS),
             Problem::unless_within("frontend.min_body_rate", frontend.min_body_rate, BODY_RATE),

@@ -18,7 +18,7 @@ pub struct Banner {
     pub address: SocketAddr,
     /// Whether the API speaks HTTPS.
     pub has_tls: bool,
-    /// Whether requests need an API key; of workers, the secret.
+    /// Whether requests need an API key; of workers, the secret or a client certificate.
     pub needs_key: bool,
     /// What serves.
     pub serves: Serves,
@@ -32,6 +32,30 @@ pub(super) fn open_to_all(port: u16) -> String {
          on this machine only: --listen 127.0.0.1:{port}"
     )
 }
+
+/// The warnings for workers at this address: whether other machines can use them, and can read what they receive.
+pub(super) fn worker_warnings(address: SocketAddr, needs_secret: bool, has_tls: bool) -> Vec<String> {
+    if address.ip().is_loopback() {
+        return Vec::new();
+    }
+    let open = (!needs_secret).then(|| workers_open_to_all(address.port()));
+    open.into_iter().chain((!has_tls).then(|| READABLE.to_owned())).collect()
+}
+
+/// The warning for workers at this port that other machines can use without a secret.
+fn workers_open_to_all(port: u16) -> String {
+    format!(
+        "every machine that reaches this address can use the workers, because they require neither a secret nor a \
+         client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, the same for \
+         all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
+         127.0.0.1:{port}"
+    )
+}
+
+/// The warning for workers that other machines reach without TLS.
+const READABLE: &str = "requests of other machines arrive without TLS: prompts, keys of cache domains, and the MACs \
+    with which this worker accepts requests can be read on the network; set cluster.tls.cert_file and \
+    cluster.tls.key_file, or use a network that you trust";
 
 /// What serves the requests of a node.
 #[derive(Clone, Debug)]
@@ -148,7 +172,9 @@ impl Banner {
 
     fn write_address(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Serves::Workers(workers) = &self.serves {
-            return writeln!(f, "  address  {}, for frontends", workers.url);
+            writeln!(f, "  address  {}, for frontends", workers.url)?;
+            let mut warnings = worker_warnings(self.address, self.needs_key, self.has_tls).into_iter();
+            return warnings.try_for_each(|warning| writeln!(f, "           WARNING: {warning}"));
         }
         writeln!(f, "  address  {}", self.url())?;
         if !self.needs_key && !self.address.ip().is_loopback() {
@@ -284,14 +310,14 @@ fn folders(folders: &[PathBuf]) -> String {
 mod tests {
     use super::*;
 
-    fn banner(address: &str) -> Banner {
+    fn native() -> NativeFacts {
         let model = ModelCard {
             identity: "x".into(),
             vocabulary: 10,
             random_weights: true,
             ..ModelCard::new("it's", 4096, 16)
         };
-        let native = NativeFacts {
+        NativeFacts {
             model: Arc::new(model),
             roles: vec![Role::Prefill, Role::Decode, Role::Decode],
             threads: 2,
@@ -300,12 +326,15 @@ mod tests {
             data_dir: "/data".into(),
             g3_5: None,
             g4: None,
-        };
+        }
+    }
+
+    fn banner(address: &str) -> Banner {
         Banner {
             address: address.parse().unwrap(),
             has_tls: false,
             needs_key: false,
-            serves: Serves::Native(Box::new(native)),
+            serves: Serves::Native(Box::new(native())),
         }
     }
 
@@ -337,6 +366,31 @@ mod tests {
         }
         assert!(!text("127.0.0.1:80", false).contains("WARNING"));
         assert!(text("127.0.0.1:80", true).contains(r#"-H "authorization: Bearer $KEY""#));
+    }
+
+    #[test]
+    fn workers_that_other_machines_can_use_or_read_are_warned_about() {
+        let text = |address, needs_key, has_tls| {
+            let facts = WorkerFacts {
+                native: native(),
+                ids: vec![WorkerId(7)],
+                url: "http://host:8100".into(),
+                nats: vec!["nats://n:4222".into()],
+                prefix: "p".into(),
+            };
+            Banner { needs_key, has_tls, serves: Serves::Workers(Box::new(facts)), ..banner(address) }.to_string()
+        };
+        let (open, readable) =
+            ("WARNING: every machine that reaches this address", "WARNING: requests of other machines");
+        for (needs_key, has_tls) in [(false, false), (false, true), (true, false), (true, true)] {
+            let of_all = text("0.0.0.0:8100", needs_key, has_tls);
+            assert_eq!(of_all.contains(open), !needs_key, "{of_all}");
+            assert_eq!(of_all.contains(readable), !has_tls, "{of_all}");
+            assert!(of_all.contains("address  http://host:8100, for frontends\n"), "{of_all}");
+            let of_this_machine = text("127.0.0.1:8100", needs_key, has_tls);
+            assert!(!of_this_machine.contains("WARNING"), "{of_this_machine}");
+        }
+        assert!(text("10.0.0.7:8100", false, true).contains("cluster.secret_file"), "it says what to change");
     }
 
     #[test]

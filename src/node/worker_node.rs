@@ -9,7 +9,7 @@
 //!
 //! Shutdown deregisters the workers first, so that routers choose others, and closes the HTTP server last.
 
-use super::banner::{Banner, Serves, WorkerFacts};
+use super::banner::{Banner, Serves, WorkerFacts, worker_warnings};
 use super::cache_audit::CacheAudit;
 use super::health::Health;
 use super::http_server::{self, HttpServer, listen};
@@ -73,7 +73,12 @@ impl WorkerNode {
     pub async fn start(config: &Config) -> anyhow::Result<Self> {
         let listener = listen(&config.cluster.listen, "--listen ").await?;
         let address = listener.local_addr()?;
-        warn_if_public(config, address);
+        let has_tls = config.cluster.tls.cert_file.is_some();
+        let requires_certificate = config.cluster.tls.client_ca_file.is_some();
+        let needs_key = config.cluster.secret_file.is_some() || requires_certificate;
+        for warning in worker_warnings(address, needs_key, has_tls) {
+            tracing::warn!(%address, "{warning}");
+        }
         check(config, Purpose::Worker).await?;
         let registry = Registry::new();
         register_process_metrics(&registry)?;
@@ -91,7 +96,6 @@ impl WorkerNode {
         let (tracer, exporter) = otlp::start(config, Purpose::Worker, &address.to_string(), &registry)?;
         let required = credentials.secret.as_ref().map(|secret| secret.required_at(&url));
         let requests = RequestServer::traced(required, peers.clone(), tracer.clone());
-        let requires_certificate = config.cluster.tls.client_ca_file.is_some();
         let refused = Arc::new(RefusedRequests::new(&registry)?);
         let routes = routes(requests.clone(), refused, requires_certificate);
         let app = internal_router(routes, Arc::clone(&health) as _, registry.clone(), &settings);
@@ -118,12 +122,7 @@ impl WorkerNode {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
         };
-        let banner = Banner {
-            address,
-            has_tls: config.cluster.tls.cert_file.is_some(),
-            needs_key: config.cluster.secret_file.is_some() || requires_certificate,
-            serves: Serves::Workers(Box::new(facts)),
-        };
+        let banner = Banner { address, has_tls, needs_key, serves: Serves::Workers(Box::new(facts)) };
         Ok(Self {
             process: HttpProcess { banner, registry, http, audit },
             health,
@@ -203,38 +202,9 @@ impl frontend::Health for WorkerHealth {
     }
 }
 
-/// The warning for workers at this port that other machines can use without a secret.
-fn open_to_all(port: u16) -> String {
-    format!(
-        "every machine that reaches this address can use the workers, because they require neither a secret nor a \
-         client certificate; set cluster.secret_file to a file with the output of `openssl rand -hex 32`, the same for \
-         all frontends and workers, or cluster.tls.client_ca_file, or listen on this machine only: --listen \
-         127.0.0.1:{port}"
-    )
-}
-
-/// The warning for workers that other machines reach without TLS.
-const READABLE: &str = "requests of other machines arrive without TLS: prompts, keys of cache domains, and the MACs \
-    with which this worker accepts requests can be read on the network; set cluster.tls.cert_file and \
-    cluster.tls.key_file, or use a network that you trust";
-
 /// The answer to a request without a client certificate where one is required.
 const NO_CERTIFICATE: &str = "the request came without a client certificate, and the worker requires one \
     (cluster.tls.client_ca_file); set cluster.tls.cert_file and cluster.tls.key_file of the process that sent it";
-
-/// Warns if other machines reach the workers, and what protects them is missing.
-fn warn_if_public(config: &Config, address: SocketAddr) {
-    let cluster = &config.cluster;
-    if address.ip().is_loopback() {
-        return;
-    }
-    if cluster.secret_file.is_none() && cluster.tls.client_ca_file.is_none() {
-        tracing::warn!(%address, "{}", open_to_all(address.port()));
-    }
-    if cluster.tls.cert_file.is_none() {
-        tracing::warn!(%address, "{READABLE}");
-    }
-}
 
 /// The URL at which frontends reach this process.
 fn advertised(config: &Config, address: SocketAddr) -> String {

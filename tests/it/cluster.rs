@@ -246,6 +246,28 @@ fn wrong_settings_are_refused_before_anything_starts() {
 }
 
 #[test]
+fn a_worker_on_a_public_address_without_a_secret_and_without_tls_warns_of_both() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    // The warnings come first, and no NATS server answers at this address.
+    let common = ["--model", "tiny", "--nats", "nats://127.0.0.1:1", "--set", "nats.connect_timeout=10ms"];
+    let log = |arguments: &[&str]| {
+        let output =
+            command("worker", &[&common[..], arguments].concat()).arg("--data-dir").arg(&data).output().unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let warnings = |log: &str, text: &str| log.lines().filter(|l| l.contains("WARN") && l.contains(text)).count();
+    let public = log(&["--listen", "0.0.0.0:0", "--advertise", "http://127.0.0.1:1"]);
+    for (text, advice) in [("can use the workers", "cluster.secret_file"), ("without TLS", "cluster.tls.cert_file")] {
+        assert_eq!(warnings(&public, text), 1, "{public}");
+        assert!(public.contains(advice), "{public}");
+    }
+    let private = log(&["--listen", "127.0.0.1:0"]);
+    assert_eq!(warnings(&private, "can use the workers") + warnings(&private, "without TLS"), 0, "{private}");
+}
+
+#[test]
 fn the_help_shows_the_real_defaults() {
     use clap::CommandFactory;
     let mut program = blockyard::commands::cli::Cli::command();

@@ -128,7 +128,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("http", &["limits", "settings", "metrics", "keys", "error"]),
             ("limits", &["settings", "error"]),
             ("settings", &["keys"]),
-            ("metrics", &[]),
+            ("metrics", &["keys", "error"]),
             ("keys", &["error"]),
             ("error", &[]),
         ],

@@ -73,13 +73,16 @@ pub fn router_with(
     registry: Registry,
     settings: Settings,
 ) -> Result<Router, OpenError> {
-    let metrics = Metrics::new(&registry)?;
+    let metrics = Metrics::new(&registry, settings.tenant_metrics)?;
     let domains = CacheDomains::open(&settings)?;
     let models = ModelCache::new(ModelOptions {
         parse_special_tokens: settings.parse_special_tokens,
         ignore_generation_config: !settings.use_generation_config,
     });
     let keys = ApiKeys::open(settings.api_keys_file.clone(), settings.api_key, metrics.key_reloads.clone())?;
+    if let Some((tenants, keys)) = metrics.tenants.as_ref().zip(keys.as_ref()) {
+        tenants.export_limits(keys);
+    }
     let metrics_need_key = settings.metrics_need_key;
     let layers = Arc::new(Layers {
         observer: Observer::new(metrics.clone(), tracer),

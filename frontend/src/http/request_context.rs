@@ -8,7 +8,7 @@ use super::request_id;
 use super::server::{ConnectionInfo, Shutdown};
 use crate::error::{CLIENT_CLOSED, Error, LoggedError};
 use crate::keys::Key;
-use crate::metrics::{Metrics, ModelMetrics};
+use crate::metrics::{Metrics, ModelMetrics, UsedTokens};
 use axum::extract::{MatchedPath, Request};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
@@ -158,14 +158,31 @@ impl RequestContext {
         }
     }
 
-    /// Charges the key with what the request has used. A request that failed before its first token used nothing.
-    fn settle(&self, status: u16) {
-        let Some(key) = self.key() else { return };
-        let taken = self.taken.load(Ordering::Relaxed);
+    /// The tokens that the request has used. A request that failed before its first token used none.
+    fn used(&self, status: u16) -> UsedTokens {
         let fields = self.log_fields();
-        let has_failed = status >= 400 && status != CLIENT_CLOSED && fields.completion_tokens == 0;
-        let prompt = fields.prompt_tokens.map_or(taken, |tokens| tokens as u64);
-        key.settle(taken, if has_failed { 0 } else { prompt + u64::from(fields.completion_tokens) });
+        let generated = u64::from(fields.completion_tokens);
+        if status >= 400 && status != CLIENT_CLOSED && generated == 0 {
+            return UsedTokens::default();
+        }
+        let taken = || self.taken.load(Ordering::Relaxed);
+        let prompt = fields.prompt_tokens.map_or_else(taken, |tokens| tokens as u64);
+        UsedTokens { prompt, cached: fields.cached_tokens.unwrap_or_default().into(), generated }
+    }
+
+    /// Charges the key with what the request has used, and counts it for its tenant.
+    fn settle(&self, status: u16) {
+        let used = self.used(status);
+        if let Some(key) = self.key() {
+            key.settle(self.taken.load(Ordering::Relaxed), used.prompt + used.generated);
+        }
+        let Some(tenants) = self.metrics.tenants.as_ref().filter(|_| self.is_counted) else { return };
+        let fields = self.log_fields();
+        // A request that is rejected early has the tenant of its key only.
+        let of_key = self.key().and_then(|key| key.tenant.as_ref());
+        if let Some(tenant) = fields.tenant.as_ref().or(of_key) {
+            tenants.count(tenant, status, fields.error.as_ref().map(|error| error.rejection), used);
+        }
     }
 
     /// Records the start of a stream. The status is final only when the stream has finished.

@@ -56,6 +56,13 @@ impl TokenBucket {
         state.level = (state.level - amount).min(self.capacity());
     }
 
+    /// What was taken and is not refilled yet: more than the limit while the level is below zero.
+    pub(super) fn used(&self) -> f64 {
+        let mut state = self.state.lock();
+        self.fill(&mut state);
+        self.capacity() - state.level
+    }
+
     fn fill(&self, state: &mut State) {
         let now = Instant::now();
         let filled = state.level + now.saturating_duration_since(state.at).as_secs_f64() * self.per_second();
@@ -99,8 +106,10 @@ mod tests {
         assert_eq!(bucket.try_take(100), Ok(()));
         bucket.charge(1100.0);
         assert_eq!(bucket.try_take(0).map_err(|wait| wait.as_secs()), Err(60), "600 tokens below zero");
+        assert!((bucket.used() - 1200.0).abs() < 0.01, "{} of 600", bucket.used());
         bucket.charge(-600.0);
         assert_eq!(bucket.try_take(0), Ok(()), "the level is zero");
+        assert!((bucket.used() - 600.0).abs() < 0.01, "{} of 600", bucket.used());
         bucket.charge(-10_000.0);
         assert!(bucket.try_take(600).is_ok() && bucket.try_take(1).is_err(), "what is returned does not overflow");
     }

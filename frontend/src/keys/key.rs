@@ -6,6 +6,10 @@ use crate::error::Error;
 use std::num::NonZero;
 use std::sync::Arc;
 
+/// What the limits of a key limit, in messages and labels.
+const REQUESTS: &str = "requests";
+const TOKENS: &str = "tokens";
+
 /// A key in use.
 pub(crate) struct Key {
     /// The name in the key file, for the log.
@@ -16,6 +20,15 @@ pub(crate) struct Key {
     models: Option<Vec<String>>,
     requests: Option<TokenBucket>,
     tokens: Option<TokenBucket>,
+}
+
+/// A limit of a key, and what is used of it.
+pub(crate) struct KeyLimit {
+    /// What is limited.
+    pub(crate) of: &'static str,
+    pub(crate) per_minute: u32,
+    /// What was taken and is not refilled yet. It may exceed the limit.
+    pub(crate) used: f64,
 }
 
 impl Key {
@@ -53,12 +66,20 @@ impl Key {
 
     /// Counts a request against the limit of requests.
     pub(crate) fn take_request(&self) -> Result<(), Error> {
-        take(self.requests.as_ref(), 1, "requests")
+        take(self.requests.as_ref(), 1, REQUESTS)
     }
 
     /// Takes the tokens of a prompt from the limit of tokens.
     pub(crate) fn take_prompt(&self, tokens: u64) -> Result<(), Error> {
-        take(self.tokens.as_ref(), tokens, "tokens")
+        take(self.tokens.as_ref(), tokens, TOKENS)
+    }
+
+    /// The limits of the key.
+    pub(crate) fn limits(&self) -> impl Iterator<Item = KeyLimit> {
+        let limit = |of: &'static str, bucket: Option<&TokenBucket>| {
+            bucket.map(|bucket| KeyLimit { of, per_minute: bucket.per_minute(), used: bucket.used() })
+        };
+        [limit(REQUESTS, self.requests.as_ref()), limit(TOKENS, self.tokens.as_ref())].into_iter().flatten()
     }
 
     /// Corrects what was taken for a request to what it has used.

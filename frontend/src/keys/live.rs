@@ -58,6 +58,11 @@ impl ApiKeys {
         }
     }
 
+    /// The keys of the file.
+    pub(crate) fn of_file(&self) -> Vec<Arc<Key>> {
+        self.of_file.read().values().cloned().collect()
+    }
+
     /// Why the changed file cannot be used, without its content.
     pub(crate) fn problem(&self) -> Option<String> {
         self.problem.read().clone()

@@ -17,5 +17,6 @@ mod relay;
 mod scheduling;
 mod serving;
 mod streams;
+mod tenants;
 mod tiny_tokenizer;
 mod tls;

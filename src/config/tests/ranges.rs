@@ -3,13 +3,14 @@
 use super::*;
 
 /// Numeric keys that may be zero, and why.
-const MAY_BE_ZERO: [&str; 8] = [
+const MAY_BE_ZERO: [&str; 9] = [
     "frontend.shutdown_delay",            // closes at once
     "shutdown_timeout",                   // ends at once
     "router.decode_interference_weight",  // looks at the first token only
     "router.seed",                        // any number is a seed
     "router.admission.max_queued_tokens", // nothing waits
     "router.admission.max_queue_time",    // nothing waits
+    "frontend.tenant_metrics",            // no metrics of tenants
     "listen",                             // port 0: the system chooses
     "tracing.sample_ratio",               // records only what clients ask for
 ];

@@ -292,16 +292,35 @@ async fn streams_of_a_process_that_left_go_on_if_it_answers() {
     }
 }
 
+/// The response of each endpoint to a request with these headers.
+async fn responses(server: &RequestServer, headers: &HeaderMap) -> [(&'static str, http::Response<ResponseBody>); 4] {
+    let empty = || Full::new(Bytes::new());
+    [
+        ("generate", server.respond("7", headers, empty()).await),
+        ("prefetch", server.respond_prefetch("7", headers, empty()).await),
+        ("blocks", server.respond_blocks("7", headers, empty()).await),
+        ("handoffs", server.respond_progress("7", headers)),
+    ]
+}
+
+fn with_protocol(number: &str) -> HeaderMap {
+    HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_str(number).unwrap())])
+}
+
 #[tokio::test]
 async fn another_protocol_number_is_refused_by_its_number() {
     let server = RequestServer::new(None, Peers::default());
-    for protocol in ["0", "2", "4", "x"] {
-        let headers = HeaderMap::from_iter([(PROTOCOL_HEADER.parse().unwrap(), HeaderValue::from_static(protocol))]);
-        let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
-        assert_eq!(response.status(), 400);
-        let text = response.into_body().collect().await.unwrap().to_bytes();
-        let expected = format!("protocol number {protocol}, this worker {PROTOCOL}");
-        assert!(String::from_utf8_lossy(&text).contains(&expected), "{text:?}");
+    let (former, next) = ((PROTOCOL - 1).to_string(), (PROTOCOL + 1).to_string());
+    for protocol in ["0", &former, &next, "x"] {
+        for (endpoint, response) in responses(&server, &with_protocol(protocol)).await {
+            assert_eq!(response.status(), 400, "{endpoint}");
+            let text = response.into_body().collect().await.unwrap().to_bytes();
+            let expected = format!("protocol number {protocol}, this worker {PROTOCOL}; use the same version");
+            assert!(String::from_utf8_lossy(&text).contains(&expected), "{endpoint}: {text:?}");
+        }
+    }
+    for (endpoint, response) in responses(&server, &with_protocol(&PROTOCOL.to_string())).await {
+        assert_eq!(response.status(), 404, "{endpoint}: no worker and no hand-over is there");
     }
 }
 
@@ -310,12 +329,14 @@ async fn another_protocol_number_is_refused_by_its_number() {
 async fn a_stated_protocol_number_is_checked_before_the_secret() {
     let server = RequestServer::new(Some(secret("0123456789abcdef").required_at("http://host:1")), Peers::default());
     let bearer = (http::header::AUTHORIZATION, HeaderValue::from_static("Bearer 0123456789abcdef"));
-    for (protocol, status) in [(Some("2"), 400), (Some("3"), 401), (None, 401)] {
-        let name: http::HeaderName = PROTOCOL_HEADER.parse().unwrap();
-        let protocol = protocol.map(|number| (name, HeaderValue::from_static(number)));
-        let headers: HeaderMap = protocol.into_iter().chain([bearer.clone()]).collect();
-        let response = server.respond("7", &headers, Full::new(Bytes::new())).await;
-        assert_eq!(response.status(), status, "{headers:?}");
+    let stated = |number: u8| with_protocol(&number.to_string());
+    let cases =
+        [(stated(PROTOCOL - 1), 400), (stated(PROTOCOL + 1), 400), (stated(PROTOCOL), 401), (HeaderMap::new(), 401)];
+    for (mut headers, status) in cases {
+        headers.extend([bearer.clone()]);
+        for (endpoint, response) in responses(&server, &headers).await {
+            assert_eq!(response.status(), status, "{endpoint}: {headers:?}");
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod access;
 mod messages;
+mod operator;
 mod outages;
 mod processes;
 mod server;

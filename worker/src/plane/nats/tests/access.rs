@@ -1,5 +1,6 @@
 //! Who may connect, and what each role may do.
 
+use super::operator::Operator;
 use super::*;
 use crate::plane::contract::{engine, instance, next, soon};
 use crate::plane::{Discovery, Event, EventBody, Events, PlaneError, ReservationUpdate, Role, RouterId, Source, Topic};
@@ -338,6 +339,20 @@ async fn credentials_are_read_again_at_each_connection() {
     let new = "authorization { token: other }";
     restart(&mut server, &connection, new, || std::fs::write(&path, "other\n").unwrap()).await;
     restart(&mut server, &connection, new, || std::fs::remove_file(&path).unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_credentials_file_is_accepted_by_a_server_that_trusts_the_operator_of_its_account() {
+    let [operator, other] = [(); 2].map(|()| Operator::new());
+    let Some(mut server) = Server::with_configuration(&operator.configuration()).await else { return };
+    let path = file(server.folder(), "worker.creds", &other.user());
+    let settings = Settings { credentials: Credentials::CredentialsFile(path.clone()), ..only(&server.url()) };
+    let error = refused(settings.clone()).await;
+    assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
+    std::fs::write(&path, operator.user()).unwrap();
+    let connection = connect(settings).await;
+    // The file is read again at the next connection.
+    restart(&mut server, &connection, &other.configuration(), || std::fs::write(&path, other.user()).unwrap()).await;
 }
 
 #[tokio::test]
