@@ -38,6 +38,8 @@ pub(crate) enum Behaviour {
     Break(Error),
     /// The stream yields a token, and then this error.
     BreakLater(Error),
+    /// The stream yields two tokens, and then this error.
+    Drain(Error),
     /// The stream ends without an output.
     End,
     /// The stream never yields an output.
@@ -193,6 +195,11 @@ impl Engine for FakeEngine {
                     }
                     (Behaviour::BreakLater(error), _) => {
                         stream::iter([tokens(vec![next], Some(report), None), Err(error)]).then(pause).boxed()
+                    }
+                    (Behaviour::Drain(error), _) => {
+                        let (first, second) =
+                            (tokens(vec![next], Some(report), None), tokens(vec![next + 1], None, None));
+                        stream::iter([first, second, Err(error)]).then(pause).boxed()
                     }
                     (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
                     (Behaviour::End, _) => stream::empty().boxed(),
