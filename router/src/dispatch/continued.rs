@@ -15,15 +15,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use tokio_util::sync::CancellationToken;
 use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Sampling, Work};
+use worker::plane::Instance;
 
 /// The stream of a request, on one worker after the other.
 pub(super) struct Continued {
     core: Arc<Core>,
     /// As the client asked for it.
     request: Request,
-    /// Identity of the weights that have generated the first tokens. Other weights, even of a model of the same name,
-    /// would continue with other text.
-    identity: String,
+    /// The worker that has generated the first tokens. Other weights, even of a model of the same name, would continue
+    /// with other text.
+    first: Arc<Instance>,
     /// Tokens that were sent.
     generated: Vec<u32>,
     /// How often a worker has failed the stream.
@@ -73,8 +74,8 @@ impl Continued {
         stream: OutputStream,
     ) -> Self {
         let (core, state) = (Arc::clone(core), State::Streaming(Generating::on(worker), stream));
-        let (identity, permit) = (worker.instance.model.identity.clone(), Some(permit));
-        Self { core, request, identity, generated: Vec::new(), failures: 0, stopped: Vec::new(), permit, state }
+        let (first, permit) = (Arc::clone(&worker.instance), Some(permit));
+        Self { core, request, first, generated: Vec::new(), failures: 0, stopped: Vec::new(), permit, state }
     }
 
     /// Whether another worker may continue after this error of a worker; counts it.
@@ -113,35 +114,46 @@ impl Continued {
     }
 
     fn start_move(&mut self, from: WorkerRun, error: &Error, permit: Arc<Permit>) {
-        let (core, request, identity) = (Arc::clone(&self.core), self.rest(), self.identity.clone());
+        let (core, request, first) = (Arc::clone(&self.core), self.rest(), Arc::clone(&self.first));
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from.worker, generated_tokens = request.generated_tokens, %error,
             "worker failed or stopped after the first output; the stream is continued on another worker"
         );
         let cause = error.clone();
-        let moving = async move { continue_elsewhere(core, request, &identity, permit, from).await.map_err(|_| cause) };
+        let moving = async move { continue_elsewhere(core, request, &first, permit, from).await.map_err(|_| cause) };
         self.state = State::Moving(moving.boxed());
     }
 }
 
-/// Sends the rest of a request to a worker other than `failed`, with the same weights.
+/// Sends the rest of a request to a worker other than `failed`, with the same weights as `first`. One with another
+/// fingerprint is taken if there is no other: its arithmetic may round differently, so greedy text may continue
+/// differently, and that is better for a client than no text.
 async fn continue_elsewhere(
     core: Arc<Core>,
     request: Request,
-    identity: &str,
+    first: &Instance,
     permit: Arc<Permit>,
     failed: WorkerRun,
 ) -> Result<(Generating, OutputStream), Error> {
-    let mut tried = vec![failed];
-    tried.extend(core.fleet.snapshot().workers().filter_map(|worker| {
-        let model = &worker.instance.model;
-        (*model.id == *request.model && model.identity != identity).then(|| worker.run())
-    }));
+    let (mut tried, mut last_resort) = (vec![failed], Vec::new());
+    for worker in core.fleet.snapshot().workers().filter(|worker| *worker.instance.model.id == *request.model) {
+        if worker.instance.model.identity != first.model.identity {
+            tried.push(worker.run());
+        } else if !worker.instance.can_share_blocks(first) && worker.run() != failed {
+            last_resort.push(worker.run());
+        }
+    }
+    tried.extend(&last_resort);
     let mut failures = 0;
     let outcome = loop {
         let placement = match place(&core, &request, false, &tried, None) {
             Ok(placement) => placement,
+            Err(_) if !last_resort.is_empty() => {
+                tried.retain(|run| !last_resort.contains(run));
+                last_resort.clear();
+                continue;
+            }
             Err(error) => break Err(error),
         };
         let generating = Generating::on(&placement.decode);

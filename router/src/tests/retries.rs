@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness};
 use worker::plane::local::LocalEvents;
-use worker::plane::{Discovery, Instance, Lease, Membership, PlaneError, Role, RouterId, WorkerId};
+use worker::plane::{Discovery, Instance, Lease, Load, Membership, PlaneError, Role, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn client_errors_are_neither_retried_nor_worker_faults() {
@@ -235,6 +235,29 @@ async fn a_stream_is_not_continued_with_other_weights_of_the_same_name() {
     harness.join_with(4, Role::Both, same_as_other, 1, &[]).await;
     assert_eq!(harness.answer(prompt(2, 100)).await, Ok(vec![1, 2]));
     assert_eq!(harness.answer(prompt(3, 100)).await, Ok(vec![1, 2]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_is_continued_with_the_same_fingerprint_if_a_worker_has_it() {
+    for has_same in [true, false] {
+        let harness = defaults();
+        let worker = harness.worker_with_fingerprint(1, Role::Both, 1).await;
+        worker.set_behaviour(Behaviour::BreakLater(failed()));
+        let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+        let other = harness.worker_with_fingerprint(2, Role::Both, 2).await;
+        let second = harness.worker_with_fingerprint(3, Role::Both, if has_same { 1 } else { 2 }).await;
+        // So it would not be chosen for anything else.
+        harness.report(&second, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+        settle().await;
+        let mut ids = Vec::new();
+        while let Some(item) = stream.next().await {
+            if let Output::Tokens(tokens) = item.unwrap() {
+                ids.extend(tokens.ids);
+            }
+        }
+        let expected = if has_same { (0, 1) } else { (1, 0) };
+        assert_eq!((ids, (other.requests(), second.requests())), (vec![1, 2], expected));
+    }
 }
 
 #[tokio::test(start_paused = true)]
