@@ -354,7 +354,8 @@ pub(crate) async fn until_workers(frontend: &Process, count: usize) {
     }
 }
 
-/// Clients that send one request after the other. Each request must be answered.
+/// The load of the tests of faults: clients that send one request after the other, usually three of them. Each request
+/// must be answered.
 pub(crate) struct SteadyClients {
     stop: Arc<AtomicBool>,
     /// Each returns the number of its answers.
