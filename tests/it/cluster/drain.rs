@@ -85,7 +85,8 @@ async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
         while stream.texts[0].len() < enough {
             stream.read().await;
         }
-        let worker = workers.swap_remove(computing(&workers).await);
+        let at = computing(&workers).await;
+        let worker = workers.swap_remove(at);
         worker.signal("TERM");
         stopped.push(worker);
         while frontend.client.metric("blockyard_router_stream_moves_total", "continued").await < f64::from(moves) {
