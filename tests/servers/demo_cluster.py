@@ -1,5 +1,5 @@
-"""A deployment on one machine, as processes: NATS, an S3 server, two frontends, two prefill and two decode workers. Shows
-that it works.
+"""A deployment on one machine, as processes: NATS, an S3 server, two frontends, two prefill and two decode workers. It
+shows that it works.
 
     demo_cluster.py BLOCKYARD [--json]
 
