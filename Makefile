@@ -67,7 +67,7 @@ fmt: ## Format everything
 doc: ## Build the API documentation into target/doc
 	cargo doc --locked --workspace --no-deps --document-private-items
 
-demo-cluster: $(VENV)/.ready ## Two frontends and four workers as processes, with NATS and an S3 server: shows that it works
+demo-cluster: $(VENV)/.ready ## Two frontends, two prefill and two decode workers, NATS and an S3 server as processes: shows that it works
 	cargo build --locked --release
 	$(VENV)/bin/python $(SERVERS)/demo_cluster.py target/release/blockyard $(ARGS)
 

@@ -225,6 +225,9 @@ impl Node {
     ) -> anyhow::Result<(Self, Parts)> {
         let address = listener.local_addr()?;
         register_process_metrics(&registry)?;
+        if let Some(warning) = short_drain(config) {
+            tracing::warn!("{warning}");
+        }
         let (tracer, exporter) = otlp::start(config, purpose, &address.to_string(), &registry)?;
         let router = Router::new(
             router_id(),
@@ -401,6 +404,23 @@ fn request_share(shutdown_timeout: Duration) -> String {
     format!("four fifths of shutdown_timeout = {}", HumanDuration(shutdown_timeout))
 }
 
+/// The warning for a shutdown timeout that is too short for requests which the frontend allows.
+fn short_drain(config: &Config) -> Option<String> {
+    let max_time = config.frontend.max_request_time?;
+    let delay = config.frontend.shutdown_delay;
+    // Requests that arrive at the end of the delay may take as long as others.
+    let longest = max_time.0 + delay.0;
+    let least = HumanDuration::secs(longest.div_f64(REQUEST_SHARE).as_secs_f64().ceil() as u64);
+    (config.shutdown_timeout < least).then(|| {
+        format!(
+            "a stop ends requests that frontend.max_request_time = {max_time} allows: in {}, new ones are served for \
+             frontend.shutdown_delay = {delay}; set shutdown_timeout to at least {least}, and the grace period of the \
+             orchestrator above it",
+            request_share(config.shutdown_timeout.0)
+        )
+    })
+}
+
 /// Sends the last spans, within what is left of the shutdown timeout.
 async fn flush_spans(exporter: Option<Exporter>, deadline: Instant) {
     if let Some(exporter) = exporter {
@@ -449,5 +469,18 @@ mod tests {
             "running ones may finish within 20 s (four fifths of shutdown_timeout = 25s)"
         );
         assert!(request_time(Duration::from_secs(6)).contains("within 4.8 s ("));
+    }
+
+    #[test]
+    fn a_shutdown_timeout_below_the_longest_request_is_a_warning() {
+        let mut config = Config::with_cache("".as_ref());
+        assert_eq!(short_drain(&config), None, "requests have no limit to compare with");
+        config.frontend.max_request_time = Some(HumanDuration::secs(600));
+        let warning = short_drain(&config).unwrap();
+        assert!(warning.contains("max_request_time = 10m") && warning.contains("shutdown_timeout = 25s"), "{warning}");
+        // Four fifths of it are at least ten minutes and the delay of 5 s.
+        assert!(warning.contains("at least 757s"), "{warning}");
+        config.shutdown_timeout = HumanDuration::secs(757);
+        assert_eq!(short_drain(&config), None);
     }
 }

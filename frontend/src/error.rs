@@ -160,6 +160,9 @@ pub(crate) enum Error {
     /// The deadline cannot be met, or has passed.
     #[error("The deadline of the request cannot be met: its first token would come too late.")]
     DeadlineExceeded,
+    /// The response was not complete within `frontend.max_request_time`.
+    #[error("The request was ended: its response was not complete within {} s of its arrival.", seconds(*.0))]
+    RequestTimeExceeded(Duration),
     /// The client disconnected before its request was read and parsed. It does not receive this error, unless it has
     /// closed only its half of the connection.
     #[error("The client closed the connection before the request was read.")]
@@ -278,7 +281,7 @@ impl Error {
             Self::ContentType(_) | Self::ContentEncoding(_) => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             Self::Overloaded(_) | Self::RateLimited { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
-            Self::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
+            Self::DeadlineExceeded | Self::RequestTimeExceeded(_) => StatusCode::GATEWAY_TIMEOUT,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Relayed(response) => response.status,
         }
@@ -314,6 +317,7 @@ impl Error {
             Self::NoKey | Self::SeveralKeys | Self::WrongKey => Some("invalid_api_key"),
             Self::ModelNotAllowed(_) | Self::ModelNotNamed | Self::AdapterNotAllowed(_) => Some("model_not_allowed"),
             Self::DeadlineExceeded => Some("deadline_exceeded"),
+            Self::RequestTimeExceeded(_) => Some("request_time_exceeded"),
             Self::StreamNotRead(_) => Some("stream_not_read"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),

@@ -69,6 +69,10 @@ pub struct Settings {
     pub min_body_rate: ByteSize,
     /// Time for which a client may stop reading its response. Default 30 s: the system buffers megabytes before that.
     pub write_timeout: HumanDuration,
+    /// Maximum time from the arrival of a request to the end of its response; a response that takes longer is ended
+    /// with an error. Default none: a stream ends at its limit of tokens, and how long that takes depends on the model
+    /// and on the load. With it the shutdown timeout can be made longer than every request.
+    pub max_request_time: Option<HumanDuration>,
     /// Time after SIGTERM for which the listener stays open while `/ready` and new requests get 503. Default 5 s: load
     /// balancers check every few seconds. It is a part of `shutdown_timeout`.
     pub shutdown_delay: HumanDuration,
@@ -113,6 +117,7 @@ impl Default for Settings {
             body_timeout: HumanDuration::secs(30),
             min_body_rate: ByteSize(1000),
             write_timeout: HumanDuration::secs(30),
+            max_request_time: None,
             shutdown_delay: HumanDuration::secs(5),
             allowed_hosts: Vec::new(),
             cors_origins: Vec::new(),

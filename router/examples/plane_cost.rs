@@ -313,7 +313,8 @@ impl Engine for Mute {
 }
 
 fn instance(id: u64, card: &Arc<ModelCard>) -> Instance {
-    Instance { id: WorkerId(id), epoch: Epoch(1), role: Role::Both, model: card.clone(), stores: vec![StoreId(7)] }
+    let (id, epoch, stores) = (WorkerId(id), Epoch(1), vec![StoreId(7)]);
+    Instance { id, epoch, role: Role::Both, model: card.clone(), stores, kv_cache: None }
 }
 
 fn card() -> Arc<ModelCard> {

@@ -151,8 +151,8 @@ async fn join(
 ) -> [worker::plane::Lease; 2] {
     let model = Arc::new(ModelCard { vocabulary: 10, ..ModelCard::new("m", 1 << 20, 16) });
     let offer = bus.offer(Source::Worker(WorkerId(id)), log.clone());
-    let instance =
-        Instance { id: WorkerId(id), epoch: Epoch(1), role: Role::Both, model: model.clone(), stores: vec![] };
+    let (id, epoch, stores) = (WorkerId(id), Epoch(1), vec![]);
+    let instance = Instance { id, epoch, role: Role::Both, model: model.clone(), stores, kv_cache: None };
     let lease = discovery.register(instance, Arc::new(Mute(model))).await.expect("a discovery in memory registers");
     [offer, lease]
 }

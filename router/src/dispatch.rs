@@ -6,7 +6,7 @@
 //!     └──────────────── rejected, failed, left ────────────────────┘
 //! ```
 //!
-//! A stream whose worker fails after the first output is continued on another worker.
+//! A stream whose worker fails or is stopped after the first output is continued on another worker.
 //!
 //! Everything that a request holds (its reservations, its requests to workers, its permit) lives in the future or the
 //! stream that the client holds, so dropping either at any point cancels both requests to workers and releases what was

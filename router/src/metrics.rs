@@ -108,8 +108,8 @@ impl Metrics {
             )?,
             stream_moves: counters(
                 "blockyard_router_stream_moves_total",
-                "Streams whose worker failed after the first output, by outcome: continued (on another worker), \
-                 failed.",
+                "Streams whose worker failed or was stopped after the first output, by outcome: continued (on another \
+                 worker), failed.",
                 &["outcome"],
             )?,
             disaggregated_requests: counters(

@@ -29,6 +29,8 @@ const BODY_RATE: RangeInclusive<ByteSize> = ByteSize(1)..=ByteSize(1 << 30);
 /// Timeouts of a connection.
 const CONNECTION_TIME: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::from_millis(1))..=HumanDuration(Duration::from_hours(24));
+/// The key, which has the range of those times.
+const MAX_REQUEST_TIME: &str = "frontend.max_request_time";
 /// Time from marking an object to deleting it.
 const GC_GRACE: RangeInclusive<HumanDuration> =
     HumanDuration(Duration::from_secs(1))..=HumanDuration(Duration::from_hours(24 * 365));
@@ -69,6 +71,7 @@ impl Config {
             Problem::unless_within("frontend.idle_timeout", frontend.idle_timeout, CONNECTION_TIME),
             Problem::unless_within("frontend.body_timeout", frontend.body_timeout, CONNECTION_TIME),
             Problem::unless_within("frontend.write_timeout", frontend.write_timeout, CONNECTION_TIME),
+            frontend.max_request_time.and_then(|time| Problem::unless_within(MAX_REQUEST_TIME, time, CONNECTION_TIME)),
             Problem::unless_within("tiers.g4.gc_grace", g4.gc_grace, GC_GRACE),
             Problem::unless_within("tiers.g4.request_timeout", g4.request_timeout, REQUEST_TIMEOUT),
             Problem::unless_within("tiers.g4.gc_interval", g4.gc_interval, GC_INTERVAL),

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use worker::engine::{Engine, ModelCard};
 use worker::handoff::Peers;
 use worker::llama::{Limits, LlamaEngine, Runtime, Settings};
-use worker::plane::{Instance, PlaneError, Role, StoreId, WorkerId};
+use worker::plane::{Instance, KvCache, PlaneError, Role, StoreId, WorkerId};
 use worker::serve::{Cordon, Planes, Worker};
 
 /// Interval of attempts to register while another process has the registration.
@@ -126,7 +126,9 @@ impl Shared {
             self.settings,
         );
         let card = Arc::clone(engine.card());
-        let instance = Instance { id, epoch, role, model: Arc::clone(&card), stores: self.stores.clone() };
+        let kv_cache = Some(KvCache { fingerprint, blocks: manager.capacity() as u64 });
+        let (model, stores) = (Arc::clone(&card), self.stores.clone());
+        let instance = Instance { id, epoch, role, model, stores, kv_cache };
         let (load, limits) = (engine.load(), Arc::clone(engine.limits()));
         let (engine, until) = (engine as Arc<dyn Engine>, Instant::now() + self.lease + LEASE_MARGIN);
         let serving = loop {

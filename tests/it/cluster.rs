@@ -351,8 +351,10 @@ async fn a_stream_goes_on_when_its_worker_is_killed() {
         }
         // The one that computes is killed.
         let at = busy(&workers).await;
+        let clients = SteadyClients::start(&frontend.client, 3);
         workers[at].kill();
         let texts = stream.read_to_the_end().await;
+        clients.stop().await;
         assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
         workers[at] = cluster.worker(&seats[at]).await;
         until_workers(&frontend, 2).await;
@@ -374,7 +376,8 @@ pub(crate) async fn until_workers(frontend: &Process, count: usize) {
     }
 }
 
-/// Clients that send one request after the other. Each request must be answered.
+/// The load of the tests of faults: clients that send one request after the other, usually three of them. Each request
+/// must be answered.
 pub(crate) struct SteadyClients {
     stop: Arc<AtomicBool>,
     /// Each returns the number of its answers.

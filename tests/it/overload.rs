@@ -51,7 +51,7 @@ async fn retry_after_is_the_time_until_the_queue_has_space() {
     let router = Router::new(RouterId(1), discovery.clone(), events.clone(), settings, &registry).unwrap();
     let app = frontend::router(router, registry, frontend::Settings::default()).unwrap();
     let (id, epoch, model) = (WorkerId(1), Epoch(1), Arc::new(card()));
-    let instance = Instance { id, epoch, role: Role::Both, model: model.clone(), stores: vec![] };
+    let instance = Instance { id, epoch, role: Role::Both, model: model.clone(), stores: vec![], kv_cache: None };
     let _lease = discovery.register(instance, Arc::new(Silent(model))).await.unwrap();
     // Lets every runnable task run.
     let settle = || tokio::time::sleep(Duration::from_millis(1));

@@ -258,6 +258,16 @@ def seconds(duration):
     return int(count) * SECONDS[unit]
 
 
+def check_drain_limit(role, values, grace_period):
+    """The longest request ends before four fifths of `shutdown_timeout`, and all of that before the grace period."""
+    timeout = seconds(values["shutdown_timeout"])
+    assert timeout < grace_period
+    # Streams of workers are continued on other workers.
+    if role != "worker":
+        longest = seconds(values["frontend.max_request_time"]) + seconds(values["frontend.shutdown_delay"])
+        assert longest <= timeout * 4 / 5
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_program_accepts_the_configuration_of_each_pod(overlay, tmp_path):
     config_maps = {resource["metadata"]["name"]: resource["data"] for resource in of_kind(overlay, "ConfigMap")}
@@ -302,8 +312,7 @@ def test_the_program_accepts_the_configuration_of_each_pod(overlay, tmp_path):
         variables = {name: re.sub(r"^/", f"{folder}/", value) for name, value in variables.items()}
         values = print_config(role, text, folder, rest, variables)
 
-        assert seconds(values["shutdown_timeout"]) < pod(workload)["terminationGracePeriodSeconds"]
-        assert seconds(values["frontend.shutdown_delay"]) < seconds(values["shutdown_timeout"])
+        check_drain_limit(role, values, pod(workload)["terminationGracePeriodSeconds"])
         listens = values["cluster.listen" if role == "worker" else "listen"]
         assert listens.startswith("0.0.0.0:") and int(listens.rsplit(":")[-1]) in ports(workload)
         assert values["router.planner.mode"] != "apply", "the autoscaler sets the number of each role"
@@ -424,7 +433,7 @@ def test_compose_files_have_the_schema_and_refer_to_what_exists(files, prometheu
         assert all(found) if has_tls else not any(found), found
         assert (values["cluster.advertise"] or "").startswith("https:") == (has_tls and role == "worker")
         assert any(server.startswith("tls:") for server in values["nats.servers"]) == has_tls
-        assert seconds(values["shutdown_timeout"]) < seconds(service["stop_grace_period"])
+        check_drain_limit(role, values, seconds(service["stop_grace_period"]))
         hosts = values["nats.servers"] if role != "serve" else [upstream["url"] for upstream in values["upstreams"]]
         hosts = [*hosts, *filter(None, [values["tiers.g4.endpoint"], values["cluster.advertise"]])]
         assert {re.match(r"\w+://([\w-]+):", host)[1] for host in hosts} <= services.keys()

@@ -1,9 +1,10 @@
-"""A deployment on one machine, as processes: NATS, an S3 server, two frontends, four workers. Shows that it works.
+"""A deployment on one machine, as processes: NATS, an S3 server, two frontends, two prefill and two decode workers. It
+shows that it works.
 
     demo_cluster.py BLOCKYARD [--json]
 
-1. A conversation of four turns goes through both frontends in turn.
-2. A worker is killed while it streams; another one continues the stream.
+1. A conversation of four turns goes through both frontends in turn. Prefill workers compute its prompts.
+2. A decode worker is killed while it streams; the other one continues the stream.
 3. Everything but the S3 server is stopped and started again. The conversation goes on, and its blocks are loaded from
    the object store: the workers have no SSD tier here.
 
@@ -16,8 +17,10 @@ import urllib.request
 
 from deployment import deployment, fetch
 
-WORKERS = 4
-FRONTENDS = 2
+PREFILL, DECODE, FRONTENDS = 2, 2, 2
+WORKERS = ["prefill:1"] * PREFILL + ["decode:1"] * DECODE
+# By default a prompt as short as these is computed by the decode worker.
+ROUTING = ["router.disaggregation=always"]
 
 
 def turn(frontend, messages):
@@ -30,7 +33,7 @@ def turn(frontend, messages):
 
 
 def killed_stream(processes):
-    """Kills the worker of a stream. The text of the stream, and that of the same request undisturbed."""
+    """Kills the decode worker of a stream. The text of the stream, and that of the same request undisturbed."""
     frontend = processes.frontends[0]
     body = {"model": "tiny", "prompt": "a stream whose worker is killed " * 20, "max_tokens": 1500, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
@@ -45,8 +48,8 @@ def killed_stream(processes):
                     sys.exit(f"demo: the stream failed: {event}")
                 text += event["choices"][0]["text"]
             if killed is None and len(text) > 200:
-                busy = (worker for worker in processes.workers if worker.metric("blockyard_worker_requests_running"))
-                killed = next(busy)
+                decode = processes.workers[PREFILL:]
+                killed = next(worker for worker in decode if worker.metric("blockyard_worker_requests_running"))
                 killed.process.kill()
     answer = json.loads(fetch(f"{frontend.url}/v1/completions", body | {"stream": False}))
     return killed, text, answer["choices"][0]["text"]
@@ -54,7 +57,7 @@ def killed_stream(processes):
 
 def show(processes, say):
     processes.start()
-    say(f"started: {WORKERS} workers, {FRONTENDS} frontends")
+    say(f"started: {PREFILL} prefill workers, {DECODE} decode workers, {FRONTENDS} frontends")
     messages, turns = [], []
     for nth in range(4):
         messages.append({"role": "user", "content": f"turn {nth}: " + "the yard sorts wagons into blocks " * 20})
@@ -63,6 +66,11 @@ def show(processes, say):
         say(f"turn {nth + 1} through frontend {nth % FRONTENDS + 1}: {cached} of {prompt} prompt tokens cached")
     if turns[-1]["cached_tokens"] == 0:
         sys.exit("demo: the last turn found nothing cached")
+    prefill = processes.workers[:PREFILL]
+    computed = sum(worker.metric("blockyard_worker_prompt_tokens_computed_total") for worker in prefill)
+    say(f"{computed:.0f} prompt tokens were computed by the prefill workers")
+    if computed == 0:
+        sys.exit("demo: the prefill workers computed nothing")
     killed, text, undisturbed = killed_stream(processes)
     say(f"{killed.name} was killed in mid-stream; the text is {'the same' if text == undisturbed else 'ANOTHER ONE'}")
     if text != undisturbed:
@@ -80,6 +88,7 @@ def show(processes, say):
         sys.exit("demo: nothing was loaded from the object store")
     return {
         "turns": turns,
+        "computed_by_prefill_workers": computed,
         "continued_text_is_the_same": True,
         "after_restart": {"prompt_tokens": prompt, "cached_tokens": cached, "from_g4": loaded},
     }
@@ -87,7 +96,7 @@ def show(processes, say):
 
 def main(program, as_json):
     say = (lambda text: None) if as_json else (lambda text: print(f"  {text}", flush=True))
-    with deployment(program, WORKERS, FRONTENDS) as processes:
+    with deployment(program, WORKERS, FRONTENDS, routing=ROUTING) as processes:
         report = show(processes, say)
     if as_json:
         print(json.dumps(report, indent=2))

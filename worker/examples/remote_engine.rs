@@ -74,7 +74,8 @@ fn model() -> Arc<ModelCard> {
 }
 
 fn instance() -> Instance {
-    Instance { id: WorkerId(1), epoch: kvbm::Epoch(1), role: Role::Both, model: model(), stores: Vec::new() }
+    let (id, epoch, stores) = (WorkerId(1), kvbm::Epoch(1), Vec::new());
+    Instance { id, epoch, role: Role::Both, model: model(), stores, kv_cache: None }
 }
 
 /// CPU time of this thread.

@@ -8,6 +8,7 @@ pub mod combined;
 pub(crate) mod contract;
 mod event;
 mod id;
+mod kv_cache;
 mod lease;
 pub mod local;
 pub mod nats;
@@ -15,6 +16,7 @@ mod offers;
 
 pub use event::{Event, EventBody, Load, OnboardSpeed, ReservationUpdate, Topic};
 pub use id::{RouterId, Source, StoreId, WorkerId};
+pub use kv_cache::KvCache;
 pub use lease::Lease;
 
 use crate::engine::{Engine, ModelCard};
@@ -61,6 +63,10 @@ pub struct Instance {
     pub model: Arc<ModelCard>,
     /// The shared stores that it can onboard from.
     pub stores: Vec<StoreId>,
+    /// Its KV cache; `None` for a server of another program. A record may lack it, so the protocol number is the same
+    /// with it and without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<KvCache>,
 }
 
 /// A change of the set of instances.

@@ -14,6 +14,7 @@ use async_openai::types::chat::CompletionUsage;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
+use futures::future::BoxFuture;
 use serde::Serialize;
 use spans::Kind;
 use std::fmt::Write;
@@ -143,17 +144,21 @@ pub(crate) async fn handle<E: Endpoint>(
     let running = state.choices.start(count, connection, &tenant)?;
     context.take_prompt(prompts.iter().map(|tokens| tokens.len()).sum())?;
     let request = GenerationRequest { model, prompts, params, tenant, domain, deadline, explain, running };
+    let (arrived, max_time) = (context.arrived, state.settings.max_request_time.map(|time| time.0));
     let respond = async {
         let generation = Generation::start(&state.engine, request, context.clone()).await?;
         match delivery {
             Delivery::Full => full_response(generation, endpoint).await,
-            Delivery::Stream { .. } => streamed_response(generation, endpoint, explain, context, &shutdown).await,
+            Delivery::Stream { .. } => {
+                let ends = Box::pin(shutdown.ends(arrived, max_time));
+                streamed_response(generation, endpoint, explain, context, ends).await
+            }
         }
     };
     tokio::select! {
         biased;
         response = respond => response.map_err(|error: Error| error.with_prompt_field(E::PROMPT)),
-        () = shutdown.forced() => Err(Error::ShuttingDown),
+        error = shutdown.ends(arrived, max_time) => Err(error),
     }
 }
 
@@ -183,7 +188,7 @@ async fn streamed_response<E: Endpoint>(
     endpoint: E,
     explain: bool,
     context: Arc<RequestContext>,
-    shutdown: &Shutdown,
+    ends: BoxFuture<'static, Error>,
 ) -> Result<Response, Error> {
     let mut ready: Vec<ChoiceDelta> = Vec::new();
     while explain && !ready.iter().any(|delta| delta.choice == 0) {
@@ -191,7 +196,7 @@ async fn streamed_response<E: Endpoint>(
         ready.push(delta?);
     }
     let explanation = ready.iter_mut().find_map(|delta| delta.explain.take());
-    Ok(explained(sse::response(generation, ready, endpoint, context, shutdown), explanation))
+    Ok(explained(sse::response(generation, ready, endpoint, context, ends), explanation))
 }
 
 pub(super) fn wants_explanation(headers: &HeaderMap) -> bool {

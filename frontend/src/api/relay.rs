@@ -341,11 +341,12 @@ pub(super) async fn respond(
             _ => Err(Error::Failed("the engine sent no head of a response".into())),
         }
     };
-    let mut forced: BoxFuture<'static, ()> = Box::pin(shutdown.forced());
+    let max_time = state.settings.max_request_time.map(|time| time.0);
+    let mut ends: BoxFuture<'static, Error> = Box::pin(shutdown.ends(context.arrived, max_time));
     let started = tokio::select! {
         biased;
         started = start => started,
-        () = &mut forced => Err(Error::ShuttingDown),
+        error = &mut ends => Err(error),
     };
     let (head, mut outputs) = started.inspect_err(|_| meter.mark_failed())?;
     let head = *head;
@@ -356,7 +357,7 @@ pub(super) async fn respond(
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();
-    let relay = Relay { outputs, ahead, meter, context, forced, is_stream, is_done: false, _running: running };
+    let relay = Relay { outputs, ahead, meter, context, ends, is_stream, is_done: false, _running: running };
     let mut response = Response::new(Body::new(RelayBody::new(relay)));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))

@@ -6,7 +6,7 @@ mod events;
 pub(crate) use events::{ChunkHead, Events, UsageSlot};
 
 use crate::error::Error;
-use crate::http::{RequestContext, Shutdown, panicked};
+use crate::http::{RequestContext, panicked};
 use crate::output::{ChoiceDelta, Generation};
 use async_openai::types::chat::CompletionUsage;
 use axum::body::Body;
@@ -14,6 +14,7 @@ use axum::http::HeaderName;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt, stream};
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
@@ -40,22 +41,23 @@ struct EventStream<C> {
     ready: std::vec::IntoIter<ChoiceDelta>,
     events: Events,
     context: Arc<RequestContext>,
-    /// Resolves when the stream must end. One future for the whole stream, because registering it takes a lock that all
-    /// streams share.
-    forced: Pin<Box<dyn Future<Output = ()> + Send>>,
+    /// Resolves when the stream must end, with the reason. One future for the whole stream, because registering it
+    /// takes a lock that all streams share.
+    ends: BoxFuture<'static, Error>,
     /// Time of the last write.
     last_write: Instant,
     /// Fires no later than the next comment is due. It is reset when it fires, not on each write.
     keep_alive: Pin<Box<Sleep>>,
 }
 
-/// The response that streams a generation. `ready` are deltas that were already taken from it.
+/// The response that streams a generation. `ready` are deltas that were already taken from it; `ends` resolves when it
+/// must end, with the reason.
 pub(crate) fn response(
     generation: Generation,
     ready: Vec<ChoiceDelta>,
     chunks: impl ChunkWriter,
     context: Arc<RequestContext>,
-    shutdown: &Shutdown,
+    ends: BoxFuture<'static, Error>,
 ) -> Response {
     context.stream_started();
     // In a box, because every write moves it.
@@ -65,7 +67,7 @@ pub(crate) fn response(
         ready: ready.into_iter(),
         events: Events::new(),
         context,
-        forced: Box::pin(shutdown.forced()),
+        ends,
         last_write: Instant::now(),
         keep_alive: Box::pin(sleep(KEEP_ALIVE)),
     });
@@ -103,7 +105,7 @@ impl<C: ChunkWriter> EventStream<C> {
                 tokio::select! {
                     biased;
                     next = self.generation.next() => next,
-                    () = &mut self.forced => Some(Err(Error::ShuttingDown)),
+                    error = &mut self.ends => Some(Err(error)),
                     () = &mut self.keep_alive => {
                         let now = Instant::now();
                         let due = self.last_write + KEEP_ALIVE;

@@ -18,6 +18,7 @@ mod stream;
 pub(crate) use connection::ConnectionInfo;
 pub use connection::{ClientCertificate, peer_address};
 
+use crate::error::Error;
 use crate::limits::ConnectionChoices;
 use crate::metrics::ConnectionMetrics;
 use crate::settings::Settings;
@@ -33,7 +34,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use transport::{CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
@@ -108,10 +109,27 @@ impl Shutdown {
         ConnectionInfo::of(extensions).map(|connection| connection.shutdown.clone()).unwrap_or_default()
     }
 
-    /// Resolves when the drain deadline has passed and running requests must end.
-    pub(crate) fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
+    /// Resolves when a request that arrived at `arrived` must end before it is complete, with the reason: the drain
+    /// deadline has passed, or `max_time` since its arrival.
+    pub(crate) fn ends(
+        &self,
+        arrived: Instant,
+        max_time: Option<Duration>,
+    ) -> impl Future<Output = Error> + Send + 'static {
         let stages = Arc::clone(&self.0);
-        async move { stages.forced.cancelled().await }
+        // In a box, because few servers have the limit and each request has this future.
+        let over = max_time.map(|max_time| (max_time, Box::pin(sleep_until(arrived + max_time))));
+        async move {
+            let Some((max_time, over)) = over else {
+                stages.forced.cancelled().await;
+                return Error::ShuttingDown;
+            };
+            tokio::select! {
+                biased;
+                () = stages.forced.cancelled() => Error::ShuttingDown,
+                () = over => Error::RequestTimeExceeded(max_time),
+            }
+        }
     }
 
     /// Whether the listener is closed, and new requests are rejected.

@@ -166,6 +166,18 @@ async fn a_response_that_breaks_off_at_once_is_an_error() {
 }
 
 #[tokio::test]
+async fn a_relayed_response_ends_with_an_error_when_its_time_is_over() {
+    let engine = relaying(vec![head_of("text/event-stream"), part("data: {}\n\n"), Step::Hang]);
+    let max_request_time = Some(units::HumanDuration::millis(50));
+    let router = engine.router_with(frontend::Settings { max_request_time, ..frontend::Settings::default() });
+    let answer = post(&router, "/v1/completions", r#"{"model":"org/tiny","prompt":"x","stream":true}"#).await;
+    let events = answer.events();
+    let error: Value = serde_json::from_str(events.last().unwrap()).unwrap();
+    assert_eq!((&*events[0], &error["error"]["code"]), ("{}", &json!("request_time_exceeded")));
+    assert_eq!(engine.open(), 0, "the engine is stopped");
+}
+
+#[tokio::test]
 async fn a_client_that_disconnects_cancels_the_engine() {
     let engine = relaying(vec![head(), part("x"), Step::Hang]);
     let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));

@@ -5,12 +5,14 @@ use async_openai::types::chat::CreateChatCompletionStreamResponse;
 use async_openai::types::completions::CreateCompletionResponse;
 use axum::body::BodyDataStream;
 use axum::http::StatusCode;
+use frontend::Settings;
 use futures::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 use tower::ServiceExt;
+use units::HumanDuration;
 use worker::engine::{Error, FinishReason};
 
 async fn next(body: &mut BodyDataStream) -> String {
@@ -135,6 +137,20 @@ async fn a_failure_in_a_stream_is_its_last_event() {
         assert_eq!((&error["error"]["code"], &error["error"]["type"]), (&json!(code), &json!("server_error")));
         assert_eq!(engine.open(), 0);
     }
+}
+
+#[tokio::test]
+async fn a_response_ends_with_an_error_when_its_time_is_over() {
+    let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
+    let max_request_time = Some(HumanDuration::millis(50));
+    let router = engine.router_with(Settings { max_request_time, ..Settings::default() });
+    let streamed = send(&router, chat(json!({ "stream": true }))).await.events();
+    let error: Value = serde_json::from_str(streamed.last().unwrap()).unwrap();
+    assert_eq!(error["error"]["code"], "request_time_exceeded", "not [DONE]: {streamed:?}");
+    assert!(streamed[0].contains("delta"), "after what was generated: {streamed:?}");
+    let full = send(&router, chat(json!({}))).await;
+    assert_eq!((full.status, &full.json()["error"]["code"]), (StatusCode::GATEWAY_TIMEOUT, &error["error"]["code"]));
+    assert_eq!(engine.open(), 0, "the engine is stopped");
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Continues a stream on another worker when its worker fails after the first output.
+//! Continues a stream on another worker when its worker fails, or is stopped, after the first output.
 //!
 //! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Not here: streams of
 //! relayed requests, which are bytes.
@@ -13,20 +13,24 @@ use futures::{FutureExt, Stream, StreamExt};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use tokio_util::sync::CancellationToken;
 use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Sampling, Work};
+use worker::plane::Instance;
 
 /// The stream of a request, on one worker after the other.
 pub(super) struct Continued {
     core: Arc<Core>,
     /// As the client asked for it.
     request: Request,
-    /// Identity of the weights that have generated the first tokens. Other weights, even of a model of the same name,
-    /// would continue with other text.
-    identity: String,
+    /// The worker that has generated the first tokens. Other weights, even of a model of the same name, would continue
+    /// with other text.
+    first: Arc<Instance>,
     /// Tokens that were sent.
     generated: Vec<u32>,
-    /// How often the stream has moved.
-    moves: usize,
+    /// How often a worker has failed the stream.
+    failures: usize,
+    /// Workers that were stopped while they generated it.
+    stopped: Vec<WorkerRun>,
     /// Held until the last item.
     permit: Option<Arc<Permit>>,
     state: State,
@@ -34,14 +38,31 @@ pub(super) struct Continued {
 
 enum State {
     /// A worker generates.
-    Streaming(WorkerRun, OutputStream),
+    Streaming(Generating, OutputStream),
     /// The router tries other workers.
-    Moving(BoxFuture<'static, Result<(WorkerRun, OutputStream), Error>>),
+    Moving(BoxFuture<'static, Result<(Generating, OutputStream), Error>>),
     Ended,
 }
 
-/// Moves of one stream. A request on which every worker fails must end.
-const MAX_MOVES: usize = 2;
+/// The worker that generates.
+struct Generating {
+    run: WorkerRun,
+    lease_ended: CancellationToken,
+    /// Whether it has sent an output after it had left. So it drains: the worker has left on purpose, and is able to
+    /// compute the request. A worker that leaves because it fails sends none.
+    drains: bool,
+}
+
+impl Generating {
+    fn on(worker: &Worker) -> Self {
+        Self { run: worker.run(), lease_ended: worker.lease_ended.clone(), drains: false }
+    }
+}
+
+/// Workers that may fail one stream and are replaced. A request on which every worker fails must end. Workers that are
+/// stopped do not count: a rolling restart stops all of them, and says nothing of the request. Each run of a worker
+/// counts as stopped once, so the moves are limited by the number of runs.
+const MAX_FAILED: usize = 2;
 
 impl Continued {
     /// The stream of a request whose first output came from `worker`.
@@ -52,14 +73,27 @@ impl Continued {
         worker: &Worker,
         stream: OutputStream,
     ) -> Self {
-        let (core, state) = (Arc::clone(core), State::Streaming(worker.run(), stream));
-        let identity = worker.instance.model.identity.clone();
-        Self { core, request, identity, generated: Vec::new(), moves: 0, permit: Some(permit), state }
+        let (core, state) = (Arc::clone(core), State::Streaming(Generating::on(worker), stream));
+        let (first, permit) = (Arc::clone(&worker.instance), Some(permit));
+        Self { core, request, first, generated: Vec::new(), failures: 0, stopped: Vec::new(), permit, state }
     }
 
-    /// Whether another worker may continue after this error.
-    fn may_move(&self, error: &Error) -> bool {
-        self.moves < MAX_MOVES && HealthSignal::of(error) == HealthSignal::Fault && self.permit.is_some()
+    /// Whether another worker may continue after this error of a worker; counts it.
+    fn may_move(&mut self, error: &Error, from: WorkerRun, drained: bool) -> bool {
+        if HealthSignal::of(error) != HealthSignal::Fault || self.permit.is_none() {
+            return false;
+        }
+        if drained && !self.stopped.contains(&from) && !self.core.fleet.snapshot().has(from) {
+            self.stopped.push(from);
+            return true;
+        }
+        self.failures += 1;
+        self.failures <= MAX_FAILED
+    }
+
+    /// Whether another worker than the first one generates.
+    fn has_moved(&self) -> bool {
+        self.failures > 0 || !self.stopped.is_empty()
     }
 
     /// The request for the rest of the output.
@@ -80,41 +114,52 @@ impl Continued {
     }
 
     fn start_move(&mut self, from: WorkerRun, error: &Error, permit: Arc<Permit>) {
-        self.moves += 1;
-        let (core, request, identity) = (Arc::clone(&self.core), self.rest(), self.identity.clone());
+        let (core, request, first) = (Arc::clone(&self.core), self.rest(), Arc::clone(&self.first));
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from.worker, generated_tokens = request.generated_tokens, %error,
-            "worker failed after the first output; the stream is continued on another worker"
+            "worker failed or stopped after the first output; the stream is continued on another worker"
         );
         let cause = error.clone();
-        let moving = async move { continue_elsewhere(core, request, &identity, permit, from).await.map_err(|_| cause) };
+        let moving = async move { continue_elsewhere(core, request, &first, permit, from).await.map_err(|_| cause) };
         self.state = State::Moving(moving.boxed());
     }
 }
 
-/// Sends the rest of a request to a worker other than `failed`, with the same weights.
+/// Sends the rest of a request to a worker other than `failed`, with the same weights as `first`. One with another
+/// fingerprint is taken if there is no other: its arithmetic may round differently, so greedy text may continue
+/// differently, and that is better for a client than no text.
 async fn continue_elsewhere(
     core: Arc<Core>,
     request: Request,
-    identity: &str,
+    first: &Instance,
     permit: Arc<Permit>,
     failed: WorkerRun,
-) -> Result<(WorkerRun, OutputStream), Error> {
-    let mut tried = vec![failed];
-    tried.extend(core.fleet.snapshot().workers().filter_map(|worker| {
-        let model = &worker.instance.model;
-        (*model.id == *request.model && model.identity != identity).then(|| worker.run())
-    }));
+) -> Result<(Generating, OutputStream), Error> {
+    let (mut tried, mut last_resort) = (vec![failed], Vec::new());
+    for worker in core.fleet.snapshot().workers().filter(|worker| *worker.instance.model.id == *request.model) {
+        if worker.instance.model.identity != first.model.identity {
+            tried.push(worker.run());
+        } else if !worker.instance.can_share_blocks(first) && worker.run() != failed {
+            last_resort.push(worker.run());
+        }
+    }
+    tried.extend(&last_resort);
     let mut failures = 0;
     let outcome = loop {
         let placement = match place(&core, &request, false, &tried, None) {
             Ok(placement) => placement,
+            Err(_) if !last_resort.is_empty() => {
+                tried.retain(|run| !last_resort.contains(run));
+                last_resort.clear();
+                continue;
+            }
             Err(error) => break Err(error),
         };
-        let worker = placement.decode.run();
+        let generating = Generating::on(&placement.decode);
+        let worker = generating.run;
         match attempt(&core, &request, &placement, &tried).await {
-            Ok(first) => break Ok((worker, stream(&core, &request, placement, permit, first, None))),
+            Ok(first) => break Ok((generating, stream(&core, &request, placement, permit, first, None))),
             Err(error) => {
                 let signal = HealthSignal::of(&error);
                 placement.decode.record_failure(signal, &error);
@@ -148,11 +193,12 @@ impl Stream for Continued {
                     }
                 },
                 State::Streaming(worker, stream) => {
-                    let worker = *worker;
                     let mut item = ready!(stream.poll_next_unpin(context));
+                    worker.drains |= matches!(item, Some(Ok(_))) && worker.lease_ended.is_cancelled();
+                    let (run, drains) = (worker.run, worker.drains);
                     match &mut item {
                         Some(Ok(Output::Tokens(tokens))) => {
-                            if self.moves > 0 {
+                            if self.has_moved() {
                                 // The client has the report of the prompt.
                                 tokens.prompt = None;
                             }
@@ -162,10 +208,10 @@ impl Stream for Continued {
                             }
                         }
                         Some(Err(error)) => {
-                            if self.may_move(error)
+                            if self.may_move(error, run, drains)
                                 && let Some(permit) = self.permit.clone()
                             {
-                                self.start_move(worker, error, permit);
+                                self.start_move(run, error, permit);
                                 continue;
                             }
                             self.permit = None;

@@ -55,6 +55,8 @@ pub(crate) struct WorkerEntry {
     text_slot: HolderId,
     /// Index of its hash scheme in [`ModelPool::schemes`].
     pub(crate) scheme: u32,
+    /// The first bytes of the fingerprint of its blocks; `None` if it is unknown.
+    fingerprint: Option<u64>,
     pub(crate) role: Role,
     pub(crate) context: usize,
     only: Option<EndpointKind>,
@@ -77,6 +79,13 @@ impl WorkerEntry {
             PromptTokens::Known => self.slot,
             PromptTokens::Estimated => self.text_slot,
         }
+    }
+
+    /// Whether blocks can be transferred between the workers: they have the same hash scheme and fingerprint. Without a
+    /// fingerprint they are verified where they arrive.
+    #[inline]
+    pub(crate) fn can_transfer_blocks(&self, other: &Self) -> bool {
+        self.scheme == other.scheme && self.fingerprint.zip(other.fingerprint).is_none_or(|(own, others)| own == others)
     }
 
     /// Whether the worker has what a request needs.
@@ -168,7 +177,7 @@ impl ModelPool {
 
     /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.
     pub(super) fn add(&mut self, worker: &Arc<Worker>, cordoned: bool) {
-        let Instance { model: card, role, .. } = &*worker.instance;
+        let Instance { model: card, role, kv_cache, .. } = &*worker.instance;
         let same = |scheme: &Arc<ModelCard>| scheme.identity == card.identity && scheme.block_size == card.block_size;
         let scheme = self.schemes.iter().position(same).unwrap_or_else(|| {
             self.schemes.push(card.clone());
@@ -190,7 +199,11 @@ impl ModelPool {
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
         load.set_model_stats(&self.stats);
+        let fingerprint = kv_cache.map(|cache| {
+            let [a, b, c, d, e, f, g, h, ..] = *cache.fingerprint.as_bytes();
+            u64::from_le_bytes([a, b, c, d, e, f, g, h])
+        });
         let (role, context) = (*role, card.context);
-        self.entries.push(WorkerEntry { id, worker, load, slot, text_slot, scheme, role, context, only });
+        self.entries.push(WorkerEntry { id, worker, load, slot, text_slot, scheme, fingerprint, role, context, only });
     }
 }

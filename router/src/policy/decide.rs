@@ -229,13 +229,11 @@ impl<'a> Decision<'a> {
         }
         let per_sequence = context.pricing.per_sequence(prompt);
         let planned = copy_ahead::plan(shared, prompt.block_size, per_sequence, &places)?;
-        Some(CopyAhead {
-            to: workers[planned.to],
-            from: planned.from.map(|at| workers[at]),
-            blocks: shared.blocks,
-            seconds: planned.seconds,
-            saved: planned.saved,
-        })
+        let (to, from) = (workers[planned.to], planned.from.map(|at| workers[at]));
+        if from.is_some_and(|from| !from.instance.can_share_blocks(&to.instance)) {
+            return None;
+        }
+        Some(CopyAhead { to, from, blocks: shared.blocks, seconds: planned.seconds, saved: planned.saved })
     }
 
     /// The lowest cost in seconds among the candidates that were not chosen.
@@ -363,8 +361,7 @@ impl<'a> DecisionContext<'a> {
             serving_mode: ServingMode::Aggregated,
             is_prefill_measured: self.pricing.prefill.is_some(),
         };
-        // Blocks can be transferred only between workers with the same hash scheme.
-        if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.entry.scheme == entry.scheme) {
+        if let Some(prefill) = prefill.filter(|prefill| prefill.at != at && prefill.entry.can_transfer_blocks(entry)) {
             let disaggregated = Cost::disaggregated(&prefill.aggregated, work, &snapshot.estimate, &self.pricing);
             row.serving_mode =
                 disaggregate::decide(self.tuning.disaggregation, row.missing(), &row.aggregated, &disaggregated);

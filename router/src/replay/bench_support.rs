@@ -46,7 +46,7 @@ impl DecisionBenchmark {
         let slots = core.index.join_all(ids.clone(), &[STORE]);
         let worker = |(id, slot)| {
             let (model, stores) = (card.clone(), vec![STORE]);
-            let instance = Instance { id, epoch: Epoch(1), role: Role::Both, model, stores };
+            let instance = Instance { id, epoch: Epoch(1), role: Role::Both, model, stores, kv_cache: None };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<_> = ids.zip(slots).map(worker).collect();

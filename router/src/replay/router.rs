@@ -141,7 +141,7 @@ impl SimulatedRouter {
         let slots = index.join_all(ids.clone(), &[STORE]);
         let worker = |((id, slot), role): ((WorkerId, HolderId), &Role)| {
             let (model, stores) = (card.clone(), vec![STORE]);
-            let instance = Instance { id, epoch: EPOCH, role: *role, model, stores };
+            let instance = Instance { id, epoch: EPOCH, role: *role, model, stores, kv_cache: None };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();

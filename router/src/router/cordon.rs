@@ -8,7 +8,7 @@ use crate::router::Router;
 use serde::Serialize;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
-use worker::plane::{Role, WorkerId};
+use worker::plane::{KvCache, Role, WorkerId};
 
 /// Interval at which a drain checks the worker: an operator waits for it.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,6 +29,9 @@ pub struct WorkerStatus {
     pub cordoned: bool,
     /// Number of requests on the worker, before and after their first token.
     pub requests: u32,
+    /// Its KV cache, if it is a worker of this program.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<KvCache>,
     /// Why it gets no requests although it is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unused: Option<&'static str>,
@@ -55,6 +58,7 @@ impl Router {
                 role: member.instance.role,
                 cordoned: fleet.is_cordoned(member.id()),
                 requests: stats.prompts.max(stats.sequences),
+                kv_cache: member.instance.kv_cache,
                 unused: fleet.is_unused(member).then_some(SAME_NAME),
             }
         };

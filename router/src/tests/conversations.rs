@@ -55,6 +55,7 @@ impl CachingEngine {
             role,
             model: Arc::new(card(super::harness::MODEL)),
             stores: vec![],
+            kv_cache: None,
         };
         let offer = harness.events.offer(Source::Worker(engine.id), engine.log.clone());
         let lease = harness.discovery.register(instance, Arc::new(Handle(engine.clone()))).await.unwrap();

@@ -29,6 +29,18 @@ async fn only_long_prompts_are_prefilled_on_another_worker() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn nothing_is_handed_over_to_a_worker_that_cannot_load_the_blocks() {
+    let settings = || Settings { disaggregation: Disaggregation::Always, ..Settings::default() };
+    for (fingerprint, handed_over) in [(1, 1), (2, 0)] {
+        let harness = Harness::new(settings());
+        let prefill = harness.worker_with_fingerprint(1, Role::Prefill, 1).await;
+        let decode = harness.worker_with_fingerprint(2, Role::Decode, fingerprint).await;
+        harness.answer(prompt(1, 3000)).await.unwrap();
+        assert_eq!((prefill.requests(), decode.requests()), (handed_over, 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_prompt_cached_on_the_decode_worker_is_prefilled_there() {
     let harness = defaults();
     let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);

@@ -70,6 +70,7 @@ async fn join(harness: &Harness, id: u64, server: Server) -> (Arc<FakeEngine>, L
         role: Role::Both,
         model: Arc::new(ModelCard { is_relayed: true, context, ..card }),
         stores: Vec::new(),
+        kv_cache: None,
     };
     let server = Server { inner: Some(inner.clone()), ..server };
     let lease = harness.discovery.register(instance, Arc::new(server)).await.unwrap();

@@ -7,7 +7,7 @@ use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
-use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Level, SequenceHash};
+use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Fingerprint, Level, SequenceHash};
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use worker::engine::{
 };
 use worker::plane::local::{Link, LocalDiscovery, LocalEvents};
 use worker::plane::{
-    Discovery, Event, EventBody, Events, Instance, Lease, Load, Role, RouterId, Source, StoreId, WorkerId,
+    Discovery, Event, EventBody, Events, Instance, KvCache, Lease, Load, Role, RouterId, Source, StoreId, WorkerId,
 };
 
 pub(crate) const BLOCK: usize = 16;
@@ -40,6 +40,8 @@ pub(crate) enum Behaviour {
     Break(Error),
     /// The stream yields a token, and then this error.
     BreakLater(Error),
+    /// The stream yields two tokens, and then this error.
+    Drain(Error),
     /// The stream ends without an output.
     End,
     /// The stream never yields an output.
@@ -197,6 +199,11 @@ impl Engine for FakeEngine {
                     (Behaviour::BreakLater(error), _) => {
                         stream::iter([tokens(vec![next], Some(report), None), Err(error)]).then(pause).boxed()
                     }
+                    (Behaviour::Drain(error), _) => {
+                        let (first, second) =
+                            (tokens(vec![next], Some(report), None), tokens(vec![next + 1], None, None));
+                        stream::iter([first, second, Err(error)]).then(pause).boxed()
+                    }
                     (Behaviour::Break(error), _) => stream::iter([Err(error)]).boxed(),
                     (Behaviour::End, _) => stream::empty().boxed(),
                     (
@@ -290,23 +297,34 @@ impl Harness {
         epoch: u64,
         stores: &[u64],
     ) -> Arc<FakeEngine> {
-        let source = Source::Worker(WorkerId(id));
+        let (id, epoch) = (WorkerId(id), Epoch(epoch));
+        let stores = stores.iter().map(|store| StoreId(*store)).collect();
+        self.join_as(Instance { id, epoch, role, model: Arc::new(card), stores, kv_cache: None }).await
+    }
+
+    /// Adds a worker of which this is the fingerprint.
+    pub(crate) async fn worker_with_fingerprint(&self, id: u64, role: Role, fingerprint: u8) -> Arc<FakeEngine> {
+        let kv_cache = KvCache { fingerprint: Fingerprint::from_bytes([fingerprint; 32]), blocks: 100 };
+        let (id, epoch, model) = (WorkerId(id), Epoch(1), Arc::new(card(MODEL)));
+        self.join_as(Instance { id, epoch, role, model, stores: vec![], kv_cache: Some(kv_cache) }).await
+    }
+
+    async fn join_as(&self, instance: Instance) -> Arc<FakeEngine> {
+        let source = Source::Worker(instance.id);
         let engine = Arc::new(FakeEngine {
-            card: Arc::new(card),
+            card: Arc::clone(&instance.model),
             behaviour: Mutex::new(Behaviour::Serve),
             received: Mutex::default(),
             firsts: Mutex::default(),
             probes: AtomicUsize::new(0),
             server: Mutex::default(),
             open: Arc::default(),
-            log: Arc::new(EventLog::new(Epoch(epoch))),
+            log: Arc::new(EventLog::new(instance.epoch)),
             cache: Arc::default(),
             source,
             copies: Mutex::default(),
             copy_answer: Mutex::new(Err(PrefetchError::Unsupported)),
         });
-        let stores = stores.iter().map(|store| StoreId(*store)).collect();
-        let instance = Instance { id: WorkerId(id), epoch: Epoch(epoch), role, model: engine.card.clone(), stores };
         let offer = self.events.offer(source, engine.log.clone());
         let lease = self.discovery.register(instance, engine.clone()).await.unwrap();
         self.leases.lock().extend([offer, lease]);

@@ -1,6 +1,6 @@
 //! Failures of workers and clients: which are retried, and which count against a worker.
 
-use super::harness::{Behaviour, MODEL, card, prompt, settle};
+use super::harness::{Behaviour, FakeEngine, MODEL, card, prompt, settle};
 use super::{defaults, failed};
 use crate::Router;
 use crate::settings::Settings;
@@ -9,9 +9,9 @@ use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, Readiness};
+use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness};
 use worker::plane::local::LocalEvents;
-use worker::plane::{Discovery, Instance, Lease, Membership, PlaneError, Role, RouterId, WorkerId};
+use worker::plane::{Discovery, Instance, Lease, Load, Membership, PlaneError, Role, RouterId, WorkerId};
 
 #[tokio::test(start_paused = true)]
 async fn client_errors_are_neither_retried_nor_worker_faults() {
@@ -115,6 +115,94 @@ async fn a_stream_that_fails_on_every_worker_ends_with_the_error() {
     assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 3, "moved twice");
 }
 
+/// Reads the next output of a stream: its tokens.
+async fn next_ids(stream: &mut OutputStream) -> Result<Vec<u32>, Error> {
+    match stream.next().await.expect("the stream has not ended")? {
+        Output::Tokens(tokens) => Ok(tokens.ids),
+        other => panic!("no tokens: {other:?}"),
+    }
+}
+
+/// The position of the worker that serves a request.
+fn serving(workers: &[Arc<FakeEngine>]) -> usize {
+    workers.iter().position(|worker| worker.open() > 0).expect("a worker serves the request")
+}
+
+/// Each worker leaves, generates for a time, and ends the stream: more of them than may fail.
+#[tokio::test(start_paused = true)]
+async fn a_stream_survives_a_rolling_restart_of_many_workers() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=6 {
+        let worker = harness.worker(id, Role::Both).await;
+        worker.set_behaviour(Behaviour::Drain(failed()));
+        workers.push(worker);
+    }
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    let mut ids = Vec::new();
+    for last in [false, false, false, false, true] {
+        ids.extend(next_ids(&mut stream).await.unwrap());
+        harness.discovery.expire(WorkerId(serving(&workers) as u64 + 1));
+        settle().await;
+        ids.extend(next_ids(&mut stream).await.unwrap());
+        if last {
+            workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Serve));
+        }
+    }
+    while let Some(item) = stream.next().await {
+        assert!(matches!(item, Ok(Output::Tokens(tokens)) if tokens.ids.is_empty()));
+    }
+    assert_eq!(ids, (1..=10).collect::<Vec<_>>(), "no token is missing or sent twice");
+    assert_eq!(harness.metric("blockyard_router_stream_moves_total"), 5);
+    assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 6, "each served once");
+}
+
+/// A request that stops the engine of every worker must not go through the whole deployment.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_leaves_because_it_fails_counts_as_failed() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=5 {
+        let worker = harness.worker(id, Role::Both).await;
+        worker.set_behaviour(Behaviour::BreakLater(failed()));
+        workers.push(worker);
+    }
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    for _ in 0..3 {
+        next_ids(&mut stream).await.unwrap();
+        harness.discovery.expire(WorkerId(serving(&workers) as u64 + 1));
+        settle().await;
+    }
+    assert_eq!(next_ids(&mut stream).await, Err(failed()));
+    assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), 3, "moved twice");
+}
+
+/// Two workers leave and come back again and again, as the same runs.
+#[tokio::test(start_paused = true)]
+async fn a_stream_does_not_move_between_the_same_workers_without_end() {
+    let harness = defaults();
+    let mut workers = Vec::new();
+    for id in 1..=2 {
+        workers.push(harness.worker(id, Role::Both).await);
+    }
+    workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Drain(failed())));
+    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    let mut served = 0;
+    let ended = loop {
+        if let Err(error) = next_ids(&mut stream).await {
+            break error;
+        }
+        served += 1;
+        let (at, other) = if serving(&workers) == 0 { (0, 1) } else { (1, 0) };
+        workers[other] = harness.join(other as u64 + 1, Role::Both, MODEL, 1, &[]).await;
+        workers[other].set_behaviour(Behaviour::Drain(failed()));
+        harness.discovery.expire(WorkerId(at as u64 + 1));
+        settle().await;
+        next_ids(&mut stream).await.unwrap();
+    };
+    assert_eq!((ended, served), (failed(), 5), "each run counts as stopped once, and two may fail");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_stream_that_nothing_can_continue_ends_with_the_error_of_its_worker() {
     let harness = defaults();
@@ -147,6 +235,29 @@ async fn a_stream_is_not_continued_with_other_weights_of_the_same_name() {
     harness.join_with(4, Role::Both, same_as_other, 1, &[]).await;
     assert_eq!(harness.answer(prompt(2, 100)).await, Ok(vec![1, 2]));
     assert_eq!(harness.answer(prompt(3, 100)).await, Ok(vec![1, 2]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_is_continued_with_the_same_fingerprint_if_a_worker_has_it() {
+    for has_same in [true, false] {
+        let harness = defaults();
+        let worker = harness.worker_with_fingerprint(1, Role::Both, 1).await;
+        worker.set_behaviour(Behaviour::BreakLater(failed()));
+        let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+        let other = harness.worker_with_fingerprint(2, Role::Both, 2).await;
+        let second = harness.worker_with_fingerprint(3, Role::Both, if has_same { 1 } else { 2 }).await;
+        // So it would not be chosen for anything else.
+        harness.report(&second, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+        settle().await;
+        let mut ids = Vec::new();
+        while let Some(item) = stream.next().await {
+            if let Output::Tokens(tokens) = item.unwrap() {
+                ids.extend(tokens.ids);
+            }
+        }
+        let expected = if has_same { (0, 1) } else { (1, 0) };
+        assert_eq!((ids, (other.requests(), second.requests())), (vec![1, 2], expected));
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -314,7 +314,7 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     harness.report(&b, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
     let planes = Planes { discovery: harness.discovery.clone(), events: harness.events.clone() };
     let (id, epoch, model) = (WorkerId(1), Epoch(1), a.models()[0].clone());
-    let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![] };
+    let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![], kv_cache: None };
     let (_load, load) = watch::channel(Load::default());
     let _worker = Worker::start(&planes, instance, a.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
     settle().await;

@@ -34,7 +34,7 @@ async fn started() -> (Worker, watch::Sender<Load>, Router) {
     let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
     let model = ModelCard { vocabulary: 10, ..ModelCard::new("m", 64, 16) };
     let (id, epoch, load) = (WorkerId(7), Epoch(1), watch::Sender::new(Load::default()));
-    let instance = Instance { id, epoch, role: Role::Both, model: Arc::new(model), stores: vec![] };
+    let instance = Instance { id, epoch, role: Role::Both, model: Arc::new(model), stores: vec![], kv_cache: None };
     let log = Arc::new(EventLog::new(epoch));
     let worker = Worker::start(&planes, instance, Arc::new(Unused), log, load.subscribe()).await.unwrap();
     let routes = routes(vec![(id, worker.cordon().clone())]);

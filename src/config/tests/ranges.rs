@@ -52,6 +52,8 @@ fn optional_numbers_refuse_zero_and_absurd_values() {
     for text in [
         "[tiers.g4]\ncapacity = '0'",
         "[tiers.g4]\nmax_age = '0s'",
+        "[frontend]\nmax_request_time = '0s'",
+        "[frontend]\nmax_request_time = '25h'",
         "[tiers]\ng2 = -1",
         "[tiers]\ng3 = 1e300",
         "[tiers]\ng2 = nan",

@@ -354,7 +354,8 @@ impl Server {
         let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(card), metrics));
         let (load, reported) = (engine.load(), engine.add_reports(&of.reports));
         let (id, epoch) = (self.worker_id(&card.id, cache.rank), log.epoch());
-        let instance = Instance { id, epoch, role: Role::Both, model: Arc::clone(card), stores: Vec::new() };
+        let (model, stores) = (Arc::clone(card), Vec::new());
+        let instance = Instance { id, epoch, role: Role::Both, model, stores, kv_cache: None };
         let worker = Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await?;
         Ok((worker, reported))
     }

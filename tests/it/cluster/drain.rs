@@ -57,6 +57,52 @@ async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
     assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
 }
 
+/// The position of the worker that computes.
+async fn computing(workers: &[Process]) -> usize {
+    loop {
+        for (at, worker) in workers.iter().enumerate() {
+            if worker.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
+                return at;
+            }
+        }
+    }
+}
+
+/// More workers are stopped under one stream than may fail it. None is started again: the stream would have to be
+/// longer by the time of the starts.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
+    let Some(cluster) = Cluster::new() else { return };
+    let short = ["--set", "shutdown_timeout=300ms"];
+    let seats: Vec<Seat> = (1..=5).map(|nth| cluster.seat(&format!("w{nth}"))).collect();
+    let mut workers = futures::future::join_all(seats.iter().map(|seat| cluster.worker_at(seat, &short))).await;
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 5).await;
+    let mut stream = Streamed::start(&frontend, &greedy(6000)).await;
+    let mut stopped = Vec::new();
+    for moves in 1..=4 {
+        let enough = stream.texts[0].len() + 100;
+        while stream.texts[0].len() < enough {
+            stream.read().await;
+        }
+        let at = computing(&workers).await;
+        let worker = workers.swap_remove(at);
+        worker.signal("TERM");
+        stopped.push(worker);
+        while frontend.client.metric("blockyard_router_stream_moves_total", "continued").await < f64::from(moves) {
+            stream.read().await;
+        }
+    }
+    let texts = stream.read_to_the_end().await;
+    for worker in stopped {
+        let (status, log) = worker.wait();
+        assert!(status.success(), "{status}: {log}");
+    }
+    let undisturbed = Streamed::start(&frontend, &greedy(6000)).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "failed").await < 1.0);
+}
+
 /// Frontends, as a load balancer knows them.
 type Balanced = Arc<Mutex<Vec<Client>>>;
 

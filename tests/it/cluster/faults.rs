@@ -62,10 +62,14 @@ async fn requests_are_served_while_nats_is_away() {
     while frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    // Longer than a lease.
-    for _ in 0..16 {
-        let (again, cached) = frontend.client.complete(&prompt(1)).await.unwrap();
-        assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288));
+    let (again, cached) = frontend.client.complete(&prompt(1)).await.unwrap();
+    assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288));
+    let clients = SteadyClients::start(&frontend.client, 3);
+    // 14 s, so that every time has passed after which a frontend could remove the worker: the longest are the two
+    // leases of 6 s after which it notices the end of all workers.
+    for _ in 0..28 {
+        let (again, _) = frontend.client.complete(&prompt(1)).await.unwrap();
+        assert_eq!(again["text"], choice["text"]);
         for process in [&frontend, &worker] {
             let (is_ready, body) = process.client.get("/ready").await;
             assert!(is_ready && body.contains("not connected to nats"), "{body}");
@@ -75,9 +79,40 @@ async fn requests_are_served_while_nats_is_away() {
     nats.start_again().await;
     let other = cluster.worker(&cluster.seat("b")).await;
     until_workers(&frontend, 2).await;
+    clients.stop().await;
     until_cached(&frontend, &prompt(1)).await;
     assert!(!frontend.client.get("/ready").await.1.contains("nats"));
     drop(other);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_goes_on_when_its_worker_is_killed_while_nats_is_away() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
+    let seats = [cluster.seat("a"), cluster.seat("b")];
+    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
+    let mut workers = [first, second];
+    let frontend = cluster.frontend().await;
+    until_workers(&frontend, 2).await;
+    nats.stop();
+    while frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
+        "ignore_eos": true, "stream": true});
+    let mut stream = Streamed::start(&frontend, &request).await;
+    while stream.texts[0].len() < 100 {
+        stream.read().await;
+    }
+    let at = busy(&workers).await;
+    let clients = SteadyClients::start(&frontend.client, 3);
+    workers[at].kill();
+    let texts = stream.read_to_the_end().await;
+    clients.stop().await;
+    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
+    assert!(frontend.client.metric("blockyard_nats_connected", "").await < 1.0, "it was away for all of this");
+    let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -95,6 +130,7 @@ async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
         stream.read().await;
     }
     let frozen = &workers[busy(&workers).await];
+    let clients = SteadyClients::start(&frontend.client, 3);
     frozen.signal("STOP");
     let texts = stream.read_to_the_end().await;
     let log = frontend.log();
@@ -102,6 +138,7 @@ async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
     assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
     frozen.signal("CONT");
     until_workers(&frontend, 2).await;
+    clients.stop().await;
     let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
     assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
     while frozen.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
@@ -110,22 +147,30 @@ async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_stop_computing_for_a_frontend_that_was_killed() {
+async fn workers_stop_computing_for_a_frontend_that_was_killed_and_streams_of_another_go_on() {
     let Some(cluster) = Cluster::new() else { return };
     let worker = cluster.worker(&cluster.seat("a")).await;
     let (mut killed, other) = tokio::join!(cluster.frontend(), cluster.frontend());
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 10_000, "temperature": 0,
-        "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&killed, &request).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
+    let request = |nth, tokens| {
+        json!({"model": "tiny", "prompt": prompt(nth), "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+            "stream": true})
+    };
+    let mut broken = Streamed::start(&killed, &request(1, 10_000)).await;
+    let mut kept = Streamed::start(&other, &request(2, 1500)).await;
+    for stream in [&mut broken, &mut kept] {
+        while stream.texts[0].len() < 100 {
+            stream.read().await;
+        }
     }
     killed.kill();
+    let texts = kept.read_to_the_end().await;
     while worker.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert!(worker.client.metric("blockyard_worker_generated_tokens_total", "").await < 10_000.0);
-    other.client.complete(&prompt(1)).await.unwrap();
+    assert!(worker.client.metric("blockyard_worker_generated_tokens_total", "").await < 11_500.0);
+    assert!(other.client.metric("blockyard_router_stream_moves_total", "").await < 1.0, "the stream was not disturbed");
+    let undisturbed = Streamed::start(&other, &request(2, 1500)).await.read_to_the_end().await;
+    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -146,12 +191,14 @@ async fn prompts_are_prefilled_in_another_process_until_that_is_killed() {
     let remote = "outcome=\"remote_prefill\"";
     assert!(frontend.client.metric("blockyard_router_disaggregated_requests_total", remote).await > 0.0);
     assert!(prefill.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await > 0.0);
+    let clients = SteadyClients::start(&frontend.client, 3);
     prefill.kill();
     // The decode worker computes the prompts itself, also before the lease of the other one expires.
     let fresh = cluster.seat("c");
     for seed in 100..103 {
         frontend.client.complete(&prompt(seed)).await.unwrap();
     }
+    clients.stop().await;
     let alone = cluster.worker(&fresh).await;
     drop(decode);
     until_workers(&frontend, 1).await;

@@ -72,6 +72,7 @@ async fn requests_are_served_while_the_object_store_is_down() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
+    let clients = SteadyClients::start(&frontend.client, 3);
     proxy.set(Link::Closed);
     until_degraded(&before, true).await;
     for seed in 2..6 {
@@ -85,6 +86,7 @@ async fn requests_are_served_while_the_object_store_is_down() {
     until_degraded(&before, false).await;
     until_degraded(&after, false).await;
     frontend.client.complete(&prompt(6)).await.unwrap();
+    clients.stop().await;
     before.stop();
     // Another process has the blocks of the one that stopped.
     let (again, _) = until_cached(&frontend, &prompt(1)).await;
@@ -154,6 +156,7 @@ async fn a_worker_whose_disk_dies_goes_on_without_it() {
     for seed in 0..8 {
         texts.push(frontend.client.complete(&prompt(seed)).await.unwrap().0["text"].clone());
     }
+    let clients = SteadyClients::start(&frontend.client, 3);
     // Of 1,000 calls all fail.
     faults.set("1 1000 1000 0 0 0");
     let mut seed = 100;
@@ -170,6 +173,7 @@ async fn a_worker_whose_disk_dies_goes_on_without_it() {
     }
     assert!(dies.client.get("/ready").await.0 && frontend.client.get("/ready").await.0);
     dies.stop();
+    clients.stop().await;
     frontend.client.complete(&prompt(1)).await.unwrap();
 }
 

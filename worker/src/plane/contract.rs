@@ -171,7 +171,7 @@ pub(crate) async fn a_range_is_bounded_and_of_one_epoch(plane: &impl Events) {
 /// A worker that serves nothing.
 pub(crate) fn instance(id: u64, epoch: u64) -> Instance {
     let model = Arc::new(ModelCard { vocabulary: 10, ..ModelCard::new("m", 64, 16) });
-    Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![] }
+    Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![], kv_cache: None }
 }
 
 /// An engine that rejects every request.

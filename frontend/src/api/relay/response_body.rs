@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::timeout;
-use worker::engine::{self, Output, OutputStream, RelayReport};
+use worker::engine::{Output, OutputStream, RelayReport};
 
 /// The end of a stream of chat or completions.
 const DONE: &[u8] = b"data: [DONE]\n\n";
@@ -31,7 +31,7 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Outputs that were read before the response to the client was started, in order.
-pub(super) type ReadAhead = [Option<Result<Output, engine::Error>>; 2];
+pub(super) type ReadAhead = [Option<Result<Output, Error>>; 2];
 
 /// A response that is being relayed.
 pub(super) struct Relay {
@@ -39,8 +39,8 @@ pub(super) struct Relay {
     pub(super) ahead: ReadAhead,
     pub(super) meter: RelayMeter,
     pub(super) context: Arc<RequestContext>,
-    /// Resolves when the server no longer waits for running requests.
-    pub(super) forced: BoxFuture<'static, ()>,
+    /// Resolves when the response must end, with the reason.
+    pub(super) ends: BoxFuture<'static, Error>,
     /// The body consists of events.
     pub(super) is_stream: bool,
     /// The stream's `[DONE]` was relayed: the response is complete, and the client may disconnect.
@@ -97,15 +97,14 @@ fn no_end() -> Error {
 }
 
 impl Relay {
-    fn poll_output(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Output, engine::Error>>> {
+    fn poll_output(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Output, Error>>> {
         if let Some(output) = self.ahead.iter_mut().find_map(Option::take) {
             return Poll::Ready(Some(output));
         }
         if let Poll::Ready(output) = self.outputs.poll_next_unpin(context) {
-            return Poll::Ready(output);
+            return Poll::Ready(output.map(|output| output.map_err(Error::from)));
         }
-        let forced = self.forced.as_mut().poll(context);
-        forced.map(|()| Some(Err(engine::Error::Failed("the server is shutting down".into()))))
+        self.ends.as_mut().poll(context).map(|error| Some(Err(error)))
     }
 
     fn finish(&mut self, report: RelayReport) {
@@ -175,7 +174,7 @@ impl HttpBody for RelayBody {
                 self.finish(report);
                 None
             }
-            Some(Err(error)) => return self.fail(&error.into(), context),
+            Some(Err(error)) => return self.fail(&error, context),
             _ => return self.fail(&no_end(), context),
         };
         Poll::Ready(part.map(|part| Ok(Frame::data(part))))

@@ -167,8 +167,10 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plane::KvCache;
     use crate::plane::contract::instance;
     use crate::plane::nats::RecordKey;
+    use kvbm::Fingerprint;
 
     fn record(epoch: u64) -> Record {
         Record::new(&instance(7, epoch), &Address("http://host:1".into()), "p").0
@@ -190,6 +192,19 @@ mod tests {
         let decoded = Record::decode(&json).unwrap();
         assert_eq!(decoded, record);
         assert_eq!(decoded.into_instance(texts.as_ref()), full);
+    }
+
+    #[test]
+    fn records_of_versions_with_fewer_or_more_fields_are_read() {
+        let kv_cache = Some(KvCache { fingerprint: Fingerprint::from_bytes([7; 32]), blocks: 9 });
+        let full = Instance { kv_cache, ..instance(7, 1) };
+        let written = Record::new(&full, &Address("http://host:1".into()), "p").0;
+        let mut json: serde_json::Value = serde_json::from_slice(&written.encode()).unwrap();
+        json["instance"]["added_later"] = 1.into();
+        let read = |json: &serde_json::Value| Record::decode(json.to_string().as_bytes()).unwrap();
+        assert_eq!(read(&json), written);
+        json["instance"].as_object_mut().unwrap().remove("kv_cache").unwrap();
+        assert_eq!(read(&json), record(1), "a worker that says nothing of its KV cache");
     }
 
     #[test]

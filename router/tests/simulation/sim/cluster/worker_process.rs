@@ -89,7 +89,8 @@ impl Cluster {
         self.workers.lock().insert(id, process);
         let planes = self.planes(node, epoch, &dead);
         let stores = self.store.iter().map(|_| STORE).collect();
-        let instance = Instance { id, epoch: Epoch(epoch), role: shape.role, model: model::card(), stores };
+        let instance =
+            Instance { id, epoch: Epoch(epoch), role: shape.role, model: model::card(), stores, kv_cache: None };
         loop {
             let load = engine.load();
             let started = Worker::start(&planes, instance.clone(), engine.clone(), log.clone(), load);
