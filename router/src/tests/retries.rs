@@ -146,7 +146,9 @@ async fn a_stream_survives_a_rolling_restart_of_many_workers() {
         settle().await;
         ids.extend(next_ids(&mut stream).await.unwrap());
         if last {
-            workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Serve));
+            for worker in &workers {
+                worker.set_behaviour(Behaviour::Serve);
+            }
         }
     }
     while let Some(item) = stream.next().await {
@@ -185,7 +187,9 @@ async fn a_stream_does_not_move_between_the_same_workers_without_end() {
     for id in 1..=2 {
         workers.push(harness.worker(id, Role::Both).await);
     }
-    workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Drain(failed())));
+    for worker in &workers {
+        worker.set_behaviour(Behaviour::Drain(failed()));
+    }
     let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
     let mut served = 0;
     let ended = loop {
