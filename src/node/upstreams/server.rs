@@ -35,8 +35,8 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use upstream::relay::client::Client;
 use upstream::{
-    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Rank, ReportedLoad,
-    TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
+    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Program, Rank,
+    ReportedLoad, TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
 };
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, PlaneError, Role, WorkerId};
@@ -46,6 +46,9 @@ use worker::serve::Worker;
 pub(crate) const START_VLLM: &str = "start vLLM with --kv-events-config \
     '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\
     \"replay_endpoint\":\"tcp://*:5558\"}'";
+/// How SGLang does. Its ranks are at the following ports, so the replay sockets are a hundred ports away.
+pub(crate) const START_SGLANG: &str = "start SGLang with --page-size 64 --kv-events-config \
+    '{\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}'";
 
 /// One server.
 pub(super) struct Server {
@@ -63,6 +66,7 @@ pub(super) struct Server {
 
 /// What a server says of itself.
 struct Answer {
+    program: Program,
     models: Vec<ListedModel>,
     /// Further models that it lists.
     left_out: LeftOut,
@@ -189,18 +193,22 @@ impl Server {
     async fn ask(&self, client: &Client) -> Result<Answer, DiscoverError> {
         let api_key = self.upstream.api_key.as_ref();
         let (models, left_out) = to_register(discover(client, api_key).await?);
-        Ok(Answer { models, left_out, kv: self.kv_sources(client).await })
+        let program = Program::of_owner(models.iter().find_map(|model| model.owned_by.as_deref()));
+        Ok(Answer { program, models, left_out, kv: self.kv_sources(client, program).await })
     }
 
     /// Where the server publishes its KV events, and its block size. What is configured is stronger than what the
     /// server says, because a server may not know how it is reached.
-    async fn kv_sources(&self, client: &Client) -> Option<KvSources> {
+    async fn kv_sources(&self, client: &Client, program: Program) -> Option<KvSources> {
         let upstream = &self.upstream.upstream;
-        let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host).await?;
+        let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host, program).await?;
         let named = upstream.url.host().unwrap_or_default();
         let ranks = if upstream.kv_events == KvEvents::Auto { listed.ranks } else { Vec::new() };
         let sources = upstream.kv_events.sources(listed.sources, named, &self.host);
-        Some(KvSources { sources, ranks, block_size: upstream.block_size.or(listed.block_size) })
+        // A page of SGLang has one token by default. For an estimate of its cache, blocks of the default size do.
+        let is_exact = !sources.is_empty();
+        let said = listed.block_size.filter(|size| is_exact || *size >= DEFAULT_BLOCK_SIZE);
+        Some(KvSources { sources, ranks, block_size: upstream.block_size.or(said) })
     }
 
     /// Registers what is new, and deregisters what is gone.
@@ -237,7 +245,7 @@ impl Server {
                 tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
                 former.models.into_values().for_each(|model| self.drain(model));
             }
-            *registered = Some(self.start(client, answer.kv.unwrap_or_default(), api));
+            *registered = Some(self.start(client, answer.program, answer.kv.unwrap_or_default(), api));
         }
         let Some(current) = registered else { return Ok(()) };
         for id in gone(&current.models, &listed) {
@@ -265,11 +273,12 @@ impl Server {
     }
 
     /// Follows the KV events and the load reports of a server that has no models yet.
-    fn start(&self, client: &Client, kv: KvSources, api: Api) -> Registered {
+    fn start(&self, client: &Client, program: Program, kv: KvSources, api: Api) -> Registered {
         if kv.sources.is_empty() {
-            let remedy = match self.upstream.upstream.kv_events {
-                KvEvents::Off => "set kv_events = \"auto\" in [[upstreams]]",
-                _ => START_VLLM,
+            let remedy = match (&self.upstream.upstream.kv_events, program) {
+                (KvEvents::Off, _) => "set kv_events = \"auto\" in [[upstreams]]",
+                (_, Program::Sglang) => START_SGLANG,
+                (_, Program::Other) => START_VLLM,
             };
             tracing::info!(
                 upstream = %self.name(),

@@ -3,11 +3,10 @@
 use super::{Gateway, TIMEOUT, chat, completions, server};
 use blockyard::config::{KvEvents, Upstream};
 use serde_json::{Value, json};
-use std::num::NonZero;
 use std::time::Duration;
 use tokio::time::sleep;
 use upstream::kv_events::fake::FakePublisher;
-use upstream::relay::fake::Script;
+use upstream::relay::fake::{FakeEngine, Script};
 
 /// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with
 /// a salt, and others.
@@ -77,7 +76,7 @@ async fn published_blocks_are_predicted_as_cached() {
 
 /// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
 /// have their default, always a rank.
-fn sglang_payload() -> Vec<u8> {
+pub(crate) fn sglang_payload() -> Vec<u8> {
     let text = |text: &str| [&[0xa0 | text.len() as u8], text.as_bytes()].concat();
     let hash = |hash: i64| [&[0xd3][..], &hash.to_be_bytes()].concat();
     let tokens: Vec<u8> = (1..=127).chain([0xcc, 128]).collect();
@@ -94,20 +93,69 @@ fn sglang_payload() -> Vec<u8> {
     .concat()
 }
 
-#[tokio::test]
-async fn a_server_like_sglang_is_routed_by_its_events() {
-    let publisher = FakePublisher::start().await.unwrap();
+/// A server that answers as SGLang 0.5.23 does, with pages of 64 tokens. Its first rank publishes at this port.
+pub(crate) async fn sglang(port: u16, ranks: u32) -> FakeEngine {
     let server = server([]).await;
-    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang", "max_model_len": 4096 }] });
-    server.set_page("/v1/models", Script::json(200, &models));
+    let model =
+        json!({ "id": "org/m", "object": "model", "owned_by": "sglang", "root": "org/m", "max_model_len": 4096 });
+    server.set_page("/v1/models", Script::json(200, &json!({ "object": "list", "data": [model] })));
     server.set_page("/metrics", Script::events(["sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\n"]));
-    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
-    let kv_events = KvEvents::At { live, replay: None };
-    let upstream = Upstream { kv_events, block_size: NonZero::new(64), ..Upstream::new(server.uri()) };
-    let gateway = Gateway::of(vec![upstream]).await;
+    // The fields have the names of the real page; its values are those of another server.
+    let page = include_str!("../../../upstream/tests/fixtures/server_info/sglang-0.5.23.json");
+    let mut info: Value = page.parse().unwrap();
+    let config = json!({ "publisher": "zmq", "endpoint": format!("tcp://*:{port}") });
+    info["kv_events_config"] = json!(config.to_string());
+    (info["dcp_size"], info["dp_size"], info["attn_dp_size"]) = (json!(1), json!(1), json!(ranks));
+    info["kv_events"] = json!({
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "topic": "", "block_size": 64,
+        "dp_size": ranks,
+    });
+    server.set_page("/server_info", Script::json(200, &info));
+    server
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_says_where_its_events_are() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = sglang(publisher.port(), 1).await;
+    let gateway = Gateway::start(&[&server]).await;
     assert_eq!(predicted(&gateway, 1..200).await, 0);
     publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
     until_predicted(&gateway, 1..200, 128).await;
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_is_routed_by_the_events_at_a_configured_address() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = sglang(1, 1).await;
+    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At { live, replay: None };
+    let gateway = Gateway::of(vec![Upstream { kv_events, ..Upstream::new(server.uri()) }]).await;
+    publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
+}
+
+/// Two publishers, of which the second has the port after that of the first.
+async fn neighbours() -> [FakePublisher; 2] {
+    loop {
+        let first = FakePublisher::start().await.unwrap();
+        if let Ok(second) = FakePublisher::start_at(first.port().saturating_add(1)).await {
+            return [first, second];
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_request_goes_to_the_rank_of_sglang_that_has_its_blocks() {
+    let publishers = neighbours().await;
+    let server = sglang(publishers[0].port(), 2).await;
+    let gateway = Gateway::start(&[&server]).await;
+    publishers[1].publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
+    for _ in 0..3 {
+        assert_eq!(predicted(&gateway, 1..200).await, 128);
+        assert_eq!(completions(&server).last().unwrap().headers["x-data-parallel-rank"], "1");
+    }
 }
 
 #[tokio::test]
