@@ -5,7 +5,7 @@
 use super::process::{Process, doctor};
 use super::upstreams::{MESSAGES, publish, sglang, sglang_payload};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
-use blockyard::config::{Config, Listen, Upstream};
+use blockyard::config::{Config, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
@@ -132,6 +132,10 @@ async fn completions_are_for_one_rank() {
     assert_eq!(cached.detail, "96 of 100 tokens of a repeated prompt, as predicted");
     let sent = vllm.server.requests().into_iter().filter(|request| request.uri.path() == "/v1/completions");
     assert!(sent.map(|request| request.headers["x-data-parallel-rank"].clone()).all(|rank| rank == "0"));
+    let live = format!("tcp://127.0.0.1:{}", vllm.publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At(vec![KvSockets { live, replay: None }]);
+    let one = examine(&config(Upstream { kv_events, ..vllm.upstream() }), Probing::Skip).await;
+    expect(&one, "kv_events", Status::Warning, "list the publishers of all ranks in upstreams.0.kv_events");
 }
 
 /// Answers as llama.cpp and Ollama give them: other fields of `/v1/models`, a `/tokenize` of another form or none.

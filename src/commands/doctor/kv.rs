@@ -21,7 +21,7 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     let named = server.upstream.url.host().unwrap_or_default();
     let followed = server.upstream.kv_events.sources(listed.sources.clone(), named, &server.host);
     announced(server, at, &listed.sources, &followed, findings);
-    let ranks = if server.upstream.kv_events == KvEvents::Auto { listed.ranks.len() } else { 0 };
+    let ranks = server.upstream.kv_events.ranks(listed.ranks).len();
     let mut sources = reachable(followed.clone(), at, findings).await;
     // Requests can name the rank that serves them: the probe is for the first one whose publisher answers.
     let rank = followed.iter().take(ranks).position(|source| sources.contains(source));
@@ -74,7 +74,20 @@ fn announced(server: &Server<'_>, at: usize, listed: &[Source], followed: &[Sour
             findings.wrong(server.kind != Kind::Other, "kv_events", detail, fix);
         }
         (KvEvents::Auto, _, followed) => findings.ok("kv_events", format!("the server names {}", names(followed))),
-        (KvEvents::At { .. }, _, followed) => {
+        (KvEvents::At(_), listed, followed) if listed.len() > followed.len() => {
+            let detail = format!(
+                "{} in the configuration, but the server has {} data-parallel ranks with a publisher each",
+                names(followed),
+                listed.len()
+            );
+            let fix = format!(
+                "list the publishers of all ranks in upstreams.{at}.kv_events, or set it to \"auto\" where the \
+                 addresses that the server names are reached from here: {}",
+                names(listed)
+            );
+            findings.warning("kv_events", detail, fix);
+        }
+        (KvEvents::At(_), _, followed) => {
             findings.ok("kv_events", format!("{} in the configuration", names(followed)));
         }
     }

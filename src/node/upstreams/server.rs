@@ -203,7 +203,7 @@ impl Server {
         let upstream = &self.upstream.upstream;
         let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host, program).await?;
         let named = upstream.url.host().unwrap_or_default();
-        let ranks = if upstream.kv_events == KvEvents::Auto { listed.ranks } else { Vec::new() };
+        let ranks = upstream.kv_events.ranks(listed.ranks);
         let sources = upstream.kv_events.sources(listed.sources, named, &self.host);
         // A page of SGLang has one token by default. For an estimate of its cache, blocks of the default size do.
         let is_exact = !sources.is_empty();

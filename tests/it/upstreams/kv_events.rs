@@ -1,8 +1,9 @@
 //! Servers that publish KV events, and prompts that are routed by them.
 
 use super::{Gateway, TIMEOUT, chat, completions, server};
-use blockyard::config::{KvEvents, Upstream};
+use blockyard::config::{KvEvents, KvSockets, Upstream};
 use serde_json::{Value, json};
+use std::num::NonZero;
 use std::time::Duration;
 use tokio::time::sleep;
 use upstream::kv_events::fake::FakePublisher;
@@ -129,7 +130,7 @@ async fn a_server_like_sglang_is_routed_by_the_events_at_a_configured_address() 
     let publisher = FakePublisher::start().await.unwrap();
     let server = sglang(1, 1).await;
     let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
-    let kv_events = KvEvents::At { live, replay: None };
+    let kv_events = KvEvents::At(vec![KvSockets { live, replay: None }]);
     let gateway = Gateway::of(vec![Upstream { kv_events, ..Upstream::new(server.uri()) }]).await;
     publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
     until_predicted(&gateway, 1..200, 128).await;
@@ -174,6 +175,26 @@ async fn a_request_goes_to_the_rank_that_has_its_blocks() {
     assert_eq!(rank(), "1");
     for _ in 0..3 {
         assert_eq!((predicted(&gateway, 100..200).await, rank()), (96, "1".parse().unwrap()));
+    }
+}
+
+/// A server that does not say where it publishes, as vLLM before `/kv_event_sources`.
+#[tokio::test]
+async fn a_request_goes_to_the_rank_whose_configured_publisher_has_its_blocks() {
+    let publishers = [FakePublisher::start().await.unwrap(), FakePublisher::start().await.unwrap()];
+    let server = server([]).await;
+    let sockets = |publisher: &FakePublisher| {
+        let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+        KvSockets { live, replay: None }
+    };
+    let kv_events = KvEvents::At(publishers.iter().map(sockets).collect());
+    let upstream = Upstream { kv_events, block_size: NonZero::new(32), ..Upstream::new(server.uri()) };
+    let gateway = Gateway::of(vec![upstream]).await;
+    publish(&publishers[1], MESSAGES.lines().next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    for _ in 0..3 {
+        assert_eq!(predicted(&gateway, 100..200).await, 96);
+        assert_eq!(completions(&server).last().unwrap().headers["x-data-parallel-rank"], "1");
     }
 }
 
