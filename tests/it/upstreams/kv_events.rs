@@ -22,7 +22,11 @@ pub(crate) fn publish(publisher: &FakePublisher, message: &str) {
 
 /// Prompt tokens of a completion that are predicted to be cached.
 async fn predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> u64 {
-    let body = json!({ "model": "org/m", "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
+    predicted_of(gateway, "org/m", prompt).await
+}
+
+async fn predicted_of(gateway: &Gateway, model: &str, prompt: impl IntoIterator<Item = u32>) -> u64 {
+    let body = json!({ "model": model, "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
     let answer = gateway.post("/v1/completions", &body).await;
     assert_eq!(answer.status(), 200);
     let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
@@ -73,6 +77,28 @@ async fn published_blocks_are_predicted_as_cached() {
     // A server that does not say them answers all the same.
     server.set_page("/tokenize", Script::json(404, &json!({})));
     assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
+}
+
+#[tokio::test]
+async fn published_blocks_are_predicted_under_all_names_of_the_model() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let name = |id: &str| json!({ "id": id, "root": "/srv/m", "max_model_len": 4096 });
+    server.set_page("/v1/models", Script::json(200, &json!({ "data": [name("org/m"), name("latest")] })));
+    let endpoint = format!("tcp://*:{}", publisher.port());
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "block_size": 32 }])));
+    let gateway = Gateway::start(&[&server]).await;
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    let under_the_other = async {
+        while gateway.metric("blockyard_router_workers").await < 2 {
+            sleep(Duration::from_millis(10)).await;
+        }
+        while predicted_of(&gateway, "latest", 100..200).await != 96 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, under_the_other).await.expect("the events arrive");
 }
 
 /// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
