@@ -275,6 +275,22 @@ async fn publishers_and_block_sizes_that_change_register_anew() {
 }
 
 #[tokio::test]
+async fn pages_of_one_token_are_blocks_only_where_events_are_followed() {
+    let server = any_server().await;
+    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang" }] });
+    server.set_page("/v1/models", Script::json(200, &models));
+    server.set_page("/server_info", Script::json(200, &json!({ "page_size": 1 })));
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (estimated, _) = harness.joined().await;
+    assert_eq!((estimated.model.block_size, estimated.model.has_exact_blocks), (16, false));
+    let config = json!({ "publisher": "zmq", "endpoint": "tcp://*:1" }).to_string();
+    server.set_page("/server_info", Script::json(200, &json!({ "page_size": 1, "kv_events_config": config })));
+    let followed = harness.replaced(&estimated).await;
+    assert_eq!((followed.model.block_size, followed.model.has_exact_blocks), (1, true));
+}
+
+#[tokio::test]
 async fn all_names_of_the_model_get_its_events() {
     let server = any_server().await;
     let listed = |id: &str, root: &str| json!({ "id": id, "root": root });
