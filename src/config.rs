@@ -200,13 +200,18 @@ pub enum KvEvents {
     /// Where the server says, if it publishes any.
     #[default]
     Auto,
-    /// At these sockets.
-    At {
-        /// Sends the events.
-        live: ::upstream::kv_events::Endpoint,
-        /// Sends lost events again. Default none: then lost events make the cache of the server unknown.
-        replay: Option<::upstream::kv_events::Endpoint>,
-    },
+    /// At the sockets of these publishers: that of the server, or those of its data-parallel ranks in their order. Then
+    /// requests name their rank.
+    At(Vec<KvSockets>),
+}
+
+/// The sockets of a publisher of KV events.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KvSockets {
+    /// Sends the events.
+    pub live: ::upstream::kv_events::Endpoint,
+    /// Sends lost events again. Default none: then lost events make the cache of the server unknown.
+    pub replay: Option<::upstream::kv_events::Endpoint>,
 }
 
 /// The admin API: it shows the state of a running process and reloads its configuration.

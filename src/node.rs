@@ -44,8 +44,8 @@ pub use preflight::{Refused, preflight};
 pub use refused_requests::RefusedRequests;
 pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;
-pub(crate) use upstreams::START_VLLM;
 pub use upstreams::{CheckedUpstream, Upstreams};
+pub(crate) use upstreams::{START_SGLANG, START_VLLM};
 pub use worker_node::WorkerNode;
 
 use crate::config::{Config, HumanDuration, Purpose};

@@ -1,6 +1,6 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::{CacheSalt, HttpVersion, KvEvents, Resolve, Upstream, UpstreamRole};
+use super::{CacheSalt, HttpVersion, KvEvents, KvSockets, Resolve, Upstream, UpstreamRole};
 use ::upstream::Authorities;
 use ::upstream::kv_events::{Endpoint, Source};
 use ::upstream::relay::client::{Protocol, Settings};
@@ -81,11 +81,83 @@ impl KvEvents {
         match self {
             Self::Off => Vec::new(),
             Self::Auto => listed,
-            Self::At { live, replay } => vec![Source {
-                live: live.moved(named, address),
-                replay: replay.as_ref().map(|replay| replay.moved(named, address)),
-                topic: String::new(),
-            }],
+            Self::At(sockets) => {
+                let source = |KvSockets { live, replay }: &KvSockets| Source {
+                    live: live.moved(named, address),
+                    replay: replay.as_ref().map(|replay| replay.moved(named, address)),
+                    topic: String::new(),
+                };
+                sockets.iter().map(source).collect()
+            }
+        }
+    }
+
+    /// The numbers of the ranks of these publishers, if requests can name them: `listed`, where the server says.
+    pub fn ranks(&self, listed: Vec<u32>) -> Vec<u32> {
+        match self {
+            Self::Auto => listed,
+            Self::At(sockets) if sockets.len() > 1 => (0..sockets.len() as u32).collect(),
+            Self::Off | Self::At(_) => Vec::new(),
+        }
+    }
+
+    /// From the two keys of the table of a server on `host`.
+    fn of_keys(live: Option<Addresses>, replay: Option<Addresses>, host: &str) -> Result<Self, String> {
+        let (live, replay) = (live.map(Addresses::into_list), replay.map(Addresses::into_list).unwrap_or_default());
+        let live = live.unwrap_or_else(|| vec!["auto".to_owned()]);
+        if let [only @ ("auto" | "off")] = live.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            return match replay[..] {
+                [] if only == "off" => Ok(Self::Off),
+                [] => Ok(Self::Auto),
+                [..] => Err("kv_events_replay needs the other socket in kv_events".to_owned()),
+            };
+        }
+        if live.is_empty() {
+            return Err(
+                "kv_events: an empty list; expected the address of each data-parallel rank, `auto` or `off`".to_owned()
+            );
+        }
+        if !replay.is_empty() && replay.len() != live.len() {
+            let (replays, lives) = (replay.len(), live.len());
+            return Err(format!(
+                "kv_events_replay: expected as many addresses as in kv_events, {lives}; got {replays}"
+            ));
+        }
+        let endpoint = |key: &str, text: &String| {
+            let endpoint = Endpoint::on_host(text, host);
+            endpoint.map_err(|error| format!("{key}: {error}"))
+        };
+        let mut sockets = Vec::new();
+        for (at, live) in live.iter().enumerate() {
+            let live = endpoint("kv_events", live).map_err(|error| format!("{error}, `auto` or `off`"))?;
+            let replay = replay.get(at).map(|text| endpoint("kv_events_replay", text)).transpose()?;
+            sockets.push(KvSockets { live, replay });
+        }
+        Ok(Self::At(sockets))
+    }
+}
+
+/// One address, or those of the data-parallel ranks in their order.
+#[derive(serde::Deserialize, serde::Serialize)]
+#[serde(
+    untagged,
+    expecting = "expected an address like \"tcp://*:5557\", or a list of one for each data-parallel rank"
+)]
+enum Addresses {
+    One(String),
+    OfRanks(Vec<String>),
+}
+
+impl Addresses {
+    fn of<'a>(endpoints: impl IntoIterator<Item = &'a Endpoint>) -> Self {
+        let mut list: Vec<String> = endpoints.into_iter().map(Endpoint::to_string).collect();
+        if list.len() == 1 { Self::One(list.remove(0)) } else { Self::OfRanks(list) }
+    }
+
+    fn into_list(self) -> Vec<String> {
+        match self {
+            Self::One(address) => vec![address],
+            Self::OfRanks(list) => list,
         }
     }
 }
@@ -98,8 +170,8 @@ struct Table {
     resolve: Resolve,
     api_key_file: Option<PathBuf>,
     ca_file: Option<PathBuf>,
-    kv_events: Option<String>,
-    kv_events_replay: Option<String>,
+    kv_events: Option<Addresses>,
+    kv_events_replay: Option<Addresses>,
     #[serde(default)]
     cache_salt: CacheSalt,
     role: Option<String>,
@@ -123,23 +195,7 @@ impl TryFrom<Table> for Upstream {
         if ca_file.is_some() && url.scheme_str() != Some("https") {
             return Err("ca_file: only a server with https:// shows a certificate".to_owned());
         }
-        let host = url.host().unwrap_or_default();
-        let endpoint = |key: &str, text: &str| {
-            let endpoint = Endpoint::on_host(text, host);
-            endpoint.map_err(|error| format!("{key}: {error}"))
-        };
-        let replay = kv_events_replay.map(|text| endpoint("kv_events_replay", &text)).transpose()?;
-        let kv_events = match (kv_events.as_deref(), replay) {
-            (None | Some("auto"), None) => KvEvents::Auto,
-            (Some("off"), None) => KvEvents::Off,
-            (None | Some("off" | "auto"), Some(_)) => {
-                return Err("kv_events_replay needs the other socket in kv_events".to_owned());
-            }
-            (Some(live), replay) => {
-                let live = endpoint("kv_events", live).map_err(|error| format!("{error}, `auto` or `off`"))?;
-                KvEvents::At { live, replay }
-            }
-        };
+        let kv_events = KvEvents::of_keys(kv_events, kv_events_replay, url.host().unwrap_or_default())?;
         Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, role, block_size, http, max_requests })
     }
 }
@@ -200,10 +256,11 @@ impl Serialize for Upstream {
         match &self.kv_events {
             KvEvents::Auto => {}
             KvEvents::Off => table.serialize_field("kv_events", "off")?,
-            KvEvents::At { live, replay } => {
-                table.serialize_field("kv_events", &live.to_string())?;
-                if let Some(replay) = replay {
-                    table.serialize_field("kv_events_replay", &replay.to_string())?;
+            KvEvents::At(sockets) => {
+                table.serialize_field("kv_events", &Addresses::of(sockets.iter().map(|sockets| &sockets.live)))?;
+                let replay: Vec<&Endpoint> = sockets.iter().filter_map(|sockets| sockets.replay.as_ref()).collect();
+                if !replay.is_empty() {
+                    table.serialize_field("kv_events_replay", &Addresses::of(replay))?;
                 }
             }
         }

@@ -3,9 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::{Process, doctor};
-use super::upstreams::{MESSAGES, publish};
+use super::upstreams::{MESSAGES, publish, sglang, sglang_payload};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
-use blockyard::config::{Config, Listen, Upstream};
+use blockyard::config::{Config, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
@@ -100,6 +100,28 @@ async fn a_sound_server_has_no_problem() {
 }
 
 #[tokio::test]
+async fn a_sound_sglang_has_no_problem() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = sglang(publisher.port(), 1).await;
+    let tokens = json!({ "count": 150, "max_model_len": 4096, "tokens": (1..=150).collect::<Vec<u32>>() });
+    server.set_page("/tokenize", Script::json(200, &tokens));
+    let usage = json!({ "prompt_tokens": 150, "prompt_tokens_details": { "cached_tokens": 128 } });
+    server.set_page("/v1/completions", Script::json(200, &json!({ "choices": [], "usage": usage })));
+    publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    let found = checks(Upstream::new(server.uri())).await;
+    let faulty: Vec<_> = found.iter().filter(|check| check.status != Status::Ok).map(|check| check.check).collect();
+    assert!(faulty.iter().all(|check| ["kv_replay", "open_files"].contains(check)), "{found:#?}");
+    let detail = |name| found.iter().find(|check| check.check == name).unwrap().detail.as_str();
+    assert_eq!(detail("server"), "SGLang 0.5.23");
+    assert_eq!(detail("kv_events"), format!("the server names tcp://127.0.0.1:{}", publisher.port()));
+    assert_eq!(detail("block_size"), "64 tokens in the server's /server_info");
+    assert_eq!(detail("cached_tokens"), "128 of 150 tokens of a repeated prompt, as predicted");
+    server.set_page("/server_info", Script::json(200, &json!({ "version": "0.5.23", "page_size": 64 })));
+    let silent = examine(&config(Upstream::new(server.uri())), Probing::Skip).await;
+    expect(&silent, "kv_events", Status::Problem, "start SGLang with");
+}
+
+#[tokio::test]
 async fn completions_are_for_one_rank() {
     let (vllm, other) = (Vllm::start().await, FakePublisher::start().await.unwrap());
     let source = |port: u16| json!({ "endpoint": format!("tcp://*:{port}"), "topic": "kv" });
@@ -110,6 +132,10 @@ async fn completions_are_for_one_rank() {
     assert_eq!(cached.detail, "96 of 100 tokens of a repeated prompt, as predicted");
     let sent = vllm.server.requests().into_iter().filter(|request| request.uri.path() == "/v1/completions");
     assert!(sent.map(|request| request.headers["x-data-parallel-rank"].clone()).all(|rank| rank == "0"));
+    let live = format!("tcp://127.0.0.1:{}", vllm.publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At(vec![KvSockets { live, replay: None }]);
+    let one = examine(&config(Upstream { kv_events, ..vllm.upstream() }), Probing::Skip).await;
+    expect(&one, "kv_events", Status::Warning, "list the publishers of all ranks in upstreams.0.kv_events");
 }
 
 /// Answers as llama.cpp and Ollama give them: other fields of `/v1/models`, a `/tokenize` of another form or none.

@@ -8,7 +8,7 @@ mod passing;
 mod servers;
 mod tokenizers;
 
-pub(crate) use kv_events::{MESSAGES, publish};
+pub(crate) use kv_events::{MESSAGES, publish, sglang, sglang_payload};
 
 use super::process::client;
 use blockyard::config::{Config, Listen, Upstream};

@@ -10,7 +10,10 @@
 //! A request names the rank that is to serve it in a header, as the position among the ranks of the server. So the
 //! ranks can be distinguished only if the server lists a publisher for each of them.
 //!
-//! Its block size is a label in its `/metrics`. Other servers and older releases say neither.
+//! Its block size is a label in its `/metrics`. SGLang says both in `/server_info` ([`sglang`]). Other servers and
+//! older releases say neither.
+
+mod sglang;
 
 use crate::ask::{Page, page};
 use crate::kv_events::{Endpoint, EndpointError, Source};
@@ -18,6 +21,22 @@ use crate::relay::client::Client;
 use http::HeaderValue;
 use serde_json::Value;
 use std::num::NonZero;
+
+/// The program that a server is, as far as programs differ in where they say this.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Program {
+    /// SGLang: in `/server_info`.
+    Sglang,
+    /// vLLM, and others that may have its pages.
+    Other,
+}
+
+impl Program {
+    /// The program that lists its models with this owner.
+    pub fn of_owner(owner: Option<&str>) -> Self {
+        if owner == Some("sglang") { Self::Sglang } else { Self::Other }
+    }
+}
 
 /// What a server says of its KV events.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -32,7 +51,10 @@ pub struct KvSources {
 
 impl KvSources {
     /// Asks a server on `host`, which stands for publishers that bind to all addresses. `None`: it does not answer.
-    pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str) -> Option<Self> {
+    pub async fn ask(client: &Client, api_key: Option<&HeaderValue>, host: &str, program: Program) -> Option<Self> {
+        if program == Program::Sglang {
+            return sglang::ask(client, api_key, host).await;
+        }
         let mut answer = match page(client, api_key, "/kv_event_sources").await {
             Page::Body(body) => Self::read(&body, host),
             Page::Absent | Page::TooLarge => Self::default(),

@@ -39,7 +39,7 @@ pub use api_description::ApiDescription;
 pub use cache_events::{CacheEvents, ModelLog};
 pub use certificates::{Authorities, certificates};
 pub use engine::{Rank, UpstreamEngine, UpstreamSettings};
-pub use kv_sources::KvSources;
+pub use kv_sources::{KvSources, Program};
 pub use load_reports::{LoadReports, ReportedLoad};
 pub use metrics::Metrics;
 pub use models::{DEFAULT_BLOCK_SIZE, DiscoverError, ListedModel, discover};

@@ -1,7 +1,7 @@
 //! The load of a server as its `/metrics` says: requests of all gateways, and how full its cache is.
 //!
-//! vLLM, SGLang and llama.cpp (`--metrics`) have such metrics, vLLM by data-parallel rank. A server without them has
-//! the load that this process gives it.
+//! vLLM, SGLang and llama.cpp (`--metrics`) have such metrics, vLLM and SGLang by data-parallel rank. A server without
+//! them has the load that this process gives it.
 
 use crate::ask::{Page, page};
 use crate::load::{CacheUsage, LoadCounter, Reported};
@@ -134,7 +134,9 @@ fn read(page: &[u8], block_size: u32) -> Ranks {
 
 impl Ranks {
     fn of(&mut self, sample: &Sample<'_>) -> &mut RankSamples {
-        self.0.entry(sample.label("engine").map(|rank| rank as u32)).or_default()
+        // vLLM's label, and SGLang's, which only a server with several ranks has.
+        let rank = sample.label("engine").or_else(|| sample.label("dp_rank"));
+        self.0.entry(rank.map(|rank| rank as u32)).or_default()
     }
 
     fn is_empty(&self) -> bool {
@@ -234,6 +236,20 @@ mod tests {
             sglang:token_usage{model_name=\"a}b\"} 0.5\nsglang:max_total_num_tokens{model_name=\"m\"} 6400\n";
         let cache = CacheUsage { active_blocks: 50, total_blocks: 100 };
         assert_eq!(read(page.as_bytes(), 64).load(None), Some(Reported { running: 2, waiting: 1, cache }));
+    }
+
+    #[test]
+    fn a_rank_of_sglang_has_a_label() {
+        let of = |rank: u32| {
+            format!(
+                "sglang:num_running_reqs{{dp_rank=\"{rank}\",tp_rank=\"0\"}} {rank}\n\
+                 sglang:num_queue_reqs{{dp_rank=\"{rank}\",tp_rank=\"0\"}} 5\n"
+            )
+        };
+        let ranks = read([of(1), of(2)].concat().as_bytes(), 64);
+        let cache = CacheUsage::default();
+        assert_eq!(ranks.load(Some(2)), Some(Reported { running: 2, waiting: 5, cache }));
+        assert_eq!(ranks.load(None).map(|all| (all.running, all.waiting)), Some((3, 10)));
     }
 
     #[test]

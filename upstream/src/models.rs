@@ -44,6 +44,9 @@ struct Listed {
     owned_by: Option<String>,
     /// The model that an adapter is of.
     parent: Option<String>,
+    /// Where vLLM has loaded the model from. Other servers may have anything here.
+    #[serde(default)]
+    root: Value,
     /// What llama.cpp says of the model. Other servers may have anything here.
     #[serde(default)]
     meta: Value,
@@ -56,6 +59,8 @@ pub struct ListedModel {
     pub card: ModelCard,
     /// The model that it is an adapter of.
     pub parent: Option<String>,
+    /// Where the server has loaded it from. vLLM serves one model, so models with the same one are names of it.
+    pub root: Option<String>,
     /// Its owner, where vLLM and SGLang name themselves.
     pub owned_by: Option<String>,
 }
@@ -73,7 +78,7 @@ pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<
     Ok(list.data.into_iter().map(listed_model).collect())
 }
 
-fn listed_model(Listed { id, created, max_model_len, owned_by, parent, meta }: Listed) -> ListedModel {
+fn listed_model(Listed { id, created, max_model_len, owned_by, parent, root, meta }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let context_of_slot = meta["n_ctx"].as_u64().and_then(|context| usize::try_from(context).ok());
     let context = max_model_len.or(context_of_slot).unwrap_or(UNKNOWN_CONTEXT);
@@ -85,7 +90,7 @@ fn listed_model(Listed { id, created, max_model_len, owned_by, parent, meta }: L
         has_exact_blocks: false,
         ..ModelCard::new(&id, context, DEFAULT_BLOCK_SIZE.get() as usize)
     };
-    ListedModel { card, parent, owned_by }
+    ListedModel { card, parent, root: root.as_str().map(str::to_owned), owned_by }
 }
 
 #[cfg(test)]
@@ -100,6 +105,6 @@ mod tests {
         let llama_cpp = json!({ "id": "m", "meta": { "n_ctx": 2048, "n_ctx_train": 4096 }, "owned_by": "llamacpp" });
         assert_eq!(context(llama_cpp), 2048);
         assert_eq!(context(json!({ "id": "m", "meta": null })), UNKNOWN_CONTEXT);
-        assert_eq!(context(json!({ "id": "m", "meta": "other" })), UNKNOWN_CONTEXT);
+        assert_eq!(context(json!({ "id": "m", "meta": "other", "root": {} })), UNKNOWN_CONTEXT);
     }
 }

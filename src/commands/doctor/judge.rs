@@ -18,7 +18,7 @@ pub(super) fn judge(seen: &ProbeResult, kind: Kind, at: usize, findings: &mut Fi
         return;
     }
     if is_followed {
-        events(seen, at, findings);
+        events(seen, kind, at, findings);
     }
     match &seen.second {
         Some(Ok(usage)) => cached(seen, *usage, kind, findings),
@@ -57,7 +57,7 @@ fn refused(refusal: &Refusal, findings: &mut Findings) {
 }
 
 /// Whether events arrive, and are those of the prompt.
-fn events(seen: &ProbeResult, at: usize, findings: &mut Findings) {
+fn events(seen: &ProbeResult, kind: Kind, at: usize, findings: &mut Findings) {
     let ProbeResult { events, block_size, ranks, .. } = seen;
     if events.connected == 0 {
         findings.problem(
@@ -68,12 +68,17 @@ fn events(seen: &ProbeResult, at: usize, findings: &mut Findings) {
         return;
     }
     if events.stored == 0 {
-        findings.problem(
-            "kv_arrive",
-            "no event of a stored block has arrived after a new prompt",
-            "start vLLM with \"enable_kv_cache_events\":true and \"publisher\":\"zmq\" in --kv-events-config, and with \
-             prefix caching (no --no-enable-prefix-caching), and let the address be that of this server",
-        );
+        let fix = match kind {
+            Kind::Sglang => {
+                "start SGLang with \"publisher\":\"zmq\" in --kv-events-config, and with prefix caching (no \
+                 --disable-radix-cache), and let the address be that of this server"
+            }
+            Kind::Vllm | Kind::Other => {
+                "start vLLM with \"enable_kv_cache_events\":true and \"publisher\":\"zmq\" in --kv-events-config, and \
+                 with prefix caching (no --no-enable-prefix-caching), and let the address be that of this server"
+            }
+        };
+        findings.problem("kv_arrive", "no event of a stored block has arrived after a new prompt", fix);
         return;
     }
     findings.ok("kv_arrive", format!("events of stored blocks after a new prompt: {}", events.stored));
@@ -238,6 +243,7 @@ mod tests {
         let arrive = wrong(Kind::Vllm, silent);
         assert_eq!((arrive[0].0, arrive[0].1), ("kv_arrive", Status::Problem));
         assert!(arrive[0].2.contains("enable_kv_cache_events"));
+        assert!(wrong(Kind::Sglang, silent)[0].2.contains("no --disable-radix-cache"), "its own flags");
         let size = |seen: &mut ProbeResult| {
             (seen.events.block_size, seen.events.found) = (Some(16), std::collections::HashSet::new());
         };

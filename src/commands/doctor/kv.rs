@@ -8,26 +8,28 @@ use super::probe::{self, Plan};
 use super::server::{Kind, Server};
 use crate::commands::output::count;
 use crate::config::{CacheSalt, KvEvents};
-use crate::node::START_VLLM;
+use crate::node::{START_SGLANG, START_VLLM};
 use futures::future::join_all;
 use std::num::NonZero;
 use upstream::kv_events::{ReachError, Source, reach, reach_replay};
-use upstream::{ApiDescription, DEFAULT_BLOCK_SIZE, KvSources, SaltedEndpoints};
+use upstream::{ApiDescription, DEFAULT_BLOCK_SIZE, KvSources, Program, SaltedEndpoints};
 
 /// Checks the KV events of a server that answers.
 pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, findings: &mut Findings) {
-    let listed = KvSources::ask(&server.client, server.api_key.as_ref(), &server.host).await.unwrap_or_default();
+    let listed = KvSources::ask(&server.client, server.api_key.as_ref(), &server.host, program(server)).await;
+    let listed = listed.unwrap_or_default();
     let named = server.upstream.url.host().unwrap_or_default();
     let followed = server.upstream.kv_events.sources(listed.sources.clone(), named, &server.host);
     announced(server, at, &listed.sources, &followed, findings);
-    let ranks = if server.upstream.kv_events == KvEvents::Auto { listed.ranks.len() } else { 0 };
+    let ranks = server.upstream.kv_events.ranks(listed.ranks).len();
     let mut sources = reachable(followed.clone(), at, findings).await;
     // Requests can name the rank that serves them: the probe is for the first one whose publisher answers.
     let rank = followed.iter().take(ranks).position(|source| sources.contains(source));
     if rank.is_some() {
         sources.truncate(1);
     }
-    let used = block_size(server.upstream.block_size, listed.block_size, at, findings);
+    let page = if program(server) == Program::Sglang { "/server_info" } else { "/metrics" };
+    let used = block_size(server.upstream.block_size, listed.block_size, page, at, findings);
     let salted = salts(server, at, findings).await;
     if probing == Probing::Skip {
         return;
@@ -35,6 +37,11 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     let plan = Plan { server, rank: rank.map(|rank| rank as u32), sources: &sources, block_size: used.get(), salted };
     let seen = probe::send(&plan).await;
     judge::judge(&seen, server.kind, at, findings);
+}
+
+/// The program, as `serve` tells it.
+fn program(server: &Server<'_>) -> Program {
+    Program::of_owner(server.models.iter().find_map(|model| model.owned_by.as_deref()))
 }
 
 /// Whether there are publishers to follow.
@@ -53,20 +60,34 @@ fn announced(server: &Server<'_>, at: usize, listed: &[Source], followed: &[Sour
             findings.warning("kv_events", detail, fix);
         }
         (KvEvents::Auto, _, []) => {
-            let detail = "the server names no publisher (/kv_event_sources): its cache is estimated".to_owned();
-            let is_vllm = server.kind == Kind::Vllm;
-            let fix = if is_vllm {
-                format!("{START_VLLM}; or set upstreams.{at}.kv_events = \"off\"")
-            } else {
-                format!(
+            let page = if program(server) == Program::Sglang { "/server_info" } else { "/kv_event_sources" };
+            let detail = format!("the server names no publisher ({page}): its cache is estimated");
+            let off = format!("or set upstreams.{at}.kv_events = \"off\"");
+            let fix = match server.kind {
+                Kind::Vllm => format!("{START_VLLM}; {off}"),
+                Kind::Sglang => format!("{START_SGLANG}; {off}"),
+                Kind::Other => format!(
                     "if the server publishes KV events, set upstreams.{at}.kv_events to the address, like \
                      \"tcp://*:5557\", else to \"off\""
-                )
+                ),
             };
-            findings.wrong(is_vllm, "kv_events", detail, fix);
+            findings.wrong(server.kind != Kind::Other, "kv_events", detail, fix);
         }
         (KvEvents::Auto, _, followed) => findings.ok("kv_events", format!("the server names {}", names(followed))),
-        (KvEvents::At { .. }, _, followed) => {
+        (KvEvents::At(_), listed, followed) if listed.len() > followed.len() => {
+            let detail = format!(
+                "{} in the configuration, but the server has {} data-parallel ranks with a publisher each",
+                names(followed),
+                listed.len()
+            );
+            let fix = format!(
+                "list the publishers of all ranks in upstreams.{at}.kv_events, or set it to \"auto\" where the \
+                 addresses that the server names are reached from here: {}",
+                names(listed)
+            );
+            findings.warning("kv_events", detail, fix);
+        }
+        (KvEvents::At(_), _, followed) => {
             findings.ok("kv_events", format!("{} in the configuration", names(followed)));
         }
     }
@@ -95,7 +116,7 @@ async fn reachable(sources: Vec<Source>, at: usize, findings: &mut Findings) -> 
         match replay {
             None => {
                 let fix = format!(
-                    "add \"replay_endpoint\":\"tcp://*:5558\" to --kv-events-config of vLLM, and name it in \
+                    "add \"replay_endpoint\":\"tcp://*:5558\" to --kv-events-config of the server, and name it in \
                      upstreams.{at}.kv_events_replay where kv_events is an address"
                 );
                 findings.warning("kv_replay", "no replay socket: lost events make the cache unknown", fix);
@@ -159,20 +180,21 @@ fn tokens(size: NonZero<u32>) -> String {
     count(size.get().into(), "token")
 }
 
-/// The block size that the router uses. What is configured is stronger than what the server says.
+/// The block size that the router uses. What is configured is stronger than what the server says on its `page`.
 fn block_size(
     configured: Option<NonZero<u32>>,
     listed: Option<NonZero<u32>>,
+    page: &str,
     at: usize,
     findings: &mut Findings,
 ) -> NonZero<u32> {
     match (configured, listed) {
         (Some(configured), Some(listed)) if configured != listed => {
-            let detail = format!("{configured} in the configuration, {listed} in the server's /metrics");
+            let detail = format!("{configured} in the configuration, {listed} in the server's {page}");
             findings.problem("block_size", detail, format!("remove upstreams.{at}.block_size, or set it to {listed}"));
         }
         (Some(size), _) => findings.ok("block_size", format!("{} in the configuration", tokens(size))),
-        (None, Some(size)) => findings.ok("block_size", format!("{} in the server's /metrics", tokens(size))),
+        (None, Some(size)) => findings.ok("block_size", format!("{} in the server's {page}", tokens(size))),
         (None, None) => findings.ok("block_size", format!("the server does not say; {DEFAULT_BLOCK_SIZE} is used")),
     }
     configured.or(listed).unwrap_or(DEFAULT_BLOCK_SIZE)

@@ -18,8 +18,8 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         max_requests = 100\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
-    let kv_events =
-        KvEvents::At { live: endpoint("tcp://10.0.0.1:5557"), replay: Some(endpoint("tcp://10.0.0.9:5558")) };
+    let sockets = |live: &str, replay: &str| KvSockets { live: endpoint(live), replay: Some(endpoint(replay)) };
+    let kv_events = KvEvents::At(vec![sockets("tcp://10.0.0.1:5557", "tcp://10.0.0.9:5558")]);
     let expected = Upstream {
         resolve: Resolve::One,
         cache_salt: CacheSalt::On,
@@ -43,6 +43,13 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     for (wrong, named) in [
         ("kv_events = 'ipc:///tmp/kv'", "kv_events: endpoint \"ipc:///tmp/kv\""),
         ("kv_events_replay = 'tcp://*:5558'", "kv_events_replay needs"),
+        ("kv_events = 5557", "or a list of one for each data-parallel rank"),
+        ("kv_events = []", "kv_events: an empty list"),
+        ("kv_events = ['tcp://*:1', 'auto']", "kv_events: endpoint \"auto\""),
+        (
+            "kv_events = ['tcp://*:1', 'tcp://*:2']\nkv_events_replay = 'tcp://*:3'",
+            "as many addresses as in kv_events, 2",
+        ),
         ("block_size = 0", "block_size"),
         ("max_requests = 0", "max_requests"),
         ("role = 'decode'", "role: `decode` is not supported yet: KV blocks are not handed over between servers"),
@@ -54,6 +61,29 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         let error = load_file(&format!("[[upstreams]]\nurl = 'http://a'\n{wrong}\n")).err().unwrap();
         assert!(error.contains(named), "{error}");
     }
+}
+
+#[test]
+fn the_publishers_of_ranks_are_a_list_and_requests_name_the_rank() {
+    let load_file = |text: &str| {
+        let file = file(text);
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] }).unwrap()
+    };
+    let table = "[[upstreams]]\nurl = 'http://vllm:8000'\nkv_events = ['tcp://*:5557', 'tcp://10.0.0.2:5557']\n";
+    let replay = "kv_events_replay = ['tcp://*:5657', 'tcp://10.0.0.2:5657']\n";
+    for text in [table.to_owned(), format!("{table}{replay}")] {
+        let (config, origins) = load_file(&text);
+        let kv_events = &config.upstreams[0].kv_events;
+        let sources = kv_events.sources(Vec::new(), "vllm", "10.0.0.1");
+        let live: Vec<String> = sources.iter().map(|source| source.live.to_string()).collect();
+        assert_eq!(live, ["tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"], "the first at the address of its name");
+        assert!(sources.iter().all(|source| source.replay.is_some() == text.contains("replay")));
+        assert_eq!(kv_events.ranks(Vec::new()), [0, 1]);
+        assert_eq!(load_file(&as_toml(&config, &origins)).0.upstreams, config.upstreams);
+    }
+    let one = load_file("[[upstreams]]\nurl = 'http://a'\nkv_events = ['tcp://*:5557']\n").0;
+    assert_eq!(one.upstreams[0].kv_events.ranks(vec![0, 1]), [0; 0], "one publisher is that of the server");
+    assert_eq!(KvEvents::Auto.ranks(vec![2, 3]), [2, 3]);
 }
 
 #[test]

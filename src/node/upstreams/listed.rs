@@ -1,4 +1,4 @@
-//! Which of the models that a server lists are registered.
+//! Which of the models that a server lists are registered, and which of them are names of one model.
 //!
 //! Each becomes a worker of the router, so the list of one server is limited, whatever the server says.
 
@@ -13,6 +13,10 @@ pub(super) const MAX_MODELS: usize = 1000;
 /// Maximum number of bytes of an id, which is a label of metrics and part of log lines. The longest ids are paths of
 /// files, as llama.cpp has them.
 const MAX_ID_BYTES: usize = 512;
+
+/// Maximum number of names of one model that get its KV events: each reads them by itself, and keeps the blocks in a
+/// view and an index of its own. Servers have two or three.
+const MAX_NAMES: usize = 8;
 
 /// How many models of a list are not registered.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -56,6 +60,15 @@ pub(super) fn to_register(listed: Vec<ListedModel>) -> (Vec<ListedModel>, LeftOu
     (models, LeftOut { invalid, beyond })
 }
 
+/// The names of the first model that is no adapter, its own first: vLLM lists each `--served-model-name` as a model
+/// with the same `root`. They share one cache and one stream of KV events.
+pub(super) fn names_of_first(models: &[ListedModel]) -> Vec<String> {
+    let mut bases = models.iter().filter(|model| model.parent.is_none());
+    let Some(first) = bases.next() else { return Vec::new() };
+    let further = bases.filter(|model| first.root.is_some() && model.root == first.root);
+    std::iter::once(first).chain(further).take(MAX_NAMES).map(|model| model.card.id.clone()).collect()
+}
+
 fn is_valid(id: &str) -> bool {
     (1..=MAX_ID_BYTES).contains(&id.len()) && !id.chars().any(char::is_control)
 }
@@ -65,9 +78,13 @@ mod tests {
     use super::*;
     use worker::engine::ModelCard;
 
+    fn listed(id: &str, root: Option<&str>, parent: Option<&str>) -> ListedModel {
+        let (root, parent) = (root.map(str::to_owned), parent.map(str::to_owned));
+        ListedModel { card: ModelCard::new(id, 64, 16), parent, root, owned_by: None }
+    }
+
     fn registered(ids: impl IntoIterator<Item = String>) -> (Vec<String>, LeftOut) {
-        let listed = |id: String| ListedModel { card: ModelCard::new(&id, 64, 16), parent: None, owned_by: None };
-        let (models, left_out) = to_register(ids.into_iter().map(listed).collect());
+        let (models, left_out) = to_register(ids.into_iter().map(|id| listed(&id, None, None)).collect());
         (models.into_iter().map(|model| model.card.id).collect(), left_out)
     }
 
@@ -87,5 +104,26 @@ mod tests {
         assert_eq!(registered(ids(MAX_MODELS)), (ids(MAX_MODELS), LeftOut::default()));
         let more = LeftOut { invalid: 0, beyond: 7 };
         assert_eq!(registered(ids(MAX_MODELS + 7)), (ids(MAX_MODELS), more));
+    }
+
+    #[test]
+    fn models_with_the_same_root_are_names_of_one() {
+        let (path, other) = (Some("/srv/m"), Some("/srv/n"));
+        let models = [
+            listed("adapter", path, Some("m")),
+            listed("m", path, None),
+            listed("n", other, None),
+            listed("m-latest", path, None),
+            listed("x", None, None),
+        ];
+        assert_eq!(names_of_first(&models), ["m", "m-latest"]);
+        assert_eq!(
+            names_of_first(&[listed("a", None, None), listed("b", None, None)]),
+            ["a"],
+            "they may be different models"
+        );
+        assert_eq!(names_of_first(&models[..1]), [""; 0]);
+        let many: Vec<_> = (0..20).map(|nth| listed(&format!("m{nth}"), path, None)).collect();
+        assert_eq!(names_of_first(&many).len(), MAX_NAMES);
     }
 }

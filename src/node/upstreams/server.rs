@@ -9,15 +9,15 @@
 //! block size or its first model registers all of them anew.
 //!
 //! The KV events of a server are followed where it publishes them, so that the router knows its cache. Its first
-//! model and the adapters of that get the events. Further models are further names of the first, under which the router
-//! estimates the cache.
+//! model, further names of that ([`names_of_first`]) and the adapters get the events. The cache of other models is
+//! estimated by the router.
 //!
 //! **A data-parallel rank has a cache of its own, so it is a worker of its own**, where requests can name it. Other
 //! ranks are one worker together. Where the server chooses the rank of a request, the engines of its ranks say so
 //! ([`Engine::choosing_server`]).
 
 use super::api::Api;
-use super::listed::{LeftOut, to_register};
+use super::listed::{LeftOut, names_of_first, to_register};
 use super::{CheckedUpstream, Intervals, Problem, ServerKey, Shared};
 use crate::config::KvEvents;
 use crate::node::workers::epoch_now;
@@ -35,8 +35,8 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use upstream::relay::client::Client;
 use upstream::{
-    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Rank, ReportedLoad,
-    TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
+    CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Program, Rank,
+    ReportedLoad, TokenizeClient, UpstreamEngine, UpstreamSettings, discover,
 };
 use worker::engine::{Engine, ModelCard};
 use worker::plane::{Instance, PlaneError, Role, WorkerId};
@@ -46,6 +46,9 @@ use worker::serve::Worker;
 pub(crate) const START_VLLM: &str = "start vLLM with --kv-events-config \
     '{\"enable_kv_cache_events\":true,\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\
     \"replay_endpoint\":\"tcp://*:5558\"}'";
+/// How SGLang does. Its ranks are at the following ports, so the replay sockets are a hundred ports away.
+pub(crate) const START_SGLANG: &str = "start SGLang with --page-size 64 --kv-events-config \
+    '{\"publisher\":\"zmq\",\"endpoint\":\"tcp://*:5557\",\"replay_endpoint\":\"tcp://*:5657\"}'";
 
 /// One server.
 pub(super) struct Server {
@@ -63,6 +66,7 @@ pub(super) struct Server {
 
 /// What a server says of itself.
 struct Answer {
+    program: Program,
     models: Vec<ListedModel>,
     /// Further models that it lists.
     left_out: LeftOut,
@@ -75,7 +79,10 @@ struct Registered {
     kv: KvSources,
     api: Api,
     models: BTreeMap<String, RegisteredModel>,
-    caches: Vec<Cache>,
+    /// The names of the model that gets the KV events. None: there are no events.
+    names: Vec<String>,
+    /// The caches of the ranks as each name sees them, or as all models do. Not empty.
+    caches: Vec<Vec<Cache>>,
     reports: Arc<LoadReports>,
     following: JoinSet<Infallible>,
 }
@@ -99,8 +106,17 @@ struct ModelFacts {
     /// The model that it is an adapter of.
     parent: Option<String>,
     context: usize,
-    /// The events of the server are those of this model and its adapters.
+    /// The events of the server are those of this model, or of one that it is an adapter of.
     gets_events: bool,
+}
+
+impl Registered {
+    /// The caches of a model. An adapter has those of its model.
+    fn caches_of(&self, id: &str, parent: Option<&str>) -> &[Cache] {
+        let name = parent.unwrap_or(id);
+        let at = self.names.iter().position(|known| known == name).unwrap_or_default();
+        &self.caches[at]
+    }
 }
 
 impl Server {
@@ -189,18 +205,22 @@ impl Server {
     async fn ask(&self, client: &Client) -> Result<Answer, DiscoverError> {
         let api_key = self.upstream.api_key.as_ref();
         let (models, left_out) = to_register(discover(client, api_key).await?);
-        Ok(Answer { models, left_out, kv: self.kv_sources(client).await })
+        let program = Program::of_owner(models.iter().find_map(|model| model.owned_by.as_deref()));
+        Ok(Answer { program, models, left_out, kv: self.kv_sources(client, program).await })
     }
 
     /// Where the server publishes its KV events, and its block size. What is configured is stronger than what the
     /// server says, because a server may not know how it is reached.
-    async fn kv_sources(&self, client: &Client) -> Option<KvSources> {
+    async fn kv_sources(&self, client: &Client, program: Program) -> Option<KvSources> {
         let upstream = &self.upstream.upstream;
-        let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host).await?;
+        let listed = KvSources::ask(client, self.upstream.api_key.as_ref(), &self.host, program).await?;
         let named = upstream.url.host().unwrap_or_default();
-        let ranks = if upstream.kv_events == KvEvents::Auto { listed.ranks } else { Vec::new() };
+        let ranks = upstream.kv_events.ranks(listed.ranks);
         let sources = upstream.kv_events.sources(listed.sources, named, &self.host);
-        Some(KvSources { sources, ranks, block_size: upstream.block_size.or(listed.block_size) })
+        // A page of SGLang has one token by default. For an estimate of its cache, blocks of the default size do.
+        let is_exact = !sources.is_empty();
+        let said = listed.block_size.filter(|size| is_exact || *size >= DEFAULT_BLOCK_SIZE);
+        Some(KvSources { sources, ranks, block_size: upstream.block_size.or(said) })
     }
 
     /// Registers what is new, and deregisters what is gone.
@@ -215,9 +235,9 @@ impl Server {
         }
         let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
-        let mut first = true;
+        let names = if publishes { names_of_first(&answer.models) } else { Vec::new() };
         let with_facts = answer.models.into_iter().map(|ListedModel { card, parent, .. }| {
-            let gets_events = publishes && (parent.is_some() || std::mem::take(&mut first));
+            let gets_events = publishes && (parent.is_some() || names.contains(&card.id));
             let facts = ModelFacts { parent, context: card.context, gets_events };
             (card, facts)
         });
@@ -226,6 +246,7 @@ impl Server {
         let base = |facts: &ModelFacts| facts.gets_events && facts.parent.is_none();
         let is_same = |was: &Registered| {
             answer.kv.as_ref().is_none_or(|kv| *kv == was.kv)
+                && names == was.names
                 && listed
                     .iter()
                     .filter(|(_, facts)| base(facts))
@@ -237,7 +258,7 @@ impl Server {
                 tracing::info!(upstream = %self.name(), "the server has changed; registering it anew");
                 former.models.into_values().for_each(|model| self.drain(model));
             }
-            *registered = Some(self.start(client, answer.kv.unwrap_or_default(), api));
+            *registered = Some(self.start(client, answer.program, answer.kv.unwrap_or_default(), names, api));
         }
         let Some(current) = registered else { return Ok(()) };
         for id in gone(&current.models, &listed) {
@@ -265,11 +286,12 @@ impl Server {
     }
 
     /// Follows the KV events and the load reports of a server that has no models yet.
-    fn start(&self, client: &Client, kv: KvSources, api: Api) -> Registered {
+    fn start(&self, client: &Client, program: Program, kv: KvSources, names: Vec<String>, api: Api) -> Registered {
         if kv.sources.is_empty() {
-            let remedy = match self.upstream.upstream.kv_events {
-                KvEvents::Off => "set kv_events = \"auto\" in [[upstreams]]",
-                _ => START_VLLM,
+            let remedy = match (&self.upstream.upstream.kv_events, program) {
+                (KvEvents::Off, _) => "set kv_events = \"auto\" in [[upstreams]]",
+                (_, Program::Sglang) => START_SGLANG,
+                (_, Program::Other) => START_VLLM,
             };
             tracing::info!(
                 upstream = %self.name(),
@@ -278,15 +300,25 @@ impl Server {
             );
         }
         let block_size = kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get();
+        let reports = Arc::new(LoadReports::default());
+        let mut following = JoinSet::new();
+        following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
+        let mut caches = vec![self.follow(&self.name(), &kv, block_size, &mut following)];
+        // The blocks of each name have hashes of their own, so each name reads the events by itself.
+        for name in names.iter().skip(1) {
+            caches.push(self.follow(&format!("{} as {name}", self.name()), &kv, block_size, &mut following));
+        }
+        Registered { kv, api, models: BTreeMap::new(), names, caches, reports, following }
+    }
+
+    /// Follows the KV events of the ranks for one name of the model. `server`: the server in logs.
+    fn follow(&self, server: &str, kv: &KvSources, block_size: u32, following: &mut JoinSet<Infallible>) -> Vec<Cache> {
         let cache = |rank: Option<Rank>| {
-            let name = rank.map_or(self.name(), |rank| format!("{} rank {}", self.name(), rank.number));
+            let name = rank.map_or_else(|| server.to_owned(), |rank| format!("{server} rank {}", rank.number));
             let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
             let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
             Cache { rank, events: Arc::new(events) }
         };
-        let reports = Arc::new(LoadReports::default());
-        let mut following = JoinSet::new();
-        following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
         let mut caches = Vec::new();
         for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
             let cache = cache(Some(Rank { position, number: *number }));
@@ -300,7 +332,7 @@ impl Server {
             }
             caches.push(cache);
         }
-        Registered { kv, api, models: BTreeMap::new(), caches, reports, following }
+        caches
     }
 
     async fn register(&self, client: &Client, to: &mut Registered, mut card: ModelCard, facts: ModelFacts) {
@@ -312,7 +344,7 @@ impl Server {
         let tokenizer = self.shared.tokenizers.add_server(&card, facts.parent.as_deref(), Arc::new(tokenizer)).await;
         let mut workers = Vec::new();
         let mut failure = None;
-        for cache in &to.caches {
+        for cache in to.caches_of(&card.id, facts.parent.as_deref()) {
             match self.start_worker(client, to, cache, &card, facts.parent.is_some()).await {
                 Ok(worker) => workers.push(worker),
                 Err(error) => failure = Some(error),

@@ -275,6 +275,54 @@ async fn publishers_and_block_sizes_that_change_register_anew() {
 }
 
 #[tokio::test]
+async fn pages_of_one_token_are_blocks_only_where_events_are_followed() {
+    let server = any_server().await;
+    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang" }] });
+    server.set_page("/v1/models", Script::json(200, &models));
+    server.set_page("/server_info", Script::json(200, &json!({ "page_size": 1 })));
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (estimated, _) = harness.joined().await;
+    assert_eq!((estimated.model.block_size, estimated.model.has_exact_blocks), (16, false));
+    let config = json!({ "publisher": "zmq", "endpoint": "tcp://*:1" }).to_string();
+    server.set_page("/server_info", Script::json(200, &json!({ "page_size": 1, "kv_events_config": config })));
+    let followed = harness.replaced(&estimated).await;
+    assert_eq!((followed.model.block_size, followed.model.has_exact_blocks), (1, true));
+}
+
+#[tokio::test]
+async fn all_names_of_the_model_get_its_events() {
+    let server = any_server().await;
+    let listed = |id: &str, root: &str| json!({ "id": id, "root": root });
+    let adapter = json!({ "id": "lora", "root": "/srv/lora", "parent": "alias" });
+    let set_models = |models: &[serde_json::Value]| {
+        server.set_page("/v1/models", Script::json(200, &json!({ "data": models })));
+    };
+    let [one, alias, other] = [listed("org/m", "/srv/m"), listed("alias", "/srv/m"), listed("other", "/srv/n")];
+    set_models(&[one.clone(), alias, other, adapter]);
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": "tcp://*:1" }])));
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let mut joined = Vec::new();
+    for _ in 0..4 {
+        joined.push(harness.joined().await.0);
+    }
+    joined.sort_by(|one, other| one.model.id.cmp(&other.model.id));
+    let exact: Vec<_> = joined.iter().map(|of| (of.model.id.as_str(), of.model.has_exact_blocks)).collect();
+    assert_eq!(exact, [("alias", true), ("lora", true), ("org/m", true), ("other", false)]);
+    // A name that is gone registers the first one anew, because each has a view of the cache of its own.
+    set_models(&[one]);
+    let (mut left, mut is_back) = (Vec::new(), false);
+    let others = joined.iter().filter(|instance| instance.model.id != "org/m");
+    while !is_back || !others.clone().all(|instance| left.contains(&instance.id)) {
+        match harness.next().await {
+            Membership::Left(id, _) => left.push(id),
+            Membership::Joined(instance, _) => is_back |= instance.model.id == "org/m",
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_rank_that_requests_can_name_is_a_worker() {
     let server = any_server().await;
     let source = |rank: u32| json!({ "data_parallel_rank": rank, "endpoint": "tcp://*:1" });

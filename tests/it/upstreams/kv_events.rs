@@ -1,13 +1,13 @@
 //! Servers that publish KV events, and prompts that are routed by them.
 
 use super::{Gateway, TIMEOUT, chat, completions, server};
-use blockyard::config::{KvEvents, Upstream};
+use blockyard::config::{KvEvents, KvSockets, Upstream};
 use serde_json::{Value, json};
 use std::num::NonZero;
 use std::time::Duration;
 use tokio::time::sleep;
 use upstream::kv_events::fake::FakePublisher;
-use upstream::relay::fake::Script;
+use upstream::relay::fake::{FakeEngine, Script};
 
 /// Messages of vLLM with blocks of 32 tokens: three blocks of the tokens from 100 on, their continuation, the same with
 /// a salt, and others.
@@ -22,7 +22,11 @@ pub(crate) fn publish(publisher: &FakePublisher, message: &str) {
 
 /// Prompt tokens of a completion that are predicted to be cached.
 async fn predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> u64 {
-    let body = json!({ "model": "org/m", "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
+    predicted_of(gateway, "org/m", prompt).await
+}
+
+async fn predicted_of(gateway: &Gateway, model: &str, prompt: impl IntoIterator<Item = u32>) -> u64 {
+    let body = json!({ "model": model, "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
     let answer = gateway.post("/v1/completions", &body).await;
     assert_eq!(answer.status(), 200);
     let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
@@ -75,9 +79,31 @@ async fn published_blocks_are_predicted_as_cached() {
     assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
 }
 
+#[tokio::test]
+async fn published_blocks_are_predicted_under_all_names_of_the_model() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = server([]).await;
+    let name = |id: &str| json!({ "id": id, "root": "/srv/m", "max_model_len": 4096 });
+    server.set_page("/v1/models", Script::json(200, &json!({ "data": [name("org/m"), name("latest")] })));
+    let endpoint = format!("tcp://*:{}", publisher.port());
+    server.set_page("/kv_event_sources", Script::json(200, &json!([{ "endpoint": endpoint, "block_size": 32 }])));
+    let gateway = Gateway::start(&[&server]).await;
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    let under_the_other = async {
+        while gateway.metric("blockyard_router_workers").await < 2 {
+            sleep(Duration::from_millis(10)).await;
+        }
+        while predicted_of(&gateway, "latest", 100..200).await != 96 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, under_the_other).await.expect("the events arrive");
+}
+
 /// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
 /// have their default, always a rank.
-fn sglang_payload() -> Vec<u8> {
+pub(crate) fn sglang_payload() -> Vec<u8> {
     let text = |text: &str| [&[0xa0 | text.len() as u8], text.as_bytes()].concat();
     let hash = |hash: i64| [&[0xd3][..], &hash.to_be_bytes()].concat();
     let tokens: Vec<u8> = (1..=127).chain([0xcc, 128]).collect();
@@ -94,20 +120,69 @@ fn sglang_payload() -> Vec<u8> {
     .concat()
 }
 
-#[tokio::test]
-async fn a_server_like_sglang_is_routed_by_its_events() {
-    let publisher = FakePublisher::start().await.unwrap();
+/// A server that answers as SGLang 0.5.23 does, with pages of 64 tokens. Its first rank publishes at this port.
+pub(crate) async fn sglang(port: u16, ranks: u32) -> FakeEngine {
     let server = server([]).await;
-    let models = json!({ "data": [{ "id": "org/m", "owned_by": "sglang", "max_model_len": 4096 }] });
-    server.set_page("/v1/models", Script::json(200, &models));
+    let model =
+        json!({ "id": "org/m", "object": "model", "owned_by": "sglang", "root": "org/m", "max_model_len": 4096 });
+    server.set_page("/v1/models", Script::json(200, &json!({ "object": "list", "data": [model] })));
     server.set_page("/metrics", Script::events(["sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\n"]));
-    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
-    let kv_events = KvEvents::At { live, replay: None };
-    let upstream = Upstream { kv_events, block_size: NonZero::new(64), ..Upstream::new(server.uri()) };
-    let gateway = Gateway::of(vec![upstream]).await;
+    // The fields have the names of the real page; its values are those of another server.
+    let page = include_str!("../../../upstream/tests/fixtures/server_info/sglang-0.5.23.json");
+    let mut info: Value = page.parse().unwrap();
+    let config = json!({ "publisher": "zmq", "endpoint": format!("tcp://*:{port}") });
+    info["kv_events_config"] = json!(config.to_string());
+    (info["dcp_size"], info["dp_size"], info["attn_dp_size"]) = (json!(1), json!(1), json!(ranks));
+    info["kv_events"] = json!({
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "topic": "", "block_size": 64,
+        "dp_size": ranks,
+    });
+    server.set_page("/server_info", Script::json(200, &info));
+    server
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_says_where_its_events_are() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = sglang(publisher.port(), 1).await;
+    let gateway = Gateway::start(&[&server]).await;
     assert_eq!(predicted(&gateway, 1..200).await, 0);
     publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
     until_predicted(&gateway, 1..200, 128).await;
+}
+
+#[tokio::test]
+async fn a_server_like_sglang_is_routed_by_the_events_at_a_configured_address() {
+    let publisher = FakePublisher::start().await.unwrap();
+    let server = sglang(1, 1).await;
+    let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+    let kv_events = KvEvents::At(vec![KvSockets { live, replay: None }]);
+    let gateway = Gateway::of(vec![Upstream { kv_events, ..Upstream::new(server.uri()) }]).await;
+    publisher.publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
+}
+
+/// Two publishers, of which the second has the port after that of the first.
+async fn neighbours() -> [FakePublisher; 2] {
+    loop {
+        let first = FakePublisher::start().await.unwrap();
+        if let Ok(second) = FakePublisher::start_at(first.port().saturating_add(1)).await {
+            return [first, second];
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_request_goes_to_the_rank_of_sglang_that_has_its_blocks() {
+    let publishers = neighbours().await;
+    let server = sglang(publishers[0].port(), 2).await;
+    let gateway = Gateway::start(&[&server]).await;
+    publishers[1].publish([&[], &0_u64.to_be_bytes(), &sglang_payload()]);
+    until_predicted(&gateway, 1..200, 128).await;
+    for _ in 0..3 {
+        assert_eq!(predicted(&gateway, 1..200).await, 128);
+        assert_eq!(completions(&server).last().unwrap().headers["x-data-parallel-rank"], "1");
+    }
 }
 
 #[tokio::test]
@@ -126,6 +201,26 @@ async fn a_request_goes_to_the_rank_that_has_its_blocks() {
     assert_eq!(rank(), "1");
     for _ in 0..3 {
         assert_eq!((predicted(&gateway, 100..200).await, rank()), (96, "1".parse().unwrap()));
+    }
+}
+
+/// A server that does not say where it publishes, as vLLM before `/kv_event_sources`.
+#[tokio::test]
+async fn a_request_goes_to_the_rank_whose_configured_publisher_has_its_blocks() {
+    let publishers = [FakePublisher::start().await.unwrap(), FakePublisher::start().await.unwrap()];
+    let server = server([]).await;
+    let sockets = |publisher: &FakePublisher| {
+        let live = format!("tcp://127.0.0.1:{}", publisher.port()).parse().unwrap();
+        KvSockets { live, replay: None }
+    };
+    let kv_events = KvEvents::At(publishers.iter().map(sockets).collect());
+    let upstream = Upstream { kv_events, block_size: NonZero::new(32), ..Upstream::new(server.uri()) };
+    let gateway = Gateway::of(vec![upstream]).await;
+    publish(&publishers[1], MESSAGES.lines().next().unwrap());
+    until_predicted(&gateway, 100..200, 96).await;
+    for _ in 0..3 {
+        assert_eq!(predicted(&gateway, 100..200).await, 96);
+        assert_eq!(completions(&server).last().unwrap().headers["x-data-parallel-rank"], "1");
     }
 }
 

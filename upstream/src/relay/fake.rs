@@ -69,7 +69,7 @@ struct Shared {
 }
 
 /// Pages of every engine, which answer 404 unless another answer is set.
-const PAGES: [&str; 3] = ["/kv_event_sources", "/metrics", "/openapi.json"];
+const PAGES: [&str; 4] = ["/kv_event_sources", "/metrics", "/openapi.json", "/server_info"];
 
 /// Counts a request as cancelled if it is dropped before the answer is complete.
 struct Running {

@@ -21,7 +21,12 @@ pub struct FakePublisher {
 impl FakePublisher {
     /// Binds a port of the loopback interface.
     pub async fn start() -> io::Result<Self> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
+        Self::start_at(0).await
+    }
+
+    /// Binds this port of the loopback interface; 0: any.
+    pub async fn start_at(port: u16) -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
         let (address, messages) = (listener.local_addr()?, watch::Sender::default());
         let publisher = messages.clone();
         let accept = async move {

@@ -44,6 +44,16 @@ impl Endpoint {
     }
 }
 
+impl Endpoint {
+    /// The socket of a data-parallel rank of the engine whose first rank has this one: vLLM and SGLang add the rank to
+    /// the port (`offset_endpoint_port` of both). `None`: there is no such port.
+    pub fn of_rank(&self, rank: u32) -> Option<Self> {
+        let (host, port) = self.0.rsplit_once(':')?;
+        let port = u16::try_from(port.parse::<u32>().ok()?.checked_add(rank)?).ok()?;
+        Some(Self(format!("{host}:{port}")))
+    }
+}
+
 impl FromStr for Endpoint {
     type Err = EndpointError;
 
@@ -75,4 +85,31 @@ pub struct Source {
     pub replay: Option<Endpoint>,
     /// Prefix of the topics to receive; empty for all.
     pub topic: String,
+}
+
+impl Source {
+    /// The publisher of a data-parallel rank of the engine whose first rank has this one. `None`: there is no such
+    /// port.
+    pub fn of_rank(&self, rank: u32) -> Option<Self> {
+        let replay = match &self.replay {
+            Some(replay) => Some(replay.of_rank(rank)?),
+            None => None,
+        };
+        Some(Self { live: self.live.of_rank(rank)?, replay, topic: self.topic.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_at_the_port_of_the_first_one_plus_itself() {
+        let first = Source { live: "tcp://[fd00::1]:5557".parse().unwrap(), replay: None, topic: "kv".into() };
+        assert_eq!(first.of_rank(0), Some(first.clone()));
+        assert_eq!(first.of_rank(3).unwrap().live.to_string(), "tcp://[fd00::1]:5560");
+        let with_replay = Source { replay: Some("tcp://a:65535".parse().unwrap()), ..first };
+        assert_eq!(with_replay.of_rank(1), None, "the last port");
+        assert_eq!(with_replay.live.of_rank(u32::MAX), None);
+    }
 }

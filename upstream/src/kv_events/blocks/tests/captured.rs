@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 
 const INT_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
 const OLDEST: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.9.0.hex");
+const OLDEST_SGLANG: &str = include_str!("../../../../tests/fixtures/kv_events/sglang-0.5.7.hex");
 const BYTE_HASHES: &str = include_str!("../../../../tests/fixtures/kv_events/vllm-0.32.0-byte-hashes.hex");
 
 fn messages(file: &str) -> impl Iterator<Item = Message> + '_ {
@@ -44,7 +45,7 @@ fn cached_after_each_message(file: &str, block_size: u32) -> Vec<BTreeSet<u64>> 
 }
 
 /// Our hashes of the blocks of a prompt.
-fn blocks(tokens: std::ops::Range<u32>, block_size: usize) -> BTreeSet<u64> {
+fn blocks(tokens: impl Iterator<Item = u32>, block_size: usize) -> BTreeSet<u64> {
     let tokens: Vec<u32> = tokens.collect();
     let mut key = TestChain.root(Root::default()).expect("every root is known");
     let child = |block: &[u32]| {
@@ -59,6 +60,15 @@ fn events_of_the_first_release_with_them_are_read() {
     let after = cached_after_each_message(OLDEST, 16);
     let expected = [100..132, 100..148, 100..132, 100..116].map(|tokens| blocks(tokens, 16));
     assert_eq!(after, expected);
+}
+
+#[test]
+fn events_of_the_oldest_sglang_that_works_are_read() {
+    let after = cached_after_each_message(OLDEST_SGLANG, 16);
+    // A prompt of three pages, and one that shares the first two of them.
+    let other = blocks((100..132).chain(200..216), 16);
+    let both = &blocks(100..148, 16) | &other;
+    assert_eq!(after, [blocks(100..148, 16), both, blocks(100..132, 16), blocks(100..116, 16)]);
 }
 
 #[test]
