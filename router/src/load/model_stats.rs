@@ -1,7 +1,7 @@
 //! What is learned of a model from all of its workers and requests: the durations of decode steps and of prompts,
 //! the lengths of outputs, and the demand for prefixes.
 
-use super::output_lengths::{ExpectedOutput, OutputLengths};
+use super::output_lengths::{ExpectedOutput, OutputEnd, OutputLengths};
 use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
 use super::prefix_demand::{PrefixDemand, SharedPrefix};
 use super::step_time::{StepTime, StepTimeFit};
@@ -60,8 +60,8 @@ impl ModelStats {
         self.prefixes.lock().shared(blocks, block_size, hash, is_new, now)
     }
 
-    /// Records the output of a request that has ended.
-    pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64) {
-        self.outputs.lock().record(tenant, tokens);
+    /// Records the output of a request that has ended: its length, or what was generated of it.
+    pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64, end: OutputEnd) {
+        self.outputs.lock().record(tenant, tokens, end);
     }
 }

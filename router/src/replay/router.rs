@@ -15,7 +15,7 @@ use crate::dispatch::order_copy;
 use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
 use crate::index::{Holder, HolderId, Index};
-use crate::load::Demand;
+use crate::load::{Demand, OutputEnd};
 use crate::policy::planner::RoleChange;
 use crate::policy::{
     Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
@@ -460,7 +460,7 @@ impl SimulatedRouter {
         let Some(Placement { decode, permit, .. }) = self.placements[request as usize].take() else { return };
         self.release(self.instant(now_ns), &decode, spec.output_tokens);
         if let Some(pool) = self.fleet.snapshot().pool(MODEL) {
-            pool.stats().output_ended(&TENANT.into(), spec.output_tokens);
+            pool.stats().output_ended(&TENANT.into(), spec.output_tokens, OutputEnd::Complete);
         }
         self.planner.request_finished(spec.output_tokens);
         if let (Some(driver), Some(permit)) = (&mut self.admission, permit) {
