@@ -47,6 +47,11 @@ impl ModelStats {
         (ExpectedOutput::new(outputs.of(tenant).clone(), max_tokens), outputs.all().mean(f64::INFINITY))
     }
 
+    /// Expected output of a request of which nothing but the model is known, as of one that another router has placed.
+    pub(crate) fn expect_any_output(&self) -> ExpectedOutput {
+        ExpectedOutput::new(self.outputs.lock().all().clone(), None)
+    }
+
     /// The prefix of a prompt that is worth most to have on another worker, if any is shared. Counts the demand for its
     /// prefixes if the prompt `is_new`.
     pub(crate) fn shared_prefix(
