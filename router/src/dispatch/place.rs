@@ -186,11 +186,13 @@ fn explanation(
     overlaps: &Overlaps,
     decision: &Decision<'_>,
     tried: &[WorkerRun],
+    output: &ExpectedOutput,
 ) -> Option<Arc<str>> {
     if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
         return None;
     }
-    let mut line = explain::line(policy, decision, tried, copy_ahead::on_the_way(core, decision, overlaps));
+    let copying = copy_ahead::on_the_way(core, decision, overlaps);
+    let mut line = explain::line(policy, decision, tried, copying, output);
     if let Some(id) = request.attributes.trace.trace_id() {
         line = explain::traced(&line, &id);
     }
@@ -209,7 +211,7 @@ fn book(
     (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let row = &decision.chosen;
-    let explanation = explanation(core, policy, request, overlaps, decision, tried);
+    let explanation = explanation(core, policy, request, overlaps, decision, tried, output);
     let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);

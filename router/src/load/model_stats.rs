@@ -52,6 +52,12 @@ impl ModelStats {
         ExpectedOutput::new(self.outputs.lock().all().clone(), None)
     }
 
+    /// Quantiles of the output lengths of the model, by share of the outputs; `None` before the first output.
+    pub(crate) fn output_quantiles<const N: usize>(&self, shares: [f64; N]) -> Option<[f64; N]> {
+        let is_learned = self.outputs.lock().is_learned();
+        is_learned.then(|| shares.map(|share| self.expect_any_output().quantile(share)))
+    }
+
     /// The prefix of a prompt that is worth most to have on another worker, if any is shared. Counts the demand for its
     /// prefixes if the prompt `is_new`.
     pub(crate) fn shared_prefix(

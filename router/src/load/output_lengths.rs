@@ -105,6 +105,11 @@ impl OutputLengths {
         &known.unwrap_or(&self.all).table
     }
 
+    /// Whether any output was recorded.
+    pub(crate) fn is_learned(&self) -> bool {
+        self.recorded > 0
+    }
+
     /// Expected lengths of all outputs of the model.
     pub(crate) fn all(&self) -> &Arc<LengthTable> {
         &self.all.table
@@ -183,6 +188,12 @@ impl ExpectedOutput {
         self.table.mean(self.max)
     }
 
+    /// The number of tokens that a share `quantile` of such outputs does not exceed. Costs are sums over all outputs,
+    /// so they use means. Quantiles tell an operator how far single outputs are from these.
+    pub(crate) fn quantile(&self, quantile: f64) -> f64 {
+        self.table.quantile(quantile).min(self.max)
+    }
+
     /// Expected number of tokens after the first `generated`.
     pub(crate) fn rest(&self, generated: f64) -> f64 {
         self.table.rest(generated, self.max)
@@ -233,11 +244,13 @@ impl LengthTable {
         ((sum - beyond) / count).clamp(1.0, within.max(1.0))
     }
 
-    /// The smallest length that a share `quantile` of the outputs does not exceed, as the upper end of its bucket.
-    #[cfg(test)]
+    /// The length that a share `quantile` of the outputs does not exceed.
     fn quantile(&self, quantile: f64) -> f64 {
         let beyond = self.tail_counts[0] * (1.0 - quantile);
-        (0..BUCKETS).find(|bucket| self.tail_counts[bucket + 1] <= beyond).map_or(f64::INFINITY, |at| lower(at + 1))
+        let at = (0..BUCKETS).find(|bucket| self.tail_counts[bucket + 1] <= beyond).unwrap_or(BUCKETS - 1);
+        // Lengths are taken as uniform within a bucket.
+        let share = (self.tail_counts[at] - beyond) / self.counts[at].max(f64::MIN_POSITIVE);
+        lower(at) + (lower(at + 1) - lower(at)) * share.clamp(0.0, 1.0)
     }
 
     /// Sum of what the outputs have beyond `max` tokens.
@@ -294,7 +307,10 @@ mod tests {
         assert!(near(table.mean(f64::INFINITY), 190.0, 0.1), "{}", table.mean(f64::INFINITY));
         assert!(near(table.mean(500.0), 140.0, 0.1), "{}", table.mean(500.0));
         assert!(table.mean(10.0) <= 10.0);
-        assert!(table.quantile(0.5) < 130.0 && (1000.0..1500.0).contains(&table.quantile(0.95)));
+        let quantiles = |max| [0.5, 0.95].map(|share| ExpectedOutput::new(table.clone(), max).quantile(share));
+        let [half, most] = quantiles(None);
+        assert!((90.0..130.0).contains(&half) && (724.0..1025.0).contains(&most), "{half} {most}");
+        assert!((quantiles(Some(500))[1] - 500.0).abs() < 1e-9, "at most the request's limit");
     }
 
     #[test]
