@@ -245,7 +245,8 @@ fn book(
     };
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
-        Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
+        let hashes = overlaps.hashes(row.entry.scheme);
+        Line::placed(request, row, hashes, prefill_row.is_some(), random, core.rng_seed)
     });
     // A relayed response that is not a stream says nothing of the first token, and neither do the cached tokens of one
     // worker if another computes the prompt.
