@@ -71,6 +71,11 @@ impl ModelStats {
         self.prefixes.lock().shared(blocks, block_size, hash, is_new, now)
     }
 
+    /// Counts a prompt that another router has placed.
+    pub(crate) fn prompt_placed_elsewhere(&self, now: Timestamp) {
+        self.prefixes.lock().prompt_placed_elsewhere(now);
+    }
+
     /// Records the output of a request that has ended: its length, or what was generated of it.
     pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64, end: OutputEnd) {
         self.outputs.lock().record(tenant, tokens, end);
