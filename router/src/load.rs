@@ -30,7 +30,7 @@ mod worker_load;
 pub(crate) use demand::Demand;
 pub(crate) use estimate::{ServiceEstimate, assumed_speed, prefill_speed};
 pub(crate) use model_stats::ModelStats;
-pub(crate) use output_lengths::ExpectedOutput;
+pub(crate) use output_lengths::{ExpectedOutput, OutputEnd};
 pub(crate) use prefill_time::PrefillTime;
 pub(crate) use prefix_demand::SharedPrefix;
 pub(crate) use prompt_flow::PromptArrivals;

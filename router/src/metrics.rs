@@ -24,6 +24,7 @@ pub(crate) struct Metrics {
     pub(crate) shared_prefix_copies: Histogram,
     pub(crate) replications: IntCounter,
     pub(crate) prefix_copies: IntCounterVec,
+    pub(crate) output_tokens: IntGaugeVec,
     pub(crate) index_source: IntGaugeVec,
     pub(crate) queued_prefill_tokens: IntGaugeVec,
     pub(crate) workers: IntGaugeVec,
@@ -152,6 +153,12 @@ impl Metrics {
                 "Copies of shared prefixes that the router ordered ahead of demand, by outcome: started, and \
                  then complete, busy, no_memory, not_found, timed_out, unsupported, failed or cancelled.",
                 &["outcome"],
+            )?,
+            output_tokens: gauges(
+                "blockyard_router_output_tokens",
+                "Output tokens that a share of the last 500 outputs of a model does not exceed (quantile 0.5 and 0.9), \
+                 as the router has learned them for its costs.",
+                &["model", "quantile"],
             )?,
             index_source: gauges(
                 "blockyard_router_worker_index_source",

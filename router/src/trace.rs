@@ -2,10 +2,12 @@
 //! `blockyard calibrate` derives a worker profile from it.
 //!
 //! A line contains no token and no text. Blocks are numbers derived from their hashes, so lines show which prompts
-//! share a prefix and nothing else about them. Requests send their lines to a writer thread; when its queue is full,
-//! lines are dropped and counted, and requests do not wait.
+//! share a prefix and nothing else about them. Tenants are numbers derived from their names and from a number that
+//! differs between processes, so lines show which requests have the same tenant, and guesses of a name cannot be
+//! checked. Requests send their lines to a writer thread; when its queue is full, lines are dropped and counted, and
+//! requests do not wait.
 
-use crate::hash::splitmix64;
+use crate::hash::{hash_str, splitmix64};
 use crate::metrics::Metrics;
 use crate::policy::ScoredWorker;
 use arc_swap::ArcSwapOption;
@@ -39,6 +41,12 @@ pub struct Line {
     pub hash_ids: Vec<u32>,
     /// Name of the requested model.
     pub model: String,
+    /// Number of the tenant, the same for all requests of one tenant to one process; empty without a tenant.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub tenant: String,
+    /// Largest number of tokens that the request allowed to generate, if it named one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_tokens: Option<u32>,
     /// Worker that decoded.
     pub worker: String,
     /// Whether another worker computed the prompt.
@@ -199,6 +207,8 @@ impl Line {
             output_length: 0,
             hash_ids: Vec::new(),
             model: String::new(),
+            tenant: String::new(),
+            max_tokens: None,
             worker: String::new(),
             disaggregated: false,
             dispatched_s: 0.0,
@@ -211,13 +221,15 @@ impl Line {
         }
     }
 
-    /// The fields that are known when a request is placed.
+    /// The fields that are known when a request is placed. `salt`: makes numbers of tenants that are known to no other
+    /// process.
     pub(crate) fn placed(
         request: &Request,
         row: &ScoredWorker<'_>,
         hashes: &[SequenceHash],
         disaggregated: bool,
         random: u64,
+        salt: u64,
     ) -> Self {
         let (tokens, block_size) = (request.tokens.len() as u64, row.prompt.block_size);
         let (stats, member) = (&row.snapshot.stats, row.worker());
@@ -226,6 +238,8 @@ impl Line {
             input_length: tokens,
             hash_ids: hash_ids(hashes, block_size, tokens, random),
             model: request.model.to_string(),
+            tenant: tenant_number(&request.attributes.tenant, salt),
+            max_tokens: request.stop.max_tokens,
             worker: member.id().to_string(),
             disaggregated,
             kv_cache_tokens: known(u64::from(stats.total_blocks) * block_size),
@@ -276,6 +290,11 @@ impl Drop for RequestTrace {
             self.trace_file.counts.with_label_values(&["dropped"]).inc();
         }
     }
+}
+
+/// What stands for a tenant in a line.
+fn tenant_number(tenant: &str, salt: u64) -> String {
+    if tenant.is_empty() { String::new() } else { format!("{:08x}", splitmix64(hash_str(tenant) ^ salt) as u32) }
 }
 
 /// One hash id for each [`UNIT_TOKENS`] of a prompt of `tokens` tokens; the last unit may be shorter. `random` stands

@@ -5,6 +5,7 @@
 
 use super::cluster::{Cluster, Seat, Streamed, until_workers};
 use super::process::{Client, Process, client};
+use futures::future::join_all;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -47,6 +48,7 @@ scenarios! {
     a_hot_prefix_is_copied_to_an_idle_worker_before_a_request_needs_it
     a_worker_without_host_memory_gets_no_copy
     no_prefix_is_copied_ahead_of_demand_when_that_is_off
+    requests_with_a_hot_prefix_are_shared_by_all_workers
 }
 
 /// Roles of the workers, and further arguments.
@@ -430,4 +432,50 @@ async fn no_prefix_is_copied_ahead_of_demand_when_that_is_off(layout: Layout) {
     }
     assert_eq!(load.copied_blocks().await, 0);
     assert!(load.copies("started").await < 1.0);
+}
+
+/// Longest difference in cost of workers that are taken as equal, in seconds.
+const TIE: f64 = 0.026;
+
+/// Whether a request waits behind others for longer than a worker without a queue would have needed for all of it.
+fn waits_although_a_worker_is_free(decision: &Value) -> bool {
+    let candidates = decision["candidates"].as_array().unwrap();
+    let term = |candidate: &Value, name: &str| candidate["terms_s"][name].as_f64().unwrap_or_default();
+    // The chosen worker is the first. Its steps may be shorter than those of the average worker.
+    let (chosen, others) = candidates.split_first().unwrap();
+    let waits = term(chosen, "queue") + term(chosen, "decode").min(0.0);
+    let costs = |other: &Value| other["cost_s"].as_f64().unwrap();
+    others.iter().any(|other| term(other, "queue") <= 0.0 && waits > costs(other) + TIE)
+}
+
+async fn requests_with_a_hot_prefix_are_shared_by_all_workers(layout: Layout) {
+    const WORKERS: usize = 4;
+    const REQUESTS: usize = 48;
+    const ROUNDS: usize = 10;
+    let options = Options { roles: vec!["both:1"; WORKERS], ..Options::default() };
+    let Some(deployment) = Deployment::start(layout, options).await else { return };
+    // Each has an end of its own.
+    let body = |nth: usize| {
+        let tokens = [prompt(HOT_SEED, HOT_TOKENS), prompt(nth as u32, 20)].concat();
+        json!({"model": "tiny", "prompt": tokens, "max_tokens": 32, "temperature": 0, "ignore_eos": true})
+    };
+    // One after the other, so that few workers have the prefix.
+    for nth in 0..3 {
+        explained(&deployment, &body(nth)).await;
+    }
+    let mut served = BTreeMap::<String, usize>::new();
+    for round in 1..=ROUNDS {
+        let bodies: Vec<Value> = (0..REQUESTS).map(|nth| body(round * REQUESTS + nth)).collect();
+        let answers = join_all(bodies.iter().map(|body| explained(&deployment, body))).await;
+        served.clear();
+        for (decision, _) in &answers {
+            assert!(!waits_although_a_worker_is_free(decision), "{decision}");
+            *served.entry(decision["chosen"].as_str().unwrap().to_owned()).or_default() += 1;
+        }
+        // Half of an equal share.
+        if served.len() == WORKERS && served.values().all(|count| *count >= REQUESTS / WORKERS / 2) {
+            return;
+        }
+    }
+    panic!("the requests are not shared by the workers after {ROUNDS} rounds: {served:?} of {REQUESTS}");
 }

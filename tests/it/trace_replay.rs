@@ -49,6 +49,7 @@ async fn a_trace_of_a_running_program_can_be_replayed() {
     let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let lengths: Vec<_> =
         lines.iter().map(|line| (line["input_length"].clone(), line["output_length"].clone())).collect();
+    assert!(lines.iter().all(|line| line["max_tokens"] == 4 && line.get("tenant").is_none()), "{lines:?}");
     assert_eq!(lengths, [(json!(600), json!(4)), (json!(1200), json!(4)), (json!(1800), json!(4))]);
     let replayed = blockyard(&["replay", "--workers", "2", "--rate", "1", "--policy", "kv", "--json"], &file);
     let report: Value = serde_json::from_slice(&replayed.stdout).unwrap();

@@ -192,6 +192,7 @@ fn engine_request(
         // The other choices start after the first token, so the deadline does not apply to them.
         deadline: request.deadline.filter(|_| nth == 0),
         has_estimated_tokens: false,
+        has_stop_strings: !request.params.stop_strings.is_empty(),
         retention: *retention,
         trace: context.trace(),
     };

@@ -114,6 +114,7 @@ async fn the_other_choices_start_when_the_first_has_output() {
     let parsed: CreateChatCompletionResponse = asking.await.parsed();
     let seeds: Vec<_> = engine.seen.lock().iter().map(|request| request.sampling.seed).collect();
     assert_eq!(seeds, [Some(41), Some(42), Some(43)]);
+    assert!(engine.seen.lock().iter().all(|request| !request.attributes.has_stop_strings));
     let groups: Vec<_> = engine.seen.lock().iter().map(|request| request.group.unwrap()).collect();
     assert_eq!(groups[0].choices(), 3);
     assert_eq!(groups, [0, 1, 2].map(|index| groups[0].choice(index)), "one group");
@@ -132,6 +133,7 @@ async fn a_stop_string_ends_the_response_and_the_engine_stream() {
     assert_eq!(parsed.choices[0].message.content.as_deref(), Some("one "));
     assert_eq!(parsed.choices[0].finish_reason, Some(chat::FinishReason::Stop));
     assert_eq!(engine.open(), 0);
+    assert!(engine.seen.lock()[0].attributes.has_stop_strings, "a router tells it from a client that has gone");
 }
 
 #[tokio::test]

@@ -215,6 +215,8 @@ impl Feed {
     /// Updates the log and the gauges that are about all workers together.
     fn members_changed(&mut self) {
         self.has_changed = false;
+        // Of a model that has left, too.
+        self.metrics.output_tokens.reset();
         self.check_names();
         self.gauges();
     }
@@ -450,6 +452,12 @@ impl Feed {
             }
             let queued = worker.load.stats(now).waiting_tokens;
             metrics.queued_prefill_tokens.with_label_values(&[&worker.id().to_string()]).set(queued as i64);
+        }
+        for (model, pool) in workers.pools() {
+            let Some(quantiles) = pool.stats().output_quantiles([0.5, 0.9]) else { continue };
+            for (share, tokens) in ["0.5", "0.9"].into_iter().zip(quantiles) {
+                metrics.output_tokens.with_label_values(&[model, share]).set(tokens.round() as i64);
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
 use crate::fleet::{Fleet, HealthSignal, Worker, WorkerRun};
-use crate::load::ModelStats;
+use crate::load::{ModelStats, OutputEnd};
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::{StreamExt, future, stream};
@@ -14,7 +14,7 @@ use spans::{Kind, Span};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::engine::{Error, Output, OutputStream, Request};
+use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Work};
 
 /// Workers that may fail one request before its client gets an error. Two workers may fail at once; a third failure is
 /// probably the request's own fault. A worker that has left, as in a rolling restart, does not count: that says nothing
@@ -124,13 +124,50 @@ struct Generation {
     tenant: Arc<str>,
     /// Choices that one relayed response contains.
     choices: u64,
+    /// Tokens that another worker has generated before.
+    before: u64,
+    /// Whether another worker continues the output if this one fails.
+    is_continued: bool,
+    /// How the output ends if it is dropped now. `None`: the attempt that continues it will record it.
+    end: Option<OutputEnd>,
+}
+
+impl Generation {
+    fn new(request: &Request, booking: Booking, stats: Arc<ModelStats>, choices: u64) -> Self {
+        let RequestAttributes { tenant, has_stop_strings, .. } = &request.attributes;
+        Self {
+            booking,
+            stats,
+            tenant: tenant.clone(),
+            choices,
+            before: request.generated_tokens as u64,
+            is_continued: matches!(request.work, Work::Generate),
+            // A stream is dropped at a stop string, and when its client disconnects. The former is more frequent.
+            end: Some(if *has_stop_strings { OutputEnd::Complete } else { OutputEnd::Censored }),
+        }
+    }
+
+    /// Records how the output ends with this item of its stream. Returns whether it does.
+    fn ends_with(&mut self, item: &Result<Output, Error>) -> bool {
+        self.end = match item {
+            Ok(Output::Tokens(tokens)) if tokens.finish.is_some() => Some(OutputEnd::Complete),
+            Ok(Output::End(report)) if report.failed => Some(OutputEnd::Censored),
+            Ok(Output::End(_)) => Some(OutputEnd::Complete),
+            Ok(_) => return false,
+            Err(error) if self.is_continued && HealthSignal::of(error) == HealthSignal::Fault => None,
+            Err(_) => Some(OutputEnd::Censored),
+        };
+        true
+    }
 }
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        let tokens = self.booking.output_tokens() / self.choices;
-        if tokens > 0 {
-            self.stats.output_ended(&self.tenant, tokens);
+        let tokens = self.before + self.booking.output_tokens() / self.choices;
+        if let Some(end) = self.end
+            && tokens > 0
+        {
+            self.stats.output_ended(&self.tenant, tokens, end);
         }
     }
 }
@@ -155,7 +192,7 @@ pub(super) fn stream(
     let now = Instant::now();
     booking.started(now);
     let choices = if is_relayed { u64::from(request.choices()).max(1) } else { 1 };
-    let generation = Generation { booking, stats, tenant: request.attributes.tenant.clone(), choices };
+    let generation = Generation::new(request, booking, stats, choices);
     sibling_bookings.iter().flatten().for_each(|sibling| sibling.started(now));
     core.admission.notify();
     decode.succeeded(now);
@@ -189,15 +226,10 @@ pub(super) fn stream(
     stream::once(future::ready(Ok(first)))
         .chain(rest)
         .inspect(move |item| {
-            let mut is_last = item.is_err();
             let tokens = match item {
-                Ok(Output::Tokens(tokens)) => {
-                    is_last = tokens.finish.is_some();
-                    tokens.ids.len()
-                }
+                Ok(Output::Tokens(tokens)) => tokens.ids.len(),
                 // The end of a relayed response reports what the first output of another does.
                 Ok(Output::End(report)) => {
-                    is_last = true;
                     if let Some(found) = report.cached_tokens {
                         prediction.compare(&metrics, &decode, found.into());
                     }
@@ -229,7 +261,7 @@ pub(super) fn stream(
                 }
             }
             // Released at the last item, although a client may hold the stream for longer.
-            if is_last {
+            if held.as_mut().is_some_and(|(generation, ..)| generation.ends_with(item)) {
                 drop((held.take(), trace.take()));
             }
         })

@@ -209,11 +209,13 @@ fn explanation(
     overlaps: &Overlaps,
     decision: &Decision<'_>,
     tried: &[WorkerRun],
+    output: &ExpectedOutput,
 ) -> Option<Arc<str>> {
     if !request.explain && !tracing::enabled!(tracing::Level::DEBUG) {
         return None;
     }
-    let mut line = explain::line(policy, decision, tried, copy_ahead::on_the_way(core, decision, overlaps));
+    let copying = copy_ahead::on_the_way(core, decision, overlaps);
+    let mut line = explain::line(policy, decision, tried, copying, output);
     if let Some(id) = request.attributes.trace.trace_id() {
         line = explain::traced(&line, &id);
     }
@@ -232,7 +234,7 @@ fn book(
     (now, stats, output): (Instant, &Arc<ModelStats>, &ExpectedOutput),
 ) -> Box<Placement> {
     let row = &decision.chosen;
-    let explanation = explanation(core, policy, request, overlaps, decision, tried);
+    let explanation = explanation(core, policy, request, overlaps, decision, tried, output);
     let prefill_row = decision.prefill_worker(row);
     let uncached = row.uncached();
     let totals = core.traffic.of(&request.model);
@@ -266,7 +268,8 @@ fn book(
     };
     let line = core.recorder.is_on().then(|| {
         let random = splitmix64(core.fleet.choices());
-        Line::placed(request, row, overlaps.hashes(row.entry.scheme), prefill_row.is_some(), random)
+        let hashes = overlaps.hashes(row.entry.scheme);
+        Line::placed(request, row, hashes, prefill_row.is_some(), random, core.rng_seed)
     });
     // A relayed response that is not a stream says nothing of the first token, and neither do the cached tokens of one
     // worker if another computes the prompt.

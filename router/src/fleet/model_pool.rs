@@ -173,6 +173,7 @@ impl ModelPool {
     /// Counts a prompt that another router has placed.
     pub(crate) fn prompt_placed_elsewhere(&self, now: Timestamp) {
         self.snapshots.lock().prompt_arrived(now);
+        self.stats.prompt_placed_elsewhere(now);
     }
 
     /// Adds a worker. A `cordoned` one counts for models and context but gets no entry: no decision can choose it.

@@ -37,6 +37,11 @@ impl FleetSnapshot {
         self.models.get(model)
     }
 
+    /// The workers of each model, by its name.
+    pub(crate) fn pools(&self) -> impl Iterator<Item = (&str, &ModelPool)> {
+        self.models.iter().map(|(model, pool)| (&**model, pool))
+    }
+
     /// One model card per model.
     pub(crate) fn cards(&self) -> Vec<Arc<ModelCard>> {
         self.models.values().filter_map(|pool| pool.card().cloned()).collect()

@@ -1,7 +1,7 @@
 //! What is learned of a model from all of its workers and requests: the durations of decode steps and of prompts,
 //! the lengths of outputs, and the demand for prefixes.
 
-use super::output_lengths::{ExpectedOutput, OutputLengths};
+use super::output_lengths::{ExpectedOutput, OutputEnd, OutputLengths};
 use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
 use super::prefix_demand::{PrefixDemand, SharedPrefix};
 use super::step_time::{StepTime, StepTimeFit};
@@ -47,6 +47,17 @@ impl ModelStats {
         (ExpectedOutput::new(outputs.of(tenant).clone(), max_tokens), outputs.all().mean(f64::INFINITY))
     }
 
+    /// Expected output of a request of which nothing but the model is known, as of one that another router has placed.
+    pub(crate) fn expect_any_output(&self) -> ExpectedOutput {
+        ExpectedOutput::new(self.outputs.lock().all().clone(), None)
+    }
+
+    /// Quantiles of the output lengths of the model, by share of the outputs; `None` before the first output.
+    pub(crate) fn output_quantiles<const N: usize>(&self, shares: [f64; N]) -> Option<[f64; N]> {
+        let is_learned = self.outputs.lock().is_learned();
+        is_learned.then(|| shares.map(|share| self.expect_any_output().quantile(share)))
+    }
+
     /// The prefix of a prompt that is worth most to have on another worker, if any is shared. Counts the demand for its
     /// prefixes if the prompt `is_new`.
     pub(crate) fn shared_prefix(
@@ -60,8 +71,13 @@ impl ModelStats {
         self.prefixes.lock().shared(blocks, block_size, hash, is_new, now)
     }
 
-    /// Records the output of a request that has ended.
-    pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64) {
-        self.outputs.lock().record(tenant, tokens);
+    /// Counts a prompt that another router has placed.
+    pub(crate) fn prompt_placed_elsewhere(&self, now: Timestamp) {
+        self.prefixes.lock().prompt_placed_elsewhere(now);
+    }
+
+    /// Records the output of a request that has ended: its length, or what was generated of it.
+    pub(crate) fn output_ended(&self, tenant: &Arc<str>, tokens: u64, end: OutputEnd) {
+        self.outputs.lock().record(tenant, tokens, end);
     }
 }

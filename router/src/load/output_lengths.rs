@@ -1,5 +1,10 @@
 //! Lengths of outputs, learned from requests that have ended, by model and tenant.
 //!
+//! An output that a client cancelled, or that failed, is a censored observation: its whole length is unknown, and above
+//! what was generated. Its weight is divided among the longer lengths as these are distributed, which is the
+//! redistribution to the right of Efron (1967) and gives the Kaplan-Meier estimate. Without it, outputs that clients
+//! cancel would make the distribution too short, the long ones most.
+//!
 //! A length distribution is a histogram with logarithmic buckets and exponentially decaying weights. From it follow the
 //! expected length of a new output, and the expected rest of an output of which a part is generated. `max_tokens` of
 //! the request bounds both.
@@ -24,7 +29,7 @@ struct Distribution {
     /// Outputs recorded since the table was made.
     new_outputs: u32,
     table: Arc<LengthTable>,
-    /// Number of outputs recorded so far.
+    /// Number of complete outputs recorded so far.
     outputs: u64,
     /// Value of [`OutputLengths::recorded`] when the last of them was recorded.
     last_recorded: u64,
@@ -37,6 +42,16 @@ pub(crate) struct LengthTable {
     /// By bucket: number and sum of the outputs in it or in a higher one.
     tail_counts: [f64; BUCKETS + 1],
     tail_sums: [f64; BUCKETS + 1],
+}
+
+/// How an output has ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum OutputEnd {
+    /// With its last token. This includes an output that reached the `max_tokens` of its request: the next one of that
+    /// client will have the same limit.
+    Complete,
+    /// Before its last token: cancelled by the client, or failed.
+    Censored,
 }
 
 /// Expected output of one request.
@@ -66,10 +81,10 @@ const MAX_TENANTS: usize = 256;
 const MAX_NEW_OUTPUTS: u32 = 32;
 
 impl OutputLengths {
-    /// Records the output of a request that has ended.
-    pub(crate) fn record(&mut self, tenant: &Arc<str>, tokens: u64) {
+    /// Records the output of a request that has ended: its length, or what was generated of it.
+    pub(crate) fn record(&mut self, tenant: &Arc<str>, tokens: u64, end: OutputEnd) {
         self.recorded += 1;
-        self.all.record(tokens, self.recorded);
+        self.all.record(tokens, end, self.recorded);
         if !self.tenants.contains_key(tenant) {
             if self.tenants.len() >= MAX_TENANTS
                 && let Some(idle) =
@@ -80,7 +95,7 @@ impl OutputLengths {
             self.tenants.insert(tenant.clone(), Distribution::default());
         }
         if let Some(known) = self.tenants.get_mut(tenant) {
-            known.record(tokens, self.recorded);
+            known.record(tokens, end, self.recorded);
         }
     }
 
@@ -88,6 +103,11 @@ impl OutputLengths {
     pub(crate) fn of(&self, tenant: &str) -> &Arc<LengthTable> {
         let known = self.tenants.get(tenant).filter(|known| known.outputs >= MIN_TENANT_OUTPUTS);
         &known.unwrap_or(&self.all).table
+    }
+
+    /// Whether any output was recorded.
+    pub(crate) fn is_learned(&self) -> bool {
+        self.recorded > 0
     }
 
     /// Expected lengths of all outputs of the model.
@@ -112,22 +132,49 @@ impl Default for Distribution {
 }
 
 impl Distribution {
-    fn record(&mut self, tokens: u64, recorded: u64) {
+    fn record(&mut self, tokens: u64, end: OutputEnd, recorded: u64) {
         for (count, sum) in self.counts.iter_mut().zip(&mut self.sums) {
             *count *= KEEP;
             *sum *= KEEP;
         }
         let tokens = tokens.max(1) as f64;
-        let bucket = bucket(tokens);
-        self.counts[bucket] += 1.0;
-        self.sums[bucket] += tokens;
-        self.outputs += 1;
+        match end {
+            OutputEnd::Complete => self.add(tokens),
+            OutputEnd::Censored => self.add_longer(tokens),
+        }
+        self.outputs += u64::from(end == OutputEnd::Complete);
         self.last_recorded = recorded;
         self.new_outputs += 1;
         if self.new_outputs >= MAX_NEW_OUTPUTS || u64::from(self.new_outputs) * 8 >= self.outputs {
             self.new_outputs = 0;
             self.table = Arc::new(LengthTable::of(&self.counts, &self.sums));
         }
+    }
+
+    fn add(&mut self, tokens: f64) {
+        let bucket = bucket(tokens);
+        self.counts[bucket] += 1.0;
+        self.sums[bucket] += tokens;
+    }
+
+    /// Adds an output with more than this many tokens: one in all, divided among the longer lengths.
+    fn add_longer(&mut self, tokens: f64) {
+        let at = bucket(tokens);
+        let (from, to) = (lower(at), lower(at + 1));
+        // Lengths are taken as uniform within a bucket.
+        let here = self.counts[at] * ((to - tokens) / (to - from)).clamp(0.0, 1.0);
+        let longer = here + self.counts[at + 1..].iter().sum::<f64>();
+        if longer < MIN_COUNT {
+            // Longer than nearly all others, of which [`LengthTable::rest`] expects a half more.
+            return self.add(tokens * 1.5);
+        }
+        let share = longer.recip();
+        for bucket in at + 1..BUCKETS {
+            self.counts[bucket] *= 1.0 + share;
+            self.sums[bucket] *= 1.0 + share;
+        }
+        self.counts[at] += here * share;
+        self.sums[at] += here * share * tokens.midpoint(to);
     }
 }
 
@@ -139,6 +186,12 @@ impl ExpectedOutput {
     /// Expected number of tokens.
     pub(crate) fn tokens(&self) -> f64 {
         self.table.mean(self.max)
+    }
+
+    /// The number of tokens that a share `quantile` of such outputs does not exceed. Costs are sums over all outputs,
+    /// so they use means. Quantiles tell an operator how far single outputs are from these.
+    pub(crate) fn quantile(&self, quantile: f64) -> f64 {
+        self.table.quantile(quantile).min(self.max)
     }
 
     /// Expected number of tokens after the first `generated`.
@@ -191,11 +244,13 @@ impl LengthTable {
         ((sum - beyond) / count).clamp(1.0, within.max(1.0))
     }
 
-    /// The smallest length that a share `quantile` of the outputs does not exceed, as the upper end of its bucket.
-    #[cfg(test)]
+    /// The length that a share `quantile` of the outputs does not exceed.
     fn quantile(&self, quantile: f64) -> f64 {
         let beyond = self.tail_counts[0] * (1.0 - quantile);
-        (0..BUCKETS).find(|bucket| self.tail_counts[bucket + 1] <= beyond).map_or(f64::INFINITY, |at| lower(at + 1))
+        let at = (0..BUCKETS).find(|bucket| self.tail_counts[bucket + 1] <= beyond).unwrap_or(BUCKETS - 1);
+        // Lengths are taken as uniform within a bucket.
+        let share = (self.tail_counts[at] - beyond) / self.counts[at].max(f64::MIN_POSITIVE);
+        lower(at) + (lower(at + 1) - lower(at)) * share.clamp(0.0, 1.0)
     }
 
     /// Sum of what the outputs have beyond `max` tokens.
@@ -224,6 +279,7 @@ fn bucket(tokens: f64) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use super::OutputEnd::{Censored, Complete};
     use super::*;
 
     fn near(value: f64, expected: f64, share: f64) -> bool {
@@ -232,7 +288,7 @@ mod tests {
 
     fn recorded(tenant: &str, lengths: impl Iterator<Item = u64>) -> OutputLengths {
         let mut outputs = OutputLengths::default();
-        lengths.for_each(|tokens| outputs.record(&tenant.into(), tokens));
+        lengths.for_each(|tokens| outputs.record(&tenant.into(), tokens, Complete));
         outputs
     }
 
@@ -251,7 +307,10 @@ mod tests {
         assert!(near(table.mean(f64::INFINITY), 190.0, 0.1), "{}", table.mean(f64::INFINITY));
         assert!(near(table.mean(500.0), 140.0, 0.1), "{}", table.mean(500.0));
         assert!(table.mean(10.0) <= 10.0);
-        assert!(table.quantile(0.5) < 130.0 && (1000.0..1500.0).contains(&table.quantile(0.95)));
+        let quantiles = |max| [0.5, 0.95].map(|share| ExpectedOutput::new(table.clone(), max).quantile(share));
+        let [half, most] = quantiles(None);
+        assert!((90.0..130.0).contains(&half) && (724.0..1025.0).contains(&most), "{half} {most}");
+        assert!((quantiles(Some(500))[1] - 500.0).abs() < 1e-9, "at most the request's limit");
     }
 
     #[test]
@@ -267,19 +326,48 @@ mod tests {
     #[test]
     fn tenants_differ_and_their_number_is_bounded() {
         let mut outputs = recorded("short", std::iter::repeat_n(10, 600));
-        (0..600).for_each(|_| outputs.record(&"long".into(), 2000));
-        outputs.record(&"new".into(), 10);
+        (0..600).for_each(|_| outputs.record(&"long".into(), 2000, Complete));
+        outputs.record(&"new".into(), 10, Complete);
         let mean = |name| outputs.of(name).mean(f64::INFINITY);
         assert!(mean("short") < 20.0 && mean("long") > 1500.0, "{} {}", mean("short"), mean("long"));
         assert_eq!(outputs.of("new"), outputs.all(), "too few outputs");
-        (0..2 * MAX_TENANTS).for_each(|nth| outputs.record(&nth.to_string().into(), 1));
+        (0..2 * MAX_TENANTS).for_each(|nth| outputs.record(&nth.to_string().into(), 1, Complete));
         assert_eq!(outputs.tenants.len(), MAX_TENANTS);
     }
 
     #[test]
     fn old_outputs_are_forgotten() {
         let mut outputs = recorded("a", std::iter::repeat_n(1000, 2000));
-        (0..2000).for_each(|_| outputs.record(&"a".into(), 50));
+        (0..2000).for_each(|_| outputs.record(&"a".into(), 50, Complete));
         assert!(outputs.of("a").mean(f64::INFINITY) < 100.0);
+    }
+
+    #[test]
+    fn cancelled_outputs_do_not_make_the_lengths_shorter() {
+        let mut outputs = OutputLengths::default();
+        let mut record = |tokens, end| outputs.record(&"a".into(), tokens, end);
+        // Half of the outputs would have 1,000 tokens and the others 50; clients cancel every second one of the long
+        // ones after 100.
+        for _ in 0..1000 {
+            record(1000, Complete);
+            record(100, Censored);
+            record(50, Complete);
+            record(50, Complete);
+        }
+        let table = outputs.of("a");
+        assert!(near(table.mean(f64::INFINITY), 525.0, 0.1), "{}", table.mean(f64::INFINITY));
+        assert!(near(table.rest(200.0, f64::INFINITY), 800.0, 0.1), "{}", table.rest(200.0, f64::INFINITY));
+    }
+
+    #[test]
+    fn an_output_cancelled_beyond_all_others_makes_the_lengths_longer() {
+        let mut outputs = recorded("a", std::iter::repeat_n(10, 2000));
+        (0..100).for_each(|_| outputs.record(&"a".into(), 5000, Censored));
+        let table = outputs.of("a");
+        assert!(table.rest(1000.0, f64::INFINITY) > 4000.0, "{}", table.rest(1000.0, f64::INFINITY));
+        let mut new = OutputLengths::default();
+        (0..100).for_each(|_| new.record(&"a".into(), 1, Censored));
+        assert_eq!(new.of("a"), new.all(), "a tenant without a complete output has no distribution of its own");
+        assert!(near(new.all().mean(f64::INFINITY), DEFAULT_OUTPUT_TOKENS, 0.15), "{}", new.all().mean(f64::INFINITY));
     }
 }

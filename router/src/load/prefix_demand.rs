@@ -3,6 +3,10 @@
 //!
 //! A prefix is identified by the hash of its last block, which commits to everything before it. Of each prompt some
 //! depths are counted, at equal distances.
+//!
+//! Of the prompts of other routers only the number is known, so the demand for a prefix among a router's own prompts is
+//! taken for that among all. What other routers publish of a prompt does not contain the blocks that its worker holds,
+//! which are those of a hot prefix.
 
 use super::timestamp::Timestamp;
 use crate::hash::splitmix64;
@@ -11,6 +15,11 @@ use crate::hash::splitmix64;
 #[derive(Debug)]
 pub(crate) struct PrefixDemand {
     counters: Box<[Counter]>,
+    /// Prompts of this router, and of all routers, with the decay of the counters.
+    own_prompts: f64,
+    all_prompts: f64,
+    /// When both were decayed last.
+    prompts_at: Option<Timestamp>,
 }
 
 #[derive(Clone, Copy, Default, Debug)]
@@ -28,7 +37,7 @@ struct Counter {
 pub(crate) struct SharedPrefix {
     /// Length in blocks.
     pub(crate) blocks: u32,
-    /// Requests that are expected to ask for it within the next [`HORIZON`]: as many as in the last.
+    /// Requests that are expected to ask for it within the next [`HORIZON`], at all routers: as many as in the last.
     pub(crate) requests: f64,
     /// Requests that have asked for it, weighted by their age: those of the last [`HORIZON`] count most.
     pub(crate) seen: f64,
@@ -54,9 +63,11 @@ const WIDTH: usize = 16_384;
 /// Time constant of the decay in seconds, and the time for which a demand is assumed to last: long enough to repay a
 /// copy that takes seconds, and short enough that a prefix which is no longer requested is forgotten within minutes.
 pub(crate) const HORIZON: f64 = 60.0;
-/// Seconds that are added to the time since the first request: requests that come within a few steps of an engine are a
-/// burst, not a rate. With a larger value, a large fleet would make too few copies in the first seconds of a new
-/// prefix.
+/// Seconds that are added to the time since the first request. Requests that come within a few steps of an engine, of 7
+/// to 80 ms each, join the same batches: they are a burst, not a rate. So the value is above a step. That it is not
+/// larger has no derivation: of 0.1 and 1 s it was chosen on the generated classes, where a large fleet made too few
+/// copies in the first seconds of a new prefix with 1 s. The conversation trace, which is none of them, is replayed
+/// with it (docs/benchmarks.md).
 const MIN_SECONDS: f64 = 0.1;
 /// Tokens between counted depths: computing fewer takes less than a step of a large model.
 const DEPTH_TOKENS: usize = 1024;
@@ -64,10 +75,14 @@ const DEPTH_TOKENS: usize = 1024;
 const DEPTHS_MAX: usize = 32;
 /// Requests per [`HORIZON`] below which a prefix is not shared.
 const MIN_REQUESTS: f64 = 2.0;
+/// Prompts that are added to those of this router and to those of all: a router that begins does not take the prompts
+/// of the others for many times its own.
+const PRIOR_PROMPTS: f64 = 4.0;
 
 impl Default for PrefixDemand {
     fn default() -> Self {
-        Self { counters: vec![Counter::default(); ROWS * WIDTH].into() }
+        let counters = vec![Counter::default(); ROWS * WIDTH].into();
+        Self { counters, own_prompts: 0.0, all_prompts: 0.0, prompts_at: None }
     }
 }
 
@@ -83,6 +98,9 @@ impl PrefixDemand {
         is_new: bool,
         now: Timestamp,
     ) -> Option<SharedPrefix> {
+        if is_new {
+            self.count_prompt(1.0, now);
+        }
         let stride = (DEPTH_TOKENS / block_size.max(1)).max(blocks.div_ceil(DEPTHS_MAX)).max(1);
         let mut best: Option<SharedPrefix> = None;
         let work = |prefix: &SharedPrefix| f64::from(prefix.blocks) * prefix.requests;
@@ -98,7 +116,21 @@ impl PrefixDemand {
                 best = Some(prefix);
             }
         }
-        best
+        let of_all = (self.all_prompts + PRIOR_PROMPTS) / (self.own_prompts + PRIOR_PROMPTS);
+        best.map(|best| SharedPrefix { requests: best.requests * of_all, ..best })
+    }
+
+    /// Counts a prompt that another router has placed.
+    pub(super) fn prompt_placed_elsewhere(&mut self, now: Timestamp) {
+        self.count_prompt(0.0, now);
+    }
+
+    fn count_prompt(&mut self, own: f64, now: Timestamp) {
+        let elapsed = self.prompts_at.map_or(0, |at| now.bits().saturating_sub(at.bits())) as f64 / 1e9;
+        let keep = (-elapsed / HORIZON).exp();
+        self.own_prompts = self.own_prompts * keep + own;
+        self.all_prompts = self.all_prompts * keep + 1.0;
+        self.prompts_at = Some(now);
     }
 
     /// How often a hash will be counted within [`HORIZON`] at its present rate, and how often it was counted, weighted
@@ -188,6 +220,22 @@ mod tests {
         let last = (0..10).filter_map(|_| requests(true)).last();
         assert!(last.is_some());
         assert_eq!((requests(false), requests(false)), (last, last));
+    }
+
+    #[test]
+    fn the_prompts_of_other_routers_count_as_much_as_own_ones() {
+        let demand = |others: u64| {
+            let (mut demand, start, mut found) = (PrefixDemand::default(), Instant::now(), None);
+            for nth in 0..200 {
+                let now = (start + Duration::from_millis(100 * nth)).into();
+                (0..others).for_each(|_| demand.prompt_placed_elsewhere(now));
+                found = demand.shared(8, BLOCK, names(8, 1), true, now);
+            }
+            found.unwrap().requests
+        };
+        let (alone, four) = (demand(0), demand(3));
+        assert!((alone / 600.0 - 1.0).abs() < 0.1, "{alone}");
+        assert!((four / alone - 4.0).abs() < 0.2, "one of four routers sees a quarter of the requests: {four} {alone}");
     }
 
     #[test]

@@ -83,9 +83,11 @@ impl WorkerLoad {
         self.lock().book(demand, cached_tokens, output, now, false)
     }
 
-    /// Adds a booking of another router. Returns its number.
+    /// Adds a booking of another router, whose output is expected to be as long as those of the model. Returns its
+    /// number.
     pub(crate) fn book_remote(&self, demand: Demand, now: Instant) -> u64 {
-        self.lock().book(demand, None, ExpectedOutput::default(), now, true)
+        let output = self.model_stats.get().map(|model| model.expect_any_output()).unwrap_or_default();
+        self.lock().book(demand, None, output, now, true)
     }
 
     /// Number of open bookings.

@@ -271,6 +271,29 @@ mod tests {
     }
 
     #[test]
+    fn every_term_is_a_part_of_the_total() {
+        let parts: [(&str, fn(&mut Cost) -> &mut f64); 12] = [
+            ("queue", |cost| &mut cost.queue),
+            ("memory_wait", |cost| &mut cost.memory_wait),
+            ("batch_wait", |cost| &mut cost.batch_wait),
+            ("prefill", |cost| &mut cost.prefill),
+            ("onboard", |cost| &mut cost.onboard),
+            ("tier_queue", |cost| &mut cost.tier_queue),
+            ("kv_transfer", |cost| &mut cost.kv_transfer),
+            ("decode", |cost| &mut cost.decode),
+            ("decode_slowdown", |cost| &mut cost.decode_slowdown),
+            ("decode_stall", |cost| &mut cost.decode_stall),
+            ("queue_externality", |cost| &mut cost.queue_externality),
+            ("replication", |cost| &mut cost.replication),
+        ];
+        for (name, part) in parts {
+            let mut cost = Cost::default();
+            *part(&mut cost) = 2.0;
+            assert!((cost.total() - 2.0).abs() < 1e-9, "{name}: {cost:?}");
+        }
+    }
+
+    #[test]
     fn a_slow_tier_never_costs_more_than_a_miss() {
         let mut slow = stats(0);
         slow.speeds.set_onboard(Level::G3, 5.0, 1.0);

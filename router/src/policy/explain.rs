@@ -8,6 +8,7 @@ use super::disaggregate::ServingMode;
 use super::replication::Replication;
 use super::select::Candidate;
 use crate::fleet::{PromptTokens, WorkerRun};
+use crate::load::ExpectedOutput;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,8 +21,15 @@ const SHOWN: usize = 8;
 const BYTES_MAX: usize = 3_500;
 
 /// Formats a decision. Times are in seconds; terms of less than a microsecond are omitted. `excluded`: workers that
-/// were tried before; `copying`: number of workers that get a copy of the shared prefix now.
-pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerRun], copying: u32) -> Arc<str> {
+/// were tried before; `copying`: number of workers that get a copy of the shared prefix now; `output`: what is expected
+/// of the output.
+pub(crate) fn line(
+    policy: &Policy,
+    decision: &Decision<'_>,
+    excluded: &[WorkerRun],
+    copying: u32,
+    output: &ExpectedOutput,
+) -> Arc<str> {
     let Decision { candidates, chosen: row, why, prefill, .. } = decision;
     // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
@@ -50,6 +58,7 @@ pub(crate) fn line(policy: &Policy, decision: &Decision<'_>, excluded: &[WorkerR
             .collect(),
         not_shown: candidates.len().saturating_sub(SHOWN),
         expected_output_tokens: row.prompt.output_tokens as u64,
+        output_quantiles: Quantiles { p50: output.quantile(0.5) as u64, p90: output.quantile(0.9) as u64 },
         shared_prefix: decision.replication().map(|Replication { shared, copies, .. }| Shared {
             tokens: u64::from(shared.blocks) * row.prompt.block_size,
             requests_per_minute: shared.requests as u64,
@@ -104,9 +113,17 @@ struct Explanation {
     not_shown: usize,
     /// Expected output tokens.
     expected_output_tokens: u64,
+    output_quantiles: Quantiles,
     /// The prefix of the prompt that many requests share.
     #[serde(skip_serializing_if = "Option::is_none")]
     shared_prefix: Option<Shared>,
+}
+
+/// Output tokens that half and nine tenths of such outputs do not exceed.
+#[derive(Serialize)]
+struct Quantiles {
+    p50: u64,
+    p90: u64,
 }
 
 #[derive(Serialize)]

@@ -69,9 +69,12 @@ impl SelectionReason {
     }
 }
 
-/// Costs within a twentieth of the lowest are ties: estimates are not more accurate than that …
+/// Costs within a twentieth of the lowest are ties: estimates are not more accurate than that. The mean of the last 500
+/// output lengths, of which the terms of decoding are multiples, has a standard error of 4.5 % …
 const TIE_FRACTION: f64 = 0.05;
-/// … but at least 2 ms, which users do not notice, and at most 25 ms: a long queue must not hide a long cached prefix.
+/// … but at least 2 ms, and at most 25 ms: a long queue must not hide a long cached prefix. Where an engine is in its
+/// present step is unknown. The standard deviation of that is the step divided by the root of 12: 2 ms for a decode
+/// step of 7 ms, 23 ms for a full step of prompt tokens of 80 ms. These are the steps of an 8B model on an H100.
 const TIE_SECONDS: (f64, f64) = (0.002, 0.025);
 
 /// A session stays while its worker has at most a quarter more load than the mean (bounded loads) …

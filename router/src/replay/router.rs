@@ -15,7 +15,7 @@ use crate::dispatch::order_copy;
 use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
 use crate::index::{Holder, HolderId, Index};
-use crate::load::Demand;
+use crate::load::{Demand, OutputEnd};
 use crate::policy::planner::RoleChange;
 use crate::policy::{
     Disaggregation, FleetView, Overlaps, PlacementRequest, ScoredWorker, Scratch, SelectionContext, decide,
@@ -106,8 +106,6 @@ struct Feed {
 const EPOCH: Epoch = Epoch(1);
 const STORE: StoreId = StoreId(1);
 const MODEL: &str = "replay";
-/// A trace names no tenants.
-const TENANT: &str = "";
 /// Distinguishes the reservation on a prefill worker from that on the decode worker of the same request.
 const REMOTE_PREFILL_BIT: u64 = 1 << 32;
 
@@ -357,7 +355,7 @@ impl SimulatedRouter {
         let random = splitmix64(self.seed ^ self.fleet.choices());
         // As in the live router, the length of the output is not known, but learned.
         let stats = pool.stats().clone();
-        let (output, mean_output_tokens) = stats.expect_output(TENANT, None);
+        let (output, mean_output_tokens) = stats.expect_output(&spec.output_class(), spec.max_tokens);
         let output_tokens = output.tokens();
         let hashes = overlaps.hashes(0);
         let name = |at: usize| hashes[at].short();
@@ -417,7 +415,7 @@ impl SimulatedRouter {
             .map(|prefill_row| book(prefill_row, shared_id | REMOTE_PREFILL_BIT, prefill_row.prefill_demand(), hashes));
         let ticket = Ticket {
             model: MODEL.into(),
-            tenant: TENANT.into(),
+            tenant: Arc::from(&*spec.tenant),
             priority: Priority::Normal,
             deadline,
             target,
@@ -460,7 +458,7 @@ impl SimulatedRouter {
         let Some(Placement { decode, permit, .. }) = self.placements[request as usize].take() else { return };
         self.release(self.instant(now_ns), &decode, spec.output_tokens);
         if let Some(pool) = self.fleet.snapshot().pool(MODEL) {
-            pool.stats().output_ended(&TENANT.into(), spec.output_tokens);
+            pool.stats().output_ended(&spec.output_class(), spec.output_tokens, OutputEnd::Complete);
         }
         self.planner.request_finished(spec.output_tokens);
         if let (Some(driver), Some(permit)) = (&mut self.admission, permit) {
@@ -555,6 +553,14 @@ impl SimulatedRouter {
             self.index.apply(feed.holder, &event);
         }
         feed.cursor.next_request(0).is_some()
+    }
+
+    /// Output tokens that are expected of a request.
+    #[cfg(test)]
+    pub(super) fn expected_output(&self, spec: &RequestSpec) -> f64 {
+        let fleet = self.fleet.snapshot();
+        let stats = fleet.pool(MODEL).map(|pool| pool.stats().clone()).unwrap_or_default();
+        stats.expect_output(&spec.output_class(), spec.max_tokens).0.tokens()
     }
 
     /// Whether no reservation is left, neither of this router nor of other routers.

@@ -1,6 +1,7 @@
 //! A trace of requests in Mooncake's format: one line of JSON per request, with its arrival in milliseconds
 //! (`timestamp`), `input_length` and `output_length` in tokens, and `hash_ids`, one number per block of 512 tokens that
-//! identifies the block together with all blocks before it.
+//! identifies the block together with all blocks before it. The trace file of a router adds the `model`, the `tenant`
+//! and the `max_tokens` of each request; other fields are ignored.
 
 use crate::hash::splitmix64;
 use crate::trace::UNIT_TOKENS;
@@ -8,6 +9,7 @@ use kvbm::SequenceHash;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 use std::io::{self, BufRead, Write};
+use std::sync::Arc;
 
 /// Tokens per block of a trace.
 pub const BLOCK_TOKENS: u64 = UNIT_TOKENS;
@@ -30,6 +32,10 @@ pub(super) struct RequestSpec {
     pub(super) session: u64,
     /// The requested model, if the line has one; otherwise empty.
     pub(super) model: Box<str>,
+    /// The tenant, if the line has one; otherwise empty.
+    pub(super) tenant: Box<str>,
+    /// Largest number of output tokens that the request allowed, if the line has it.
+    pub(super) max_tokens: Option<u32>,
 }
 
 /// Why a trace cannot be read.
@@ -59,6 +65,21 @@ struct Line {
     hash_ids: Vec<u32>,
     #[serde(default, skip_serializing_if = "str::is_empty")]
     model: Box<str>,
+    #[serde(default, skip_serializing_if = "str::is_empty")]
+    tenant: Box<str>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    max_tokens: Option<u32>,
+}
+
+impl RequestSpec {
+    /// Names the distribution of output lengths that the request belongs to. The simulated workers serve all models of
+    /// a trace, so that the model is part of the name.
+    pub(super) fn output_class(&self) -> Arc<str> {
+        if self.model.is_empty() {
+            return Arc::from(&*self.tenant);
+        }
+        format!("{}\n{}", self.model, self.tenant).into()
+    }
 }
 
 impl Trace {
@@ -71,7 +92,7 @@ impl Trace {
                 continue;
             }
             let invalid = |what: String| TraceError::Line { line: at + 1, what };
-            let Line { timestamp, input_length, output_length, hash_ids, model } =
+            let Line { timestamp, input_length, output_length, hash_ids, model, tenant, max_tokens } =
                 serde_json::from_str(&line).map_err(|error| invalid(describe_parse_error(&error)))?;
             let blocks = input_length.div_ceil(BLOCK_TOKENS);
             if input_length == 0 || hash_ids.len() as u64 != blocks {
@@ -89,6 +110,8 @@ impl Trace {
                 blocks: hash_ids,
                 session: 0,
                 model,
+                tenant,
+                max_tokens,
             });
         }
         if requests.is_empty() {
@@ -117,6 +140,8 @@ impl Trace {
                 output_length: spec.output_tokens,
                 hash_ids: spec.blocks.clone(),
                 model: spec.model.clone(),
+                tenant: spec.tenant.clone(),
+                max_tokens: spec.max_tokens,
             };
             serde_json::to_writer(&mut to, &line)?;
             to.write_all(b"\n")?;
@@ -236,6 +261,24 @@ mod tests {
         let error = Trace::read(short.as_bytes()).unwrap_err().to_string();
         assert_eq!(error, "trace, line 1: input_length 600 needs 2 hash_ids, found 1");
         assert!(matches!(Trace::read("\n".as_bytes()), Err(TraceError::Empty)));
+    }
+
+    #[test]
+    fn model_tenant_and_limit_of_a_request_are_optional() {
+        let line = |more: &str| {
+            format!("{{\"timestamp\":0,\"input_length\":600,\"output_length\":1,\"hash_ids\":[1,2]{more}}}\n")
+        };
+        let text = line("") + &line(",\"model\":\"m\",\"tenant\":\"t\",\"max_tokens\":9,\"worker\":\"w1\"");
+        let trace = Trace::read(text.as_bytes()).unwrap();
+        let of = |nth: usize| {
+            let RequestSpec { model, tenant, max_tokens, .. } = &trace.requests[nth];
+            (&**model, &**tenant, *max_tokens, trace.requests[nth].output_class())
+        };
+        assert_eq!(of(0), ("", "", None, "".into()));
+        assert_eq!(of(1), ("m", "t", Some(9), "m\nt".into()));
+        let mut written = Vec::new();
+        trace.write(&mut written).unwrap();
+        assert_eq!(Trace::read(written.as_slice()).unwrap(), trace);
     }
 
     #[test]

@@ -144,6 +144,8 @@ impl Generator {
             blocks: prompt.blocks(&mut self.blocks),
             session: 0,
             model: "".into(),
+            tenant: "".into(),
+            max_tokens: None,
         };
         self.drafts.push((arrival_s, spec));
     }

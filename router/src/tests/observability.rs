@@ -1,13 +1,14 @@
 //! What a router publishes: explanations, metrics, models.
 
-use super::defaults;
-use super::harness::{Harness, SPEED, names, prompt, settle, stored};
+use super::harness::{Behaviour, Harness, MODEL, SPEED, names, prompt, settle, stored};
+use super::{defaults, failed};
 use crate::policy::{Composition, Filter, Pick, Policy, Score, Term};
 use crate::settings::Settings;
 use futures::StreamExt;
 use kvbm::Level;
+use std::time::Duration;
 use units::HumanDuration;
-use worker::engine::{Engine, Error, Output, Request};
+use worker::engine::{Engine, Error, Output, Request, RequestAttributes, StopConditions};
 use worker::plane::Role;
 
 #[tokio::test(start_paused = true)]
@@ -145,4 +146,63 @@ async fn several_models_are_served_and_unknown_ones_are_refused() {
     assert_eq!(unknown, Err(Error::UnknownModel("third".to_owned())));
     let long = harness.answer(prompt(1, 100_000)).await;
     assert_eq!(long, Err(Error::PromptTooLong { prompt: 100_000, context: 100_000 }));
+}
+
+/// Expected output tokens of a request of the model.
+fn expected_output(harness: &Harness) -> f64 {
+    let fleet = harness.router.core.fleet.snapshot();
+    fleet.pool(MODEL).unwrap().stats().expect_output("", None).0.tokens()
+}
+
+#[tokio::test(start_paused = true)]
+async fn quantiles_of_output_lengths_are_explained_and_published() {
+    let harness = defaults();
+    harness.worker(1, Role::Both).await;
+    let explained = harness.explain(prompt(0, 100)).await;
+    let of = |explained: &serde_json::Value, name: &str| explained["output_quantiles"][name].as_u64().unwrap();
+    assert!(of(&explained, "p50") > 100 && of(&explained, "p90") > 400, "of the default: {explained}");
+    let limited =
+        Request { stop: StopConditions { max_tokens: Some(7), ..StopConditions::default() }, ..prompt(0, 100) };
+    let explained = harness.explain(limited).await;
+    assert_eq!((of(&explained, "p50"), of(&explained, "p90")), (7, 7));
+    for family in 1..100 {
+        harness.answer(prompt(family, 100)).await.unwrap();
+    }
+    let explained = harness.explain(prompt(0, 100)).await;
+    assert!(of(&explained, "p50") <= 3 && of(&explained, "p90") <= 3, "outputs have two tokens: {explained}");
+    // The gauges are updated every five seconds.
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    let quantile = |share| harness.router.core.metrics.output_tokens.with_label_values(&[MODEL, share]).get();
+    assert!((1..=3).contains(&quantile("0.5")) && (1..=3).contains(&quantile("0.9")));
+    harness.all_leave();
+    settle().await;
+    let families = harness.registry.gather();
+    assert!(families.iter().all(|family| family.name() != "blockyard_router_output_tokens"), "the model has left");
+}
+
+#[tokio::test(start_paused = true)]
+async fn cancelled_and_failed_outputs_are_not_learned_as_whole_ones() {
+    let cancel = async |harness: &Harness, attributes: RequestAttributes| {
+        for family in 0..40 {
+            let request = Request { attributes: attributes.clone(), ..prompt(family, 100) };
+            let mut stream = harness.ask(request).await.unwrap();
+            assert!(matches!(stream.next().await, Some(Ok(Output::Tokens(_)))));
+        }
+    };
+    let harness = defaults();
+    let worker = harness.worker(1, Role::Both).await;
+    let before = expected_output(&harness);
+    cancel(&harness, RequestAttributes::default()).await;
+    worker.set_behaviour(Behaviour::BreakLater(failed()));
+    for family in 40..42 {
+        harness.ask(prompt(family, 100)).await.unwrap().collect::<Vec<_>>().await;
+    }
+    let after = expected_output(&harness);
+    assert!((after / before - 1.0).abs() < 0.15, "{after} instead of {before}");
+
+    let harness = defaults();
+    harness.worker(1, Role::Both).await;
+    cancel(&harness, RequestAttributes { has_stop_strings: true, ..RequestAttributes::default() }).await;
+    let after = expected_output(&harness);
+    assert!(after < 0.5 * before, "a stream is dropped at a stop string: {after} instead of {before}");
 }

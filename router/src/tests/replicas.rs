@@ -145,6 +145,23 @@ async fn an_equal_prompt_queues_behind_another_routers_request() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_demand_for_a_prefix_includes_the_requests_of_other_routers() {
+    // The requests come to the routers in turn, one after the other, so that their rate is the same.
+    let per_minute = async |routers: u64| {
+        let (harness, routers, _engines) = harness(2, routers).await;
+        for nth in 0..40 {
+            let router = &routers[nth % routers.len()];
+            drop(router.generate(prompt(1, PROMPT)).await.unwrap());
+            settle().await;
+        }
+        let explained = harness.explain(prompt(1, PROMPT)).await;
+        explained["shared_prefix"]["requests_per_minute"].as_u64().unwrap_or_default() as f64
+    };
+    let (one, four) = (per_minute(1).await, per_minute(4).await);
+    assert!(four > 0.6 * one, "each of four routers sees a quarter of the requests: {four} of {one} per minute");
+}
+
+#[tokio::test(start_paused = true)]
 async fn bookings_of_a_silent_router_expire() {
     let (harness, mut routers, _engines) = harness(1, 2).await;
     let sent = send(&routers[1], 1).await;

@@ -8,7 +8,7 @@ use futures::StreamExt;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Duration;
-use worker::engine::Request;
+use worker::engine::{Request, RequestAttributes, StopConditions};
 use worker::plane::{Role, WorkerId};
 
 /// Waits until the file has this many lines and returns them.
@@ -36,7 +36,9 @@ async fn the_trace_file_can_be_replayed() {
     let (bad, good) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
     good.cache_blocks(&[]);
     bad.set_behaviour(Behaviour::Refuse(failed()));
-    harness.answer(prompt(1, 1200)).await.unwrap();
+    let attributes = RequestAttributes { tenant: "acme".into(), ..RequestAttributes::default() };
+    let stop = StopConditions { max_tokens: Some(300), ..StopConditions::default() };
+    harness.answer(Request { attributes, stop, ..prompt(1, 1200) }).await.unwrap();
     // A prompt with the same prefix and a different end.
     let mut tokens = prompt(1, 1200).tokens.to_vec();
     tokens[1100] = 7;
@@ -45,6 +47,8 @@ async fn the_trace_file_can_be_replayed() {
     let about = |line: &Recorded| (line.input_length, line.output_length, line.worker.clone(), line.disaggregated);
     assert_eq!(lines.iter().map(about).collect::<Vec<_>>(), vec![(1200, 2, WorkerId(2).to_string(), false); 2]);
     assert_eq!(lines.iter().map(|line| line.cached_tokens.values().sum()).collect::<Vec<u64>>(), [0, 1088]);
+    assert_eq!((lines[0].max_tokens, lines[1].max_tokens, &*lines[1].tenant), (Some(300), None, ""));
+    assert!(lines[0].tenant.len() == 8 && !lines[0].tenant.contains("acme"), "{}", lines[0].tenant);
     assert_eq!(lines[0].hash_ids[..2], lines[1].hash_ids[..2]);
     assert_ne!(lines[0].hash_ids[2], lines[1].hash_ids[2]);
     assert!(

@@ -120,6 +120,8 @@ pub struct RequestAttributes {
     pub retention: Retention,
     /// The tokens of the request are an estimate, and not those that the engine will compute.
     pub has_estimated_tokens: bool,
+    /// The stream is dropped when its text has a stop string, so that a dropped stream may have a whole output.
+    pub has_stop_strings: bool,
     /// Where spans of the request belong; empty if it is not traced.
     pub trace: spans::Context,
 }

@@ -114,8 +114,16 @@ const FIELDS: [&str; 2] = ["model", "prompt"];
 /// Encodes a request. Relayed requests have an HTTP request for a server of another program, and cannot be sent.
 pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, NotSent> {
     // The trace context is in the headers.
-    let RequestAttributes { tenant, session, priority, deadline, retention, has_estimated_tokens: _, trace: _ } =
-        &request.attributes;
+    let RequestAttributes {
+        tenant,
+        session,
+        priority,
+        deadline,
+        retention,
+        has_estimated_tokens: _,
+        has_stop_strings: _,
+        trace: _,
+    } = &request.attributes;
     let Retention { ttl, pin, store, priority: eviction } = *retention;
     let wire = WireRequest {
         id: Arc::clone(&request.id),
@@ -165,6 +173,7 @@ pub(super) fn decode_request(bytes: &[u8], now: Instant) -> Result<Request, Inva
             deadline,
             retention: Retention { ttl, pin, store, priority: eviction },
             has_estimated_tokens: false,
+            has_stop_strings: false,
             trace: spans::Context::default(),
         },
         explain: false,

@@ -1,4 +1,5 @@
 use super::*;
+use crate::load::OutputEnd;
 
 const REQUEST: Demand = Demand {
     prefill_tokens: 100,
@@ -55,6 +56,17 @@ async fn reservations_of_others_count_beside_the_reports_of_a_server() {
         load.report(own.clone(), Instant::now());
         assert_eq!(load.stats(Instant::now()).sequences, 1);
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_of_other_routers_have_outputs_as_long_as_those_of_the_model() {
+    let (load, model) = (WorkerLoad::default(), Arc::new(ModelStats::default()));
+    load.set_model_stats(&model);
+    (0..600).for_each(|_| model.output_ended(&"a".into(), 4000, OutputEnd::Complete));
+    load.book_remote(REQUEST, Instant::now());
+    load.report(Load { running: 1, decode_step_seconds: Some(0.01), ..report(0) }, Instant::now());
+    let rest = load.stats(Instant::now()).rest_tokens.or(0.0);
+    assert!((3000.0..5000.0).contains(&rest), "{rest}");
 }
 
 #[tokio::test(start_paused = true)]

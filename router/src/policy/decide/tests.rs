@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::fleet::Needs;
+use crate::load::ExpectedOutput;
 use crate::policy::explain;
 use crate::policy::inputs::Overlaps;
 use crate::settings::Settings;
@@ -29,11 +30,12 @@ async fn reports_during_a_decision_count_for_the_next_one() {
         SelectionContext::default(),
     )
     .unwrap();
-    let (line, chosen) = (explain::line(&tuning.policy, &decision, &[], 0), decision.chosen.at);
+    let output = ExpectedOutput::default();
+    let (line, chosen) = (explain::line(&tuning.policy, &decision, &[], 0, &output), decision.chosen.at);
 
     let busy = Load { waiting_tokens: 50_000, running: 30, prefill_tokens_per_second: Some(10.0), ..Load::default() };
     pool.entries().iter().for_each(|entry| entry.load.report(busy.clone(), Instant::now()));
-    assert_eq!(explain::line(&tuning.policy, &decision, &[], 0), line);
+    assert_eq!(explain::line(&tuning.policy, &decision, &[], 0, &output), line);
     for candidate in decision.candidates {
         let row = decision.row(candidate.entry);
         assert!((row.cost().total() - candidate.cost).abs() < f64::EPSILON, "the explanation shows the scored cost");

@@ -8,6 +8,8 @@ fn spec(blocks: &[u32]) -> RequestSpec {
         blocks: blocks.to_vec(),
         session: 0,
         model: "".into(),
+        tenant: "".into(),
+        max_tokens: None,
     }
 }
 

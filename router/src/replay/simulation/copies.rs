@@ -210,6 +210,8 @@ mod tests {
             blocks: (0..=PREFIX as u32).collect(),
             session: 0,
             model: "".into(),
+            tenant: "".into(),
+            max_tokens: None,
         };
         Trace { requests: vec![spec.clone(), spec] }
     }

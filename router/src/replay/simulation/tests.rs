@@ -127,6 +127,8 @@ fn prompt_dropped_in_transit_still_counts_as_transferred() {
         blocks: (0..8).collect(),
         session: 0,
         model: "".into(),
+        tenant: "".into(),
+        max_tokens: None,
     }];
     let trace = Trace { requests };
     let options = Options { workers: vec![Role::Prefill, Role::Decode], ..options(1) };
@@ -184,6 +186,8 @@ fn workers_retaining_each_others_prompts_do_not_deadlock() {
         blocks: blocks(first),
         session: 0,
         model: "".into(),
+        tenant: "".into(),
+        max_tokens: None,
     };
     let (requests, mut environment) =
         (vec![spec(0), spec(100)], Environment { store: None, send_link_free_ns: vec![0; 2] });
@@ -227,4 +231,29 @@ fn workers_retaining_each_others_prompts_do_not_deadlock() {
         }
     }
     assert_eq!(done, [1, 0]);
+}
+
+#[test]
+fn output_lengths_are_learned_by_model_and_tenant() {
+    // Outputs have 100 tokens with one model, and 400 and 1,500 with the other, by tenant.
+    let line = |nth: u64| {
+        let (model, tenant, output) = [("a", "x", 100), ("b", "x", 400), ("b", "y", 1500)][nth as usize % 3];
+        let spec = serde_json::json!({
+            "timestamp": 500 * nth, "input_length": 512, "output_length": output, "hash_ids": [nth], "model": model,
+            "tenant": tenant,
+        });
+        spec.to_string() + "\n"
+    };
+    let trace = Trace::read((0..300).map(line).collect::<String>().as_bytes()).unwrap();
+    let options = options(2);
+    let policy = PolicyUnderTest::Policy(Policy::Kv);
+    let mut simulation = Simulation::new(&trace, &options, &policy, trace.rate(), 0);
+    simulation.run_events().unwrap();
+    let expected = |spec: &RequestSpec| simulation.routers[0].expected_output(spec);
+    for spec in &trace.requests[..3] {
+        let (found, length) = (expected(spec), spec.output_tokens as f64);
+        assert!((found / length - 1.0).abs() < 0.3, "{found} instead of {length}");
+    }
+    let limited = RequestSpec { max_tokens: Some(50), ..trace.requests[2].clone() };
+    assert!(expected(&limited) <= 50.0, "{}", expected(&limited));
 }

@@ -107,6 +107,7 @@ fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain) -> Request {
         deadline: rng.chance(0.2).then(|| Instant::now() + rng.millis(200..20_000)),
         retention,
         has_estimated_tokens: false,
+        has_stop_strings: false,
         trace: spans::Context::none(),
     };
     let tokens = rng.within(1..60) as u32;

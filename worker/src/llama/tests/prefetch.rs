@@ -41,6 +41,25 @@ async fn a_prefix_comes_from_the_memory_of_another_worker_and_gives_the_same_ans
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_copy_that_two_routers_order_is_made_once() {
+    let (prompt, peers) = (prompt(76), Peers::default());
+    let holder = Harness::new(Shape { worker: HOLDER.0, peers: peers.clone(), ..Shape::default() });
+    let want = holder.run(&prompt, 5).await.ids;
+    let idle = Harness::new(Shape { worker: 2, g2: 200, peers, ..Shape::default() });
+    let orders = tokio::join!(idle.engine.prefetch(copy(&prompt)), idle.engine.prefetch(copy(&prompt)));
+    let mut blocks = 0;
+    for answer in [orders.0, orders.1] {
+        match answer {
+            Ok(done) => blocks += done.blocks as usize,
+            Err(error) => assert_eq!(error, PrefetchError::Busy, "the other one is being made"),
+        }
+    }
+    assert_eq!((blocks, idle.manager.count_in_tiers(&hashes(&prompt))), (BLOCKS, BLOCKS));
+    assert_eq!(idle.count("blockyard_worker_prefetched_blocks_total", "w"), BLOCKS as u64);
+    assert_eq!(idle.run(&prompt, 5).await.ids, want);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn an_engine_without_host_memory_declines() {
     let (prompt, peers) = (prompt(72), Peers::default());
     let holder = Harness::new(Shape { worker: HOLDER.0, peers: peers.clone(), ..Shape::default() });
