@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::engine::MODEL;
+use super::tokenizer::Tokenizer;
 use anyhow::Result;
 
 /// A gateway.
@@ -13,8 +14,10 @@ use anyhow::Result;
 pub enum Gateway {
     /// This program, routing by the text of prompts.
     Blockyard,
-    /// This program, routing by KV events.
+    /// This program, routing by KV events, with the tokens of prompts from the engines.
     BlockyardEvents,
+    /// The same with the tokens of prompts from a tokenizer of its own.
+    BlockyardTokenizer,
     /// Round robin, without a look into bodies.
     Nginx,
     /// vLLM's router, round robin.
@@ -41,14 +44,22 @@ pub struct Setting<'a> {
 
 impl Gateway {
     /// All, this program first.
-    pub const ALL: [Self; 6] =
-        [Self::Blockyard, Self::BlockyardEvents, Self::Nginx, Self::VllmRouter, Self::Smg, Self::LiteLlm];
+    pub const ALL: [Self; 7] = [
+        Self::Blockyard,
+        Self::BlockyardEvents,
+        Self::BlockyardTokenizer,
+        Self::Nginx,
+        Self::VllmRouter,
+        Self::Smg,
+        Self::LiteLlm,
+    ];
 
     /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Blockyard => "blockyard",
             Self::BlockyardEvents => "blockyard-events",
+            Self::BlockyardTokenizer => "blockyard-tokenizer",
             Self::Nginx => "nginx",
             Self::VllmRouter => "vllm-router",
             Self::Smg => "smg",
@@ -56,10 +67,20 @@ impl Gateway {
         }
     }
 
+    /// Where it has the tokens of prompts from, as the label `tokens` of `relayed_prompts_total` names it; `None` if it
+    /// routes without them.
+    pub const fn tokens_from(self) -> Option<&'static str> {
+        match self {
+            Self::BlockyardEvents => Some("engine"),
+            Self::BlockyardTokenizer => Some("local"),
+            Self::Blockyard | Self::Nginx | Self::VllmRouter | Self::Smg | Self::LiteLlm => None,
+        }
+    }
+
     /// Its program, if it is installed.
     pub fn program(self, setting: &Setting<'_>) -> Option<PathBuf> {
         let program = match self {
-            Self::Blockyard | Self::BlockyardEvents => setting.blockyard.to_owned(),
+            Self::Blockyard | Self::BlockyardEvents | Self::BlockyardTokenizer => setting.blockyard.to_owned(),
             Self::Nginx => {
                 return ["/usr/sbin/nginx", "/usr/bin/nginx", "/usr/local/bin/nginx"]
                     .iter()
@@ -80,7 +101,9 @@ impl Gateway {
             format!("python3 -m venv {at} && {at}/bin/pip install {package}")
         };
         match self {
-            Self::Blockyard | Self::BlockyardEvents => "cargo build --locked --release".to_owned(),
+            Self::Blockyard | Self::BlockyardEvents | Self::BlockyardTokenizer => {
+                "cargo build --locked --release".to_owned()
+            }
             Self::Nginx => "apt-get install nginx-light".to_owned(),
             Self::VllmRouter => pip("vllm-router==0.1.17"),
             Self::Smg => pip("smg==1.13.0"),
@@ -101,10 +124,15 @@ impl Gateway {
         let metrics = (listen.port() + 1).to_string();
         let mut command = Command::new(program);
         match self {
-            Self::Blockyard | Self::BlockyardEvents => {
-                let events = if self == Self::BlockyardEvents { "auto" } else { "off" };
+            Self::Blockyard | Self::BlockyardEvents | Self::BlockyardTokenizer => {
+                let events = if self == Self::Blockyard { "off" } else { "auto" };
                 let table = |url: &String| format!("[[upstreams]]\nurl = \"{url}\"\nkv_events = \"{events}\"\n");
-                let tables = urls.iter().map(table).collect::<Vec<_>>().concat();
+                let mut tables = urls.iter().map(table).collect::<Vec<_>>().concat();
+                if self == Self::BlockyardTokenizer {
+                    let files = folder.join("tokenizer");
+                    Tokenizer::default().write(&files)?;
+                    tables += &format!("[tokenizers]\n{MODEL} = \"{}\"\n", files.display());
+                }
                 let config = write(&format!("{}.toml", self.name()), &tables)?;
                 command.args(["serve", "--log", "warn", "--listen", &listen.to_string(), "--config"]).arg(config);
             }
