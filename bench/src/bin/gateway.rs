@@ -34,6 +34,10 @@ const PACE: Duration = Duration::from_millis(20);
 /// The same while memory is measured: streams are open, and little is computed.
 const SLOW_PACE: Duration = Duration::from_secs(1);
 
+/// Open files that a process may need for a stream while memory is measured: a gateway has two, and this program takes
+/// at most half of the limit for connections of clients. Twice that, for connections that are about to close.
+const FILES_PER_STREAM: usize = 4;
+
 /// Size of the prompts of [`Scenario::Long`], and of what each of them shares with others.
 const LONG_PROMPT: usize = 16 << 10;
 const LONG_SHARED: usize = 12 << 10;
@@ -56,7 +60,7 @@ const USAGE: &str = "\
   --seconds N        duration of each measurement (5)
   --repetitions N    repetitions of each measurement, of which the median counts (3)
   --prompts N        distinct prompts before memory is measured (200000)
-  --streams N        open streams while memory is measured (1000); a gateway opens twice as many files";
+  --streams N        open streams while memory is measured (1000); needs four times as many open files";
 
 /// The command line.
 struct Options {
@@ -424,14 +428,29 @@ impl Bench<'_> {
         };
         self.set_pace(SLOW_PACE).await?;
         // Longer than the measurement, so that all are open at its end.
-        let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
-        let streams = run(&streams, Some(&process)).await;
+        let needed = self.options.streams * FILES_PER_STREAM;
+        let open = match open_files() {
+            Some(limit) if limit < needed => {
+                eprintln!(
+                    "memory {}: {} open streams are left out, because they need {needed} open files and the limit is \
+                     {limit}; raise it (ulimit -n {needed}) or set --streams {}",
+                    gateway.name(),
+                    self.options.streams,
+                    limit / FILES_PER_STREAM
+                );
+                Err("too few open files")
+            }
+            _ => {
+                let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
+                let streams = run(&streams, Some(&process)).await;
+                eprintln!("memory {}: {} streams failed", gateway.name(), streams.errors);
+                if streams.errors == 0 && streams.chunks > 0 { Ok(streams.resident_mib) } else { Err("streams failed") }
+            }
+        };
         self.set_pace(Duration::ZERO).await?;
         let count = self.options.prompts;
         let prompts = run(&load(32, false, 1, Until::Answered(count)), Some(&process)).await;
-        eprintln!("memory {}: {} streams failed, {} prompts", gateway.name(), streams.errors, prompts.requests);
-        let open =
-            if streams.errors == 0 && streams.chunks > 0 { Ok(streams.resident_mib) } else { Err("streams failed") };
+        eprintln!("memory {}: {} prompts", gateway.name(), prompts.requests);
         let after = if prompts.requests >= count { Ok(prompts.resident_mib) } else { Err("not reached in 10 min") };
         Ok([(What::MemoryStreams, open), (What::MemoryPrompts, after)].into())
     }
@@ -469,6 +488,12 @@ impl Scenario {
         };
         self.measures().iter().filter_map(|what| Some((*what, value(*what)?))).collect()
     }
+}
+
+/// The soft limit of open files of this process, which those that it starts inherit; `None` if there is none.
+fn open_files() -> Option<usize> {
+    let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
+    limits.lines().find_map(|line| line.strip_prefix("Max open files"))?.split_whitespace().next()?.parse().ok()
 }
 
 fn median(values: &mut [f64]) -> f64 {
