@@ -23,6 +23,11 @@ const CLOSE_ITL: f64 = 0.05;
 const NEARLY_LOWEST: f64 = 0.10;
 /// Two results are equal when they differ by less: that is below what the table shows.
 const EQUAL: f64 = 0.0005;
+/// What [`Bound::Few`] replays: classes that differ in what a policy has to weigh, below and at capacity, with one
+/// seed. The search begins with the assignment of one of these policies.
+const FEW_CLASSES: [&str; 4] = ["no-reuse", "chat", "documents", "prefix-bursts"];
+const FEW: [&str; 7] =
+    ["--runs", "1", "--load-factor", "0.8,1", "--policy", "kv,least-loaded,lmetric,smg", "--clairvoyant"];
 
 /// Requests and a fleet. Written as `hot-prefix:32k@64`: a workload of `blockyard replay`, or `trace`, and the number
 /// of workers.
@@ -30,6 +35,20 @@ const EQUAL: f64 = 0.0005;
 pub struct Class {
     workload: String,
     workers: String,
+}
+
+/// Where an offline search that knows the future is run beside the policies. It takes a hundred times as long as they
+/// do.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Bound {
+    /// In replays of its own, of a few classes: some minutes.
+    Few,
+    /// In all cells.
+    All,
+    /// In the cells of this class.
+    Class(Class),
+    /// Nowhere.
+    None,
 }
 
 /// What is replayed, and how.
@@ -46,8 +65,8 @@ pub struct Suite {
     pub policies: String,
     /// Number of seeds.
     pub seeds: String,
-    /// Whether an offline search that knows the future is run beside the policies.
-    pub clairvoyant: bool,
+    /// Where the offline search is run.
+    pub bound: Bound,
     /// Print no tables.
     pub quiet: bool,
 }
@@ -109,24 +128,69 @@ impl Class {
     }
 }
 
+impl Bound {
+    /// Parses `few`, `all`, `none` or a class.
+    pub fn parse(text: &str) -> Self {
+        match text {
+            "few" => Self::Few,
+            "all" => Self::All,
+            "none" => Self::None,
+            class => Self::Class(Class::parse(class)),
+        }
+    }
+
+    /// Whether it is searched beside all policies of a class.
+    fn includes(&self, class: &Class) -> bool {
+        match self {
+            Self::All => true,
+            Self::Class(one) => one == class,
+            Self::Few | Self::None => false,
+        }
+    }
+}
+
 impl Suite {
-    /// Replays all cells. Prints each class when it is finished, then the standing of `kv` in each cell. Returns the
-    /// summary, and all cells as JSON.
+    /// Replays all cells. Prints each class when it is finished, then the standing of `kv` in each cell, and beside the
+    /// offline search. Returns the summary, and all cells as JSON.
     pub fn run(&self) -> Result<(Vec<Figure>, Value)> {
         let mut cells = Vec::new();
+        let shared = [&["--runs", &*self.seeds, "--load-factor", &*self.loads][..], &self.policy()[..]].concat();
         for class in if self.classes.is_empty() { Class::all() } else { self.classes.clone() } {
             if class.workload == "trace" && self.trace.is_none() {
                 eprintln!("{}: skipped, because no trace is given", class.name());
                 continue;
             }
-            let of_class = self.replay(&class)?;
+            let search = self.bound.includes(&class).then_some("--clairvoyant");
+            let of_class = self.replay(&class, &[&shared[..], search.as_slice()].concat())?;
             self.print(&results_table(&of_class));
             cells.extend(of_class);
         }
         let standings: Vec<(&Cell, Standing)> =
             cells.iter().filter_map(|cell| Some((cell, cell.standing()?))).collect();
         self.print(&standings_table(&standings));
-        Ok((figures(&standings), json!(cells.iter().map(Cell::as_json).collect::<Vec<_>>())))
+        let bounds = self.few()?;
+        if !bounds.is_empty() {
+            self.print(&bounds_table(&bounds));
+        }
+        let mut figures = figures(&standings);
+        figures.extend(farthest_from_bound(cells.iter().chain(&bounds)));
+        let as_json = |cells: &[Cell]| cells.iter().map(Cell::as_json).collect::<Vec<_>>();
+        Ok((figures, json!({ "cells": as_json(&cells), "bound": as_json(&bounds) })))
+    }
+
+    /// The cells of [`Bound::Few`].
+    fn few(&self) -> Result<Vec<Cell>> {
+        let mut cells = Vec::new();
+        for class in FEW_CLASSES.map(Class::parse) {
+            if self.bound == Bound::Few && (self.classes.is_empty() || self.classes.contains(&class)) {
+                cells.extend(self.replay(&class, &FEW)?);
+            }
+        }
+        Ok(cells)
+    }
+
+    fn policy(&self) -> Vec<&str> {
+        if self.policies.is_empty() { Vec::new() } else { vec!["--policy", self.policies.as_str()] }
     }
 
     fn print(&self, table: &str) {
@@ -135,19 +199,15 @@ impl Suite {
         }
     }
 
-    fn replay(&self, class: &Class) -> Result<Vec<Cell>> {
+    /// The cells of a class. `how`: options of `blockyard replay`.
+    fn replay(&self, class: &Class, how: &[&str]) -> Result<Vec<Cell>> {
         let mut arguments = vec!["replay"];
         match (&self.trace, class.workload.as_str()) {
             (Some(trace), "trace") => arguments.push(trace),
             (_, workload) => arguments.extend(["--workload", workload]),
         }
-        arguments.extend(["--runs", &self.seeds, "--workers", &class.workers, "--load-factor", &self.loads]);
-        if self.clairvoyant {
-            arguments.push("--clairvoyant");
-        }
-        if !self.policies.is_empty() {
-            arguments.extend(["--policy", &self.policies]);
-        }
+        arguments.extend(["--workers", &class.workers]);
+        arguments.extend(how);
         let (printed, _) = Program::new("replay", self.program.clone(), &arguments).run()?;
         let report = printed.first().context("no report")?;
         cells_of(&class.name(), report).with_context(|| format!("{}: replay printed something else", class.name()))
@@ -302,6 +362,28 @@ fn standings_table(standings: &[(&Cell, Standing)]) -> String {
     table(&head, &rows)
 }
 
+/// `kv` beside the offline search in each cell.
+fn bounds_table(cells: &[Cell]) -> String {
+    let row = |cell: &Cell| {
+        let ratios = cell.standing()?.clairvoyant?;
+        let [first, p99, goodput] = ratios.map(|ratio| format!("{ratio:.3}"));
+        Some(vec![cell.class.clone(), format!("{:.2}", cell.load), first, p99, goodput])
+    };
+    let rows: Vec<Vec<String>> = cells.iter().filter_map(row).collect();
+    table(&["kv ÷ clairvoyant", "load", "first token", "p99", "goodput"], &rows)
+}
+
+/// The largest mean first token of `kv` beside that of the offline search, if it was run.
+fn farthest_from_bound<'a>(cells: impl Iterator<Item = &'a Cell>) -> Option<Figure> {
+    let ratios: Vec<f64> = cells.filter_map(|cell| Some(cell.standing()?.clairvoyant?[0])).collect();
+    let largest = ratios.iter().copied().max_by(f64::total_cmp)?;
+    let name = format!(
+        "workloads, largest mean first token of kv ÷ what a search that knows the future finds, of {} cells",
+        ratios.len()
+    );
+    Some(Figure::ratio(name, largest, Goal::None))
+}
+
 /// Shares of cells.
 fn figures(standings: &[(&Cell, Standing)]) -> Vec<Figure> {
     let share = |what: &str, holds: fn(&Standing) -> bool, goal: Goal| {
@@ -369,6 +451,15 @@ mod tests {
         assert_eq!(cells[0].standing().unwrap().clairvoyant, Some([1.0; 3]));
         assert_eq!(cells.iter().map(|cell| (cell.load, cell.rows.len())).collect::<Vec<_>>(), [(0.6, 2), (1.2, 1)]);
         assert!(cells[1].standing().is_none() && cells_of("chat@16", &json!({})).is_err());
+        assert!(bounds_table(&cells).contains("1.000") && !bounds_table(&cells).contains("1.20"), "of the first only");
+        assert!(farthest_from_bound(cells.iter()).is_some() && farthest_from_bound(cells[1..].iter()).is_none());
+    }
+
+    #[test]
+    fn the_search_runs_where_it_is_asked_for() {
+        let chat = Class::parse("chat");
+        let includes = ["few", "all", "none", "chat", "chat@64"].map(|bound| Bound::parse(bound).includes(&chat));
+        assert_eq!(includes, [false, true, false, true, false]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use bench::figure::{Figure, Goal};
 use bench::options::{root, target_directory, target_directory_of};
 use bench::report::circumstances;
 use bench::suite::{self, Program, number};
-use bench::workloads::{Class, Suite};
+use bench::workloads::{Bound, Class, Suite};
 use serde_json::Value;
 use std::path::PathBuf;
 
@@ -27,7 +27,8 @@ For a part of the workloads:
   --class CLASS     a class of traffic, like chat or hot-prefix:32k@64 (@ and the number of workers, 16 by default), or
                     trace; may be repeated
   --load X,…        loads, as shares of the capacity (0.6,0.8,1,1.2)
-  --clairvoyant     also search for the best assignment of requests, knowing the future: many times as long
+  --bound WHICH     where a search that knows the future looks for the best assignment of requests: few (one seed of
+                    four classes, at 80 and 100 % of the capacity: some minutes), all, none, or a class (few)
   --policy NAME,…   policies (all)";
 
 const PARTS: [&str; 4] = ["index", "decision", "replay", "workloads"];
@@ -53,7 +54,7 @@ struct Options {
     classes: Vec<Class>,
     loads: String,
     policies: String,
-    clairvoyant: bool,
+    bound: Bound,
 }
 
 impl Options {
@@ -67,7 +68,7 @@ impl Options {
             classes: Vec::new(),
             loads: "0.6,0.8,1,1.2".into(),
             policies: String::new(),
-            clairvoyant: false,
+            bound: Bound::Few,
         };
         let mut arguments = std::env::args().skip(1);
         while let Some(argument) = arguments.next() {
@@ -76,7 +77,7 @@ impl Options {
                 "--json" => options.json = true,
                 "--trace" => options.trace = Some(value()?),
                 "--class" => options.classes.push(Class::parse(&value()?)),
-                "--clairvoyant" => options.clairvoyant = true,
+                "--bound" => options.bound = Bound::parse(&value()?),
                 "--load" => options.loads = value()?,
                 "--policy" => options.policies = value()?,
                 "--only" => options.only.push(value()?),
@@ -137,7 +138,7 @@ fn main() -> Result<()> {
 
 /// Policies on classes of traffic.
 fn workloads(options: &Options) -> Result<Suite> {
-    let Options { json, trace, classes, loads, policies, runs, clairvoyant, .. } = options;
+    let Options { json, trace, classes, loads, policies, runs, bound, .. } = options;
     Ok(Suite {
         program: target_directory()?.join("release/blockyard"),
         trace: trace.clone(),
@@ -145,7 +146,7 @@ fn workloads(options: &Options) -> Result<Suite> {
         loads: loads.clone(),
         policies: policies.clone(),
         seeds: runs.clone(),
-        clairvoyant: *clairvoyant,
+        bound: bound.clone(),
         quiet: *json,
     })
 }
