@@ -4,14 +4,24 @@
 //! simulated (`router/src/replay`).
 
 use crate::figure::{Figure, Goal};
+use crate::options::root;
 use crate::report::table;
 use crate::suite::{Program, number};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// The policy under test.
 const OURS: &str = "kv";
+/// The policy under test without copies of prefixes ahead of demand, as `--prefetch both` names it.
+const WITHOUT_COPIES: &str = "kv (no copies)";
+/// Classes in which many requests share a prefix, replayed with and without these copies.
+const COPIES_CLASSES: [&str; 4] = ["hot-prefix:16k@64", "hot-prefix:32k", "shifting-prefixes", "prefix-bursts"];
+/// A copy may make the first tokens later by this share of their mean: the placement of later requests changes too.
+const CLOSE_COPIES: f64 = 0.01;
+/// The profile with the table of host memory as a comment, and the lines of that table.
+const PROFILE: &str = "deploy/profiles/h100-8b.toml";
+const HOST_TABLE: [&str; 4] = ["[host]", "capacity_bytes", "bytes_per_second", "latency_s"];
 /// The offline search, which is no policy.
 const CLAIRVOYANT: &str = "clairvoyant";
 /// `kv` may be worse than the best by this share, in each of the times to first token and in goodput.
@@ -189,6 +199,32 @@ impl Suite {
         Ok(cells)
     }
 
+    /// Replays classes with shared prefixes on workers with host memory that read each other's, with copies ahead of
+    /// demand and without. Prints the table. Returns the summary, and all cells as JSON.
+    pub fn copies(&self) -> Result<(Vec<Figure>, Value)> {
+        let folder = tempfile::tempdir()?;
+        let profile = folder.path().join("with-host.toml");
+        std::fs::write(&profile, with_host_memory(&std::fs::read_to_string(root().join(PROFILE)).context(PROFILE)?)?)?;
+        let profile = profile.display().to_string();
+        let how = ["--runs", &self.seeds, "--load-factor", &self.loads, "--policy", OURS, "--prefetch", "both"];
+        let how = [&how[..], &["--profile", &profile]].concat();
+        let mut cells = Vec::new();
+        for class in COPIES_CLASSES.map(Class::parse) {
+            if self.classes.is_empty() || self.classes.contains(&class) {
+                cells.extend(self.replay(&class, &how)?);
+            }
+        }
+        let compared: Vec<_> = cells.iter().filter_map(|cell| Some((cell, cell.with_copies()?))).collect();
+        self.print(&copies_table(&compared));
+        let later = compared.iter().filter(|(_, [first, ..])| *first > 1.0 + CLOSE_COPIES).count();
+        let name = format!(
+            "copies ahead of demand, cells of {} in which the mean first token of kv is more than 1 % later",
+            compared.len()
+        );
+        let figures = vec![Figure::of(name, later as f64, "", Goal::AtMost(0.0))];
+        Ok((figures, json!(cells.iter().map(Cell::as_json).collect::<Vec<_>>())))
+    }
+
     fn policy(&self) -> Vec<&str> {
         if self.policies.is_empty() { Vec::new() } else { vec!["--policy", self.policies.as_str()] }
     }
@@ -263,6 +299,15 @@ impl Cell {
             clairvoyant,
             itl_p50: steadiest.map(|row| (ours.itl_p50_s / row.itl_p50_s, row.policy.clone())),
         })
+    }
+
+    /// Mean and p99 of the time to first token, and goodput, of `kv` with copies ahead of demand, divided by those
+    /// without.
+    fn with_copies(&self) -> Option<[f64; 3]> {
+        let of = |policy: &str| self.rows.iter().find(|row| row.policy == policy);
+        let (with, without) = (of(OURS)?, of(WITHOUT_COPIES)?);
+        let goodput = if without.goodput > 0.0 { with.goodput / without.goodput } else { 1.0 };
+        Some([with.ttft_mean_s / without.ttft_mean_s, with.ttft_p99_s / without.ttft_p99_s, goodput])
     }
 
     fn as_json(&self) -> Value {
@@ -362,6 +407,29 @@ fn standings_table(standings: &[(&Cell, Standing)]) -> String {
     table(&head, &rows)
 }
 
+/// The profile with its table of host memory, whose lines are comments in the file.
+fn with_host_memory(profile: &str) -> Result<String> {
+    let mut found = 0;
+    let line = |line: &str| {
+        let uncommented = line.strip_prefix("# ").filter(|rest| HOST_TABLE.iter().any(|start| rest.starts_with(start)));
+        found += usize::from(uncommented.is_some());
+        uncommented.unwrap_or(line).to_owned() + "\n"
+    };
+    let text = profile.lines().map(line).collect();
+    ensure!(found == HOST_TABLE.len(), "{PROFILE} has another table [host] than this benchmark expects");
+    Ok(text)
+}
+
+/// `kv` with copies ahead of demand beside `kv` without in each cell.
+fn copies_table(compared: &[(&Cell, [f64; 3])]) -> String {
+    let row = |(cell, ratios): &(&Cell, [f64; 3])| {
+        let [first, p99, goodput] = ratios.map(|ratio| format!("{ratio:.3}"));
+        vec![cell.class.clone(), format!("{:.2}", cell.load), first, p99, goodput]
+    };
+    let rows: Vec<Vec<String>> = compared.iter().map(row).collect();
+    table(&["kv with copies ÷ without", "load", "first token", "p99", "goodput"], &rows)
+}
+
 /// `kv` beside the offline search in each cell.
 fn bounds_table(cells: &[Cell]) -> String {
     let row = |cell: &Cell| {
@@ -453,6 +521,23 @@ mod tests {
         assert!(cells[1].standing().is_none() && cells_of("chat@16", &json!({})).is_err());
         assert!(bounds_table(&cells).contains("1.000") && !bounds_table(&cells).contains("1.20"), "of the first only");
         assert!(farthest_from_bound(cells.iter()).is_some() && farthest_from_bound(cells[1..].iter()).is_none());
+    }
+
+    #[test]
+    fn copies_are_compared_with_the_same_policy_without() {
+        let rows = vec![row(OURS, 0.9, 0.01, 0.9), row(WITHOUT_COPIES, 1.0, 0.01, 0.0)];
+        let mut cell = Cell { class: "chat@16".into(), load: 1.0, rate: 9.0, rows, clairvoyant: None };
+        assert_eq!(cell.with_copies(), Some([0.9, 0.9, 1.0]));
+        assert!(copies_table(&[(&cell, [0.9, 0.9, 1.0])]).contains("0.900"));
+        cell.rows.pop();
+        assert_eq!(cell.with_copies(), None);
+    }
+
+    #[test]
+    fn the_profile_has_a_table_of_host_memory() {
+        let profile = with_host_memory(&std::fs::read_to_string(root().join(PROFILE)).unwrap()).unwrap();
+        assert!(profile.contains("\n[host]\ncapacity_bytes = "), "{profile}");
+        assert!(with_host_memory("# [host]\n").is_err());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use bench::options::{root, target_directory, target_directory_of};
 use bench::report::circumstances;
 use bench::suite::{self, Program, number};
 use bench::workloads::{Bound, Class, Suite};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::path::PathBuf;
 
 const USAGE: &str = "\
@@ -18,11 +18,11 @@ Benchmarks of the router, each figure beside its goal. A full run takes an hour.
   --trace FILE      a trace in Mooncake's format (docs/replay.md says where to get one); without it the parts that
                     need one are skipped: index, replay, and the class trace of workloads
   --json            print JSON instead of a table
-  --only NAME       index, decision, replay or workloads only; may be repeated
+  --only NAME       index, decision, replay, workloads or copies only; may be repeated
   --runs N          runs per policy and load of the replays, each with its own seed (5)
   --repetitions N   repetitions of the comparison with other indexes (3)
 
-For a part of the workloads:
+For a part of the workloads, and of the copies ahead of demand:
 
   --class CLASS     a class of traffic, like chat or hot-prefix:32k@64 (@ and the number of workers, 16 by default), or
                     trace; may be repeated
@@ -31,7 +31,7 @@ For a part of the workloads:
                     four classes, at 80 and 100 % of the capacity: some minutes), all, none, or a class (few)
   --policy NAME,…   policies (all)";
 
-const PARTS: [&str; 4] = ["index", "decision", "replay", "workloads"];
+const PARTS: [&str; 5] = ["index", "decision", "replay", "workloads", "copies"];
 /// Parts that need a trace.
 const OF_TRACE: [&str; 2] = ["index", "replay"];
 /// Distinct blocks announced to an index whose memory limit allows a quarter of the smaller number.
@@ -100,7 +100,7 @@ impl Options {
 fn main() -> Result<()> {
     let options = Options::from_args()?;
     let circumstances = circumstances();
-    let (mut figures, mut cells) = (Vec::new(), Value::Null);
+    let (mut figures, mut details) = (Vec::new(), Map::new());
     for part in suite::selected(&PARTS, &options.only)? {
         let part_of = |result: Result<Vec<Figure>>| result.with_context(|| format!("{part} printed something else"));
         figures.extend(match (part.as_str(), &options.trace) {
@@ -121,9 +121,10 @@ fn main() -> Result<()> {
                 let (printed, _) = Program::new("decision", path, &[]).run()?;
                 part_of(decision(&printed))?
             }
-            ("workloads", _) => {
-                let (figures, all) = workloads(&options)?.run()?;
-                cells = all;
+            ("workloads" | "copies", _) => {
+                let suite = workloads(&options)?;
+                let (figures, cells) = if part == "copies" { suite.copies()? } else { suite.run()? };
+                details.insert(part.clone(), cells);
                 figures
             }
             _ => {
@@ -132,7 +133,7 @@ fn main() -> Result<()> {
             }
         });
     }
-    suite::print(&circumstances, &figures, &cells, options.json);
+    suite::print(&circumstances, &figures, &details.into(), options.json);
     Ok(())
 }
 
