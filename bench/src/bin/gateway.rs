@@ -235,7 +235,9 @@ async fn main() -> Result<()> {
         }
     }
     let mut results = bench.matrix(&installed, &scenarios).await?;
-    for (gateway, program) in installed.iter().filter(|_| measured.iter().any(|name| name == MEMORY)) {
+    let is_measured =
+        |(gateway, _): &&(Gateway, PathBuf)| *gateway != Gateway::Dynamo && measured.iter().any(|name| name == MEMORY);
+    for (gateway, program) in installed.iter().filter(is_measured) {
         let memory = bench.memory(*gateway, program).await?;
         results.entry(gateway.name()).or_default().extend(memory);
     }
@@ -324,8 +326,11 @@ impl Bench<'_> {
         installed: &[(Gateway, PathBuf)],
         scenarios: &[Scenario],
     ) -> Result<BTreeMap<&'static str, Results>> {
-        let mut running = Vec::new();
+        let (mut running, mut own_engines) = (Vec::new(), Vec::new());
         for (gateway, program) in installed {
+            if let Some(command) = gateway.own_engines(program, &self.setting(*gateway))? {
+                own_engines.push(Running::start(command, &format!("{}-engines", gateway.name()), self.folder)?);
+            }
             running.push((*gateway, self.start(*gateway, program).await?));
         }
         let time = Duration::from_secs_f64(self.options.seconds);
@@ -341,7 +346,7 @@ impl Bench<'_> {
                 // Turned around in every other repetition, because the order may matter.
                 let order: Vec<_> =
                     if repetition % 2 == 0 { running.iter().collect() } else { running.iter().rev().collect() };
-                for (gateway, process) in order {
+                for (gateway, process) in order.into_iter().filter(|(gateway, _)| scenario.concerns(*gateway)) {
                     let name = gateway.name();
                     let before = self.token_sources(*gateway).await?;
                     let measured = run(&scenario.load(vec![self.setting(*gateway).listen], time), Some(process)).await;
@@ -372,7 +377,7 @@ impl Bench<'_> {
         let mut results: BTreeMap<&'static str, Results> = BTreeMap::new();
         for (gateway, _) in installed {
             let name = gateway.name();
-            for scenario in scenarios.iter().copied() {
+            for scenario in scenarios.iter().copied().filter(|scenario| scenario.concerns(*gateway)) {
                 for what in scenario.measures() {
                     let value = match (failed.get(&(name, scenario)), samples.get_mut(&(name, *what))) {
                         (Some(why), _) => Err(*why),
@@ -427,7 +432,6 @@ impl Bench<'_> {
             Load { addresses, clients, stream, tokens, prompt: 128, shared: 64, warmup, until }
         };
         self.set_pace(SLOW_PACE).await?;
-        // Longer than the measurement, so that all are open at its end.
         let needed = self.options.streams * FILES_PER_STREAM;
         let open = match open_files() {
             Some(limit) if limit < needed => {
@@ -441,6 +445,7 @@ impl Bench<'_> {
                 Err("too few open files")
             }
             _ => {
+                // Longer than the measurement, so that all are open at its end.
                 let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
                 let streams = run(&streams, Some(&process)).await;
                 eprintln!("memory {}: {} streams failed", gateway.name(), streams.errors);
@@ -457,6 +462,12 @@ impl Bench<'_> {
 }
 
 impl Scenario {
+    /// Whether it says something about a gateway. Dynamo's own engines send tokens at a pace of their own, and several
+    /// in one chunk.
+    fn concerns(self, gateway: Gateway) -> bool {
+        gateway != Gateway::Dynamo || matches!(self, Self::Plain | Self::Long)
+    }
+
     fn measures(self) -> &'static [What] {
         match self {
             Self::Plain => &[What::CpuRequest],
@@ -560,13 +571,16 @@ fn events(results: &BTreeMap<&'static str, Results>, new_text_us: Option<f64>) -
     };
     let (from_engine, local) = (added(Gateway::BlockyardEvents), added(Gateway::BlockyardTokenizer));
     let beyond = local.and_then(|local| Some(local - new_text_us?));
+    let of_dynamo = of(Gateway::BlockyardTokenizer).and_then(|own| Some(own / of(Gateway::Dynamo)?));
     let figures = [
         figure("added by KV events, tokens from an engine", from_engine, Goal::None),
         figure("added by KV events, local tokenizer", local, Goal::None),
         figure("tokens of 4 KiB of new text, one thread", new_text_us, Goal::None),
         figure("added by KV events, local tokenizer, beyond the tokens of the new text", beyond, Goal::AtMost(60.0)),
     ];
-    figures.into_iter().flatten().collect()
+    let name = "CPU per request, prompts of 16 KiB: blockyard-tokenizer / dynamo";
+    let of_dynamo = of_dynamo.map(|ratio| Figure::ratio(name.to_owned(), ratio, Goal::Below(1.0)));
+    figures.into_iter().flatten().chain(of_dynamo).collect()
 }
 
 #[cfg(test)]
@@ -616,9 +630,11 @@ mod tests {
     #[test]
     fn routing_by_kv_events_has_its_goal_beyond_the_tokens_of_the_new_text() {
         let cpu = |value| Results::from([(What::CpuLong, Ok(value))]);
-        let results = BTreeMap::from([("blockyard", cpu(150.0)), ("blockyard-tokenizer", cpu(300.0))]);
+        let mut results = BTreeMap::from([("blockyard", cpu(150.0)), ("blockyard-tokenizer", cpu(300.0))]);
         let met = |new_text_us| events(&results, new_text_us).iter().filter_map(Figure::met).collect::<Vec<_>>();
         assert_eq!((met(Some(100.0)), met(Some(80.0)), met(None)), (vec![true], vec![false], vec![]));
+        results.insert("dynamo", cpu(6000.0));
+        assert_eq!(events(&results, None).last().and_then(Figure::met), Some(true));
     }
 
     #[test]

@@ -8,6 +8,10 @@ use std::process::Command;
 use super::engine::MODEL;
 use super::tokenizer::Tokenizer;
 use anyhow::Result;
+use serde_json::json;
+
+/// The folder in which Dynamo's processes find each other.
+const DYNAMO_DISCOVERY: &str = "dynamo-discovery";
 
 /// A gateway.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,6 +30,8 @@ pub enum Gateway {
     Smg,
     /// The proxy.
     LiteLlm,
+    /// The frontend, routing by KV events, with workers of its own: it cannot stand in front of an OpenAI server.
+    Dynamo,
 }
 
 /// What a gateway is started with.
@@ -44,7 +50,7 @@ pub struct Setting<'a> {
 
 impl Gateway {
     /// All, this program first.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Blockyard,
         Self::BlockyardEvents,
         Self::BlockyardTokenizer,
@@ -52,6 +58,7 @@ impl Gateway {
         Self::VllmRouter,
         Self::Smg,
         Self::LiteLlm,
+        Self::Dynamo,
     ];
 
     /// Its name.
@@ -64,6 +71,7 @@ impl Gateway {
             Self::VllmRouter => "vllm-router",
             Self::Smg => "smg",
             Self::LiteLlm => "litellm",
+            Self::Dynamo => "dynamo",
         }
     }
 
@@ -73,7 +81,7 @@ impl Gateway {
         match self {
             Self::BlockyardEvents => Some("engine"),
             Self::BlockyardTokenizer => Some("local"),
-            Self::Blockyard | Self::Nginx | Self::VllmRouter | Self::Smg | Self::LiteLlm => None,
+            Self::Blockyard | Self::Nginx | Self::VllmRouter | Self::Smg | Self::LiteLlm | Self::Dynamo => None,
         }
     }
 
@@ -90,6 +98,11 @@ impl Gateway {
             Self::VllmRouter => setting.environment.join("bin/vllm-router"),
             Self::Smg => setting.environment.join("bin/smg"),
             Self::LiteLlm => setting.environment.join("bin/litellm"),
+            Self::Dynamo => {
+                let mut libraries = fs::read_dir(setting.environment.join("lib")).ok()?.flatten();
+                libraries.find(|python| python.path().join("site-packages/dynamo/frontend").exists())?;
+                setting.environment.join("bin/python")
+            }
         };
         program.exists().then_some(program)
     }
@@ -108,7 +121,35 @@ impl Gateway {
             Self::VllmRouter => pip("vllm-router==0.1.17"),
             Self::Smg => pip("smg==1.13.0"),
             Self::LiteLlm => pip("'litellm[proxy]==1.106.2'"),
+            // Without the libraries of its engines.
+            Self::Dynamo => {
+                let runtime = pip("ai-dynamo-runtime==1.6.1 packaging pyyaml msgspec 'zstandard<1.0'");
+                format!("{runtime} && {}/bin/pip install --no-deps ai-dynamo==1.6.1", environment.display())
+            }
         }
+    }
+
+    /// The command that starts its engines, if it needs others than the common ones.
+    pub fn own_engines(self, program: &Path, setting: &Setting<'_>) -> Result<Option<Command>> {
+        if self != Self::Dynamo {
+            return Ok(None);
+        }
+        let tokenizer = Tokenizer::default();
+        let model = setting.folder.join("dynamo-model");
+        tokenizer.write(&model)?;
+        fs::create_dir_all(setting.folder.join(DYNAMO_DISCOVERY))?;
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+            "vocab_size": tokenizer.vocabulary_size(), "max_position_embeddings": 1 << 17, "bos_token_id": 0,
+            "eos_token_id": 10,
+        });
+        fs::write(model.join("config.json"), config.to_string())?;
+        fs::write(model.join("generation_config.json"), json!({ "eos_token_id": 10 }).to_string())?;
+        let mut command = dynamo(program, "dynamo.mocker", setting.folder);
+        command.arg("--model-path").arg(model).args(["--model-name", MODEL, "--speedup-ratio", "1000"]);
+        command.args(["--num-workers", &setting.engines.len().to_string(), "--max-num-seqs", "1024"]);
+        Ok(Some(command))
     }
 
     /// The command that starts it.
@@ -149,6 +190,10 @@ impl Gateway {
                 command.args(["--log-level", "warn", "--prometheus-host", &host, "--prometheus-port", &metrics]);
                 command.arg("--worker-urls").args(urls);
             }
+            Self::Dynamo => {
+                command = dynamo(program, "dynamo.frontend", folder);
+                command.args(["--http-host", &host, "--http-port", &port, "--router-mode", "kv"]);
+            }
             Self::LiteLlm => {
                 let models: String = urls.iter().map(|url| litellm_model(url)).collect();
                 let config = write("litellm.yaml", &format!("model_list:\n{models}"))?;
@@ -165,6 +210,15 @@ impl Gateway {
         }
         Ok(command)
     }
+}
+
+/// A program of Dynamo, whose processes find each other through files: without etcd and NATS.
+fn dynamo(python: &Path, module: &str, folder: &Path) -> Command {
+    let mut command = Command::new(python);
+    command.args(["-m", module, "--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq"]);
+    command.env("DYN_FILE_KV", folder.join(DYNAMO_DISCOVERY));
+    command.envs([("DYN_LOG", "error"), ("DYN_TCP_RPC_HOST", "127.0.0.1"), ("HF_HUB_OFFLINE", "1")]);
+    command
 }
 
 fn litellm_model(url: &str) -> String {

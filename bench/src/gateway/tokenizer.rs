@@ -58,6 +58,11 @@ impl Tokenizer {
         self.longer[number as usize].get(at).copied().filter(|longer| *longer > 0)
     }
 
+    /// Number of ids.
+    pub fn vocabulary_size(&self) -> usize {
+        BYTES as usize + self.beginnings.len()
+    }
+
     /// The tokens of a text.
     pub fn encode(&self, text: &str) -> Vec<u32> {
         let mut tokens = Vec::with_capacity(text.len() / 4);
@@ -169,6 +174,7 @@ mod tests {
         let file: Value = serde_json::from_slice(&fs::read(folder.path().join("tokenizer.json")).unwrap()).unwrap();
         let (vocabulary, merges) = (&file["model"]["vocab"], file["model"]["merges"].as_array().unwrap());
         assert_eq!(vocabulary.as_object().unwrap().len(), 256 + merges.len());
+        assert_eq!(tokenizer.vocabulary_size(), 256 + merges.len());
         assert_eq!((&vocabulary["a"], &vocabulary["\u{120}"]), (&json!(97), &json!(32)));
         for (id, merge) in (BYTES..).zip(merges) {
             let [left, right] = [0, 1].map(|at| merge[at].as_str().unwrap());
