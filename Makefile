@@ -22,7 +22,7 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help run demo-cluster test test-vllm simulate lint fmt doc setup advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
-.PHONY: bench-faults bench-cluster bench-peer
+.PHONY: bench-faults bench-cluster bench-peer bench-remote
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +90,9 @@ bench-peer: $(VENV)/.ready ## A worker's memory read by another one, beside raw 
 	cargo run --locked --release --quiet -p worker --example peer_speed
 	$(VENV)/bin/python $(SERVERS)/bench_split.py target/release/blockyard $(ARGS)
 
+bench-remote: ## Cost of a request that crosses to a worker in another process, beside its goals (ARGS="--json" for JSON)
+	cargo run --locked --release --quiet -p worker --example remote_engine -- $(ARGS)
+
 bench-router: ## Benchmarks of the router, each figure beside its goal, an hour; TRACE=FILE for all (ARGS="--only workloads")
 	@test -z "$(TRACE)" || test -r "$(TRACE)" || { echo "make: cannot read the trace $(TRACE)"; exit 1; }
 	cargo build --locked --release
@@ -126,6 +129,7 @@ bench-stream: ## CPU time per streamed token of the native engine, beside its go
 
 bench-gateway: ## Gateways side by side, those that are installed, half an hour (ARGS="--only blockyard" for less)
 	cargo build --locked --release
+	cargo build --locked --release -p frontend --example tokenize
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin gateway -- $(ARGS)
 

@@ -13,4 +13,5 @@ pub mod http;
 pub mod load;
 pub mod peers;
 pub mod process;
+pub mod tokenizer;
 pub mod zmq;

@@ -4,14 +4,24 @@
 //! simulated (`router/src/replay`).
 
 use crate::figure::{Figure, Goal};
+use crate::options::root;
 use crate::report::table;
 use crate::suite::{Program, number};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// The policy under test.
 const OURS: &str = "kv";
+/// The policy under test without copies of prefixes ahead of demand, as `--prefetch both` names it.
+const WITHOUT_COPIES: &str = "kv (no copies)";
+/// Classes in which many requests share a prefix, replayed with and without these copies.
+const COPIES_CLASSES: [&str; 4] = ["hot-prefix:16k@64", "hot-prefix:32k", "shifting-prefixes", "prefix-bursts"];
+/// A copy may make the first tokens later by this share of their mean: the placement of later requests changes too.
+const CLOSE_COPIES: f64 = 0.01;
+/// The profile with the table of host memory as a comment, and the lines of that table.
+const PROFILE: &str = "deploy/profiles/h100-8b.toml";
+const HOST_TABLE: [&str; 4] = ["[host]", "capacity_bytes", "bytes_per_second", "latency_s"];
 /// The offline search, which is no policy.
 const CLAIRVOYANT: &str = "clairvoyant";
 /// `kv` may be worse than the best by this share, in each of the times to first token and in goodput.
@@ -23,6 +33,11 @@ const CLOSE_ITL: f64 = 0.05;
 const NEARLY_LOWEST: f64 = 0.10;
 /// Two results are equal when they differ by less: that is below what the table shows.
 const EQUAL: f64 = 0.0005;
+/// What [`Bound::Few`] replays: classes that differ in what a policy has to weigh, below and at capacity, with one
+/// seed. The search begins with the assignment of one of these policies.
+const FEW_CLASSES: [&str; 4] = ["no-reuse", "chat", "documents", "prefix-bursts"];
+const FEW: [&str; 7] =
+    ["--runs", "1", "--load-factor", "0.8,1", "--policy", "kv,least-loaded,lmetric,smg", "--clairvoyant"];
 
 /// Requests and a fleet. Written as `hot-prefix:32k@64`: a workload of `blockyard replay`, or `trace`, and the number
 /// of workers.
@@ -30,6 +45,20 @@ const EQUAL: f64 = 0.0005;
 pub struct Class {
     workload: String,
     workers: String,
+}
+
+/// Where an offline search that knows the future is run beside the policies. It takes a hundred times as long as they
+/// do.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Bound {
+    /// In replays of its own, of a few classes: some minutes.
+    Few,
+    /// In all cells.
+    All,
+    /// In the cells of this class.
+    Class(Class),
+    /// Nowhere.
+    None,
 }
 
 /// What is replayed, and how.
@@ -46,8 +75,8 @@ pub struct Suite {
     pub policies: String,
     /// Number of seeds.
     pub seeds: String,
-    /// Whether an offline search that knows the future is run beside the policies.
-    pub clairvoyant: bool,
+    /// Where the offline search is run.
+    pub bound: Bound,
     /// Print no tables.
     pub quiet: bool,
 }
@@ -109,24 +138,95 @@ impl Class {
     }
 }
 
+impl Bound {
+    /// Parses `few`, `all`, `none` or a class.
+    pub fn parse(text: &str) -> Self {
+        match text {
+            "few" => Self::Few,
+            "all" => Self::All,
+            "none" => Self::None,
+            class => Self::Class(Class::parse(class)),
+        }
+    }
+
+    /// Whether it is searched beside all policies of a class.
+    fn includes(&self, class: &Class) -> bool {
+        match self {
+            Self::All => true,
+            Self::Class(one) => one == class,
+            Self::Few | Self::None => false,
+        }
+    }
+}
+
 impl Suite {
-    /// Replays all cells. Prints each class when it is finished, then the standing of `kv` in each cell. Returns the
-    /// summary, and all cells as JSON.
+    /// Replays all cells. Prints each class when it is finished, then the standing of `kv` in each cell, and beside the
+    /// offline search. Returns the summary, and all cells as JSON.
     pub fn run(&self) -> Result<(Vec<Figure>, Value)> {
         let mut cells = Vec::new();
+        let shared = [&["--runs", &*self.seeds, "--load-factor", &*self.loads][..], &self.policy()[..]].concat();
         for class in if self.classes.is_empty() { Class::all() } else { self.classes.clone() } {
             if class.workload == "trace" && self.trace.is_none() {
                 eprintln!("{}: skipped, because no trace is given", class.name());
                 continue;
             }
-            let of_class = self.replay(&class)?;
+            let search = self.bound.includes(&class).then_some("--clairvoyant");
+            let of_class = self.replay(&class, &[&shared[..], search.as_slice()].concat())?;
             self.print(&results_table(&of_class));
             cells.extend(of_class);
         }
         let standings: Vec<(&Cell, Standing)> =
             cells.iter().filter_map(|cell| Some((cell, cell.standing()?))).collect();
         self.print(&standings_table(&standings));
-        Ok((figures(&standings), json!(cells.iter().map(Cell::as_json).collect::<Vec<_>>())))
+        let bounds = self.few()?;
+        if !bounds.is_empty() {
+            self.print(&bounds_table(&bounds));
+        }
+        let mut figures = figures(&standings);
+        figures.extend(farthest_from_bound(cells.iter().chain(&bounds)));
+        let as_json = |cells: &[Cell]| cells.iter().map(Cell::as_json).collect::<Vec<_>>();
+        Ok((figures, json!({ "cells": as_json(&cells), "bound": as_json(&bounds) })))
+    }
+
+    /// The cells of [`Bound::Few`].
+    fn few(&self) -> Result<Vec<Cell>> {
+        let mut cells = Vec::new();
+        for class in FEW_CLASSES.map(Class::parse) {
+            if self.bound == Bound::Few && (self.classes.is_empty() || self.classes.contains(&class)) {
+                cells.extend(self.replay(&class, &FEW)?);
+            }
+        }
+        Ok(cells)
+    }
+
+    /// Replays classes with shared prefixes on workers with host memory that read each other's, with copies ahead of
+    /// demand and without. Prints the table. Returns the summary, and all cells as JSON.
+    pub fn copies(&self) -> Result<(Vec<Figure>, Value)> {
+        let folder = tempfile::tempdir()?;
+        let profile = folder.path().join("with-host.toml");
+        std::fs::write(&profile, with_host_memory(&std::fs::read_to_string(root().join(PROFILE)).context(PROFILE)?)?)?;
+        let profile = profile.display().to_string();
+        let how = ["--runs", &self.seeds, "--load-factor", &self.loads, "--policy", OURS, "--prefetch", "both"];
+        let how = [&how[..], &["--profile", &profile]].concat();
+        let mut cells = Vec::new();
+        for class in COPIES_CLASSES.map(Class::parse) {
+            if self.classes.is_empty() || self.classes.contains(&class) {
+                cells.extend(self.replay(&class, &how)?);
+            }
+        }
+        let compared: Vec<_> = cells.iter().filter_map(|cell| Some((cell, cell.with_copies()?))).collect();
+        self.print(&copies_table(&compared));
+        let later = compared.iter().filter(|(_, [first, ..])| *first > 1.0 + CLOSE_COPIES).count();
+        let name = format!(
+            "copies ahead of demand, cells of {} in which the mean first token of kv is more than 1 % later",
+            compared.len()
+        );
+        let figures = vec![Figure::of(name, later as f64, "", Goal::AtMost(0.0))];
+        Ok((figures, json!(cells.iter().map(Cell::as_json).collect::<Vec<_>>())))
+    }
+
+    fn policy(&self) -> Vec<&str> {
+        if self.policies.is_empty() { Vec::new() } else { vec!["--policy", self.policies.as_str()] }
     }
 
     fn print(&self, table: &str) {
@@ -135,19 +235,15 @@ impl Suite {
         }
     }
 
-    fn replay(&self, class: &Class) -> Result<Vec<Cell>> {
+    /// The cells of a class. `how`: options of `blockyard replay`.
+    fn replay(&self, class: &Class, how: &[&str]) -> Result<Vec<Cell>> {
         let mut arguments = vec!["replay"];
         match (&self.trace, class.workload.as_str()) {
             (Some(trace), "trace") => arguments.push(trace),
             (_, workload) => arguments.extend(["--workload", workload]),
         }
-        arguments.extend(["--runs", &self.seeds, "--workers", &class.workers, "--load-factor", &self.loads]);
-        if self.clairvoyant {
-            arguments.push("--clairvoyant");
-        }
-        if !self.policies.is_empty() {
-            arguments.extend(["--policy", &self.policies]);
-        }
+        arguments.extend(["--workers", &class.workers]);
+        arguments.extend(how);
         let (printed, _) = Program::new("replay", self.program.clone(), &arguments).run()?;
         let report = printed.first().context("no report")?;
         cells_of(&class.name(), report).with_context(|| format!("{}: replay printed something else", class.name()))
@@ -203,6 +299,15 @@ impl Cell {
             clairvoyant,
             itl_p50: steadiest.map(|row| (ours.itl_p50_s / row.itl_p50_s, row.policy.clone())),
         })
+    }
+
+    /// Mean and p99 of the time to first token, and goodput, of `kv` with copies ahead of demand, divided by those
+    /// without.
+    fn with_copies(&self) -> Option<[f64; 3]> {
+        let of = |policy: &str| self.rows.iter().find(|row| row.policy == policy);
+        let (with, without) = (of(OURS)?, of(WITHOUT_COPIES)?);
+        let goodput = if without.goodput > 0.0 { with.goodput / without.goodput } else { 1.0 };
+        Some([with.ttft_mean_s / without.ttft_mean_s, with.ttft_p99_s / without.ttft_p99_s, goodput])
     }
 
     fn as_json(&self) -> Value {
@@ -302,6 +407,51 @@ fn standings_table(standings: &[(&Cell, Standing)]) -> String {
     table(&head, &rows)
 }
 
+/// The profile with its table of host memory, whose lines are comments in the file.
+fn with_host_memory(profile: &str) -> Result<String> {
+    let mut found = 0;
+    let line = |line: &str| {
+        let uncommented = line.strip_prefix("# ").filter(|rest| HOST_TABLE.iter().any(|start| rest.starts_with(start)));
+        found += usize::from(uncommented.is_some());
+        uncommented.unwrap_or(line).to_owned() + "\n"
+    };
+    let text = profile.lines().map(line).collect();
+    ensure!(found == HOST_TABLE.len(), "{PROFILE} has another table [host] than this benchmark expects");
+    Ok(text)
+}
+
+/// `kv` with copies ahead of demand beside `kv` without in each cell.
+fn copies_table(compared: &[(&Cell, [f64; 3])]) -> String {
+    let row = |(cell, ratios): &(&Cell, [f64; 3])| {
+        let [first, p99, goodput] = ratios.map(|ratio| format!("{ratio:.3}"));
+        vec![cell.class.clone(), format!("{:.2}", cell.load), first, p99, goodput]
+    };
+    let rows: Vec<Vec<String>> = compared.iter().map(row).collect();
+    table(&["kv with copies ÷ without", "load", "first token", "p99", "goodput"], &rows)
+}
+
+/// `kv` beside the offline search in each cell.
+fn bounds_table(cells: &[Cell]) -> String {
+    let row = |cell: &Cell| {
+        let ratios = cell.standing()?.clairvoyant?;
+        let [first, p99, goodput] = ratios.map(|ratio| format!("{ratio:.3}"));
+        Some(vec![cell.class.clone(), format!("{:.2}", cell.load), first, p99, goodput])
+    };
+    let rows: Vec<Vec<String>> = cells.iter().filter_map(row).collect();
+    table(&["kv ÷ clairvoyant", "load", "first token", "p99", "goodput"], &rows)
+}
+
+/// The largest mean first token of `kv` beside that of the offline search, if it was run.
+fn farthest_from_bound<'a>(cells: impl Iterator<Item = &'a Cell>) -> Option<Figure> {
+    let ratios: Vec<f64> = cells.filter_map(|cell| Some(cell.standing()?.clairvoyant?[0])).collect();
+    let largest = ratios.iter().copied().max_by(f64::total_cmp)?;
+    let name = format!(
+        "workloads, largest mean first token of kv ÷ what a search that knows the future finds, of {} cells",
+        ratios.len()
+    );
+    Some(Figure::ratio(name, largest, Goal::None))
+}
+
 /// Shares of cells.
 fn figures(standings: &[(&Cell, Standing)]) -> Vec<Figure> {
     let share = |what: &str, holds: fn(&Standing) -> bool, goal: Goal| {
@@ -369,6 +519,32 @@ mod tests {
         assert_eq!(cells[0].standing().unwrap().clairvoyant, Some([1.0; 3]));
         assert_eq!(cells.iter().map(|cell| (cell.load, cell.rows.len())).collect::<Vec<_>>(), [(0.6, 2), (1.2, 1)]);
         assert!(cells[1].standing().is_none() && cells_of("chat@16", &json!({})).is_err());
+        assert!(bounds_table(&cells).contains("1.000") && !bounds_table(&cells).contains("1.20"), "of the first only");
+        assert!(farthest_from_bound(cells.iter()).is_some() && farthest_from_bound(cells[1..].iter()).is_none());
+    }
+
+    #[test]
+    fn copies_are_compared_with_the_same_policy_without() {
+        let rows = vec![row(OURS, 0.9, 0.01, 0.9), row(WITHOUT_COPIES, 1.0, 0.01, 0.0)];
+        let mut cell = Cell { class: "chat@16".into(), load: 1.0, rate: 9.0, rows, clairvoyant: None };
+        assert_eq!(cell.with_copies(), Some([0.9, 0.9, 1.0]));
+        assert!(copies_table(&[(&cell, [0.9, 0.9, 1.0])]).contains("0.900"));
+        cell.rows.pop();
+        assert_eq!(cell.with_copies(), None);
+    }
+
+    #[test]
+    fn the_profile_has_a_table_of_host_memory() {
+        let profile = with_host_memory(&std::fs::read_to_string(root().join(PROFILE)).unwrap()).unwrap();
+        assert!(profile.contains("\n[host]\ncapacity_bytes = "), "{profile}");
+        assert!(with_host_memory("# [host]\n").is_err());
+    }
+
+    #[test]
+    fn the_search_runs_where_it_is_asked_for() {
+        let chat = Class::parse("chat");
+        let includes = ["few", "all", "none", "chat", "chat@64"].map(|bound| Bound::parse(bound).includes(&chat));
+        assert_eq!(includes, [false, true, false, true, false]);
     }
 
     #[test]

@@ -4,15 +4,20 @@
 
 Three workers with an SSD tier, two frontends, NATS and an S3 server as processes on this machine. Eight clients, each of
 which sends one request after the other through both frontends in turn: a prompt of about 300 tokens, 150 tokens of
-output, streamed, greedy. During this a fault is caused, and 15 s later undone if it lasts. A client sends a request that
-a frontend refuses before it begins (no connection, or 503 with `Retry-After`) to the other frontend, as load balancers
-do. For the partition there are one prefill and two decode workers, and all prompts are handed over.
+output, streamed, greedy. During this a fault is caused, and 15 s later (NATS: 60 s) undone if it lasts. A client sends a
+request that a frontend refuses before it begins (no connection, or 503 with `Retry-After`) to the other frontend, as
+load balancers do. For the partition there are one prefill and two decode workers, and all prompts are handed over. In
+"killed before first token" prompts have about 3,000 tokens and outputs one, so that every request that the killed worker
+has is before its first token.
 
-For each fault: requests, failures (an error, or a stream that ends without its end), requests that were sent again,
-streams that moved to another worker, the longest pause within a stream or before it, and the seconds from the fault
-until requests are finished at 80 % of the rate before.
+For each fault: requests, failures (an error, or a stream that ends without its end), requests that were sent again by
+the client, and by a frontend to another worker (retried), streams that moved to another worker, the longest pause within
+a stream or before it, and the seconds from the fault until requests are finished at 80 % of the rate before. At the end
+the requests that ran when the fault was caused, and those with the longest pauses, are sent again: how many texts were
+compared, and how many differ.
 
-Exits with 1 if a request failed where none may: all faults but a killed frontend, whose own clients lose their streams.
+Exits with 1 if a request failed where none may, or a text differs: all faults but a killed frontend, whose own clients
+lose their streams.
 """
 
 import argparse
@@ -35,8 +40,12 @@ from proxy import Proxy
 CLIENTS = 8
 BEFORE_SECONDS = 6
 FAULT_SECONDS = 15
+# Of faults that last longer.
+LONGER = {"nats stopped": 60}
 AFTER_SECONDS = 10
 MAX_TRIES = 20
+# Requests with the longest pauses whose texts are compared.
+COMPARED = 16
 HOUR = 3600
 INJECTED = pathlib.Path(__file__).resolve().parent.parent / "it"
 WORDS = "block cache prefix token hash tier store load plan route".split()
@@ -45,7 +54,10 @@ WORDS = "block cache prefix token hash tier store load plan route".split()
 class Load:
     """Clients that send requests until they are told to stop."""
 
-    def __init__(self, frontends):
+    def __init__(self, frontends, words=230, max_tokens=150):
+        self.words, self.max_tokens = words, max_tokens
+        # When the fault was caused, and the requests that ended later: begin, longest pause, body, lines.
+        self.caused, self.ended = None, []
         # The list of the deployment, in which a restarted frontend replaces the former one.
         self.frontends = frontends
         self.finished, self.failures, self.pauses, self.sent_again = [], [], [0.0], 0
@@ -57,8 +69,9 @@ class Load:
     def client(self, nth):
         count = 0
         while not self.stopping.is_set():
-            text = " ".join(WORDS[(nth * 31 + count * 7 + word * word) % len(WORDS)] for word in range(230))
-            body = {"model": "tiny", "prompt": f"{nth} {count // 3} {text}", "max_tokens": 150, "temperature": 0}
+            text = " ".join(WORDS[(nth * 31 + count * 7 + word * word) % len(WORDS)] for word in range(self.words))
+            body = {"model": "tiny", "prompt": f"{nth} {count // 3} {text}", "max_tokens": self.max_tokens}
+            body["temperature"] = 0
             body |= {"ignore_eos": True, "stream": True}
             self.ask(nth + count, body)
             count += 1
@@ -85,7 +98,8 @@ class Load:
         raise OSError(str(last))
 
     def ask(self, nth, body):
-        last, pause, ended = time.monotonic(), 0.0, False
+        began, pause, ended, lines = time.monotonic(), 0.0, False, []
+        last = began
         try:
             with self.open(nth, body) as response:
                 for line in response:
@@ -93,6 +107,7 @@ class Load:
                         continue
                     now = time.monotonic()
                     pause, last = max(pause, now - last), now
+                    lines.append(line)
                     if b'"error"' in line:
                         raise OSError(line.decode())
                     ended = ended or line.startswith(b"data: [DONE]")
@@ -106,17 +121,49 @@ class Load:
         with self.lock:
             self.finished.append(time.monotonic())
             self.pauses.append(pause)
+            if self.caused:
+                self.ended.append((began, pause, body, lines))
 
     def stop(self):
         self.stopping.set()
         for thread in self.threads:
             thread.join()
 
+    def compare(self, most_later):
+        """The number of texts that were compared with those of the same requests now, and of those that differ. Of the
+        requests that began after the fault, at most so many."""
+        running = [request for request in self.ended if request[0] < self.caused]
+        later = sorted((request for request in self.ended if request[0] >= self.caused), key=lambda it: it[1])
+        compared = running + later[max(0, len(later) - most_later) :]
+        differ = 0
+        for nth, (_, _, body, lines) in enumerate(compared):
+            try:
+                with self.open(nth, body) as response:
+                    again = [line for line in response if line.startswith(b"data: ")]
+                differ += text_of(lines) != text_of(again)
+            except (OSError, KeyError, ValueError):
+                # An error instead of the text.
+                differ += 1
+        return len(compared), differ
+
+
+def text_of(lines):
+    chunks = (json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b"data: [DONE]"))
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
 
 def kill_worker(processes):
     processes.workers[0].process.kill()
     yield
     processes.workers[0] = processes.worker(0).until_ready()
+
+
+def claim_id(processes):
+    """A second process registers with the id of a worker. The former one stops renewing its lease."""
+    twin = processes.twin(0).until_ready()
+    yield
+    twin.stop()
+    restart_worker(processes, 0)
 
 
 def freeze_worker(processes):
@@ -215,6 +262,8 @@ def partition(processes):
 FAULTS = {
     "none": lambda processes: iter([None]),
     "worker killed": kill_worker,
+    "killed before first token": kill_worker,
+    "two workers with one id": claim_id,
     "worker frozen": freeze_worker,
     "frontend killed": kill_frontend,
     "nats stopped": stop_nats,
@@ -225,6 +274,8 @@ FAULTS = {
     "workers restarted in turn": restart_workers,
     "all restarted in turn": restart_all,
 }
+# What the clients send, where it is not the usual.
+LOADS = {"killed before first token": {"words": 2200, "max_tokens": 1}}
 # With prefill and decode workers.
 PARTITIONS = {"prefill not reached": partition}
 
@@ -243,25 +294,34 @@ def recovery(finished, caused):
 
 def measure(processes, fault):
     moved = lambda: sum(f.metric("blockyard_router_stream_moves_total", "continued") for f in processes.frontends)
-    load = Load(processes.frontends)
+    retried = lambda: sum(f.metric("blockyard_router_retries_total") for f in processes.frontends)
+    load = Load(processes.frontends, **LOADS.get(fault, {}))
     time.sleep(BEFORE_SECONDS)
-    moves, caused = moved(), time.monotonic()
+    moves, retries, caused = moved(), retried(), time.monotonic()
+    load.caused = caused
     steps = (FAULTS | PARTITIONS)[fault](processes)
     next(steps)
     # A frontend that was killed counts from 0 again.
-    time.sleep(max(0.0, caused + FAULT_SECONDS - time.monotonic()))
+    time.sleep(max(0.0, caused + LONGER.get(fault, FAULT_SECONDS) - time.monotonic()))
     next(steps, None)
     time.sleep(AFTER_SECONDS)
     load.stop()
     processes.until_known()
     rate, seconds = recovery(load.finished, caused)
+    # Before the comparison, whose requests count too.
+    moves, retries = moved() - moves, retried() - retries
+    # A worker with other weights has other texts.
+    compared, differ = load.compare(0 if fault == "worker with other weights" else COMPARED)
     return {
         "fault": fault,
         "requests": len(load.finished) + len(load.failures),
         "failures": len(load.failures),
         "errors": sorted({error for _, error in load.failures})[:3],
         "sent_again": load.sent_again,
-        "moved_streams": max(0, int(moved() - moves)),
+        "retried": max(0, int(retries)),
+        "moved_streams": max(0, int(moves)),
+        "texts_compared": compared,
+        "texts_that_differ": differ,
         "longest_pause_s": round(max(load.pauses), 2),
         "requests_per_s_before": round(rate, 1),
         "recovery_s": seconds,
@@ -277,8 +337,9 @@ def compile_injected(folder, name):
 
 def show(row):
     print(
-        f"{row['fault']:26} {row['requests']:8} {row['failures']:8} {row['sent_again']:10} {row['moved_streams']:6} "
-        f"{row['longest_pause_s']:8.2f} {row['requests_per_s_before']:7.1f} {row['recovery_s']:10}",
+        f"{row['fault']:26} {row['requests']:8} {row['failures']:8} {row['sent_again']:10} {row['retried']:7} "
+        f"{row['moved_streams']:6} {row['longest_pause_s']:8.2f} {row['requests_per_s_before']:7.1f} "
+        f"{row['recovery_s']:10} {row['texts_that_differ']:7} of {row['texts_compared']}",
         flush=True,
     )
     for error in row["errors"]:
@@ -325,12 +386,13 @@ def main(program, as_json, only):
             show(row)
 
     if not as_json:
-        header = f"{'fault':26} {'requests':>8} {'failures':>8} {'sent again':>10} {'moved':>6} {'pause s':>8}"
-        print(f"{header} {'rate/s':>7} {'recovery s':>10}")
+        header = f"{'fault':26} {'requests':>8} {'failures':>8} {'sent again':>10} {'retried':>7} {'moved':>6}"
+        print(f"{header} {'pause s':>8} {'rate/s':>7} {'recovery s':>10} {'differ':>7} of the texts")
     measure_all(program, only, report)
     if as_json:
         print(json.dumps(rows, indent=2))
-    sys.exit(1 if any(row["failures"] and row["fault"] != "frontend killed" for row in rows) else 0)
+    failed = any(row["failures"] and row["fault"] != "frontend killed" for row in rows)
+    sys.exit(1 if failed or any(row["texts_that_differ"] for row in rows) else 0)
 
 
 if __name__ == "__main__":

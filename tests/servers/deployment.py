@@ -77,7 +77,7 @@ class Deployment:
         self.count, self.g3, self.routing = frontends, g3, routing
         # By number of the worker: its model, variables of its environment, the address that it advertises.
         self.models, self.variables, self.advertised = {}, {}, {}
-        self.workers, self.frontends, self.nats = [], [], contextlib.ExitStack()
+        self.workers, self.frontends, self.twins, self.nats = [], [], [], contextlib.ExitStack()
         self.secret = pathlib.Path(folder) / "secret"
         self.secret.write_text(secrets.token_hex(32))
         self.nats_port = run.free_port()
@@ -112,8 +112,19 @@ class Deployment:
 
     def worker(self, nth):
         url = f"http://127.0.0.1:{self.ports[nth]}"
+        variables = self.variables.get(nth, {})
+        return self.worker_process(nth, f"worker-{nth + 1}", url, self.advertised.get(nth), variables)
+
+    def twin(self, nth):
+        """Another process with the id of a worker: it has the same address in discovery, and listens at another one."""
+        address = self.advertised.get(nth, f"http://127.0.0.1:{self.ports[nth]}")
+        url = f"http://127.0.0.1:{run.free_port()}"
+        self.twins.append(self.worker_process(nth, f"twin-{nth + 1}", url, address, {}))
+        return self.twins[-1]
+
+    def worker_process(self, nth, name, url, advertised, variables):
         tiers = [f"tiers.g1={self.memory}", f"tiers.g2={self.memory}", f"tiers.g3={self.g3}"]
-        command = [self.program, "worker", "--data-dir", f"{self.folder}/worker-{nth + 1}"]
+        command = [self.program, "worker", "--data-dir", f"{self.folder}/{name}"]
         command += ["--model", self.models.get(nth, self.model)]
         command += ["--listen", url.removeprefix("http://"), "--workers", self.roles[nth]]
         command += self.common()
@@ -122,9 +133,9 @@ class Deployment:
             tiers.append(f"tiers.g4.endpoint={self.s3}")
         for tier in tiers:
             command += ["--set", tier]
-        if nth in self.advertised:
-            command += ["--advertise", self.advertised[nth]]
-        return Process(self.folder, f"worker-{nth + 1}", url, command, self.environment | self.variables.get(nth, {}))
+        if advertised:
+            command += ["--advertise", advertised]
+        return Process(self.folder, name, url, command, self.environment | variables)
 
     def frontend(self, nth):
         url = f"http://127.0.0.1:{self.ports[len(self.roles) + nth]}"
@@ -139,7 +150,7 @@ class Deployment:
         self.nats.close()
 
     def kill(self):
-        for process in self.frontends + self.workers:
+        for process in self.frontends + self.workers + self.twins:
             process.process.kill()
         self.nats.close()
 

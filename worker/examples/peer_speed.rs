@@ -8,8 +8,14 @@
 //! them into a buffer of 1 MiB. The peer: a server and a client with as many runtime threads each. Every block is
 //! verified (hash, fingerprint, checksum). Its source is host memory (G2), whose checksums are known, or device memory
 //! (G1), of which the server computes them. `onboard`: the blocks are also written to the device memory of the client
-//! and registered. All are measured in turns; the results are medians.
+//! and registered. `mTLS`: server and client show each other certificates, and the bytes are encrypted. All are
+//! measured in turns; the results are medians, those of plaintext reads beside their goal.
 
+#[path = "../../transport/src/tests/authority.rs"]
+#[expect(clippy::unwrap_used, reason = "shared with tests, where it is allowed")]
+mod authority;
+
+use authority::Authority;
 use futures::StreamExt;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
@@ -24,14 +30,16 @@ use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
 use tokio::runtime::{Builder, Runtime as Tokio};
+use transport::{CertificateMetrics, ClientFiles, ClientTls, Identity, NamedFile, ServerFiles, ServerTls, Socket};
 use worker::handoff::Peers;
 use worker::llama::{Builtin, ModelSource, Runtime};
 use worker::plane::WorkerId;
-use worker::remote::{RemotePeer, RequestServer};
+use worker::remote::{Credentials, RemotePeer, RequestServer};
 
 type Result<T, E = Box<dyn StdError>> = std::result::Result<T, E>;
 
@@ -41,6 +49,9 @@ const ROUNDS: usize = 7;
 const CONNECTIONS: [usize; 2] = [1, 4];
 /// Bytes of one system call of raw TCP.
 const RAW_BYTES: usize = 1 << 20;
+
+/// Goal for the ratio of a plaintext read to raw TCP.
+const GOAL: f64 = 0.8;
 
 const IN_G1: WorkerId = WorkerId(1);
 const IN_G2: WorkerId = WorkerId(2);
@@ -92,15 +103,55 @@ fn runtime(threads: usize) -> Result<Tokio> {
     Ok(Builder::new_multi_thread().worker_threads(threads).enable_all().build()?)
 }
 
-/// Serves `peers` on threads of its own.
-fn serve(runtime: &Tokio, peers: Peers) -> Result<String> {
+/// Certificates of both sides, signed by one authority.
+struct Certificates {
+    server: ServerFiles,
+    client: ClientFiles,
+}
+
+impl Certificates {
+    fn new(folder: &Path) -> Result<Self> {
+        let authority = Authority::new();
+        let authorities = NamedFile { key: "ca_file", path: authority.write(&folder.join("ca.pem")) };
+        let identity = |name: &str, host: &str| -> Result<Identity> {
+            let [certificate, key] = authority.sign(folder, name, &[host], false);
+            let identity = Identity::of(("cert_file", Some(certificate)), ("key_file", Some(key)))?;
+            Ok(identity.ok_or("both files are named")?)
+        };
+        let server = ServerFiles { identity: identity("server", "127.0.0.1")?, clients: Some(authorities.clone()) };
+        let client = ClientFiles { identity: Some(identity("client", "client")?), authorities };
+        Ok(Self { server, client })
+    }
+}
+
+fn certificate_metrics() -> Result<CertificateMetrics> {
+    Ok(CertificateMetrics::new("peer_speed", &prometheus::Registry::new())?)
+}
+
+/// Serves `peers` on threads of its own, with TLS if there is a certificate.
+fn serve(runtime: &Tokio, peers: Peers, files: Option<ServerFiles>) -> Result<String> {
     let (sender, receiver) = mpsc::channel();
+    let metrics = certificate_metrics()?;
+    let tls = {
+        let _runtime = runtime.enter();
+        files.map(|files| ServerTls::open(files, metrics)).transpose()?
+    };
     runtime.spawn(async move {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
-        sender.send(format!("http://{}", listener.local_addr().expect("it has an address"))).expect("it waits");
+        let (scheme, address) =
+            (if tls.is_some() { "https" } else { "http" }, listener.local_addr().expect("it has an address"));
+        sender.send(format!("{scheme}://{address}")).expect("it waits");
         let server = RequestServer::new(None, peers);
         while let Ok((socket, _)) = listener.accept().await {
             socket.set_nodelay(true).expect("a socket has the option");
+            let socket = match &tls {
+                None => Socket::Left(socket),
+                Some(tls) => match tls.accept(socket).await {
+                    Ok(socket) => socket,
+                    // The client reports why.
+                    Err(_) => continue,
+                },
+            };
             let server = Arc::clone(&server);
             let service = service_fn(move |request: http::Request<Incoming>| {
                 let server = Arc::clone(&server);
@@ -180,7 +231,12 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// The rates with a number of connections and threads, in bytes per second.
-fn measure(model: &Runtime, connections: usize, raw_memory: &Arc<Vec<u8>>) -> Result<Value> {
+fn measure(
+    model: &Runtime,
+    connections: usize,
+    raw_memory: &Arc<Vec<u8>>,
+    certificates: &Certificates,
+) -> Result<Value> {
     let (server, client) = (runtime(connections)?, runtime(connections)?);
     let hashes = hashes(BYTES / model.block_bytes());
     let (in_g1, in_g2, into) = {
@@ -197,10 +253,19 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &Arc<Vec<u8>>) -> Re
     let peers = Peers::default();
     peers.insert(IN_G1, in_g1.manager.peer());
     peers.insert(IN_G2, in_g2.manager.peer());
-    let url = serve(&server, peers)?;
-    let peer = |worker| Arc::new(RemotePeer::new(worker, &url, None).with_connections(connections)) as Arc<dyn Tier>;
-    let (g1, g2, fingerprint) = (peer(IN_G1), peer(IN_G2), into.device.fingerprint());
-    let mut rates: [Vec<f64>; 4] = Default::default();
+    let url = serve(&server, peers.clone(), None)?;
+    let tls_url = serve(&server, peers, Some(certificates.server.clone()))?;
+    let tls = {
+        let _runtime = client.enter();
+        Arc::new(ClientTls::open(certificates.client.clone(), certificate_metrics()?)?)
+    };
+    let peer = |worker, url: &str, tls| {
+        let credentials = Credentials { secret: None, tls };
+        Arc::new(RemotePeer::new(worker, url, credentials).with_connections(connections)) as Arc<dyn Tier>
+    };
+    let (g1, g2, fingerprint) = (peer(IN_G1, &url, None), peer(IN_G2, &url, None), into.device.fingerprint());
+    let g2_tls = peer(IN_G2, &tls_url, Some(tls));
+    let mut rates: [Vec<f64>; 5] = Default::default();
     for round in 0..=ROUNDS {
         let measured = client.block_on(async {
             Ok::<_, Box<dyn StdError>>([
@@ -208,6 +273,7 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &Arc<Vec<u8>>) -> Re
                 read(Arc::clone(&g2), fingerprint, hashes.clone()).await?,
                 read(Arc::clone(&g1), fingerprint, hashes.clone()).await?,
                 onboard(&g2, &into, &hashes).await?,
+                read(Arc::clone(&g2_tls), fingerprint, hashes.clone()).await?,
             ])
         })?;
         // The first one connects, and touches memory for the first time.
@@ -219,8 +285,9 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &Arc<Vec<u8>>) -> Re
     Ok(json!({
         "connections": connections, "block_bytes": model.block_bytes(), "bytes": BYTES,
         "raw": median(rates[0].clone()), "from_g2": median(rates[1].clone()), "from_g1": median(rates[2].clone()),
-        "onboard": median(rates[3].clone()),
+        "onboard": median(rates[3].clone()), "from_g2_tls": median(rates[4].clone()),
         "from_g2_ratio": ratios(&rates[1]), "from_g1_ratio": ratios(&rates[2]), "onboard_ratio": ratios(&rates[3]),
+        "from_g2_tls_ratio": ratios(&rates[4]), "goal_ratio": GOAL,
     }))
 }
 
@@ -228,7 +295,8 @@ fn main() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = Runtime::open(&ModelSource::Builtin(Builtin::Small), folder.path(), 1, &|_, _| {})?;
     let raw_memory = Arc::new((0..BYTES).map(|at| (at * 31) as u8).collect::<Vec<u8>>());
-    let rows = CONNECTIONS.map(|connections| measure(&model, connections, &raw_memory));
+    let certificates = Certificates::new(folder.path())?;
+    let rows = CONNECTIONS.map(|connections| measure(&model, connections, &raw_memory, &certificates));
     let rows = rows.into_iter().collect::<Result<Vec<Value>>>()?;
     if std::env::args().any(|argument| argument == "--json") {
         println!("{:#}", json!(rows));
@@ -242,9 +310,16 @@ fn main() -> Result<()> {
             row["block_bytes"].as_u64().unwrap_or_default() >> 10
         );
         println!("  raw TCP              {:5.2} GB/s", gigabytes("raw"));
-        for (what, name) in [("read from G2", "from_g2"), ("read from G1", "from_g1"), ("onboard from G2", "onboard")] {
+        for (what, name, has_goal) in [
+            ("read from G2", "from_g2", true),
+            ("read from G1", "from_g1", true),
+            ("onboard from G2", "onboard", false),
+            ("read from G2, mTLS", "from_g2_tls", false),
+        ] {
             let ratio = row[format!("{name}_ratio")].as_f64().unwrap_or_default();
-            println!("  {what:<20} {:5.2} GB/s, {ratio:.2} of raw", gigabytes(name));
+            let met = if ratio >= GOAL { "met" } else { "NOT met" };
+            let goal = if has_goal { format!(" (goal ≥ {GOAL}: {met})") } else { String::new() };
+            println!("  {what:<20} {:5.2} GB/s, {ratio:.2} of raw{goal}", gigabytes(name));
         }
     }
     Ok(())

@@ -2,13 +2,15 @@
 //! token, memory. Blockyard's figures stand beside their goals, those of the others without.
 
 use anyhow::{Context, Result, bail, ensure};
+use bench::client::Client;
 use bench::figure::{Figure, Goal};
 use bench::gateway::load::{Load, Measured, Until, answers, run};
 use bench::gateway::peers::{Gateway, Setting};
 use bench::gateway::process::Running;
+use bench::gateway::tokenizer::{Tokenizer, words};
 use bench::options::{root, target_directory};
 use bench::report::circumstances;
-use bench::suite;
+use bench::suite::{self, Program, number};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -32,6 +34,20 @@ const PACE: Duration = Duration::from_millis(20);
 /// The same while memory is measured: streams are open, and little is computed.
 const SLOW_PACE: Duration = Duration::from_secs(1);
 
+/// Open files that a process may need for a stream while memory is measured: a gateway has two, and this program takes
+/// at most half of the limit for connections of clients. Twice that, for connections that are about to close.
+const FILES_PER_STREAM: usize = 4;
+
+/// Size of the prompts of [`Scenario::Long`], and of what each of them shares with others.
+const LONG_PROMPT: usize = 16 << 10;
+const LONG_SHARED: usize = 12 << 10;
+/// Share of the prompts whose tokens must come from where the gateway has them. The first ones come before the KV
+/// events do.
+const MIN_KNOWN: f64 = 0.95;
+/// Lines of text, of 1 KiB each, on which the tokenizer is measured, and repetitions, of which the fastest counts.
+const TEXT_LINES: u64 = 512;
+const TEXT_REPETITIONS: usize = 3;
+
 /// The name of the measurement of memory; the others are [`Scenario`]s.
 const MEMORY: &str = "memory";
 
@@ -44,7 +60,7 @@ const USAGE: &str = "\
   --seconds N        duration of each measurement (5)
   --repetitions N    repetitions of each measurement, of which the median counts (3)
   --prompts N        distinct prompts before memory is measured (200000)
-  --streams N        open streams while memory is measured (1000); a gateway opens twice as many files";
+  --streams N        open streams while memory is measured (1000); needs four times as many open files";
 
 /// The command line.
 struct Options {
@@ -121,7 +137,7 @@ impl Scenario {
             Self::Stream => (32, true, 64, 128, 64),
             Self::Paced => (256, true, 64, 128, 64),
             Self::Single => (1, true, 1, 128, 64),
-            Self::Long => (32, true, 1, 16 << 10, 12 << 10),
+            Self::Long => (32, true, 1, LONG_PROMPT, LONG_SHARED),
         };
         let warmup = Duration::from_secs(if self == Self::Paced { 2 } else { 1 });
         Load { addresses, clients, stream, tokens, prompt, shared, warmup, until: Until::Elapsed(time) }
@@ -188,6 +204,9 @@ impl What {
     }
 }
 
+/// Prompts of a gateway by the source of their tokens.
+type Sources = BTreeMap<String, f64>;
+
 /// The figures of one gateway, or why there are none.
 type Results = BTreeMap<What, Result<f64, &'static str>>;
 
@@ -216,7 +235,9 @@ async fn main() -> Result<()> {
         }
     }
     let mut results = bench.matrix(&installed, &scenarios).await?;
-    for (gateway, program) in installed.iter().filter(|_| measured.iter().any(|name| name == MEMORY)) {
+    let is_measured =
+        |(gateway, _): &&(Gateway, PathBuf)| *gateway != Gateway::Dynamo && measured.iter().any(|name| name == MEMORY);
+    for (gateway, program) in installed.iter().filter(is_measured) {
         let memory = bench.memory(*gateway, program).await?;
         results.entry(gateway.name()).or_default().extend(memory);
     }
@@ -225,7 +246,11 @@ async fn main() -> Result<()> {
     }
     let mut circumstances = circumstances();
     circumstances["not_installed"] = json!(missing);
-    suite::print(&circumstances, &figures(&results, &options), &serde_json::Value::Null, options.json);
+    let is_tokenized =
+        results.get(Gateway::BlockyardTokenizer.name()).is_some_and(|all| all.contains_key(&What::CpuLong));
+    let new_text_us = if is_tokenized { bench.new_text_us()? } else { None };
+    let figures = figures(&results, &options, new_text_us);
+    suite::print(&circumstances, &figures, &serde_json::Value::Null, options.json);
     if !options.json {
         for (name, install) in &missing {
             println!("not installed: {name}; {install}");
@@ -301,13 +326,16 @@ impl Bench<'_> {
         installed: &[(Gateway, PathBuf)],
         scenarios: &[Scenario],
     ) -> Result<BTreeMap<&'static str, Results>> {
-        let mut running = Vec::new();
+        let (mut running, mut own_engines) = (Vec::new(), Vec::new());
         for (gateway, program) in installed {
+            if let Some(command) = gateway.own_engines(program, &self.setting(*gateway))? {
+                own_engines.push(Running::start(command, &format!("{}-engines", gateway.name()), self.folder)?);
+            }
             running.push((*gateway, self.start(*gateway, program).await?));
         }
         let time = Duration::from_secs_f64(self.options.seconds);
         let mut samples: BTreeMap<(&str, What), Vec<f64>> = BTreeMap::new();
-        let mut failed: BTreeMap<(&str, Scenario), String> = BTreeMap::new();
+        let mut failed: BTreeMap<(&str, Scenario), &str> = BTreeMap::new();
         for repetition in 0..self.options.repetitions {
             for scenario in scenarios.iter().copied() {
                 self.set_pace(scenario.pace()).await?;
@@ -318,9 +346,11 @@ impl Bench<'_> {
                 // Turned around in every other repetition, because the order may matter.
                 let order: Vec<_> =
                     if repetition % 2 == 0 { running.iter().collect() } else { running.iter().rev().collect() };
-                for (gateway, process) in order {
+                for (gateway, process) in order.into_iter().filter(|(gateway, _)| scenario.concerns(*gateway)) {
                     let name = gateway.name();
+                    let before = self.token_sources(*gateway).await?;
                     let measured = run(&scenario.load(vec![self.setting(*gateway).listen], time), Some(process)).await;
+                    let sources = self.token_sources(*gateway).await?;
                     eprintln!(
                         "{} {name}: {} requests, {} chunks, {} errors {}",
                         scenario.name(),
@@ -330,7 +360,12 @@ impl Bench<'_> {
                         measured.error.as_deref().unwrap_or_default()
                     );
                     if measured.errors > 0 || measured.requests == 0 {
-                        failed.insert((name, scenario), measured.error.unwrap_or_default());
+                        failed.insert((name, scenario), "requests failed");
+                        continue;
+                    }
+                    if !has_tokens(*gateway, &before, &sources) {
+                        eprintln!("{} {name}: prompts by the source of their tokens: {sources:?}", scenario.name());
+                        failed.insert((name, scenario), "tokens of prompts unknown");
                         continue;
                     }
                     for (what, value) in scenario.values(&measured, direct.as_ref()) {
@@ -342,17 +377,50 @@ impl Bench<'_> {
         let mut results: BTreeMap<&'static str, Results> = BTreeMap::new();
         for (gateway, _) in installed {
             let name = gateway.name();
-            for scenario in scenarios.iter().copied() {
+            for scenario in scenarios.iter().copied().filter(|scenario| scenario.concerns(*gateway)) {
                 for what in scenario.measures() {
-                    let value = match samples.get_mut(&(name, *what)) {
-                        Some(values) if !failed.contains_key(&(name, scenario)) => Ok(median(values)),
-                        _ => Err("requests failed"),
+                    let value = match (failed.get(&(name, scenario)), samples.get_mut(&(name, *what))) {
+                        (Some(why), _) => Err(*why),
+                        (None, Some(values)) => Ok(median(values)),
+                        (None, None) => Err("not measured"),
                     };
                     results.entry(name).or_default().insert(*what, value);
                 }
             }
         }
         Ok(results)
+    }
+
+    /// The prompts so far by the source of their tokens. Empty for a gateway that routes without them.
+    async fn token_sources(&self, gateway: Gateway) -> Result<Sources> {
+        if gateway.tokens_from().is_none() {
+            return Ok(Sources::new());
+        }
+        let client = Client::new(&format!("http://{}", self.setting(gateway).listen));
+        let scrape = tokio::task::spawn_blocking(move || client.metrics()).await??;
+        Ok(scrape.by("blockyard_frontend_relayed_prompts_total", "tokens"))
+    }
+
+    /// Time of the gateway's tokenizer for the new text of one of the long prompts, on one thread. `None`: the program
+    /// that measures it was not built.
+    fn new_text_us(&self) -> Result<Option<f64>> {
+        let path = target_directory()?.join("release/examples/tokenize");
+        if !path.exists() {
+            eprintln!("{} is not there: make bench-gateway builds it", path.display());
+            return Ok(None);
+        }
+        let (files, text) = (self.folder.join("tokenizer"), self.folder.join("text"));
+        Tokenizer::default().write(&files)?;
+        std::fs::write(&text, (0..TEXT_LINES).map(|line| words(line, 1 << 10) + "\n").collect::<String>())?;
+        let (file, text) = (files.join("tokenizer.json").display().to_string(), text.display().to_string());
+        let program = Program::new("tokenize", path, &[&file, &text]);
+        let mut fastest = f64::INFINITY;
+        for _ in 0..TEXT_REPETITIONS {
+            let (printed, _) = program.run()?;
+            let printed = printed.first().context("tokenize printed nothing")?;
+            fastest = fastest.min(number(&printed["new_s"])? / number(&printed["bytes"])?);
+        }
+        Ok(Some(fastest * (LONG_PROMPT - LONG_SHARED) as f64 * 1e6))
     }
 
     /// Memory, in a new process.
@@ -364,21 +432,42 @@ impl Bench<'_> {
             Load { addresses, clients, stream, tokens, prompt: 128, shared: 64, warmup, until }
         };
         self.set_pace(SLOW_PACE).await?;
-        // Longer than the measurement, so that all are open at its end.
-        let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
-        let streams = run(&streams, Some(&process)).await;
+        let needed = self.options.streams * FILES_PER_STREAM;
+        let open = match open_files() {
+            Some(limit) if limit < needed => {
+                eprintln!(
+                    "memory {}: {} open streams are left out, because they need {needed} open files and the limit is \
+                     {limit}; raise it (ulimit -n {needed}) or set --streams {}",
+                    gateway.name(),
+                    self.options.streams,
+                    limit / FILES_PER_STREAM
+                );
+                Err("too few open files")
+            }
+            _ => {
+                // Longer than the measurement, so that all are open at its end.
+                let streams = load(self.options.streams, true, 25, Until::Elapsed(Duration::from_secs(2)));
+                let streams = run(&streams, Some(&process)).await;
+                eprintln!("memory {}: {} streams failed", gateway.name(), streams.errors);
+                if streams.errors == 0 && streams.chunks > 0 { Ok(streams.resident_mib) } else { Err("streams failed") }
+            }
+        };
         self.set_pace(Duration::ZERO).await?;
         let count = self.options.prompts;
         let prompts = run(&load(32, false, 1, Until::Answered(count)), Some(&process)).await;
-        eprintln!("memory {}: {} streams failed, {} prompts", gateway.name(), streams.errors, prompts.requests);
-        let open =
-            if streams.errors == 0 && streams.chunks > 0 { Ok(streams.resident_mib) } else { Err("streams failed") };
+        eprintln!("memory {}: {} prompts", gateway.name(), prompts.requests);
         let after = if prompts.requests >= count { Ok(prompts.resident_mib) } else { Err("not reached in 10 min") };
         Ok([(What::MemoryStreams, open), (What::MemoryPrompts, after)].into())
     }
 }
 
 impl Scenario {
+    /// Whether it says something about a gateway. Dynamo's own engines send tokens at a pace of their own, and several
+    /// in one chunk.
+    fn concerns(self, gateway: Gateway) -> bool {
+        gateway != Gateway::Dynamo || matches!(self, Self::Plain | Self::Long)
+    }
+
     fn measures(self) -> &'static [What] {
         match self {
             Self::Plain => &[What::CpuRequest],
@@ -412,13 +501,30 @@ impl Scenario {
     }
 }
 
+/// The soft limit of open files of this process, which those that it starts inherit; `None` if there is none.
+fn open_files() -> Option<usize> {
+    let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
+    limits.lines().find_map(|line| line.strip_prefix("Max open files"))?.split_whitespace().next()?.parse().ok()
+}
+
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[(values.len() - 1) / 2]
 }
 
-/// The figures of all gateways, and this program's as parts of the others'.
-fn figures(results: &BTreeMap<&'static str, Results>, options: &Options) -> Vec<Figure> {
+/// Whether nearly all prompts between two counts have their tokens from where the gateway has them. Otherwise it was
+/// routing by text, which is another measurement.
+fn has_tokens(gateway: Gateway, before: &Sources, after: &Sources) -> bool {
+    let Some(source) = gateway.tokens_from() else { return true };
+    let of = |sources: &Sources, name: &str| sources.get(name).copied().unwrap_or_default();
+    let more = |name: &str| of(after, name) - of(before, name);
+    let all: f64 = after.keys().map(|name| more(name)).sum();
+    all > 0.0 && more(source) >= MIN_KNOWN * all
+}
+
+/// The figures of all gateways, and this program's as parts of the others'. `new_text_us`: what the tokenizer takes for
+/// the new text of a long prompt.
+fn figures(results: &BTreeMap<&'static str, Results>, options: &Options, new_text_us: Option<f64>) -> Vec<Figure> {
     let mut figures = Vec::new();
     for what in What::ALL {
         for gateway in Gateway::ALL {
@@ -434,7 +540,7 @@ fn figures(results: &BTreeMap<&'static str, Results>, options: &Options) -> Vec<
             figures.extend(ratios(what, results, options));
         }
     }
-    figures.extend(events(results));
+    figures.extend(events(results, new_text_us));
     figures
 }
 
@@ -454,12 +560,27 @@ fn ratios(what: What, results: &BTreeMap<&'static str, Results>, options: &Optio
     )
 }
 
-/// What routing by KV events adds to a request.
-fn events(results: &BTreeMap<&'static str, Results>) -> Option<Figure> {
+/// What routing by KV events adds to a request, with the tokens from an engine, and with those of a local tokenizer
+/// beyond the time that it takes for the new text.
+fn events(results: &BTreeMap<&'static str, Results>, new_text_us: Option<f64>) -> Vec<Figure> {
     let of = |gateway: Gateway| results.get(gateway.name())?.get(&What::CpuLong)?.ok();
-    let added = of(Gateway::BlockyardEvents)? - of(Gateway::Blockyard)?;
-    let name = "CPU per request, prompts of 16 KiB: added by KV events".to_owned();
-    Some(Figure::of(name, added, "µs", Goal::None))
+    let added = |gateway| Some(of(gateway)? - of(Gateway::Blockyard)?);
+    let figure = |what: &str, value: Option<f64>, goal| {
+        let name = format!("CPU per request, prompts of 16 KiB: {what}");
+        value.map(|value| Figure::of(name, value, "µs", goal))
+    };
+    let (from_engine, local) = (added(Gateway::BlockyardEvents), added(Gateway::BlockyardTokenizer));
+    let beyond = local.and_then(|local| Some(local - new_text_us?));
+    let of_dynamo = of(Gateway::BlockyardTokenizer).and_then(|own| Some(own / of(Gateway::Dynamo)?));
+    let figures = [
+        figure("added by KV events, tokens from an engine", from_engine, Goal::None),
+        figure("added by KV events, local tokenizer", local, Goal::None),
+        figure("tokens of 4 KiB of new text, one thread", new_text_us, Goal::None),
+        figure("added by KV events, local tokenizer, beyond the tokens of the new text", beyond, Goal::AtMost(60.0)),
+    ];
+    let name = "CPU per request, prompts of 16 KiB: blockyard-tokenizer / dynamo";
+    let of_dynamo = of_dynamo.map(|ratio| Figure::ratio(name.to_owned(), ratio, Goal::Below(1.0)));
+    figures.into_iter().flatten().chain(of_dynamo).collect()
 }
 
 #[cfg(test)]
@@ -501,8 +622,28 @@ mod tests {
     #[test]
     fn a_gateway_that_is_not_installed_has_no_number() {
         let results = BTreeMap::from([("nginx", Results::from([(What::CpuRequest, Err("not installed"))]))]);
-        let rows: Vec<_> = figures(&results, &options()).iter().map(Figure::row).collect();
+        let rows: Vec<_> = figures(&results, &options(), None).iter().map(Figure::row).collect();
         assert_eq!(rows[0][1], "not installed");
         assert!(rows.iter().all(|row| row[1].starts_with("not ")), "{rows:?}");
+    }
+
+    #[test]
+    fn routing_by_kv_events_has_its_goal_beyond_the_tokens_of_the_new_text() {
+        let cpu = |value| Results::from([(What::CpuLong, Ok(value))]);
+        let mut results = BTreeMap::from([("blockyard", cpu(150.0)), ("blockyard-tokenizer", cpu(300.0))]);
+        let met = |new_text_us| events(&results, new_text_us).iter().filter_map(Figure::met).collect::<Vec<_>>();
+        assert_eq!((met(Some(100.0)), met(Some(80.0)), met(None)), (vec![true], vec![false], vec![]));
+        results.insert("dynamo", cpu(6000.0));
+        assert_eq!(events(&results, None).last().and_then(Figure::met), Some(true));
+    }
+
+    #[test]
+    fn prompts_without_tokens_are_no_measurement_of_kv_events() {
+        let sources =
+            |counts: [f64; 2]| Sources::from([("engine".to_owned(), counts[0]), ("estimate".to_owned(), counts[1])]);
+        let of = |gateway, after| has_tokens(gateway, &sources([10.0, 90.0]), &sources(after));
+        assert!(of(Gateway::BlockyardEvents, [110.0, 91.0]) && !of(Gateway::BlockyardEvents, [10.0, 190.0]));
+        assert!(!of(Gateway::BlockyardTokenizer, [110.0, 91.0]) && of(Gateway::Nginx, [10.0, 190.0]));
+        assert!(!of(Gateway::BlockyardEvents, [10.0, 90.0]), "none was counted");
     }
 }

@@ -1,9 +1,10 @@
 //! An engine that computes nothing: OpenAI's API as vLLM serves it, a prefix cache of hashes, and KV events.
 //!
-//! A token is four bytes of the request's prompt. Every token of a stream is one event, one chunk of HTTP and one
-//! write, as a step of an engine is.
+//! Prompts have the tokens of [`Tokenizer`]. Every token of a stream is one event, one chunk of HTTP and one write, as
+//! a step of an engine is.
 
 use super::http::{Framing, Head};
+use super::tokenizer::Tokenizer;
 use super::zmq::{Publisher, Stored};
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
@@ -19,6 +20,8 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 /// Name of the model.
 pub const MODEL: &str = "mock";
+/// Tokens of a prompt and its answer.
+const MAX_MODEL_LEN: usize = 1 << 20;
 /// Tokens per block.
 const BLOCK: usize = 16;
 /// Maximum size of a request.
@@ -30,6 +33,7 @@ const MAX_BLOCKS: usize = 1 << 24;
 pub struct Engine {
     /// Shared by all engines: microseconds between two tokens.
     interval_us: Arc<AtomicU64>,
+    tokenizer: Tokenizer,
     cache: Mutex<Cache>,
     publisher: Option<(u16, Publisher)>,
 }
@@ -47,7 +51,7 @@ impl Engine {
             Some(port) => Some((port, Publisher::bind(port).await?)),
             None => None,
         };
-        Ok(Self { interval_us, cache: Mutex::default(), publisher })
+        Ok(Self { interval_us, tokenizer: Tokenizer::default(), cache: Mutex::default(), publisher })
     }
 
     /// Serves connections for ever.
@@ -90,9 +94,13 @@ impl Engine {
         let path = target.split('?').next().unwrap_or_default();
         let answer = match path {
             "/v1/chat/completions" | "/v1/completions" => return self.generate(socket, path, body).await,
-            "/tokenize" => json!({ "tokens": tokens(&serde_json::from_slice(body)?) }),
+            "/tokenize" => {
+                let tokens = self.tokens(&serde_json::from_slice(body)?);
+                json!({ "count": tokens.len(), "max_model_len": MAX_MODEL_LEN, "tokens": tokens })
+            }
             "/v1/models" => {
-                let model = json!({ "id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": 1 << 20 });
+                let model =
+                    json!({ "id": MODEL, "object": "model", "owned_by": "vllm", "max_model_len": MAX_MODEL_LEN });
                 json!({ "object": "list", "data": [model] })
             }
             "/kv_event_sources" => match &self.publisher {
@@ -119,7 +127,7 @@ impl Engine {
 
     async fn generate(&self, socket: &mut TcpStream, path: &str, body: &[u8]) -> Result<()> {
         let request: Value = serde_json::from_slice(body)?;
-        let prompt = tokens(&request);
+        let prompt = self.tokens(&request);
         let cached = self.cached(&prompt);
         let count = ["max_tokens", "max_completion_tokens"].iter().find_map(|key| request[key].as_u64()).unwrap_or(16);
         let usage = json!({
@@ -184,6 +192,10 @@ impl Engine {
         Ok(socket.write_all(&last).await?)
     }
 
+    fn tokens(&self, request: &Value) -> Vec<u32> {
+        self.tokenizer.encode(&prompt(request))
+    }
+
     /// The cached tokens of a prompt, whose other blocks are stored and announced.
     fn cached(&self, prompt: &[u32]) -> usize {
         let mut hash = 0;
@@ -216,19 +228,17 @@ impl Engine {
     }
 }
 
-/// Four bytes each of the prompt, or of the texts of the messages.
-fn tokens(request: &Value) -> Vec<u32> {
-    let text = match request["messages"].as_array() {
-        Some(messages) => messages.iter().filter_map(|message| message["content"].as_str()).collect::<String>(),
+/// The prompt, or the texts of the messages one after the other, as the chat template of the tokenizer has them.
+fn prompt(request: &Value) -> String {
+    let content = |message: &Value| match &message["content"] {
+        Value::String(text) => text.clone(),
+        Value::Array(parts) => parts.iter().filter_map(|part| part["text"].as_str()).collect::<Vec<_>>().join("\n"),
+        _ => String::new(),
+    };
+    match request["messages"].as_array() {
+        Some(messages) => messages.iter().map(content).collect(),
         None => request["prompt"].as_str().unwrap_or_default().to_owned(),
-    };
-    // Below 2^31: ids are numbers of 32 bits with a sign in some programs.
-    let token = |bytes: &[u8]| {
-        let mut id = [0; 4];
-        id[..bytes.len()].copy_from_slice(bytes);
-        u32::from_le_bytes(id) & 0x7fff_ffff
-    };
-    text.as_bytes().chunks(4).map(token).collect()
+    }
 }
 
 /// An event of a stream as one chunk of HTTP.
@@ -255,7 +265,24 @@ mod tests {
         let prompt: Vec<u32> = (0..40).collect();
         assert_eq!([0; 2].map(|_| engine.cached(&prompt)), [0, 32]);
         assert_eq!(engine.cached(&prompt[..32]), 16, "the last token is computed");
-        let request = json!({ "messages": [{ "content": "abcdef" }] });
-        assert_eq!(tokens(&request), [u32::from_le_bytes(*b"abcd"), u32::from_le_bytes(*b"ef\0\0")]);
+    }
+
+    #[test]
+    fn a_prompt_is_the_text_of_its_messages() {
+        let parts = json!([{ "type": "text", "text": "b" }, { "type": "text", "text": "c" }]);
+        let request = json!({ "messages": [{ "content": "a" }, { "content": parts }, { "content": null }] });
+        assert_eq!(prompt(&request), "ab\nc");
+        assert_eq!(prompt(&json!({ "prompt": "d" })), "d");
+    }
+
+    /// A client of vLLM takes an answer without `count` for that of another program.
+    #[tokio::test]
+    async fn tokens_are_answered_with_their_number() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/tokenize", listener.local_addr().unwrap());
+        tokio::spawn(Arc::new(Engine::new(Arc::default(), None).await.unwrap()).serve(listener));
+        let ask = move || ureq::post(url).send(r#"{"prompt":"A block"}"#).unwrap().body_mut().read_to_string();
+        let answer: Value = serde_json::from_str(&tokio::task::spawn_blocking(ask).await.unwrap().unwrap()).unwrap();
+        assert_eq!((&answer["count"], answer["tokens"].as_array().unwrap().len()), (&json!(2), 2));
     }
 }

@@ -3,6 +3,7 @@
 use super::engine::MODEL;
 use super::http::{Framing, Head};
 use super::process::{Running, Usage};
+use super::tokenizer::words;
 use anyhow::{Context, Result, bail, ensure};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -287,26 +288,6 @@ impl Shared {
         );
         (head + &body).into_bytes()
     }
-}
-
-/// Text of this many characters, that of a seed.
-fn words(seed: u64, length: usize) -> String {
-    const LETTERS: &[u8; 32] = b"etaoinshrdlucmfwypvbgkqjxz etaoi";
-    // SplitMix64.
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut text = String::with_capacity(length + 12);
-    while text.len() < length {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^= bits >> 31;
-        for _ in 0..12 {
-            text.push(char::from(LETTERS[(bits & 31) as usize]));
-            bits >>= 5;
-        }
-    }
-    text.truncate(length);
-    text
 }
 
 /// Counts the events of a stream, however it is cut: each ends with an empty line.

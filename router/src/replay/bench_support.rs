@@ -28,11 +28,11 @@ const STORE: StoreId = StoreId(1);
 impl DecisionBenchmark {
     /// A router over `worker_count` workers that all report. All hold the first 4 blocks of a prompt of `tokens`
     /// tokens, an eighth hold more of it, some in G2, and a store that all reach holds three quarters. The first worker
-    /// holds most and is idle, so that the decision is the same for fleets of any size.
-    pub fn new(worker_count: u64, tokens: usize) -> Self {
+    /// holds most and is idle, so that the decision is the same for fleets of any size. `prefetch`: whether copies
+    /// ahead of demand are considered, as by default; at most ten times a second, whatever the number of decisions.
+    pub fn new(worker_count: u64, tokens: usize, prefetch: bool) -> Self {
         let card = StubEngine::card(MODEL, BLOCK);
-        // Copies ahead of demand are considered at most ten times a second, whatever the number of decisions.
-        let settings = Settings { prefetch: false, ..Settings::default() };
+        let settings = Settings { prefetch, ..Settings::default() };
         let core =
             Core::new(RouterId(0), settings, &prometheus::Registry::new()).expect("the default settings are valid");
         let tokens: Vec<u32> = (0..tokens as u32).collect();
@@ -68,9 +68,13 @@ impl DecisionBenchmark {
         benchmark
     }
 
-    /// Sends a load report of every worker, as workers do at least once a second.
+    /// Sends a load report of every worker, as workers do at least once a second, and cancels the ordered copies, which
+    /// the stub engines do not make: while four are not carried out, no further copy is considered.
     pub fn report(&self) {
         let now = Instant::now();
+        while let Some((worker, _)) = self.core.copies.take() {
+            self.core.copies.ended(worker.id(), None, now);
+        }
         for worker in &self.workers {
             let random = if worker.id().0 == 0 { 0 } else { splitmix64(worker.id().0) };
             let onboard = [Level::G2, Level::G4].map(|level| OnboardSpeed {

@@ -8,7 +8,8 @@ use super::Results;
 use chart::{Chart, Scale};
 use std::fmt::Write;
 
-/// Time to first token, time between tokens and goodput over the offered rate, and a table of the same.
+/// Time to first token, time between tokens and goodput over the offered rate, and a table of the same: beside the
+/// charts on a wide screen, else below them.
 pub fn html_report(results: &[Results], title: &str) -> String {
     let charts = [
         chart("Time to first token, mean", "seconds", Scale::Logarithmic, |it| it.ttft_mean_s),
@@ -22,17 +23,20 @@ pub fn html_report(results: &[Results], title: &str) -> String {
          <style>{STYLE}</style></head>\n<body><h1>{0}</h1>\n",
         escaped(title)
     );
+    page += "<main><div>\n";
     for chart in charts {
         page += &chart.svg(results);
     }
+    page += "</div>\n";
     page += &table(results);
-    page += "</body></html>\n";
+    page += "</main></body></html>\n";
     page
 }
 
 const STYLE: &str = "body{font-family:sans-serif;margin:2em}svg{margin:0 1em 1em 0}table{border-collapse:collapse}\
     td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}\
-    td:nth-child(3),th:nth-child(3){text-align:left}";
+    td:nth-child(3),th:nth-child(3){text-align:left}\
+    @media(min-width:1500px){main{display:flex;align-items:flex-start}main>div{flex:1}table{position:sticky;top:1em}}";
 
 fn chart(title: &'static str, unit: &'static str, scale: Scale, value: fn(&Results) -> f64) -> Chart {
     Chart { title, unit, scale, value }

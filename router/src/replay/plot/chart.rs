@@ -34,9 +34,14 @@ struct Axis {
 const SIZE: (f64, f64) = (640.0, 380.0);
 /// Left, top, right, bottom. The right margin holds the legend.
 const MARGIN: (f64, f64, f64, f64) = (70.0, 40.0, 150.0, 50.0);
-/// Okabe and Ito's palette, distinguishable with colour vision deficiency. Black is for [`OURS`].
-const COLOURS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"];
-/// Strokes of the first seven policies, the next seven, and so on.
+/// Palettes that are distinguishable with colour vision deficiency: Okabe and Ito's, then dark ones of Tol's "muted".
+/// Black is for [`OURS`].
+const COLOURS: [&str; 13] = [
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#882255", "#117733", "#332288",
+    "#aa4499", "#661100", "#88ccee",
+];
+/// Neighbours in the legend differ in the stroke, too. The numbers of colours and of strokes have no common divisor, so
+/// 39 policies are all different.
 const DASHES: [&str; 3] = ["none", "7 3", "2 3"];
 /// Painted last, so that no other line covers it.
 const OURS: &str = "kv";
@@ -80,9 +85,7 @@ impl Chart {
             self.unit
         ));
         for (nth, name, points) in self.lines(results) {
-            let colour = if name == OURS { "#000000" } else { COLOURS[nth % COLOURS.len()] };
-            let dash = DASHES[nth / COLOURS.len() % DASHES.len()];
-            let stroke = if name == OURS { 3 } else { 2 };
+            let (colour, dash, stroke) = appearance(nth, name);
             let path: Vec<String> = points.iter().map(|it| format!("{:.1},{:.1}", x(it.0), y(it.1))).collect();
             let path = path.join(" ");
             line(format_args!(
@@ -120,6 +123,11 @@ impl Chart {
         lines.sort_by_key(|(_, name, _)| *name == OURS);
         lines
     }
+}
+
+/// Colour, dashes and width of the line of a policy.
+fn appearance(nth: usize, name: &str) -> (&'static str, &'static str, u32) {
+    if name == OURS { ("#000000", "none", 3) } else { (COLOURS[nth % COLOURS.len()], DASHES[nth % DASHES.len()], 2) }
 }
 
 impl Axis {
@@ -165,4 +173,22 @@ fn tick_step(max: f64) -> f64 {
 /// So that a label is 0.3 and not 0.30000000000000004.
 fn rounded(value: f64) -> f64 {
     (value * 1e9).round() / 1e9
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::PolicyUnderTest;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_policy_has_a_line_of_its_own() {
+        let policies = PolicyUnderTest::all();
+        let both =
+            policies.iter().flat_map(|policy| [policy.name().to_owned(), format!("{} (no copies)", policy.name())]);
+        let names: Vec<String> = both.collect();
+        let lines: HashSet<_> = names.iter().enumerate().map(|(nth, name)| appearance(nth, name)).collect();
+        assert_eq!(lines.len(), names.len(), "{names:?}");
+        assert_eq!(HashSet::from(COLOURS).len(), COLOURS.len());
+    }
 }
