@@ -38,8 +38,8 @@ class Engine:
         command = [pathlib.Path(sys.executable).parent / "vllm", "serve", self.model, "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--kv-events-config", json.dumps(events)]
         command += ["--disable-uvicorn-access-log", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
-        # 32 tokens are the smallest block of the CPU's attention. 200 blocks hold all prompts of these tests.
-        command += ["--block-size", "32", "--num-gpu-blocks-override", "200", "--enable-prompt-tokens-details"]
+        # 32 tokens are the smallest block of the CPU's attention. 600 blocks hold all prompts of these tests.
+        command += ["--block-size", "32", "--num-gpu-blocks-override", "600", "--enable-prompt-tokens-details"]
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else both servers bind to the first core

@@ -18,7 +18,8 @@ class Conversation:
 
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.messages = [{"role": "system", "content": self.text(120)}]
+        # About 430 tokens, of prompts of 450 to 610: their prefix is worth more than the error of learned speeds.
+        self.messages = [{"role": "system", "content": self.text(300)}]
         self.workers = []
 
     def text(self, words):
@@ -51,6 +52,28 @@ class Conversation:
         return decision, usage
 
 
+def considered(decision):
+    """The candidate that was chosen, and the others."""
+    chosen, *others = decision["candidates"]
+    assert chosen["worker"] == decision["chosen"]
+    return chosen, others
+
+
+def is_best(decision):
+    """Whether the chosen worker has the most cached tokens, or costs about the least: 5 % more, within 2 to 25 ms."""
+    chosen, others = considered(decision)
+    lowest = min(candidate["cost_s"] for candidate in decision["candidates"])
+    tie = min(max(lowest * 0.05, 0.002), 0.025) + 1e-5  # the costs in the header are rounded
+    has_most = all(chosen["uncached_tokens"] <= other["uncached_tokens"] for other in others)
+    return has_most or chosen["cost_s"] <= lowest + tie
+
+
+def is_only_holder(decision):
+    """Whether the chosen worker has more of the prompt than each other one."""
+    chosen, others = considered(decision)
+    return bool(others) and all(chosen["uncached_tokens"] < other["uncached_tokens"] for other in others)
+
+
 def cached_tokens(usage):
     return usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
 
@@ -73,19 +96,22 @@ def test_predicted_cached_tokens_are_those_that_vllm_reports(gateway, client):
     wait_for(lambda: gateway.metric("blockyard_router_workers") == 2, "both servers are registered")
     order = random.Random(5)
     conversations = [Conversation(seed) for seed in range(10)]
-    predicted, reported = [], []
+    decisions, predicted, reported = [], [], []
     for turn in range(100):
         decision, usage = order.choice(conversations).ask(client, stream=turn % 2 == 0)
+        decisions.append(decision)
         predicted.append(decision["cached_tokens"])
         reported.append(cached_tokens(usage))
         settle(gateway)
     assert predicted == reported
-    assert sum(reported) > 5_000, "most of the prompts are repeated"
+    assert sum(reported) > 20_000, "most of the prompts are repeated"
+    assert all(is_best(decision) for decision in decisions), next(d for d in decisions if not is_best(d))
+    # Simulated with these prompts: without a move 90 turns find their prefix on one server alone, and with a random
+    # server 11 to 22 do, with 38 to 54 moves. Speeds are learned, and the machine is shared, so some moves pay.
     turns = [turn for conversation in conversations for turn in zip(conversation.workers, conversation.workers[1:])]
     moves = sum(before != after for before, after in turns)
-    # A move can pay where a server looks slow: speeds are learned, and the machine is shared. Costs that are less than
-    # 2 ms apart are ties. Without regard to prefixes, half of the 90 turns would be moves.
-    assert moves <= 35, "conversations stay on the server that has their prefix"
+    assert moves <= 20, "conversations stay on the server that has their prefix"
+    assert sum(map(is_only_holder, decisions)) >= 45, "requests go to the server that has their prefix"
     workers = {worker for conversation in conversations for worker in conversation.workers}
     assert len(workers) == 2, "new prompts are spread over the servers"
 
