@@ -12,7 +12,7 @@ CHAT = {"messages": [{"role": "user", "content": "The yard sorts wagons."}]}
 COMPLETION = {"prompt": "The yard sorts"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"name": "answer", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
-# Fields of vLLM's chat and completions, valid values and invalid ones.
+# All fields of vLLM's chat and completions, valid values and invalid ones.
 FIELDS = [
     {},
     {"n": 2, "temperature": 1.0, "seed": 3},
@@ -77,6 +77,16 @@ FIELDS = [
     {"add_generation_prompt": False},
     {"chat_template_kwargs": {"a": 1}},
     {"suffix": "x"},
+    {"truncate_prompt_tokens": 3, "truncation_side": "left"},
+    {"use_beam_search": True, "n": 2, "length_penalty": 0.5},
+    {"logprobs": True, "logprob_token_ids": [5, 6]},
+    {"thinking_token_budget": 3},
+    {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
+    {"stream_interval": 2},
+    {"vllm_xargs": {"a": 1}, "ec_transfer_params": {}},
+    {"session_id": "session", "watermarking": True, "routed_experts_prompt_start": 1},
+    {"return_token_offsets": True, "mm_payload": "none"},
+    {"return_mm_kwargs": False},
     {"unknown_field": 1},
 ]
 CHAT_FIELDS = [
@@ -86,6 +96,17 @@ CHAT_FIELDS = [
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     {"messages": [{"role": "king", "content": "hello"}]},
     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello é 漢字 🚂"}]},
+    {"add_special_tokens": True},
+    {"continue_final_message": True, "add_generation_prompt": False},
+    {"continue_final_message": True, "add_generation_prompt": True},
+    {"chat_template": "{{ messages[0].content }}"},
+    {"documents": [{"title": "title", "text": "text"}]},
+    {"reasoning_effort": "low"},
+    {"reasoning_effort": "much"},
+    {"include_reasoning": False},
+    {"return_prompt_text": True},
+    {"media_io_kwargs": {"image": {"a": 1}}},
+    {"mm_processor_kwargs": {"a": 1}},
 ]
 COMPLETION_FIELDS = [
     {"prompt": ["a", "b"]},
@@ -94,6 +115,8 @@ COMPLETION_FIELDS = [
     {"prompt": ""},
     {"prompt": 7},
     {"prompt": [999_999]},
+    {"prompt_embeds": "AAAA"},
+    {"add_special_tokens": False},
 ]
 MESSAGE = {"max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": "x"}]}
 OTHER = [
@@ -147,6 +170,17 @@ def gateway_of_one(folder, engines):
     gateway.wait_until("/ready")
     yield gateway
     gateway.kill()
+
+
+def test_all_fields_of_vllm_are_sent(engines):
+    description = json.loads(engines[0].server.get("/openapi.json")[1])
+    for endpoint in ("/v1/chat/completions", "/v1/completions"):
+        body = description["paths"][endpoint]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = description["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+        known = set(schema["properties"])
+        sent = {"model"}.union(*(fields for path, fields in requests() if path == endpoint))
+        assert {"stream", "cache_salt"} < known, "the schema is read"
+        assert known <= sent, f"{endpoint}: no test sends {sorted(known - sent)}"
 
 
 def test_answers_are_those_of_vllm(gateway_of_one, engines):
