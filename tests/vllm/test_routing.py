@@ -6,11 +6,9 @@ import threading
 import time
 
 import openai
-from conftest import MODEL
+from conftest import MODEL, settle, wait_for
 
 WORDS = "block cache prefix token hash tier store load plan route engine worker page key value event step batch".split()
-# Longer than the minute after which the speed of a server that gets no requests is forgotten.
-MAX_WAIT_SECONDS = 180
 
 
 class Conversation:
@@ -78,22 +76,7 @@ def cached_tokens(usage):
     return usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
 
 
-def wait_for(condition, what):
-    deadline = time.monotonic() + MAX_WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def settle(gateway):
-    """Waits until the events of finished requests have been applied: the index has stopped growing."""
-    size = None
-    while size != (size := gateway.metric("blockyard_router_index_entries")):
-        time.sleep(0.2)
-
-
 def test_predicted_cached_tokens_are_those_that_vllm_reports(gateway, client):
-    wait_for(lambda: gateway.metric("blockyard_router_workers") == 2, "both servers are registered")
     order = random.Random(5)
     conversations = [Conversation(seed) for seed in range(10)]
     decisions, predicted, reported = [], [], []
