@@ -1,4 +1,6 @@
-"""Requests go to the server that has their prefix, and the predicted cached tokens are those that vLLM reports."""
+"""Requests go to the server that has their prefix, and the predicted cached tokens are those that vLLM reports: with
+tokens that vLLM is asked for, and with those of a local tokenizer.
+"""
 
 import json
 import random
@@ -6,7 +8,8 @@ import threading
 import time
 
 import openai
-from conftest import MODEL, settle, wait_for
+import pytest
+from conftest import MODEL, gateway_of, settle, wait_for
 
 WORDS = "block cache prefix token hash tier store load plan route engine worker page key value event step batch".split()
 
@@ -97,6 +100,59 @@ def test_predicted_cached_tokens_are_those_that_vllm_reports(gateway, client):
     assert sum(map(is_only_holder, decisions)) >= 45, "requests go to the server that has their prefix"
     workers = {worker for conversation in conversations for worker in conversation.workers}
     assert len(workers) == 2, "new prompts are spread over the servers"
+
+
+@pytest.fixture
+def gateway_with_tokenizer(folder, model, engines):
+    """A gateway that has the model's tokenizer and chat template."""
+    with gateway_of(folder, engines, "--set", f"tokenizers.{MODEL}={model}") as gateway:
+        yield gateway
+
+
+def test_the_local_tokenizer_has_the_tokens_of_vllm(gateway_with_tokenizer):
+    gateway = gateway_with_tokenizer
+    used = "blockyard_frontend_local_tokenizer_used"
+    for kind in ("completion", "chat", "tools"):
+        # A server that does not answer in time is compared again.
+        wait_for(lambda: gateway.metric(used, f'model="{MODEL}"', f'prompts="{kind}"') == 1, f"it is used for {kind}")
+
+    def ask(path, body):
+        """Sends a request: the cached tokens, as predicted and as reported."""
+        body = {"model": MODEL, "max_tokens": 2, "temperature": 0, **body}
+        explain = {"x-blockyard-explain": "1"}
+        status, answer, headers = gateway.post_with_headers(path, json.dumps(body).encode(), **explain)
+        assert status == 200, answer
+        usage = json.loads(answer)["usage"]
+        decision = json.loads(headers["x-blockyard-explain"])
+        assert decision["prompt_tokens"] == usage["prompt_tokens"], "the local tokenizer has each token"
+        settle(gateway)
+        return decision["cached_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    conversation = Conversation(300)
+    user = [{"role": "user", "content": conversation.text(12)}]
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    # vLLM has no parser for calls of tools here, but its template gets the tools.
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "none"}
+    prompts = [
+        ("/v1/completions", {"prompt": conversation.text(200) + " é 漢字 🚂"}),
+        ("/v1/completions", {"prompt": conversation.text(200), "add_special_tokens": False}),
+        ("/v1/chat/completions", {"messages": conversation.messages + user}),
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": conversation.text(150)}, *user], **tools}),
+    ]
+    # The third time at the latest, a server gets the prompt again.
+    for path, body in prompts:
+        for _ in range(3):
+            predicted, reported = ask(path, body)
+            assert predicted == reported, f"{path}, {body}"
+        assert reported > 100, f"{path}, {body}"
+    for turn in range(6):
+        conversation.messages.append({"role": "user", "content": conversation.text(12)})
+        predicted, reported = ask("/v1/chat/completions", {"messages": conversation.messages})
+        assert predicted == reported, f"turn {turn}"
+    counted = "blockyard_frontend_relayed_prompts_total"
+    assert gateway.metric(counted) == gateway.metric(counted, 'tokens="local"') == 18
+    metrics = gateway.get("/metrics")[1].decode()
+    assert "blockyard_frontend_tokenize_requests_total{" not in metrics, "no server is asked"
 
 
 def busiest(engines):
