@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 mod aliases;
+mod caching;
 mod kv_events;
 mod passing;
 mod servers;
