@@ -69,9 +69,9 @@ def wait_for(condition, what):
 
 
 def settle(gateway):
-    """Waits until the events of finished requests have been applied: the index has stopped growing."""
-    size = None
-    while size != (size := gateway.metric("blockyard_router_index_entries")):
+    """Waits until the index has got the events of finished requests: for 0.2 s there was no further one."""
+    count = None
+    while count != (count := gateway.metric("blockyard_router_index_events_total", default=0)):
         time.sleep(0.2)
 
 
