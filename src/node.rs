@@ -43,6 +43,7 @@ pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight};
 pub use refused_requests::RefusedRequests;
 pub(crate) use stores::access;
+pub(crate) use tokenizers::load as load_tokenizers;
 pub(crate) use transforms::Transforms;
 pub(crate) use upstreams::START_VLLM;
 pub use upstreams::{CheckedUpstream, Upstreams};

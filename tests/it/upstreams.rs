@@ -10,6 +10,7 @@ mod servers;
 mod tokenizers;
 
 pub(crate) use kv_events::{MESSAGES, publish};
+pub(crate) use tokenizers::tokenizer_folder;
 
 use super::process::client;
 use blockyard::config::{Config, Listen, Upstream};

@@ -93,7 +93,7 @@ class Server:
             return error.code, error.read(), error.headers
 
     def metric(self, name, *labels, default=None):
-        """The sum of a metric over all its series that have all of the labels. `default`: of a metric without series."""
+        """The sum of a metric over all its series that have all of the labels. `default`: if it has no series."""
         lines = self.get("/metrics")[1].decode().splitlines()
         lines = [line for line in lines if line.startswith((name + " ", name + "{"))]
         if default is not None and not lines:

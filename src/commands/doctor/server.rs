@@ -1,7 +1,7 @@
 //! Checks of one server, from its name to its models. Each needs the one before it.
 
 use super::findings::{self, Findings};
-use super::{Probing, kv};
+use super::{Gateway, Probing, judge, kv, probe};
 use crate::config::{Resolve, Upstream};
 use http::{HeaderValue, StatusCode};
 use std::io;
@@ -41,8 +41,7 @@ pub(super) struct Server<'a> {
     pub(super) api_key: Option<HeaderValue>,
     pub(super) kind: Kind,
     pub(super) models: Vec<ListedModel>,
-    /// Whether requests have tenants.
-    pub(super) tenants: bool,
+    pub(super) gateway: &'a Gateway,
 }
 
 /// The program that the server is, because each has its own flags.
@@ -87,7 +86,7 @@ pub(super) async fn examine(
     addresses: Vec<IpAddr>,
     at: usize,
     probing: Probing,
-    tenants: bool,
+    gateway: &Gateway,
     findings: &mut Findings,
 ) {
     let Some(api_key) = api_key(upstream, at, findings) else { return };
@@ -123,8 +122,11 @@ pub(super) async fn examine(
     }
     let kind = version(&client, api_key.as_ref(), &models, findings).await;
     named(&models, findings);
-    let server = Server { upstream, host, client, api_key, kind, models, tenants };
+    let server = Server { upstream, host, client, api_key, kind, models, gateway };
     kv::examine(&server, at, probing, findings).await;
+    for (model, comparison) in probe::compare_tokenizers(&server).await {
+        judge::tokenizer(&model, &comparison, findings);
+    }
 }
 
 /// The key for the server; `None` if it cannot be read.
