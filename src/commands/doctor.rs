@@ -98,6 +98,13 @@ struct Gateway {
     tokenizers: BTreeMap<String, Arc<LocalTokenizer>>,
 }
 
+/// What was found out about a server.
+struct Examined {
+    checks: Vec<Check>,
+    /// The models that it lists; `None`: it does not say.
+    models: Option<Vec<String>>,
+}
+
 impl Gateway {
     async fn of(config: &Config) -> Self {
         let loaded = config.clone();
@@ -127,15 +134,34 @@ pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
             let name = addresses.first().filter(|_| several).map(|address| format!("{url} at {address}"));
             let mut findings = Findings::of(name.unwrap_or_else(|| url.clone()));
             let examined = server::examine(upstream, addresses, at, probing, gateway, &mut findings);
-            if timeout(SERVER_LIMIT, examined).await.is_err() {
+            let models = timeout(SERVER_LIMIT, examined).await.unwrap_or_else(|_| {
                 let detail = format!("the checks have not ended within {} s", SERVER_LIMIT.as_secs());
                 findings.problem("time", detail, "look at the load of the server, or skip the completions: --no-probe");
-            }
-            findings.into_checks()
+                None
+            });
+            Examined { checks: findings.into_checks(), models }
         });
         let checks = join_all(checks).await;
-        findings.into_checks().into_iter().chain(checks.into_iter().flatten()).collect::<Vec<_>>()
+        // A name without a server says nothing of models.
+        let models = (!checks.is_empty()).then(Vec::new);
+        [Examined { checks: findings.into_checks(), models }].into_iter().chain(checks).collect::<Vec<_>>()
     });
     let (local, servers) = tokio::join!(local::examine(config), join_all(upstreams));
-    local.into_iter().chain(servers.into_iter().flatten()).collect()
+    let servers: Vec<Examined> = servers.into_iter().flatten().collect();
+    let unlisted = unlisted(gateway, &servers);
+    local.into_iter().chain(unlisted).chain(servers.into_iter().flat_map(|server| server.checks)).collect()
+}
+
+/// Local tokenizers of models that no server lists. They are not known while a server does not say its models.
+fn unlisted(gateway: &Gateway, servers: &[Examined]) -> Vec<Check> {
+    let listed = servers.iter().map(|server| server.models.as_ref()).collect::<Option<Vec<_>>>();
+    let Some(listed) = listed else { return Vec::new() };
+    let listed: Vec<&String> = listed.into_iter().flatten().collect();
+    let mut findings = Findings::of("configuration");
+    for model in gateway.tokenizers.keys().filter(|model| !listed.contains(model)) {
+        let detail = format!("tokenizers.{model:?}: no server lists this model, so its tokenizer is not used");
+        let fix = "name the tokenizer by the id of its model in /v1/models of the servers, or remove it";
+        findings.warning("local_tokenizer", detail, fix);
+    }
+    findings.into_checks()
 }

@@ -245,11 +245,11 @@ async fn a_local_tokenizer_with_other_tokens_is_a_problem() {
     let (vllm, folder) = (Vllm::start().await, tokenizer_folder());
     let mut config = config(vllm.upstream());
     config.tokenizers.insert("m".to_owned(), folder.path().to_owned());
-    let found = async || {
-        let checks = examine(&config, Probing::Skip).await.into_iter();
+    let found = async |config: &Config| {
+        let checks = examine(config, Probing::Skip).await.into_iter();
         checks.filter(|check| check.check == "local_tokenizer").collect::<Vec<_>>()
     };
-    let all_different = found().await;
+    let all_different = found(&config).await;
     assert_eq!(all_different.len(), 3, "{all_different:#?}");
     for kind in ["completion", "chat", "tools"] {
         let of_kind = all_different.iter().find(|check| check.detail.starts_with(&format!("m, prompts of {kind}: ")));
@@ -259,20 +259,24 @@ async fn a_local_tokenizer_with_other_tokens_is_a_problem() {
     }
 
     vllm.server.set_answers("/tokenize", |request| byte_tokens(request, Some(1)));
-    let other_tools = found().await;
+    let other_tools = found(&config).await;
     assert_eq!(other_tools.iter().map(|check| check.status).collect::<Vec<_>>(), [Status::Ok, Status::Problem]);
     assert_eq!(other_tools[0].detail, "m: the tokens of the server in prompts of completion, chat");
     assert!(other_tools[1].detail.starts_with("m, prompts of tools: token "), "{other_tools:#?}");
 
     vllm.server.set_answers("/tokenize", |request| byte_tokens(request, None));
-    let [same] = &found().await[..] else { panic!("one check") };
+    let [same] = &found(&config).await[..] else { panic!("one check") };
     assert_eq!(
         (same.status, &*same.detail),
         (Status::Ok, "m: the tokens of the server in prompts of completion, chat, tools")
     );
 
+    config.tokenizers.insert("n".to_owned(), folder.path().to_owned());
+    expect(&examine(&config, Probing::Skip).await, "local_tokenizer", Status::Warning, "/v1/models");
+    config.tokenizers.remove("n");
+
     vllm.server.set_page("/tokenize", Script::json(503, &json!({})));
-    let [failed] = &found().await[..] else { panic!("one check") };
+    let [failed] = &found(&config).await[..] else { panic!("one check") };
     assert!(failed.status == Status::Problem && failed.detail.contains("/tokenize: 503"), "{failed:?}");
 }
 

@@ -80,7 +80,8 @@ pub(super) async fn resolve(upstream: &Upstream, findings: &mut Findings) -> Vec
     servers
 }
 
-/// Checks one server at these addresses, of the upstream at this position of the configuration.
+/// Checks one server at these addresses, of the upstream at this position of the configuration. Returns the
+/// models that it lists; `None`: it does not say.
 pub(super) async fn examine(
     upstream: &Upstream,
     addresses: Vec<IpAddr>,
@@ -88,19 +89,19 @@ pub(super) async fn examine(
     probing: Probing,
     gateway: &Gateway,
     findings: &mut Findings,
-) {
-    let Some(api_key) = api_key(upstream, at, findings) else { return };
+) -> Option<Vec<String>> {
+    let api_key = api_key(upstream, at, findings)?;
     let authorities = match upstream.authorities() {
         Ok(authorities) => authorities,
         Err(error) => {
             let path = upstream.ca_file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
             let fix = format!("correct upstreams.{at}.ca_file: a file in PEM format that this user can read");
             findings.problem("ca_file", format!("{path}: {error}"), fix);
-            return;
+            return None;
         }
     };
     if !connects(upstream, &addresses, findings).await {
-        return;
+        return None;
     }
     let host = match addresses.first() {
         Some(IpAddr::V6(address)) => format!("[{address}]"),
@@ -111,11 +112,11 @@ pub(super) async fn examine(
         Ok(client) => client,
         Err(error) => {
             findings.problem("url", error.to_string(), format!("correct upstreams.{at}.url"));
-            return;
+            return None;
         }
     };
     let listed = discover(&client, api_key.as_ref()).await;
-    let Some(models) = answered(upstream, at, listed, findings) else { return };
+    let models = answered(upstream, at, listed, findings)?;
     let shown = certificates(&upstream.url, &addresses, authorities.as_ref().map(Authorities::roots)).await;
     if let Some(expiry) = shown.and_then(|shown| CertificateExpiry::of(&shown)) {
         findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
@@ -127,6 +128,7 @@ pub(super) async fn examine(
     for (model, comparison) in probe::compare_tokenizers(&server).await {
         judge::tokenizer(&model, &comparison, findings);
     }
+    Some(server.models.into_iter().map(|model| model.card.id).collect())
 }
 
 /// The key for the server; `None` if it cannot be read.
