@@ -37,13 +37,13 @@ mod usage;
 mod worker_node;
 mod workers;
 
+pub(crate) use self::tokenizers::load as load_tokenizers;
 pub use cache_audit::{CacheAudit, TierAudit};
 pub(crate) use http_server::{PortError, bind, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight};
 pub use refused_requests::RefusedRequests;
 pub(crate) use stores::access;
-pub(crate) use tokenizers::load as load_tokenizers;
 pub(crate) use transforms::Transforms;
 pub(crate) use upstreams::START_VLLM;
 pub use upstreams::{CheckedUpstream, Upstreams};

@@ -9,8 +9,8 @@ mod passing;
 mod servers;
 mod tokenizers;
 
+pub(crate) use self::tokenizers::tokenizer_folder;
 pub(crate) use kv_events::{MESSAGES, publish};
-pub(crate) use tokenizers::tokenizer_folder;
 
 use super::process::client;
 use blockyard::config::{Config, Listen, Upstream};
