@@ -37,6 +37,7 @@ mod usage;
 mod worker_node;
 mod workers;
 
+pub(crate) use self::tokenizers::load as load_tokenizers;
 pub use cache_audit::{CacheAudit, TierAudit};
 pub(crate) use http_server::{PortError, bind, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};

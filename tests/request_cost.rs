@@ -43,6 +43,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// Pairs of streams, and those before them whose allocations do not count.
 const PAIRS: usize = 6;
 const WARMUP_PAIRS: usize = 1;
+const ALL_PAIRS: usize = WARMUP_PAIRS + PAIRS;
 /// Allocations of a chunk: the bytes that are read from the server, which are the frame for the client.
 const CHUNK_BOUND: f64 = 1.0;
 
@@ -168,12 +169,12 @@ fn chunks(response: &[u8]) -> usize {
 fn a_relayed_chunk_allocates_its_frame_only() {
     let _alone = ONE_AT_A_TIME.lock();
     let answers = EVENTS.map(|events| Script::chat(&vec![" token"; events], None).paced(PAUSE));
-    let all = vec![answers; WARMUP_PAIRS + PAIRS].concat();
+    let all = vec![answers; ALL_PAIRS].concat();
     let address = gateway(server(all));
     let mut socket = TcpStream::connect(address).unwrap();
     socket.set_nodelay(true).unwrap();
     let mut per_chunk = Vec::new();
-    for pair in 0..WARMUP_PAIRS + PAIRS {
+    for pair in 0..ALL_PAIRS {
         let [short, long] =
             [0, 1].map(|nth| allocations_and_chunks(&mut socket, &request(address, 2 * pair + nth, true)));
         let [allocated, chunks] = [0, 1].map(|at| long[at] as f64 - short[at] as f64);

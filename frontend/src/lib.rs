@@ -56,4 +56,4 @@ pub use keys::{ApiKey, KeyEntry, KeyFile, KeyFileError, KeyHash};
 pub use model::{LocalTokenizer, TokenizerText, check_model};
 pub use params::{CacheDomains, SecretError};
 pub use settings::{Origin, RelayPath, Settings, TenantHeader};
-pub use tokenizers::{RegisteredTokenizer, Tokenizers};
+pub use tokenizers::{RegisteredTokenizer, TokenAgreement, TokenizerComparison, Tokenizers, compare_tokenizer};

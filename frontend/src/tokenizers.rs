@@ -12,6 +12,8 @@
 
 mod check;
 
+pub use check::{TokenAgreement, TokenizerComparison, compare_tokenizer};
+
 use crate::metrics::TokenizerMetrics;
 use crate::model::{ContentFormat, EncodeJob, LocalTokenizer, PromptKind, TokenCache};
 use bytes::Bytes;

@@ -3,7 +3,7 @@
 //! ```text
 //!   local: configuration, ports, memory, model, disks, stores ──┐
 //!   server: name, connection, key, version, models, clock ──────┼──▶ findings: Check ──▶ table, JSON, exit status
-//!     └─ kv: publishers ── probe: completions ──▶ judge ────────┘
+//!     └─ kv: publishers ── probe: completions, tokens ─▶ judge ─┘
 //! ```
 //! Servers are checked in parallel. A check that depends on a failed one is left out. `judge` is pure: it turns what
 //! `probe` has seen into checks. Not here: how servers are asked and their events read (crate `upstream`), which is
@@ -20,11 +20,15 @@ pub use findings::{Check, Status};
 
 use crate::commands::cli::Configured;
 use crate::commands::output;
-use crate::config::{Config, Sources};
+use crate::config::{Config, Purpose, Sources};
+use crate::node::load_tokenizers;
 use clap::Args;
 use findings::Findings;
+use frontend::LocalTokenizer;
 use futures::future::join_all;
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -86,6 +90,31 @@ pub fn run(doctor: &Doctor) -> anyhow::Result<Outcome> {
     Ok(if has_problems { Outcome::Problems } else { Outcome::Sound })
 }
 
+/// What the checks of servers need of the configuration of the gateway before them.
+struct Gateway {
+    /// Whether requests have tenants.
+    tenants: bool,
+    /// The local tokenizers, by model.
+    tokenizers: BTreeMap<String, Arc<LocalTokenizer>>,
+}
+
+/// What was found out about a server.
+struct Examined {
+    checks: Vec<Check>,
+    /// The models that it lists; `None`: it does not say.
+    models: Option<Vec<String>>,
+}
+
+impl Gateway {
+    async fn of(config: &Config) -> Self {
+        let loaded = config.clone();
+        let load = move || load_tokenizers(&loaded, Purpose::Serve);
+        let tokenizers = tokio::task::spawn_blocking(load).await.expect("loading does not panic");
+        // Tokenizers that cannot be loaded are a problem of the configuration.
+        Self { tenants: config.frontend.has_tenants(), tokenizers: tokenizers.unwrap_or_default() }
+    }
+}
+
 async fn checks_of(sources: &Sources, probing: Probing) -> Vec<Check> {
     match Config::load_to_serve(sources) {
         Ok((config, _)) => examine(&config, probing).await,
@@ -95,7 +124,7 @@ async fn checks_of(sources: &Sources, probing: Probing) -> Vec<Check> {
 
 /// The checks of a configuration: those of this machine, then those of each server in the order of the configuration.
 pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
-    let tenants = config.frontend.has_tenants();
+    let gateway = &Gateway::of(config).await;
     let upstreams = config.upstreams.iter().enumerate().map(async |(at, upstream)| {
         let url = upstream.shown_url();
         let mut findings = Findings::of(url.clone());
@@ -104,16 +133,35 @@ pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
         let checks = servers.into_iter().take(MAX_SERVERS).map(async |addresses| {
             let name = addresses.first().filter(|_| several).map(|address| format!("{url} at {address}"));
             let mut findings = Findings::of(name.unwrap_or_else(|| url.clone()));
-            let examined = server::examine(upstream, addresses, at, probing, tenants, &mut findings);
-            if timeout(SERVER_LIMIT, examined).await.is_err() {
+            let examined = server::examine(upstream, addresses, at, probing, gateway, &mut findings);
+            let models = timeout(SERVER_LIMIT, examined).await.unwrap_or_else(|_| {
                 let detail = format!("the checks have not ended within {} s", SERVER_LIMIT.as_secs());
                 findings.problem("time", detail, "look at the load of the server, or skip the completions: --no-probe");
-            }
-            findings.into_checks()
+                None
+            });
+            Examined { checks: findings.into_checks(), models }
         });
         let checks = join_all(checks).await;
-        findings.into_checks().into_iter().chain(checks.into_iter().flatten()).collect::<Vec<_>>()
+        // A name without a server says nothing of models.
+        let models = (!checks.is_empty()).then(Vec::new);
+        [Examined { checks: findings.into_checks(), models }].into_iter().chain(checks).collect::<Vec<_>>()
     });
     let (local, servers) = tokio::join!(local::examine(config), join_all(upstreams));
-    local.into_iter().chain(servers.into_iter().flatten()).collect()
+    let servers: Vec<Examined> = servers.into_iter().flatten().collect();
+    let unlisted = unlisted(gateway, &servers);
+    local.into_iter().chain(unlisted).chain(servers.into_iter().flat_map(|server| server.checks)).collect()
+}
+
+/// Local tokenizers of models that no server lists. They are not known while a server does not say its models.
+fn unlisted(gateway: &Gateway, servers: &[Examined]) -> Vec<Check> {
+    let listed = servers.iter().map(|server| server.models.as_ref()).collect::<Option<Vec<_>>>();
+    let Some(listed) = listed else { return Vec::new() };
+    let listed: Vec<&String> = listed.into_iter().flatten().collect();
+    let mut findings = Findings::of("configuration");
+    for model in gateway.tokenizers.keys().filter(|model| !listed.contains(model)) {
+        let detail = format!("tokenizers.{model:?}: no server lists this model, so its tokenizer is not used");
+        let fix = "name the tokenizer by the id of its model in /v1/models of the servers, or remove it";
+        findings.warning("local_tokenizer", detail, fix);
+    }
+    findings.into_checks()
 }

@@ -10,7 +10,7 @@ use worker::llama::TokenizerFiles;
 
 /// The configured tokenizers, by model; none in a process that has no upstreams and gets none. Blocks for about a
 /// second for each folder.
-pub(super) fn load(config: &Config, purpose: Purpose) -> anyhow::Result<BTreeMap<String, Arc<LocalTokenizer>>> {
+pub(crate) fn load(config: &Config, purpose: Purpose) -> anyhow::Result<BTreeMap<String, Arc<LocalTokenizer>>> {
     let mut by_folder: BTreeMap<&Path, Arc<LocalTokenizer>> = BTreeMap::new();
     let mut by_model = BTreeMap::new();
     // A frontend may get its first upstream by a reload.

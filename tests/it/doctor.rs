@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::{Process, doctor};
-use super::upstreams::{MESSAGES, publish, sglang, sglang_payload};
+use super::upstreams::{MESSAGES, publish, sglang, sglang_payload, tokenizer_folder};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
 use blockyard::config::{Config, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
@@ -13,7 +13,7 @@ use std::net::TcpListener;
 use std::num::NonZero;
 use std::path::Path;
 use upstream::kv_events::fake::FakePublisher;
-use upstream::relay::fake::{FakeEngine, Script};
+use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
 /// A server that answers as vLLM 0.32 does, and its publisher, which has announced three blocks of 32 tokens.
 struct Vllm {
@@ -247,6 +247,63 @@ async fn missing_token_details_are_a_warning() {
     vllm.set_usage(&json!({ "prompt_tokens": 100 }));
     let checks = checks(vllm.upstream()).await;
     expect(&checks, "cached_tokens", Status::Warning, "--enable-prompt-tokens-details");
+}
+
+/// The tokens of a server with the model of [`tokenizer_folder`]: bytes. `for_tools`: one more in prompts with tools.
+fn byte_tokens(request: &Recorded, for_tools: Option<u32>) -> Script {
+    let body: Value = serde_json::from_slice(&request.body).unwrap();
+    let parts = |content: &Value| {
+        let texts = content.as_array().into_iter().flatten().map(|part| part["text"].as_str().unwrap());
+        texts.collect::<Vec<_>>().join("\n")
+    };
+    let text = |message: &Value| message["content"].as_str().map_or_else(|| parts(&message["content"]), str::to_owned);
+    let prompt: String = match body["prompt"].as_str() {
+        Some(prompt) => prompt.to_owned(),
+        None => body["messages"].as_array().unwrap().iter().map(text).collect(),
+    };
+    let more = for_tools.filter(|_| body["tools"].is_array());
+    let tokens: Vec<u32> = prompt.bytes().map(u32::from).chain(more).collect();
+    Script::json(200, &json!({ "count": tokens.len(), "tokens": tokens }))
+}
+
+#[tokio::test]
+async fn a_local_tokenizer_with_other_tokens_is_a_problem() {
+    let (vllm, folder) = (Vllm::start().await, tokenizer_folder());
+    let mut config = config(vllm.upstream());
+    config.tokenizers.insert("m".to_owned(), folder.path().to_owned());
+    let found = async |config: &Config| {
+        let checks = examine(config, Probing::Skip).await.into_iter();
+        checks.filter(|check| check.check == "local_tokenizer").collect::<Vec<_>>()
+    };
+    let all_different = found(&config).await;
+    assert_eq!(all_different.len(), 3, "{all_different:#?}");
+    for kind in ["completion", "chat", "tools"] {
+        let of_kind = all_different.iter().find(|check| check.detail.starts_with(&format!("m, prompts of {kind}: ")));
+        let check = of_kind.unwrap_or_else(|| panic!("{kind}: {all_different:#?}"));
+        assert_eq!(check.status, Status::Problem);
+        assert!(check.fix.as_ref().is_some_and(|fix| fix.contains("set tokenizers.\"m\" to the folder")), "{check:?}");
+    }
+
+    vllm.server.set_answers("/tokenize", |request| byte_tokens(request, Some(1)));
+    let other_tools = found(&config).await;
+    assert_eq!(other_tools.iter().map(|check| check.status).collect::<Vec<_>>(), [Status::Ok, Status::Problem]);
+    assert_eq!(other_tools[0].detail, "m: the tokens of the server in prompts of completion, chat");
+    assert!(other_tools[1].detail.starts_with("m, prompts of tools: token "), "{other_tools:#?}");
+
+    vllm.server.set_answers("/tokenize", |request| byte_tokens(request, None));
+    let [same] = &found(&config).await[..] else { panic!("one check") };
+    assert_eq!(
+        (same.status, &*same.detail),
+        (Status::Ok, "m: the tokens of the server in prompts of completion, chat, tools")
+    );
+
+    config.tokenizers.insert("n".to_owned(), folder.path().to_owned());
+    expect(&examine(&config, Probing::Skip).await, "local_tokenizer", Status::Warning, "/v1/models");
+    config.tokenizers.remove("n");
+
+    vllm.server.set_page("/tokenize", Script::json(503, &json!({})));
+    let [failed] = &found(&config).await[..] else { panic!("one check") };
+    assert!(failed.status == Status::Problem && failed.detail.contains("/tokenize: 503"), "{failed:?}");
 }
 
 #[tokio::test]

@@ -3,11 +3,13 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 mod aliases;
+mod caching;
 mod kv_events;
 mod passing;
 mod servers;
 mod tokenizers;
 
+pub(crate) use self::tokenizers::tokenizer_folder;
 pub(crate) use kv_events::{MESSAGES, publish, sglang, sglang_payload};
 
 use super::process::client;

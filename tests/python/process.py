@@ -92,10 +92,12 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read(), error.headers
 
-    def metric(self, name, *labels):
-        """The sum of a metric over all its series that have all of the labels."""
+    def metric(self, name, *labels, default=None):
+        """The sum of a metric over all its series that have all of the labels. `default`: if it has no series."""
         lines = self.get("/metrics")[1].decode().splitlines()
         lines = [line for line in lines if line.startswith((name + " ", name + "{"))]
+        if default is not None and not lines:
+            return default
         assert lines, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels))
 

@@ -4,19 +4,24 @@ The servers serve the built-in model `tiny`, whose weights are random. They run 
 tests (`install.py`). The report of a failed test has the ends of all logs.
 """
 
+import contextlib
 import json
 import pathlib
+import subprocess
 import sys
+import time
 
 import openai
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "python"))
-from process import Server, environment, free_port, serve  # noqa: E402
+from process import Server, binary, environment, free_port, serve  # noqa: E402
 
 MODEL = "tiny"
 # A start takes 45 s on an idle machine with two cores, nearly all of it imports.
 MAX_START_SECONDS = 600
+# Longer than the minute after which the speed of a server that gets no requests is forgotten.
+MAX_WAIT_SECONDS = 180
 
 
 class Engine:
@@ -38,8 +43,8 @@ class Engine:
         command = [pathlib.Path(sys.executable).parent / "vllm", "serve", self.model, "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--kv-events-config", json.dumps(events)]
         command += ["--disable-uvicorn-access-log", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
-        # 32 tokens are the smallest block of the CPU's attention. 200 blocks hold all prompts of these tests.
-        command += ["--block-size", "32", "--num-gpu-blocks-override", "200", "--enable-prompt-tokens-details"]
+        # 32 tokens are the smallest block of the CPU's attention. 600 blocks hold all prompts of these tests.
+        command += ["--block-size", "32", "--num-gpu-blocks-override", "600", "--enable-prompt-tokens-details"]
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else both servers bind to the first core
@@ -54,6 +59,26 @@ class Engine:
 
     def kill(self):
         self.server.kill()
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + MAX_WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def settle(gateway):
+    """Waits until the index has got the events of finished requests: for 0.2 s there was no further one."""
+    count = None
+    while count != (count := gateway.metric("blockyard_router_index_events_total", default=0)):
+        time.sleep(0.2)
+
+
+def add_key(file, tenant):
+    """Adds an API key of a tenant to a file, and returns it."""
+    command = [binary(), "key", "add", "--file", file, tenant, "--tenant", tenant]
+    return subprocess.run(command, env=environment(), check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture(scope="session")
@@ -83,15 +108,23 @@ def engines(folder, model):
             engine.kill()
 
 
-@pytest.fixture(scope="session")
-def gateway(folder, engines):
+@contextlib.contextmanager
+def gateway_of(folder, engines, *arguments):
+    """A gateway of these servers, all of which it knows."""
     urls = [argument for engine in engines for argument in ("--upstream", engine.url)]
-    gateway = serve(folder, *urls, model=None)
+    gateway = serve(folder, *urls, *arguments, model=None)
     try:
         gateway.wait_until("/ready")
+        wait_for(lambda: gateway.metric("blockyard_router_workers") == len(engines), "all servers are registered")
         yield gateway
     finally:
         gateway.kill()
+
+
+@pytest.fixture(scope="session")
+def gateway(folder, engines):
+    with gateway_of(folder, engines) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,54 @@ use worker::engine::{Tokenize, TokenizeError};
 const ADDED: usize = 4;
 const KINDS: usize = PromptKind::ALL.len();
 
+/// What [`compare_tokenizer`] has found.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum TokenizerComparison {
+    /// By kind of prompt: `completion`, `chat`, `tools`.
+    Compared([(&'static str, TokenAgreement); KINDS]),
+    /// The server has no `/tokenize`.
+    Unsupported,
+    /// The server did not answer; the reason.
+    Failed(String),
+}
+
+/// Whether a local tokenizer has the tokens of a server for one kind of prompts.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum TokenAgreement {
+    /// It has.
+    Same,
+    /// It has others: the first different token.
+    Different(String),
+    /// The server refuses such prompts, or they are rendered in a way that is not known here.
+    NotCompared,
+}
+
 /// A prompt whose tokens the server and the local tokenizer disagree on.
 struct Difference {
     at: usize,
     local: Option<u32>,
     server: Option<u32>,
+}
+
+/// The fields of a prompt, and its tokens at the server.
+type Answer = (Map<String, Value>, Vec<u32>);
+
+/// Compares a local tokenizer with a server of the model on the prompts by which a gateway does at its start.
+pub async fn compare_tokenizer(model: &str, local: &Arc<LocalTokenizer>, server: &dyn Tokenize) -> TokenizerComparison {
+    let answers = match ask(model, local, server).await {
+        Ok(answers) => answers,
+        Err(TokenizeError::Unsupported) => return TokenizerComparison::Unsupported,
+        Err(error) => return TokenizerComparison::Failed(error.to_string()),
+    };
+    let (checked, differences) = best(local, &answers, None);
+    TokenizerComparison::Compared(PromptKind::ALL.map(|kind| {
+        let agreement = match differences.iter().find(|(of, _)| *of == kind) {
+            Some((_, difference)) => TokenAgreement::Different(difference.text(local)),
+            None if checked.used[kind as usize] => TokenAgreement::Same,
+            None => TokenAgreement::NotCompared,
+        };
+        (kind.label(), agreement)
+    }))
 }
 
 /// Compares the tokens of a few prompts. `format`: as found with another server of the model; `None`: either.
@@ -25,6 +68,33 @@ pub(super) async fn check(
     server: &dyn Tokenize,
 ) -> Comparison {
     let upstream = server.name();
+    let answers = match ask(model, local, server).await {
+        Ok(answers) => answers,
+        Err(TokenizeError::Unsupported) => {
+            tracing::warn!(model, upstream, "the server has no /tokenize: the local tokenizer cannot be checked");
+            return Comparison::Unsupported;
+        }
+        Err(error) => {
+            tracing::warn!(model, upstream, %error, "the local tokenizer could not be checked; trying again");
+            return Comparison::Failed;
+        }
+    };
+    let (checked, differences) = best(local, &answers, format);
+    for (kind, difference) in differences {
+        tracing::warn!(
+            model,
+            upstream,
+            prompts = kind.label(),
+            "{}, which will be asked for the tokens of such prompts; set tokenizers.{model:?} to the folder from which \
+             the server loads tokenizer.json and the chat template, or remove it",
+            difference.text(local),
+        );
+    }
+    Comparison::Compared(checked)
+}
+
+/// The tokens of the prompts at the server, without those that it refuses.
+async fn ask(model: &str, local: &LocalTokenizer, server: &dyn Tokenize) -> Result<Vec<Answer>, TokenizeError> {
     let mut answers = Vec::new();
     for fields in prompts(local.added_tokens()) {
         let mut body = Map::from_iter([("model".to_owned(), model.into())]);
@@ -34,43 +104,30 @@ pub(super) async fn check(
             Ok(tokens) => answers.push((fields, tokens)),
             // A template may refuse tools, for example. Then the server refuses such requests too.
             Err(TokenizeError::Refused(_)) => {}
-            Err(TokenizeError::Unsupported) => {
-                tracing::warn!(model, upstream, "the server has no /tokenize: the local tokenizer cannot be checked");
-                return Comparison::Unsupported;
-            }
-            Err(error @ TokenizeError::Failed(_)) => {
-                tracing::warn!(model, upstream, %error, "the local tokenizer could not be checked; trying again");
-                return Comparison::Failed;
-            }
+            Err(error) => return Err(error),
         }
     }
+    Ok(answers)
+}
+
+/// The comparison in the format in which most kinds of prompts have the tokens of the server. `format`: the only one.
+fn best(
+    local: &Arc<LocalTokenizer>,
+    answers: &[Answer],
+    format: Option<ContentFormat>,
+) -> (CheckedTokenizer, Vec<(PromptKind, Difference)>) {
     let formats = format.map_or(vec![ContentFormat::Text, ContentFormat::Parts], |format| vec![format]);
-    let outcomes = formats.into_iter().map(|format| compare(local, &answers, format));
+    let outcomes = formats.into_iter().map(|format| compare(local, answers, format));
     let most = |(checked, _): &(CheckedTokenizer, _)| checked.used.iter().filter(|used| **used).count();
     // The first of those with the most.
-    let (checked, differences) = outcomes.rev().max_by_key(most).expect("there is a format");
-    for (kind, Difference { at, local: ours, server: theirs }) in differences {
-        let name =
-            |token: Option<u32>| token.map_or("the end".to_owned(), |id| format!("{id} {:?}", local.token_name(id)));
-        tracing::warn!(
-            model,
-            upstream,
-            prompts = kind.label(),
-            "token {at} of a prompt is {} with the local tokenizer and {} at the server, which will be asked for the \
-             tokens of such prompts; set tokenizers.{model:?} to the folder from which the server loads tokenizer.json \
-             and the chat template, or remove it",
-            name(ours),
-            name(theirs),
-        );
-    }
-    Comparison::Compared(checked)
+    outcomes.rev().max_by_key(most).expect("there is a format")
 }
 
 /// Which kinds of prompts have the tokens of the server, and the first difference of each other kind. A kind of which
 /// the server refused all prompts is not used.
 fn compare(
     local: &Arc<LocalTokenizer>,
-    answers: &[(Map<String, Value>, Vec<u32>)],
+    answers: &[Answer],
     format: ContentFormat,
 ) -> (CheckedTokenizer, Vec<(PromptKind, Difference)>) {
     let (mut used, mut differences) = ([false; KINDS], Vec::new());
@@ -85,6 +142,19 @@ fn compare(
         differences.extend(found.into_iter().flatten().next().map(|difference| (kind, difference)));
     }
     (CheckedTokenizer { tokenizer: Arc::clone(local), format, used }, differences)
+}
+
+impl Difference {
+    fn text(&self, local: &LocalTokenizer) -> String {
+        let name =
+            |token: Option<u32>| token.map_or("the end".to_owned(), |id| format!("{id} {:?}", local.token_name(id)));
+        let Self { at, local: ours, server: theirs } = self;
+        format!(
+            "token {at} of a prompt is {} with the local tokenizer and {} at the server",
+            name(*ours),
+            name(*theirs)
+        )
+    }
 }
 
 fn difference(local: &[u32], server: &[u32]) -> Option<Difference> {

@@ -4,6 +4,7 @@ use super::findings::Findings;
 use super::probe::{ProbeResult, Refusal};
 use super::server::Kind;
 use crate::commands::output::count;
+use frontend::{TokenAgreement, TokenizerComparison};
 use upstream::relay::chunk::Usage;
 
 /// The flag of vLLM that makes it report cached tokens.
@@ -42,6 +43,47 @@ fn tokens(seen: &ProbeResult, at: usize, findings: &mut Findings) {
             findings.warning("tokenize", format!("{why}: prompts are placed by load"), fix);
         }
         Err(why) => findings.ok("tokenize", format!("{why}; not needed, because no KV events are followed")),
+    }
+}
+
+/// Whether a local tokenizer has the tokens of the server. Where it has others, the server is asked for each prompt.
+pub(super) fn tokenizer(model: &str, comparison: &TokenizerComparison, findings: &mut Findings) {
+    const CHECK: &str = "local_tokenizer";
+    let kinds = match comparison {
+        TokenizerComparison::Compared(kinds) => kinds,
+        TokenizerComparison::Unsupported => {
+            let detail = format!("{model}: the server has no /tokenize, so the tokenizer is used without a comparison");
+            findings.ok(CHECK, detail);
+            return;
+        }
+        TokenizerComparison::Failed(why) => {
+            let detail = format!("{model}: {why}; the tokenizer is not used before it was compared");
+            findings.problem(CHECK, detail, "look at the log of the server, or try again: it may be busy");
+            return;
+        }
+    };
+    let of = |wanted: TokenAgreement| {
+        let kinds = kinds.iter().filter(|(_, agreement)| *agreement == wanted);
+        kinds.map(|(kind, _)| *kind).collect::<Vec<_>>().join(", ")
+    };
+    let (same, not_compared) = (of(TokenAgreement::Same), of(TokenAgreement::NotCompared));
+    if !same.is_empty() {
+        findings.ok(CHECK, format!("{model}: the tokens of the server in prompts of {same}"));
+    }
+    for (kind, agreement) in kinds {
+        if let TokenAgreement::Different(difference) = agreement {
+            let fix = format!(
+                "set tokenizers.{model:?} to the folder from which the server loads tokenizer.json and the chat \
+                 template, or remove it"
+            );
+            let detail = format!("{model}, prompts of {kind}: {difference}, which is asked for such prompts");
+            findings.problem(CHECK, detail, fix);
+        }
+    }
+    if !not_compared.is_empty() {
+        let detail =
+            format!("{model}: the server refuses the prompts of {not_compared}, and is asked for their tokens");
+        findings.ok(CHECK, detail);
     }
 }
 
@@ -261,6 +303,27 @@ mod tests {
         assert_eq!(only(Kind::Vllm, salt, "frontend.tenant_header"), ("cache_salt", Status::Problem));
         let no_tokens = |seen: &mut ProbeResult| seen.tokens = Err("/tokenize answers 404".into());
         assert_eq!(only(Kind::Sglang, no_tokens, "kv_events = \"off\""), ("tokenize", Status::Warning));
+    }
+
+    #[test]
+    fn each_kind_of_prompts_with_other_tokens_is_a_problem() {
+        let checks = |comparison: &TokenizerComparison| {
+            let mut findings = Findings::of("http://a/");
+            tokenizer("org/m", comparison, &mut findings);
+            findings.into_checks()
+        };
+        let statuses = |checks: &[Check]| checks.iter().map(|check| check.status).collect::<Vec<_>>();
+        let (same, other) = (TokenAgreement::Same, TokenAgreement::Different("token 3 of a prompt is 5".into()));
+        let compared = [("completion", same.clone()), ("chat", same), ("tools", other)];
+        let mixed = checks(&TokenizerComparison::Compared(compared));
+        assert_eq!(statuses(&mixed), [Status::Ok, Status::Problem]);
+        assert_eq!(mixed[0].detail, "org/m: the tokens of the server in prompts of completion, chat");
+        assert!(mixed[1].detail.starts_with("org/m, prompts of tools: token 3"), "{mixed:?}");
+        assert!(mixed[1].fix.as_ref().is_some_and(|fix| fix.contains("tokenizers.\"org/m\"")), "{mixed:?}");
+        let refused = ["completion", "chat", "tools"].map(|kind| (kind, TokenAgreement::NotCompared));
+        assert_eq!(statuses(&checks(&TokenizerComparison::Compared(refused))), [Status::Ok]);
+        assert_eq!(statuses(&checks(&TokenizerComparison::Unsupported)), [Status::Ok]);
+        assert_eq!(statuses(&checks(&TokenizerComparison::Failed("no answer".into()))), [Status::Problem]);
     }
 
     #[test]

@@ -145,7 +145,7 @@ fn socket_fix(error: &ReachError, key: &str, flag: &str) -> String {
 
 /// Whether requests of tenants get a salt. A server without the field is not used for them.
 async fn salts(server: &Server<'_>, at: usize, findings: &mut Findings) -> bool {
-    if !server.tenants {
+    if !server.gateway.tenants {
         return false;
     }
     match server.upstream.cache_salt {

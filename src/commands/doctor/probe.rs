@@ -1,9 +1,12 @@
 //! The completions: a new prompt, the same again, and the same with a salt; and the KV events that follow the first.
 //!
+//! Beside them the tokens of the gateway's own tokenizers, compared with those of the server.
+//!
 //! The events are read by the view that `serve` uses, with the hashes of the probe's prompt: it tells which blocks of
 //! the prompt the server has announced.
 
 use super::server::Server;
+use frontend::{TokenizerComparison, compare_tokenizer};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use serde_json::{Value, json};
 use std::collections::HashSet;
@@ -13,6 +16,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
+use upstream::TokenizeClient;
 use upstream::ask::{self, AnswerLimits};
 use upstream::kv_events::{Batch, Chain, Change, Event, Root, Sink, Source, View, run};
 use upstream::relay::chunk::Usage;
@@ -174,6 +178,19 @@ async fn tokenize(server: &Server<'_>, model: &str, prompt: &str) -> Result<Vec<
     // llama.cpp has an endpoint of this name that takes other fields.
     let tokens = tokens.flatten().filter(|tokens: &Vec<u32>| !tokens.is_empty());
     tokens.ok_or_else(|| "/tokenize answers no `tokens`".to_owned())
+}
+
+/// Compares the local tokenizers of the server's models with the server, on the prompts of the comparison of `serve`.
+pub(super) async fn compare_tokenizers(server: &Server<'_>) -> Vec<(String, TokenizerComparison)> {
+    let mut compared = Vec::new();
+    for model in &server.models {
+        let id = &model.card.id;
+        let Some(local) = server.gateway.tokenizers.get(id) else { continue };
+        let name = server.upstream.shown_url();
+        let tokenize = TokenizeClient::new(server.client.clone(), server.api_key.clone(), name);
+        compared.push((id.clone(), compare_tokenizer(id, local, &tokenize).await));
+    }
+    compared
 }
 
 async fn completion(plan: &Plan<'_>, model: &str, prompt: &str, salt: Option<&str>) -> Result<Usage, Refusal> {

@@ -1,7 +1,7 @@
 //! Checks of one server, from its name to its models. Each needs the one before it.
 
 use super::findings::{self, Findings};
-use super::{Probing, kv};
+use super::{Gateway, Probing, judge, kv, probe};
 use crate::config::{Resolve, Upstream};
 use http::{HeaderValue, StatusCode};
 use std::io;
@@ -41,8 +41,7 @@ pub(super) struct Server<'a> {
     pub(super) api_key: Option<HeaderValue>,
     pub(super) kind: Kind,
     pub(super) models: Vec<ListedModel>,
-    /// Whether requests have tenants.
-    pub(super) tenants: bool,
+    pub(super) gateway: &'a Gateway,
 }
 
 /// The program that the server is, because each has its own flags.
@@ -81,27 +80,28 @@ pub(super) async fn resolve(upstream: &Upstream, findings: &mut Findings) -> Vec
     servers
 }
 
-/// Checks one server at these addresses, of the upstream at this position of the configuration.
+/// Checks one server at these addresses, of the upstream at this position of the configuration. Returns the
+/// models that it lists; `None`: it does not say.
 pub(super) async fn examine(
     upstream: &Upstream,
     addresses: Vec<IpAddr>,
     at: usize,
     probing: Probing,
-    tenants: bool,
+    gateway: &Gateway,
     findings: &mut Findings,
-) {
-    let Some(api_key) = api_key(upstream, at, findings) else { return };
+) -> Option<Vec<String>> {
+    let api_key = api_key(upstream, at, findings)?;
     let authorities = match upstream.authorities() {
         Ok(authorities) => authorities,
         Err(error) => {
             let path = upstream.ca_file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
             let fix = format!("correct upstreams.{at}.ca_file: a file in PEM format that this user can read");
             findings.problem("ca_file", format!("{path}: {error}"), fix);
-            return;
+            return None;
         }
     };
     if !connects(upstream, &addresses, findings).await {
-        return;
+        return None;
     }
     let host = match addresses.first() {
         Some(IpAddr::V6(address)) => format!("[{address}]"),
@@ -112,19 +112,23 @@ pub(super) async fn examine(
         Ok(client) => client,
         Err(error) => {
             findings.problem("url", error.to_string(), format!("correct upstreams.{at}.url"));
-            return;
+            return None;
         }
     };
     let listed = discover(&client, api_key.as_ref()).await;
-    let Some(models) = answered(upstream, at, listed, findings) else { return };
+    let models = answered(upstream, at, listed, findings)?;
     let shown = certificates(&upstream.url, &addresses, authorities.as_ref().map(Authorities::roots)).await;
     if let Some(expiry) = shown.and_then(|shown| CertificateExpiry::of(&shown)) {
         findings::expiry("tls_certificate", &expiry, "renew the certificate of the server", findings);
     }
     let kind = version(&client, api_key.as_ref(), &models, findings).await;
     named(&models, findings);
-    let server = Server { upstream, host, client, api_key, kind, models, tenants };
+    let server = Server { upstream, host, client, api_key, kind, models, gateway };
     kv::examine(&server, at, probing, findings).await;
+    for (model, comparison) in probe::compare_tokenizers(&server).await {
+        judge::tokenizer(&model, &comparison, findings);
+    }
+    Some(server.models.into_iter().map(|model| model.card.id).collect())
 }
 
 /// The key for the server; `None` if it cannot be read.

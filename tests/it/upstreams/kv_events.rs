@@ -1,8 +1,9 @@
 //! Servers that publish KV events, and prompts that are routed by them.
 
-use super::{Gateway, TIMEOUT, chat, completions, server};
+use super::{Gateway, TIMEOUT, chat, completions, models, server};
 use blockyard::config::{KvEvents, KvSockets, Upstream};
 use serde_json::{Value, json};
+use std::net::Ipv4Addr;
 use std::num::NonZero;
 use std::time::Duration;
 use tokio::time::sleep;
@@ -14,10 +15,16 @@ use upstream::relay::fake::{FakeEngine, Script};
 pub(crate) const MESSAGES: &str = include_str!("../../../upstream/tests/fixtures/kv_events/vllm-0.32.0-int-hashes.hex");
 
 pub(crate) fn publish(publisher: &FakePublisher, message: &str) {
+    let [topic, number, batch] = frames(message);
+    publisher.publish([&topic, &number, &batch]);
+}
+
+/// The frames of a message in hexadecimal digits.
+fn frames(message: &str) -> [Vec<u8>; 3] {
     let digit = |hex: &str, at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
     let frame = |hex: &str| (0..hex.len()).step_by(2).map(|at| digit(hex, at)).collect::<Vec<u8>>();
     let frames: Vec<Vec<u8>> = message.split(' ').map(frame).collect();
-    publisher.publish([&frames[0], &frames[1], &frames[2]]);
+    frames.try_into().unwrap()
 }
 
 /// Prompt tokens of a completion that are predicted to be cached.
@@ -26,20 +33,33 @@ async fn predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> 
 }
 
 async fn predicted_of(gateway: &Gateway, model: &str, prompt: impl IntoIterator<Item = u32>) -> u64 {
+    decision_of(gateway, model, prompt).await["cached_tokens"].as_u64().unwrap()
+}
+
+/// The decision about a completion.
+async fn decision(gateway: &Gateway, prompt: impl IntoIterator<Item = u32>) -> Value {
+    decision_of(gateway, "org/m", prompt).await
+}
+
+async fn decision_of(gateway: &Gateway, model: &str, prompt: impl IntoIterator<Item = u32>) -> Value {
     let body = json!({ "model": model, "prompt": Vec::from_iter(prompt), "max_tokens": 1 }).to_string();
     let answer = gateway.post("/v1/completions", &body).await;
     assert_eq!(answer.status(), 200);
-    let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
-    decision["cached_tokens"].as_u64().unwrap()
+    serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap()
 }
 
-async fn until_predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32> + Clone, cached: u64) {
+/// The first decision that predicts this number of cached tokens.
+async fn until_predicted(gateway: &Gateway, prompt: impl IntoIterator<Item = u32> + Clone, cached: u64) -> Value {
     let all = async {
-        while predicted(gateway, prompt.clone()).await != cached {
+        loop {
+            let decision = decision(gateway, prompt.clone()).await;
+            if decision["cached_tokens"] == cached {
+                break decision;
+            }
             sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, all).await.expect("the events arrive");
+    tokio::time::timeout(TIMEOUT, all).await.expect("the events arrive")
 }
 
 #[tokio::test]
@@ -99,6 +119,78 @@ async fn published_blocks_are_predicted_under_all_names_of_the_model() {
         }
     };
     tokio::time::timeout(TIMEOUT, under_the_other).await.expect("the events arrive");
+}
+
+/// A server at a port, with a publisher at another; 0: any port.
+async fn publishing_server(port: u16, publisher_port: u16) -> (FakeEngine, FakePublisher) {
+    let server = FakeEngine::start_at((Ipv4Addr::LOCALHOST, port).into(), []).await.unwrap();
+    let publisher = FakePublisher::start_at(publisher_port, None).await.unwrap();
+    server.set_page("/v1/models", models());
+    server.set_page("/health", Script::json(200, &json!({})));
+    let source = json!([{ "endpoint": format!("tcp://*:{}", publisher.port()), "block_size": 32 }]);
+    server.set_page("/kv_event_sources", Script::json(200, &source));
+    (server, publisher)
+}
+
+#[tokio::test]
+async fn the_index_follows_a_server_that_is_killed_and_started_again() {
+    let ((one, publisher), (other, _no_events)) = (publishing_server(0, 0).await, publishing_server(0, 0).await);
+    let gateway = Gateway::start(&[&one, &other]).await;
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    let killed = until_predicted(&gateway, 100..200, 96).await["chosen"].clone();
+    let (port, publisher_port) = (one.address().port(), publisher.port());
+    one.kill().await;
+    publisher.kill().await;
+    for _ in 0..4 {
+        assert_ne!(decision(&gateway, 100..200).await["chosen"], killed, "the other server answers");
+    }
+
+    let (one, publisher) = publishing_server(port, publisher_port).await;
+    // The new process has no blocks. Requests reach it when it is known to be healthy.
+    let forgotten = async {
+        loop {
+            let decision = decision(&gateway, 100..200).await;
+            let candidates = decision["candidates"].as_array().unwrap();
+            let is_empty = |one: &Value| one["worker"] == killed && one["uncached_tokens"] == 100;
+            if !completions(&one).is_empty() && candidates.iter().any(is_empty) {
+                break;
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(TIMEOUT, forgotten).await.expect("the blocks of the killed process are forgotten");
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    let again = until_predicted(&gateway, 100..200, 96).await;
+    assert_eq!(again["chosen"], killed, "it has its place again");
+}
+
+#[tokio::test]
+async fn what_subscribers_miss_is_replayed() {
+    let publisher = FakePublisher::start_at(0, Some(0)).await.unwrap();
+    let server = server([]).await;
+    let [live, replay] = [publisher.port(), publisher.replay_port().unwrap()];
+    let [endpoint, replay_endpoint] = [live, replay].map(|port| format!("tcp://*:{port}"));
+    let source = json!([{ "endpoint": endpoint, "replay_endpoint": replay_endpoint, "block_size": 32 }]);
+    server.set_page("/kv_event_sources", Script::json(200, &source));
+    let mut messages = MESSAGES.lines();
+    // Published before the gateway starts.
+    publish(&publisher, messages.next().unwrap());
+    let gateway = Gateway::start(&[&server]).await;
+    until_predicted(&gateway, 100..200, 96).await;
+    let longer = (100..200).chain(300..400);
+    let [topic, number, batch] = frames(messages.next().unwrap());
+    publisher.lose([&topic, &number, &batch]);
+    assert_eq!(predicted(&gateway, longer.clone()).await, 96);
+    // The next message shows that one is missing.
+    publish(&publisher, messages.next().unwrap());
+    until_predicted(&gateway, longer.clone(), 192).await;
+
+    // A new process at the same ports, which may have started before the end of the former one was noticed.
+    publisher.kill().await;
+    let publisher = FakePublisher::start_at(live, Some(replay)).await.unwrap();
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    until_predicted(&gateway, longer, 96).await;
+    until_predicted(&gateway, 100..200, 96).await;
 }
 
 /// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
@@ -166,7 +258,7 @@ async fn a_server_like_sglang_is_routed_by_the_events_at_a_configured_address() 
 async fn neighbours() -> [FakePublisher; 2] {
     loop {
         let first = FakePublisher::start().await.unwrap();
-        if let Ok(second) = FakePublisher::start_at(first.port().saturating_add(1)).await {
+        if let Ok(second) = FakePublisher::start_at(first.port().saturating_add(1), None).await {
             return [first, second];
         }
     }

@@ -4,7 +4,7 @@ use super::{Gateway, TIMEOUT, chat, completions, server};
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
 use serde_json::{Value, json};
 use upstream::relay::chunk::Usage;
-use upstream::relay::fake::Script;
+use upstream::relay::fake::{Recorded, Script};
 
 #[tokio::test]
 async fn a_stream_is_what_the_server_sends() {
@@ -96,4 +96,93 @@ async fn a_client_that_leaves_cancels_the_request_at_the_server() {
     assert!(answer.chunk().await.unwrap().is_some());
     drop(answer);
     tokio::time::timeout(TIMEOUT, server.cancelled(1)).await.expect("the server notices");
+}
+
+/// Fields of requests, written as no serializer writes them.
+const FIELDS: &[&str] = &[
+    r#""max_tokens" : 6"#,
+    r#""max_completion_tokens":3,"min_tokens":1"#,
+    r#""temperature":1.0,"top_p":5e-1,"top_k":-1,"min_p":0.10"#,
+    r#""seed":9223372036854775807"#,
+    r#""seed":18446744073709551616"#,
+    r#""n":2"#,
+    r#""n":0"#,
+    r#""best_of":2,"use_beam_search":true,"length_penalty":0.5"#,
+    r#""temperature":"hot""#,
+    r#""stop":["\u00e9","\ud83d\ude82","/\/"],"include_stop_str_in_output":true"#,
+    r#""logit_bias":{"5":3,"5":4}"#,
+    r#""frequency_penalty":0.5,"presence_penalty":-0,"repetition_penalty":1.20"#,
+    r#""logprobs":true,"top_logprobs":30,"prompt_logprobs":1"#,
+    r#""echo":true,"suffix":"","stop_token_ids":[ 7 ],"ignore_eos":true,"bad_words":["a"]"#,
+    r#""skip_special_tokens":false,"spaces_between_special_tokens":false,"return_token_ids":true"#,
+    r##""response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"b":1,"a":2,"$ref":"#\/x"}}}"##,
+    r#""structured_outputs":{"regex":"[\u0061b]+\\d"}"#,
+    r#""tools":[ {"type":"function","function":{"parameters":{},"name":"f"}} ],"tool_choice":"auto""#,
+    r#""tool_choice":{"type":"function","function":{"name":"f"}},"parallel_tool_calls":false"#,
+    r#""stream_options":{"include_usage":true}"#,
+    r#""stream_options":{ "include_usage" : true , "continuous_usage_stats":true}"#,
+    r#""truncate_prompt_tokens":3,"priority":3,"user":"user","metadata":{"a":"b"}"#,
+    r#""cache_salt":"salt""#,
+    r#""request_id":"abc","kv_transfer_params":{"do_remote_decode":true,"x":null}"#,
+    r#""chat_template_kwargs":{"enable_thinking":false},"add_generation_prompt":false"#,
+    r#""reasoning_effort":"low","include_reasoning":false,"documents":[{"title":"t"}]"#,
+    r#""vllm_xargs":{"a":1e2},"mm_processor_kwargs":{},"media_io_kwargs":{}"#,
+    r#""unknown_field":[1,2.50,{"\u006bey":[]}]"#,
+    "\"a\":1,\n\t\"b\" :\r\n null",
+    r#""":0"#,
+];
+
+/// What a server answers: an error, a body, or a stream, with the usage at its end if that is asked for.
+fn answer(request: &Recorded) -> Script {
+    let body: Value = serde_json::from_slice(&request.body).unwrap();
+    if body["temperature"] == "hot" || body["n"] == 0 {
+        return Script::json(400, &json!({ "object": "error", "message": "h\u{e9}: [{'input': 'hot'}]" }));
+    }
+    if body["stream"] != true {
+        let body = r#"{ "id":"x", "choices":[ ],"created":1.0e9, "\u00e9":null ,"usage":{"prompt_tokens":9} }"#;
+        return Script::events([body, "\n"]).header(CONTENT_TYPE, "application/json");
+    }
+    let usage = Usage { prompt_tokens: Some(9), completion_tokens: Some(2), cached_tokens: None };
+    let usage = (body["stream_options"]["include_usage"] == true).then_some(usage);
+    let texts = ["\u{1f682}", " \"\\u00e9\n"];
+    if request.uri.path() == "/v1/completions" {
+        Script::completion(&texts, usage)
+    } else {
+        Script::chat(&texts, usage)
+    }
+}
+
+#[tokio::test]
+async fn fields_and_answers_pass_byte_for_byte() {
+    let server = server([]).await;
+    let prompts = [
+        ("/v1/chat/completions", r#""messages":[{"role":"user","content":"h\u00e9"}]"#),
+        ("/v1/completions", r#""prompt": "h\u00e9""#),
+    ];
+    for (path, _) in prompts {
+        server.set_answers(path, answer);
+    }
+    let gateway = Gateway::start(&[&server]).await;
+    for (path, prompt) in prompts {
+        for (fields, stream) in FIELDS.iter().flat_map(|fields| [(fields, false), (fields, true)]) {
+            let sent = format!(r#"{{ "model":"org/m", {prompt} ,{fields}, "stream":{stream}}}"#);
+            let direct = gateway.http.post(format!("{}{}", server.uri(), &path[1..])).body(sent.clone()).send().await;
+            let relayed = gateway.post(path, &sent).await;
+            let direct = direct.unwrap();
+            assert_eq!(direct.status(), relayed.status(), "{sent}");
+            assert_eq!(direct.headers()[CONTENT_TYPE], relayed.headers()[CONTENT_TYPE], "{sent}");
+            assert_eq!(direct.bytes().await.unwrap(), relayed.bytes().await.unwrap(), "{sent}");
+
+            // The usage of a stream of one choice is asked for.
+            let is_asked = stream && !fields.contains("stream_options") && !fields.contains(r#""n":2"#);
+            let mut expected = sent;
+            if is_asked {
+                expected.pop();
+                expected.push_str(r#","stream_options":{"include_usage":true}}"#);
+            }
+            let received = completions(&server).pop().unwrap();
+            assert_eq!(received.uri.path(), path);
+            assert_eq!(received.body, expected);
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use upstream::relay::fake::Script;
 
 /// A folder with a tokenizer whose tokens are bytes, and a chat template.
-fn tokenizer_folder() -> tempfile::TempDir {
+pub(crate) fn tokenizer_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let bytes: serde_json::Map<String, Value> =
         (0..256_u32).map(|byte| (format!("<0x{byte:02X}>"), byte.into())).collect();

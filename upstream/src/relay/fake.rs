@@ -1,7 +1,8 @@
 //! A scripted engine for tests: an HTTP server on the loopback interface that answers as vLLM does, or fails as its
 //! script says.
 //!
-//! Each request takes the next [`Script`], except those for a page, which engines serve beside their API.
+//! Each request takes the next [`Script`], except those for a page, which engines serve beside their API, or for a path
+//! whose answers are computed.
 //! The engine records requests, and counts those that were cancelled: whose connection or stream ended before the
 //! answer did.
 
@@ -20,6 +21,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use script::Step;
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,14 +29,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::task::AbortHandle;
+use tokio::task::JoinHandle;
 
 /// The engine. Dropping it closes its port; open connections go on.
 #[derive(Debug)]
 pub struct FakeEngine {
     address: SocketAddr,
     connections: Connections,
-    accepting: AbortHandle,
+    /// Whether open connections end too.
+    killed: watch::Sender<bool>,
+    accepting: JoinHandle<()>,
 }
 
 /// Serves connections of one engine.
@@ -62,10 +66,19 @@ pub struct Recorded {
 struct Shared {
     scripts: Mutex<VecDeque<Script>>,
     /// The answers at these paths.
-    pages: Mutex<HashMap<&'static str, Script>>,
+    pages: Mutex<HashMap<&'static str, Page>>,
     requests: Mutex<Vec<Recorded>>,
     connections: AtomicUsize,
     cancelled: watch::Sender<usize>,
+}
+
+/// How requests for a path are answered.
+#[derive(Clone)]
+enum Page {
+    /// All alike.
+    Fixed(Script),
+    /// By what they ask.
+    Computed(Arc<dyn Fn(&Recorded) -> Script + Send + Sync>),
 }
 
 /// Pages of every engine, which answer 404 unless another answer is set.
@@ -89,12 +102,27 @@ impl FakeEngine {
         let address = listener.local_addr()?;
         let connections = Connections::new(scripts);
         let accepted = connections.clone();
+        let (killed, is_killed) = watch::channel(false);
         let accept = async move {
             while let Ok((socket, _)) = listener.accept().await {
-                tokio::spawn(accepted.clone().serve(socket));
+                let (served, killed) = (accepted.clone().serve(socket), end(is_killed.clone()));
+                tokio::spawn(async move {
+                    tokio::select! {
+                        () = served => {}
+                        () = killed => {}
+                    }
+                });
             }
         };
-        Ok(Self { address, connections, accepting: tokio::spawn(accept).abort_handle() })
+        Ok(Self { address, connections, killed, accepting: tokio::spawn(accept) })
+    }
+
+    /// Ends as a process that is killed: open connections end too. When this returns, nothing listens at its address.
+    pub async fn kill(mut self) {
+        self.killed.send_replace(true);
+        self.accepting.abort();
+        // The error says that it was aborted.
+        let _ = (&mut self.accepting).await;
     }
 
     /// Its address: `http://127.0.0.1:PORT`.
@@ -110,7 +138,12 @@ impl FakeEngine {
 
     /// Answers all requests for this path alike.
     pub fn set_page(&self, path: &'static str, answer: Script) {
-        lock(&self.connections.0.pages).insert(path, answer);
+        lock(&self.connections.0.pages).insert(path, Page::Fixed(answer));
+    }
+
+    /// Answers each request for this path by what it asks.
+    pub fn set_answers(&self, path: &'static str, answer: impl Fn(&Recorded) -> Script + Send + Sync + 'static) {
+        lock(&self.connections.0.pages).insert(path, Page::Computed(Arc::new(answer)));
     }
 
     /// The requests so far.
@@ -137,7 +170,9 @@ impl Connections {
     pub fn new(scripts: impl IntoIterator<Item = Script>) -> Self {
         Self(Arc::new(Shared {
             scripts: Mutex::new(scripts.into_iter().collect()),
-            pages: Mutex::new(PAGES.map(|path| (path, Script::json(404, &serde_json::Value::Null))).into()),
+            pages: Mutex::new(
+                PAGES.map(|path| (path, Page::Fixed(Script::json(404, &serde_json::Value::Null)))).into(),
+            ),
             requests: Mutex::default(),
             connections: AtomicUsize::new(0),
             cancelled: watch::Sender::new(0),
@@ -169,9 +204,14 @@ async fn answer(
     let (parts, body) = request.into_parts();
     let body = body.collect().await.map_err(io::Error::other)?.to_bytes();
     let http::request::Parts { method, uri, version, headers, .. } = parts;
-    let page = lock(&shared.pages).get(uri.path()).cloned();
-    let script = page.or_else(|| lock(&shared.scripts).pop_front()).unwrap_or_default();
-    lock(&shared.requests).push(Recorded { method, uri, version, headers, body, connection });
+    let recorded = Recorded { method, uri, version, headers, body, connection };
+    let page = lock(&shared.pages).get(recorded.uri.path()).cloned();
+    let script = match page {
+        Some(Page::Fixed(script)) => script,
+        Some(Page::Computed(answer)) => answer(&recorded),
+        None => lock(&shared.scripts).pop_front().unwrap_or_default(),
+    };
+    lock(&shared.requests).push(recorded);
     let mut running = Running { shared, complete: false };
     tokio::time::sleep(script.delay).await;
     if script.close {
@@ -203,6 +243,20 @@ async fn answer(
         }
     });
     Ok(response.map(|()| StreamBody::new(Box::pin(body) as _)))
+}
+
+/// Waits until the engine is killed. Connections of one that is dropped go on.
+async fn end(mut killed: watch::Receiver<bool>) {
+    let was_dropped = killed.wait_for(|killed| *killed).await.is_err();
+    if was_dropped {
+        std::future::pending().await
+    }
+}
+
+impl fmt::Debug for Page {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Page")
+    }
 }
 
 impl Drop for Running {
