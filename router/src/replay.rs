@@ -30,6 +30,8 @@ mod results;
 mod router;
 mod runs;
 mod simulation;
+#[cfg(test)]
+mod slo_tests;
 mod stub_engine;
 mod trace;
 mod traffic;

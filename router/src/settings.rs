@@ -35,7 +35,7 @@ pub struct Settings {
     /// Trace file: the router appends a line for each served request, for `blockyard replay` and `blockyard calibrate`.
     /// Default none.
     pub trace_file: Option<PathBuf>,
-    /// Latency targets, for the order of the admission queue, for the planner and for costs.
+    /// Latency targets, for the admission queue, the choice of workers, the planner and costs.
     pub slo: Slo,
     /// Planning of roles: whether workers change between prefill and decode as traffic shifts.
     pub planner: planner::Settings,
@@ -123,7 +123,8 @@ impl Settings {
     pub(crate) fn tuning(&self) -> Tuning {
         let Self { policy, disaggregation, decode_interference_weight, slo, .. } = self;
         let decode_tokens = decode_interference_weight * Targets::of(slo).ratio();
-        Tuning { policy: policy.clone(), disaggregation: *disaggregation, decode_tokens }
+        let itl = slo.itl.map(|itl| itl.as_secs_f64());
+        Tuning { policy: policy.clone(), disaggregation: *disaggregation, decode_tokens, itl }
     }
 }
 
@@ -155,12 +156,13 @@ impl ResolvedSettings {
 impl Overrides {
     /// `target_ratio`: of the first token to that between tokens.
     fn over(&self, default_tuning: &Tuning, target_ratio: f64) -> Tuning {
-        let Tuning { policy, disaggregation, decode_tokens } = default_tuning.clone();
+        let Tuning { policy, disaggregation, decode_tokens, itl } = default_tuning.clone();
         let of_model = self.decode_interference_weight.map(|weight| weight * target_ratio);
         Tuning {
             policy: self.policy.clone().unwrap_or(policy),
             disaggregation: self.disaggregation.unwrap_or(disaggregation),
             decode_tokens: of_model.unwrap_or(decode_tokens),
+            itl,
         }
     }
 }
@@ -195,7 +197,7 @@ mod tests {
     #[test]
     fn model_overrides_start_from_all_models() {
         let text = "decode_interference_weight = 2\n[models.'a.b']\npolicy = 'session'\n[models.c]\n\
-                    decode_interference_weight = 9\n[slo]\nttft = '2s'";
+                    decode_interference_weight = 9\n[slo]\nttft = '2s'\nitl = '50ms'";
         let resolved = ResolvedSettings::new(toml::from_str(text).unwrap()).unwrap();
         let tuning = |model| {
             let Tuning { policy, decode_tokens, .. } = resolved.of(model);
@@ -204,5 +206,6 @@ mod tests {
         assert_eq!(tuning("anything"), ("kv", 80));
         assert_eq!(tuning("a.b"), ("session", 80));
         assert_eq!(tuning("c"), ("kv", 360));
+        assert_eq!((resolved.of("c").itl, Settings::default().tuning().itl), (Some(0.05), None));
     }
 }

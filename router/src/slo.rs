@@ -1,8 +1,9 @@
 //! Latency targets of the service: the `[router.slo]` section of the configuration.
 //!
-//! The admission queue prefers requests that can still meet the first target (`admission/queue/order.rs`). The planner
-//! computes how many workers meet both. Costs weigh the time between tokens against the time to first token by their
-//! ratio. Not here: the deadline that a request brings itself (`deadline_ms`).
+//! The admission queue prefers requests that can still meet the first target (`admission/queue/order.rs`), and sends a
+//! worker no more sequences than meet the second (`admission/saturation.rs`). Workers that meet both are preferred
+//! (`policy/decide.rs`). The planner computes how many workers meet both. Costs weigh the time between tokens against
+//! the time to first token by their ratio. Not here: the deadline that a request brings itself (`deadline_ms`).
 
 use crate::problem::Problem;
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,8 @@ pub struct Slo {
     /// Target of the time to first token. Default none: the admission queue keeps the order of arrival, and the planner
     /// and the costs take 1 s.
     pub ttft: Option<HumanDuration>,
-    /// Target of the time between tokens. Default none: the planner and the costs take 50 ms.
+    /// Target of the time between tokens. Default none: workers are filled up to their batch and memory, and the
+    /// planner and the costs take 50 ms.
     pub itl: Option<HumanDuration>,
 }
 

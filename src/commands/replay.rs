@@ -54,7 +54,7 @@ pub struct Replay {
     workers: Workers,
 
     /// Routers that share the requests and exchange their reservations
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=128))]
     replicas: u32,
 
     /// Policies: kv, round-robin, least-loaded, random, power-of-two, session, and those of other routers, from their

@@ -27,6 +27,8 @@ pub(crate) struct AdmissionController {
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) limits: &'a Settings,
+    /// Target of the time between tokens (`router.slo.itl`), if there is one.
+    pub(crate) itl: Option<Duration>,
     pub(crate) fleet: &'a FleetSnapshot,
     pub(crate) now: Instant,
 }
@@ -61,8 +63,8 @@ impl AdmissionController {
         context: Context<'_>,
         request: &QueuedRequest,
     ) -> Result<Accepted, Rejection> {
-        let Context { limits, fleet, now } = context;
-        let state = route_state(fleet, &self.queue, request.route, Some(request.reserved), now);
+        let Context { limits, now, .. } = context;
+        let state = route_state(context, &self.queue, request.route, Some(request.reserved));
         let queue_reason = match state {
             Err(saturation) => saturation.name(),
             Ok(_) if self.queue.is_empty() => "tenant",
@@ -94,7 +96,7 @@ impl AdmissionController {
     /// Resolutions of queued requests, in the order in which they are to take effect. Called after each change and at
     /// least every [`POLL_INTERVAL`].
     pub(crate) fn dispatch_ready(&mut self, context: Context<'_>) -> Vec<(u64, Resolution)> {
-        let Context { limits, fleet, now } = context;
+        let Context { limits, fleet, now, .. } = context;
         let mut resolutions: Vec<(u64, Resolution)> = Vec::new();
         if self.queue.is_empty() {
             return resolutions;
@@ -137,13 +139,13 @@ impl AdmissionController {
         self.reroute_from_unavailable(fleet, now, &mut resolutions);
         let mut known = HashMap::new();
         while let Some(number) = self.queue.admit_next(limits, now, |queue, route| {
-            *known.entry(route).or_insert_with(|| route_state(fleet, queue, route, None, now).ok())
+            *known.entry(route).or_insert_with(|| route_state(context, queue, route, None).ok())
         }) {
             known.clear();
             resolutions.push((number, Resolution::Admit));
         }
         if is_due {
-            self.reroute_to_idle(fleet, now, &mut resolutions);
+            self.reroute_to_idle(context, &mut resolutions);
         }
         resolutions
     }
@@ -184,13 +186,14 @@ impl AdmissionController {
     /// capacity, as many requests as there are such workers that would miss their deadline or target where they are and
     /// meet it on one of these. Late requests go to workers that take them: they wait without a reservation, so
     /// placement does not spread them.
-    fn reroute_to_idle(&mut self, fleet: &FleetSnapshot, now: Instant, resolutions: &mut Vec<(u64, Resolution)>) {
+    fn reroute_to_idle(&mut self, context: Context<'_>, resolutions: &mut Vec<(u64, Resolution)>) {
+        let Context { fleet, now, .. } = context;
         for model in self.queue.models() {
             let stale = |request: &QueuedRequest| request.model == model && request.placed + POLL_INTERVAL <= now;
             self.reroute(self.queue.select(idle_workers(fleet, &model, now), stale), resolutions);
             let opening = |member: &Arc<Worker>| {
                 let route = Route { decode: member.id(), prefill: None };
-                let opening = route_state(fleet, &self.queue, route, None, now).ok()?;
+                let opening = route_state(context, &self.queue, route, None).ok()?;
                 Some(opening).filter(|_| member.decodes() && !member.is_ejected(now))
             };
             let openings: Vec<Opening> = schedulable_workers(fleet, &model).filter_map(opening).collect();
@@ -226,11 +229,10 @@ fn idle_workers(fleet: &FleetSnapshot, model: &str, now: Instant) -> usize {
 /// A route with capacity, or why it has none. `own`: reservations of the request itself when
 /// it is not in the queue.
 fn route_state(
-    fleet: &FleetSnapshot,
+    Context { itl, fleet, now, .. }: Context<'_>,
     queue: &FairQueue,
     route: Route,
     own: Option<[Demand; 2]>,
-    now: Instant,
 ) -> Result<Opening, Saturation> {
     let own = own.unwrap_or_default();
     let at = |id, own: Demand, stage| {
@@ -244,7 +246,8 @@ fn route_state(
         let queue_time = if member.has_measured_prefill() { queue_time(&stats, not_sent) } else { Duration::ZERO };
         let takes_late = takes_late(&stats, not_sent, queue_time);
         let opening = Opening { queue_time, takes_late };
-        saturation(member.instance.role, &stats, member.max_num_seqs(), not_sent, stage).map_or(Ok(opening), Err)
+        let itl = itl.and_then(|itl| fleet.pool(&member.instance.model.id)?.itl_target(itl.as_secs_f64()));
+        saturation(member.instance.role, &stats, member.max_num_seqs(), not_sent, stage, itl).map_or(Ok(opening), Err)
     };
     match route.prefill {
         None => at(route.decode, own[0], Stage::Whole),

@@ -66,18 +66,19 @@ impl Admission {
     }
 
     /// Admits a request, queues it, or rejects it. A queued request also gets the receiver of its resolution and the
-    /// reason why it waits.
+    /// reason why it waits. `itl`: target of the time between tokens.
     #[expect(clippy::type_complexity, reason = "used once, by dispatch")]
     pub(crate) fn admit_or_queue(
         self: &Arc<Self>,
         fleet: &Fleet,
         limits: &Settings,
+        itl: Option<Duration>,
         request: &QueuedRequest,
     ) -> Result<(Permit, Option<(oneshot::Receiver<Resolution>, &'static str)>), Error> {
         let (snapshot, class) = (fleet.snapshot(), request.priority);
         let mut inner = self.inner();
-        let accepted =
-            inner.controller.admit_or_queue(Context { limits, fleet: &snapshot, now: request.placed }, request);
+        let context = Context { limits, itl, fleet: &snapshot, now: request.placed };
+        let accepted = inner.controller.admit_or_queue(context, request);
         let Accepted { number, queue_reason, shed } = accepted.map_err(|rejection| self.rejected(class, rejection))?;
         inner.resolve(shed);
         let permit = Permit { admission: self.clone(), number, class, group: None };
@@ -123,10 +124,10 @@ impl Admission {
     }
 
     /// Sends the resolutions that are due, and updates the metrics of the queue.
-    pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings) {
+    pub(crate) fn dispatch_ready(&self, fleet: &Fleet, limits: &Settings, itl: Option<Duration>) {
         let (snapshot, now) = (fleet.snapshot(), Instant::now());
         let mut inner = self.inner();
-        let resolutions = inner.controller.dispatch_ready(Context { limits, fleet: &snapshot, now });
+        let resolutions = inner.controller.dispatch_ready(Context { limits, itl, fleet: &snapshot, now });
         inner.resolve(resolutions);
         self.has_queued.store(!inner.controller.queue.is_empty(), Ordering::SeqCst);
         for (class, tokens) in PRIORITY_LABELS.iter().zip(inner.controller.queue.queued_tokens()) {

@@ -3,7 +3,7 @@
 //! A request in a worker's own queue can be neither overtaken nor rerouted, a request in the router can. So a worker
 //! gets just enough work never to run out of it.
 
-use crate::load::{Demand, LoadStats, prefill_speed};
+use crate::load::{Demand, ItlTarget, LoadStats, prefill_speed};
 use std::time::Duration;
 use worker::plane::Role;
 
@@ -16,6 +16,8 @@ pub(crate) enum Saturation {
     Batch,
     /// Blocks, compared with its memory.
     Memory,
+    /// Sequences, compared with those that it decodes within the target of the time between tokens.
+    Itl,
 }
 
 /// What a worker does for a request.
@@ -63,18 +65,21 @@ impl Saturation {
             Self::Queue => "queue",
             Self::Batch => "batch",
             Self::Memory => "memory",
+            Self::Itl => "itl",
         }
     }
 }
 
 /// What a worker has too much of for another request, if anything. `batch`: maximum number of sequences in its batch,
-/// 0 when unknown; `not_sent`: reservations on it of requests that were not sent.
+/// 0 when unknown; `not_sent`: reservations on it of requests that were not sent; `itl`: target of the time between
+/// tokens, if there is one.
 pub(crate) fn saturation(
     role: Role,
     stats: &LoadStats,
     batch: u64,
     not_sent: Demand,
     stage: Stage,
+    itl: Option<ItlTarget>,
 ) -> Option<Saturation> {
     let sequences = u64::from(stats.sequences).saturating_sub(not_sent.sequences);
     let blocks = u64::from(stats.active_blocks).saturating_sub(not_sent.blocks);
@@ -90,7 +95,11 @@ pub(crate) fn saturation(
     if batch > 0 && sequences >= batch + (batch / SPARE_SEQUENCES_DIVISOR).max(SPARE_SEQUENCES_MIN) {
         return Some(Saturation::Batch);
     }
-    (stats.total_blocks > 0 && blocks >= u64::from(stats.total_blocks)).then_some(Saturation::Memory)
+    if stats.total_blocks > 0 && blocks >= u64::from(stats.total_blocks) {
+        return Some(Saturation::Memory);
+    }
+    let itl = if stage == Stage::Decode { itl.map(ItlTarget::without_prompts) } else { itl };
+    itl.is_some_and(|itl| itl.is_missed(stats, batch, not_sent, None)).then_some(Saturation::Itl)
 }
 
 /// Whether a worker gets a request that can no longer meet its target: only if it has capacity to spare, because
@@ -111,7 +120,7 @@ pub(crate) fn queue_time(stats: &LoadStats, not_sent: Demand) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::{Measured, Speeds};
+    use crate::load::{Measured, Speeds, StepTime};
 
     fn stats(waiting_tokens: u32, sequences: u32, active_blocks: u32) -> LoadStats {
         let speeds = Speeds { prefill: Measured::of(1000.0), ..Speeds::default() };
@@ -120,7 +129,7 @@ mod tests {
 
     #[test]
     fn worker_is_saturated_by_queue_batch_or_memory() {
-        let is = |stats: LoadStats, stage| saturation(Role::Both, &stats, 16, Demand::default(), stage);
+        let is = |stats: LoadStats, stage| saturation(Role::Both, &stats, 16, Demand::default(), stage, None);
         assert_eq!(is(stats(1999, 1, 0), Stage::Whole), None);
         assert_eq!(is(stats(2000, 1, 0), Stage::Whole), Some(Saturation::Queue));
         assert_eq!(is(stats(2000, 1, 0), Stage::Decode), None, "its prompt is computed on another worker");
@@ -128,10 +137,22 @@ mod tests {
         assert_eq!(is(stats(0, 20, 0), Stage::Decode), Some(Saturation::Batch));
         assert_eq!(is(stats(0, 1, 100), Stage::Whole), Some(Saturation::Memory));
         assert_eq!(is(stats(0, 0, 100), Stage::Whole), None, "an idle worker takes any request");
-        let unknown = saturation(Role::Both, &stats(0, 999, 0), 0, Demand::default(), Stage::Whole);
+        let unknown = saturation(Role::Both, &stats(0, 999, 0), 0, Demand::default(), Stage::Whole, None);
         assert_eq!(unknown, None);
-        let prefill = |tokens| saturation(Role::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill);
+        let prefill =
+            |tokens| saturation(Role::Prefill, &stats(tokens, 0, 0), 0, Demand::default(), Stage::Prefill, None);
         assert_eq!((prefill(999), prefill(1000)), (None, Some(Saturation::Queue)));
+    }
+
+    #[test]
+    fn worker_is_saturated_by_the_target_between_tokens() {
+        // Of 18 ms, 8 are left for sequences; each takes one, and one more where its prompt is computed there, too.
+        let step = StepTime { base: 0.01, per_sequence: 0.001, per_context_token: 0.0 };
+        let itl = Some(ItlTarget::new(0.020_001, step, 0.1, 100.0));
+        let is = |sequences, stage| saturation(Role::Both, &stats(0, sequences, 0), 16, Demand::default(), stage, itl);
+        assert_eq!((is(3, Stage::Whole), is(4, Stage::Whole)), (None, Some(Saturation::Itl)));
+        assert_eq!((is(7, Stage::Decode), is(8, Stage::Decode)), (None, Some(Saturation::Itl)));
+        assert_eq!(is(8, Stage::Prefill), None, "it decodes elsewhere");
     }
 
     #[test]
@@ -148,7 +169,7 @@ mod tests {
     #[test]
     fn queued_requests_do_not_saturate_their_worker() {
         let not_sent = Demand { prefill_tokens: 5000, sequences: 30, blocks: 90, prompts: 1, ..Demand::default() };
-        assert_eq!(saturation(Role::Both, &stats(5500, 31, 100), 16, not_sent, Stage::Whole), None);
-        assert_eq!(saturation(Role::Both, &stats(7000, 31, 100), 16, not_sent, Stage::Whole), Some(Saturation::Queue));
+        let is = |tokens| saturation(Role::Both, &stats(tokens, 31, 100), 16, not_sent, Stage::Whole, None);
+        assert_eq!((is(5500), is(7000)), (None, Some(Saturation::Queue)));
     }
 }

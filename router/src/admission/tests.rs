@@ -257,6 +257,28 @@ async fn worker_in_time_is_preferred_to_a_cheaper_one() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn requests_wait_where_they_would_miss_the_target_between_tokens() {
+    for (itl, queue_reason) in [(Some(HumanDuration::millis(50)), Some("itl")), (None, None)] {
+        let slo = Slo { ttft: None, itl };
+        let harness = Arc::new(Harness::new(Settings { slo, ..Settings::default() }));
+        let worker = harness.worker(1, Role::Both).await;
+        worker.set_behaviour(Behaviour::Hang);
+        let running = ask(&harness, request(1, 100, of("a"))).await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        harness.report(&worker, Load { running: 20, decode_step_seconds: Some(0.06), ..Load::default() });
+        settle().await;
+        worker.set_behaviour(Behaviour::Serve);
+        let asking = harness.clone();
+        let explained = tokio::spawn(async move { asking.explain(request(2, 100, of("a"))).await });
+        settle().await;
+        assert_eq!(waiting(&harness), if itl.is_some() { 100 } else { 0 });
+        harness.report(&worker, Load::default());
+        assert_eq!(explained.await.unwrap()["queue_reason"].as_str(), queue_reason);
+        running.abort();
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn request_is_rejected_after_max_queue_time() {
     let harness = harness(Limits { max_queue_time: HumanDuration::secs(7), ..Limits::default() });
     let worker = full(&harness, 1).await;

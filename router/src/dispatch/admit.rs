@@ -90,7 +90,8 @@ struct Queued {
 fn place_and_admit(core: &Core, request: &Request, ticket: &Ticket) -> Result<Admitted, Error> {
     let (placement, queued) = place_to_queue(core, request, ticket, true)?;
     let resolved = core.settings();
-    let (permit, waits) = core.admission.admit_or_queue(&core.fleet, &resolved.settings.admission, &queued)?;
+    let (limits, itl) = (&resolved.settings.admission, resolved.settings.slo.itl.map(|itl| itl.0));
+    let (permit, waits) = core.admission.admit_or_queue(&core.fleet, limits, itl, &queued)?;
     Ok(Admitted { placement, permit, is_late: queued.is_late, waits })
 }
 
@@ -160,7 +161,9 @@ fn place_to_queue(
 pub(crate) async fn run(core: Arc<Core>) {
     loop {
         core.admission.notified().await;
-        core.admission.dispatch_ready(&core.fleet, &core.settings().settings.admission);
+        let resolved = core.settings();
+        let (limits, itl) = (&resolved.settings.admission, resolved.settings.slo.itl.map(|itl| itl.0));
+        core.admission.dispatch_ready(&core.fleet, limits, itl);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::endpoints::{self, Endpoints};
 use super::worker_state::Worker;
 use crate::index::HolderId;
-use crate::load::{ModelStats, SnapshotCache, Timestamp, WorkerLoad};
+use crate::load::{ItlTarget, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use kvbm::Domain;
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
@@ -160,6 +160,15 @@ impl ModelPool {
     /// What is learned of the model.
     pub(crate) fn stats(&self) -> &Arc<ModelStats> {
         &self.stats
+    }
+
+    /// A target of the time between tokens, with what predicts that time; `None` until decode steps were measured.
+    pub(crate) fn itl_target(&self, seconds: f64) -> Option<ItlTarget> {
+        let target = self.stats.itl_target(seconds)?;
+        // Where there are prefill workers, they compute the long prompts. The steps that servers of other programs
+        // report are measured between the tokens of their streams, so they contain the delays by prompts.
+        let is_step_only = self.has_prefill_workers || self.is_relayed;
+        Some(if is_step_only { target.without_prompts() } else { target })
     }
 
     /// Refreshes the load snapshots and locks them for one decision.

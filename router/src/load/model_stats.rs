@@ -1,6 +1,7 @@
 //! What is learned of a model from all of its workers and requests: the durations of decode steps and of prompts,
 //! the lengths of outputs, and the demand for prefixes.
 
+use super::itl_target::ItlTarget;
 use super::output_lengths::{ExpectedOutput, OutputEnd, OutputLengths};
 use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
 use super::prefix_demand::{PrefixDemand, SharedPrefix};
@@ -39,6 +40,14 @@ impl ModelStats {
     /// Duration of computing a prompt on an average worker; `None` until enough prompts were measured.
     pub(crate) fn prefill_time(&self) -> Option<PrefillTime> {
         self.prefills.lock().prefill_time()
+    }
+
+    /// A target of the time between tokens, with what predicts that time; `None` until decode steps were measured.
+    pub(crate) fn itl_target(&self, seconds: f64) -> Option<ItlTarget> {
+        let step = self.steps.lock().step_time()?;
+        let prompt_seconds = self.prefills.lock().mean_compute();
+        let output_tokens = self.outputs.lock().all().mean(f64::INFINITY);
+        Some(ItlTarget::new(seconds, step, prompt_seconds, output_tokens))
     }
 
     /// Expected output of a request of a tenant, and the mean of all requests.

@@ -30,7 +30,12 @@ pub(crate) struct PrefillTime {
 
 /// What was measured so far.
 #[derive(Debug, Default)]
-pub(super) struct PrefillTimeFit(LeastSquares<4>);
+pub(super) struct PrefillTimeFit {
+    fit: LeastSquares<4>,
+    /// Decayed sums: number of prompts, and their work.
+    prompts: f64,
+    work: PrefillWork,
+}
 
 /// Work of one or several prompts.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -44,6 +49,8 @@ pub(super) struct PrefillWork {
 pub(super) struct PrefillGroup {
     began: Instant,
     ended: Instant,
+    /// Number of prompts.
+    prompts: f64,
     work: PrefillWork,
     /// Seconds of a decode step of the batch beside them.
     step: f64,
@@ -58,6 +65,9 @@ const SAME_STEP: Duration = Duration::from_millis(1);
 const MIN_MEASUREMENTS: u64 = 16;
 /// Measured times are limited to this multiple of what is expected: a wait for memory is not computing.
 const MAX_RATIO: f64 = 4.0;
+/// Weight that earlier prompts keep in the mean at each new group: about the last 500 count, as of the lengths of
+/// outputs.
+const KEEP: f64 = 1.0 - 1.0 / 512.0;
 
 impl PrefillTime {
     /// Seconds that `uncached` tokens after `cached` ones compute, without the steps of a batch.
@@ -87,11 +97,12 @@ impl PrefillGroup {
         if let Some(group) = before.as_mut().filter(|group| now.saturating_duration_since(group.ended) <= SAME_STEP) {
             group.work.tokens += work.tokens;
             group.work.pairs += work.pairs;
+            group.prompts += 1.0;
             group.began = group.began.min(sent);
             return None;
         }
         let began = before.as_ref().map_or(sent, |group| group.ended.max(sent));
-        before.replace(Self { began, ended: now, work, step })
+        before.replace(Self { began, ended: now, prompts: 1.0, work, step })
     }
 
     fn seconds(&self) -> f64 {
@@ -102,13 +113,17 @@ impl PrefillGroup {
 impl PrefillTimeFit {
     /// Adds the time of a group of prompts. Returns it relative to the expected time, once there is one.
     pub(super) fn add(&mut self, group: &PrefillGroup) -> Option<f64> {
-        let PrefillGroup { work: PrefillWork { tokens, pairs }, step, .. } = *group;
+        let PrefillGroup { prompts, work: PrefillWork { tokens, pairs }, step, .. } = *group;
+        self.prompts = self.prompts * KEEP + prompts;
+        self.work = PrefillWork { tokens: self.work.tokens * KEEP + tokens, pairs: self.work.pairs * KEEP + pairs };
         let features = [step, tokens / TOKENS_UNIT * step, tokens / TOKENS_UNIT, pairs / PAIRS_UNIT];
-        let expected =
-            self.0.coefficients().map(|found| found.iter().zip(features).map(|(found, feature)| found * feature).sum());
-        let expected = expected.filter(|expected: &f64| *expected > 0.0 && self.0.measurements() >= MIN_MEASUREMENTS);
+        let expected = self
+            .fit
+            .coefficients()
+            .map(|found| found.iter().zip(features).map(|(found, feature)| found * feature).sum());
+        let expected = expected.filter(|expected: &f64| *expected > 0.0 && self.fit.measurements() >= MIN_MEASUREMENTS);
         let seconds = expected.map_or(group.seconds(), |expected| group.seconds().min(MAX_RATIO * expected));
-        self.0.add(features, seconds);
+        self.fit.add(features, seconds);
         expected.map(|expected| seconds / expected)
     }
 
@@ -116,7 +131,7 @@ impl PrefillTimeFit {
     /// batch that does not change, steps and computing cannot be separated: the tokens may count in steps only.
     pub(super) fn prefill_time(&self) -> Option<PrefillTime> {
         let [first_steps, per_token_steps, per_token, per_pair] =
-            self.0.coefficients().filter(|_| self.0.measurements() >= MIN_MEASUREMENTS)?;
+            self.fit.coefficients().filter(|_| self.fit.measurements() >= MIN_MEASUREMENTS)?;
         let time = PrefillTime {
             per_token: per_token / TOKENS_UNIT,
             per_pair: per_pair / PAIRS_UNIT,
@@ -124,6 +139,12 @@ impl PrefillTimeFit {
             first_steps,
         };
         (time.per_token + time.per_pair + time.per_token_steps > 0.0).then_some(time)
+    }
+
+    /// Mean seconds that a prompt computes, without the steps of a batch; 0 before enough measurements.
+    pub(super) fn mean_compute(&self) -> f64 {
+        let Some(time) = self.prefill_time() else { return 0.0 };
+        (time.per_token * self.work.tokens + time.per_pair * self.work.pairs) / self.prompts.max(1.0)
     }
 }
 
@@ -170,6 +191,20 @@ mod tests {
             assert!((time.per_token_steps / PER_TOKEN_STEPS - 1.0).abs() < 0.1, "{time:?}");
             assert!((time.first_steps - 1.0).abs() < 0.1, "{time:?}");
         }
+    }
+
+    #[test]
+    fn the_mean_time_of_prompts_is_learned() {
+        assert!(PrefillTimeFit::default().mean_compute() <= 0.0);
+        // The last prompt of `fitted` is not complete.
+        let (mut seconds, mut prompts) = (0.0, 0.0);
+        for nth in 0..399 {
+            let work = PrefillWork::of(64 + nth * 7919 % 8000, nth * 104_729 % 30_000);
+            seconds = seconds * KEEP + work.tokens * PER_TOKEN + work.pairs * PER_PAIR;
+            prompts = prompts * KEEP + 1.0;
+        }
+        let (found, expected) = (fitted(false).mean_compute(), seconds / prompts);
+        assert!((found / expected - 1.0).abs() < 0.05, "{found} {expected}");
     }
 
     #[test]
@@ -225,6 +260,7 @@ mod tests {
         assert!(PrefillGroup::add(&mut last, work, STEP, now, done).is_none());
         let group = PrefillGroup::add(&mut last, work, STEP, done, done + Duration::from_mins(1)).unwrap();
         assert!((group.work.tokens - 2000.0).abs() < 1e-9 && (group.seconds() - 0.1).abs() < 1e-9);
+        assert!((group.prompts - 2.0).abs() < 1e-9);
         assert!(fit.add(&group).is_some_and(|ratio| ratio < 1.5));
         assert_eq!(fit.add(&last.unwrap()), Some(MAX_RATIO));
     }

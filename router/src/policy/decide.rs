@@ -15,7 +15,7 @@ use super::select::{Candidate, SelectionContext, SelectionReason, lowest, select
 use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::{Overlap, WorkerOverlap};
-use crate::load::{Demand, SharedPrefix, WorkerSnapshot};
+use crate::load::{Demand, ItlTarget, SharedPrefix, WorkerSnapshot};
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
@@ -155,6 +155,13 @@ pub(crate) fn decide<'a>(
         let in_time = |it: &Candidate| context.row(it.entry as usize, prefill.as_ref()).cost().first_token() <= within;
         if candidates.iter().any(in_time) {
             candidates.retain(in_time);
+        }
+    }
+    // Of these, workers that keep the target of the time between tokens.
+    if let Some(itl) = context.itl_target(&request) {
+        let keeps = |it: &Candidate| !context.misses_itl(itl, it);
+        if candidates.iter().any(keeps) {
+            candidates.retain(keeps);
         }
     }
     let (at, why) = select(&tuning.policy, candidates, selection)?;
@@ -329,6 +336,20 @@ impl<'a> DecisionContext<'a> {
     fn work(&self, entry: &WorkerEntry) -> &RemainingWork {
         let (_, from) = self.prompts[entry.scheme as usize];
         &self.remaining[from + self.fleet.overlap_index(entry)]
+    }
+
+    /// The target of the time between tokens, if it is configured and the request has such a time.
+    fn itl_target(&self, request: &PlacementRequest<'_>) -> Option<ItlTarget> {
+        let decodes = !matches!(request.work, Work::Prefill) && request.output_tokens > 1.0;
+        self.fleet.pool().itl_target(self.tuning.itl.filter(|_| decodes)?)
+    }
+
+    /// Whether a worker would miss the target with the request.
+    fn misses_itl(&self, itl: ItlTarget, candidate: &Candidate) -> bool {
+        let at = candidate.entry as usize;
+        let ((prompt, _), stats) = (self.prompts[self.entries[at].scheme as usize], &self.fleet.snapshots()[at].stats);
+        let context_tokens = prompt.tokens as f64 + prompt.output_tokens / 2.0;
+        itl.is_missed(stats, stats.sequences_max.into(), Demand::default(), Some(context_tokens))
     }
 
     /// Cost of the whole request on one worker.

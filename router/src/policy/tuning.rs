@@ -25,4 +25,6 @@ pub(crate) struct Tuning {
     pub(crate) disaggregation: Disaggregation,
     /// Seconds of first token that a second between tokens is worth, as a mean over a request.
     pub(crate) decode_tokens: f64,
+    /// Target of the time between tokens in seconds, if one is configured: workers that meet it are preferred.
+    pub(crate) itl: Option<f64>,
 }

@@ -10,6 +10,8 @@ use tokio::time::Instant;
 /// An admission controller, and the requests that it queues.
 pub(super) struct AdmissionDriver {
     limits: Settings,
+    /// Target of the time between tokens.
+    itl: Option<Duration>,
     controller: AdmissionController,
     /// Queued requests, by permit.
     waiting: HashMap<u64, u32>,
@@ -25,8 +27,8 @@ pub(super) struct AdmissionDecision {
 }
 
 impl AdmissionDriver {
-    pub(super) fn new(limits: Settings) -> Self {
-        Self { limits, controller: AdmissionController::default(), waiting: HashMap::new() }
+    pub(super) fn new(limits: Settings, itl: Option<Duration>) -> Self {
+        Self { limits, itl, controller: AdmissionController::default(), waiting: HashMap::new() }
     }
 
     /// How long a request may be queued.
@@ -42,8 +44,8 @@ impl AdmissionDriver {
         fleet: &FleetSnapshot,
         now: Instant,
     ) -> Vec<AdmissionDecision> {
-        let admitted = match self.controller.admit_or_queue(Context { limits: &self.limits, fleet, now }, request_state)
-        {
+        let context = Context { limits: &self.limits, itl: self.itl, fleet, now };
+        let admitted = match self.controller.admit_or_queue(context, request_state) {
             Ok(admitted) => admitted,
             Err(rejection) => {
                 return vec![AdmissionDecision { request, permit: 0, resolution: Resolution::Reject(rejection) }];
@@ -62,7 +64,7 @@ impl AdmissionDriver {
 
     /// Runs the queue after a change. Returns the decisions for queued requests.
     pub(super) fn dispatch_ready(&mut self, fleet: &FleetSnapshot, now: Instant) -> Vec<AdmissionDecision> {
-        let resolution = self.controller.dispatch_ready(Context { limits: &self.limits, fleet, now });
+        let resolution = self.controller.dispatch_ready(Context { limits: &self.limits, itl: self.itl, fleet, now });
         self.decisions(resolution)
     }
 

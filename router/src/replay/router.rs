@@ -165,7 +165,7 @@ impl SimulatedRouter {
             peer_routers: PeerRouters::default(),
             placements: (0..requests).map(|_| None).collect(),
             admission: (options.admission != AdmissionMode::Off)
-                .then(|| AdmissionDriver::new(settings.admission.clone())),
+                .then(|| AdmissionDriver::new(settings.admission.clone(), settings.slo.itl.map(|itl| itl.0))),
             deadline: (options.admission == AdmissionMode::Deadline).then_some(options.slo.ttft),
             target: settings.slo.ttft.filter(|_| options.admission == AdmissionMode::Queue).map(|target| target.0),
             planner: PlannerDriver::new(&settings.planner, &settings.slo),

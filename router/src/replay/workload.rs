@@ -46,6 +46,10 @@ const REQUESTS_PER_WORKER: usize = 500;
 /// Limit of the default number of requests: a run with a few hundred workers takes seconds.
 const REQUESTS_MAX: usize = 30_000;
 
+/// The later requests of sessions are dropped when there are this many times as many as are wanted. At thousands of
+/// requests per second, those of the sessions that began before the trace are millions.
+const KEPT_DRAFTS: usize = 4;
+
 impl Workload {
     /// All classes.
     pub fn all() -> Vec<Self> {
@@ -172,17 +176,24 @@ impl Generator {
                 each(self, begin_s);
             }
             self.drafts.retain(|(at, _)| *at >= 0.0);
+            if self.drafts.len() >= KEPT_DRAFTS * self.requests {
+                self.keep_first();
+            }
             if self.drafts.iter().filter(|(at, _)| *at <= begin_s).count() >= self.requests {
                 return;
             }
         }
     }
 
-    fn into_trace(self) -> Trace {
-        let Self { requests, mut drafts, .. } = self;
-        drafts.sort_by(|a, b| a.0.total_cmp(&b.0));
-        drafts.truncate(requests);
+    /// Sorts the requests by arrival and drops those that come after as many as are wanted.
+    fn keep_first(&mut self) {
+        self.drafts.sort_by(|a, b| a.0.total_cmp(&b.0));
+        self.drafts.truncate(self.requests);
+    }
+
+    fn into_trace(mut self) -> Trace {
+        self.keep_first();
         let of = |(at, spec): (f64, RequestSpec)| RequestSpec { arrival_ms: (at * 1000.0) as u64, ..spec };
-        Trace::new(drafts.into_iter().map(of).collect())
+        Trace::new(self.drafts.into_iter().map(of).collect())
     }
 }

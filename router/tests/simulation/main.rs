@@ -7,10 +7,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Seeds of every run.
 const FIXED: std::ops::Range<u64> = 0..20;
 /// Time for fresh seeds: the tests of the other crates take longer.
-const FRESH_TIME: Duration = Duration::from_secs(10);
+const FRESH_TIME: Duration = Duration::from_secs(8);
 
 fn check(seed: u64) {
     let outcome = sim::run(seed, false);
+    assert_valid(seed, &outcome);
+}
+
+fn assert_valid(seed: u64, outcome: &sim::Outcome) {
     assert!(
         outcome.violations.is_empty(),
         "seed {seed}, replay it with: cargo run -p router --example simulate -- --seeds {seed} --trace\n{}",
@@ -31,6 +35,17 @@ fn fresh_seeds_keep_all_invariants() {
     let mut seeds = (first..).take_while(|_| start.elapsed() < FRESH_TIME);
     let count = seeds.by_ref().inspect(|seed| check(*seed)).count();
     println!("fresh seeds {first}..{}", first + count as u64);
+}
+
+#[test]
+fn streams_survive_more_than_two_drains() {
+    let moves = FIXED.take(3).map(|seed| {
+        let outcome = sim::run_kind(seed, Some(sim::Kind::LongStreams), false);
+        assert_valid(seed, &outcome);
+        outcome.moves
+    });
+    let moves: Vec<u32> = moves.collect();
+    assert!(moves.iter().any(|moves| *moves > 2), "no stream was moved more than twice: {moves:?}");
 }
 
 #[test]

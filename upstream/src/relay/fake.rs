@@ -249,7 +249,7 @@ async fn answer(
 async fn end(mut killed: watch::Receiver<bool>) {
     let was_dropped = killed.wait_for(|killed| *killed).await.is_err();
     if was_dropped {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

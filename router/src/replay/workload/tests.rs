@@ -16,6 +16,20 @@ fn the_same_seed_gives_the_same_trace() {
 }
 
 #[test]
+fn a_high_rate_takes_the_first_requests_of_all_sessions() {
+    // Hundreds of sessions began before the trace. Dropping their later requests early changes nothing: the trace of
+    // few requests is the beginning of that of many.
+    for workload in [Workload::Agents, Workload::Documents, Workload::Chat] {
+        let of = |requests| workload.generate(requests, 60.0, 5).requests;
+        let (few, many) = (of(20), of(4_000));
+        let lengths = |requests: &[RequestSpec]| -> Vec<(u64, u64, u64)> {
+            requests.iter().map(|it| (it.arrival_ms, it.input_tokens, it.output_tokens)).collect()
+        };
+        assert_eq!(lengths(&few), lengths(&many[..20]), "{workload}");
+    }
+}
+
+#[test]
 fn a_written_workload_is_read_back() {
     for workload in Workload::all() {
         let trace = workload.generate(300, 20.0, 3);

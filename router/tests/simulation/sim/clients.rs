@@ -1,13 +1,15 @@
 //! The clients of a simulation: requests with shared prefixes, conversations, groups of choices, deadlines, and clients
-//! that leave. Every token is compared with the undisturbed text as it arrives.
+//! that leave. Every token is compared with the undisturbed text as it arrives: that of the usual weights, or that of
+//! the other ones, and never a part of each.
 
 use super::cluster::Cluster;
-use super::model::{self, MODEL, VOCABULARY};
+use super::model::{self, MODEL, VOCABULARY, Variant};
 use super::scenario::Kind;
 use super::world::Rng;
 use futures::StreamExt;
 use kvbm::{Domain, Priority, Retention};
 use router::Router;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -65,7 +67,8 @@ async fn converse(cluster: &Arc<Cluster>, number: u64, mut rng: Rng) {
     let mut prompt = prompt(&mut rng);
     let turns = if rng.chance(0.3) { rng.within(2..4) } else { 1 };
     for turn in 0..turns {
-        let request = draw(&mut rng, &format!("q{number}.{turn}"), &prompt, &domain);
+        let (id, outputs) = (format!("q{number}.{turn}"), cluster.scenario.outputs.clone());
+        let request = draw(&mut rng, &id, &prompt, &domain, outputs);
         let choices = if rng.chance(0.15) { rng.within(2..4) as u32 } else { 1 };
         let Ending::Answered(text) = ask_group(cluster, request, choices, &mut rng).await else { return };
         prompt.extend(text);
@@ -91,7 +94,7 @@ fn prompt(rng: &mut Rng) -> Vec<u32> {
     tokens
 }
 
-fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain) -> Request {
+fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain, outputs: Range<u64>) -> Request {
     let priorities = [Priority::Low, Priority::Normal, Priority::Normal, Priority::High];
     let seconds = |seconds: u64| Duration::from_secs(seconds);
     let retention = Retention {
@@ -110,7 +113,7 @@ fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain) -> Request {
         has_stop_strings: false,
         trace: spans::Context::none(),
     };
-    let tokens = rng.within(1..60) as u32;
+    let tokens = rng.within(outputs) as u32;
     Request {
         id: id.into(),
         model: MODEL.into(),
@@ -217,7 +220,8 @@ async fn ask(
 async fn read(cluster: &Cluster, router: &Arc<Router>, request: Request, started: Option<CancellationToken>) -> Ending {
     let (world, id, limit) = (&cluster.world, request.id.clone(), request.stop.max_tokens.unwrap_or_default() as usize);
     let seed = request.sampling.seed.unwrap_or_default();
-    let expected = model::undisturbed(&request.tokens, request.domain.id(), seed, limit);
+    let undisturbed = |variant| model::undisturbed(variant, &request.tokens, request.domain.id(), seed, limit);
+    let mut expected = Vec::from(Variant::OF_EACH_TEXT.map(undisturbed));
     let (mut text, mut reports) = (Vec::new(), 0);
     let mut stream = match router.generate(request).await {
         Ok(stream) => stream,
@@ -235,13 +239,14 @@ async fn read(cluster: &Cluster, router: &Arc<Router>, request: Request, started
         started.iter().for_each(CancellationToken::cancel);
         reports += u32::from(tokens.prompt.is_some());
         text.extend(tokens.ids);
-        if !expected.starts_with(&text) {
+        expected.retain(|expected| expected.starts_with(&text));
+        if expected.is_empty() {
             world.violated(format_args!("{id} gets another text: token {} differs", text.len()));
             return Ending::Cancelled;
         }
         if tokens.finish.is_some() {
-            if text.len() < expected.len() {
-                world.violated(format_args!("{id} ends after {} of {} tokens", text.len(), expected.len()));
+            if text.len() < limit {
+                world.violated(format_args!("{id} ends after {} of {limit} tokens", text.len()));
             }
             if reports != 1 {
                 world.violated(format_args!("{id} has {reports} reports of its prompt"));
@@ -279,7 +284,7 @@ pub(super) async fn ask_again(cluster: &Arc<Cluster>) {
     for (number, router) in routers {
         let mut rng = cluster.world.rng("again", number);
         let prompt = prompt(&mut rng);
-        let mut request = draw(&mut rng, &format!("again{number}"), &prompt, &Domain::shared());
+        let mut request = draw(&mut rng, &format!("again{number}"), &prompt, &Domain::shared(), 1..60);
         request.attributes.deadline = None;
         let ending = tokio::time::timeout(BOUND, read(cluster, &router, request, None)).await;
         match ending {

@@ -62,7 +62,7 @@ impl SimEngine {
         let (report, load) = watch::channel(stats.load(&parts));
         let (scheduler, dead) = (Scheduler::new(parts.clone(), stats.clone(), inbox, report), parts.dead.clone());
         tokio::spawn(async move { dead.run_until_cancelled(scheduler.run()).await });
-        Arc::new(Self { card: model::card(), parts, stats, submit, load })
+        Arc::new(Self { card: parts.device.variant.card(), parts, stats, submit, load })
     }
 
     pub(super) fn load(&self) -> watch::Receiver<Load> {
@@ -100,7 +100,7 @@ impl Engine for SimEngine {
             // Every output of the request fits, so that the scheduler never waits for its reader.
             let outputs = request.stop.max_tokens.unwrap_or_default() as usize + 2;
             let (output, outputs) = mpsc::channel(outputs);
-            self.parts.world.log(format_args!("{} accepts {}", self.parts.worker, request.id));
+            self.parts.world.accepts(self.parts.worker, &request);
             let sequence = Sequence::new(request, &self.card, output, self.stats.accept());
             let (parts, submit) = (self.parts.clone(), self.submit.clone());
             tokio::spawn(async move {

@@ -16,9 +16,9 @@ pub(super) async fn run(cluster: &Arc<Cluster>) {
         let cluster = cluster.clone();
         tokio::spawn(async move {
             sleep_until(start + at).await;
-            cluster.world.log(format_args!("fault: {fault:?}"));
+            cluster.world.fault_begins(&fault);
             inject(&cluster, fault.clone()).await;
-            cluster.world.log(format_args!("end of fault: {fault:?}"));
+            cluster.world.fault_ends(&fault);
         })
     });
     for fault in faults.collect::<Vec<_>>() {
@@ -36,17 +36,31 @@ async fn inject(cluster: &Arc<Cluster>, fault: Fault) {
             sleep(time).await;
             restart(cluster, worker).await;
         }
-        Fault::Drain(worker) => {
-            cluster.drain_worker(worker).await;
+        Fault::Drain(worker, limit) => {
+            cluster.drain_worker(worker, limit).await;
             restart(cluster, worker).await;
         }
-        Fault::RollingRestart => {
-            for worker in (0..cluster.scenario.workers.len() as u64).map(WorkerId) {
-                cluster.drain_worker(worker).await;
+        Fault::RollingRestart(times, limit) => {
+            let workers = cluster.scenario.first_workers();
+            for worker in (0..times * workers).map(|nth| WorkerId(nth % workers)) {
+                cluster.drain_worker(worker, limit).await;
                 restart(cluster, worker).await;
                 // Routers learn of it before the next one leaves.
                 sleep(Duration::from_secs(1)).await;
             }
+        }
+        Fault::SameId(worker, time) => {
+            let Some(shape) = cluster.scenario.workers.get(worker.0 as usize) else { return };
+            let Some(first) = cluster.displace_worker(worker) else { return };
+            cluster.start_worker(worker, shape).await;
+            sleep(time).await;
+            cluster.end_displaced(first);
+        }
+        Fault::OtherVariant(time) => {
+            let worker = WorkerId(cluster.scenario.first_workers());
+            restart(cluster, worker).await;
+            sleep(time).await;
+            cluster.drain_worker(worker, None).await;
         }
         Fault::KillRouter(router, time) => {
             cluster.kill_router(router);

@@ -1,19 +1,27 @@
 //! What must hold at any time, and what must hold once all is quiet.
+//!
+//! Limits and membership are checked at the end of each instant: when no task can run any more, before the virtual
+//! clock goes on. That is after each event of the scheduler that another process can observe. Processes affect each
+//! other by messages only, each of which takes time (`network.rs`), so the states between two tasks of one instant are
+//! internal to a process.
+
+mod index;
 
 use super::cluster::{Cluster, STORE};
 use super::network::Node;
 use super::planes::{LEASE, RENEWAL};
+use index::IndexWatch;
 use kvbm::{Level, SetDigest, Tier};
-use router::Outstanding;
+use parking_lot::Mutex;
 use router::index::Holder;
+use router::{Outstanding, Router};
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use worker::engine::{Engine, Readiness};
-use worker::plane::WorkerId;
 
-/// Interval of the checks that hold at any time.
+/// Interval at which clocks are moved, and at which the index of holders that are at rest is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
 /// Time from the last message to the last consequence: a booking of another router whose end was lost expires after a
 /// minute. A digest every ten seconds shows what a router missed, and a resync is repeated after up to five.
@@ -25,15 +33,41 @@ const LOOKS: usize = 4;
 /// Time by which a change of membership reaches a router that is connected: the slowest message of a bad network.
 const PROPAGATION: Duration = Duration::from_secs(2);
 
-/// Checks forever, and moves the clocks of all workers.
+/// What is checked at the end of each instant.
+#[derive(Default)]
+pub(super) struct InstantCheck(Mutex<Option<Watched>>);
+
+struct Watched {
+    /// Weak: the runtime has the check, and the tasks of the cluster have the runtime.
+    cluster: Weak<Cluster>,
+    /// Since when each router has been connected to the planes.
+    connected: BTreeMap<u64, Instant>,
+}
+
+impl InstantCheck {
+    pub(super) fn start(&self, cluster: &Arc<Cluster>) {
+        *self.0.lock() = Some(Watched { cluster: Arc::downgrade(cluster), connected: BTreeMap::new() });
+    }
+
+    /// Called when no task can run. No lock of the simulation is held then, because none is held across an await.
+    pub(super) fn run(&self) {
+        let mut watched = self.0.lock();
+        let Some(Watched { cluster, connected }) = &mut *watched else { return };
+        if let Some(cluster) = cluster.upgrade().filter(|cluster| cluster.world.keeps_violations()) {
+            check_limits(&cluster);
+            check_membership(&cluster, connected);
+        }
+    }
+}
+
+/// Moves the clocks of all workers, forever, and checks what takes too long for each instant.
 pub(super) async fn watch(cluster: Arc<Cluster>) {
-    // Since when each router has been connected to the planes.
-    let mut connected: BTreeMap<u64, Instant> = BTreeMap::new();
+    let mut index = IndexWatch::default();
     loop {
         sleep(INTERVAL).await;
         cluster.set_clocks();
-        check_limits(&cluster);
-        check_membership(&cluster, &mut connected);
+        check_readiness(&cluster);
+        index.check(&cluster);
     }
 }
 
@@ -57,6 +91,11 @@ fn check_limits(cluster: &Cluster) {
     {
         world.violated(format_args!("the store exceeds its capacity: {usage:?}"));
     }
+}
+
+/// A task of a router that has panicked stays failed, so it is enough to look from time to time.
+fn check_readiness(cluster: &Cluster) {
+    let world = &cluster.world;
     for (number, process) in &*cluster.routers.lock() {
         if let Readiness::NotReady(why) = process.router.readiness()
             && why.starts_with("router failed")
@@ -70,18 +109,22 @@ fn check_limits(cluster: &Cluster) {
 fn check_membership(cluster: &Cluster, connected: &mut BTreeMap<u64, Instant>) {
     let (world, now) = (&cluster.world, Instant::now());
     let (workers, ended) = (cluster.workers.lock(), cluster.ended.lock());
+    let is_overdue = |since: Instant| now - since > LEASE + RENEWAL * 2 + PROPAGATION;
+    let overdue = ended.iter().filter(|(id, (_, at))| is_overdue(*at) && !workers.contains_key(*id));
+    let overdue: BTreeMap<String, (u64, Instant)> = overdue.map(|(id, ended)| (id.to_string(), *ended)).collect();
     for (number, process) in &*cluster.routers.lock() {
         if !world.network.reaches(Node::Router(*number), Node::Broker) {
             connected.remove(number);
             continue;
         }
         let since = (*connected.entry(*number).or_insert(now)).max(process.started);
+        if overdue.is_empty() || !is_overdue(since) {
+            continue;
+        }
         for status in process.router.workers() {
-            let id = WorkerId(status.worker.trim_start_matches('w').parse().unwrap_or(u64::MAX));
-            let Some((epoch, at)) = ended.get(&id).filter(|_| !workers.contains_key(&id)) else { continue };
-            if now - (*at).max(since) > LEASE + RENEWAL * 2 + PROPAGATION {
-                world.violated(format_args!("r{number} still sees {id} of epoch {epoch}, dead for {:?}", now - *at));
-            }
+            let Some((epoch, at)) = overdue.get(&status.worker) else { continue };
+            let (id, time) = (status.worker, now - *at);
+            world.violated(format_args!("r{number} still sees {id} of epoch {epoch}, dead for {time:?}"));
         }
     }
 }
@@ -122,12 +165,7 @@ fn problems(cluster: &Cluster) -> Vec<String> {
         for worker in workers.iter().filter(|worker| worker.requests > 0) {
             problems.push(format!("r{number} counts {} requests on {}", worker.requests, worker.worker));
         }
-        let indexed: BTreeMap<_, _> = router
-            .index_digests()
-            .into_iter()
-            // Evicted blocks are not missed: the index has a limit.
-            .filter_map(|(holder, level, digest)| Some((key(holder, level), digest?)))
-            .collect();
+        let indexed = indexed_digests(router);
         for (at, digest) in &actual {
             if indexed.get(at) != Some(digest) {
                 problems.push(format!("r{number}: index of {at} has {:?}, not {digest:?}", indexed.get(at)));
@@ -156,6 +194,13 @@ fn problems(cluster: &Cluster) -> Vec<String> {
         }
     }
     problems
+}
+
+/// What a router has indexed, by holder and level.
+fn indexed_digests(router: &Router) -> BTreeMap<String, SetDigest> {
+    // Evicted blocks are not missed: the index has a limit.
+    let complete = |(holder, level, digest): (_, _, Option<_>)| Some((key(holder, level), digest?));
+    router.index_digests().into_iter().filter_map(complete).collect()
 }
 
 fn key(holder: Holder, level: Level) -> String {

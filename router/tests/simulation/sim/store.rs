@@ -1,4 +1,5 @@
-//! The store that all workers share, in memory: what an object store does, without its delays.
+//! The store that all workers share, in memory: what an object store does, without its delays. Blocks of one hash and
+//! several fingerprints are kept apart there; here the first is kept, and the others are not.
 
 use futures::future::{self, BoxFuture, FutureExt};
 use futures::stream::{self, BoxStream, StreamExt};
@@ -28,9 +29,21 @@ struct Stored {
     children: u32,
 }
 
+impl State {
+    fn find(&self, fingerprint: Fingerprint, hash: &SequenceHash) -> Option<&Block> {
+        let block = self.blocks.get(hash).map(|stored| &stored.block);
+        block.filter(|block| block.header.fingerprint == fingerprint)
+    }
+}
+
 impl SharedStore {
     pub(super) fn new(log: Arc<EventLog>, capacity: usize) -> Arc<Self> {
         Arc::new(Self { log, capacity, state: Mutex::default() })
+    }
+
+    /// Number of its last event.
+    pub(super) fn latest(&self) -> u64 {
+        *self.log.latest().borrow()
     }
 
     pub(super) fn set_digest(&self) -> SetDigest {
@@ -62,14 +75,14 @@ impl Tier for SharedStore {
         Level::G4
     }
 
-    fn holds(&self, _: Fingerprint, hashes: &[SequenceHash]) -> usize {
+    fn holds(&self, fingerprint: Fingerprint, hashes: &[SequenceHash]) -> usize {
         let state = self.state.lock();
-        hashes.iter().take_while(|hash| state.blocks.contains_key(hash)).count()
+        hashes.iter().take_while(|hash| state.find(fingerprint, hash).is_some()).count()
     }
 
-    fn load(&self, _: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
+    fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let state = self.state.lock();
-        let find = |hash: SequenceHash| Ok(state.blocks.get(&hash).map(|stored| stored.block.clone()));
+        let find = |hash: SequenceHash| Ok(state.find(fingerprint, &hash).cloned());
         let found: Vec<Loaded> = hashes.into_iter().map(find).enumerate().collect();
         stream::iter(found).boxed()
     }
@@ -99,8 +112,11 @@ impl Tier for SharedStore {
         future::ready(results).boxed()
     }
 
-    fn discard(&self, _: Fingerprint, hash: SequenceHash) {
-        self.take(&mut self.state.lock(), hash);
+    fn discard(&self, fingerprint: Fingerprint, hash: SequenceHash) {
+        let mut state = self.state.lock();
+        if state.find(fingerprint, &hash).is_some() {
+            self.take(&mut state, hash);
+        }
     }
 
     fn expire(&self, now: Date) -> usize {

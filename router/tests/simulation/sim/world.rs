@@ -11,6 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+use worker::engine::{Request, Work};
 use worker::handoff::Peers;
 use worker::plane::WorkerId;
 
@@ -20,11 +21,22 @@ pub(super) struct World {
     start: Instant,
     log: Mutex<EventLog>,
     violations: Mutex<Vec<String>>,
+    faults: Mutex<Faults>,
+    /// How often the stream of each request was continued on another worker.
+    moves: Mutex<BTreeMap<String, u32>>,
     pub(super) network: Network,
     /// What peers reach of each worker that runs.
     pub(super) memories: Mutex<BTreeMap<WorkerId, Memory>>,
     /// The cache domain of each block that any worker computed.
     owners: Mutex<BTreeMap<SequenceHash, DomainId>>,
+}
+
+/// The faults at present.
+#[derive(Default)]
+struct Faults {
+    active: u32,
+    /// When the last one ended.
+    ended: Option<Instant>,
 }
 
 /// The memory of a worker, as its peers see it.
@@ -56,6 +68,8 @@ impl World {
             start: Instant::now(),
             log: Mutex::new(EventLog { hasher: blake3::Hasher::new(), lines: 0, is_printed }),
             violations: Mutex::default(),
+            faults: Mutex::default(),
+            moves: Mutex::default(),
             network: Network::new(),
             memories: Mutex::default(),
             owners: Mutex::default(),
@@ -101,6 +115,45 @@ impl World {
 
     pub(super) fn violations(&self) -> Vec<String> {
         self.violations.lock().clone()
+    }
+
+    /// Whether a further violation would be kept.
+    pub(super) fn keeps_violations(&self) -> bool {
+        self.violations.lock().len() < MAX_VIOLATIONS
+    }
+
+    pub(super) fn fault_begins(&self, fault: &dyn fmt::Debug) {
+        self.faults.lock().active += 1;
+        self.log(format_args!("fault: {fault:?}"));
+    }
+
+    pub(super) fn fault_ends(&self, fault: &dyn fmt::Debug) {
+        {
+            let mut faults = self.faults.lock();
+            faults.active -= 1;
+            faults.ended = Some(Instant::now());
+        }
+        self.log(format_args!("end of fault: {fault:?}"));
+    }
+
+    /// Whether there was no fault for so long.
+    pub(super) fn is_undisturbed_for(&self, time: Duration) -> bool {
+        let faults = self.faults.lock();
+        faults.active == 0 && faults.ended.is_none_or(|ended| ended.elapsed() >= time)
+    }
+
+    /// Records that a worker accepts a request.
+    pub(super) fn accepts(&self, worker: WorkerId, request: &Request) {
+        let id = &request.id;
+        self.log(format_args!("{worker} accepts {id}"));
+        if request.generated_tokens > 0 && !matches!(request.work, Work::Prefill) {
+            *self.moves.lock().entry(id.to_string()).or_default() += 1;
+        }
+    }
+
+    /// How often the stream that was continued most often was continued.
+    pub(super) fn most_moves(&self) -> u32 {
+        self.moves.lock().values().copied().max().unwrap_or_default()
     }
 
     /// Records that a worker computed or loaded a block for a request of a cache domain. Two domains never share a

@@ -3,14 +3,14 @@
 use super::{Cluster, STORE};
 use crate::sim::engine::{Parts, SimEngine};
 use crate::sim::link::LinkTier;
-use crate::sim::model::{self, BLOCK_BYTES, Device};
+use crate::sim::model::{BLOCK_BYTES, Device};
 use crate::sim::network::Node;
 use crate::sim::scenario::WorkerShape;
 use crate::sim::world::Memory;
 use kvbm::{BlockManager, Clock, Date, Epoch, EventLog, Faults, Faulty, HostTier, Tier};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use worker::handoff::{OtherProcesses, Peers};
 use worker::plane::{Instance, WorkerId};
@@ -21,6 +21,7 @@ pub(in crate::sim) struct WorkerProcess {
     pub(in crate::sim) epoch: u64,
     pub(in crate::sim) manager: BlockManager,
     pub(in crate::sim) engine: Arc<SimEngine>,
+    pub(in crate::sim) log: Arc<EventLog>,
     clock: Clock,
     /// By how many seconds the clock is wrong.
     pub(in crate::sim) clock_error: i64,
@@ -44,10 +45,11 @@ impl Cluster {
             Err(error) => return world.violated(format_args!("{id}: {error}")),
         };
         let (log, clock) = (Arc::new(EventLog::new(Epoch(epoch))), Clock::manual(self.date()));
-        let device = Device::new(shape.device_blocks);
+        let device = Device::new(shape.variant, shape.device_blocks);
         let host = (shape.host_blocks > 0).then(|| {
             let bytes = (shape.host_blocks * BLOCK_BYTES) as u64;
-            HostTier::with_clock(bytes, BLOCK_BYTES, model::fingerprint(), log.clone(), &metrics, clock.clone())
+            let fingerprint = shape.variant.fingerprint();
+            HostTier::with_clock(bytes, BLOCK_BYTES, fingerprint, log.clone(), &metrics, clock.clone())
                 .expect("the memory of a simulated worker is small")
         });
         let store = self.store.as_ref().map(|store| {
@@ -80,6 +82,7 @@ impl Cluster {
             epoch,
             manager,
             engine: engine.clone(),
+            log: log.clone(),
             clock,
             clock_error: 0,
             store,
@@ -90,7 +93,7 @@ impl Cluster {
         let planes = self.planes(node, epoch, &dead);
         let stores = self.store.iter().map(|_| STORE).collect();
         let instance =
-            Instance { id, epoch: Epoch(epoch), role: shape.role, model: model::card(), stores, kv_cache: None };
+            Instance { id, epoch: Epoch(epoch), role: shape.role, model: shape.variant.card(), stores, kv_cache: None };
         loop {
             let load = engine.load();
             let started = Worker::start(&planes, instance.clone(), engine.clone(), log.clone(), load);
@@ -136,8 +139,24 @@ impl Cluster {
         }
     }
 
-    /// Stops a worker in order: it withdraws, finishes its requests, and ends.
-    pub(in crate::sim) async fn drain_worker(&self, id: WorkerId) {
+    /// Takes a worker out of the list without ending it: another process with its id will start. `None`: it does not
+    /// run.
+    pub(in crate::sim) fn displace_worker(&self, id: WorkerId) -> Option<WorkerProcess> {
+        let process = self.workers.lock().remove(&id)?;
+        self.world.log(format_args!("epoch {} of {id} gets a successor with its id", process.epoch));
+        Some(process)
+    }
+
+    /// Kills a process that another one with its id has displaced.
+    pub(in crate::sim) fn end_displaced(&self, process: WorkerProcess) {
+        self.world.log(format_args!("epoch {}, which was displaced, is killed", process.epoch));
+        process.dead.cancel();
+        drop(process);
+    }
+
+    /// Stops a worker in order: it withdraws, finishes its requests, and ends. Requests that take longer than the limit
+    /// are cut off.
+    pub(in crate::sim) async fn drain_worker(&self, id: WorkerId, limit: Option<Duration>) {
         let (worker, dead, epoch) = {
             let mut workers = self.workers.lock();
             let Some(process) = workers.get_mut(&id) else { return };
@@ -145,7 +164,13 @@ impl Cluster {
             (worker, process.dead.clone(), process.epoch)
         };
         self.world.log(format_args!("{id} drains"));
-        if dead.run_until_cancelled(worker.drain()).await.is_none() {
+        let draining = dead.run_until_cancelled(worker.drain());
+        let drained = match limit {
+            Some(limit) => timeout(limit, draining).await.unwrap_or(Some(())),
+            None => draining.await,
+        };
+        // Killed meanwhile.
+        if drained.is_none() {
             return;
         }
         let process = {

@@ -212,7 +212,7 @@ impl Sequence {
 
     /// Reads all full blocks from the device, as attention does in every step.
     fn attention(&self, device: &Device) -> Attention {
-        let mut attention = Attention::new(self.domain);
+        let mut attention = Attention::new(self.domain, device.variant);
         self.held.iter().map(BlockRef::slot).for_each(|slot| attention.read(&device.at(slot)));
         attention
     }
