@@ -123,7 +123,7 @@ impl Settings {
     pub(crate) fn tuning(&self) -> Tuning {
         let Self { policy, disaggregation, decode_interference_weight, slo, .. } = self;
         let decode_tokens = decode_interference_weight * Targets::of(slo).ratio();
-        let itl = slo.itl.map(|itl| itl.as_secs_f64());
+        let itl = slo.itl.map(units::HumanDuration::as_secs_f64);
         Tuning { policy: policy.clone(), disaggregation: *disaggregation, decode_tokens, itl }
     }
 }

@@ -272,7 +272,8 @@ mod tests {
 
     #[test]
     fn every_term_is_a_part_of_the_total() {
-        let parts: [(&str, fn(&mut Cost) -> &mut f64); 12] = [
+        type Term = fn(&mut Cost) -> &mut f64;
+        let parts: [(&str, Term); 12] = [
             ("queue", |cost| &mut cost.queue),
             ("memory_wait", |cost| &mut cost.memory_wait),
             ("batch_wait", |cost| &mut cost.batch_wait),
