@@ -17,11 +17,10 @@ mod traces;
 mod upstreams;
 mod versions;
 
-use super::process::{Client, Process, client, client_builder, command};
+use super::process::{Client, Process, client, client_builder, command, free_port};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::io::Write;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -74,9 +73,8 @@ impl Cluster {
     }
 
     pub(crate) fn seat(&self, name: &str) -> Seat {
-        // The port is free again when the socket is closed.
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        Seat { data: self.folder.path().join(name).to_str().unwrap().to_owned(), listen: address.to_string() }
+        let listen = format!("127.0.0.1:{}", free_port());
+        Seat { data: self.folder.path().join(name).to_str().unwrap().to_owned(), listen }
     }
 
     async fn worker(&self, seat: &Seat) -> Process {

@@ -5,7 +5,9 @@
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::fs::File;
+use std::hash::{BuildHasher, RandomState};
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -14,6 +16,17 @@ use std::time::{Duration, Instant};
 /// The longest that a start or a stop may take. Each takes a second; on a machine that runs several test suites at
 /// once, up to a minute.
 const START_LIMIT: Duration = Duration::from_mins(5);
+
+/// A free port for a server that is started later, and perhaps again. It is drawn below the ports that the system gives
+/// to connections, so that none takes it meanwhile, and at random, so that tests beside each other rarely draw the same.
+pub(crate) fn free_port() -> u16 {
+    loop {
+        let port = 15_000 + (RandomState::new().hash_one(0) % 17_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
 
 /// A running `blockyard serve`. Dropping it kills the process.
 pub(crate) struct Process {

@@ -4,7 +4,8 @@ BLOCKYARD_BIN is the path of the binary. Its default is the debug build of `carg
 """
 
 import json
-import os
+
+
 import pathlib
 import signal
 import socket
@@ -40,10 +41,20 @@ def environment():
     return {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
 
 
+# Below the ports that the system gives to connections, so that none takes a port before its server has started.
+SERVER_PORTS = range(15_000, 32_000)
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for a server, drawn at random so that runs beside each other rarely draw the same."""
+    while True:
+        port = random.choice(SERVER_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Server:

@@ -20,7 +20,7 @@ impl Nats {
             return None;
         };
         let folder = tempfile::tempdir().unwrap();
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let process = Self::spawn(&program, &folder, port).await;
         Some(Self { program, folder, port, process })
     }

@@ -1,6 +1,7 @@
 //! A NATS server of a test.
 
 use super::variable;
+use std::hash::{BuildHasher, RandomState};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -118,6 +119,13 @@ impl Drop for Server {
     }
 }
 
+/// A free port for a server that is started later, and perhaps again. It is drawn below the ports that the system gives
+/// to connections, so that none takes it meanwhile, and at random, so that tests beside each other rarely draw the same.
 fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    loop {
+        let port = 15_000 + (RandomState::new().hash_one(0) % 17_000) as u16;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
