@@ -39,17 +39,9 @@ pub(crate) struct SharedPrefix {
     pub(crate) blocks: u32,
     /// Requests that are expected to ask for it within the next [`HORIZON`], at all routers: as many as in the last.
     pub(crate) requests: f64,
-    /// Requests that have asked for it, weighted by their age: those of the last [`HORIZON`] count most.
-    pub(crate) seen: f64,
 }
 
 impl SharedPrefix {
-    /// The same with no more expected requests than have asked for it: as cautious as for demand whose end is unknown
-    /// (Lindy). A burst of a few requests within a second is no reason to expect hundreds.
-    pub(crate) fn expecting_no_more_than_seen(self) -> Self {
-        Self { requests: self.requests.min(self.seen), ..self }
-    }
-
     /// Requests per second.
     pub(crate) fn per_second(&self) -> f64 {
         self.requests / HORIZON
@@ -105,13 +97,13 @@ impl PrefixDemand {
         let mut best: Option<SharedPrefix> = None;
         let work = |prefix: &SharedPrefix| f64::from(prefix.blocks) * prefix.requests;
         for depth in (stride..=blocks).step_by(stride) {
-            let (requests, seen) = self.requests(hash(depth - 1), is_new, now);
+            let requests = self.requests(hash(depth - 1), is_new, now);
             if requests < MIN_REQUESTS {
                 // No longer prefix has more requests. It is not counted, either: the next request that gets here will
                 // find this depth counted.
                 break;
             }
-            let prefix = SharedPrefix { blocks: depth as u32, requests, seen };
+            let prefix = SharedPrefix { blocks: depth as u32, requests };
             if best.as_ref().is_none_or(|best| work(best) < work(&prefix)) {
                 best = Some(prefix);
             }
@@ -133,9 +125,8 @@ impl PrefixDemand {
         self.prompts_at = Some(now);
     }
 
-    /// How often a hash will be counted within [`HORIZON`] at its present rate, and how often it was counted, weighted
-    /// by age. Counts it if it `is_new`.
-    fn requests(&mut self, hash: u64, is_new: bool, now: Timestamp) -> (f64, f64) {
+    /// How often a hash will be counted within [`HORIZON`] at its present rate. Counts it if it `is_new`.
+    fn requests(&mut self, hash: u64, is_new: bool, now: Timestamp) -> f64 {
         let mut positions = [0; ROWS];
         let mut random = hash;
         for (row, position) in positions.iter_mut().enumerate() {
@@ -163,8 +154,7 @@ impl PrefixDemand {
                 self.counters[at] = Counter { requests, seconds: seconds as f32, at: now.bits() };
             }
         }
-        let expected = if counted < MIN_REQUESTS { counted } else { counted * HORIZON / (seconds + MIN_SECONDS) };
-        (expected, counted)
+        if counted < MIN_REQUESTS { counted } else { counted * HORIZON / (seconds + MIN_SECONDS) }
     }
 }
 

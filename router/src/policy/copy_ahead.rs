@@ -87,7 +87,6 @@ pub(super) fn plan(
     per_sequence: f64,
     places: &[Place<'_>],
 ) -> Option<PlannedCopy> {
-    let shared = shared.expecting_no_more_than_seen();
     let holders = places.iter().filter(|place| place.has_copy(shared)).map(|place| place.estimate);
     let replication = Replication::of(shared, holders, places.len(), per_sequence);
     if !replication.may_copy() || shared.requests / f64::from(replication.copies + 1) < MIN_REQUESTS {
@@ -120,7 +119,7 @@ mod tests {
     use super::*;
     use crate::load::LoadStats;
 
-    const SHARED: SharedPrefix = SharedPrefix { blocks: 64, requests: 600.0, seen: 600.0 };
+    const SHARED: SharedPrefix = SharedPrefix { blocks: 64, requests: 600.0 };
     const IN_MEMORY: [u32; 5] = [40, 24, 0, 0, 0];
     const IN_STORE: [u32; 5] = [0, 0, 0, 0, 64];
     const NOWHERE: [u32; 5] = [0; 5];
@@ -171,7 +170,6 @@ mod tests {
         let places = [place(&full, IN_MEMORY), place(&idle, IN_STORE)];
         assert!(planned(SHARED, &places).is_some());
         assert_eq!(planned(SharedPrefix { requests: 7.0, ..SHARED }, &places), None, "3.5 requests for the copy");
-        assert_eq!(planned(SharedPrefix { seen: 7.0, ..SHARED }, &places), None, "a burst of seven requests");
         assert_eq!(planned(SHARED, &[place(&idle, IN_MEMORY), place(&idle, IN_STORE)]), None);
         assert_eq!(planned(SHARED, &[place(&full, IN_STORE), place(&idle, IN_STORE)]), None, "none is in memory");
         assert_eq!(planned(SHARED, &[place(&full, IN_MEMORY), place(&idle, IN_MEMORY)]), None, "all have it");

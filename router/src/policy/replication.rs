@@ -81,7 +81,7 @@ mod tests {
     use crate::policy::prompt::Prompt;
 
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110, output_tokens: 100.0 };
-    const SHARED: SharedPrefix = SharedPrefix { blocks: 80, requests: 600.0, seen: 600.0 };
+    const SHARED: SharedPrefix = SharedPrefix { blocks: 80, requests: 600.0 };
 
     fn with_queue(queue: f64) -> ServiceEstimate {
         let mut estimate = ServiceEstimate::of(&LoadStats::default());

@@ -12,6 +12,9 @@ use tokio::time::Instant;
 /// A worker or the store is at rest when it has had no request and no event for this long: many times what an event
 /// takes to the index of a router, on a network without faults.
 const AT_REST: Duration = Duration::from_millis(500);
+/// A worker removes expired blocks without a request, and announces it a moment later. So a difference counts once it
+/// has lasted for this long after the last event.
+const ANNOUNCED: Duration = Duration::from_secs(1);
 /// Time from the end of a fault until routers have repaired what they missed: a digest every ten seconds shows it, and
 /// a resync is repeated after up to five.
 const REPAIR: Duration = Duration::from_secs(30);
@@ -50,7 +53,12 @@ impl IndexWatch {
             .map(|(holder, ..)| holder)
             .collect();
         for holder in due {
-            compare(cluster, holder);
+            let difference = difference(cluster, holder);
+            let Some(rest) = self.0.get_mut(&holder) else { continue };
+            rest.is_compared = difference.is_none() || rest.since.elapsed() >= ANNOUNCED;
+            if let Some(difference) = difference.filter(|_| rest.is_compared) {
+                cluster.world.violated(format_args!("{difference}, at rest"));
+            }
         }
     }
 
@@ -61,14 +69,12 @@ impl IndexWatch {
         if rest.event != event || !is_idle {
             *rest = Rest { event, since: now, is_compared: false };
         }
-        let is_due = !rest.is_compared && now - rest.since >= AT_REST;
-        rest.is_compared |= is_due;
-        is_due
+        !rest.is_compared && now - rest.since >= AT_REST
     }
 }
 
 /// Compares the index of every router with what a worker or the store holds.
-fn compare(cluster: &Cluster, holder: Holder) {
+fn difference(cluster: &Cluster, holder: Holder) -> Option<String> {
     let world = &cluster.world;
     let held: Vec<(Level, SetDigest)> = if let Holder::Worker(id) = holder {
         cluster.workers.lock().get(&id).map(|process| process.manager.set_digest()).unwrap_or_default()
@@ -82,8 +88,9 @@ fn compare(cluster: &Cluster, holder: Holder) {
             let at = key(holder, *level);
             let known = indexed.get(&at).copied().unwrap_or_default();
             if known != *digest {
-                world.violated(format_args!("r{number}: index of {at} has {known:?}, not {digest:?}, at rest"));
+                return Some(format!("r{number}: index of {at} has {known:?}, not {digest:?}"));
             }
         }
     }
+    None
 }

@@ -120,7 +120,8 @@ impl Drop for Server {
 }
 
 /// A free port for a server that is started later, and perhaps again. It is drawn below the ports that the system gives
-/// to connections, so that none takes it meanwhile, and at random, so that tests beside each other rarely draw the same.
+/// to connections, so that none takes it meanwhile, and at random, so that tests beside each other rarely draw one
+/// twice.
 fn free_port() -> u16 {
     loop {
         let port = 15_000 + (RandomState::new().hash_one(0) % 17_000) as u16;
