@@ -172,7 +172,7 @@ impl Gateway {
                 if self == Self::BlockyardTokenizer {
                     let files = folder.join("tokenizer");
                     Tokenizer::default().write(&files)?;
-                    tables += &format!("[tokenizers]\n{MODEL} = \"{}\"\n", files.display());
+                    tables.extend(["[tokenizers]\n", MODEL, " = \"", &files.display().to_string(), "\"\n"]);
                 }
                 let config = write(&format!("{}.toml", self.name()), &tables)?;
                 command.args(["serve", "--log", "warn", "--listen", &listen.to_string(), "--config"]).arg(config);

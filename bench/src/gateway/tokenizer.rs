@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn a_word_with_its_space_is_one_token() {
         let tokenizer = Tokenizer::default();
-        let text: String = WORDS.iter().map(|word| format!(" {word}")).collect();
+        let text = [" ", &WORDS.join(" ")].concat();
         let tokens = tokenizer.encode(&text);
         assert_eq!(tokens.len(), WORDS.len());
         assert!(tokens.iter().all(|token| (BYTES..BYTES + tokenizer.beginnings.len() as u32).contains(token)));
