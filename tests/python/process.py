@@ -4,9 +4,9 @@ BLOCKYARD_BIN is the path of the binary. Its default is the debug build of `carg
 """
 
 import json
-
-
+import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
