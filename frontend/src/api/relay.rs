@@ -352,7 +352,7 @@ pub(super) async fn respond(
     let head = *head;
     drop(memory);
     let kind = kind_of(&head.headers);
-    meter.head(head.worker, kind);
+    meter.head(head.worker, kind, head.progress);
     let is_stream = kind == BodyKind::Events;
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;

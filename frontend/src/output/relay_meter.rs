@@ -7,7 +7,7 @@ use memchr::{memchr, memchr_iter, memchr2};
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::RelayReport;
+use worker::engine::{RelayProgress, RelayReport};
 
 /// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
 pub(crate) const BYTES_PER_TOKEN: usize = 4;
@@ -42,6 +42,8 @@ pub(crate) struct RelayMeter {
     /// The engine's report counts up to this number of tokens each of prompt and output.
     max_tokens: u32,
     counted: Counted,
+    /// What the engine reports before the end.
+    progress: Option<Arc<RelayProgress>>,
     /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
     inter_token: Option<Histogram>,
     /// Arrival of the latest part of the body.
@@ -95,6 +97,7 @@ impl RelayMeter {
             stored,
             max_tokens,
             counted: Counted::Nothing,
+            progress: None,
             inter_token: None,
             latest: None,
             ended: false,
@@ -103,7 +106,8 @@ impl RelayMeter {
     }
 
     /// Records the head of the response, which comes with its first output.
-    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind) {
+    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind, progress: Option<Arc<RelayProgress>>) {
+        self.progress = progress;
         // Only for a key the text is searched, which takes longer than all else here.
         let is_searched = self.has_output && self.context.key().is_some();
         self.counted = match kind {
@@ -136,15 +140,8 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
-        // A wrong number must not use up the limit of a key for days.
-        let at_most = |tokens: Option<u32>| tokens.map(|tokens| tokens.min(self.max_tokens));
-        let report = RelayReport {
-            prompt_tokens: at_most(report.prompt_tokens),
-            cached_tokens: at_most(report.cached_tokens),
-            completion_tokens: at_most(report.completion_tokens),
-            ..report
-        };
-        let report = self.stored.as_ref().map_or(report, |stored| stored.uncounted(report));
+        let is_reported = report.completion_tokens.is_some();
+        let report = self.uncounted(report, |counted| report.completion_tokens.unwrap_or(counted));
         let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
             self.context.record_prompt(&metrics.name, tokens as usize);
@@ -152,12 +149,11 @@ impl RelayMeter {
         if let Some(tokens) = report.cached_tokens {
             metrics.cached_tokens.inc_by(tokens.into());
         }
-        if let Some(tokens) = report.completion_tokens {
-            metrics.generated_tokens.inc_by(tokens.into());
-            // A response without output, such as embeddings, has no length.
-            if tokens > 0 {
-                metrics.output_length.observe(f64::from(tokens));
-            }
+        let completion_tokens = report.completion_tokens.unwrap_or_default();
+        // A response without output, such as embeddings, has no length.
+        if is_reported && completion_tokens > 0 {
+            metrics.generated_tokens.inc_by(completion_tokens.into());
+            metrics.output_length.observe(f64::from(completion_tokens));
         }
         if report.failed {
             self.count_finished("error");
@@ -166,8 +162,21 @@ impl RelayMeter {
         }
         let mut log_fields = self.context.log_fields();
         log_fields.cached_tokens = report.cached_tokens;
-        let counted = || self.counted.tokens().min(self.max_tokens);
-        log_fields.completion_tokens = report.completion_tokens.unwrap_or_else(counted);
+        log_fields.completion_tokens = completion_tokens;
+    }
+
+    /// What a report says of tokens that were not counted before. `completion_tokens`: those of the output, of what was
+    /// counted of the body.
+    fn uncounted(&self, report: RelayReport, completion_tokens: impl FnOnce(u32) -> u32) -> RelayReport {
+        // A wrong number must not use up the limit of a key for days.
+        let at_most = |tokens: u32| tokens.min(self.max_tokens);
+        let report = RelayReport {
+            prompt_tokens: report.prompt_tokens.map(at_most),
+            cached_tokens: report.cached_tokens.map(at_most),
+            completion_tokens: Some(at_most(completion_tokens(self.counted.tokens()))),
+            ..report
+        };
+        self.stored.as_ref().map_or(report, |stored| stored.uncounted(report))
     }
 
     /// Counts a response that did not end as the engine would have ended it.
@@ -200,12 +209,15 @@ impl StoredResponse {
 
 impl Drop for RelayMeter {
     fn drop(&mut self) {
-        if !self.ended {
-            let reason = if self.failed { "error" } else { "cancelled" };
-            self.count_finished(reason);
-            // The engine reports the tokens at the end only, which did not arrive.
-            self.context.log_fields().completion_tokens = self.counted.tokens().min(self.max_tokens);
+        if self.ended {
+            return;
         }
+        let reason = if self.failed { "error" } else { "cancelled" };
+        self.count_finished(reason);
+        let so_far = self.progress.as_ref().map(|progress| progress.get()).unwrap_or_default();
+        // Also a stored response is noted: the rest of its output counts when it is retrieved.
+        let report = self.uncounted(so_far, |counted| counted);
+        self.context.log_fields().completion_tokens = report.completion_tokens.unwrap_or_default();
     }
 }
 

@@ -146,6 +146,15 @@ where
         }
     }
 
+    /// What was learned up to the latest item of an answer that may not be whole.
+    pub fn so_far(&self) -> Report {
+        match &self.content {
+            Content::Events(events) => events.report(),
+            Content::Plain(plain) => plain.so_far(),
+            Content::Unknown(_) => Report::default(),
+        }
+    }
+
     /// Takes what the content has of frames. Returns one that may pass at once.
     fn next_frame(&mut self) -> Result<Option<Bytes>, RelayError> {
         let Content::Events(events) = &mut self.content else { return Ok(None) };

@@ -163,6 +163,12 @@ impl UsageScanner {
         std::mem::take(&mut self.found)
     }
 
+    /// What was found up to here, also in an answer that has not ended.
+    pub(in crate::relay) fn so_far(&self) -> Found {
+        let usage = self.found.usage.or(self.usage).or(self.meta_info);
+        Found { usage, item: None, response_id: self.response_id.or(self.found.response_id) }
+    }
+
     fn start(&mut self, part: &[u8]) -> usize {
         let Some(at) = part.iter().position(|byte| !byte.is_ascii_whitespace()) else { return part.len() };
         self.state = if matches!(part[at], b'{' | b'[') { State::Between } else { State::Unread };
