@@ -166,6 +166,8 @@ pub(super) struct Routing {
     wants_usage: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
+    /// Number of choices without the limit of those that routing distinguishes.
+    outputs: usize,
     max_tokens: Option<u32>,
     /// Time from the request's arrival within which the first token must be generated.
     deadline: Option<Duration>,
@@ -315,7 +317,7 @@ pub(super) async fn respond(
     let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
     // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
     let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
-    let most = length.saturating_mul(routing.choices.max(1) as usize).max(body.len());
+    let most = length.saturating_mul(routing.outputs.max(1)).max(body.len());
     let most = u32::try_from(most).unwrap_or(u32::MAX);
     let mut meter = RelayMeter::new(context.clone(), &name, has_output, most, stored);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
