@@ -29,9 +29,9 @@ pub(crate) enum BodyKind {
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
 /// The text of a stream is not read. The times between tokens are those between the parts of its body, which have the
-/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, because it never
-/// does or because the stream was cancelled, they are the events of a stream, or are estimated from the text of another
-/// response. So a client cannot keep its output from being counted.
+/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, they are the events
+/// of a stream, or are estimated from the text of another response. Of a response that the client leaves, they are the
+/// larger of that and of what the engine has reported so far. So a client cannot keep its output from being counted.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
@@ -216,8 +216,11 @@ impl Drop for RelayMeter {
         self.count_finished(reason);
         let so_far = self.progress.as_ref().map(|progress| progress.get()).unwrap_or_default();
         // Also a stored response is noted: the rest of its output counts when it is retrieved.
-        let report = self.uncounted(so_far, |counted| counted);
-        self.context.log_fields().completion_tokens = report.completion_tokens.unwrap_or_default();
+        let report = self.uncounted(so_far, |counted| so_far.completion_tokens.unwrap_or_default().max(counted));
+        let mut log_fields = self.context.log_fields();
+        log_fields.prompt_tokens = report.prompt_tokens.map(|tokens| tokens as usize);
+        log_fields.cached_tokens = report.cached_tokens;
+        log_fields.completion_tokens = report.completion_tokens.unwrap_or_default();
     }
 }
 

@@ -446,6 +446,31 @@ async fn the_rest_of_a_response_that_was_left_counts_when_it_is_retrieved() {
 }
 
 #[tokio::test]
+async fn a_response_that_is_left_costs_what_was_reported() {
+    let report = RelayReport { prompt_tokens: Some(30), completion_tokens: Some(50), ..RelayReport::default() };
+    let engine = FakeEngine::new(move |request| {
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(report);
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let event = Output::Body(Bytes::from_static(b"data: {}\n\n"));
+        let is_left = request.tokens.len() == 1;
+        let end = if is_left { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(event), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    let ask = |prompt: usize| with_key(completion(json!({ "prompt": vec![1; prompt] })), &key);
+    let mut left = router.clone().oneshot(ask(1)).await.unwrap().into_body().into_data_stream();
+    assert!(left.next().await.unwrap().is_ok());
+    drop(left);
+    assert_eq!(send(&router, ask(30)).await.status, 429, "it has used 80 tokens");
+}
+
+#[tokio::test]
 async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
     let keys = Keys::new();
     let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));

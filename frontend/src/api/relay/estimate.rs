@@ -38,6 +38,8 @@ impl Routing {
     /// are known.
     pub(super) fn read(mut fields: Fields, tokens: Option<Vec<u32>>) -> Self {
         let fields = &mut fields;
+        // First, so that no other field uses up the number of values that are read.
+        let is_stream = fields.value("stream").ok().flatten().is_some_and(|stream| is_lax_true(&stream));
         let outputs = outputs(fields);
         let (tokens, source) = if let Some(tokens) = tokens {
             (tokens.into(), TokenSource::Local)
@@ -53,7 +55,7 @@ impl Routing {
             tokens,
             source,
             tokenize_body: None,
-            is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
+            is_stream,
             wants_usage: options.is_some_and(|options| options.get("include_usage").is_some_and(is_lax_true)),
             choices: outputs.clamp(1, CHOICES_MAX) as u32,
             outputs: outputs as usize,
@@ -324,8 +326,8 @@ mod tests {
         let batch = read(&serde_json::json!({ "text": vec!["a"; 1000] }).to_string());
         assert_eq!((batch.outputs, batch.choices), (1000, CHOICES_MAX as u32), "its report counts up to all of them");
         let parameters = vec!["{}"; 1 << 21].join(",");
-        let huge = read(&format!(r#"{{"text":"a","sampling_params":[{parameters}]}}"#));
-        assert!(huge.outputs >= 1 << 21, "more than is read counts as any number");
+        let huge = read(&format!(r#"{{"text":"a","sampling_params":[{parameters}],"stream":true}}"#));
+        assert!(huge.outputs >= 1 << 21 && huge.is_stream, "more than is read counts as any number");
     }
 
     #[test]

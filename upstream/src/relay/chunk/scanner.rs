@@ -165,7 +165,10 @@ impl UsageScanner {
 
     /// What was found up to here, also in an answer that has not ended.
     pub(in crate::relay) fn so_far(&self) -> Found {
-        let usage = self.found.usage.or(self.usage).or(self.meta_info);
+        let usage = match (self.found.usage, self.usage.or(self.meta_info)) {
+            (Some(before), Some(latest)) => Some(before.plus_item(latest)),
+            (before, latest) => before.or(latest),
+        };
         Found { usage, item: None, response_id: self.response_id.or(self.found.response_id) }
     }
 

@@ -357,6 +357,24 @@ fn a_body_without_a_type_is_what_it_begins_with() {
 }
 
 #[test]
+fn what_an_answer_has_reported_is_known_before_its_end() {
+    let meta_info = |tokens: u64| format!(r#""meta_info":{{"prompt_tokens":3,"completion_tokens":{tokens}}}"#);
+    for (content_type, parts) in [
+        ("text/event-stream", [1000, 2000].map(|tokens| event(&format!(r#"{{"text":"a",{}}}"#, meta_info(tokens))))),
+        ("application/json", [format!("[{{{}}},{{{}", meta_info(1000), meta_info(1000)), r#","text":"a"#.to_owned()]),
+    ] {
+        let (sender, chunks) = mpsc::unbounded();
+        let mut relay = Relay::new(response(content_type, chunks), UsageInStream::Keep);
+        for part in parts {
+            sender.unbounded_send(Ok(Bytes::from(part))).unwrap();
+            while relay.next().now_or_never().is_some() {}
+        }
+        let usage = relay.so_far().usage.unwrap();
+        assert_eq!(usage.completion_tokens, Some(2000), "{content_type}");
+    }
+}
+
+#[test]
 fn the_length_of_a_stream_is_not_sent() {
     for (content_type, usage, length) in [
         ("text/event-stream", UsageInStream::Keep, false),
