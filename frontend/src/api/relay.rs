@@ -286,6 +286,12 @@ fn is_public(path: &str, further: &[RelayPath]) -> bool {
     !is_ambiguous && (is_known || further.iter().any(|allowed| allowed.contains(path)))
 }
 
+/// Whether a request with this method may generate. Some servers take others than POST at the same endpoints: SGLang's
+/// `/generate` takes PUT.
+fn may_generate(method: &Method) -> bool {
+    ![Method::GET, Method::HEAD, Method::DELETE, Method::OPTIONS].contains(method)
+}
+
 /// Relays a request that names the model `named`, and its response.
 pub(super) async fn respond(
     state: &Arc<AppState>,
@@ -302,7 +308,7 @@ pub(super) async fn respond(
     let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
     let path = parts.uri.path();
     let is_charged = !TOKENIZE.contains(&path);
-    let has_output = is_charged && parts.method == Method::POST && !EndpointKind::Pooling.paths().contains(&path);
+    let has_output = is_charged && may_generate(&parts.method) && !EndpointKind::Pooling.paths().contains(&path);
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
