@@ -183,6 +183,8 @@ impl UpstreamEngine {
         }
         if let Some(salt) = salt {
             splice.set("cache_salt", json(salt));
+            // SGLang's, which is part of the salt. Beside it, a client could name the salt of a tenant.
+            splice.remove("extra_key");
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
         // several choices those that ended first would lack it, so their usage is requested only if it is charged.

@@ -84,6 +84,8 @@ async fn a_body_with_a_salt_is_an_object() {
     let json = "application/json";
     let salted = sent(&tenant, json, br#"{"cache_salt":"of-bob"}"#).unwrap();
     assert!(salted.starts_with(br#"{"cache_salt":"#) && !salted.ends_with(br#"of-bob"}"#), "{salted:?}");
+    let salted = sent(&tenant, json, br#"{"extra_key":"of-bob"}"#).unwrap();
+    assert!(salted.starts_with(br#"{"cache_salt":"#), "{salted:?}");
     let with_mark = b"\xef\xbb\xbf{\"cache_salt\":\"of-bob\"}";
     for (content_type, body) in [
         (json, &with_mark[..]),

@@ -65,9 +65,18 @@ impl Routing {
                 priority: scheduling::take_priority(fields).unwrap_or_default(),
                 ..RequestAttributes::default()
             },
-            salts: fields.text("cache_salt").ok().flatten().into_iter().collect(),
+            salts: salts(fields),
         }
     }
+}
+
+/// The salts of the cache domain. SGLang's `extra_key` is one too, for a batch a list. The engine's adapter removes it.
+fn salts(fields: &mut Fields) -> Vec<String> {
+    let salt = fields.text("cache_salt").ok().flatten();
+    let key = fields.raw("extra_key").filter(|key| key.bytes() != br#""""#);
+    // The name of the field is part of the salt, so that equal values of the two fields differ.
+    let key = key.map(|key| format!("extra_key={}", String::from_utf8_lossy(key.bytes())));
+    salt.into_iter().chain(key).collect()
 }
 
 /// The number of outputs of a request: prompts times choices, at least one.
@@ -365,5 +374,18 @@ mod tests {
         let good = read(r#"{"input":"x","n":4,"max_output_tokens":9,"priority":-1,"cache_salt":"s"}"#);
         assert_eq!((good.choices, good.max_tokens, good.salts), (4, Some(9), vec!["s".to_owned()]));
         assert_eq!(good.attributes.priority, Priority::High);
+    }
+
+    #[test]
+    fn an_extra_key_is_a_salt() {
+        for (body, expected) in [
+            (r#"{"extra_key":"s"}"#, &[r#"extra_key="s""#][..]),
+            (r#"{"extra_key":["s","t"]}"#, &[r#"extra_key=["s","t"]"#]),
+            (r#"{"extra_key":"s","cache_salt":"s"}"#, &["s", r#"extra_key="s""#]),
+            (r#"{"extra_key":""}"#, &[]),
+            (r#"{"extra_key":null}"#, &[]),
+        ] {
+            assert_eq!(read(body).salts, expected, "{body}");
+        }
     }
 }
