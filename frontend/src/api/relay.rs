@@ -42,7 +42,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
-    Sampling, StopConditions, UNKNOWN_CONTEXT, Work,
+    Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -58,9 +58,6 @@ const WITHOUT_VERSION: [&str; 10] = [
     "/generate",
     "/encode",
 ];
-
-/// Endpoints that compute no tokens, and so count none against the limit of a key.
-const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
 
 /// The endpoint whose responses can be retrieved again, each at a path below it.
 const RESPONSES: &str = "/v1/responses";
@@ -307,7 +304,8 @@ pub(super) async fn respond(
     let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
     let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
     let path = parts.uri.path();
-    let is_charged = !TOKENIZE.contains(&path);
+    // Other endpoints count nothing against the limit of a key.
+    let is_charged = computes_tokens(path);
     let has_output = is_charged && may_generate(&parts.method) && !EndpointKind::Pooling.paths().contains(&path);
     if is_charged {
         context.take_prompt(routing.tokens.len())?;

@@ -71,6 +71,23 @@ impl EndpointKind {
     }
 }
 
+/// Endpoints besides those of pooling that compute no tokens: nothing of a prompt can be found in a cache, and nothing
+/// is charged.
+const WITHOUT_TOKENS: [&str; 7] = [
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+];
+
+/// Whether the endpoint with this path computes tokens: it reads a prompt with the model, or generates.
+pub fn computes_tokens(path: &str) -> bool {
+    !WITHOUT_TOKENS.contains(&path)
+}
+
 impl HttpRequest {
     /// The kind of its endpoint. `None`: an endpoint that any server may have, such as one for tokens or files.
     pub fn kind(&self) -> Option<EndpointKind> {
