@@ -313,7 +313,8 @@ pub(super) async fn respond(
     let stored = path.starts_with(RESPONSES).then(|| StoredResponse {
         counted: Arc::clone(&state.counted_responses),
         tenant: Arc::clone(&tenant),
-        is_retrieved: parts.method == Method::GET,
+        // Also to cancel it computes nothing. Paths below are those of one response.
+        is_retrieved: path.trim_end_matches('/') != RESPONSES,
     });
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();

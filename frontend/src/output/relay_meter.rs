@@ -228,9 +228,10 @@ impl Counted {
     fn add(&mut self, part: &[u8]) {
         match self {
             Self::Nothing => {}
-            // Two line ends per event. Streams whose events have more lines are counted as more events.
+            // An event ends with an empty line.
             Self::Events(events) => {
-                let more = memchr_iter(b'\n', part).count() / 2;
+                let ends = |at: &usize| matches!(part[at + 1..], [b'\n', ..] | [b'\r', b'\n', ..]);
+                let more = memchr_iter(b'\n', part).filter(ends).count();
                 *events = events.saturating_add(more.max(1) as u32);
             }
             Self::Json(text) => text.add(part),
@@ -296,6 +297,9 @@ mod tests {
             counted.add(part.as_bytes());
         }
         assert_eq!(counted.tokens(), 4, "a part has at least one");
+        let mut counted = Counted::Events(0);
+        counted.add("event: a\ndata: {}\n\nevent: b\r\ndata: {}\r\n\r\n".repeat(10).as_bytes());
+        assert_eq!(counted.tokens(), 20, "however many lines an event has");
         assert_eq!(Counted::Text(9).tokens(), 3);
     }
 }

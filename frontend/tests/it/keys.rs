@@ -398,19 +398,21 @@ async fn the_output_of_a_response_that_is_retrieved_counts_once() {
     let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
     *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
     let keys = Keys::new();
-    let added = ["background", "at-once", "twice"].map(|name| {
+    let added = ["background", "at-once", "cancelled", "twice"].map(|name| {
         keys.add(name, |key| {
             key.tokens_per_minute = NonZero::new(100);
             key.tenant = Some(name.into());
         })
     });
     let router = engine.router_with(keys.settings());
-    let [background, at_once, twice] = &added;
+    let [background, at_once, cancelled, twice] = &added;
     let create = || post("/v1/responses", &json!({ "model": "org/tiny", "input": [] }));
     let retrieve = || get("/v1/responses/resp_1");
+    let cancel = || post("/v1/responses/resp_1/cancel", &json!({}));
     for (key, requests, expected) in [
         (background, vec![retrieve(), retrieve(), retrieve()], 200),
         (at_once, vec![create(), retrieve(), retrieve()], 200),
+        (cancelled, vec![create(), cancel(), retrieve()], 200),
         (twice, vec![create(), create()], 429),
     ] {
         for request in requests {
@@ -450,6 +452,32 @@ async fn the_rest_of_a_response_that_was_left_counts_when_it_is_retrieved() {
     assert_eq!(send(&router, with_key(get("/v1/responses/resp_1"), &key)).await.status, 200);
     let next = with_key(completion(json!({ "prompt": [1] })), &key);
     assert_eq!(send(&router, next).await.status, 429, "it has used 60, 1 and 59 tokens");
+}
+
+#[tokio::test]
+async fn a_stored_stream_that_is_left_again_counts_once() {
+    let engine = FakeEngine::new(|request| {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(RelayReport { response_id: Some(7), ..RelayReport::default() });
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let events = Output::Body("event: a\ndata: {}\n\n".repeat(40).into());
+        let end = if http.method == "GET" { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(events), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    for _ in 0..3 {
+        let request = with_key(get("/v1/responses/resp_1?stream=true"), &key);
+        let mut left = router.clone().oneshot(request).await.unwrap().into_body().into_data_stream();
+        assert!(left.next().await.unwrap().is_ok());
+    }
+    let next = with_key(completion(json!({ "prompt": vec![1; 50] })), &key);
+    assert_eq!(send(&router, next).await.status, 200, "40 of 100 tokens are used");
 }
 
 #[tokio::test]

@@ -315,7 +315,7 @@ fn the_id_of_a_response_is_the_same_in_a_stream_and_in_json() {
     let long = response("resp_1", &format!(r#""instructions":"{}",{usage}"#, "a".repeat(2 << 20)));
     let stream = event(&format!(r#"{{"type":"response.completed","response":{long}}}"#));
     assert_eq!(streamed(UsageInStream::Keep, stream).end.unwrap(), first);
-    for state in ["queued", "in_progress"] {
+    for state in ["queued", "in_progress", "cancelled", "failed", "incomplete"] {
         // What it repeats of the request is no output.
         let queued = json(response("resp_1", &format!(r#""usage":null,"status":"{state}""#)));
         let usage = Usage { completion_tokens: Some(0), ..Usage::default() };
