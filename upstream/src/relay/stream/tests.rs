@@ -335,8 +335,9 @@ fn a_compressed_stream_passes_unread() {
 
 #[test]
 fn a_body_without_a_type_is_what_it_begins_with() {
-    let relayed = |body: Bytes| {
-        let mut response = response("", stream::iter([Ok(Bytes::new()), Ok(body)]));
+    let relayed_in = |parts: Vec<Bytes>| {
+        let parts = [Bytes::new()].into_iter().chain(parts).map(Ok);
+        let mut response = response("", stream::iter(parts.collect::<Vec<_>>()));
         response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
         let items = Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect::<Vec<_>>();
         let items = items.now_or_never().unwrap();
@@ -344,6 +345,7 @@ fn a_body_without_a_type_is_what_it_begins_with() {
         let content_type = head.headers.get(header::CONTENT_TYPE).map(|value| value.to_str().unwrap().to_owned());
         (content_type.unwrap_or_default(), head.headers.contains_key(header::CONTENT_LENGTH), report.usage)
     };
+    let relayed = |body: Bytes| relayed_in(vec![body]);
     let json = r#" {"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}"#;
     assert_eq!(relayed(json.into()), ("application/json".into(), true, Some(USAGE)));
     let script = Script::chat(&["a"], Some(USAGE));
@@ -351,6 +353,21 @@ fn a_body_without_a_type_is_what_it_begins_with() {
     let messages = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
     assert_eq!(relayed(messages.into()), ("text/event-stream".into(), false, None));
     assert_eq!(relayed("words".into()), (String::new(), true, None));
+    let events = ("text/event-stream".to_owned(), false, Some(USAGE));
+    let body = script.body();
+    for parts in [
+        vec![body.slice(..1), body.slice(1..)],
+        vec![": ping\n\n".into(), body.clone()],
+        vec![[b"id: 1\n", &body[..]].concat().into()],
+    ] {
+        assert_eq!(relayed_in(parts), events);
+    }
+    let spaced = vec![" \n".into(), " ".into(), json.trim_ascii_start().into()];
+    assert_eq!(relayed_in(spaced), ("application/json".into(), true, Some(USAGE)));
+    for undecided in ["d", "event", " "] {
+        assert_eq!(relayed(undecided.into()), (String::new(), true, None), "it ends before it says what it is");
+    }
+    assert_eq!(relayed_in(vec![" ".repeat(MAX_START).into(), json.into()]), (String::new(), true, Some(USAGE)));
     let empty = Relay::new(response("", stream::iter([])), UsageInStream::Keep).map(Result::unwrap);
     let items: Vec<_> = empty.collect().now_or_never().unwrap();
     assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false, .. })]), "{items:?}");
