@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
-use crate::output::{BodyKind, RelayMeter, StoredResponse};
+use crate::output::{BodyKind, OutputText, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::settings::RelayPath;
 use crate::state::AppState;
@@ -61,6 +61,9 @@ const WITHOUT_VERSION: [&str; 10] = [
 
 /// The endpoint whose responses can be retrieved again, each at a path below it.
 const RESPONSES: &str = "/v1/responses";
+
+/// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
+const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
 
 /// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
 const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
@@ -306,7 +309,12 @@ pub(super) async fn respond(
     let path = parts.uri.path();
     // Other endpoints count nothing against the limit of a key.
     let is_charged = computes_tokens(path);
-    let has_output = is_charged && may_generate(&parts.method) && !EndpointKind::Pooling.paths().contains(&path);
+    let output = match path {
+        _ if !is_charged || !may_generate(&parts.method) => OutputText::None,
+        path if EndpointKind::Pooling.paths().contains(&path) => OutputText::None,
+        path if TRANSCRIBE.contains(&path) => OutputText::Text,
+        _ => OutputText::All,
+    };
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
@@ -324,7 +332,7 @@ pub(super) async fn respond(
     let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
     let most = length.saturating_mul(routing.outputs.max(1)).max(body.len());
     let most = u32::try_from(most).unwrap_or(u32::MAX);
-    let mut meter = RelayMeter::new(context.clone(), &name, has_output, most, stored);
+    let mut meter = RelayMeter::new(context.clone(), &name, output, most, stored);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {

@@ -25,6 +25,18 @@ pub(crate) enum BodyKind {
     Other,
 }
 
+/// Which text of a response that is no stream is output, if the engine does not report its tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum OutputText {
+    /// None: the endpoint generates no text.
+    None,
+    /// All of it; of JSON that of all strings.
+    All,
+    /// Of JSON that of the member `text`, unless it is missing or empty: transcriptions repeat it in other members,
+    /// word by word.
+    Text,
+}
+
 /// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
@@ -35,8 +47,7 @@ pub(crate) enum BodyKind {
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
-    /// The text of a response that is no stream is output.
-    has_output: bool,
+    output: OutputText,
     /// Where the output is noted if clients can retrieve it again.
     stored: Option<StoredResponse>,
     /// The engine's report counts up to this number of tokens each of prompt and output.
@@ -65,7 +76,7 @@ enum Counted {
     Nothing,
     /// Events, about.
     Events(u32),
-    Json(JsonText),
+    Json(JsonText, Option<TextMember>),
     /// Bytes.
     Text(usize),
 }
@@ -78,14 +89,27 @@ struct JsonText {
     is_escaped: bool,
 }
 
+/// Counts the bytes of the top-level member `text` of a JSON object that arrives in parts.
+#[derive(Default)]
+struct TextMember {
+    bytes: usize,
+    /// Number of open brackets.
+    depth: usize,
+    /// The latest name, or the beginning of it.
+    name: Vec<u8>,
+    /// The value of this name comes next, or is read.
+    is_value: bool,
+    is_in_string: bool,
+    is_escaped: bool,
+}
+
 impl RelayMeter {
-    /// A meter for a request to a model. The prompt's length is known at the end. `has_output`: the endpoint generates
-    /// text. `max_tokens`: more than the request can have, each of prompt and output. `stored`: `None` if the response
-    /// cannot be retrieved.
+    /// A meter for a request to a model. The prompt's length is known at the end. `max_tokens`: more than the request
+    /// can have, each of prompt and output. `stored`: `None` if the response cannot be retrieved.
     pub(crate) fn new(
         context: Arc<RequestContext>,
         model: &Arc<str>,
-        has_output: bool,
+        output: OutputText,
         max_tokens: u32,
         stored: Option<StoredResponse>,
     ) -> Self {
@@ -93,7 +117,7 @@ impl RelayMeter {
         Self {
             context,
             metrics,
-            has_output,
+            output,
             stored,
             max_tokens,
             counted: Counted::Nothing,
@@ -109,10 +133,13 @@ impl RelayMeter {
     pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind, progress: Option<Arc<RelayProgress>>) {
         self.progress = progress;
         // Only for a key the text is searched, which takes longer than all else here.
-        let is_searched = self.has_output && self.context.key().is_some();
+        let is_searched = self.output != OutputText::None && self.context.key().is_some();
         self.counted = match kind {
             BodyKind::Events => Counted::Events(0),
-            BodyKind::Json if is_searched => Counted::Json(JsonText::default()),
+            BodyKind::Json if is_searched => {
+                let member = (self.output == OutputText::Text).then(TextMember::default);
+                Counted::Json(JsonText::default(), member)
+            }
             BodyKind::Text if is_searched => Counted::Text(0),
             BodyKind::Json | BodyKind::Text | BodyKind::Other => Counted::Nothing,
         };
@@ -234,7 +261,10 @@ impl Counted {
                 let more = memchr_iter(b'\n', part).filter(ends).count();
                 *events = events.saturating_add(more.max(1) as u32);
             }
-            Self::Json(text) => text.add(part),
+            Self::Json(text, member) => {
+                text.add(part);
+                member.iter_mut().for_each(|member| member.add(part));
+            }
             Self::Text(bytes) => *bytes = bytes.saturating_add(part.len()),
         }
     }
@@ -245,7 +275,10 @@ impl Counted {
         match self {
             Self::Nothing => 0,
             Self::Events(events) => *events,
-            Self::Json(text) => of_text(text.bytes),
+            Self::Json(text, member) => {
+                let of_member = member.as_ref().map(|member| member.bytes).filter(|bytes| *bytes > 0);
+                of_text(of_member.unwrap_or(text.bytes))
+            }
             Self::Text(bytes) => of_text(*bytes),
         }
     }
@@ -274,6 +307,48 @@ impl JsonText {
     }
 }
 
+impl TextMember {
+    const NAME: &'static [u8] = b"text";
+
+    fn add(&mut self, part: &[u8]) {
+        for byte in part.iter().copied() {
+            if self.is_in_string {
+                self.string(byte);
+            } else {
+                self.between(byte);
+            }
+        }
+    }
+
+    fn string(&mut self, byte: u8) {
+        let is_escaped = std::mem::take(&mut self.is_escaped);
+        match byte {
+            b'\\' if !is_escaped => self.is_escaped = true,
+            b'"' if !is_escaped => self.is_in_string = false,
+            _ if self.depth != 1 => {}
+            _ if self.is_value => self.bytes += usize::from(self.name == Self::NAME),
+            _ if self.name.len() <= Self::NAME.len() => self.name.push(byte),
+            _ => {}
+        }
+    }
+
+    fn between(&mut self, byte: u8) {
+        let is_top = self.depth == 1;
+        match byte {
+            b'"' => {
+                self.is_in_string = true;
+                if is_top && !self.is_value {
+                    self.name.clear();
+                }
+            }
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+            b':' | b',' if is_top => self.is_value = byte == b':',
+            _ => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,11 +357,29 @@ mod tests {
     fn the_text_of_json_is_its_strings_however_it_is_cut() {
         let text = br#"{"a":"b\"c\\","d":[1.5,null,"e"]}"#;
         for cut in 0..text.len() {
-            let mut counted = Counted::Json(JsonText::default());
+            let mut counted = Counted::Json(JsonText::default(), None);
             counted.add(&text[..cut]);
             counted.add(&text[cut..]);
-            let Counted::Json(JsonText { bytes, .. }) = counted else { unreachable!("it counts JSON") };
+            let Counted::Json(JsonText { bytes, .. }, None) = counted else { unreachable!("it counts JSON") };
             assert_eq!(bytes, 1 + 4 + 1 + 1, "cut at {cut}: an escape counts as one byte");
+        }
+    }
+
+    #[test]
+    fn the_text_of_a_transcription_counts_once() {
+        for (json, expected) in [
+            (
+                r#"{"a":["text",{"text":"no"}],"text":"eight\"by\n","words":[{"word":"eight","text":"x"}],"b":"text"}"#,
+                9,
+            ),
+            (r#"{"segments":[{"text":"a"}],"words":["bc"],"text":""}"#, 24),
+        ] {
+            for cut in 0..json.len() {
+                let mut counted = Counted::Json(JsonText::default(), Some(TextMember::default()));
+                counted.add(&json.as_bytes()[..cut]);
+                counted.add(&json.as_bytes()[cut..]);
+                assert_eq!(counted.tokens() as usize, usize::div_ceil(expected, BYTES_PER_TOKEN), "{json} at {cut}");
+            }
         }
     }
 

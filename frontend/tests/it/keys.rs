@@ -340,6 +340,7 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
 async fn output_that_the_engine_does_not_report_is_counted() {
     let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
     let json = json!({ "text": "x".repeat(800) }).to_string();
+    let verbose = json!({ "text": "x", "segments": [{ "text": "x".repeat(800) }] }).to_string();
     let none = RelayReport::default();
     let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
     let few = RelayReport { completion_tokens: Some(1), ..none };
@@ -351,6 +352,8 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/v1/chat/completions", embeddings, 429),
         ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
         ("", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &verbose, "/v1/audio/transcriptions", none, 200),
         ("application/json", &json, "/v1/completions", few, 200),
         ("application/json", &json, "/v1/embeddings", embeddings, 200),
         ("application/json", &json, "/rerank", none, 200),
