@@ -325,6 +325,18 @@ fn the_id_of_a_response_is_the_same_in_a_stream_and_in_json() {
 }
 
 #[test]
+fn a_text_that_is_no_utf8_does_not_hide_the_end() {
+    let [before, after] = [
+        r#"data: {"type":"response.completed","response":{"id":"r","instructions":""#,
+        "\",\"usage\":{\"input_tokens\":7,\"output_tokens\":2}}}\n\n",
+    ];
+    let body = [before.as_bytes(), b"\xff\xfe\xc3", after.as_bytes()].concat();
+    let outcome = streamed(UsageInStream::Keep, body.clone());
+    assert_eq!(outcome.bytes, body, "it passes as it is");
+    assert_eq!(outcome.end.unwrap().usage, Some(Usage { cached_tokens: None, ..USAGE }));
+}
+
+#[test]
 fn a_compressed_stream_passes_unread() {
     let mut response = response("text/event-stream", stream::iter([Ok(Bytes::from_static(b"\x1f\x8b\x08"))]));
     response.headers_mut().insert(header::CONTENT_ENCODING, "gzip".parse().unwrap());
