@@ -55,7 +55,7 @@ use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::Context;
 use banner::{Banner, ClusterFacts, Serves, UpstreamFacts};
-use frontend::{Server, Tokenizers};
+use frontend::{KeyFile, Server, Tokenizers};
 use health::{Health, MonitoredRouter};
 use http_server::HttpServer;
 use native::Native;
@@ -227,6 +227,9 @@ impl Node {
         let address = listener.local_addr()?;
         register_process_metrics(&registry)?;
         if let Some(warning) = short_drain(config) {
+            tracing::warn!("{warning}");
+        }
+        if let Some(warning) = guessable_domains(config) {
             tracing::warn!("{warning}");
         }
         let (tracer, exporter) = otlp::start(config, purpose, &address.to_string(), &registry)?;
@@ -422,6 +425,20 @@ fn short_drain(config: &Config) -> Option<String> {
     })
 }
 
+/// The warning for tenants whose cache domains are derived from their names alone. A key file that cannot be read is an
+/// error elsewhere.
+fn guessable_domains(config: &Config) -> Option<&'static str> {
+    let frontend::Settings { tenant_header, api_keys_file, tenant_secret_file, .. } = &config.frontend;
+    let names_tenant = |path| KeyFile::read(path).is_ok_and(|file| file.keys.iter().any(|key| key.tenant.is_some()));
+    let has_tenants = tenant_header.is_some() || api_keys_file.as_deref().is_some_and(names_tenant);
+    (has_tenants && tenant_secret_file.is_none()).then_some(
+        "requests have tenants, but frontend.tenant_secret_file is not set: the cache domain and the cache_salt of a \
+         tenant can be computed from its name, so a reader of the store, or a client that reaches an upstream \
+         directly, can test for its prompts; set it to a file with a secret (openssl rand -hex 32 > FILE), the same on \
+         all nodes that share blocks",
+    )
+}
+
 /// Sends the last spans, within what is left of the shutdown timeout.
 async fn flush_spans(exporter: Option<Exporter>, deadline: Instant) {
     if let Some(exporter) = exporter {
@@ -462,6 +479,7 @@ async fn check(config: &Config, purpose: Purpose) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use frontend::{ApiKey, KeyEntry};
 
     #[test]
     fn the_time_of_running_requests_is_four_fifths_of_the_shutdown_timeout() {
@@ -483,5 +501,27 @@ mod tests {
         assert!(warning.contains("at least 757s"), "{warning}");
         config.shutdown_timeout = HumanDuration::secs(757);
         assert_eq!(short_drain(&config), None);
+    }
+    #[test]
+    fn tenants_without_a_secret_are_a_warning() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        let mut config = Config::with_cache("".as_ref());
+        config.frontend.api_keys_file = Some(path.clone());
+        let add = |tenant: Option<&str>| {
+            let mut entry = KeyEntry::new(tenant.unwrap_or("none"), ApiKey::generate().unwrap().hash());
+            entry.tenant = tenant.map(str::to_owned);
+            KeyFile::change(&path, |file| {
+                file.keys.push(entry);
+                Ok(())
+            })
+            .unwrap();
+        };
+        add(None);
+        assert_eq!(guessable_domains(&config), None, "no key has a tenant");
+        add(Some("ann"));
+        assert!(guessable_domains(&config).is_some_and(|warning| warning.contains("frontend.tenant_secret_file")));
+        config.frontend.tenant_secret_file = Some(path);
+        assert_eq!(guessable_domains(&config), None);
     }
 }

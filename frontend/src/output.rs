@@ -13,4 +13,4 @@ mod stop;
 pub(crate) use choice::{ChoiceDelta, FinishReason, StopReason};
 pub(crate) use generation::{Generation, GenerationRequest};
 pub(crate) use logprobs::{TokenLogprobs, decimal, finite};
-pub(crate) use relay_meter::{BYTES_PER_TOKEN, BodyKind, RelayMeter, StoredResponse};
+pub(crate) use relay_meter::{BYTES_PER_TOKEN, BodyKind, OutputText, RelayMeter, StoredResponse};

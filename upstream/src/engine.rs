@@ -8,19 +8,21 @@ use crate::relay::client::Client;
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
-use crate::relay::stream::{Item, UsageInStream};
+use crate::relay::stream::{Item, Report, UsageInStream};
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
 use futures::future::BoxFuture;
+use futures::stream::poll_fn;
 use futures::{FutureExt, StreamExt};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use std::sync::Arc;
+use std::task::{Poll, ready};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
     Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
-    RelayReport, Request, ResponseHead, Work,
+    RelayProgress, RelayReport, Request, ResponseHead, Work,
 };
 use worker::plane::Load;
 
@@ -33,6 +35,13 @@ const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batc
 /// Endpoints that need no model in a request to the gateway if it serves one, or if the key allows one. The server may
 /// have others, of which it would choose its first.
 const WITH_MODEL: [&str; 2] = ["/tokenize", "/detokenize"];
+
+/// The endpoint that stores its responses.
+const RESPONSES: &str = "/v1/responses";
+/// The field of its requests by which vLLM and SGLang let a client choose the id of the response. With the id of a
+/// response that is stored, a client would replace that one, which may be of another client, and the output of two
+/// responses would count as that of one.
+const RESPONSE_ID: &str = "request_id";
 
 /// Back-pressure of a server that has as many requests as it may: some of them end within a second.
 const RETRY_WHEN_FULL: Duration = Duration::from_secs(1);
@@ -116,7 +125,7 @@ impl UpstreamEngine {
         headers::set_request_id(&mut headers, &request.id);
         spans::inject(&request.attributes.trace, &mut headers);
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
-        let items = relay.map_err(|error| {
+        let mut items = relay.map_err(|error| {
             let changed = match &error {
                 RelayError::Unreachable(_) => true,
                 RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
@@ -128,7 +137,16 @@ impl UpstreamEngine {
             error_of(error)
         })?;
         let is_stream = http.is_stream;
-        Ok(items.map(move |item| item.map(|item| output(item, &counted, is_stream)).map_err(error_of)).boxed())
+        let progress = http.is_metered.then(Arc::<RelayProgress>::default);
+        let outputs = poll_fn(move |context| {
+            let item = ready!(items.poll_next_unpin(context));
+            if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
+                progress.set(relay_report(items.so_far()));
+            }
+            let output = |item| output(item, &counted, is_stream, progress.as_ref());
+            Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
+        });
+        Ok(outputs.boxed())
     }
 
     /// The salt for a request. Fails if the request has one, but its endpoint does not take it.
@@ -155,6 +173,9 @@ impl UpstreamEngine {
         }
         let mut splice = Splice::scan(http.body.clone()).map_err(|error| invalid(error.to_string()))?;
         http.private_fields.iter().for_each(|field| splice.remove(field));
+        if http.target.path().trim_end_matches('/').eq_ignore_ascii_case(RESPONSES) {
+            splice.remove(RESPONSE_ID);
+        }
         // The client may know the model by another name.
         let is_another = |name: Bytes| !is_text(&name, &self.card.id);
         if splice.get("model").map_or_else(|| WITH_MODEL.contains(&http.target.path()), is_another) {
@@ -162,6 +183,8 @@ impl UpstreamEngine {
         }
         if let Some(salt) = salt {
             splice.set("cache_salt", json(salt));
+            // SGLang's, which is part of the salt. Beside it, a client could name the salt of a tenant.
+            splice.remove("extra_key");
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
         // several choices those that ended first would lack it, so their usage is requested only if it is charged.
@@ -278,7 +301,8 @@ fn json(text: &str) -> String {
     serde_json::to_string(text).expect("a string is JSON")
 }
 
-fn output(item: Item, counted: &Counted, is_stream: bool) -> Output {
+/// `progress`: what the response reports before its end.
+fn output(item: Item, counted: &Counted, is_stream: bool, progress: Option<&Arc<RelayProgress>>) -> Output {
     match item {
         Item::Head(head) => {
             counted.first_output();
@@ -287,24 +311,29 @@ fn output(item: Item, counted: &Counted, is_stream: bool) -> Output {
                 headers: head.headers,
                 worker: None,
                 explain: None,
+                progress: progress.cloned(),
             }))
         }
         Item::Frame(bytes) => Output::Body(bytes),
         Item::End(report) => {
-            let usage = report.usage.unwrap_or_default();
-            let tokens = |tokens: Option<u64>| tokens.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
-            let report = RelayReport {
-                prompt_tokens: tokens(usage.prompt_tokens),
-                cached_tokens: tokens(usage.cached_tokens),
-                completion_tokens: tokens(usage.completion_tokens),
-                response_id: report.response_id,
-                failed: report.failed,
-            };
+            let report = relay_report(report);
             if is_stream && !report.failed {
                 counted.streamed(&report);
             }
             Output::End(report)
         }
+    }
+}
+
+fn relay_report(report: Report) -> RelayReport {
+    let usage = report.usage.unwrap_or_default();
+    let tokens = |tokens: Option<u64>| tokens.map(|tokens| u32::try_from(tokens).unwrap_or(u32::MAX));
+    RelayReport {
+        prompt_tokens: tokens(usage.prompt_tokens),
+        cached_tokens: tokens(usage.cached_tokens),
+        completion_tokens: tokens(usage.completion_tokens),
+        response_id: report.response_id,
+        failed: report.failed,
     }
 }
 

@@ -8,18 +8,7 @@ use kvbm::Domain;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use worker::engine::{EndpointKind, HttpRequest};
-
-/// Endpoints besides those of pooling that compute no tokens, so that nothing of a prompt can be found in a cache.
-const WITHOUT_CACHE: [&str; 7] = [
-    "/tokenize",
-    "/detokenize",
-    "/v1/tokenize",
-    "/v1/detokenize",
-    "/v1/messages/count_tokens",
-    "/v1/chat/completions/render",
-    "/v1/completions/render",
-];
+use worker::engine::{EndpointKind, HttpRequest, computes_tokens};
 
 /// The endpoints of a server whose requests get a salt.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
@@ -56,7 +45,7 @@ impl SaltedEndpoints {
             Self::All => true,
             Self::Described(paths) => paths.contains(path),
         };
-        let has_no_cache = WITHOUT_CACHE.contains(&path) || EndpointKind::Pooling.paths().contains(&path);
+        let has_no_cache = !computes_tokens(path) || EndpointKind::Pooling.paths().contains(&path);
         // Without a body there is no prompt.
         has_no_cache || http.body.trim_ascii().is_empty() || (is_object(http) && has_field)
     }

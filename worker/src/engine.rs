@@ -17,7 +17,9 @@ pub use kvbm::{Domain, Priority, Retention};
 pub use model_card::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
-pub use relay::{EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayReport, ResponseHead};
+pub use relay::{
+    EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, ResponseHead, computes_tokens,
+};
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
 };

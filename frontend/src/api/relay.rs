@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::WorkPermit;
 use crate::model::EncodeJob;
-use crate::output::{BodyKind, RelayMeter, StoredResponse};
+use crate::output::{BodyKind, OutputText, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::settings::RelayPath;
 use crate::state::AppState;
@@ -42,7 +42,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
-    Sampling, StopConditions, UNKNOWN_CONTEXT, Work,
+    Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -59,11 +59,11 @@ const WITHOUT_VERSION: [&str; 10] = [
     "/encode",
 ];
 
-/// Endpoints that compute no tokens, and so count none against the limit of a key.
-const TOKENIZE: [&str; 2] = ["/tokenize", "/detokenize"];
-
 /// The endpoint whose responses can be retrieved again, each at a path below it.
 const RESPONSES: &str = "/v1/responses";
+
+/// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
+const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
 
 /// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
 const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
@@ -166,6 +166,8 @@ pub(super) struct Routing {
     wants_usage: bool,
     /// Number of choices; 0 for a request that generates nothing.
     choices: u32,
+    /// Number of choices without the limit of those that routing distinguishes.
+    outputs: usize,
     max_tokens: Option<u32>,
     /// Time from the request's arrival within which the first token must be generated.
     deadline: Option<Duration>,
@@ -284,6 +286,12 @@ fn is_public(path: &str, further: &[RelayPath]) -> bool {
     !is_ambiguous && (is_known || further.iter().any(|allowed| allowed.contains(path)))
 }
 
+/// Whether a request with this method may generate. Some servers take others than POST at the same endpoints: SGLang's
+/// `/generate` takes PUT.
+fn may_generate(method: &Method) -> bool {
+    ![Method::GET, Method::HEAD, Method::DELETE, Method::OPTIONS].contains(method)
+}
+
 /// Relays a request that names the model `named`, and its response.
 pub(super) async fn respond(
     state: &Arc<AppState>,
@@ -299,15 +307,22 @@ pub(super) async fn respond(
     let connection = ConnectionInfo::of(&parts.extensions).map(|connection| &connection.choices);
     let running = state.choices.start(routing.choices as usize, connection, &tenant)?;
     let path = parts.uri.path();
-    let is_charged = !TOKENIZE.contains(&path);
-    let has_output = is_charged && parts.method == Method::POST && !EndpointKind::Pooling.paths().contains(&path);
+    // Other endpoints count nothing against the limit of a key.
+    let is_charged = computes_tokens(path);
+    let output = match path {
+        _ if !is_charged || !may_generate(&parts.method) => OutputText::None,
+        path if EndpointKind::Pooling.paths().contains(&path) => OutputText::None,
+        path if TRANSCRIBE.contains(&path) => OutputText::Text,
+        _ => OutputText::All,
+    };
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
     let stored = path.starts_with(RESPONSES).then(|| StoredResponse {
         counted: Arc::clone(&state.counted_responses),
         tenant: Arc::clone(&tenant),
-        is_retrieved: parts.method == Method::GET,
+        // Also to cancel it computes nothing. Paths below are those of one response.
+        is_retrieved: path.trim_end_matches('/') != RESPONSES,
     });
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
@@ -315,9 +330,9 @@ pub(super) async fn respond(
     let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
     // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
     let length = if card.context == UNKNOWN_CONTEXT { MAX_TOKENS_UNKNOWN } else { card.context };
-    let most = length.saturating_mul(routing.choices.max(1) as usize).max(body.len());
+    let most = length.saturating_mul(routing.outputs.max(1)).max(body.len());
     let most = u32::try_from(most).unwrap_or(u32::MAX);
-    let mut meter = RelayMeter::new(context.clone(), &name, has_output, most, stored);
+    let mut meter = RelayMeter::new(context.clone(), &name, output, most, stored);
     let mut request = engine_request(&context, model, domain, parts, body, routing);
     let start = async {
         if let Some(body) = &tokenize_body {
@@ -352,7 +367,7 @@ pub(super) async fn respond(
     let head = *head;
     drop(memory);
     let kind = kind_of(&head.headers);
-    meter.head(head.worker, kind);
+    meter.head(head.worker, kind, head.progress);
     let is_stream = kind == BodyKind::Events;
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;

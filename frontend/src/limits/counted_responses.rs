@@ -3,7 +3,8 @@
 //! A client can retrieve a response of the Responses API by its id, and gets its usage each time. Its output counts
 //! once: when it was created, or if it was computed in the background, when it is retrieved for the first time.
 //!
-//! A client may choose the id, so every response that is created counts, also one with an id that was there before.
+//! An engine may give out an id twice, so every response that is created counts, also one with an id that was there
+//! before. The engine's adapter keeps clients from choosing the id.
 
 use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};

@@ -7,7 +7,7 @@ use memchr::{memchr, memchr_iter, memchr2};
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::RelayReport;
+use worker::engine::{RelayProgress, RelayReport};
 
 /// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
 pub(crate) const BYTES_PER_TOKEN: usize = 4;
@@ -25,23 +25,36 @@ pub(crate) enum BodyKind {
     Other,
 }
 
+/// Which text of a response that is no stream is output, if the engine does not report its tokens.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum OutputText {
+    /// None: the endpoint generates no text.
+    None,
+    /// All of it; of JSON that of all strings.
+    All,
+    /// Of JSON that of the member `text`, unless it is missing or empty: transcriptions repeat it in other members,
+    /// word by word.
+    Text,
+}
+
 /// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
 /// The text of a stream is not read. The times between tokens are those between the parts of its body, which have the
-/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, because it never
-/// does or because the stream was cancelled, they are the events of a stream, or are estimated from the text of another
-/// response. So a client cannot keep its output from being counted.
+/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, they are the events
+/// of a stream, or are estimated from the text of another response. Of a response that the client leaves, they are the
+/// larger of that and of what the engine has reported so far. So a client cannot keep its output from being counted.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
-    /// The text of a response that is no stream is output.
-    has_output: bool,
+    output: OutputText,
     /// Where the output is noted if clients can retrieve it again.
     stored: Option<StoredResponse>,
     /// The engine's report counts up to this number of tokens each of prompt and output.
     max_tokens: u32,
     counted: Counted,
+    /// What the engine reports before the end.
+    progress: Option<Arc<RelayProgress>>,
     /// Times between the parts of the body of a stream; found once, because that takes longer than an observation.
     inter_token: Option<Histogram>,
     /// Arrival of the latest part of the body.
@@ -63,7 +76,7 @@ enum Counted {
     Nothing,
     /// Events, about.
     Events(u32),
-    Json(JsonText),
+    Json(JsonText, Option<TextMember>),
     /// Bytes.
     Text(usize),
 }
@@ -76,14 +89,27 @@ struct JsonText {
     is_escaped: bool,
 }
 
+/// Counts the bytes of the top-level member `text` of a JSON object that arrives in parts.
+#[derive(Default)]
+struct TextMember {
+    bytes: usize,
+    /// Number of open brackets.
+    depth: usize,
+    /// The latest name, or the beginning of it.
+    name: Vec<u8>,
+    /// The value of this name comes next, or is read.
+    is_value: bool,
+    is_in_string: bool,
+    is_escaped: bool,
+}
+
 impl RelayMeter {
-    /// A meter for a request to a model. The prompt's length is known at the end. `has_output`: the endpoint generates
-    /// text. `max_tokens`: more than the request can have, each of prompt and output. `stored`: `None` if the response
-    /// cannot be retrieved.
+    /// A meter for a request to a model. The prompt's length is known at the end. `max_tokens`: more than the request
+    /// can have, each of prompt and output. `stored`: `None` if the response cannot be retrieved.
     pub(crate) fn new(
         context: Arc<RequestContext>,
         model: &Arc<str>,
-        has_output: bool,
+        output: OutputText,
         max_tokens: u32,
         stored: Option<StoredResponse>,
     ) -> Self {
@@ -91,10 +117,11 @@ impl RelayMeter {
         Self {
             context,
             metrics,
-            has_output,
+            output,
             stored,
             max_tokens,
             counted: Counted::Nothing,
+            progress: None,
             inter_token: None,
             latest: None,
             ended: false,
@@ -103,12 +130,16 @@ impl RelayMeter {
     }
 
     /// Records the head of the response, which comes with its first output.
-    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind) {
+    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind, progress: Option<Arc<RelayProgress>>) {
+        self.progress = progress;
         // Only for a key the text is searched, which takes longer than all else here.
-        let is_searched = self.has_output && self.context.key().is_some();
+        let is_searched = self.output != OutputText::None && self.context.key().is_some();
         self.counted = match kind {
             BodyKind::Events => Counted::Events(0),
-            BodyKind::Json if is_searched => Counted::Json(JsonText::default()),
+            BodyKind::Json if is_searched => {
+                let member = (self.output == OutputText::Text).then(TextMember::default);
+                Counted::Json(JsonText::default(), member)
+            }
             BodyKind::Text if is_searched => Counted::Text(0),
             BodyKind::Json | BodyKind::Text | BodyKind::Other => Counted::Nothing,
         };
@@ -136,15 +167,8 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
-        // A wrong number must not use up the limit of a key for days.
-        let at_most = |tokens: Option<u32>| tokens.map(|tokens| tokens.min(self.max_tokens));
-        let report = RelayReport {
-            prompt_tokens: at_most(report.prompt_tokens),
-            cached_tokens: at_most(report.cached_tokens),
-            completion_tokens: at_most(report.completion_tokens),
-            ..report
-        };
-        let report = self.stored.as_ref().map_or(report, |stored| stored.uncounted(report));
+        let is_reported = report.completion_tokens.is_some();
+        let report = self.uncounted(report, |counted| report.completion_tokens.unwrap_or(counted));
         let metrics = &self.metrics;
         if let Some(tokens) = report.prompt_tokens {
             self.context.record_prompt(&metrics.name, tokens as usize);
@@ -152,12 +176,11 @@ impl RelayMeter {
         if let Some(tokens) = report.cached_tokens {
             metrics.cached_tokens.inc_by(tokens.into());
         }
-        if let Some(tokens) = report.completion_tokens {
-            metrics.generated_tokens.inc_by(tokens.into());
-            // A response without output, such as embeddings, has no length.
-            if tokens > 0 {
-                metrics.output_length.observe(f64::from(tokens));
-            }
+        let completion_tokens = report.completion_tokens.unwrap_or_default();
+        // A response without output, such as embeddings, has no length.
+        if is_reported && completion_tokens > 0 {
+            metrics.generated_tokens.inc_by(completion_tokens.into());
+            metrics.output_length.observe(f64::from(completion_tokens));
         }
         if report.failed {
             self.count_finished("error");
@@ -166,8 +189,21 @@ impl RelayMeter {
         }
         let mut log_fields = self.context.log_fields();
         log_fields.cached_tokens = report.cached_tokens;
-        let counted = || self.counted.tokens().min(self.max_tokens);
-        log_fields.completion_tokens = report.completion_tokens.unwrap_or_else(counted);
+        log_fields.completion_tokens = completion_tokens;
+    }
+
+    /// What a report says of tokens that were not counted before. `completion_tokens`: those of the output, of what was
+    /// counted of the body.
+    fn uncounted(&self, report: RelayReport, completion_tokens: impl FnOnce(u32) -> u32) -> RelayReport {
+        // A wrong number must not use up the limit of a key for days.
+        let at_most = |tokens: u32| tokens.min(self.max_tokens);
+        let report = RelayReport {
+            prompt_tokens: report.prompt_tokens.map(at_most),
+            cached_tokens: report.cached_tokens.map(at_most),
+            completion_tokens: Some(at_most(completion_tokens(self.counted.tokens()))),
+            ..report
+        };
+        self.stored.as_ref().map_or(report, |stored| stored.uncounted(report))
     }
 
     /// Counts a response that did not end as the engine would have ended it.
@@ -200,12 +236,18 @@ impl StoredResponse {
 
 impl Drop for RelayMeter {
     fn drop(&mut self) {
-        if !self.ended {
-            let reason = if self.failed { "error" } else { "cancelled" };
-            self.count_finished(reason);
-            // The engine reports the tokens at the end only, which did not arrive.
-            self.context.log_fields().completion_tokens = self.counted.tokens().min(self.max_tokens);
+        if self.ended {
+            return;
         }
+        let reason = if self.failed { "error" } else { "cancelled" };
+        self.count_finished(reason);
+        let so_far = self.progress.as_ref().map(|progress| progress.get()).unwrap_or_default();
+        // Also a stored response is noted: the rest of its output counts when it is retrieved.
+        let report = self.uncounted(so_far, |counted| so_far.completion_tokens.unwrap_or_default().max(counted));
+        let mut log_fields = self.context.log_fields();
+        log_fields.prompt_tokens = report.prompt_tokens.map(|tokens| tokens as usize);
+        log_fields.cached_tokens = report.cached_tokens;
+        log_fields.completion_tokens = report.completion_tokens.unwrap_or_default();
     }
 }
 
@@ -213,12 +255,16 @@ impl Counted {
     fn add(&mut self, part: &[u8]) {
         match self {
             Self::Nothing => {}
-            // Two line ends per event. Streams whose events have more lines are counted as more events.
+            // An event ends with an empty line.
             Self::Events(events) => {
-                let more = memchr_iter(b'\n', part).count() / 2;
+                let ends = |at: &usize| matches!(part[at + 1..], [b'\n', ..] | [b'\r', b'\n', ..]);
+                let more = memchr_iter(b'\n', part).filter(ends).count();
                 *events = events.saturating_add(more.max(1) as u32);
             }
-            Self::Json(text) => text.add(part),
+            Self::Json(text, member) => {
+                text.add(part);
+                member.iter_mut().for_each(|member| member.add(part));
+            }
             Self::Text(bytes) => *bytes = bytes.saturating_add(part.len()),
         }
     }
@@ -229,7 +275,10 @@ impl Counted {
         match self {
             Self::Nothing => 0,
             Self::Events(events) => *events,
-            Self::Json(text) => of_text(text.bytes),
+            Self::Json(text, member) => {
+                let of_member = member.as_ref().map(|member| member.bytes).filter(|bytes| *bytes > 0);
+                of_text(of_member.unwrap_or(text.bytes))
+            }
             Self::Text(bytes) => of_text(*bytes),
         }
     }
@@ -258,6 +307,48 @@ impl JsonText {
     }
 }
 
+impl TextMember {
+    const NAME: &'static [u8] = b"text";
+
+    fn add(&mut self, part: &[u8]) {
+        for byte in part.iter().copied() {
+            if self.is_in_string {
+                self.string(byte);
+            } else {
+                self.between(byte);
+            }
+        }
+    }
+
+    fn string(&mut self, byte: u8) {
+        let is_escaped = std::mem::take(&mut self.is_escaped);
+        match byte {
+            b'\\' if !is_escaped => self.is_escaped = true,
+            b'"' if !is_escaped => self.is_in_string = false,
+            _ if self.depth != 1 => {}
+            _ if self.is_value => self.bytes += usize::from(self.name == Self::NAME),
+            _ if self.name.len() <= Self::NAME.len() => self.name.push(byte),
+            _ => {}
+        }
+    }
+
+    fn between(&mut self, byte: u8) {
+        let is_top = self.depth == 1;
+        match byte {
+            b'"' => {
+                self.is_in_string = true;
+                if is_top && !self.is_value {
+                    self.name.clear();
+                }
+            }
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => self.depth = self.depth.saturating_sub(1),
+            b':' | b',' if is_top => self.is_value = byte == b':',
+            _ => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,11 +357,29 @@ mod tests {
     fn the_text_of_json_is_its_strings_however_it_is_cut() {
         let text = br#"{"a":"b\"c\\","d":[1.5,null,"e"]}"#;
         for cut in 0..text.len() {
-            let mut counted = Counted::Json(JsonText::default());
+            let mut counted = Counted::Json(JsonText::default(), None);
             counted.add(&text[..cut]);
             counted.add(&text[cut..]);
-            let Counted::Json(JsonText { bytes, .. }) = counted else { unreachable!("it counts JSON") };
+            let Counted::Json(JsonText { bytes, .. }, None) = counted else { unreachable!("it counts JSON") };
             assert_eq!(bytes, 1 + 4 + 1 + 1, "cut at {cut}: an escape counts as one byte");
+        }
+    }
+
+    #[test]
+    fn the_text_of_a_transcription_counts_once() {
+        for (json, expected) in [
+            (
+                r#"{"a":["text",{"text":"no"}],"text":"eight\"by\n","words":[{"word":"eight","text":"x"}],"b":"text"}"#,
+                9,
+            ),
+            (r#"{"segments":[{"text":"a"}],"words":["bc"],"text":""}"#, 24),
+        ] {
+            for cut in 0..json.len() {
+                let mut counted = Counted::Json(JsonText::default(), Some(TextMember::default()));
+                counted.add(&json.as_bytes()[..cut]);
+                counted.add(&json.as_bytes()[cut..]);
+                assert_eq!(counted.tokens() as usize, usize::div_ceil(expected, BYTES_PER_TOKEN), "{json} at {cut}");
+            }
         }
     }
 
@@ -281,6 +390,9 @@ mod tests {
             counted.add(part.as_bytes());
         }
         assert_eq!(counted.tokens(), 4, "a part has at least one");
+        let mut counted = Counted::Events(0);
+        counted.add("event: a\ndata: {}\n\nevent: b\r\ndata: {}\r\n\r\n".repeat(10).as_bytes());
+        assert_eq!(counted.tokens(), 20, "however many lines an event has");
         assert_eq!(Counted::Text(9).tokens(), 3);
     }
 }

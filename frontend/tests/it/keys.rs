@@ -6,6 +6,7 @@ use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request, StatusCode};
 use bytes::Bytes;
 use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown, Tokenizers};
+use futures::StreamExt;
 use futures::future::BoxFuture;
 use serde_json::json;
 use spans::Tracer;
@@ -15,11 +16,15 @@ use std::net::SocketAddr;
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep};
-use worker::engine::{FinishReason, ModelCard, Output, RelayReport, ResponseHead, Tokenize, TokenizeError, Work};
+use tower::ServiceExt;
+use worker::engine::{
+    FinishReason, ModelCard, Output, RelayProgress, RelayReport, ResponseHead, Tokenize, TokenizeError, Work,
+};
 
 /// Time for what takes less than a second on an idle machine.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -218,7 +223,8 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let keys = Keys::new();
     let all = keys.add("all", |_| ());
     let some = keys.add("some", |key| key.models = Some(vec!["org/tiny".into()]));
-    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let head =
+        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
     let report = RelayReport { completion_tokens: Some(3), ..RelayReport::default() };
     let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
     let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
@@ -306,7 +312,13 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
     ] {
         let keys = Keys::new();
         let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
-        let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers: HeaderMap::new(),
+            worker: None,
+            explain: None,
+            progress: None,
+        };
         let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
         let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
         let card = ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: is_asked, ..card() };
@@ -328,6 +340,7 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
 async fn output_that_the_engine_does_not_report_is_counted() {
     let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
     let json = json!({ "text": "x".repeat(800) }).to_string();
+    let verbose = json!({ "text": "x", "segments": [{ "text": "x".repeat(800) }] }).to_string();
     let none = RelayReport::default();
     let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
     let few = RelayReport { completion_tokens: Some(1), ..none };
@@ -339,17 +352,22 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/v1/chat/completions", embeddings, 429),
         ("text/plain", &json, "/v1/audio/transcriptions", none, 429),
         ("", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &json, "/v1/audio/transcriptions", none, 429),
+        ("application/json", &verbose, "/v1/audio/transcriptions", none, 200),
         ("application/json", &json, "/v1/completions", few, 200),
         ("application/json", &json, "/v1/embeddings", embeddings, 200),
         ("application/json", &json, "/rerank", none, 200),
         ("application/json", &json, "/detokenize", none, 200),
+        ("application/json", &json, "/v1/messages/count_tokens", none, 200),
+        ("application/json", &json, "/v1/chat/completions/render", none, 200),
+        ("application/json", &json, "/v1/completions/render", none, 200),
         ("audio/wav", &json, "/v1/audio/speech", none, 200),
     ] {
         let keys = Keys::new();
         let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
         let headers: HeaderMap =
             [("content-type".parse().unwrap(), content_type.parse().unwrap())].into_iter().collect();
-        let head = ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None };
+        let head = ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: None };
         let steps = [Output::Head(Box::new(head)), Output::Body(body.clone().into()), Output::End(report)];
         let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
         *engine.card.lock() =
@@ -357,9 +375,13 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         let router = engine.router_with(keys.settings());
         let mut statuses = Vec::new();
         for _ in 0..2 {
-            // What the request says of a stream makes no difference.
+            // What the request says of a stream makes no difference, and so does its method. Routes take POST only.
             let body = json!({ "model": "org/tiny", "prompt": [1], "n": 2, "stream": "maybe" });
-            statuses.push(send(&router, with_key(post(path, &body), &key)).await.status.as_u16());
+            let mut request = with_key(post(path, &body), &key);
+            if path == "/generate" {
+                *request.method_mut() = Method::PUT;
+            }
+            statuses.push(send(&router, request).await.status.as_u16());
         }
         assert_eq!(statuses, [200, expected], "{content_type} {path} {report:?}");
     }
@@ -367,7 +389,8 @@ async fn output_that_the_engine_does_not_report_is_counted() {
 
 #[tokio::test]
 async fn the_output_of_a_response_that_is_retrieved_counts_once() {
-    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let head =
+        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
     let report = RelayReport {
         prompt_tokens: Some(1),
         completion_tokens: Some(60),
@@ -378,19 +401,21 @@ async fn the_output_of_a_response_that_is_retrieved_counts_once() {
     let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
     *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
     let keys = Keys::new();
-    let added = ["background", "at-once", "twice"].map(|name| {
+    let added = ["background", "at-once", "cancelled", "twice"].map(|name| {
         keys.add(name, |key| {
             key.tokens_per_minute = NonZero::new(100);
             key.tenant = Some(name.into());
         })
     });
     let router = engine.router_with(keys.settings());
-    let [background, at_once, twice] = &added;
+    let [background, at_once, cancelled, twice] = &added;
     let create = || post("/v1/responses", &json!({ "model": "org/tiny", "input": [] }));
     let retrieve = || get("/v1/responses/resp_1");
+    let cancel = || post("/v1/responses/resp_1/cancel", &json!({}));
     for (key, requests, expected) in [
         (background, vec![retrieve(), retrieve(), retrieve()], 200),
         (at_once, vec![create(), retrieve(), retrieve()], 200),
+        (cancelled, vec![create(), cancel(), retrieve()], 200),
         (twice, vec![create(), create()], 429),
     ] {
         for request in requests {
@@ -402,10 +427,93 @@ async fn the_output_of_a_response_that_is_retrieved_counts_once() {
 }
 
 #[tokio::test]
+async fn the_rest_of_a_response_that_was_left_counts_when_it_is_retrieved() {
+    let report = RelayReport { completion_tokens: Some(60), response_id: Some(7), ..RelayReport::default() };
+    let creations = AtomicUsize::new(0);
+    let engine = FakeEngine::new(move |request| {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        // The second response with this id is computed in the background.
+        let is_left = http.method == "POST" && creations.fetch_add(1, Ordering::Relaxed) == 1;
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(RelayReport { response_id: Some(7), ..RelayReport::default() });
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let event = Output::Body(Bytes::from_static(b"data: {}\n\n"));
+        let end = if is_left { Step::Hang } else { Step::Relay(Output::End(report)) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(event), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    let create = || with_key(post("/v1/responses", &json!({ "model": "org/tiny", "input": [] })), &key);
+    assert_eq!(send(&router, create()).await.status, 200);
+    let mut left = router.clone().oneshot(create()).await.unwrap().into_body().into_data_stream();
+    assert!(left.next().await.unwrap().is_ok());
+    drop(left);
+    assert_eq!(send(&router, with_key(get("/v1/responses/resp_1"), &key)).await.status, 200);
+    let next = with_key(completion(json!({ "prompt": [1] })), &key);
+    assert_eq!(send(&router, next).await.status, 429, "it has used 60, 1 and 59 tokens");
+}
+
+#[tokio::test]
+async fn a_stored_stream_that_is_left_again_counts_once() {
+    let engine = FakeEngine::new(|request| {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(RelayReport { response_id: Some(7), ..RelayReport::default() });
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let events = Output::Body("event: a\ndata: {}\n\n".repeat(40).into());
+        let end = if http.method == "GET" { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(events), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    for _ in 0..3 {
+        let request = with_key(get("/v1/responses/resp_1?stream=true"), &key);
+        let mut left = router.clone().oneshot(request).await.unwrap().into_body().into_data_stream();
+        assert!(left.next().await.unwrap().is_ok());
+    }
+    let next = with_key(completion(json!({ "prompt": vec![1; 50] })), &key);
+    assert_eq!(send(&router, next).await.status, 200, "40 of 100 tokens are used");
+}
+
+#[tokio::test]
+async fn a_response_that_is_left_costs_what_was_reported() {
+    let report = RelayReport { prompt_tokens: Some(30), completion_tokens: Some(50), ..RelayReport::default() };
+    let engine = FakeEngine::new(move |request| {
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(report);
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let event = Output::Body(Bytes::from_static(b"data: {}\n\n"));
+        let is_left = request.tokens.len() == 1;
+        let end = if is_left { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(event), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    let ask = |prompt: usize| with_key(completion(json!({ "prompt": vec![1; prompt] })), &key);
+    let mut left = router.clone().oneshot(ask(1)).await.unwrap().into_body().into_data_stream();
+    assert!(left.next().await.unwrap().is_ok());
+    drop(left);
+    assert_eq!(send(&router, ask(30)).await.status, 429, "it has used 80 tokens");
+}
+
+#[tokio::test]
 async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
     let keys = Keys::new();
     let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
-    let head = ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None };
+    let head =
+        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
     let report =
         RelayReport { prompt_tokens: Some(u32::MAX), completion_tokens: Some(u32::MAX), ..RelayReport::default() };
     let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];

@@ -2,6 +2,7 @@ use super::*;
 use crate::models::discover;
 use crate::relay::client::Settings;
 use crate::relay::fake::{FakeEngine, Script};
+use crate::relay::stream::Usage;
 use kvbm::Domain;
 use serde_json::json;
 use tokio::time::timeout;
@@ -83,6 +84,8 @@ async fn a_body_with_a_salt_is_an_object() {
     let json = "application/json";
     let salted = sent(&tenant, json, br#"{"cache_salt":"of-bob"}"#).unwrap();
     assert!(salted.starts_with(br#"{"cache_salt":"#) && !salted.ends_with(br#"of-bob"}"#), "{salted:?}");
+    let salted = sent(&tenant, json, br#"{"extra_key":"of-bob"}"#).unwrap();
+    assert!(salted.starts_with(br#"{"cache_salt":"#), "{salted:?}");
     let with_mark = b"\xef\xbb\xbf{\"cache_salt\":\"of-bob\"}";
     for (content_type, body) in [
         (json, &with_mark[..]),
@@ -114,6 +117,38 @@ async fn a_request_for_tokens_names_the_model() {
         let request = request(path, "application/json", body);
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_does_not_choose_the_id_of_a_stored_response() {
+    let (_server, engine) = engine([]).await;
+    for (path, expected) in [
+        ("/v1/responses", r#"{"model":"org/m"}"#),
+        ("/v1/Responses/", r#"{"model":"org/m"}"#),
+        ("/v1/chat/completions", r#"{"model":"org/m","request\u005fid":"resp_1"}"#),
+    ] {
+        let body = br#"{"model":"org/m","request\u005fid":"resp_1"}"#;
+        let request = request(path, "application/json", body);
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_metered_response_reports_what_is_known_before_its_end() {
+    let usage = Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(4) };
+    for is_metered in [true, false] {
+        let (_server, engine) = engine([Script::chat(&["a", "b"], Some(usage))]).await;
+        let request = request("/v1/chat/completions", "application/json", br#"{"model":"org/m"}"#);
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        let http = HttpRequest { is_metered, wants_usage: true, is_stream: true, ..HttpRequest::clone(http) };
+        let request = Request { work: Work::Relay(Arc::new(http)), ..request };
+        let mut outputs = engine.generate(request).await.unwrap();
+        let Some(Ok(Output::Head(head))) = outputs.next().await else { panic!("a head") };
+        while let Some(Ok(Output::Body(_))) = outputs.next().await {}
+        let prompt_tokens = head.progress.map(|progress| progress.get().prompt_tokens);
+        assert_eq!(prompt_tokens, is_metered.then_some(Some(7)));
     }
 }
 

@@ -11,6 +11,7 @@ mod scanner;
 mod wire;
 
 use memchr::memmem::Finder;
+use std::borrow::Cow;
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::LazyLock;
 use wire::{Choices, Wire, WireUsage};
@@ -102,9 +103,13 @@ impl Chunk {
         if data.trim_ascii() == b"[DONE]" {
             return Self { finished: true, ..Self::unread(Kind::Done) };
         }
-        // What is no JSON object is forwarded. It may be the first half of one.
         let Ok(wire) = serde_json::from_slice::<Wire<'_>>(data) else {
-            return Self::unread(Kind::Output);
+            return match String::from_utf8_lossy(data) {
+                // A text within it may be cut within a character.
+                Cow::Owned(text) => Self::read(text.as_bytes()),
+                // What is no JSON object is forwarded. It may be the first half of one.
+                Cow::Borrowed(_) => Self::unread(Kind::Output),
+            };
         };
         let inner = wire.inner();
         let reported = wire.usage.or(inner.usage).filter(|usage| usage.get() != "null");

@@ -111,9 +111,24 @@ struct HeldFrames {
 enum Content {
     Events(Box<Events>),
     Plain(Plain),
-    /// The engine does not say what its body consists of, and nothing of it was received.
-    Unknown(UsageInStream),
+    /// The engine does not say what its body consists of, and neither does `start`, which is all of it that was
+    /// received.
+    Unknown {
+        usage: UsageInStream,
+        start: Bytes,
+    },
 }
+
+/// What the first bytes of a body say that it consists of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Start {
+    Json,
+    Events,
+    Other,
+}
+
+/// Maximum number of bytes that are kept until they say what the body consists of. White space may come before.
+const MAX_START: usize = 1024;
 
 /// Maximum number of bytes held before the first output. Role chunks have 300 bytes. Streams of the Responses API begin
 /// with two copies of the request's instructions; where those are longer, the head goes out before the first output.
@@ -132,7 +147,7 @@ where
         } else if has_type(&parts.headers) {
             Content::Plain(Plain::new())
         } else {
-            Content::Unknown(usage)
+            Content::Unknown { usage, start: Bytes::new() }
         };
         let head = Head { status: parts.status, headers: headers::response(parts.headers, content.body()) };
         Self {
@@ -143,6 +158,15 @@ where
             received: Bytes::new(),
             is_ending: false,
             phase: Phase::Holding,
+        }
+    }
+
+    /// What was learned up to the latest item of an answer that may not be whole.
+    pub fn so_far(&self) -> Report {
+        match &self.content {
+            Content::Events(events) => events.report(),
+            Content::Plain(plain) => plain.so_far(),
+            Content::Unknown { .. } => Report::default(),
         }
     }
 
@@ -186,11 +210,21 @@ where
         }
     }
 
-    fn received(&mut self, data: Bytes) {
-        if let Content::Unknown(usage) = self.content
-            && !data.is_empty()
-        {
-            self.recognize(usage, &data);
+    fn received(&mut self, mut data: Bytes) {
+        if let Content::Unknown { usage, start } = &mut self.content {
+            if !start.is_empty() {
+                data = [&start[..], &data[..]].concat().into();
+            }
+            match Start::of(&data) {
+                None if data.len() < MAX_START => {
+                    *start = data;
+                    return;
+                }
+                found => {
+                    let usage = *usage;
+                    self.recognize(usage, found.unwrap_or(Start::Other));
+                }
+            }
         }
         match &mut self.content {
             Content::Events(events) => {
@@ -202,18 +236,16 @@ where
                 self.phase = Phase::Passing;
                 self.held.push(data);
             }
-            Content::Unknown(_) => {}
+            Content::Unknown { .. } => {}
         }
     }
 
-    /// Names what a body consists of, of which the engine does not say it, by its first bytes.
-    fn recognize(&mut self, usage: UsageInStream, data: &[u8]) {
-        let (content, media_type) = match data.trim_ascii_start() {
-            [b'{' | b'[', ..] => (Content::Plain(Plain::new()), Some("application/json")),
-            start if start.starts_with(b"data:") || start.starts_with(b"event:") => {
-                (Content::events(usage), Some("text/event-stream"))
-            }
-            _ => (Content::Plain(Plain::new()), None),
+    /// Names what a body consists of, of which the engine does not say it.
+    fn recognize(&mut self, usage: UsageInStream, start: Start) {
+        let (content, media_type) = match start {
+            Start::Json => (Content::Plain(Plain::new()), Some("application/json")),
+            Start::Events => (Content::events(usage), Some("text/event-stream")),
+            Start::Other => (Content::Plain(Plain::new()), None),
         };
         self.content = content;
         if let Some((head, media_type)) = self.head.as_mut().zip(media_type) {
@@ -228,6 +260,12 @@ where
         self.body = None;
         let holding = self.phase == Phase::Holding;
         self.phase = Phase::Passing;
+        if let Content::Unknown { start, .. } = &mut self.content {
+            let start = std::mem::take(start);
+            if !start.is_empty() {
+                self.held.push(start);
+            }
+        }
         let Content::Events(events) = &mut self.content else { return Ok(()) };
         if let Some(event) = events.finish() {
             let step = events.step(event, holding)?;
@@ -244,7 +282,7 @@ where
             Content::Events(events) if !events.is_finished() => Err(RelayError::Unfinished),
             Content::Events(events) => Ok(Item::End(events.report())),
             Content::Plain(plain) => Ok(Item::End(plain.report())),
-            Content::Unknown(_) => Ok(Item::End(Report::default())),
+            Content::Unknown { .. } => Ok(Item::End(Report::default())),
         }
     }
 
@@ -334,6 +372,22 @@ fn position(whole: &Bytes, part: &Bytes) -> Option<Range<usize>> {
     let start = part.as_ptr().addr().checked_sub(whole.as_ptr().addr())?;
     let end = start + part.len();
     (end <= whole.len()).then_some(start..end)
+}
+
+impl Start {
+    /// `None`: more bytes are needed.
+    fn of(start: &[u8]) -> Option<Self> {
+        /// The fields of events (the HTML standard). A line that begins with a colon is a comment.
+        const FIELDS: [&[u8]; 4] = [b"data:", b"event:", b"id:", b"retry:"];
+        match start.trim_ascii_start() {
+            [] => None,
+            [b'{' | b'[', ..] => Some(Self::Json),
+            [b':', ..] => Some(Self::Events),
+            start if FIELDS.iter().any(|field| start.starts_with(field)) => Some(Self::Events),
+            start if FIELDS.iter().any(|field| field.starts_with(start)) => None,
+            _ => Some(Self::Other),
+        }
+    }
 }
 
 impl HeldFrames {

@@ -6,6 +6,7 @@
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, StatusCode};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -70,6 +71,23 @@ impl EndpointKind {
     }
 }
 
+/// Endpoints besides those of pooling that compute no tokens: nothing of a prompt can be found in a cache, and nothing
+/// is charged.
+const WITHOUT_TOKENS: [&str; 7] = [
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+];
+
+/// Whether the endpoint with this path computes tokens: it reads a prompt with the model, or generates.
+pub fn computes_tokens(path: &str) -> bool {
+    !WITHOUT_TOKENS.contains(&path)
+}
+
 impl HttpRequest {
     /// The kind of its endpoint. `None`: an endpoint that any server may have, such as one for tokens or files.
     pub fn kind(&self) -> Option<EndpointKind> {
@@ -89,7 +107,34 @@ pub struct ResponseHead {
     pub worker: Option<Arc<str>>,
     /// The router's decision as one line of JSON, when requested.
     pub explain: Option<Arc<str>>,
+    /// What the response reports of itself before its end; `None` if nothing is charged for it.
+    pub progress: Option<Arc<RelayProgress>>,
 }
+
+/// What a relayed response has reported of itself so far. The engine writes it while the response is read, so that a
+/// response which the client leaves before its end is charged too.
+#[derive(Default, Debug)]
+pub struct RelayProgress(Mutex<RelayReport>);
+
+impl RelayProgress {
+    /// Replaces the report by a later one.
+    pub fn set(&self, report: RelayReport) {
+        *self.0.lock() = report;
+    }
+
+    /// The latest report.
+    pub fn get(&self) -> RelayReport {
+        *self.0.lock()
+    }
+}
+
+impl PartialEq for RelayProgress {
+    fn eq(&self, other: &Self) -> bool {
+        self.get() == other.get()
+    }
+}
+
+impl Eq for RelayProgress {}
 
 /// A relayed response with an error status.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -54,12 +54,10 @@ impl Endpoint {
         Self { url: url.to_owned(), target: Target::parse(url), credentials, refusals: LogLimit::default() }
     }
 
-    /// The URL of the process, without credentials. `None` if it is wrong.
+    /// The URL of the process. `None` if it is wrong.
     pub(super) fn address(&self) -> Option<String> {
         let Target { scheme, authority } = self.target.as_ref().ok()?;
-        let authority = authority.as_str();
-        let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
-        Some(format!("{scheme}://{host}"))
+        Some(format!("{scheme}://{authority}"))
     }
 
     /// The URI of a path.
@@ -148,6 +146,10 @@ fn refusal(text: &str, has_secret: bool) -> Option<String> {
 
 impl Target {
     fn parse(url: &str) -> Result<Self, String> {
+        // Processes have no users. The text has no password.
+        if let Some((_, host)) = url.rsplit_once('@') {
+            return Err(format!("address …@{host}: expected no user before the host"));
+        }
         let uri: Uri = url.parse().map_err(|error| format!("address {url:?}: {error}"))?;
         match (uri.scheme(), uri.authority()) {
             (Some(scheme), Some(authority))

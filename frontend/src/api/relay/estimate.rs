@@ -38,7 +38,9 @@ impl Routing {
     /// are known.
     pub(super) fn read(mut fields: Fields, tokens: Option<Vec<u32>>) -> Self {
         let fields = &mut fields;
-        let prompts = prompts(fields);
+        // First, so that no other field uses up the number of values that are read.
+        let is_stream = fields.value("stream").ok().flatten().is_some_and(|stream| is_lax_true(&stream));
+        let outputs = outputs(fields);
         let (tokens, source) = if let Some(tokens) = tokens {
             (tokens.into(), TokenSource::Local)
         } else if let Some(tokens) = token_ids(fields) {
@@ -48,39 +50,68 @@ impl Routing {
         };
         let value = |fields: &mut Fields, name| fields.value(name).ok().flatten();
         let count = |fields: &mut Fields, name| value(fields, name).as_ref().and_then(lax_count);
-        // SGLang's `/generate` has it within the parameters of sampling.
-        let within = value(fields, "sampling_params").and_then(|params| lax_count(params.get("n")?));
-        let choices = count(fields, "n").max(within).unwrap_or(1);
         let options = value(fields, "stream_options");
         Self {
             tokens,
             source,
             tokenize_body: None,
-            is_stream: value(fields, "stream").is_some_and(|stream| is_lax_true(&stream)),
+            is_stream,
             wants_usage: options.is_some_and(|options| options.get("include_usage").is_some_and(is_lax_true)),
-            choices: choices.saturating_mul(prompts).clamp(1, CHOICES_MAX) as u32,
+            choices: outputs.clamp(1, CHOICES_MAX) as u32,
+            outputs: outputs as usize,
             max_tokens: MAX_TOKENS.iter().find_map(|name| count(fields, name)).map(|max| max as u32),
             deadline: scheduling::take_deadline(fields).ok().flatten(),
             attributes: RequestAttributes {
                 priority: scheduling::take_priority(fields).unwrap_or_default(),
                 ..RequestAttributes::default()
             },
-            salts: fields.text("cache_salt").ok().flatten().into_iter().collect(),
+            salts: salts(fields),
         }
     }
 }
 
-/// The number of prompts of a completion, where an array may contain one prompt of token ids, or several prompts; of a
-/// batch of conversations, the number of these.
-fn prompts(fields: &Fields) -> i64 {
-    let several = |name, begins: &[u8]| {
-        let array = fields.peek(name).filter(|array| array.is_array())?.bytes();
-        let first = array[1..].trim_ascii_start().first()?;
-        let prompts: Option<Vec<IgnoredAny>> =
-            if begins.contains(first) { serde_json::from_slice(array).ok() } else { None };
-        prompts.map(|prompts| prompts.len() as i64)
+/// The salts of the cache domain. SGLang's `extra_key` is one too, for a batch a list. The engine's adapter removes it.
+fn salts(fields: &mut Fields) -> Vec<String> {
+    let salt = fields.text("cache_salt").ok().flatten();
+    let key = fields.raw("extra_key").filter(|key| key.bytes() != br#""""#);
+    // The name of the field is part of the salt, so that equal values of the two fields differ.
+    let key = key.map(|key| format!("extra_key={}", String::from_utf8_lossy(key.bytes())));
+    salt.into_iter().chain(key).collect()
+}
+
+/// The number of outputs of a request: prompts times choices, at least one.
+fn outputs(fields: &mut Fields) -> i64 {
+    let within = |params: &Value| lax_count(params.get("n")?);
+    // SGLang's `/generate` has them within the parameters of sampling, of which a batch may have a list. It refuses a
+    // list whose items differ in `n`.
+    let (within, parameters) = match fields.value("sampling_params") {
+        Ok(Some(Value::Array(list))) => (list.iter().filter_map(within).max(), list.len() as i64),
+        Ok(params) => (params.as_ref().and_then(within), 1),
+        // More values than are read: it may be any number.
+        Err(_) => (Some(u32::MAX.into()), 1),
     };
-    several("prompt", b"\"[").max(several("messages", b"[")).unwrap_or(1)
+    let choices = fields.value("n").ok().flatten().as_ref().and_then(lax_count).max(within).unwrap_or(1);
+    choices.saturating_mul(prompts(fields).max(parameters)).max(1)
+}
+
+/// The number of prompts. An array may be one prompt of token ids or of embeddings, or several prompts; several
+/// conversations are an array of arrays. Other fields with a list, such as `image_data`, belong to these prompts.
+fn prompts(fields: &Fields) -> i64 {
+    /// How an array of several prompts begins, without white space.
+    const SEVERAL: [(&str, &[&[u8]]); 4] =
+        [("messages", &[b"[["]), ("text", &[b"["]), ("input_ids", &[b"[["]), ("input_embeds", &[b"[[["])];
+    let count = |name: &str, several: &[&[u8]]| {
+        let Some(value) = fields.peek(name).filter(|value| !value.is_null()) else { return 0 };
+        let value = value.bytes();
+        let begins: Vec<u8> = value.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).take(3).collect();
+        if !several.iter().any(|array| begins.starts_with(array)) {
+            return 1;
+        }
+        serde_json::from_slice(value).map_or(1, |prompts: Vec<IgnoredAny>| prompts.len() as i64)
+    };
+    // vLLM computes both.
+    let completion = count("prompt", &[b"[\"", b"[["]) + count("prompt_embeds", &[b"["]);
+    SEVERAL.iter().map(|(name, several)| count(name, several)).fold(completion, i64::max)
 }
 
 /// Whether a value is true for pydantic, with which servers read requests.
@@ -288,10 +319,24 @@ mod tests {
             (r#"{"messages":[{"content":"a"},{"content":"b"}]}"#, 1),
             (r#"{"text":"a","sampling_params":{"n":7}}"#, 7),
             (r#"{"messages":[[{"content":"a"}],[{"content":"b"}],[]],"n":2}"#, 6),
+            (r#"{"text":["a","b"],"image_data":["c","d","e"],"sampling_params":{"n":2}}"#, 4),
+            (r#"{"text":["a","b"],"sampling_params":[{"n":3},{"n":3}]}"#, 6),
+            (r#"{"text":"a","sampling_params":[{"n":2},{},{}]}"#, 6),
+            (r#"{"input_ids":[ [1],[2,3]],"stream":true}"#, 2),
+            (r#"{"input_ids":[1,2]}"#, 1),
+            (r#"{"input_embeds":[ [ [0.5]],[[1.5],[2.5]]]}"#, 2),
+            (r#"{"input_embeds":[[0.5],[1.5]]}"#, 1),
+            (r#"{"prompt":["a","b"],"prompt_embeds":["c","d","e"]}"#, 5),
+            (r#"{"prompt_embeds":"c","prompt":null}"#, 1),
         ];
         for (body, expected) in choices {
             assert_eq!(read(body).choices, expected, "{body}");
         }
+        let batch = read(&serde_json::json!({ "text": vec!["a"; 1000] }).to_string());
+        assert_eq!((batch.outputs, batch.choices), (1000, CHOICES_MAX as u32), "its report counts up to all of them");
+        let parameters = vec!["{}"; 1 << 21].join(",");
+        let huge = read(&format!(r#"{{"text":"a","sampling_params":[{parameters}],"stream":true}}"#));
+        assert!(huge.outputs >= 1 << 21 && huge.is_stream, "more than is read counts as any number");
     }
 
     #[test]
@@ -329,5 +374,18 @@ mod tests {
         let good = read(r#"{"input":"x","n":4,"max_output_tokens":9,"priority":-1,"cache_salt":"s"}"#);
         assert_eq!((good.choices, good.max_tokens, good.salts), (4, Some(9), vec!["s".to_owned()]));
         assert_eq!(good.attributes.priority, Priority::High);
+    }
+
+    #[test]
+    fn an_extra_key_is_a_salt() {
+        for (body, expected) in [
+            (r#"{"extra_key":"s"}"#, &[r#"extra_key="s""#][..]),
+            (r#"{"extra_key":["s","t"]}"#, &[r#"extra_key=["s","t"]"#]),
+            (r#"{"extra_key":"s","cache_salt":"s"}"#, &["s", r#"extra_key="s""#]),
+            (r#"{"extra_key":""}"#, &[]),
+            (r#"{"extra_key":null}"#, &[]),
+        ] {
+            assert_eq!(read(body).salts, expected, "{body}");
+        }
     }
 }

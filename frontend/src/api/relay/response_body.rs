@@ -61,7 +61,10 @@ pub(super) struct RelayBody {
 pub(super) fn kind_of(headers: &HeaderMap) -> BodyKind {
     let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let media_type = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    let is_compressed = headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
+    let is_compressed = headers.get(CONTENT_ENCODING).is_some_and(|coding| {
+        let coding = coding.as_bytes().trim_ascii();
+        !coding.is_empty() && !coding.eq_ignore_ascii_case(b"identity")
+    });
     match media_type.as_str() {
         _ if is_compressed => BodyKind::Other,
         "text/event-stream" => BodyKind::Events,
@@ -197,6 +200,28 @@ impl Drop for RelayBody {
                     }
                 }
             }));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_body_is_of_another_kind_only_if_it_is_compressed() {
+        for (coding, expected) in [
+            ("", BodyKind::Json),
+            ("identity", BodyKind::Json),
+            (" Identity", BodyKind::Json),
+            ("gzip", BodyKind::Other),
+            ("identity, gzip", BodyKind::Other),
+        ] {
+            let headers = HeaderMap::from_iter([
+                (CONTENT_TYPE, "application/json".parse().unwrap()),
+                (CONTENT_ENCODING, coding.parse().unwrap()),
+            ]);
+            assert_eq!(kind_of(&headers), expected, "{coding:?}");
         }
     }
 }

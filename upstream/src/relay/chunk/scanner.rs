@@ -42,8 +42,9 @@ pub(in crate::relay) struct UsageScanner {
     meta_info: Option<Usage>,
     index: Option<u64>,
     response_id: Option<u64>,
-    /// The answer says that it has not ended: it is computed in the background.
-    is_pending: bool,
+    /// The answer says that it has no output of its own to count: it is still computed in the background, or has ended
+    /// before its output was whole.
+    is_unfinished: bool,
     found: Found,
 }
 
@@ -119,7 +120,7 @@ impl UsageScanner {
             meta_info: None,
             index: None,
             response_id: None,
-            is_pending: false,
+            is_unfinished: false,
             found: Found::default(),
         }
     }
@@ -163,6 +164,15 @@ impl UsageScanner {
         std::mem::take(&mut self.found)
     }
 
+    /// What was found up to here, also in an answer that has not ended.
+    pub(in crate::relay) fn so_far(&self) -> Found {
+        let usage = match (self.found.usage, self.usage.or(self.meta_info)) {
+            (Some(before), Some(latest)) => Some(before.plus_item(latest)),
+            (before, latest) => before.or(latest),
+        };
+        Found { usage, item: None, response_id: self.response_id.or(self.found.response_id) }
+    }
+
     fn start(&mut self, part: &[u8]) -> usize {
         let Some(at) = part.iter().position(|byte| !byte.is_ascii_whitespace()) else { return part.len() };
         self.state = if matches!(part[at], b'{' | b'[') { State::Between } else { State::Unread };
@@ -195,7 +205,10 @@ impl UsageScanner {
             (Some(Level::Answer | Level::Response), b"id") if !text.is_empty() => {
                 self.response_id = Some(response_id(text));
             }
-            (Some(Level::Answer), b"status") => self.is_pending = matches!(text, b"queued" | b"in_progress"),
+            (Some(Level::Answer), b"status") => {
+                let unfinished: [&[u8]; 5] = [b"queued", b"in_progress", b"cancelled", b"failed", b"incomplete"];
+                self.is_unfinished = unfinished.contains(&text);
+            }
             _ => {}
         }
     }
@@ -225,7 +238,7 @@ impl UsageScanner {
             (None, b'[', _) => Level::Batch,
             (None | Some(Level::Batch), b'{', _) => {
                 (self.usage, self.meta_info, self.index) = (None, None, None);
-                (self.response_id, self.is_pending) = (None, false);
+                (self.response_id, self.is_unfinished) = (None, false);
                 Level::Answer
             }
             (Some(Level::Answer), b'{', b"response") => Level::Response,
@@ -263,8 +276,8 @@ impl UsageScanner {
 
     fn end_answer(&mut self) {
         let meta_info = self.meta_info.take().map(|usage| (usage, Some(self.index.take().unwrap_or_default())));
-        let pending = self.is_pending.then(|| (Usage { completion_tokens: Some(0), ..Usage::default() }, None));
-        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info).or(pending);
+        let unfinished = self.is_unfinished.then(|| (Usage { completion_tokens: Some(0), ..Usage::default() }, None));
+        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info).or(unfinished);
         self.found.response_id = self.response_id;
         let Some((usage, item)) = reported else { return };
         (self.found.usage, self.found.item) = match self.found.usage.filter(|_| self.level() == Some(Level::Batch)) {

@@ -16,6 +16,12 @@ impl Plain {
         self.0.push(part);
     }
 
+    /// What the body says of itself up to here.
+    pub(super) fn so_far(&self) -> Report {
+        let found = self.0.so_far();
+        Report { usage: found.usage, response_id: found.response_id, failed: false }
+    }
+
     /// What a whole body says of itself.
     pub(super) fn report(&mut self) -> Report {
         let found = self.0.take();

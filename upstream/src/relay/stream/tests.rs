@@ -315,13 +315,25 @@ fn the_id_of_a_response_is_the_same_in_a_stream_and_in_json() {
     let long = response("resp_1", &format!(r#""instructions":"{}",{usage}"#, "a".repeat(2 << 20)));
     let stream = event(&format!(r#"{{"type":"response.completed","response":{long}}}"#));
     assert_eq!(streamed(UsageInStream::Keep, stream).end.unwrap(), first);
-    for state in ["queued", "in_progress"] {
+    for state in ["queued", "in_progress", "cancelled", "failed", "incomplete"] {
         // What it repeats of the request is no output.
         let queued = json(response("resp_1", &format!(r#""usage":null,"status":"{state}""#)));
         let usage = Usage { completion_tokens: Some(0), ..Usage::default() };
         assert_eq!(queued, Report { usage: Some(usage), ..first });
     }
     assert_eq!(json(response(&"x".repeat(100), usage)).response_id, None, "it is too long");
+}
+
+#[test]
+fn a_text_that_is_no_utf8_does_not_hide_the_end() {
+    let [before, after] = [
+        r#"data: {"type":"response.completed","response":{"id":"r","instructions":""#,
+        "\",\"usage\":{\"input_tokens\":7,\"output_tokens\":2}}}\n\n",
+    ];
+    let body = [before.as_bytes(), b"\xff\xfe\xc3", after.as_bytes()].concat();
+    let outcome = streamed(UsageInStream::Keep, body.clone());
+    assert_eq!(outcome.bytes, body, "it passes as it is");
+    assert_eq!(outcome.end.unwrap().usage, Some(Usage { cached_tokens: None, ..USAGE }));
 }
 
 #[test]
@@ -335,8 +347,9 @@ fn a_compressed_stream_passes_unread() {
 
 #[test]
 fn a_body_without_a_type_is_what_it_begins_with() {
-    let relayed = |body: Bytes| {
-        let mut response = response("", stream::iter([Ok(Bytes::new()), Ok(body)]));
+    let relayed_in = |parts: Vec<Bytes>| {
+        let parts = [Bytes::new()].into_iter().chain(parts).map(Ok);
+        let mut response = response("", stream::iter(parts.collect::<Vec<_>>()));
         response.headers_mut().insert(header::CONTENT_LENGTH, 7.into());
         let items = Relay::new(response, UsageInStream::Strip).map(Result::unwrap).collect::<Vec<_>>();
         let items = items.now_or_never().unwrap();
@@ -344,6 +357,7 @@ fn a_body_without_a_type_is_what_it_begins_with() {
         let content_type = head.headers.get(header::CONTENT_TYPE).map(|value| value.to_str().unwrap().to_owned());
         (content_type.unwrap_or_default(), head.headers.contains_key(header::CONTENT_LENGTH), report.usage)
     };
+    let relayed = |body: Bytes| relayed_in(vec![body]);
     let json = r#" {"usage":{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}"#;
     assert_eq!(relayed(json.into()), ("application/json".into(), true, Some(USAGE)));
     let script = Script::chat(&["a"], Some(USAGE));
@@ -351,9 +365,42 @@ fn a_body_without_a_type_is_what_it_begins_with() {
     let messages = "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
     assert_eq!(relayed(messages.into()), ("text/event-stream".into(), false, None));
     assert_eq!(relayed("words".into()), (String::new(), true, None));
+    let events = ("text/event-stream".to_owned(), false, Some(USAGE));
+    let body = script.body();
+    for parts in [
+        vec![body.slice(..1), body.slice(1..)],
+        vec![": ping\n\n".into(), body.clone()],
+        vec![[b"id: 1\n", &body[..]].concat().into()],
+    ] {
+        assert_eq!(relayed_in(parts), events);
+    }
+    let spaced = vec![" \n".into(), " ".into(), json.trim_ascii_start().into()];
+    assert_eq!(relayed_in(spaced), ("application/json".into(), true, Some(USAGE)));
+    for undecided in ["d", "event", " "] {
+        assert_eq!(relayed(undecided.into()), (String::new(), true, None), "it ends before it says what it is");
+    }
+    assert_eq!(relayed_in(vec![" ".repeat(MAX_START).into(), json.into()]), (String::new(), true, Some(USAGE)));
     let empty = Relay::new(response("", stream::iter([])), UsageInStream::Keep).map(Result::unwrap);
     let items: Vec<_> = empty.collect().now_or_never().unwrap();
     assert!(matches!(&items[..], [Item::Head(_), Item::End(Report { usage: None, failed: false, .. })]), "{items:?}");
+}
+
+#[test]
+fn what_an_answer_has_reported_is_known_before_its_end() {
+    let meta_info = |tokens: u64| format!(r#""meta_info":{{"prompt_tokens":3,"completion_tokens":{tokens}}}"#);
+    for (content_type, parts) in [
+        ("text/event-stream", [1000, 2000].map(|tokens| event(&format!(r#"{{"text":"a",{}}}"#, meta_info(tokens))))),
+        ("application/json", [format!("[{{{}}},{{{}", meta_info(1000), meta_info(1000)), r#","text":"a"#.to_owned()]),
+    ] {
+        let (sender, chunks) = mpsc::unbounded();
+        let mut relay = Relay::new(response(content_type, chunks), UsageInStream::Keep);
+        for part in parts {
+            sender.unbounded_send(Ok(Bytes::from(part))).unwrap();
+            while relay.next().now_or_never().is_some() {}
+        }
+        let usage = relay.so_far().usage.unwrap();
+        assert_eq!(usage.completion_tokens, Some(2000), "{content_type}");
+    }
 }
 
 #[test]

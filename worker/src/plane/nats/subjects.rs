@@ -86,7 +86,7 @@ fn tokens(source: Source) -> String {
 /// The source that the last two tokens of an event's subject name.
 pub(super) fn source(subject: &str) -> Option<Source> {
     let mut tokens = subject.rsplit('.');
-    let id = tokens.next()?.parse().ok()?;
+    let id = id(tokens.next()?)?;
     match tokens.next()? {
         "worker" => Some(Source::Worker(WorkerId(id))),
         "store" => Some(Source::Store(StoreId(id))),
@@ -97,7 +97,13 @@ pub(super) fn source(subject: &str) -> Option<Source> {
 
 /// The worker that the last token of a record's subject names.
 pub(super) fn worker(subject: &str) -> Option<WorkerId> {
-    subject.rsplit('.').next()?.parse().ok().map(WorkerId)
+    id(subject.rsplit('.').next()?).map(WorkerId)
+}
+
+/// The id that a token is. Another way to write the number, such as `07` or `+7`, is no id: the permissions of an
+/// account go by subjects, and two records would be those of one worker.
+fn id(token: &str) -> Option<u64> {
+    token.parse().ok().filter(|id: &u64| id.to_string() == token)
 }
 
 #[cfg(test)]
@@ -115,6 +121,10 @@ mod tests {
         assert_eq!(subjects.event(Topic::Cache, Source::Worker(WorkerId(7))), "a.b.events.cache.worker.7");
         assert_eq!(worker(&subjects.instance(WorkerId(7))), Some(WorkerId(7)));
         assert_eq!((source("a.events.cache.other.1"), source("a.events.cache.worker.x")), (None, None));
+        for alias in ["07", "+7", "7 ", "-7", "", "٧", "18446744073709551616"] {
+            assert_eq!(worker(&format!("$KV.c.instances.{alias}")), None, "{alias}");
+            assert_eq!(source(&format!("a.b.events.cache.worker.{alias}")), None, "{alias}");
+        }
     }
 
     #[test]
