@@ -263,7 +263,9 @@ impl Counted {
             }
             Self::Json(text, member) => {
                 text.add(part);
-                member.iter_mut().for_each(|member| member.add(part));
+                if let Some(member) = member {
+                    member.add(part);
+                }
             }
             Self::Text(bytes) => *bytes = bytes.saturating_add(part.len()),
         }
