@@ -139,7 +139,8 @@ impl Engine for MonitoredRouter {
     }
 
     fn readiness(&self) -> Readiness {
-        let absent = if self.is_gateway { "no upstream can be used yet" } else { "no worker that decodes has joined" };
+        let absent =
+            if self.is_gateway { "no upstream can be used yet" } else { "no worker that decodes is registered now" };
         match self.health.upstream_problems() {
             Some(problems) => self.router.readiness_or(&format!("{absent}: {problems}")),
             None => self.router.readiness_or(absent),

@@ -56,7 +56,7 @@ pub struct WorkerNode {
     exporter: Option<Exporter>,
 }
 
-/// What `/ready` says: 200 while a worker is registered.
+/// What `/ready` says: 200 while a worker is registered, or is about to be.
 #[derive(Default)]
 struct WorkerHealth {
     registered: AtomicBool,
@@ -185,20 +185,36 @@ impl Process for WorkerNode {
 
 impl frontend::Health for WorkerHealth {
     fn readiness(&self) -> Readiness {
-        let is_cordoned = |cordons: &Vec<(WorkerId, Cordon)>| cordons.iter().all(|(_, cordon)| cordon.is_cordoned());
-        if !self.registered.load(Ordering::Relaxed) {
-            Readiness::NotReady("the workers are not registered".to_owned())
-        } else if self.cordons.get().is_some_and(is_cordoned) {
+        let Some(cordons) = self.cordons.get().filter(|_| self.registered.load(Ordering::Relaxed)) else {
+            return Readiness::NotReady("the workers are not registered".to_owned());
+        };
+        let problems: Vec<_> = cordons.iter().filter_map(out_of_service).collect();
+        if problems.len() < cordons.len() {
+            Readiness::Ready
+        } else if cordons.iter().all(|(_, cordon)| cordon.is_cordoned()) {
             Readiness::NotReady("every worker of the process is cordoned".to_owned())
         } else {
-            Readiness::Ready
+            Readiness::NotReady(problems.join(" | "))
         }
     }
 
     fn degraded(&self) -> Vec<String> {
-        let cordoned = self.cordons.get().into_iter().flatten().filter(|(_, cordon)| cordon.is_cordoned());
-        let cordoned = cordoned.map(|(id, _)| format!("worker {id} is cordoned"));
-        cordoned.chain(self.tiers.degraded()).collect()
+        let problems = self.cordons.get().into_iter().flatten().filter_map(out_of_service);
+        problems.chain(self.tiers.degraded()).collect()
+    }
+}
+
+/// Why routers send a worker no requests. `None` while it is registered, or is about to be.
+fn out_of_service((id, cordon): &(WorkerId, Cordon)) -> Option<String> {
+    if cordon.is_cordoned() {
+        Some(format!("worker {id} is cordoned"))
+    } else if cordon.is_superseded() {
+        Some(format!(
+            "worker {id} is not registered: another process serves it; give each process a URL of its own \
+             (cluster.advertise), or stop the other process"
+        ))
+    } else {
+        None
     }
 }
 
@@ -279,3 +295,6 @@ fn peers(url: String, credentials: Credentials) -> Peers {
     let connect = Box::new(move |worker, url: &str| Arc::new(RemotePeer::new(worker, url, credentials.clone())) as _);
     Peers::with_other_processes(OtherProcesses { url, connect })
 }
+
+#[cfg(test)]
+mod tests;

@@ -84,7 +84,8 @@ pub enum Membership {
 /// - `register` MUST make the instance visible to every watcher until the lease is dropped, or its process ends and the
 ///   lease expires.
 /// - The latest epoch of a worker id is registered. `register` MUST fail with `Refused` if another process has
-///   registered the same epoch or a later one; the lease of a former epoch has no effect from then on.
+///   registered the same epoch or a later one. The lease of a former epoch has no effect from then on, and MUST be
+///   [lost](Lease::lost): its worker can be registered again when the later epoch has ended.
 /// - `watch` MUST first yield a `Joined` for each registered instance, then every change, in order and without loss.
 pub trait Discovery: Send + Sync + 'static {
     /// Registers a worker for as long as the lease is kept.

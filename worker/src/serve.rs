@@ -8,6 +8,9 @@
 //!                   └──────────────────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
+//! A worker that another process registers in a later epoch is superseded. It tries every second to register again, and
+//! is registered when the other process has deregistered or its lease has expired.
+//!
 //! A [`Worker`] keeps the lease in the task that reports, so a worker that stops reporting is deregistered. When a
 //! router asks for another role, the worker registers again in the same epoch, and its requests go on. An
 //! [`EventPublisher`] publishes the log of a shared store, whose blocks outlive the workers that wrote them.

@@ -11,7 +11,7 @@ use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
 const MAX_NAMED: usize = 10;
 
 impl Router {
-    /// Whether requests can be served. `absent`: the reason when no worker that decodes has joined.
+    /// Whether requests can be served. `absent`: the reason when no worker that decodes is registered.
     pub fn readiness_or(&self, absent: &str) -> Readiness {
         if let Some(reason) = self.core.failure.get() {
             return Readiness::NotReady(format!("router failed: {reason}"));
@@ -64,6 +64,6 @@ impl Engine for Router {
     }
 
     fn readiness(&self) -> Readiness {
-        self.readiness_or("no worker that decodes has joined")
+        self.readiness_or("no worker that decodes is registered now")
     }
 }

@@ -231,3 +231,30 @@ async fn of_two_processes_at_one_url_the_later_one_serves() {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_serves_again_when_a_later_process_at_its_url_has_stopped() {
+    let Some(cluster) = Cluster::new() else { return };
+    let (first, second) = (cluster.seat("a"), cluster.seat("b"));
+    let before = cluster.worker(&first).await;
+    let frontend = cluster.frontend().await;
+    frontend.client.complete(&prompt(0)).await.unwrap();
+    let url = format!("http://{}", first.listen);
+    let mut after = cluster.worker_at(&second, &["--advertise", &url]).await;
+    let reason = loop {
+        let (is_ready, body) = before.client.get("/ready").await;
+        if !is_ready {
+            break body;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    assert!(reason.contains("another process serves it"), "{reason}");
+    assert!(before.client.metric("blockyard_nats_superseded_workers", "").await > 0.0);
+    after.stop();
+    while !before.client.get("/ready").await.0 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    while frontend.client.ask(&prompt(1)).await.unwrap()["choices"].is_null() {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}

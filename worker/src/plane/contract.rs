@@ -12,7 +12,7 @@ macro_rules! discovery_contract {
     ($make:expr) => {
         crate::plane::contract::rules!($make;
             a_watcher_starts_with_the_registered_instances, changes_arrive_in_order_without_loss,
-            an_old_lease_does_not_deregister_a_new_epoch
+            an_old_lease_does_not_deregister_a_new_epoch, a_later_epoch_ends_the_lease_of_a_former_one
         );
     };
 }
@@ -74,6 +74,19 @@ pub(crate) async fn an_old_lease_does_not_deregister_a_new_epoch(plane: &impl Di
     assert_eq!(next(&mut watch).await, (1, 1, true));
     assert_eq!(next(&mut watch).await, (1, 2, true));
     assert_eq!(next(&mut watch).await, (1, 2, false));
+}
+
+pub(crate) async fn a_later_epoch_ends_the_lease_of_a_former_one(plane: &impl Discovery) {
+    let former = plane.register(instance(1, 1), engine()).await.unwrap();
+    let again = plane.register(instance(1, 1), engine()).await.unwrap();
+    assert!(!again.lost().is_cancelled(), "a role may have changed");
+    drop(former);
+    let later = plane.register(instance(1, 2), engine()).await.unwrap();
+    let lost = tokio::time::timeout(Duration::from_secs(10), again.lost().cancelled_owned());
+    lost.await.expect("its holder must know");
+    let refused = plane.register(instance(1, 1), engine()).await;
+    assert!(matches!(refused, Err(PlaneError::Refused(_))), "{refused:?}");
+    assert!(!later.lost().is_cancelled());
 }
 
 pub(crate) async fn events_of_a_source_stay_in_order(plane: &impl Events) {

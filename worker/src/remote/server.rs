@@ -233,8 +233,8 @@ impl Discovery for Served {
                     return Err(error);
                 }
             };
-            let server = Arc::clone(&self.server);
-            Ok(Lease::new(move || {
+            let (server, lost) = (Arc::clone(&self.server), lease.lost());
+            Ok(Lease::with_loss(lost, move || {
                 drop(lease);
                 ended.cancel();
                 let mut engines = server.engines.lock();

@@ -5,6 +5,8 @@
 //!        └───────────────────────────── close (the worker drains for good) ───────────────────────▶ deregistered
 //! ```
 //!
+//! Also says whether the worker is registered: another process may have superseded it.
+//!
 //! Not here: the cordon of a router, which concerns the requests of that router only (`router::Router::cordon`).
 
 use crate::plane::{Load, Role};
@@ -35,14 +37,23 @@ enum DesiredState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct State {
     role: Role,
-    is_registered: bool,
+    registration: RegistrationState,
+}
+
+/// Whether routers see the worker.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum RegistrationState {
+    Registered,
+    Deregistered,
+    /// Another process has registered the worker; attempts to register it again are repeated.
+    Superseded,
 }
 
 impl Cordon {
     /// The cordon of a worker that is registered with this role.
     pub(super) fn new(role: Role, load: watch::Receiver<Load>) -> (Self, RegistrationControl) {
-        let (desired, state) =
-            (watch::Sender::new(DesiredState::Registered), watch::Sender::new(State { role, is_registered: true }));
+        let registered = State { role, registration: RegistrationState::Registered };
+        let (desired, state) = (watch::Sender::new(DesiredState::Registered), watch::Sender::new(registered));
         let control = RegistrationControl { desired: desired.subscribe(), state: state.clone() };
         (Self { desired, state: state.subscribe(), load }, control)
     }
@@ -79,7 +90,13 @@ impl Cordon {
 
     /// Whether routers see the worker.
     pub fn is_registered(&self) -> bool {
-        self.state.borrow().is_registered
+        self.state.borrow().registration == RegistrationState::Registered
+    }
+
+    /// Whether the worker is not registered because another process serves it. It is registered again when that process
+    /// has deregistered it or its lease has expired.
+    pub fn is_superseded(&self) -> bool {
+        self.state.borrow().registration == RegistrationState::Superseded
     }
 
     /// The role with which the worker was registered last.
@@ -96,7 +113,7 @@ impl Cordon {
     /// cordon may still arrive.
     pub async fn drained(&self) {
         // Each ends with an error when the worker has ended, which has no requests either.
-        let _ = self.state.clone().wait_for(|state| !state.is_registered).await;
+        let _ = self.state.clone().wait_for(|state| state.registration != RegistrationState::Registered).await;
         let _ = self.load.clone().wait_for(Load::is_idle).await;
     }
 }
@@ -104,7 +121,7 @@ impl Cordon {
 impl Drop for RegistrationControl {
     /// The task has ended, and with it the registration.
     fn drop(&mut self) {
-        self.set_registered(false);
+        self.set(RegistrationState::Deregistered);
     }
 }
 
@@ -123,8 +140,8 @@ impl RegistrationControl {
         *self.desired.borrow() == DesiredState::Cordoned
     }
 
-    pub(super) fn set_registered(&self, is_registered: bool) {
-        self.state.send_modify(|state| state.is_registered = is_registered);
+    pub(super) fn set(&self, registration: RegistrationState) {
+        self.state.send_modify(|state| state.registration = registration);
     }
 
     pub(super) fn set_role(&self, role: Role) {

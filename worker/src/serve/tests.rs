@@ -207,6 +207,37 @@ async fn a_cordon_deregisters_a_worker_until_it_is_lifted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_superseded_worker_is_registered_again_when_the_later_epoch_has_ended() {
+    let Harness { planes, load: _load, worker, .. } = harness().await;
+    let (cordon, mut watch) = (worker.cordon().clone(), planes.discovery.watch());
+    let later = async |epoch| planes.discovery.register(instance(1, epoch), engine()).await.unwrap();
+    let second = Duration::from_secs(1);
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    let other = later(2).await;
+    assert_eq!(next(&mut watch).await, (1, 2, true));
+    tokio::time::sleep(second * 60).await;
+    assert!(cordon.is_superseded() && !cordon.is_registered() && !cordon.is_cordoned());
+    drop(other);
+    assert_eq!(next(&mut watch).await, (1, 2, false));
+    assert_eq!(next(&mut watch).await, (1, 1, true), "in its own epoch");
+    tokio::time::sleep(second * 5).await;
+    assert!(cordon.is_registered() && !cordon.is_superseded());
+
+    let other = later(3).await;
+    assert_eq!(next(&mut watch).await, (1, 3, true));
+    tokio::time::sleep(second).await;
+    cordon.cordon();
+    tokio::time::sleep(second).await;
+    assert!(!cordon.is_registered() && !cordon.is_superseded(), "it is not to be registered");
+    cordon.uncordon();
+    tokio::time::sleep(second).await;
+    assert!(!cordon.is_registered() && cordon.is_superseded());
+    drop(other);
+    assert_eq!(next(&mut watch).await, (1, 3, false));
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_cordoned_worker_keeps_its_role() {
     let harness = harness().await;
     let mut watch = harness.planes.discovery.watch();

@@ -1,12 +1,13 @@
 //! A worker: an engine that is registered, whose load is reported, whose role can change, and which can be cordoned.
 
-use super::cordon::{Cordon, RegistrationControl};
+use super::cordon::{Cordon, RegistrationControl, RegistrationState};
 use super::publisher::LogPublisher;
 use crate::engine::Engine;
 use crate::plane::{Discovery, Event, EventBody, Events, Instance, Lease, Load, PlaneError, Role, Source, Topic};
 use futures::StreamExt;
 use futures::stream::BoxStream;
 use kvbm::EventLog;
+use spans::LogLimit;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -37,7 +38,8 @@ pub struct Worker {
 /// Load is sent at least this often, so that the loss of a report or of the last event is noticed within a second.
 pub(super) const MAX_REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Interval of attempts to register a worker again that is no longer cordoned. NATS may be away for a moment.
+/// Interval of attempts to register a worker again that is no longer cordoned, or that another process has registered.
+/// NATS may be away for a moment.
 const REGISTER_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Load is sent at most this often: every engine step changes it, and a fast engine makes hundreds of steps a second.
@@ -65,6 +67,7 @@ impl Worker {
             instance,
             engine: Arc::clone(&engine),
             lease: Some(lease),
+            failures: LogLimit::default(),
         };
         let reporter = Reporter { publisher, registration, role_requests, load: load.clone(), control, retry_at: None };
         let task = tokio::spawn(reporter.run(stop.clone()));
@@ -94,22 +97,44 @@ struct Registration {
     discovery: Arc<dyn Discovery>,
     instance: Instance,
     engine: Arc<dyn Engine>,
-    /// `None` while the worker is deregistered.
+    /// `None` while the worker is deregistered. A lost lease is kept until the worker is registered again: the other
+    /// process may advertise the URL of this one by mistake, and requests that arrive here are served.
     lease: Option<Lease>,
+    /// Limits the lines about failed attempts to register again.
+    failures: LogLimit,
 }
 
 impl Registration {
-    /// Registers again after a cordon: same epoch, because the blocks are still there. Returns whether it worked.
-    async fn renew(&mut self) -> bool {
+    /// Whether the worker is registered, as far as this process knows.
+    fn is_held(&self) -> bool {
+        self.lease.as_ref().is_some_and(|lease| !lease.lost().is_cancelled())
+    }
+
+    /// Resolves when the lease is lost. It borrows nothing: a reference to a lease cannot be sent between threads.
+    fn lost(&self) -> impl Future<Output = ()> + use<> {
+        let lost = self.lease.as_ref().map(Lease::lost);
+        async move {
+            match lost {
+                Some(lost) => lost.cancelled().await,
+                None => std::future::pending().await,
+            }
+        }
+    }
+
+    /// Registers again after a cordon or the loss of the lease: same epoch, because the blocks are still there.
+    async fn register_again(&mut self) -> Result<(), PlaneError> {
+        let worker = self.instance.id;
         match self.discovery.register(self.instance.clone(), Arc::clone(&self.engine)).await {
             Ok(lease) => {
-                tracing::info!(worker = %self.instance.id, "worker is registered again");
+                tracing::info!(%worker, "worker is registered again");
                 self.lease = Some(lease);
-                true
+                Ok(())
             }
             Err(error) => {
-                tracing::warn!(worker = %self.instance.id, %error, "worker cannot be registered; retried every second");
-                false
+                if let Some(suppressed) = self.failures.admit() {
+                    tracing::warn!(%worker, %error, suppressed, "worker cannot be registered; retried every second");
+                }
+                Err(error)
             }
         }
     }
@@ -135,7 +160,7 @@ struct Reporter {
     role_requests: BoxStream<'static, Event>,
     load: watch::Receiver<Load>,
     control: RegistrationControl,
-    /// When the worker, which is not cordoned any more, is registered again.
+    /// When the worker, which is not cordoned any more or whose lease is lost, is registered again.
     retry_at: Option<Instant>,
 }
 
@@ -148,7 +173,7 @@ impl Reporter {
                 biased;
                 () = stop.cancelled() => return,
                 is_wanted = self.control.changed() => if is_wanted {
-                    self.retry_at = self.registration.lease.is_none().then(Instant::now);
+                    self.retry_at = (!self.registration.is_held()).then(Instant::now);
                 } else {
                     self.retry_at = None;
                     let lease = self.registration.lease.take();
@@ -157,17 +182,25 @@ impl Reporter {
                         tracing::info!(%worker, "worker cordoned: deregistered; its running requests finish");
                     }
                     drop(lease);
-                    self.control.set_registered(false);
+                    self.control.set(RegistrationState::Deregistered);
                 },
+                () = self.registration.lost(), if self.retry_at.is_none() => {
+                    self.retry_at = Some(Instant::now() + REGISTER_INTERVAL);
+                    self.control.set(RegistrationState::Superseded);
+                }
                 () = tokio::time::sleep_until(self.retry_at.unwrap_or(sent)), if self.retry_at.is_some() => {
-                    let is_registered = self.registration.renew().await;
-                    self.retry_at = (!is_registered).then(|| Instant::now() + REGISTER_INTERVAL);
-                    self.control.set_registered(is_registered);
+                    let registered = self.registration.register_again().await;
+                    self.retry_at = registered.is_err().then(|| Instant::now() + REGISTER_INTERVAL);
+                    match registered {
+                        Ok(()) => self.control.set(RegistrationState::Registered),
+                        Err(PlaneError::Refused(_)) => self.control.set(RegistrationState::Superseded),
+                        Err(_) => {}
+                    }
                 }
                 Some(request) = self.role_requests.next() => {
                     let registration = &mut self.registration;
                     if let EventBody::RoleRequest { worker, role } = request.body
-                        && registration.lease.is_some()
+                        && registration.is_held()
                         && worker == registration.instance.id
                         && role != registration.instance.role
                     {

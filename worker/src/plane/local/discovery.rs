@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 /// Discovery in memory.
 #[derive(Default)]
@@ -32,6 +33,8 @@ struct Registered {
     lease: u64,
     instance: Arc<Instance>,
     engine: Arc<dyn Engine>,
+    /// Cancelled when a later epoch is registered.
+    lost: CancellationToken,
 }
 
 impl LocalDiscovery {
@@ -52,14 +55,23 @@ impl LocalDiscovery {
 impl Discovery for LocalDiscovery {
     fn register(&self, instance: Instance, engine: Arc<dyn Engine>) -> BoxFuture<'_, Result<Lease, PlaneError>> {
         Box::pin(async move {
-            let (id, instance) = (instance.id, Arc::new(instance));
+            let (id, epoch, instance) = (instance.id, instance.epoch, Arc::new(instance));
             let mut state = self.state.lock();
+            if let Some(other) = state.registered.get(&id).filter(|other| other.instance.epoch > epoch) {
+                let later = other.instance.epoch.0;
+                return Err(PlaneError::Refused(format!("worker {id} is registered in the later epoch {later}")));
+            }
             state.leases += 1;
             let lease = state.leases;
             state.notify_watchers(&Membership::Joined(Arc::clone(&instance), Arc::clone(&engine)));
-            state.registered.insert(id, Registered { lease, instance, engine });
+            let lost = CancellationToken::new();
+            let registered = Registered { lease, instance, engine, lost: lost.clone() };
+            let former = state.registered.insert(id, registered);
+            if let Some(former) = former.filter(|former| former.instance.epoch != epoch) {
+                former.lost.cancel();
+            }
             let shared = Arc::clone(&self.state);
-            Ok(Lease::new(move || shared.lock().deregister(id, lease)))
+            Ok(Lease::with_loss(lost, move || shared.lock().deregister(id, lease)))
         })
     }
 

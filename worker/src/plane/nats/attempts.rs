@@ -129,7 +129,7 @@ impl Attempts {
             tracing::warn!(
                 problem = server_error,
                 suppressed,
-                "the connection to nats is lost; until it is made again, the last view of instances and caches is used"
+                "the connection to nats is lost; until it is made again, the last view of workers and caches is used"
             );
         }
     }

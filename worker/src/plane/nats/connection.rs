@@ -109,7 +109,7 @@ impl Connection {
             return None;
         }
         let cause = self.attempts.cause().map(|cause| format!(" ({cause})")).unwrap_or_default();
-        Some(format!("not connected to nats{cause}; the last view of instances and caches is used"))
+        Some(format!("not connected to nats{cause}; the last view of workers and caches is used"))
     }
 
     /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of

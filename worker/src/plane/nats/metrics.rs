@@ -9,6 +9,7 @@ pub struct Metrics {
     pub(super) connected: IntGauge,
     pub(super) reconnects: IntCounter,
     events_lost: IntCounterVec,
+    superseded: IntGauge,
     renewals: IntCounterVec,
     refused: IntCounterVec,
 }
@@ -65,11 +66,16 @@ impl Metrics {
             connected: IntGauge::new("blockyard_nats_connected", "1 while connected to a NATS server, else 0.")?,
             reconnects: IntCounter::new("blockyard_nats_reconnects_total", "Connections after a loss of the first.")?,
             events_lost: vector("events_lost_total", "Events lost in this process, by the reason.", "reason")?,
+            superseded: IntGauge::new(
+                "blockyard_nats_superseded_workers",
+                "Workers of this process that are not registered, because another process serves them.",
+            )?,
             renewals: vector("lease_renewals_total", "Renewals of the leases of this process's workers.", "outcome")?,
             refused: vector("refused_total", "Messages that were not used because of what they contain.", "kind")?,
         };
         registry.register(Box::new(metrics.connected.clone()))?;
         registry.register(Box::new(metrics.reconnects.clone()))?;
+        registry.register(Box::new(metrics.superseded.clone()))?;
         Ok(metrics)
     }
 
@@ -91,6 +97,10 @@ impl Metrics {
             Renewal::Failed => "failed",
         };
         self.renewals.with_label_values(&[outcome]).inc();
+    }
+
+    pub(super) fn superseded(&self, workers: usize) {
+        self.superseded.set(workers as i64);
     }
 
     pub(super) fn refused(&self, kind: Refused) {

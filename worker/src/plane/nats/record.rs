@@ -137,7 +137,7 @@ impl RecordHead {
 
     /// Epochs decide between processes with the same worker id. A restarted worker has a later epoch, and must not wait
     /// until the lease of its predecessor expires; from outside, a second worker with the same id looks the same. So
-    /// the later epoch is registered, and the former one stops renewing and does not come back.
+    /// the later epoch is registered. The former one is registered again when the later one has ended.
     pub(super) fn writer(&self, process: &str, epoch: Epoch) -> Writer {
         match self.instance.epoch {
             written if written > epoch => Writer::Other,

@@ -1,9 +1,10 @@
 //! The registrations of this process: one task writes, renews and deletes their records, and starts watchers, in the
-//! order in which it was asked. When the secret changes, the records are signed again.
+//! order in which it was asked. When the secret changes, the records are signed again. Not here: attempts to register a
+//! worker again whose lease is lost; its holder makes them.
 //!
 //! ```text
 //!   register ──▶ held ──renew──▶ held              expired meanwhile: registered again
-//!                  │ renew: a later epoch            ──▶ superseded: the lease has no effect from then on
+//!                  │ renew: a later epoch            ──▶ superseded: the lease is lost
 //!                  └ lease dropped                   ──▶ deleted, if the record is still that of this epoch
 //! ```
 //!
@@ -23,11 +24,11 @@ use crate::plane::{Instance, Lease, PlaneError, WorkerId};
 use bytes::Bytes;
 use futures::future::join_all;
 use kvbm::Epoch;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
-use tokio_util::sync::DropGuard;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// A command to the registrar.
 pub(super) enum Command {
@@ -54,6 +55,8 @@ pub(super) struct Registrar {
     /// For leases. Weak, so that the task ends when the plane and all leases are dropped.
     commands: mpsc::WeakUnboundedSender<Command>,
     held: BTreeMap<WorkerId, HeldRegistration>,
+    /// Workers of this process that another process has registered.
+    superseded: BTreeSet<WorkerId>,
     last_lease: LeaseId,
 }
 
@@ -65,6 +68,8 @@ struct HeldRegistration {
     json: Bytes,
     revision: u64,
     renew_at: Instant,
+    /// Cancelled when another process has registered the worker.
+    lost: CancellationToken,
     /// Serves the texts of its model.
     _texts: Option<DropGuard>,
 }
@@ -89,6 +94,7 @@ impl Registrar {
             keys,
             commands: commands.downgrade(),
             held: BTreeMap::new(),
+            superseded: BTreeSet::new(),
             last_lease: LeaseId::default(),
         };
         tokio::spawn(registrar.run(receiver));
@@ -152,19 +158,30 @@ impl Registrar {
             Some(texts) => Some(texts.serve(&connection).await.map_err(PlaneError::Unavailable)?),
             None => None,
         };
-        let revision = write(&connection, self.keys.as_ref(), &instance, &record).await?;
+        let written = write(&connection, self.keys.as_ref(), &instance, &record).await;
+        match &written {
+            Ok(_) => self.set_superseded(instance.id, false),
+            Err(PlaneError::Refused(_)) => self.set_superseded(instance.id, true),
+            Err(_) => {}
+        }
+        let revision = written?;
         self.last_lease.0 += 1;
+        let lost = CancellationToken::new();
         let held = HeldRegistration {
             lease: self.last_lease,
             epoch: instance.epoch,
             json: record.json,
             revision,
             renew_at: self.next_renewal(),
+            lost: lost.clone(),
             _texts: texts,
         };
-        self.held.insert(instance.id, held);
+        let former = self.held.insert(instance.id, held);
+        if let Some(former) = former.filter(|former| former.epoch != instance.epoch) {
+            former.lost.cancel();
+        }
         let (id, lease, commands) = (instance.id, self.last_lease, self.commands.upgrade());
-        Ok(Lease::new(move || {
+        Ok(Lease::with_loss(lost, move || {
             if let Some(commands) = commands {
                 // An error means that the task has ended with its runtime; then the lease expires.
                 let _ = commands.send(Command::Release(id, lease));
@@ -175,7 +192,8 @@ impl Registrar {
     async fn release(&mut self, id: WorkerId, lease: LeaseId) {
         // A worker that registered again has a newer lease; the old one must not deregister it.
         if self.held.get(&id).is_none_or(|held| held.lease != lease) {
-            return;
+            // The lost lease of a worker that is cordoned or ends.
+            return self.set_superseded(id, false);
         }
         let Some(mut held) = self.held.remove(&id) else { return };
         let lease_time = self.connection.settings.lease;
@@ -219,13 +237,26 @@ impl Registrar {
                     tracing::warn!(worker = %id, error, "the lease cannot be renewed now");
                 }
                 (Renewed::Superseded(by), _) => {
-                    self.held.remove(&id);
-                    metrics.renewal(Renewal::Superseded);
-                    tracing::error!(worker = %id, by, "another process registered this worker id; requests go there");
+                    tracing::error!(worker = %id, by, "the worker is not registered any more");
+                    if let Some(held) = self.held.remove(&id) {
+                        held.lost.cancel();
+                    }
+                    self.set_superseded(id, true);
+                    self.connection.metrics.renewal(Renewal::Superseded);
                 }
                 (_, None) => {}
             }
         }
+    }
+
+    /// Notes whether another process has registered a worker of this process.
+    fn set_superseded(&mut self, id: WorkerId, is_superseded: bool) {
+        if is_superseded {
+            self.superseded.insert(id);
+        } else {
+            self.superseded.remove(&id);
+        }
+        self.connection.metrics.superseded(self.superseded.len());
     }
 
     fn renew_all_now(&mut self) {
@@ -292,8 +323,8 @@ fn taken_message(id: WorkerId, last: &Last) -> String {
     let epoch = last.value.as_ref().and_then(|stored| RecordHead::decode(&stored.json).ok());
     let epoch = epoch.map_or(0, |head| head.epoch().0);
     format!(
-        "another process serves as worker {id}, since epoch {epoch}; give each worker an id of its own, or wait until \
-         that process ends or its lease expires"
+        "another process serves as worker {id}, since epoch {epoch}; give each process a URL of its own \
+         (cluster.advertise), or wait until that process ends or its lease expires"
     )
 }
 

@@ -115,6 +115,13 @@ fn counter(registry: &Registry, name: &str, label: &str) -> u64 {
     of.map(|metric| metric.get_counter().get_value() as u64).sum()
 }
 
+/// The value of a gauge without labels.
+fn gauge(registry: &Registry, name: &str) -> i64 {
+    let families = registry.gather();
+    let family = families.iter().find(|family| family.name() == name).expect("it is registered");
+    family.get_metric()[0].get_gauge().get_value() as i64
+}
+
 /// Waits until a condition holds; panics when it does not.
 async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + Duration::from_mins(1);

@@ -145,7 +145,9 @@ impl View {
         }
         if let Some(entry) = self.entries.get_mut(&id) {
             tracing::info!(
-                worker = %id, "lease expired while nats could not be reached; the worker has time to renew it"
+                worker = %id,
+                "lease expired; no message of any worker came over nats for half a lease before, or the connection to \
+                 nats is new, so the worker has one more lease to renew its own"
             );
             entry.is_expired = true;
             entry.lease_ends = None;

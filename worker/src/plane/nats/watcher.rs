@@ -96,7 +96,7 @@ impl Watcher {
                 Ok((keys, messages)) => self.follow(keys, messages, &mut state).await,
                 Err(error) => {
                     let error = self.connection.explain(error);
-                    tracing::warn!(error, "cannot follow the instances; the last view is used");
+                    tracing::warn!(error, "cannot follow the registrations of workers; the last view is used");
                     tokio::select! {
                         () = self.changes.closed() => Ended::Dropped,
                         () = tokio::time::sleep(RETRY_DELAY) => Ended::ListAgain,
@@ -204,7 +204,7 @@ impl Watcher {
         if self.refused.get(&id) != Some(problem) {
             self.connection.metrics.refused(Refused::Instance);
             if let Some(suppressed) = self.warnings.admit() {
-                tracing::warn!(worker = %id, problem, suppressed, "the record of the instance is not used");
+                tracing::warn!(worker = %id, problem, suppressed, "the record of the worker is not used");
             }
             self.refused.insert(id, problem.clone());
         }

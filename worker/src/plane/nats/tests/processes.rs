@@ -87,12 +87,20 @@ async fn of_two_workers_with_one_id_the_later_epoch_serves() {
         counter(&registry, "blockyard_nats_lease_renewals_total", "superseded") == 1
     })
     .await;
+    assert!(old.lost().is_cancelled(), "its holder can register again");
+    assert_eq!(gauge(&registry, "blockyard_nats_superseded_workers"), 1);
     drop(old);
     first.wait_until_deregistered().await;
+    assert_eq!(gauge(&registry, "blockyard_nats_superseded_workers"), 0, "it is not to be registered");
     let _other = first.register(instance(2, 1), engine()).await.unwrap();
     assert_eq!(next(&mut watch).await, (2, 1, true), "the old lease did not deregister the new epoch");
+    assert!(first.register(instance(1, 5), engine()).await.is_err());
+    assert_eq!(gauge(&registry, "blockyard_nats_superseded_workers"), 1);
     drop(new);
     assert_eq!(next(&mut watch).await, (1, 6, false));
+    let _again = first.register(instance(1, 5), engine()).await.unwrap();
+    assert_eq!(next(&mut watch).await, (1, 5, true), "the later epoch has ended");
+    assert_eq!(gauge(&registry, "blockyard_nats_superseded_workers"), 0);
 }
 
 #[tokio::test]
