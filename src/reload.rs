@@ -1,14 +1,15 @@
 //! Reloads the configuration while requests are served: when its file changes, on SIGHUP, or through the admin API.
 //!
-//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. The keys of the
-//! process's [`Section`]s take effect at once. Other changed keys are reported, and take effect after a restart.
-//! Running streams are not affected.
+//! The whole configuration is checked before any part takes effect; an invalid one changes nothing, and neither does
+//! one that a restart would refuse. The keys of the process's [`Section`]s take effect at once. Other changed keys are
+//! reported, and take effect after a restart. Running streams are not affected.
 
 mod sections;
 
 pub use sections::{Change, Engines, Routing, Section, Servers};
 
 use crate::config::{Config, Log, Origins, Purpose, Sources, as_json, changes};
+use crate::node::{Refused, restart_preflight};
 use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use sections::LogFilter;
@@ -65,7 +66,7 @@ pub enum Outcome {
     Applied,
     /// No key that can take effect differs.
     Unchanged,
-    /// The configuration is invalid; nothing changed.
+    /// The configuration is invalid, or a restart would refuse it; nothing changed.
     Rejected,
 }
 
@@ -185,6 +186,9 @@ impl Reload {
         }
         let is_live = |key: &String| checked.iter().any(|(section, _)| section.has(key));
         let (applied, rest): (_, Vec<String>) = changes(&state.running, &read).into_iter().partition(is_live);
+        if !rest.is_empty() {
+            restart_preflight(&read, &state.running, self.purpose).map_err(|refused| restart_refused(&refused))?;
+        }
         let mut changed: Vec<&dyn Section> = Vec::new();
         for (section, change) in checked {
             if let Err(error) = change() {
@@ -205,6 +209,12 @@ impl Reload {
         // The state is assigned only after everything has succeeded, so it is valid even after a panic.
         self.state.lock()
     }
+}
+
+/// Why a restart would refuse a configuration, in one line.
+fn restart_refused(refused: &Refused) -> String {
+    let reasons: Vec<String> = refused.reasons().map(|(problem, fix)| format!("{problem}; {fix}")).collect();
+    format!("a restart would refuse it: {}", reasons.join("; "))
 }
 
 /// Makes the values of `running` take effect again, the last change first. Returns the error of the reload, with those
