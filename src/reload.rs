@@ -74,6 +74,8 @@ struct State {
     running: Config,
     origins: Origins,
     last: Option<Report>,
+    /// The stamp of the file when it was last read, whatever the trigger was.
+    read: FileStamp,
 }
 
 /// Modification time and length of a file, to detect changes.
@@ -99,7 +101,8 @@ impl Reload {
         for outcome in [Outcome::Applied, Outcome::Unchanged, Outcome::Rejected] {
             outcomes.with_label_values(&[outcome.name()]);
         }
-        let state = Mutex::new(State { running: config, origins, last: None });
+        let read = sources.file.as_deref().and_then(file_stamp);
+        let state = Mutex::new(State { running: config, origins, last: None, read });
         sections.push(Box::new(LogFilter(set_log_filter)));
         Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))
     }
@@ -107,6 +110,8 @@ impl Reload {
     /// Reloads the configuration now.
     pub fn now(&self, trigger: &'static str) -> Report {
         let mut state = self.lock();
+        // Before the file is read: a change during that time is read by the watch.
+        state.read = self.sources.file.as_deref().and_then(file_stamp);
         let (outcome, applied, needs_restart, error) = match self.attempt(&mut state) {
             Ok((applied, rest)) if applied.is_empty() => (Outcome::Unchanged, applied, rest, None),
             Ok((applied, rest)) => (Outcome::Applied, applied, rest, None),
@@ -137,17 +142,16 @@ impl Reload {
         report
     }
 
-    /// Reloads the configuration whenever its file changes. Returns at once if there is no file.
+    /// Reloads the configuration whenever its file has changed since it was last read. Returns at once if there is no
+    /// file.
     pub async fn watch(self: Arc<Self>) {
         let Some(path) = self.sources.file.clone() else { return };
-        let mut loaded = file_stamp(&path);
-        let mut previous = loaded;
+        let mut previous = file_stamp(&path);
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             let now = file_stamp(&path);
             // Unchanged for one interval: a file that is still being written is not read.
-            if now == previous && now != loaded {
-                loaded = now;
+            if now == previous && now != self.lock().read {
                 self.now("file");
             }
             previous = now;

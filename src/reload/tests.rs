@@ -204,6 +204,14 @@ async fn a_changed_file_is_loaded_once_it_is_stable() {
     assert_eq!((harness.runs("router.seed"), harness.count("applied")), (222.into(), 1));
     tokio::time::sleep(POLL_INTERVAL * 3).await;
     assert_eq!(harness.count("applied") + harness.count("unchanged"), 1, "once");
+    harness.write("[router]\nseed = 3\n");
+    assert_eq!(harness.reload.now("SIGHUP").outcome, Outcome::Applied);
+    tokio::time::sleep(POLL_INTERVAL * 3).await;
+    assert_eq!(
+        harness.count("applied") + harness.count("unchanged"),
+        2,
+        "a file that SIGHUP has read is not read again"
+    );
     watch.abort();
 }
 
