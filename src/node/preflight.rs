@@ -83,8 +83,8 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     preflight_on(&Machine::detect(), config, purpose)
 }
 
-/// Refuses a configuration that a restart of this process would refuse. Not for a reason for which the configuration
-/// that it runs would be refused too: a reload cannot mend that. Blocks while it reads files.
+/// Refuses a configuration that a restart of this process would refuse. Reasons that apply to its running configuration
+/// too do not count: they are not of the change. Blocks while it reads files.
 pub fn restart_preflight(config: &Config, running: &Config, purpose: Purpose) -> Result<(), Refused> {
     let machine = Machine::after_restart();
     let Err(Refused(mut reasons)) = preflight_on(&machine, config, purpose) else { return Ok(()) };
