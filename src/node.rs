@@ -41,7 +41,7 @@ pub(crate) use self::tokenizers::load as load_tokenizers;
 pub use cache_audit::{CacheAudit, TierAudit};
 pub(crate) use http_server::{PortError, bind, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
-pub use preflight::{Refused, preflight};
+pub use preflight::{Refused, preflight, restart_preflight};
 pub use refused_requests::RefusedRequests;
 pub(crate) use stores::access;
 pub(crate) use transforms::Transforms;

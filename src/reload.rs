@@ -1,14 +1,15 @@
 //! Reloads the configuration while requests are served: when its file changes, on SIGHUP, or through the admin API.
 //!
-//! The whole configuration is checked before any part takes effect; an invalid one changes nothing. The keys of the
-//! process's [`Section`]s take effect at once. Other changed keys are reported, and take effect after a restart.
-//! Running streams are not affected.
+//! The whole configuration is checked before any part takes effect; an invalid one changes nothing, and neither does
+//! one that a restart would refuse. The keys of the process's [`Section`]s take effect at once. Other changed keys are
+//! reported, and take effect after a restart. Running streams are not affected.
 
 mod sections;
 
 pub use sections::{Change, Engines, Routing, Section, Servers};
 
 use crate::config::{Config, Log, Origins, Purpose, Sources, as_json, changes};
+use crate::node::{Refused, restart_preflight};
 use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use sections::LogFilter;
@@ -65,7 +66,7 @@ pub enum Outcome {
     Applied,
     /// No key that can take effect differs.
     Unchanged,
-    /// The configuration is invalid; nothing changed.
+    /// The configuration is invalid, or a restart would refuse it; nothing changed.
     Rejected,
 }
 
@@ -73,6 +74,8 @@ struct State {
     running: Config,
     origins: Origins,
     last: Option<Report>,
+    /// The stamp of the file when it was last read, whatever the trigger was.
+    read: FileStamp,
 }
 
 /// Modification time and length of a file, to detect changes.
@@ -98,7 +101,8 @@ impl Reload {
         for outcome in [Outcome::Applied, Outcome::Unchanged, Outcome::Rejected] {
             outcomes.with_label_values(&[outcome.name()]);
         }
-        let state = Mutex::new(State { running: config, origins, last: None });
+        let read = sources.file.as_deref().and_then(file_stamp);
+        let state = Mutex::new(State { running: config, origins, last: None, read });
         sections.push(Box::new(LogFilter(set_log_filter)));
         Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))
     }
@@ -106,6 +110,8 @@ impl Reload {
     /// Reloads the configuration now.
     pub fn now(&self, trigger: &'static str) -> Report {
         let mut state = self.lock();
+        // Before the file is read: a change during that time is read by the watch.
+        state.read = self.sources.file.as_deref().and_then(file_stamp);
         let (outcome, applied, needs_restart, error) = match self.attempt(&mut state) {
             Ok((applied, rest)) if applied.is_empty() => (Outcome::Unchanged, applied, rest, None),
             Ok((applied, rest)) => (Outcome::Applied, applied, rest, None),
@@ -136,17 +142,16 @@ impl Reload {
         report
     }
 
-    /// Reloads the configuration whenever its file changes. Returns at once if there is no file.
+    /// Reloads the configuration whenever its file has changed since it was last read. Returns at once if there is no
+    /// file.
     pub async fn watch(self: Arc<Self>) {
         let Some(path) = self.sources.file.clone() else { return };
-        let mut loaded = file_stamp(&path);
-        let mut previous = loaded;
+        let mut previous = file_stamp(&path);
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             let now = file_stamp(&path);
             // Unchanged for one interval: a file that is still being written is not read.
-            if now == previous && now != loaded {
-                loaded = now;
+            if now == previous && now != self.lock().read {
                 self.now("file");
             }
             previous = now;
@@ -185,6 +190,9 @@ impl Reload {
         }
         let is_live = |key: &String| checked.iter().any(|(section, _)| section.has(key));
         let (applied, rest): (_, Vec<String>) = changes(&state.running, &read).into_iter().partition(is_live);
+        if !rest.is_empty() {
+            restart_preflight(&read, &state.running, self.purpose).map_err(|refused| restart_refused(&refused))?;
+        }
         let mut changed: Vec<&dyn Section> = Vec::new();
         for (section, change) in checked {
             if let Err(error) = change() {
@@ -205,6 +213,12 @@ impl Reload {
         // The state is assigned only after everything has succeeded, so it is valid even after a panic.
         self.state.lock()
     }
+}
+
+/// Why a restart would refuse a configuration, in one line.
+fn restart_refused(refused: &Refused) -> String {
+    let reasons: Vec<String> = refused.reasons().map(|(problem, fix)| format!("{problem}; {fix}")).collect();
+    format!("a restart would refuse it: {}", reasons.join("; "))
 }
 
 /// Makes the values of `running` take effect again, the last change first. Returns the error of the reload, with those

@@ -62,9 +62,9 @@ pub(crate) struct Metrics {
     pub(crate) first_token: HistogramVec,
     /// Time between tokens of one choice.
     pub(crate) inter_token: HistogramVec,
-    /// Time from a request's arrival to its last byte.
+    /// Time from a request's arrival to its last byte, if it got output.
     pub(crate) duration: HistogramVec,
-    /// Prompt tokens, cached ones included.
+    /// Prompt tokens of requests that got output, cached ones included.
     pub(crate) prompt_tokens: IntCounterVec,
     /// Prompt tokens that were not computed.
     pub(crate) cached_tokens: IntCounterVec,
@@ -76,7 +76,7 @@ pub(crate) struct Metrics {
     pub(crate) relayed_prompts: IntCounterVec,
     /// Choices that ended, by reason.
     pub(crate) finished: IntCounterVec,
-    /// Prompt tokens of one request.
+    /// Prompt tokens of one request that got output.
     pub(crate) prompt_length: HistogramVec,
     /// Tokens generated for one choice.
     pub(crate) output_length: HistogramVec,
@@ -105,10 +105,14 @@ impl Metrics {
             )?,
             duration: histogram(
                 "request_duration_seconds",
-                "Time from arrival to the last byte, of requests that generate.",
+                "Time from arrival to the last byte, of requests to a model that got output.",
                 &SECONDS,
             )?,
-            prompt_tokens: counters("prompt_tokens_total", "Prompt tokens, cached ones included.", &["model"])?,
+            prompt_tokens: counters(
+                "prompt_tokens_total",
+                "Prompt tokens of requests that got output, cached ones included.",
+                &["model"],
+            )?,
             cached_tokens: counters("cached_tokens_total", "Prompt tokens that were not computed.", &["model"])?,
             generated_tokens: counters("generated_tokens_total", "Tokens generated.", &["model"])?,
             unknown_fields: counters(
@@ -129,7 +133,7 @@ impl Metrics {
             )?,
             prompt_length: histogram(
                 "request_prompt_tokens",
-                "Prompt tokens of one request, cached ones included.",
+                "Prompt tokens of one request that got output, cached ones included.",
                 &TOKENS,
             )?,
             output_length: histogram("choice_generated_tokens", "Tokens generated for one choice.", &TOKENS)?,

@@ -98,7 +98,8 @@ impl Metrics {
         Ok(Self {
             requests: counters(
                 "blockyard_router_requests_total",
-                "Requests placed, by the worker that decodes them and the policy that chose it.",
+                "Requests sent to a worker, by the worker that decodes them and the policy that chose it. Each attempt \
+                 counts.",
                 &["worker", "policy"],
             )?,
             retries: counters(

@@ -469,6 +469,10 @@ fn gc_text(report: &GcReport, dry_run: bool, grace: Duration) -> String {
         let (why, grace) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
         text += &format!("{marked} ({why}): {}; a run after {grace} deletes them\n", amount(some));
     }
+    if report.already_marked.objects > 0 {
+        let waiting = amount(&report.already_marked);
+        text += &format!("marked by earlier runs: {waiting}; a run after their grace time deletes them\n");
+    }
     let manifests = count(report.deleted_manifests, "manifest");
     text += &format!("{deleted}: {}, and {manifests}\n", amount(&report.deleted));
     if report.unreadable_manifests > 0 {

@@ -95,7 +95,7 @@ pub enum Command {
     /// With --upstream it is the gateway of these servers, and loads no model. Else it serves a model itself. Without
     /// --model that is `small`, a built-in model with made-up weights: it computes real attention, and its text is
     /// meaningless. Ctrl-C stops it after running requests have finished, at most `shutdown_timeout` (25 s) later. A
-    /// second Ctrl-C stops it at once.
+    /// second Ctrl-C stops it at once. The exit status is 0 in both cases.
     Serve(Serve),
 
     /// Run a frontend and a router for workers in other processes, which are found over NATS, and for upstreams.

@@ -309,8 +309,14 @@ fn explain(merged: &Merged, error: &figment::Error) -> Error {
     let path = error.path.join(".");
     if let Kind::UnknownField(field, siblings) = &error.kind {
         let key = if path.is_empty() { field.clone() } else { path };
-        let meant = suggest::suggestion(&key, siblings);
-        return Error::UnknownKey { origin: merged.lookup(&key).1, key, meant };
+        let origin = merged.lookup(&key).1;
+        let variable = suggest::with_underscores(&key).filter(|_| origin.starts_with("environment "));
+        let meant = variable.map(|known| {
+            let name = known.replace('.', "__").to_uppercase();
+            format!("write two underscores for a dot: {PREFIX}{name}")
+        });
+        let meant = meant.or_else(|| suggest::suggestion(&key, siblings));
+        return Error::UnknownKey { origin, key, meant };
     }
     let (value, origin) = merged.lookup(&path);
     let value = value.map_or_else(|| "?".into(), |value| value_text(&value));

@@ -43,6 +43,11 @@ pub(super) fn suggestion(key: &str, siblings: &[&str]) -> Option<String> {
     nearest(key, last).map(|key| format!("did you mean `{key}`?"))
 }
 
+/// The known key that has dots where a name has underscores.
+pub(super) fn with_underscores(name: &str) -> Option<String> {
+    defaults().into_iter().map(|(known, _)| known).find(|known| known.replace('.', "_") == name)
+}
+
 /// The most similar known key or section: one with the same last word, else one within a few letters.
 fn nearest(key: &str, last: &str) -> Option<String> {
     let leaves = defaults().into_iter().map(|(key, _)| key);

@@ -80,6 +80,22 @@ impl std::error::Error for Refused {}
 
 /// Refuses a configuration that a command could not start with, with all reasons. Blocks while it reads files.
 pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
+    preflight_on(&Machine::detect(), config, purpose)
+}
+
+/// Refuses a configuration that a restart of this process would refuse. Reasons that apply to its running configuration
+/// too do not count: they are not of the change. Blocks while it reads files.
+pub fn restart_preflight(config: &Config, running: &Config, purpose: Purpose) -> Result<(), Refused> {
+    let machine = Machine::after_restart();
+    let Err(Refused(mut reasons)) = preflight_on(&machine, config, purpose) else { return Ok(()) };
+    if let Err(Refused(of_running)) = preflight_on(&machine, running, purpose) {
+        let known: Vec<String> = of_running.iter().map(|reason| with_causes(&reason.error)).collect();
+        reasons.retain(|reason| !known.contains(&with_causes(&reason.error)));
+    }
+    if reasons.is_empty() { Ok(()) } else { Err(Refused(reasons)) }
+}
+
+fn preflight_on(machine: &Machine, config: &Config, purpose: Purpose) -> Result<(), Refused> {
     let mut problems: Vec<Reason> = Vec::new();
     let mut check = |outcome: Result<(), Reason>| problems.extend(outcome.err());
     if purpose == Purpose::Worker {
@@ -126,7 +142,7 @@ pub fn preflight(config: &Config, purpose: Purpose) -> Result<(), Refused> {
     }
     check(shared_store(config));
     check(encryption(config));
-    check(native(config));
+    check(native(machine, config));
     if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) }
 }
 
@@ -230,7 +246,10 @@ pub(crate) struct NativeSizes {
 
 /// The sizes of the native engine. Reads the model's files, but not its weights.
 pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
-    let machine = Machine::detect();
+    native_sizes_on(Machine::detect(), config)
+}
+
+fn native_sizes_on(machine: Machine, config: &Config) -> anyhow::Result<NativeSizes> {
     let shape = model::shape(&config.model, &machine)?;
     let needs = Needs::of(&shape);
     let disks = sizes::usable(sizes::disks(&config.tiers, &config.data_dir, machine::space), needs.block);
@@ -239,8 +258,8 @@ pub(crate) fn native_sizes(config: &Config) -> anyhow::Result<NativeSizes> {
 }
 
 /// Checks the model, and what it is served with.
-fn native(config: &Config) -> Result<(), Reason> {
-    if let Err(error) = model::shape(&config.model, &Machine::detect()) {
+fn native(machine: &Machine, config: &Config) -> Result<(), Reason> {
+    if let Err(error) = model::shape(&config.model, machine) {
         let fix = if error.is::<model::TooLarge>() {
             model::TooLarge::ADVICE.to_owned()
         } else {
@@ -248,12 +267,12 @@ fn native(config: &Config) -> Result<(), Reason> {
         };
         return Err(Reason::new(error, fix));
     }
-    native_tiers(config)
+    native_tiers(*machine, config)
 }
 
 /// Checks that memory and disks suffice for the model and the tiers, and the tiers for the guaranteed sizes of tenants.
-fn native_tiers(config: &Config) -> Result<(), Reason> {
-    let NativeSizes { needs, sizes, mut disks, .. } = native_sizes(config).map_err(|error| {
+fn native_tiers(machine: Machine, config: &Config) -> Result<(), Reason> {
+    let NativeSizes { needs, sizes, mut disks, .. } = native_sizes_on(machine, config).map_err(|error| {
         let advice = error.downcast_ref::<sizes::Error>().map(sizes::Error::advice);
         Reason::new(error, advice.unwrap_or_else(|| format!("correct --model (model = \"{}\")", config.model)))
     })?;

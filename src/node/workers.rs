@@ -101,7 +101,10 @@ impl Shared {
         let block = self.runtime.block_bytes();
         let refused = |tier: &str, key: &str, bytes: u64| {
             let size = ByteSize(bytes).about();
-            format!("the system refuses {size} for {tier} of worker {id} ({key}); make it smaller: --set {key}=…")
+            format!(
+                "the system refuses {size} for {tier} of worker {id} ({key}); make it smaller: --set {key}=…, or raise \
+                 the limit of the address space (ulimit -v)"
+            )
         };
         let g1 = self.sizes.g1;
         let memory =

@@ -24,6 +24,13 @@ impl Machine {
         let memory = [available(), container()].into_iter().flatten().min();
         Self { memory, threads: std::thread::available_parallelism().map_or(1, NonZero::get) }
     }
+
+    /// The resources once this process has ended: its memory is available then.
+    pub fn after_restart() -> Self {
+        let machine = Self::detect();
+        let resident = resident().unwrap_or_default();
+        Self { memory: machine.memory.map(|available| available.saturating_add(resident)), ..machine }
+    }
 }
 
 /// Space on a disk, in bytes.
@@ -134,6 +141,11 @@ fn left(group: &Path) -> Option<u64> {
     let used: u64 = read("memory.current")?.trim().parse().ok()?;
     let droppable = field(&read("memory.stat")?, "inactive_file").unwrap_or(0);
     Some(limit.saturating_sub(used.saturating_sub(droppable)))
+}
+
+/// Resident memory of this process.
+fn resident() -> Option<u64> {
+    field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmRSS:").map(|kib| kib * 1024)
 }
 
 /// The number after a word at the start of a line.

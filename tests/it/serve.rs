@@ -323,6 +323,7 @@ fn memory_that_the_system_refuses_is_an_error_with_its_key() {
         assert_eq!(status.code(), Some(1), "{key}: {log}");
         let expected = format!("error: the system refuses 4.0 GiB for {tier} of worker w1 ({key}); make it smaller");
         assert!(log.contains(&expected) && !log.contains("panicked"), "`{expected}` is not in:\n{log}");
+        assert!(log.contains("or raise the limit of the address space (ulimit -v)"), "{log}");
     }
 }
 

@@ -135,7 +135,9 @@ pub(crate) fn no_route(method: &Method, uri: &Uri) -> Error {
 
 /// The error of an unknown route of the admin API.
 pub(crate) async fn no_admin_route(method: Method, uri: Uri) -> Error {
-    let hint = "The endpoints of the admin API are listed in docs/configuration.md.";
+    let hint = "The endpoints are GET /admin/config, POST /admin/reload, PUT /admin/log-filter, GET /admin/index, \
+                GET /admin/workers, POST /admin/workers/ID/cordon, POST /admin/workers/ID/drain, \
+                POST /admin/workers/ID/uncordon and, where a router runs, GET /admin/planner.";
     Error::NoRoute { method: method.to_string(), path: uri.path().into(), hint }
 }
 

@@ -118,7 +118,14 @@ impl RequestContext {
         Arc::clone(context.expect("the outermost layer inserts a request context"))
     }
 
-    /// Records the model and the number of prompt tokens of a parsed request.
+    /// Records the model and the number of prompt tokens of a parsed request, for its log line and its span.
+    pub(crate) fn set_prompt(&self, model: &Arc<str>, prompt_tokens: usize) {
+        self.log_fields().prompt_tokens = Some(prompt_tokens);
+        self.record_model(model);
+    }
+
+    /// [`set_prompt`](Self::set_prompt) of a request that has output, which counts its prompt. The prompts of rejected
+    /// requests are not computed, so they are not counted.
     pub(crate) fn record_prompt(&self, model: &Arc<str>, prompt_tokens: usize) {
         self.log_fields().prompt_tokens = Some(prompt_tokens);
         let metrics = self.record_model(model);
@@ -168,6 +175,12 @@ impl RequestContext {
         let taken = || self.taken.load(Ordering::Relaxed);
         let prompt = fields.prompt_tokens.map_or_else(taken, |tokens| tokens as u64);
         UsedTokens { prompt, cached: fields.cached_tokens.unwrap_or_default().into(), generated }
+    }
+
+    /// Whether the request got output. `status`: its final one.
+    fn has_output(&self, status: u16) -> bool {
+        let fields = self.log_fields();
+        status < 400 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
     }
 
     /// Charges the key with what the request has used, and counts it for its tenant.
@@ -333,7 +346,8 @@ impl Drop for RequestContext {
         self.settle(status);
         let code = StatusCode::from_u16(status).expect("it is that of a response, or a constant");
         self.metrics.requests.with_label_values(&[self.endpoint(), code.as_str()]).inc();
-        if let Some(model) = self.model.get() {
+        // A request that was rejected or cancelled before its first output is short, however slow the others are.
+        if let Some(model) = self.model.get().filter(|_| self.has_output(status)) {
             model.duration.observe(self.arrived.elapsed().as_secs_f64());
         }
         self.log(status);

@@ -68,7 +68,7 @@ impl Generation {
         let choices = request.prompts.len() * n;
         let prompt_tokens: usize = request.prompts.iter().map(|tokens| tokens.len()).sum();
         let model: Arc<str> = request.model.card.id.as_str().into();
-        context.record_prompt(&model, prompt_tokens);
+        context.set_prompt(&model, prompt_tokens);
 
         let groups: Vec<_> = request.prompts.iter().map(|_| (n > 1).then(|| RequestGroup::new(n as u32))).collect();
         let engine_request = |choice: usize| Request {
@@ -96,7 +96,7 @@ impl Generation {
             n,
             ended: 0,
             usage: Usage { prompt: prompt_tokens as u32, ..Usage::default() },
-            meter: Meter::new(context, model, choices),
+            meter: Meter::new(context, model, choices, prompt_tokens),
             _running: request.running,
         })
     }

@@ -15,6 +15,8 @@ pub(crate) struct Meter {
     inter_token: Histogram,
     generated_tokens: IntCounter,
     choices: Vec<Progress>,
+    /// Tokens of all prompts, until they are counted at the first output.
+    prompt_tokens: Option<usize>,
     /// The first token of the request has not arrived yet.
     first: bool,
     failed: bool,
@@ -30,12 +32,13 @@ struct Progress {
 }
 
 impl Meter {
-    /// A meter for a request with this number of choices.
-    pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, choices: usize) -> Self {
+    /// A meter for a request with this number of choices, and of tokens of all its prompts.
+    pub(crate) fn new(context: Arc<RequestContext>, model: Arc<str>, choices: usize, prompt_tokens: usize) -> Self {
         let inter_token = context.metrics.inter_token.with_label_values(&[&*model]);
         let generated_tokens = context.metrics.generated_tokens.with_label_values(&[&*model]);
         let choices = vec![Progress::default(); choices];
-        Self { context, model, inter_token, generated_tokens, choices, first: true, failed: false }
+        let prompt_tokens = Some(prompt_tokens);
+        Self { context, model, inter_token, generated_tokens, choices, prompt_tokens, first: true, failed: false }
     }
 
     /// Marks the choices that have not ended as failed.
@@ -45,6 +48,9 @@ impl Meter {
 
     /// Records a delta.
     pub(crate) fn record(&mut self, delta: &ChoiceDelta) {
+        if let Some(tokens) = self.prompt_tokens.take() {
+            self.context.record_prompt(&self.model, tokens);
+        }
         self.record_tokens(delta);
         let Some(finish) = delta.finish else { return };
         self.choices[delta.choice].ended = true;

@@ -63,6 +63,16 @@ async fn a_loopback_server_answers_to_loopback_hosts_only() {
 }
 
 #[tokio::test]
+async fn an_unknown_path_of_the_admin_api_is_answered_with_the_known_ones() {
+    let address = serve("127.0.0.1:0", "", true).await;
+    let response = ask(address, "GET /admin", &["host: localhost", "x-blockyard-admin: 1"]).await;
+    assert!(response.starts_with("HTTP/1.1 404"), "{response}");
+    for known in ["GET /admin/config", "POST /admin/reload", "POST /admin/workers/ID/drain", "GET /admin/planner"] {
+        assert!(response.contains(known), "{known} is not in {response}");
+    }
+}
+
+#[tokio::test]
 async fn a_public_server_accepts_any_host_or_the_allowed_ones() {
     let any = serve("0.0.0.0:0", "", false).await;
     let any = SocketAddr::from(([127, 0, 0, 1], any.port()));

@@ -97,6 +97,31 @@ async fn metrics_count_requests_and_tokens() {
 }
 
 #[tokio::test]
+async fn rejected_requests_are_not_counted_as_served() {
+    let engine = FakeEngine::new(|request| {
+        if request.id.starts_with("rejected") {
+            return Err(Error::Overloaded { retry_after: std::time::Duration::from_secs(1) });
+        }
+        Ok(vec![first("a"), last("", FinishReason::Stop)])
+    });
+    let router = engine.router();
+    for (id, status) in [("rejected", 429), ("served", 200)] {
+        let mut request = completion(json!({ "prompt": [1, 2, 3] }));
+        request.headers_mut().insert("x-request-id", id.parse().unwrap());
+        assert_eq!(send(&router, request).await.status, status);
+    }
+    let text = String::from_utf8(get(&router, "/metrics").await.body).unwrap();
+    for line in [
+        r#"requests_total{endpoint="/v1/completions",status="429"} 1"#,
+        r#"prompt_tokens_total{model="org/tiny"} 3"#,
+        r#"request_prompt_tokens_count{model="org/tiny"} 1"#,
+        r#"request_duration_seconds_count{model="org/tiny"} 1"#,
+    ] {
+        assert!(text.contains(&format!("blockyard_frontend_{line}\n")), "{line} is not in\n{text}");
+    }
+}
+
+#[tokio::test]
 async fn metrics_come_as_open_metrics_when_asked_for() {
     let router = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]).router();
     send(&router, chat(json!({}))).await;

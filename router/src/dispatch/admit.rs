@@ -203,8 +203,10 @@ mod tests {
         settle().await;
         assert_eq!(waiting.get(), 1, "a cancelled request does not wait");
         harness.report(&worker, Load::default());
+        assert_eq!(harness.metric("blockyard_router_requests_total"), 0, "no worker has got a request");
         second.await.unwrap().unwrap();
         assert_eq!(waiting.get(), 0);
+        assert_eq!(harness.metric("blockyard_router_requests_total"), 1);
     }
 
     #[tokio::test(start_paused = true)]

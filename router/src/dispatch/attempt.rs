@@ -30,9 +30,11 @@ pub(super) async fn attempt(
     placement: &Placement,
     tried: &[WorkerRun],
 ) -> Result<FirstOutput, Error> {
-    let Placement { decode, booking, sibling_bookings, prefill, first_output, .. } = placement;
+    let Placement { decode, policy, booking, sibling_bookings, prefill, first_output, .. } = placement;
     sibling_bookings.iter().for_each(Booking::dequeued);
     decode.request_sent(Instant::now());
+    // Not at its placement: admission may reject it, or place it again, before any worker gets it.
+    core.metrics.requests.with_label_values(&[&*decode.name, *policy]).inc();
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
     let mut span = attempt_span(request, placement, tried.len() + 1);
     let sent = || {

@@ -25,6 +25,8 @@ pub(crate) struct Placement {
     pub(crate) placed: Instant,
     /// The worker that decodes.
     pub(crate) decode: Arc<Worker>,
+    /// The name of the policy that chose it.
+    pub(crate) policy: &'static str,
     pub(crate) booking: Booking,
     /// Reservations for the other choices of its group, until their requests come.
     pub(crate) sibling_bookings: Vec<Booking>,
@@ -280,11 +282,11 @@ fn book(
         core.metrics.shared_prefix_copies.observe(f64::from(*copies));
         core.metrics.replications.inc_by(u64::from(*copies > 0 && row.held.total() < shared.blocks));
     }
-    core.metrics.requests.with_label_values(&[&*member.name, policy.name()]).inc();
     // Boxed, because it is handed on several times and has a kilobyte.
     Box::new(Placement {
         placed: now,
         decode: member.clone(),
+        policy: policy.name(),
         booking: Booking::new(member, amount, cached_tokens, output.clone(), prefix, &core.outbox, now),
         totals,
         stats: stats.clone(),

@@ -40,7 +40,8 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
     let (mut tried, mut failures) = (Vec::new(), 0);
-    let mut last = None;
+    // The last error, and why the request would be sent to another worker.
+    let (mut last, mut retry_reason) = (None, None);
     while failures < MAX_FAILURES {
         // An admitted request does not queue again.
         let placement =
@@ -49,6 +50,10 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                 // The last worker's error says more than that there is no other worker.
                 Err(error) => return Err(last.map_or(error, |last| without_address(last, request))),
             };
+        // Not when the attempt fails: there may be no other worker.
+        if let Some(reason) = retry_reason.take() {
+            core.metrics.retries.with_label_values(&[reason]).inc();
+        }
         if let Some(trace) = &mut trace {
             trace.dispatched();
         }
@@ -65,8 +70,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                 if verdict == HealthSignal::Neutral {
                     return Err(error);
                 }
-                let reason = if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" };
-                core.metrics.retries.with_label_values(&[reason]).inc();
+                retry_reason = Some(if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" });
                 let address = failed.engine.address();
                 // Without the span of the request, which has its id too.
                 tracing::info!(

@@ -62,6 +62,17 @@ impl Workload {
             .collect()
     }
 
+    /// The names of all classes, as the command line takes them.
+    fn names() -> String {
+        let name = |workload: Self| match workload {
+            Self::HotPrefix(_) => "hot-prefix:LENGTH (like hot-prefix:32k)".to_owned(),
+            other => other.to_string(),
+        };
+        let mut names: Vec<String> = Self::all().into_iter().map(name).collect();
+        names.dedup();
+        names.join(", ")
+    }
+
     /// Default number of requests for a fleet.
     pub fn default_requests(workers: usize) -> usize {
         (workers * REQUESTS_PER_WORKER).min(REQUESTS_MAX)
@@ -108,8 +119,7 @@ impl FromStr for Workload {
         if let Some(workload) = Self::all().into_iter().find(|workload| workload.to_string() == name) {
             return Ok(workload);
         }
-        let names = || Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-        let length = name.strip_prefix("hot-prefix:").ok_or_else(|| format!("expected one of {}", names()))?;
+        let length = name.strip_prefix("hot-prefix:").ok_or_else(|| format!("expected one of {}", Self::names()))?;
         let tokens = match length.strip_suffix('k') {
             Some(thousands) => thousands.parse::<u64>().ok().and_then(|number| number.checked_mul(1024)),
             None => length.parse().ok(),

@@ -58,6 +58,9 @@ async fn the_address_of_a_worker_does_not_reach_the_client() {
     }
     let expected = format!("no worker of the model `{MODEL}` answers now");
     assert_eq!(harness.answer(prompt(1, 100)).await, Err(Error::Unavailable(expected)));
+    let count = |name| harness.metric(name);
+    let (sent, retried) = (count("blockyard_router_requests_total"), count("blockyard_router_retries_total"));
+    assert_eq!((sent, retried), (2, 1), "after the second failure there is no other worker");
 }
 
 /// Both workers restart, one after the other, before they have computed a request: the first is another one by then.

@@ -243,10 +243,13 @@ async fn tiers(config: &Config, native: &NativeSizes, at_port: PortUser, finding
         owner(&disk.folder, at_port, findings);
         let Space { free, taken, .. } = machine::space(&disk.folder);
         // The model is written first, to the same disk if the log is in the data folder.
-        let free = if disk.folder.starts_with(&config.data_dir) { free.saturating_sub(missing) } else { free };
+        let missing = if disk.folder.starts_with(&config.data_dir) { missing } else { 0 };
+        let free = free.saturating_sub(missing);
         match disk.shortage(&config.tiers, free, taken) {
-            Some(Shortage { is_full, detail, advice }) => findings.wrong(is_full, "disk_space", detail, advice),
-            None => findings.ok("disk_space", disk.detail(free)),
+            Some(Shortage { is_full, detail, advice }) => {
+                findings.wrong(is_full, "disk_space", after_model(detail, missing), advice);
+            }
+            None => findings.ok("disk_space", after_model(disk.detail(free), missing)),
         }
     }
     if config.tiers.encryption.is_some() {
@@ -295,6 +298,14 @@ fn advice(location: &StoreLocation, is_refused: bool) -> &'static str {
              own, look at proxies and firewalls, or raise tiers.g4.request_timeout where the connection is slow"
         }
     }
+}
+
+/// The free space of a disk, to which the `missing` bytes of the built-in model are written first.
+fn after_model(detail: String, missing: u64) -> String {
+    if missing == 0 {
+        return detail;
+    }
+    format!("{detail} after the built-in model, which takes {}", ByteSize(missing).about())
 }
 
 /// Whether the built-in model, of which `missing` bytes are not written yet, fits on the disk of the data folder.
@@ -354,6 +365,14 @@ mod tests {
         let problem = checks(29 << 20, 20 << 20);
         assert_eq!(problem[0].detail, "/d: the built-in model takes 29.0 MiB, and 20.0 MiB are free");
         assert_eq!((problem[0].status, checks(0, 0).len()), (Status::Problem, 0));
+    }
+
+    #[test]
+    fn the_free_space_says_when_the_model_is_to_be_written_first() {
+        let free = |missing| after_model("/d/g3: log of 1.0 GiB, 0 B free".to_owned(), missing);
+        assert_eq!(free(0), "/d/g3: log of 1.0 GiB, 0 B free");
+        let expected = "/d/g3: log of 1.0 GiB, 0 B free after the built-in model, which takes 29.0 MiB";
+        assert_eq!(free(29 << 20), expected);
     }
 
     #[test]

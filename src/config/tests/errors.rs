@@ -67,6 +67,9 @@ fn an_unknown_key_is_named_with_origin_and_suggestion() {
     let error = error_of(&from_env);
     assert!(error.contains("`router.polcy` (environment BLOCKYARD_ROUTER__POLCY)"), "{error}");
     assert!(error.contains("did you mean `router.policy`?"), "{error}");
+    let one = Sources { environment: environment(&[("BLOCKYARD_ROUTER_POLICY", "kv")]), ..Sources::default() };
+    let error = error_of(&one);
+    assert!(error.contains("; write two underscores for a dot: BLOCKYARD_ROUTER__POLICY"), "{error}");
     for (assignment, meant) in [("policy=kv", Some("router.policy")), ("modl=x", Some("model")), ("colour=red", None)] {
         let error = error_of(&Sources { environment: environment(&[]), flags: vec![set(assignment)], file: None });
         assert_eq!(error.contains("did you mean"), meant.is_some(), "{error}");

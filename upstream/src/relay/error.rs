@@ -36,7 +36,7 @@ pub enum RelayError {
     #[error("engine answered {}", .0.status)]
     Answered(Box<Answer>),
     /// The answer broke off.
-    #[error("engine broke off its answer: {0}")]
+    #[error("the server broke off its answer: {0}")]
     BrokenOff(String),
     /// The stream ended properly, but neither with `[DONE]` nor with a finish reason.
     #[error("engine ended its stream without a finish reason")]

@@ -23,7 +23,7 @@ use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{Error, ObjectMeta, ObjectStore, PutPayload};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -58,6 +58,8 @@ pub struct GcReport {
     pub bytes: u64,
     /// Objects that the run marked for deletion, by reason; a run after the grace period deletes them.
     pub marked: BTreeMap<MarkReason, ObjectTotals>,
+    /// Objects that earlier runs marked, and whose grace period is not over.
+    pub already_marked: ObjectTotals,
     /// Deleted objects: their grace period is over, or no manifest lists them.
     pub deleted: ObjectTotals,
     /// Deleted manifests: all their objects were deleted.
@@ -339,6 +341,12 @@ fn summarize(inventory: &Inventory, plan: &Plan) -> GcReport {
         report.marked.entry(*why).or_default().add(bytes(id));
     }
     plan.objects.iter().for_each(|id| report.deleted.add(bytes(id)));
+    let deleted: BTreeSet<&ObjectId> = plan.objects.iter().collect();
+    for id in inventory.marked() {
+        if inventory.objects.contains_key(&id) && !deleted.contains(&id) {
+            report.already_marked.add(bytes(&id));
+        }
+    }
     report.deleted_manifests = plan.manifests.len() as u64;
     (report.unreadable_manifests, report.next_deletion) = (inventory.unreadable_manifests(), plan.next_deletion);
     report

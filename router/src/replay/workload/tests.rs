@@ -16,6 +16,14 @@ fn the_same_seed_gives_the_same_trace() {
 }
 
 #[test]
+fn an_unknown_name_lists_the_classes() {
+    let error = "chatt".parse::<Workload>().unwrap_err();
+    let wanted = "expected one of agents, no-reuse, hot-prefix:LENGTH (like hot-prefix:32k), shifting-prefixes, \
+                  decode-heavy, documents, chat, prefix-bursts";
+    assert_eq!(error, wanted);
+}
+
+#[test]
 fn a_high_rate_takes_the_first_requests_of_all_sessions() {
     // Hundreds of sessions began before the trace. Dropping their later requests early changes nothing: the trace of
     // few requests is the beginning of that of many.
