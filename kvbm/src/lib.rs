@@ -82,6 +82,7 @@ pub mod block;
 pub mod blocking;
 pub mod disk;
 pub mod event;
+mod folder;
 pub mod heap;
 mod manager;
 mod metrics;

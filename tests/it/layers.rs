@@ -42,8 +42,8 @@ const ROOMS: [(&str, Rooms); 7] = [
         "kvbm",
         &[
             ("manager", &["pool", "tier", "event", "table", "metrics", "blocking", "block"]),
-            ("disk", &["transform", "tier", "event", "table", "permissions", "block"]),
-            ("object", &["transform", "tier", "event", "table", "permissions", "block"]),
+            ("disk", &["transform", "tier", "event", "table", "permissions", "folder", "block"]),
+            ("object", &["transform", "tier", "event", "table", "permissions", "folder", "block"]),
             ("pool", &["tier", "event", "table", "metrics", "blocking", "block"]),
             ("transform", &["tier", "metrics", "permissions", "block"]),
             ("tier", &["event", "table", "block"]),
@@ -51,6 +51,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("table", &["block"]),
             ("metrics", &["block"]),
             ("permissions", &[]),
+            ("folder", &[]),
             ("heap", &[]),
             ("blocking", &[]),
             ("block", &[]),

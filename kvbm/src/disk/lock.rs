@@ -1,10 +1,10 @@
 //! The lock of a log's folder: an advisory lock on the file `owner`, which the kernel releases when the process dies.
 
 use super::OpenError;
+use crate::folder::FileId;
 use crate::permissions;
 use std::fs::{File, TryLockError};
 use std::io::{Read, Seek, Write};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -80,9 +80,8 @@ impl FolderLock {
 
 /// Whether an open file is the one at a path, and not a later one.
 pub(super) fn is_same_file(file: &File, path: &Path) -> bool {
-    let identity = |found: std::io::Result<std::fs::Metadata>| found.map(|file| (file.dev(), file.ino())).ok();
-    let ours = identity(file.metadata());
-    ours.is_some() && ours == identity(std::fs::metadata(path))
+    let ours = file.metadata().map(|metadata| FileId::from(&metadata)).ok();
+    ours.is_some() && ours == FileId::at(path).ok()
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use super::lock::FolderLock;
 use super::queue::Queue;
 use super::segment::{self, Head, Segment};
 use super::settings::segment_of;
+use super::space::{MIN_SEGMENTS, usable};
 use super::{OpenError, Settings};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
@@ -385,8 +386,13 @@ impl Log {
 
     /// Checks whether a disk that was full has free space again.
     pub(super) fn check_space(&self) {
-        let wanted = self.settings.min_free_bytes.saturating_add(self.settings.segment_bytes);
-        if self.disk_is_full.load(Ordering::Relaxed) && self.free_bytes().is_ok_and(|free| free >= wanted) {
+        if !self.disk_is_full.load(Ordering::Relaxed) {
+            return;
+        }
+        let Settings { segment_bytes, min_free_bytes, .. } = self.settings;
+        // With less, the next segment would be smaller than a whole one.
+        let wanted = segment_bytes.max((MIN_SEGMENTS * segment_bytes).saturating_sub(self.used_bytes()));
+        if self.free_bytes().is_ok_and(|free| usable(free.saturating_sub(min_free_bytes)) >= wanted) {
             self.set_disk_is_full(false);
         }
     }

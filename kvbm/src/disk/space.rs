@@ -34,6 +34,11 @@ const RETAINED_DIVISOR: u64 = 4;
 const RETAINED_SEGMENTS: u64 = 2;
 /// On a full disk a head may be smaller than configured, down to a quarter.
 const SMALL_HEAD_DIVISOR: u64 = 4;
+/// A log that is limited to less than so many whole segments has smaller heads, so that it still has about as many
+/// segments. A segment in use by a writer cannot be reclaimed. While one of three writers rotates, the others use two.
+pub(super) const MIN_SEGMENTS: u64 = 4;
+/// The smallest head of such a log, unless a block needs more.
+const SMALLEST_HEAD_BYTES: u64 = Settings::MIN_SEGMENT_BYTES / SMALL_HEAD_DIVISOR;
 /// One part in 64 of the free space is left to the filesystem, which needs some for its own structures.
 const METADATA_DIVISOR: u64 = 64;
 /// Maximum length in bytes of one read and one write of carried over blocks.
@@ -59,6 +64,25 @@ struct CarryOver {
 
 /// The blocks of some runs, in memory.
 type KeptBlocks = Vec<Vec<Block>>;
+
+/// Sizes that a new head may have, in bytes.
+#[derive(Clone, Copy)]
+struct HeadSizes {
+    /// With less than this, old segments are reclaimed first.
+    least: u64,
+    most: u64,
+}
+
+impl HeadSizes {
+    /// The sizes in a log whose segments may take `limit` together, for a block that needs `block_bytes`.
+    fn within(limit: u64, whole: u64, block_bytes: u64) -> Self {
+        let part = (limit / MIN_SEGMENTS).max(SMALLEST_HEAD_BYTES);
+        // Half of a part, so that the rest of the limit, after three whole parts, is used too.
+        let smallest = (part / 2).clamp(SMALLEST_HEAD_BYTES, whole / SMALL_HEAD_DIVISOR);
+        let least = block_bytes.max(smallest).next_multiple_of(Access::BLOCK);
+        Self { least, most: part.max(least).min(whole) }
+    }
+}
 
 /// What segments that were reclaimed before a head exists have given to it.
 #[derive(Default)]
@@ -147,9 +171,9 @@ impl Log {
         Ok(taken.saturating_add(beyond).saturating_sub(missing).max(used_before.min(self.retained_bytes())))
     }
 
-    /// Creates the next head within [`Self::space_limit`]. It takes what is left of the limit, up to a whole segment.
-    /// Only if that is less than `min_head_bytes` and the smallest head, the oldest segments are reclaimed first; none
-    /// is, if that would not suffice.
+    /// Creates the next head within [`Self::space_limit`]. It takes what is left of the limit, up to a whole segment,
+    /// or up to a quarter of a limit below four whole segments. Only if what is left is less than `min_head_bytes` and
+    /// the smallest head, the oldest segments are reclaimed first; none is, if that would not suffice.
     fn create_segment(
         &self,
         group: u16,
@@ -160,13 +184,13 @@ impl Log {
         #[cfg(test)]
         self.shared.hooks.write(self.path)?;
         let whole = self.settings.segment_bytes;
-        let min_head_bytes = min_head_bytes.max(whole / SMALL_HEAD_DIVISOR).next_multiple_of(Access::BLOCK);
         let used = self.used_bytes();
         let limit = self.space_limit(used, used_before)?;
-        let wanted = (used + min_head_bytes).saturating_sub(limit);
+        let sizes = HeadSizes::within(limit, whole, min_head_bytes);
+        let wanted = (used + sizes.least).saturating_sub(limit);
         let mut freed = Freed::default();
         if wanted > 0 {
-            let Some(victims) = self.reclaim_for_head(group, wanted, carry_bytes, min_head_bytes) else {
+            let Some(victims) = self.reclaim_for_head(group, wanted, carry_bytes, sizes) else {
                 // It begins like the error of the filesystem, which is known to operators.
                 let why = "No space left on device: the disk is full, and removing the oldest segments would not free \
                            enough";
@@ -178,25 +202,25 @@ impl Log {
             let is_full = wanted > 0 || head.segment().bytes() < whole;
             NewHead { head, kept, is_full }
         };
-        let refused = match self.create_head(group, limit.saturating_add(freed.bytes).saturating_sub(used)) {
+        let left = limit.saturating_add(freed.bytes).saturating_sub(used);
+        let refused = match self.create_head(group, left.min(sizes.most)) {
             Err(error) if is_full(&error) => error,
             answer => return answer.map(|head| new_head(head, freed.kept)),
         };
         // Others have taken the space at the same moment, or the filesystem does not grant what it reports, or a quota
         // of the user does not, which is not part of the free space. Only the space of victims is certain.
-        if freed.bytes < min_head_bytes {
-            let Some(more) = self.reclaim_for_head(group, min_head_bytes - freed.bytes, carry_bytes, min_head_bytes)
-            else {
+        if freed.bytes < sizes.least {
+            let Some(more) = self.reclaim_for_head(group, sizes.least - freed.bytes, carry_bytes, sizes) else {
                 self.reclaim_gave_no_space.fetch_or(freed.bytes > 0, Ordering::Relaxed);
                 return Err(refused);
             };
             freed.bytes += more.bytes;
             freed.kept.extend(more.kept);
         }
-        let mut answer = self.create_head(group, freed.bytes);
+        let mut answer = self.create_head(group, freed.bytes.min(sizes.most));
         if answer.as_ref().is_err_and(is_full) && refused.kind() != io::ErrorKind::QuotaExceeded {
-            let granted = usable(self.free_bytes()?).min(freed.bytes);
-            if granted >= min_head_bytes {
+            let granted = usable(self.free_bytes()?).min(freed.bytes).min(sizes.most);
+            if granted >= sizes.least {
                 answer = self.create_head(group, granted);
             }
         }
@@ -224,14 +248,14 @@ impl Log {
         Ok(Arc::new(head))
     }
 
-    /// Reclaims the oldest segments until they have given `wanted` bytes, which are missing to a head of
-    /// `min_head_bytes`. `None`, and no block is deleted, when the segments that may be reclaimed give less.
-    fn reclaim_for_head(&self, group: u16, wanted: u64, carry_bytes: u64, min_head_bytes: u64) -> Option<Freed> {
+    /// Reclaims the oldest segments until they have given `wanted` bytes, which are missing to the smallest head.
+    /// `None`, and no block is deleted, when the segments that may be reclaimed give less.
+    fn reclaim_for_head(&self, group: u16, wanted: u64, carry_bytes: u64, sizes: HeadSizes) -> Option<Freed> {
         let (victims, bytes) = {
             let mut state = self.lock();
             // Others may take the space before the log does; that must not go on until nothing is left.
             let may = !self.reclaim_gave_no_space.load(Ordering::Relaxed) || self.used_bytes() > self.retained_bytes();
-            if !may || reclaimable_bytes(&state) < wanted {
+            if !may || reclaimable_bytes(&state, wanted, sizes.least) < wanted {
                 return None;
             }
             let (mut victims, mut bytes) = (Vec::new(), 0);
@@ -240,8 +264,8 @@ impl Log {
                 bytes += victim.segment.bytes();
                 victims.push(victim);
             }
-            let head_bytes = (min_head_bytes + bytes).saturating_sub(wanted).min(self.settings.segment_bytes);
-            let mut carry_left = carry_bytes.min(carry_limit(head_bytes, min_head_bytes));
+            let head_bytes = (sizes.least + bytes).saturating_sub(wanted).min(sizes.most);
+            let mut carry_left = carry_bytes.min(carry_limit(head_bytes, sizes.least));
             for victim in &mut victims {
                 let of = victim.segment.group();
                 if of == group {
@@ -539,11 +563,20 @@ fn bytes_of(state: &State, group: u16) -> usize {
     segments_of(state, group).map(|segment| segment.bytes() as usize).sum()
 }
 
-/// Bytes that the log may give up on a full disk: all sealed segments but the newest, so that a write never costs all
-/// blocks.
-fn reclaimable_bytes(state: &State) -> u64 {
-    let sealed = state.segments.values().filter(|segment| segment.is_sealed() && !segment.is_reclaiming());
-    sealed.rev().skip(1).map(|segment| segment.bytes()).sum()
+/// Bytes that the log may give up on a full disk: all sealed segments but the newest, so that a write does not cost all
+/// blocks. If these give less than `wanted`, the newest may be given up too: while another thread still writes to a
+/// full head, because its blocks are kept; or if two of the `smallest` heads fit into its space, because a log that has
+/// filled the disk with one segment could never write again.
+fn reclaimable_bytes(state: &State, wanted: u64, smallest: u64) -> u64 {
+    let segments = || state.segments.values().filter(|segment| !segment.is_reclaiming());
+    let is_open = |number: u32| state.heads.values().any(|open| open.head.segment().number() == number);
+    let is_written = segments().any(|segment| !segment.is_sealed() && !is_open(segment.number()));
+    let sealed = segments().filter(|segment| segment.is_sealed() && !segment.is_deleted());
+    let sealed: Vec<u64> = sealed.map(|segment| segment.bytes()).collect();
+    let Some((newest, older)) = sealed.split_last() else { return 0 };
+    let older: u64 = older.iter().sum();
+    let may_give_all = older < wanted && (is_written || *newest >= 2 * smallest);
+    if may_give_all { older + newest } else { older }
 }
 
 /// Whether the disk, or the quota of the user on it, has no space for a file.
@@ -552,6 +585,6 @@ fn is_full(error: &io::Error) -> bool {
 }
 
 /// The part of the free bytes that one file can take.
-fn usable(free: u64) -> u64 {
+pub(super) fn usable(free: u64) -> u64 {
     free - free / METADATA_DIVISOR
 }

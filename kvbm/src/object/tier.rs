@@ -14,6 +14,7 @@ use super::usage::UsageMeter;
 use super::writer::{self, Packer, WriteJob};
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::event::{EventLog, SetDigest};
+use crate::folder::OpenedFolder;
 use crate::permissions;
 use crate::tier::{Loaded, Quotas, StoreError, Tier, Usage, WriteClaims};
 use crate::transform::crypt::MetadataKeys;
@@ -82,13 +83,25 @@ impl ObjectTier {
         events: Arc<EventLog>,
         keys: Option<Arc<MetadataKeys>>,
     ) -> Arc<Self> {
-        let layout = Layout::new(prefix);
         let writer = InstanceId::new();
+        let client = Client::new(store, settings.request_timeout, writer.seed());
+        Self::open_client(client, writer, prefix, settings, events, keys)
+    }
+
+    fn open_client(
+        client: Client,
+        writer: InstanceId,
+        prefix: &str,
+        settings: Settings,
+        events: Arc<EventLog>,
+        keys: Option<Arc<MetadataKeys>>,
+    ) -> Arc<Self> {
+        let layout = Layout::new(prefix);
         let catalog =
             Arc::new(Catalog::new(settings.level, settings.known_blocks, settings.capacity.is_some(), events));
-        tracing::info!(tier = %settings.level, %store, prefix = %layout, %writer, "object tier opened");
+        tracing::info!(tier = %settings.level, store = %client, prefix = %layout, %writer, "object tier opened");
         let (set_health, health) = watch::channel(StoreHealth::Starting);
-        let client = Arc::new(Client::new(store, settings.request_timeout, writer.seed()));
+        let client = Arc::new(client);
         let follower = Follower::new(client.clone(), layout.clone(), writer, catalog.clone(), set_health, keys.clone());
         let access_log = Arc::new(AccessLog::new(settings.level, client.clone(), layout.clone(), writer));
         let packer = Arc::new(Packer {
@@ -136,7 +149,8 @@ impl ObjectTier {
     }
 
     /// Opens a local or mounted folder as a store, and creates it if it does not exist. Its files are readable by their
-    /// owner only, unless the folder is [shared with its group](permissions::is_group_shared).
+    /// owner only, unless the folder is [shared with its group](permissions::is_group_shared). While another folder, or
+    /// none, is at its path, the store is unavailable.
     pub fn open_folder(folder: &Path, settings: Settings, events: Arc<EventLog>) -> io::Result<Arc<Self>> {
         Self::open_authenticated_folder(folder, settings, events, None)
     }
@@ -150,7 +164,10 @@ impl ObjectTier {
         permissions::create_dir_all(folder)?;
         permissions::create_private_dirs_below(folder, &FOLDERS)?;
         let store = LocalFileSystem::new_with_prefix(folder)?;
-        Ok(Self::open_authenticated(Arc::new(store), "", settings, events, keys))
+        let writer = InstanceId::new();
+        let client = Client::new(Arc::new(store), settings.request_timeout, writer.seed());
+        let client = client.in_folder(OpenedFolder::open(folder)?);
+        Ok(Self::open_client(client, writer, "", settings, events, keys))
     }
 
     /// Opens the store at a location, with manifests that `keys` authenticate, if any.

@@ -1,5 +1,6 @@
 //! Health of a store: whether it responds, and the reason as text for its operator if it does not.
 
+use crate::folder::FolderLost;
 use object_store::Error;
 
 /// Whether a store can be used.
@@ -34,6 +35,12 @@ pub(in crate::object) fn reason(error: &Error) -> String {
 
 impl From<&Error> for StoreHealth {
     fn from(error: &Error) -> Self {
+        // Its text says what to do, and needs no name of a store before it.
+        if let Error::Generic { source, .. } = error
+            && source.is::<FolderLost>()
+        {
+            return Self::Unavailable(source.to_string());
+        }
         let whole = single_line(error);
         let cause = single_line(root_cause(error));
         let shortened = |text: &str| text.chars().take(MAX_MESSAGE_CHARS).collect::<String>();

@@ -2,6 +2,7 @@
 //! breaker.
 
 use super::retry::RetryPolicy;
+use crate::folder::OpenedFolder;
 use crate::tier::WriteHealth;
 use bytes::Bytes;
 use futures::future::{self, Either};
@@ -47,6 +48,8 @@ const METADATA_BYTES: u64 = 128 << 20;
 
 pub(in crate::object) struct Client {
     store: Arc<dyn ObjectStore>,
+    /// The folder of the store, if it is a local or mounted one.
+    folder: Option<Arc<OpenedFolder>>,
     metadata: Semaphore,
     request_timeout: Duration,
     policy: Mutex<RetryPolicy>,
@@ -86,6 +89,7 @@ impl Client {
     pub(in crate::object) fn new(store: Arc<dyn ObjectStore>, request_timeout: Duration, seed: u64) -> Self {
         Self {
             store,
+            folder: None,
             metadata: Semaphore::new(METADATA_BYTES as usize),
             request_timeout,
             policy: Mutex::new(RetryPolicy::new(seed)),
@@ -96,6 +100,11 @@ impl Client {
             writes: WriteHealth::default(),
             counters: Counters::default(),
         }
+    }
+
+    /// Makes requests fail while the folder of the store is not in its place.
+    pub(in crate::object) fn in_folder(self, folder: OpenedFolder) -> Self {
+        Self { folder: Some(Arc::new(folder)), ..self }
     }
 
     pub(in crate::object) fn request_counts(&self) -> RequestCounts {
@@ -207,6 +216,7 @@ impl Client {
     /// Lists all objects below a prefix, at any depth. The timeout applies to each page of the list.
     pub(in crate::object) async fn list_all(&self, prefix: &Path) -> Result<Vec<ObjectMeta>, Error> {
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
+        self.check_folder().await?;
         let (mut listed, mut found) = (self.store.list(Some(prefix)), Vec::new());
         while let Some(meta) = timeout(self.request_timeout, listed.try_next())
             .await
@@ -229,6 +239,7 @@ impl Client {
     pub(in crate::object) async fn delete_all(&self, paths: Vec<Path>) -> Result<(), Error> {
         for paths in paths.chunks(DELETE_BATCH) {
             self.counters.requests.fetch_add(1, Ordering::Relaxed);
+            self.check_folder().await?;
             let wanted = stream::iter(paths.to_vec()).map(Ok).boxed();
             let deleted = self.store.delete_stream(wanted).try_for_each_concurrent(None, async |_| Ok(()));
             if !matches!(timeout(self.request_timeout, deleted).await, Ok(Ok(()))) {
@@ -352,7 +363,20 @@ impl Client {
         request: impl Future<Output = Result<T, Error>>,
     ) -> Result<T, Error> {
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
-        timeout(limit, request).await.unwrap_or_else(|elapsed| Err(generic_error(elapsed)))
+        let checked = async {
+            self.check_folder().await?;
+            request.await
+        };
+        timeout(limit, checked).await.unwrap_or_else(|elapsed| Err(generic_error(elapsed)))
+    }
+
+    /// Fails while the folder of the store is not in its place. A write would create it again, below a removed mount on
+    /// the disk of the system; a read would find its objects missing, and remove them from the catalog.
+    async fn check_folder(&self) -> Result<(), Error> {
+        let Some(folder) = self.folder.clone() else { return Ok(()) };
+        let checking = tokio::task::spawn_blocking(move || folder.check());
+        let checked = timeout(self.request_timeout, checking).await.map_err(generic_error)?;
+        checked.map_err(generic_error)?.map_err(generic_error)
     }
 
     fn policy(&self) -> MutexGuard<'_, RetryPolicy> {

@@ -143,3 +143,39 @@ async fn a_full_queue_answers_busy_at_once() {
     assert!((5..75).contains(&busy), "{busy} of 80");
     assert!(answers.iter().all(Result::is_err), "the others failed when the store did not answer");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_folder_that_disappears_is_not_created_again_and_used_when_it_is_back() {
+    let parent = tempfile::tempdir().unwrap();
+    let (at, aside) = (parent.path().join("kv"), parent.path().join("aside"));
+    let (tier, _) = open_in(&at, Settings::default());
+    tier.wait_until_ready().await;
+    store(&*tier, chain(1, 5)).await;
+    fs::rename(&at, &aside).unwrap();
+    assert!(tier.store(chain(2, 5)).await.iter().all(Result::is_err));
+    while tier.is_available() {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(tier.is_unavailable());
+    assert!(tier.write_failure().is_some_and(|why| why.contains("mount it again")), "{:?}", tier.write_failure());
+    assert!(!at.exists(), "below a removed mount it would be on the disk of the system");
+
+    // Another folder, as an empty mount point is.
+    fs::create_dir(&at).unwrap();
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert!(tier.store(chain(3, 5)).await.iter().all(Result::is_err));
+    let mut loading = tier.load(fingerprint(), hashes(&chain(1, 5)));
+    while let Some((_, loaded)) = loading.next().await {
+        assert!(!matches!(loaded, Ok(Some(_))));
+    }
+    drop(loading);
+    assert!(!tier.is_available());
+    assert_eq!(at.read_dir().unwrap().count(), 0, "nothing is written into it");
+
+    fs::remove_dir(&at).unwrap();
+    fs::rename(&aside, &at).unwrap();
+    tier.wait_until_ready().await;
+    store(&*tier, chain(4, 5)).await;
+    assert!(all_found(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await), "its blocks are known");
+    assert_eq!((tier.write_failure(), tier.missing_objects()), (None, 0));
+}

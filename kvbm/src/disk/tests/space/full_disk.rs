@@ -7,6 +7,9 @@ use crate::tier::Usage;
 /// Bytes that are less than the `min_free_bytes` of a test, and more than a segment.
 const TOO_LITTLE: u64 = 512 << 20;
 
+/// Number of blocks in the smallest segment of a full disk.
+const SMALLEST: u64 = 3;
+
 /// A log of this many full segments, opened again on a disk that leaves it `left` bytes more.
 async fn reopened_on_a_full_disk(folder: &Path, segments: u64, left: u64) -> Arc<DiskTier> {
     let (tier, _) = open(folder);
@@ -18,6 +21,12 @@ async fn reopened_on_a_full_disk(folder: &Path, segments: u64, left: u64) -> Arc
     assert_eq!(tier.usage().blocks, segments * FULL);
     tier.shared.hooks.fill_disk(tier.usage().bytes + left);
     tier
+}
+
+/// Leaves a log of one of the smallest segments in a folder.
+async fn write_smallest_segment(folder: &Path) {
+    let (tier, _) = open(folder);
+    store(&*tier, chain(1_000, SMALLEST as usize)).await;
 }
 
 #[tokio::test]
@@ -61,30 +70,91 @@ async fn a_log_that_cannot_free_enough_reclaims_nothing() {
     let settings = Settings { segment_bytes: 1 << 20, min_free_bytes: 1 << 30, ..settings() };
     let (tier, _) = open_with(folder.path(), settings);
     tier.shared.hooks.leave_space(TOO_LITTLE);
-    let answers = tier.store(chain(9, 1)).await;
+    let large = || chain_of(fingerprint(), 9, 1, 200_000);
+    let answers = tier.store(large()).await;
     let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
     assert!(error.to_string().contains("the disk is full"), "{error}");
     assert_eq!(tier.usage().blocks, 20, "all segments together would not suffice");
     tier.shared.hooks.leave_space(4 << 30);
     tokio::time::advance(Duration::from_secs(2)).await;
-    store(&*tier, chain(9, 1)).await;
+    store(&*tier, large()).await;
+}
+
+#[tokio::test]
+async fn a_log_on_a_small_disk_replaces_its_oldest_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    // Less than one whole segment.
+    let bytes = 60 << 10;
+    for start in [0, 100] {
+        let (tier, _) = open(folder.path());
+        tier.shared.hooks.fill_disk(bytes);
+        for seed in start..start + 40 {
+            store(&*tier, chain(seed, 1)).await;
+            let Usage { bytes: taken, blocks, .. } = tier.usage();
+            let least = if seed < 2 * SMALLEST { seed + 1 } else { 2 * SMALLEST };
+            assert!(taken <= bytes && blocks >= least, "after block {seed}: {blocks} blocks, {taken} bytes");
+            assert_eq!(tier.holds(fingerprint(), &hashes(&chain(seed, 1))), 1, "block {seed}");
+        }
+        assert!(tier.paths()[0].limited_to.is_some());
+    }
+}
+
+#[tokio::test]
+async fn full_heads_that_writers_still_use_do_not_stop_a_log_on_a_small_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let (tier, _) = open(folder.path());
+    // Three heads fit.
+    tier.shared.hooks.fill_disk(60 << 10);
+    let log = tier.logs().remove(0).unwrap();
+    let mut in_use = Vec::new();
+    for seed in 0..3 * SMALLEST {
+        store(&*tier, chain(seed, 1)).await;
+        if seed == SMALLEST || seed == 2 * SMALLEST {
+            let heads: Vec<_> = log.lock().heads.values().map(|open| open.head.clone()).collect();
+            in_use.extend(heads);
+        }
+    }
+    assert_eq!(log.lock().segments.len(), 3, "one is sealed, and two are in use");
+    store(&*tier, chain(90, 1)).await;
+    let held = |seed| tier.holds(fingerprint(), &hashes(&chain(seed, 1)));
+    assert_eq!((held(0), held(SMALLEST), held(90)), (0, 1, 1), "the sealed one was reclaimed");
+    drop(in_use);
+    for seed in 91..120 {
+        store(&*tier, chain(seed, 1)).await;
+    }
+}
+
+#[tokio::test]
+async fn one_segment_that_takes_all_space_is_replaced_by_smaller_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let tier = reopened_on_a_full_disk(folder.path(), 1, 0).await;
+    let before = tier.usage().bytes;
+    for seed in 0..40 {
+        store(&*tier, chain(seed, 1)).await;
+        let Usage { bytes, blocks, .. } = tier.usage();
+        assert!(bytes <= before && blocks > seed.min(2 * SMALLEST), "after block {seed}: {blocks} blocks");
+    }
+    assert_eq!(tier.holds(fingerprint(), &hashes(&chain(39, 1))), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_full_disk_costs_no_block_when_one_segment_is_left() {
+async fn a_full_disk_costs_no_block_when_one_small_segment_is_left() {
     let folder = tempfile::tempdir().unwrap();
-    let tier = reopened_on_a_full_disk(folder.path(), 1, 0).await;
+    write_smallest_segment(folder.path()).await;
+    let (tier, _) = open(folder.path());
+    tier.shared.hooks.fill_disk(tier.usage().bytes);
     for seed in 0..5 {
         let answers = tier.store(chain(seed, 1)).await;
         let [Err(StoreError::Io(error))] = &answers[..] else { panic!("{answers:?}") };
         assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-        assert_eq!(tier.usage().blocks, FULL);
+        assert_eq!(tier.usage().blocks, SMALLEST);
         tokio::time::advance(Duration::from_secs(2)).await;
     }
-    assert!(all(&load(&*tier, fingerprint(), hashes(&chain(1_000, FULL as usize))).await), "its blocks are still read");
+    let kept = hashes(&chain(1_000, SMALLEST as usize));
+    assert!(all(&load(&*tier, fingerprint(), kept).await), "its blocks are still read");
     tier.shared.hooks.clear_disk();
     store(&*tier, chain(9, 1)).await;
-    assert_eq!(tier.usage().blocks, FULL + 1);
+    assert_eq!(tier.usage().blocks, SMALLEST + 1);
 }
 
 #[tokio::test]
@@ -150,7 +220,7 @@ async fn a_segment_without_space_for_it_is_not_attempted() {
     // Too little is free for the smallest segment, or what is free is to stay free.
     for (left, min_free_bytes) in [(8 << 10, 0), (40 << 10, 1 << 30)] {
         let folder = tempfile::tempdir().unwrap();
-        drop(reopened_on_a_full_disk(folder.path(), 1, 0).await);
+        write_smallest_segment(folder.path()).await;
         let (tier, _) = open_with(folder.path(), Settings { min_free_bytes, ..settings() });
         tier.shared.hooks.fill_disk(tier.usage().bytes + left);
         for seed in 0..5 {
@@ -159,7 +229,7 @@ async fn a_segment_without_space_for_it_is_not_attempted() {
             assert_eq!(error.kind(), io::ErrorKind::StorageFull);
             tokio::time::advance(Duration::from_secs(2)).await;
         }
-        assert_eq!((tier.usage().blocks, tier.shared.hooks.reservations()), (FULL, 0), "{left} bytes are free");
+        assert_eq!((tier.usage().blocks, tier.shared.hooks.reservations()), (SMALLEST, 0), "{left} bytes are free");
     }
 }
 
@@ -194,9 +264,9 @@ async fn an_empty_log_takes_only_what_may_be_taken() {
     };
     let (_folder, tier, answers) = on_disk_with(40 << 10).await;
     assert!(answers.iter().all(Result::is_ok), "a small segment fits: {answers:?}");
-    // The only full segment is not removed for more blocks.
-    assert!(tier.store(chain(2, 20)).await.iter().any(Result::is_err));
-    assert!(all(&load(&*tier, fingerprint(), hashes(&chain(1, 5))).await));
+    for seed in 2..20 {
+        store(&*tier, chain(seed, 1)).await;
+    }
     let lowest = tier.shared.hooks.lowest_free().unwrap();
     assert!(lowest >= min_free_bytes, "{lowest} bytes were free");
 
