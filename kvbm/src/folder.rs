@@ -28,11 +28,12 @@ impl From<&Metadata> for FileId {
     }
 }
 
-/// A folder that was opened.
+/// A folder that was opened. It is known by its inode alone: a network filesystem that is mounted again may have
+/// another device number, and the folder below a mount has another inode than the root of what is mounted there.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenedFolder {
     path: PathBuf,
-    id: FileId,
+    inode: u64,
 }
 
 /// A folder is no longer in its place.
@@ -56,17 +57,17 @@ pub(crate) enum FolderLost {
 }
 
 impl OpenedFolder {
-    /// Remembers the identity of a folder.
+    /// Remembers the inode of a folder.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let path = path.canonicalize()?;
-        Ok(Self { id: FileId::at(&path)?, path })
+        Ok(Self { inode: FileId::at(&path)?.inode, path })
     }
 
     /// Fails if the folder is no longer in its place. Blocks as long as the filesystem does not answer.
     pub(crate) fn check(&self) -> Result<(), FolderLost> {
         let path = || self.path.display().to_string();
         match FileId::at(&self.path) {
-            Ok(found) if found == self.id => Ok(()),
+            Ok(found) if found.inode == self.inode => Ok(()),
             Ok(_) => Err(FolderLost::Replaced(path())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(FolderLost::Gone(path())),
             Err(error) => Err(FolderLost::Unknown(path(), error)),
