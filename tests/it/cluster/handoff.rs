@@ -145,7 +145,8 @@ async fn a_client_that_leaves_during_the_prefill_leaves_nothing_behind() {
     let (asked, _) = split.ask_and_wait(4).await;
     asked.abort();
     until_counted(&split.prefill, SENT, "cancelled", 0.0).await;
-    until_counted(&split.decode[0], RECEIVED, "cancelled", 0.0).await;
+    // The prefill worker may have dropped the blocks before the decode worker learns that the request is cancelled.
+    until_counted(&split.decode[0], RECEIVED, "", 0.0).await;
     for worker in [&split.prefill, &split.decode[0]] {
         Split::until_idle(worker).await;
     }
@@ -157,7 +158,8 @@ async fn a_frontend_that_is_killed_during_the_prefill_leaves_nothing_behind() {
     let (_asked, _) = split.ask_and_wait(5).await;
     split.frontend.kill();
     until_counted(&split.prefill, SENT, "cancelled", 0.0).await;
-    until_counted(&split.decode[0], RECEIVED, "cancelled", 0.0).await;
+    // The prefill worker may have dropped the blocks before the decode worker learns that the request is cancelled.
+    until_counted(&split.decode[0], RECEIVED, "", 0.0).await;
     for worker in [&split.prefill, &split.decode[0]] {
         Split::until_idle(worker).await;
     }
