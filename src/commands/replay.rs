@@ -130,7 +130,7 @@ pub struct Replay {
     queue_order: QueueOrder,
 
     /// Whether idle workers copy shared prefixes into their host memory ahead of demand, as router.prefetch says: `on`,
-    /// `off`, or `both`, each of our own policies with and without. Needs a profile with a table [host] [default:
+    /// `off`, or `both`, each of our own policies with and without. Needs a profile with a table `[host]` [default:
     /// router.prefetch]
     #[arg(long, value_name = "WHICH", value_parser = prefetch)]
     prefetch: Option<Prefetch>,

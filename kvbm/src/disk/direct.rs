@@ -275,6 +275,14 @@ pub(super) fn clear(file: &File, bytes: u64) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
+/// One part in 64 of the free space is left to the filesystem, which needs some for its own structures.
+const METADATA_DIVISOR: u64 = 64;
+
+/// The part of the free bytes that one file can take.
+pub(super) fn usable(free: u64) -> u64 {
+    free - free / METADATA_DIVISOR
+}
+
 /// Bytes of free space that the filesystem of a folder grants to this user.
 pub(super) fn free_bytes(folder: &Path) -> io::Result<u64> {
     let path = std::ffi::CString::new(folder.as_os_str().as_bytes())?;

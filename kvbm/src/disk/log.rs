@@ -3,14 +3,13 @@
 //! The operations of the log are in `write`, `space`, `load` and `recover`. All of them block, and run on blocking
 //! threads.
 
-use super::direct::{Access, BufferPool};
+use super::direct::{self, Access, BufferPool};
 use super::file_io::FileIo;
 use super::footer::RecordList;
 use super::lock::FolderLock;
 use super::queue::Queue;
 use super::segment::{self, Head, Segment};
 use super::settings::segment_of;
-use super::space::{MIN_SEGMENTS, usable};
 use super::{OpenError, Settings};
 use crate::block::{Block, Fingerprint, Header, SequenceHash};
 use crate::tier::{Change, Index, IndexEntry, TierQuotas, WriteHealth};
@@ -391,8 +390,8 @@ impl Log {
         }
         let Settings { segment_bytes, min_free_bytes, .. } = self.settings;
         // With less, the next segment would be smaller than a whole one.
-        let wanted = segment_bytes.max((MIN_SEGMENTS * segment_bytes).saturating_sub(self.used_bytes()));
-        if self.free_bytes().is_ok_and(|free| usable(free.saturating_sub(min_free_bytes)) >= wanted) {
+        let wanted = segment_bytes.max((Settings::MIN_SEGMENTS * segment_bytes).saturating_sub(self.used_bytes()));
+        if self.free_bytes().is_ok_and(|free| direct::usable(free.saturating_sub(min_free_bytes)) >= wanted) {
             self.set_disk_is_full(false);
         }
     }

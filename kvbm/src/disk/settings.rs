@@ -32,7 +32,7 @@ impl Default for Settings {
 impl Settings {
     /// A log has at least four segments: the head, one in reserve, and some sealed ones. With quotas every group has
     /// a head, and these must not take guaranteed space.
-    const MIN_SEGMENTS: u64 = 4;
+    pub(super) const MIN_SEGMENTS: u64 = 4;
     const SEGMENTS_PER_GROUP: u64 = 8;
     /// Minimum size of a segment in bytes; with less, footers would outweigh blocks.
     pub(super) const MIN_SEGMENT_BYTES: u64 = 64 << 10;

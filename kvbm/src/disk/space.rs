@@ -34,13 +34,10 @@ const RETAINED_DIVISOR: u64 = 4;
 const RETAINED_SEGMENTS: u64 = 2;
 /// On a full disk a head may be smaller than configured, down to a quarter.
 const SMALL_HEAD_DIVISOR: u64 = 4;
-/// A log that is limited to less than so many whole segments has smaller heads, so that it still has about as many
-/// segments. A segment in use by a writer cannot be reclaimed. While one of three writers rotates, the others use two.
-pub(super) const MIN_SEGMENTS: u64 = 4;
-/// The smallest head of such a log, unless a block needs more.
+/// The smallest head of a log that is limited to less than [`Settings::MIN_SEGMENTS`] whole segments, unless a block
+/// needs more. Its heads are smaller, so that it still has about as many: a segment in use by a writer cannot be
+/// reclaimed, and while one of three writers rotates, the others use two.
 const SMALLEST_HEAD_BYTES: u64 = Settings::MIN_SEGMENT_BYTES / SMALL_HEAD_DIVISOR;
-/// One part in 64 of the free space is left to the filesystem, which needs some for its own structures.
-const METADATA_DIVISOR: u64 = 64;
 /// Maximum length in bytes of one read and one write of carried over blocks.
 const CARRY_BYTES: u64 = 4 << 20;
 
@@ -76,7 +73,7 @@ struct HeadSizes {
 impl HeadSizes {
     /// The sizes in a log whose segments may take `limit` together, for a block that needs `block_bytes`.
     fn within(limit: u64, whole: u64, block_bytes: u64) -> Self {
-        let part = (limit / MIN_SEGMENTS).max(SMALLEST_HEAD_BYTES);
+        let part = (limit / Settings::MIN_SEGMENTS).max(SMALLEST_HEAD_BYTES);
         // Half of a part, so that the rest of the limit, after three whole parts, is used too.
         let smallest = (part / 2).clamp(SMALLEST_HEAD_BYTES, whole / SMALL_HEAD_DIVISOR);
         let least = block_bytes.max(smallest).next_multiple_of(Access::BLOCK);
@@ -166,7 +163,7 @@ impl Log {
     fn space_limit(&self, used: u64, used_before: u64) -> io::Result<u64> {
         let (free, min_free) = (self.free_bytes()?, self.settings.min_free_bytes);
         let taken = used + self.spare_bytes();
-        let beyond = usable(free.saturating_sub(min_free));
+        let beyond = direct::usable(free.saturating_sub(min_free));
         let missing = min_free.saturating_sub(free);
         Ok(taken.saturating_add(beyond).saturating_sub(missing).max(used_before.min(self.retained_bytes())))
     }
@@ -219,7 +216,7 @@ impl Log {
         }
         let mut answer = self.create_head(group, freed.bytes.min(sizes.most));
         if answer.as_ref().is_err_and(is_full) && refused.kind() != io::ErrorKind::QuotaExceeded {
-            let granted = usable(self.free_bytes()?).min(freed.bytes).min(sizes.most);
+            let granted = direct::usable(self.free_bytes()?).min(freed.bytes).min(sizes.most);
             if granted >= sizes.least {
                 answer = self.create_head(group, granted);
             }
@@ -582,9 +579,4 @@ fn reclaimable_bytes(state: &State, wanted: u64, smallest: u64) -> u64 {
 /// Whether the disk, or the quota of the user on it, has no space for a file.
 fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
-/// The part of the free bytes that one file can take.
-pub(super) fn usable(free: u64) -> u64 {
-    free - free / METADATA_DIVISOR
 }
