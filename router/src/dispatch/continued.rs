@@ -136,29 +136,30 @@ async fn continue_elsewhere(
     permit: Arc<Permit>,
     failed: WorkerRun,
 ) -> Result<(Generating, OutputStream), Error> {
-    let (mut tried, mut last_resort) = (vec![failed], Vec::new());
-    for worker in core.fleet.snapshot().workers().filter(|worker| *worker.instance.model.id == *request.model) {
-        if worker.instance.model.identity != first.model.identity {
-            tried.push(worker.run());
-        } else if !worker.instance.can_share_blocks(first) && worker.run() != failed {
-            last_resort.push(worker.run());
-        }
-    }
-    tried.extend(&last_resort);
-    let mut failures = 0;
+    let (mut tried, mut failures, mut takes_any_layout) = (vec![failed], 0, false);
     let outcome = loop {
-        let placement = match place(&core, &request, false, &tried, None) {
+        // Workers may have joined since the last attempt.
+        let mut excluded = tried.clone();
+        for worker in core.fleet.snapshot().workers().filter(|worker| *worker.instance.model.id == *request.model) {
+            let is_possible = worker.instance.model.identity == first.model.identity
+                && (takes_any_layout || worker.instance.can_share_blocks(first));
+            if !is_possible && !excluded.contains(&worker.run()) {
+                excluded.push(worker.run());
+            }
+        }
+        let placement = match place(&core, &request, false, &excluded, None) {
+            // It has joined in this moment.
+            Ok(placement) if placement.decode.instance.model.identity != first.model.identity => continue,
             Ok(placement) => placement,
-            Err(_) if !last_resort.is_empty() => {
-                tried.retain(|run| !last_resort.contains(run));
-                last_resort.clear();
+            Err(_) if !takes_any_layout => {
+                takes_any_layout = true;
                 continue;
             }
             Err(error) => break Err(error),
         };
         let generating = Generating::on(&placement.decode);
         let worker = generating.run;
-        match attempt(&core, &request, &placement, &tried).await {
+        match attempt(&core, &request, &placement, &excluded).await {
             Ok(first) => break Ok((generating, stream(&core, &request, placement, permit, first, None))),
             Err(error) => {
                 let signal = HealthSignal::of(&error);
