@@ -30,7 +30,7 @@ const QUIET: Duration = Duration::from_secs(75);
 /// begun.
 const HEALTH_CHECK: Duration = Duration::from_secs(2);
 const LOOKS: usize = 4;
-/// Time by which a change of membership reaches a router that is connected: the slowest message of a bad network.
+/// The slowest message of a bad network.
 const PROPAGATION: Duration = Duration::from_secs(2);
 
 /// What is checked at the end of each instant.
@@ -109,7 +109,8 @@ fn check_readiness(cluster: &Cluster) {
 fn check_membership(cluster: &Cluster, connected: &mut BTreeMap<u64, Instant>) {
     let (world, now) = (&cluster.world, Instant::now());
     let (workers, ended) = (cluster.workers.lock(), cluster.ended.lock());
-    let is_overdue = |since: Instant| now - since > LEASE + RENEWAL * 2 + PROPAGATION;
+    // The last renewal arrives as late as that, and so does the message that the lease has ended.
+    let is_overdue = |since: Instant| now - since > LEASE + RENEWAL * 2 + PROPAGATION * 2;
     let overdue = ended.iter().filter(|(id, (_, at))| is_overdue(*at) && !workers.contains_key(*id));
     let overdue: BTreeMap<String, (u64, Instant)> = overdue.map(|(id, ended)| (id.to_string(), *ended)).collect();
     for (number, process) in &*cluster.routers.lock() {
