@@ -37,6 +37,8 @@ pub(super) struct Cluster {
     pub(super) routers: Mutex<BTreeMap<u64, RouterProcess>>,
     /// When workers last died or left, with the epoch.
     pub(super) ended: Mutex<BTreeMap<WorkerId, (u64, Instant)>>,
+    /// Workers of which a displaced process runs.
+    pub(super) displaced: Mutex<Vec<WorkerId>>,
     /// Counts processes, so that each has a number of its own.
     lives: AtomicU64,
     _publisher: Option<EventPublisher>,
@@ -61,6 +63,7 @@ impl Cluster {
             workers: Mutex::default(),
             routers: Mutex::default(),
             ended: Mutex::default(),
+            displaced: Mutex::default(),
             lives: AtomicU64::new(0),
             _publisher: publisher,
         })

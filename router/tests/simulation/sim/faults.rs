@@ -54,7 +54,7 @@ async fn inject(cluster: &Arc<Cluster>, fault: Fault) {
             let Some(first) = cluster.displace_worker(worker) else { return };
             cluster.start_worker(worker, shape).await;
             sleep(time).await;
-            cluster.end_displaced(first);
+            cluster.end_displaced(worker, first);
         }
         Fault::OtherVariant(time) => {
             let worker = WorkerId(cluster.scenario.first_workers());

@@ -20,6 +20,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use worker::engine::{Engine, Readiness};
+use worker::plane::WorkerId;
 
 /// Interval at which clocks are moved, and at which the index of holders that are at rest is checked.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -108,10 +109,11 @@ fn check_readiness(cluster: &Cluster) {
 /// A router that is connected sees no worker that has been dead for longer than its lease.
 fn check_membership(cluster: &Cluster, connected: &mut BTreeMap<u64, Instant>) {
     let (world, now) = (&cluster.world, Instant::now());
-    let (workers, ended) = (cluster.workers.lock(), cluster.ended.lock());
+    let (workers, displaced, ended) = (cluster.workers.lock(), cluster.displaced.lock(), cluster.ended.lock());
     // The last renewal arrives as late as that, and so does the message that the lease has ended.
     let is_overdue = |since: Instant| now - since > LEASE + RENEWAL * 2 + PROPAGATION * 2;
-    let overdue = ended.iter().filter(|(id, (_, at))| is_overdue(*at) && !workers.contains_key(*id));
+    let runs = |id: &WorkerId| workers.contains_key(id) || displaced.contains(id);
+    let overdue = ended.iter().filter(|(id, (_, at))| is_overdue(*at) && !runs(id));
     let overdue: BTreeMap<String, (u64, Instant)> = overdue.map(|(id, ended)| (id.to_string(), *ended)).collect();
     for (number, process) in &*cluster.routers.lock() {
         if !world.network.reaches(Node::Router(*number), Node::Broker) {

@@ -144,14 +144,19 @@ impl Cluster {
     pub(in crate::sim) fn displace_worker(&self, id: WorkerId) -> Option<WorkerProcess> {
         let process = self.workers.lock().remove(&id)?;
         self.world.log(format_args!("epoch {} of {id} gets a successor with its id", process.epoch));
+        self.displaced.lock().push(id);
         Some(process)
     }
 
     /// Kills a process that another one with its id has displaced.
-    pub(in crate::sim) fn end_displaced(&self, process: WorkerProcess) {
+    pub(in crate::sim) fn end_displaced(&self, id: WorkerId, process: WorkerProcess) {
         self.world.log(format_args!("epoch {}, which was displaced, is killed", process.epoch));
         process.dead.cancel();
-        drop(process);
+        let mut displaced = self.displaced.lock();
+        if let Some(at) = displaced.iter().position(|displaced| *displaced == id) {
+            displaced.swap_remove(at);
+        }
+        self.ended.lock().insert(id, (process.epoch, Instant::now()));
     }
 
     /// Stops a worker in order: it withdraws, finishes its requests, and ends. Requests that take longer than the limit
