@@ -157,6 +157,7 @@ impl Cluster {
             displaced.swap_remove(at);
         }
         self.ended.lock().insert(id, (process.epoch, Instant::now()));
+        drop(process);
     }
 
     /// Stops a worker in order: it withdraws, finishes its requests, and ends. Requests that take longer than the limit
