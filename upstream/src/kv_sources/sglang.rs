@@ -22,7 +22,8 @@ use std::num::NonZero;
 
 /// The endpoint of a configuration that names none.
 const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
-/// Maximum number of ranks that are believed: more than any deployment has, and few enough to follow them all.
+/// Maximum number of data-parallel ranks that a server may report: more than any deployment has, and few enough to
+/// subscribe to all of them.
 const MAX_RANKS: u64 = 1024;
 
 /// Asks a server on `host`, which stands for publishers that bind to all addresses. `None`: it does not answer.

@@ -324,7 +324,7 @@ async fn another_protocol_number_is_refused_by_its_number() {
     }
 }
 
-/// A process with another number may show the secret in another way, and must be told the reason.
+/// A process with another protocol number may authenticate in another way. It gets the reason, not a 401.
 #[tokio::test]
 async fn a_stated_protocol_number_is_checked_before_the_secret() {
     let server = RequestServer::new(Some(secret("0123456789abcdef").required_at("http://host:1")), Peers::default());

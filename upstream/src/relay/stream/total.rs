@@ -2,7 +2,8 @@
 
 use super::Usage;
 
-/// Items of a batch that are told apart: more than a request may have choices. Further ones count as the last of these.
+/// Maximum number of items of a batch with a count of their own: more than a request may have choices. Further items
+/// share the count of the last one.
 const ITEMS_MAX: usize = 1 << 16;
 
 /// The usage of a stream so far. Each report replaces what the ones before it say of the same item, or of the whole.
