@@ -82,7 +82,7 @@ pub(crate) fn saturation(
     itl: Option<ItlTarget>,
 ) -> Option<Saturation> {
     let sequences = u64::from(stats.sequences).saturating_sub(not_sent.sequences);
-    let blocks = u64::from(stats.active_blocks).saturating_sub(not_sent.blocks);
+    let blocks = u64::from(stats.peak_blocks()).saturating_sub(not_sent.blocks);
     let max_seconds =
         if role == Role::Prefill { MAX_QUEUED_SECONDS_PREFILL_WORKER } else { MAX_QUEUED_PREFILL_SECONDS };
     if stage != Stage::Decode && queue_time(stats, not_sent).as_secs_f64() >= max_seconds {

@@ -65,8 +65,6 @@ pub(crate) mod defaults {
     pub(super) const PREFILL: f64 = 5_000.0;
     /// Bytes of the KV cache of a token: that of a model of some billion parameters. A block of 16 tokens has 1 MiB.
     pub(super) const TOKEN_BYTES: f64 = 65_536.0;
-    /// Tokens of a block.
-    pub(super) const BLOCK_TOKENS: u32 = 16;
     /// Seconds until the first block and bytes per second after it: G2, G3, G3.5, G4, a peer. Half of what memory, a
     /// single SSD, flash behind a network, an object store and a 25 Gbit network usually give.
     pub(super) const ONBOARD: [(f64, f64); super::LOWER_TIERS] =
@@ -81,10 +79,9 @@ pub(crate) mod defaults {
 
 impl ServiceEstimate {
     pub(crate) fn of(stats: &LoadStats) -> Self {
-        let LoadStats { waiting_tokens, prompts, sequences, active_blocks, total_blocks, queued, speeds, .. } = stats;
+        let LoadStats { waiting_tokens, prompts, sequences, total_blocks, queued, speeds, .. } = stats;
         let seconds_per_token = prefill_speed(speeds).recip();
-        let block_tokens = if stats.block_tokens == 0 { defaults::BLOCK_TOKENS } else { stats.block_tokens };
-        let block_bytes = speeds.block_bytes.or(f64::from(block_tokens) * defaults::TOKEN_BYTES);
+        let block_bytes = speeds.block_bytes.or(f64::from(stats.tokens_per_block()) * defaults::TOKEN_BYTES);
         let transfer = |at: usize| {
             let level = Level::ALL[at + 1];
             let (latency, bandwidth) = speeds.from(level).unwrap_or(defaults::ONBOARD[at]);
@@ -93,7 +90,7 @@ impl ServiceEstimate {
         };
         let mean_duration = speeds.mean_duration.or(defaults::MEAN_DURATION);
         let (occupancy, spare_blocks) =
-            Occupancy::of((*active_blocks, *total_blocks), (*sequences, stats.sequences_max), mean_duration);
+            Occupancy::of((stats.peak_blocks(), *total_blocks), (*sequences, stats.sequences_max), mean_duration);
         let (decoding, decoding_context) =
             decoding((*sequences).into(), (*prompts).into(), stats.context_tokens.into());
         Self {
@@ -181,6 +178,24 @@ pub(crate) fn prefill_speed(Speeds { prefill, .. }: &Speeds) -> f64 {
 mod tests {
     use super::*;
     use crate::load::stats::Measured;
+
+    #[test]
+    fn memory_has_a_price_before_young_sequences_have_grown() {
+        // A hundred sequences with 10 of 1,600 blocks each; a block has 16 tokens.
+        let load = |rest_tokens| LoadStats {
+            sequences: 100,
+            active_blocks: 1000,
+            total_blocks: 1600,
+            rest_tokens: Measured::of(rest_tokens),
+            ..LoadStats::default()
+        };
+        let wait = |rest_tokens| ServiceEstimate::of(&load(rest_tokens)).capacity_wait(50, 0).memory;
+        assert_eq!(load(160.0).peak_blocks(), 1000, "each ends, on average, after 10 blocks more");
+        assert!(wait(160.0) < 1e-6, "{}", wait(160.0));
+        // Each takes 40 blocks more: exp(-3/4) of 4,000 are in use at the peak.
+        assert_eq!(load(640.0).peak_blocks(), 1889);
+        assert!(wait(640.0) > 0.5, "{}", wait(640.0));
+    }
 
     #[test]
     fn a_block_whose_bytes_are_unknown_costs_by_its_tokens() {

@@ -5,6 +5,10 @@
 //! The expected shortage is that of a normal distribution; it is freed at the rate of the occupancy over the mean
 //! duration of a request.
 //!
+//! Sequences grow until they end, so the occupancy that counts is the highest one that is expected ([`peak_blocks`]),
+//! not the present one: with prompts that are shorter than the outputs, a worker with many new sequences runs out of
+//! blocks long after they came.
+//!
 //! What does not depend on the prompt is computed when the load of the worker changes, and the normal distribution is
 //! read from a table: a decision needs the waits of every worker.
 
@@ -40,10 +44,19 @@ const WAIT_MAX: f64 = 60.0;
 /// variable exceeds them by less than 1e-5 of a deviation on average.
 const MARGIN_DEVIATIONS: f64 = 4.0;
 
+/// Blocks that `sequences` will have in use at their peak if no other one comes, when they have `active` now and each
+/// takes `growth` more on average before it ends. When a share `x` of the mean rest of an output was generated,
+/// `exp(-x)` of the sequences are left (exponentially distributed rests), each with `x · growth` more blocks:
+/// `exp(-x) (active + x · sequences · growth)`. This is highest at `x = 1 - active / (sequences · growth)`.
+pub(super) fn peak_blocks(active: f64, sequences: f64, growth: f64) -> f64 {
+    let all = sequences * growth;
+    if active < all { all * (active / all - 1.0).exp() } else { active }
+}
+
 impl Occupancy {
-    /// `active_blocks` of `total_blocks` are in use or booked (0 when unknown) by `sequences`, of which the batch takes
-    /// `sequences_max` (0 when unknown); a request takes `mean_duration` seconds. Also returns the number of blocks of
-    /// a request up to which the waits are negligible.
+    /// `active_blocks` of `total_blocks` are in use at the peak of `sequences` (0 when unknown), of which the batch
+    /// takes `sequences_max` (0 when unknown); a request takes `mean_duration` seconds. Also returns the number of
+    /// blocks of a request up to which the waits are negligible.
     pub(super) fn of(
         (active_blocks, total_blocks): (u32, u32),
         (sequences, sequences_max): (u32, u32),
@@ -161,6 +174,19 @@ mod tests {
         for far in [8.0, 9.0, 1e12, f64::INFINITY] {
             assert!(exceeds(far) < 1e-14 && expected_excess(far) < 1e-14 && exceeds(-far) > 0.999, "{far}");
         }
+    }
+
+    #[test]
+    fn sequences_that_grow_count_with_their_peak() {
+        // Sequences that have more than they will still take: most end before they have grown.
+        assert_eq!(peak_blocks(1000.0, 10.0, 100.0), 1000.0);
+        assert_eq!(peak_blocks(1000.0, 10.0, 10.0), 1000.0);
+        assert_eq!((peak_blocks(0.0, 0.0, 100.0), peak_blocks(50.0, 0.0, 100.0)), (0.0, 50.0));
+        // A hundred new ones of 5 blocks that take 50 more each. The highest of a fine grid:
+        let at = |x: f64| (-x).exp() * (500.0 + x * 5000.0);
+        let highest = (0..1000).map(|x| at(f64::from(x) / 100.0)).fold(0.0, f64::max);
+        let peak = peak_blocks(500.0, 100.0, 50.0);
+        assert!((peak / highest - 1.0).abs() < 1e-4 && peak > 4.0 * 500.0, "{peak} {highest}");
     }
 
     #[test]

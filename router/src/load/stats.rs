@@ -1,5 +1,6 @@
 //! The load of a worker as plain values, small enough that thousands are copied for each request.
 
+use super::occupancy::peak_blocks;
 use super::timestamp::Timestamp;
 use kvbm::Level;
 use std::fmt;
@@ -50,6 +51,8 @@ pub(crate) fn lower_tier(level: Level) -> Option<usize> {
 /// Number of fields of [`Speeds`]: scalars, and two for each tier below G1.
 const FIELDS: usize = SCALARS + 2 * LOWER_TIERS;
 const SCALARS: usize = 5;
+/// Tokens of a block when the model card does not say.
+const DEFAULT_BLOCK_TOKENS: u32 = 16;
 
 /// Load of a worker.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -104,6 +107,20 @@ pub(crate) struct FleetMeans {
 
 /// Age at which the means are computed again: measurements are averages and change slowly.
 pub(crate) const MEANS_MAX_AGE: Duration = Duration::from_millis(100);
+
+impl LoadStats {
+    /// G1 blocks that are in use or booked now, or those that the sequences will have in use at their peak, if that is
+    /// more.
+    pub(crate) fn peak_blocks(&self) -> u32 {
+        let growth = self.rest_tokens.or(0.0) / f64::from(self.tokens_per_block());
+        peak_blocks(self.active_blocks.into(), self.sequences.into(), growth) as u32
+    }
+
+    /// Tokens of a block, or what most engines have.
+    pub(super) fn tokens_per_block(&self) -> u32 {
+        if self.block_tokens == 0 { DEFAULT_BLOCK_TOKENS } else { self.block_tokens }
+    }
+}
 
 impl Measured {
     /// Not measured.
