@@ -76,7 +76,6 @@ use worker::engine::{Engine, Readiness};
 use worker::handoff::Peers;
 use worker::llama::Limits;
 use worker::plane::RouterId;
-use worker::plane::nats::Address;
 use worker::serve::Planes;
 
 /// A process with a frontend and a router, and with all other components or none. Dropping it stops them at once;
@@ -191,9 +190,8 @@ impl Node {
         let registry = Registry::new();
         let certificates = CertificateMetrics::new("cluster", &registry)?;
         let credentials = planes::credentials(config, &certificates, &registry)?;
-        // This process registers no worker.
-        let no_address = Address(String::new());
-        let shared = planes::open(config, no_address, credentials, &registry).await?;
+        // This process registers no worker and offers no log.
+        let shared = planes::open(config, None, credentials, &registry).await?;
         let connection = Arc::downgrade(&shared.connection);
         // Also without upstreams: the first may come with a reload.
         let local = planes::local();

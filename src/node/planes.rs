@@ -9,8 +9,8 @@ use std::sync::Arc;
 use transport::{CertificateMetrics, ClientTls};
 use worker::plane::combined::{CombinedDiscovery, CombinedEvents};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
-use worker::plane::nats::{Address, Connection, Connector, Metrics, NatsDiscovery, NatsEvents};
-use worker::remote::{Credentials, RemoteEngine, Secret, SecretMetrics};
+use worker::plane::nats::{Address, Connection, Connector, HttpLogs, Metrics, NatsDiscovery, NatsEvents};
+use worker::remote::{Credentials, RemoteEngine, RemoteLogs, Secret, SecretMetrics};
 use worker::serve::Planes;
 
 /// The planes on NATS.
@@ -35,21 +35,23 @@ pub(super) fn combined(NatsPlanes { discovery, events, .. }: NatsPlanes, local: 
     }
 }
 
-/// Connects to NATS. Workers of this process, if there are any, are registered with `address`. Those of other processes
-/// are reached with `credentials`, and only if their records are signed with a secret that this process accepts: they
-/// are sent prompts.
+/// Connects to NATS. The workers of this process are registered with `address`, and its logs are served there; `None`:
+/// it has no workers. Those of other processes are reached with `credentials`, and only if their records are signed
+/// with a secret that this process accepts: they are sent prompts.
 pub(super) async fn open(
     config: &Config,
-    address: Address,
+    address: Option<Address>,
     credentials: Credentials,
     registry: &Registry,
 ) -> anyhow::Result<NatsPlanes> {
     let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
     let keys = credentials.secret.as_ref().map(Secret::record_keys);
+    let logs = HttpLogs::new(address.clone(), keys.clone(), Arc::new(RemoteLogs::new(credentials.clone())));
     let connector: Connector =
         Arc::new(move |instance, address| Arc::new(RemoteEngine::new(instance, address, credentials.clone())));
+    let address = address.unwrap_or_else(|| Address(String::new()));
     let discovery = NatsDiscovery::new(Arc::clone(&connection), address, connector, keys);
-    let events = Arc::new(NatsEvents::new(Arc::clone(&connection)));
+    let events = Arc::new(NatsEvents::with_http(Arc::clone(&connection), logs));
     Ok(NatsPlanes { discovery: Arc::new(discovery), events, connection })
 }
 

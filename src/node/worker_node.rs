@@ -3,6 +3,7 @@
 //! ```text
 //!   frontends ── POST /workers/<id>/generate ──▶ RequestServer ─▶ worker … worker      planes on NATS
 //!            ── POST /workers/<id>/prefetch ──▶   └────────────▶ copy of a prefix ahead of demand
+//!            ── GET /logs/<kind>/<id>/<epoch>/… ──▶   └────────▶ log: which blocks a worker or store has
 //!   decode workers ── POST /workers/<id>/blocks ──▶      └──────▶ memory of the worker
 //!                  ── GET /workers/<id>/handoffs/<id> ──▶  └────▶ progress of a prefill
 //! ```
@@ -24,7 +25,7 @@ use crate::otlp::{self, Exporter};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
-use axum::http::{Response, StatusCode};
+use axum::http::{HeaderMap, Response, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
@@ -103,9 +104,10 @@ impl WorkerNode {
         let http = HttpServer::start(server, listener, app);
 
         let NatsPlanes { discovery, events, connection } =
-            planes::open(config, Address(url.clone()), credentials, &registry).await?;
+            planes::open(config, Some(Address(url.clone())), credentials, &registry).await?;
         health.tiers.watch_nats(Arc::downgrade(&connection));
-        let planes = Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events };
+        let planes =
+            Planes { discovery: requests.discovery(Arc::clone(&discovery) as _), events: requests.events(events) };
         let native = Native::start(config, planes, Scope::of(&url), (peers, tracer), &health.tiers, &registry).await?;
         // Set once: here only.
         let _ = health.cordons.set(native.cordons());
@@ -235,6 +237,7 @@ fn routes(requests: Arc<RequestServer>, refused: Arc<RefusedRequests>, requires_
         .route("/workers/{worker}/blocks", post(blocks))
         .route("/workers/{worker}/prefetch", post(prefetch))
         .route("/workers/{worker}/handoffs/{handoff}", get(progress))
+        .route("/logs/{*log}", get(log))
         .with_state(requests)
         .route_layer(from_fn(move |request: Request, next: Next| {
             let refused = Arc::clone(&refused);
@@ -288,6 +291,14 @@ async fn progress(
     request: Request,
 ) -> Response<Body> {
     requests.respond_progress(&handoff, request.headers()).map(Body::new)
+}
+
+async fn log(
+    State(requests): State<Arc<RequestServer>>,
+    Path(log): Path<String>,
+    headers: HeaderMap,
+) -> Response<Body> {
+    requests.respond_log(&log, &headers).await.map(Body::new)
 }
 
 /// The workers of all processes, as sources of prefilled blocks.

@@ -141,6 +141,10 @@ async fn any_frontend_routes_to_the_worker_that_has_the_blocks() {
     let requests =
         async |process: &Process| process.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await;
     assert!(requests(&first).await > 0.0 && requests(&second).await > 0.0, "both workers served");
+    for frontend in [&left, &right] {
+        until_logs_are_read(frontend, "http").await;
+        assert!(log_reads(frontend, "nats").await < 1.0, "{}", frontend.log());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -180,8 +184,10 @@ async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_ignores_wor
         let response = http.post(url).header("authorization", header).header("x-blockyard-protocol", "3").send();
         assert_eq!(response.await.unwrap().status().as_u16(), expected, "{path}");
     }
+    let log = http.get(format!("{}/logs/worker/1/1/snapshot", worker.client.url)).header("x-blockyard-protocol", "3");
+    assert_eq!(log.send().await.unwrap().status().as_u16(), 401, "which blocks it has is read with the secret only");
     let refused = worker.client.metric("blockyard_cluster_requests_refused_total", "reason=\"secret\"").await;
-    assert!((refused - 2.0).abs() < f64::EPSILON, "{refused}");
+    assert!((refused - 3.0).abs() < f64::EPSILON, "{refused}");
     // The log is written by another thread than the one that counts.
     while !worker.log().contains("a request without a secret that this worker accepts was refused") {
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -370,6 +376,18 @@ async fn busy(workers: &[Process; 2]) -> usize {
 /// Waits until a frontend knows this number of workers that are alive.
 pub(crate) async fn until_workers(frontend: &Process, count: usize) {
     while frontend.client.metric("blockyard_router_workers", "").await < count as f64 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// The snapshots and ranges that a frontend has read over `http` or `nats`.
+async fn log_reads(frontend: &Process, transport: &str) -> f64 {
+    frontend.client.metric("blockyard_nats_log_reads_total", &format!("transport=\"{transport}\"")).await
+}
+
+/// Waits until a frontend has read some.
+async fn until_logs_are_read(frontend: &Process, transport: &str) {
+    while log_reads(frontend, transport).await < 1.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

@@ -18,6 +18,7 @@ pub use event::{Event, EventBody, Load, OnboardSpeed, ReservationUpdate, Topic};
 pub use id::{RouterId, Source, StoreId, WorkerId};
 pub use kv_cache::KvCache;
 pub use lease::Lease;
+pub(crate) use offers::Offers;
 
 use crate::engine::{Engine, ModelCard};
 use futures::future::BoxFuture;

@@ -17,6 +17,9 @@
 //! A router has a worker copy a prefix ahead of demand with `POST /workers/<id>/prefetch`, whose response comes when
 //! that is done. A worker of a version without it is not asked again for minutes.
 //!
+//! A frontend reads the log of a worker's blocks, as a snapshot or a range, from `GET /logs/<kind>/<id>/<epoch>/…`:
+//! [`RemoteLogs`] on one side, [`RequestServer::events`] on the other. Where, it learns over NATS.
+//!
 //! Not here: accepting connections (the HTTP server of the program does), retries and time limits (the router's).
 
 #![forbid(unsafe_code)]
@@ -24,6 +27,8 @@
 mod blocks;
 mod client;
 mod connect;
+mod log_server;
+mod logs;
 mod peer;
 mod progress;
 mod secret;
@@ -31,7 +36,7 @@ mod served;
 mod server;
 mod wire;
 
-pub use client::RemoteEngine;
+pub use client::{RemoteEngine, RemoteLogs};
 pub use connect::Credentials;
 pub use peer::RemotePeer;
 pub use secret::{RequiredMac, Secret, SecretError, SecretMetrics};
@@ -51,4 +56,4 @@ const FORMER_NO_SECRET: &str = "the request has no secret that the worker accept
 const PROTOCOL_HEADER: &str = "x-blockyard-protocol";
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

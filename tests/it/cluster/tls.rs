@@ -51,6 +51,8 @@ async fn processes_show_each_other_certificates_and_reject_others() {
     while handed_over().await == 0.0 {
         frontend.client.complete(&prompt(seeds.next().unwrap())).await.unwrap();
     }
+    until_logs_are_read(&frontend, "http").await;
+    assert!(log_reads(&frontend, "nats").await < 1.0, "{}", frontend.log());
     // Callers that are no process of the deployment.
     let plain = client().get(prefill.client.url.replace("https", "http")).send().await.unwrap();
     assert_eq!(plain.status().as_u16(), 400);
@@ -81,6 +83,9 @@ async fn processes_show_each_other_certificates_and_reject_others() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         assert!(wrong.log().contains(expected), "{expected}: {}", wrong.log());
+        // Which blocks the workers have it reads over NATS.
+        until_logs_are_read(&wrong, "nats").await;
+        assert!(log_reads(&wrong, "http").await < 1.0);
     }
     assert!(prefill.log().contains("the certificate of a client is not accepted"), "{}", prefill.log());
 }

@@ -3,14 +3,15 @@
 //! ```text
 //!   Connection ── one per process; reconnects by itself, its state is a metric
 //!     ├── NatsDiscovery   a JetStream key-value bucket: one record per worker, kept by a lease
-//!     └── NatsEvents      core NATS: a subject per source; logs answer requests in chunks
+//!     └── NatsEvents      core NATS: a subject per source; logs answer with the URL at which they can be read
 //! ```
 //!
 //! While NATS cannot be reached, the view of the instances stays as it was, subscriptions stay open, and requests for
 //! logs fail with `Unavailable`. Afterwards leases are renewed, the view is compared with the bucket, and missing
 //! events are requested from their sources. docs/nats.md describes subjects, records and permissions.
 //!
-//! Not here: the requests of clients. The engine of a remote worker comes from the [`Connector`].
+//! Not here: the requests of clients, and HTTP. The engine of a remote worker comes from the [`Connector`], snapshots
+//! and ranges of its log come from a [`LogReader`].
 
 #![forbid(unsafe_code)]
 
@@ -22,6 +23,7 @@ mod connection;
 mod credentials;
 mod discovery;
 mod events;
+mod http_logs;
 mod metrics;
 mod outbox;
 mod record;
@@ -41,6 +43,7 @@ pub use authentication::{RecordKey, RecordKeys};
 pub use connection::Connection;
 pub use discovery::NatsDiscovery;
 pub use events::NatsEvents;
+pub use http_logs::{HttpLogs, LogReadError, LogReader};
 pub use metrics::Metrics;
 pub use settings::{ClientCertificate, Credentials, Settings, Tls};
 

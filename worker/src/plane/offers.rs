@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The offered logs.
 #[derive(Default)]
-pub(super) struct Offers {
+pub(crate) struct Offers {
     logs: Mutex<HashMap<Source, OfferedLogs>>,
     /// Numbers offers.
     counter: AtomicU64,
@@ -20,17 +20,17 @@ pub(super) struct Offers {
 type OfferedLogs = BTreeMap<OfferKey, Arc<EventLog>>;
 
 /// One offer of a source.
-pub(super) type OfferKey = (Epoch, u64);
+pub(crate) type OfferKey = (Epoch, u64);
 
 impl Offers {
     /// Adds an offer, which [`withdraw`](Self::withdraw) ends.
-    pub(super) fn add(&self, source: Source, log: Arc<EventLog>) -> OfferKey {
+    pub(crate) fn add(&self, source: Source, log: Arc<EventLog>) -> OfferKey {
         let key = (log.epoch(), self.counter.fetch_add(1, Ordering::Relaxed));
         self.logs.lock().entry(source).or_default().insert(key, log);
         key
     }
 
-    pub(super) fn withdraw(&self, source: Source, key: OfferKey) {
+    pub(crate) fn withdraw(&self, source: Source, key: OfferKey) {
         if let Entry::Occupied(mut of) = self.logs.lock().entry(source) {
             of.get_mut().remove(&key);
             if of.get().is_empty() {
@@ -40,12 +40,12 @@ impl Offers {
     }
 
     /// The latest offer of the latest epoch.
-    pub(super) fn latest(&self, source: Source) -> Result<Arc<EventLog>, PlaneError> {
+    pub(crate) fn latest(&self, source: Source) -> Result<Arc<EventLog>, PlaneError> {
         self.select(source, |logs| logs.values().next_back().cloned())?.ok_or_else(|| absent(source))
     }
 
     /// The latest offer of an epoch; `None` if only other epochs are offered.
-    pub(super) fn of_epoch(&self, source: Source, epoch: Epoch) -> Result<Option<Arc<EventLog>>, PlaneError> {
+    pub(crate) fn of_epoch(&self, source: Source, epoch: Epoch) -> Result<Option<Arc<EventLog>>, PlaneError> {
         self.select(source, |logs| logs.range((epoch, 0)..=(epoch, u64::MAX)).next_back().map(|(_, log)| log.clone()))
     }
 

@@ -1,7 +1,10 @@
-//! The engine of a worker in another process.
+//! The engine of a worker in another process, and its logs.
 
 mod connections;
+mod logs;
 mod outputs;
+
+pub use logs::RemoteLogs;
 
 use super::connect::{Credentials, Endpoint};
 use super::wire;

@@ -1,13 +1,15 @@
-//! The engines of this process, for requests of other processes.
+//! The engines and the logs of this process, for requests of other processes.
 
 use super::blocks::{self, BlockFrames};
+use super::log_server::{LogServer, NotRead};
+use super::logs::{self, LogRequest};
 use super::progress::ProgressFrames;
 use super::served::ServedRequest;
 use super::wire;
 use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, RequiredMac};
 use crate::engine::{Engine, OutputStream, PrefetchError};
 use crate::handoff::{HandoffId, Peers};
-use crate::plane::{Discovery, Instance, Lease, Membership, PlaneError, WorkerId};
+use crate::plane::{Discovery, Events, Instance, Lease, Membership, PlaneError, WorkerId};
 use bytes::{Bytes, BytesMut};
 use futures::StreamExt;
 use futures::future::BoxFuture;
@@ -24,14 +26,16 @@ use std::error::Error as StdError;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Answers requests for the engines of this process.
+/// Answers requests for the engines and the logs of this process.
 pub struct RequestServer {
     engines: Mutex<BTreeMap<WorkerId, Registered>>,
     /// The memory of the workers, for workers of other processes.
     peers: Peers,
+    logs: LogServer,
     required: Option<RequiredMac>,
     tracer: Tracer,
 }
@@ -61,6 +65,7 @@ enum Content {
     Outputs(OutputStream, Box<ServedRequest>),
     Blocks(BlockFrames),
     Progress(ProgressFrames),
+    Log(mpsc::Receiver<Bytes>),
     Ended,
 }
 
@@ -85,12 +90,17 @@ impl RequestServer {
 
     /// The same, with spans in the traces of requests.
     pub fn traced(required: Option<RequiredMac>, peers: Peers, tracer: Tracer) -> Arc<Self> {
-        Arc::new(Self { engines: Mutex::default(), peers, required, tracer })
+        Arc::new(Self { engines: Mutex::default(), peers, logs: LogServer::new(), required, tracer })
     }
 
     /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
     pub fn discovery(self: &Arc<Self>, inner: Arc<dyn Discovery>) -> Arc<dyn Discovery> {
         Arc::new(Served { server: Arc::clone(self), inner, registrations: Mutex::default() })
+    }
+
+    /// Events that are published at `inner`, and logs that are offered there and can be read here.
+    pub fn events(&self, inner: Arc<dyn Events>) -> Arc<dyn Events> {
+        Arc::new(self.logs.events(inner))
     }
 
     /// Answers `POST /workers/<worker>/generate`.
@@ -175,6 +185,24 @@ impl RequestServer {
         match handoff.parse().ok().and_then(|id| self.peers.follow(HandoffId(id))) {
             Some(progress) => response(StatusCode::OK, Content::Progress(ProgressFrames::new(progress))),
             None => error(StatusCode::NOT_FOUND, "the hand-over has ended"),
+        }
+    }
+
+    /// Answers `GET /logs/<kind>/<id>/<epoch>/snapshot` and `GET /logs/<kind>/<id>/<epoch>/events/<after>`, where `log`
+    /// is what follows `/logs/`. The response is complete if it has the last message.
+    pub async fn respond_log(&self, log: &str, headers: &HeaderMap) -> Response<ResponseBody> {
+        if let Some((status, why)) = self.refusal(headers) {
+            return error(status, &why);
+        }
+        let Some(request) = LogRequest::parse(log) else { return error(StatusCode::NOT_FOUND, "this names no log") };
+        match self.logs.read(request).await {
+            Ok(frames) => {
+                let mut response = response(StatusCode::OK, Content::Log(frames));
+                response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(logs::CONTENT_TYPE));
+                response
+            }
+            Err(NotRead::Absent) => error(StatusCode::NOT_FOUND, "this process does not offer the log"),
+            Err(NotRead::Busy) => error(StatusCode::SERVICE_UNAVAILABLE, "other processes read too many logs now"),
         }
     }
 
@@ -265,6 +293,7 @@ impl Body for ResponseBody {
             Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
             Content::Blocks(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Progress(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
+            Content::Log(frames) => return frames.poll_recv(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Outputs(outputs, served) => (outputs, served),
         };
         let mut encoded = BytesMut::new();

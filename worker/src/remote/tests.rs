@@ -1,5 +1,6 @@
 //! Both sides over real sockets.
 
+pub(crate) mod logs;
 mod peers;
 mod prefetch;
 
@@ -293,13 +294,14 @@ async fn streams_of_a_process_that_left_go_on_if_it_answers() {
 }
 
 /// The response of each endpoint to a request with these headers.
-async fn responses(server: &RequestServer, headers: &HeaderMap) -> [(&'static str, http::Response<ResponseBody>); 4] {
+async fn responses(server: &RequestServer, headers: &HeaderMap) -> [(&'static str, http::Response<ResponseBody>); 5] {
     let empty = || Full::new(Bytes::new());
     [
         ("generate", server.respond("7", headers, empty()).await),
         ("prefetch", server.respond_prefetch("7", headers, empty()).await),
         ("blocks", server.respond_blocks("7", headers, empty()).await),
         ("handoffs", server.respond_progress("7", headers)),
+        ("logs", server.respond_log("worker/7/1/snapshot", headers).await),
     ]
 }
 
@@ -320,7 +322,7 @@ async fn another_protocol_number_is_refused_by_its_number() {
         }
     }
     for (endpoint, response) in responses(&server, &with_protocol(&PROTOCOL.to_string())).await {
-        assert_eq!(response.status(), 404, "{endpoint}: no worker and no hand-over is there");
+        assert_eq!(response.status(), 404, "{endpoint}: no worker, no hand-over and no log is there");
     }
 }
 

@@ -1,8 +1,7 @@
 //! Events in memory: one channel per topic, and the offered logs.
 
 use super::link::{Link, SentEvent, Subscription, wait};
-use crate::plane::offers::Offers;
-use crate::plane::{Event, Events, Lease, PlaneError, RANGE_MAX, Source, Topic};
+use crate::plane::{Event, Events, Lease, Offers, PlaneError, RANGE_MAX, Source, Topic};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};

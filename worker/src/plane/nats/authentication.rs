@@ -1,12 +1,13 @@
-//! The message authentication code (MAC) of a record: it shows that the process that wrote the record knows the secret
-//! of the deployment, beside having the permission to write the bucket.
+//! The message authentication codes (MACs) of records and of the addresses of logs: a MAC shows that the process that
+//! sent them knows the secret of the deployment, beside having the permission to write the bucket or to answer.
 //!
 //! A frontend sends prompts to the address in a record. The permissions of NATS let each worker, and each client with
 //! the credentials of one, write the record of any. So a process signs its records
 //! with a key that is derived from the secret, and a process with a secret ignores records that were not signed with
 //! the same one. The MAC covers the id of the worker and the whole record: a copy for another id, or with another
 //! address, is not valid. It is carried in a header of the message, so that processes without a secret read the record
-//! as it is.
+//! as it is. The URL at which a log can be read has a MAC too, made with another key: a process with a secret connects
+//! to no URL from NATS that was not signed.
 //!
 //! A secret is replaced while processes run: for some time a process accepts two of them, and signs with one. When its
 //! keys change, it signs its records again, and verifies those of others again.
@@ -14,11 +15,13 @@
 //! Not here: freshness. A copy of a record that once was valid is valid, so it can show a worker that has left, at the
 //! address that this worker had.
 
-use crate::plane::WorkerId;
+use super::Address;
+use crate::plane::{Source, WorkerId};
 use bytes::Bytes;
+use kvbm::Epoch;
 use tokio::sync::watch;
 
-/// Signs and checks the records of a deployment.
+/// Signs and checks the records of a deployment, and the addresses of its logs.
 #[derive(Clone)]
 pub struct RecordKey([u8; blake3::KEY_LEN]);
 
@@ -38,7 +41,15 @@ pub(super) struct StoredRecord {
     pub(super) mac: Option<String>,
 }
 
-/// Why a record is not authentic.
+/// The URL at which a process serves a log, as it is in an answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct LogAddress {
+    pub(super) url: Address,
+    /// The MAC as hexadecimal digits, if the process has a secret.
+    pub(super) mac: Option<String>,
+}
+
+/// Why a record or an address is not authentic.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum MacError {
     #[error("it has no MAC, and this process has a secret")]
@@ -49,6 +60,9 @@ pub(super) enum MacError {
 
 /// Separates this key from other uses of the secret. It names the construction, and changes with it.
 const CONTEXT: &str = "blockyard 2026-11 MAC of records in discovery";
+
+/// Separates the key of addresses, which is derived from that of records.
+const LOG_CONTEXT: &str = "blockyard 2026-11 MAC of addresses of logs";
 
 impl RecordKey {
     /// The key that belongs to a secret.
@@ -61,6 +75,29 @@ impl RecordKey {
         hasher.update(&id.0.to_le_bytes()).update(json);
         hasher.finalize()
     }
+
+    fn log_mac(&self, source: Source, epoch: Epoch, url: &Address) -> blake3::Hash {
+        let key = blake3::derive_key(LOG_CONTEXT, &self.0);
+        blake3::keyed_hash(&key, format!("{source} {} {url}", epoch.0).as_bytes())
+    }
+}
+
+/// The MAC made with the first key; `None` without a secret.
+fn sign(keys: Option<&RecordKeys>, mac: impl Fn(&RecordKey) -> blake3::Hash) -> Option<String> {
+    keys.and_then(|keys| keys.0.borrow().first().map(|key| mac(key).to_hex().to_string()))
+}
+
+/// Whether a MAC was made with one of these keys. Without a secret, everything is accepted.
+fn verify(
+    mac: Option<&str>,
+    keys: Option<&RecordKeys>,
+    expected: impl Fn(&RecordKey) -> blake3::Hash,
+) -> Result<(), MacError> {
+    let Some(keys) = keys else { return Ok(()) };
+    let mac = blake3::Hash::from_hex(mac.ok_or(MacError::Missing)?).map_err(|_| MacError::Wrong)?;
+    // Hashes are compared in constant time.
+    let is_valid = keys.0.borrow().iter().any(|key| mac == expected(key));
+    if is_valid { Ok(()) } else { Err(MacError::Wrong) }
 }
 
 impl RecordKeys {
@@ -102,18 +139,26 @@ impl KeyChanges {
 impl StoredRecord {
     /// The record of a worker as a process with these keys writes it.
     pub(super) fn sign(id: WorkerId, json: Bytes, keys: Option<&RecordKeys>) -> Self {
-        let mac = keys.and_then(|keys| keys.0.borrow().first().map(|key| key.mac(id, &json).to_hex().to_string()));
+        let mac = sign(keys, |key| key.mac(id, &json));
         Self { json, mac }
     }
 
     /// Whether the record of a worker was signed with one of these keys. Without a secret, all records are accepted.
     pub(super) fn verify(&self, id: WorkerId, keys: Option<&RecordKeys>) -> Result<(), MacError> {
-        let Some(keys) = keys else { return Ok(()) };
-        let mac = self.mac.as_deref().ok_or(MacError::Missing)?;
-        let mac = blake3::Hash::from_hex(mac).map_err(|_| MacError::Wrong)?;
-        // Hashes are compared in constant time.
-        let is_valid = keys.0.borrow().iter().any(|key| mac == key.mac(id, &self.json));
-        if is_valid { Ok(()) } else { Err(MacError::Wrong) }
+        verify(self.mac.as_deref(), keys, |key| key.mac(id, &self.json))
+    }
+}
+
+impl LogAddress {
+    /// The URL for the log of a source in an epoch, as a process with these keys names it.
+    pub(super) fn sign(source: Source, epoch: Epoch, url: Address, keys: Option<&RecordKeys>) -> Self {
+        let mac = sign(keys, |key| key.log_mac(source, epoch, &url));
+        Self { url, mac }
+    }
+
+    /// Whether the URL was signed for this log with one of these keys. Without a secret, all are accepted.
+    pub(super) fn verify(&self, source: Source, epoch: Epoch, keys: Option<&RecordKeys>) -> Result<(), MacError> {
+        verify(self.mac.as_deref(), keys, |key| key.log_mac(source, epoch, &self.url))
     }
 }
 
@@ -146,6 +191,25 @@ mod tests {
         for mac in ["", "00", "x", &*"0".repeat(64), &record.mac.clone().unwrap()[1..]] {
             assert_eq!(verify(&StoredRecord { mac: Some(mac.to_owned()), ..record.clone() }), Err(MacError::Wrong));
         }
+    }
+
+    #[test]
+    fn the_mac_of_an_address_is_valid_for_its_secret_log_and_url_only() {
+        let (ours, other) = (keys(["0123456789abcdef"]), keys(["0123456789abcdeF"]));
+        let (source, epoch) = (Source::Worker(WorkerId(7)), Epoch(5));
+        let url = Address("http://10.0.0.7:8100".to_owned());
+        let address = LogAddress::sign(source, epoch, url.clone(), Some(&ours));
+        assert_eq!(address.verify(source, epoch, Some(&ours)), Ok(()));
+        for (source, epoch, keys) in
+            [(Source::Worker(WorkerId(8)), epoch, &ours), (source, Epoch(6), &ours), (source, epoch, &other)]
+        {
+            assert_eq!(address.verify(source, epoch, Some(keys)), Err(MacError::Wrong), "{source} {epoch:?}");
+        }
+        let moved = LogAddress { url: Address("http://10.0.0.8:8100".to_owned()), ..address };
+        assert_eq!(moved.verify(source, epoch, Some(&ours)), Err(MacError::Wrong), "another URL");
+        let unsigned = LogAddress::sign(source, epoch, url, None);
+        assert_eq!(unsigned.verify(source, epoch, Some(&ours)), Err(MacError::Missing));
+        assert_eq!(unsigned.verify(source, epoch, None), Ok(()), "without a secret");
     }
 
     #[test]
@@ -198,5 +262,9 @@ mod tests {
         let input = [&7u64.to_le_bytes()[..], JSON.as_bytes()].concat();
         let expected = blake3::keyed_hash(&key, &input).to_hex().to_string();
         assert_eq!(signed(Some(&keys(["0123456789abcdef"]))).mac, Some(expected));
+        let (source, url) = (Source::Worker(WorkerId(7)), Address("http://10.0.0.7:8100".to_owned()));
+        let key = blake3::derive_key(LOG_CONTEXT, &key);
+        let expected = blake3::keyed_hash(&key, b"w7 5 http://10.0.0.7:8100").to_hex().to_string();
+        assert_eq!(LogAddress::sign(source, Epoch(5), url, Some(&keys(["0123456789abcdef"]))).mac, Some(expected));
     }
 }

@@ -2,13 +2,13 @@
 
 use super::codec::{self, EventMessage};
 use super::connection::Connection;
+use super::http_logs::HttpLogs;
 use super::metrics::Lost;
 use super::outbox::{Command, Outbox};
 use super::requests;
 use super::responder::Responder;
 use super::subscriptions::Subscriptions;
-use crate::plane::offers::Offers;
-use crate::plane::{Event, Events, Lease, PlaneError, Source, Topic};
+use crate::plane::{Event, Events, Lease, Offers, PlaneError, Source, Topic};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use kvbm::{Epoch, EventLog, Numbered, Snapshot};
@@ -22,6 +22,7 @@ pub struct NatsEvents {
     outbox: Arc<Outbox>,
     subscriptions: Arc<Subscriptions>,
     offers: Arc<Offers>,
+    http: Option<Arc<HttpLogs>>,
     _stop: DropGuard,
 }
 
@@ -35,21 +36,30 @@ struct Sender {
 }
 
 impl NatsEvents {
-    /// Events over a connection.
+    /// Events over a connection, which snapshots and ranges use too.
     pub fn new(connection: Arc<Connection>) -> Self {
+        Self::open(connection, None)
+    }
+
+    /// Events over a connection. Snapshots and ranges come over HTTP from processes that serve them.
+    pub fn with_http(connection: Arc<Connection>, logs: HttpLogs) -> Self {
+        Self::open(connection, Some(Arc::new(logs)))
+    }
+
+    fn open(connection: Arc<Connection>, http: Option<Arc<HttpLogs>>) -> Self {
         let stop = CancellationToken::new();
         let outbox = Arc::new(Outbox::new(connection.metrics.clone()));
         let subscriptions = Arc::new(Subscriptions::new(connection.metrics.clone()));
         let offers = Arc::new(Offers::default());
         let sender = Sender {
-            responder: Responder::new(Arc::clone(&connection), Arc::clone(&offers)),
+            responder: Responder::new(Arc::clone(&connection), Arc::clone(&offers), http.clone()),
             connection: Arc::clone(&connection),
             outbox: Arc::clone(&outbox),
             subscriptions: Arc::clone(&subscriptions),
             stop: stop.child_token(),
         };
         tokio::spawn(stop.clone().run_until_cancelled_owned(sender.run()));
-        Self { connection, outbox, subscriptions, offers, _stop: stop.drop_guard() }
+        Self { connection, outbox, subscriptions, offers, http, _stop: stop.drop_guard() }
     }
 
     /// Waits until everything published, offered and subscribed so far was handed to the connection.
@@ -130,14 +140,14 @@ impl Events for NatsEvents {
     ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
         Box::pin(async move {
             self.sent().await?;
-            requests::range(&self.connection, source, epoch, after).await
+            requests::range(&self.connection, self.http.as_deref(), source, epoch, after).await
         })
     }
 
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>> {
         Box::pin(async move {
             self.sent().await?;
-            requests::snapshot(&self.connection, source).await
+            requests::snapshot(&self.connection, self.http.as_deref(), source).await
         })
     }
 }

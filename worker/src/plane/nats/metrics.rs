@@ -12,6 +12,7 @@ pub struct Metrics {
     superseded: IntGauge,
     renewals: IntCounterVec,
     refused: IntCounterVec,
+    log_reads: IntCounterVec,
 }
 
 /// Why an event was lost on this side.
@@ -54,6 +55,24 @@ pub(super) enum Refused {
     Reply,
 }
 
+/// How a log of another process was read.
+#[derive(Clone, Copy)]
+pub(super) enum Transport {
+    /// From the HTTP server of the process.
+    Http,
+    /// In messages of NATS.
+    Nats,
+}
+
+impl Transport {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Http => "http",
+            Self::Nats => "nats",
+        }
+    }
+}
+
 impl Metrics {
     /// Declares the metrics, once per registry.
     pub fn new(registry: &Registry) -> prometheus::Result<Self> {
@@ -72,7 +91,16 @@ impl Metrics {
             )?,
             renewals: vector("lease_renewals_total", "Renewals of the leases of this process's workers.", "outcome")?,
             refused: vector("refused_total", "Messages that were not used because of what they contain.", "kind")?,
+            log_reads: vector(
+                "log_reads_total",
+                "Snapshots and ranges of logs read from other processes, by transport.",
+                "transport",
+            )?,
         };
+        // So that a process that has used one of them only shows it.
+        for transport in [Transport::Http, Transport::Nats] {
+            metrics.log_reads.with_label_values(&[transport.name()]);
+        }
         registry.register(Box::new(metrics.connected.clone()))?;
         registry.register(Box::new(metrics.reconnects.clone()))?;
         registry.register(Box::new(metrics.superseded.clone()))?;
@@ -101,6 +129,10 @@ impl Metrics {
 
     pub(super) fn superseded(&self, workers: usize) {
         self.superseded.set(workers as i64);
+    }
+
+    pub(super) fn log_read(&self, transport: Transport) {
+        self.log_reads.with_label_values(&[transport.name()]).inc();
     }
 
     pub(super) fn refused(&self, kind: Refused) {

@@ -1,4 +1,5 @@
-//! Asks sources for ranges of their logs and for snapshots.
+//! Asks sources for ranges of their logs and for snapshots: over HTTP if the process that offers the log serves it at
+//! the URL that it names, else over NATS.
 //!
 //! A log has a subject of its own for each epoch, so a request reaches the processes that offer this epoch, and the
 //! server itself answers if there is none. Which epoch of a source is the latest is asked of all processes that offer
@@ -7,10 +8,11 @@
 
 use super::codec::{self, CodecError, LogAnswer, LogRequest};
 use super::connection::{ANSWER_TIMEOUT, Connection};
-use super::metrics::Refused;
+use super::http_logs::HttpLogs;
+use super::metrics::{Refused, Transport};
 use super::transfers;
 use crate::plane::{PlaneError, Source};
-use async_nats::{Request, RequestErrorKind, StatusCode};
+use async_nats::{HeaderMap, Message, Request, RequestErrorKind, StatusCode};
 use bytes::Bytes;
 use futures::StreamExt;
 use kvbm::{Epoch, Numbered, Snapshot};
@@ -26,6 +28,27 @@ const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(8);
 const MAX_SNAPSHOT_BYTES: u64 = 512 << 20;
 
 pub(super) async fn range(
+    connection: &Connection,
+    http: Option<&HttpLogs>,
+    source: Source,
+    epoch: Epoch,
+    after: u64,
+) -> Result<Option<Vec<Numbered>>, PlaneError> {
+    if let Some(http) = http
+        && let Some(offered) = send(connection, source, epoch, LogRequest::Epoch, ANSWER_TIMEOUT).await?
+        && let Some(url) = http.url_in(offered.headers.as_ref(), source, epoch)
+    {
+        let range = http.reader.range(url.clone(), source, epoch, after).await;
+        if let Some(range) = http.outcome(&url, source, range)? {
+            connection.metrics.log_read(Transport::Http);
+            return Ok(range);
+        }
+    }
+    let range = range_over_nats(connection, source, epoch, after).await;
+    range.inspect(|_| connection.metrics.log_read(Transport::Nats))
+}
+
+async fn range_over_nats(
     connection: &Connection,
     source: Source,
     epoch: Epoch,
@@ -44,8 +67,26 @@ pub(super) async fn range(
     }
 }
 
-pub(super) async fn snapshot(connection: &Connection, source: Source) -> Result<Snapshot, PlaneError> {
-    let epoch = latest_epoch(connection, source).await?;
+pub(super) async fn snapshot(
+    connection: &Connection,
+    http: Option<&HttpLogs>,
+    source: Source,
+) -> Result<Snapshot, PlaneError> {
+    let (epoch, headers) = latest_epoch(connection, source).await?;
+    if let Some(http) = http
+        && let Some(url) = http.url_in(headers.as_ref(), source, epoch)
+    {
+        let snapshot = http.reader.snapshot(url.clone(), source, epoch).await;
+        if let Some(snapshot) = http.outcome(&url, source, snapshot)? {
+            connection.metrics.log_read(Transport::Http);
+            return Ok(snapshot);
+        }
+    }
+    let snapshot = snapshot_over_nats(connection, source, epoch).await;
+    snapshot.inspect(|_| connection.metrics.log_read(Transport::Nats))
+}
+
+async fn snapshot_over_nats(connection: &Connection, source: Source, epoch: Epoch) -> Result<Snapshot, PlaneError> {
     let (snapshot, bytes, first) =
         match ask(connection, source, epoch, LogRequest::OpenSnapshot, SNAPSHOT_TIMEOUT).await? {
             Some((LogAnswer::Snapshot { snapshot, bytes }, first)) if bytes <= MAX_SNAPSHOT_BYTES => {
@@ -71,8 +112,8 @@ pub(super) async fn snapshot(connection: &Connection, source: Source) -> Result<
     decoded.map_err(|error| refused(connection, source, error))
 }
 
-/// The latest epoch that a process offers.
-async fn latest_epoch(connection: &Connection, source: Source) -> Result<Epoch, PlaneError> {
+/// The latest epoch that a process offers, and the headers of its answer.
+async fn latest_epoch(connection: &Connection, source: Source) -> Result<(Epoch, Option<HeaderMap>), PlaneError> {
     let Connection { client, subjects, .. } = connection;
     let unavailable = |error: String| PlaneError::Unavailable(error);
     let inbox = client.new_inbox();
@@ -80,7 +121,7 @@ async fn latest_epoch(connection: &Connection, source: Source) -> Result<Epoch, 
     let request = codec::encode(&LogRequest::Epoch).into();
     let sent = client.publish_with_reply(subjects.log(source), inbox, request).await;
     sent.map_err(|error| unavailable(error.to_string()))?;
-    let (mut latest, mut refusal) = (None, None);
+    let (mut latest, mut refusal) = (None::<(Epoch, Option<HeaderMap>)>, None);
     let mut first = Some(in_time(answers.next()).await?);
     loop {
         let answer = match first.take() {
@@ -92,7 +133,9 @@ async fn latest_epoch(connection: &Connection, source: Source) -> Result<Epoch, 
         };
         let Some(answer) = answer.filter(|answer| answer.status != Some(StatusCode::NO_RESPONDERS)) else { break };
         match codec::decode(&answer.payload) {
-            Ok(LogAnswer::Epoch(epoch)) => latest = latest.max(Some(epoch)),
+            Ok(LogAnswer::Epoch(epoch)) if latest.as_ref().is_none_or(|(known, _)| *known < epoch) => {
+                latest = Some((epoch, answer.headers));
+            }
             Ok(_) => {}
             Err(error) => refusal = Some(refused(connection, source, error)),
         }
@@ -108,15 +151,27 @@ async fn ask(
     request: LogRequest,
     timeout: Duration,
 ) -> Result<Option<(LogAnswer, Bytes)>, PlaneError> {
-    let subject = connection.subjects.log_of_epoch(source, epoch);
-    let request = Request::new().payload(codec::encode(&request).into()).timeout(Some(timeout));
-    let answer = match connection.client.send_request(subject, request).await {
-        Ok(answer) => answer.payload,
-        Err(error) if error.kind() == RequestErrorKind::NoResponders => return Ok(None),
-        Err(error) => return Err(PlaneError::Unavailable(format!("{source}: {error}"))),
-    };
+    let Some(answer) = send(connection, source, epoch, request, timeout).await? else { return Ok(None) };
+    let answer = answer.payload;
     let (decoded, rest) = codec::decode_head(&answer).map_err(|error| refused(connection, source, error))?;
     Ok(Some((decoded, answer.slice_ref(rest))))
+}
+
+/// Sends a request to the processes that offer the log of an epoch, and returns the first answer.
+async fn send(
+    connection: &Connection,
+    source: Source,
+    epoch: Epoch,
+    request: LogRequest,
+    timeout: Duration,
+) -> Result<Option<Message>, PlaneError> {
+    let subject = connection.subjects.log_of_epoch(source, epoch);
+    let request = Request::new().payload(codec::encode(&request).into()).timeout(Some(timeout));
+    match connection.client.send_request(subject, request).await {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if error.kind() == RequestErrorKind::NoResponders => Ok(None),
+        Err(error) => Err(PlaneError::Unavailable(format!("{source}: {error}"))),
+    }
 }
 
 fn decode_range(encoded: &[u8], events: u32) -> Result<Vec<Numbered>, PlaneError> {

@@ -1,12 +1,13 @@
-//! Answers requests for the logs that this process offers.
+//! Answers requests for the logs that this process offers: their epochs, with the URL at which they can be read over
+//! HTTP, and for readers that cannot, ranges and pieces of snapshots.
 
 use super::codec::{self, LogAnswer, LogRequest};
 use super::connection::Connection;
+use super::http_logs::HttpLogs;
 use super::metrics::Refused;
 use super::transfers::{OpenSnapshots, encode_snapshot};
-use crate::plane::offers::Offers;
-use crate::plane::{RANGE_MAX, Source};
-use async_nats::{Message, Subscriber};
+use crate::plane::{Offers, RANGE_MAX, Source};
+use async_nats::{HeaderMap, Message, Subscriber};
 use bytes::Bytes;
 use futures::StreamExt;
 use kvbm::{Epoch, EventLog};
@@ -26,11 +27,13 @@ struct Logs {
     connection: Arc<Connection>,
     offers: Arc<Offers>,
     snapshots: OpenSnapshots,
+    /// Where these logs can be read over HTTP.
+    http: Option<Arc<HttpLogs>>,
 }
 
 impl Responder {
-    pub(super) fn new(connection: Arc<Connection>, offers: Arc<Offers>) -> Self {
-        let logs = Logs { connection, offers, snapshots: OpenSnapshots::default() };
+    pub(super) fn new(connection: Arc<Connection>, offers: Arc<Offers>, http: Option<Arc<HttpLogs>>) -> Self {
+        let logs = Logs { connection, offers, snapshots: OpenSnapshots::default(), http };
         Self { logs: Arc::new(logs), served: HashMap::new() }
     }
 
@@ -85,25 +88,32 @@ impl Logs {
                 LogRequest::Epoch
             }
         };
-        let answer = match epoch {
-            None => self.epoch(source),
-            Some(epoch) => self.answer(source, epoch, asked).await,
+        let (answer, headers) = match epoch {
+            // All processes that offer a log of the source are asked, and only which one they offer.
+            None => self.answer(source, self.offers.latest(source).ok(), LogRequest::Epoch).await,
+            Some(epoch) => self.answer(source, self.offers.of_epoch(source, epoch).ok().flatten(), asked).await,
         };
-        if let Err(error) = client.publish(reply, answer).await {
+        let sent = match headers {
+            Some(headers) => client.publish_with_headers(reply, headers, answer).await,
+            None => client.publish(reply, answer).await,
+        };
+        if let Err(error) = sent {
             tracing::warn!(%source, %error, "answer cannot be sent");
         }
     }
 
-    /// Answers which epoch of a source this process offers.
-    fn epoch(&self, source: Source) -> Bytes {
-        let latest = self.offers.latest(source).map(|log| LogAnswer::Epoch(log.epoch()));
-        message(latest.unwrap_or(LogAnswer::Absent), &[])
-    }
-
-    async fn answer(&self, source: Source, epoch: Epoch, request: LogRequest) -> Bytes {
-        let Ok(Some(log)) = self.offers.of_epoch(source, epoch) else { return message(LogAnswer::Absent, &[]) };
-        match request {
-            LogRequest::Epoch => message(LogAnswer::Epoch(epoch), &[]),
+    async fn answer(
+        &self,
+        source: Source,
+        log: Option<Arc<EventLog>>,
+        request: LogRequest,
+    ) -> (Bytes, Option<HeaderMap>) {
+        let Some(log) = log else { return (message(LogAnswer::Absent, &[]), None) };
+        let answer = match request {
+            LogRequest::Epoch => {
+                let headers = self.http.as_ref().and_then(|http| http.headers(source, log.epoch()));
+                return (message(LogAnswer::Epoch(log.epoch()), &[]), headers);
+            }
             // The last event may exceed the half by its own size; the largest has a quarter of the smallest limit.
             LogRequest::Range { after } => range(&log, after, self.connection.client.max_payload() / 2),
             LogRequest::OpenSnapshot => self.open_snapshot(source, log).await,
@@ -111,7 +121,8 @@ impl Logs {
                 Some(piece) => message(LogAnswer::Piece, &piece),
                 None => message(LogAnswer::Closed, &[]),
             },
-        }
+        };
+        (answer, None)
     }
 
     async fn open_snapshot(&self, source: Source, log: Arc<EventLog>) -> Bytes {

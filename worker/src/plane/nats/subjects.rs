@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   <prefix>.events.<topic>.<kind>.<id>     events of a source; kind: worker, store, router
-//!   <prefix>.logs.<kind>.<id>               asks which epochs of a source's log are offered
+//!   <prefix>.logs.<kind>.<id>               asks which epochs of a source's log are offered, and at which URLs
 //!   <prefix>.logs.<kind>.<id>.<epoch>       asks one of these logs
 //!   <prefix>.texts.<hash>                   asks for a tokenizer and a chat template
 //!   <prefix>.inbox.>                        answers

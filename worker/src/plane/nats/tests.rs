@@ -5,6 +5,7 @@
 //! own, start the program themselves.
 
 mod access;
+mod http_logs;
 mod messages;
 mod operator;
 mod outages;

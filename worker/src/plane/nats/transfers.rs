@@ -1,4 +1,5 @@
-//! Transfers larger than a message, in pieces that the reader requests.
+//! Transfers larger than a message, in pieces that the reader requests: tokenizers, and snapshots that cannot be read
+//! over HTTP.
 //!
 //! A snapshot of a million blocks has 16 MB. The reader requests its pieces, a few at a time, so it sets the pace, the
 //! NATS server holds less than half a megabyte for it, and a source that dies shows as a piece that does not come. Lost
