@@ -33,17 +33,28 @@ async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
 }
 
 /// More workers are stopped under one stream than may fail it. None is started again: the stream would have to be
-/// longer by the time of the starts.
+/// longer by the time of the starts. A second signal ends each at once: with one, each would compute the stream for
+/// three more seconds (`LAST_OUTPUTS` and `LAST_BYTES`), which are thousands of tokens.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
     let Some(cluster) = Cluster::new() else { return };
-    let mut fleet = Fleet::start(&cluster, 5, &["--set", "shutdown_timeout=300ms"]).await;
-    let mut stream = Streamed::start(&fleet.frontend, &greedy(1, 6000)).await;
+    let mut fleet = Fleet::start(&cluster, 5, &[]).await;
+    let mut stream = Streamed::start(&fleet.frontend, &greedy(1, 1500)).await;
     let mut stopped = Vec::new();
     for moves in 1..=4 {
         stream.read_more(100).await;
         let at = fleet.busy().await;
         let worker = fleet.workers.swap_remove(at);
+        worker.signal("TERM");
+        while fleet.frontend.client.metric("blockyard_router_workers", "").await > fleet.workers.len() as f64 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        // A worker that sends outputs after it has left is one that was stopped.
+        let generated = async || worker.client.metric("blockyard_worker_generated_tokens_total", "").await;
+        let when_it_left = generated().await;
+        while generated().await < when_it_left + 5.0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         worker.signal("TERM");
         stopped.push(worker);
         while fleet.moves("continued").await < f64::from(moves) {
@@ -55,7 +66,7 @@ async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
         let (status, log) = worker.wait();
         assert!(status.success(), "{status}: {log}");
     }
-    fleet.assert_undisturbed(&greedy(1, 6000), &texts).await;
+    fleet.assert_undisturbed(&greedy(1, 1500), &texts).await;
     assert!(fleet.moves("failed").await < 1.0);
 }
 
