@@ -39,7 +39,7 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     judge::judge(&seen, server.kind, at, findings);
 }
 
-/// The program, as `serve` tells it.
+/// Which program the server is, found out as `serve` does.
 fn program(server: &Server<'_>) -> Program {
     Program::of_owner(server.models.iter().find_map(|model| model.owned_by.as_deref()))
 }
