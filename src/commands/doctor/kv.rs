@@ -34,7 +34,15 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     if probing == Probing::Skip {
         return;
     }
-    let plan = Plan { server, rank: rank.map(|rank| rank as u32), sources: &sources, block_size: used.get(), salted };
+    let largest = used.max(listed.block_size.unwrap_or(used));
+    let plan = Plan {
+        server,
+        rank: rank.map(|rank| rank as u32),
+        sources: &sources,
+        block_size: used.get(),
+        largest_block: largest.get(),
+        salted,
+    };
     let seen = probe::send(&plan).await;
     judge::judge(&seen, server.kind, at, findings);
 }

@@ -53,6 +53,8 @@ pub(super) struct Plan<'a> {
     pub(super) sources: &'a [Source],
     /// The block size that the router uses.
     pub(super) block_size: u32,
+    /// The larger one of that and the block size that the server says: the prompt must have some of its blocks, too.
+    pub(super) largest_block: u32,
     /// Whether one completion has a salt.
     pub(super) salted: bool,
 }
@@ -144,7 +146,7 @@ pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
 /// A prompt that no other request has, of [`BLOCKS`] blocks and a part of one, or what fits into the context; and its
 /// tokens.
 async fn prompt(plan: &Plan<'_>, model: &str, context: usize) -> (String, Result<Vec<u32>, String>) {
-    let block_size = plan.block_size as usize;
+    let block_size = plan.largest_block as usize;
     // Half of the context leaves space for vocabularies that have more tokens than words.
     let wanted = (BLOCKS * block_size + block_size / 2).min(context / 2);
     let start = format!("{} ", nonce());
