@@ -108,7 +108,7 @@ pub struct HttpProcess {
 /// Share of the shutdown timeout that running requests get. The remainder is for writing blocks.
 const REQUEST_SHARE: f64 = 0.8;
 
-/// Time that the start waits for the first upstream to answer.
+/// Time that the start waits for the upstreams to answer. Requests are served as soon as one has.
 const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Limit of the time until the router has discovered the workers of the same process.
@@ -288,7 +288,8 @@ impl Node {
         Ok(())
     }
 
-    /// Starts the upstreams, and waits a moment for the first. If none answers, the node starts all the same.
+    /// Starts the upstreams, and waits until one has answered and the others have answered or failed, so that the
+    /// banner names their models. If that takes longer than [`UPSTREAM_TIMEOUT`], the node starts all the same.
     async fn start_upstreams(
         &mut self,
         config: &Config,

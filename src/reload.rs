@@ -205,7 +205,7 @@ impl Reload {
             section.copy(&read, &mut state.running);
         }
         // Keys that need a restart keep the origin of the running value.
-        state.origins = origins.but(&state.origins, &rest);
+        state.origins = origins.keeping(&state.origins, &rest);
         Ok((applied, rest))
     }
 

@@ -9,9 +9,13 @@
 //! time of a gateway's processes per request or per chunk.
 
 pub mod engine;
+pub mod figures;
 pub mod http;
 pub mod load;
+pub mod measure;
+pub mod options;
 pub mod peers;
 pub mod process;
+pub mod scenario;
 pub mod tokenizer;
 pub mod zmq;

@@ -8,15 +8,15 @@
 //!    ├─ model    chat template, text to tokens
 //!    ├─ http     connections, TLS, access checks, bodies, request ids and log lines
 //!    ├─ keys     API keys and their limits
-//!    └─ limits   concurrent choices, concurrent CPU work, log lines
+//!    └─ limits   concurrent choices, concurrent CPU work, output of stored responses that was counted
 //!
 //!   POST /v1/chat/completions ─ template ─┐
 //!                                         ├─ tokenize ─ Engine ─ detokenize ─ stop strings ─ JSON or SSE
 //!   POST /v1/completions ─────────────────┘
 //! ```
 //!
-//! Only this crate converts between text and tokens. It does not know which worker computes a request. The same engine
-//! seam is implemented by one worker and by the router.
+//! Only this crate converts between text and tokens. It does not know which worker computes a request: a worker
+//! is an `Engine`, and so is the router.
 //!
 //! ```no_run
 //! # use std::sync::Arc;

@@ -73,8 +73,8 @@ pub struct Settings {
     /// with an error. Default none: a stream ends at its limit of tokens, and how long that takes depends on the model
     /// and on the load. With it the shutdown timeout can be made longer than every request.
     pub max_request_time: Option<HumanDuration>,
-    /// Time after SIGTERM for which the listener stays open while `/ready` and new requests get 503. Default 5 s: load
-    /// balancers check every few seconds. It is a part of `shutdown_timeout`.
+    /// Time after SIGTERM for which new requests are still served while `/ready` gets 503. Default 5 s: load balancers
+    /// check every few seconds. It is a part of `shutdown_timeout`. Ctrl-C skips it.
     pub shutdown_delay: HumanDuration,
     /// Names of this server that requests may have in `Host`, besides its addresses and `localhost`; `*` for any.
     /// Default none: on a loopback address no other is allowed, which keeps out web pages that rebind a name to it. On

@@ -152,7 +152,7 @@ async fn measure(io: &Io, config: &Config) -> anyhow::Result<Report> {
     let mut text = tiers::table(&measured);
     let mut json = json!({ "rounds": io.rounds, "round_bytes": io.bytes.0, "tiers": measured });
     if let Some(expected) = expected {
-        let expected = expected.from(&measured);
+        let expected = expected.with_tiers(&measured);
         text += &format!("\n{expected}");
         json["expected"] = serde_json::to_value(&expected)?;
     }

@@ -141,7 +141,7 @@ impl Config {
                 problems.push(Problem::new(key, problem));
             }
         }
-        if !self.workers.decode() {
+        if !self.workers.any_decodes() {
             problems.push(Problem::new("workers", super::Workers::NONE_DECODES));
         }
         problems.extend(self.problem_of_g1());

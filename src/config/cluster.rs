@@ -255,7 +255,8 @@ impl Config {
         let advertised = self.cluster.advertise.as_deref().and_then(|url| url.split_once("://"));
         if advertised.is_some_and(|(other, _)| other != scheme) {
             let problem = if scheme == "http" {
-                "the worker has no TLS; set cluster.tls.cert_file and tls.key_file, or expected http://HOST:PORT"
+                "the worker has no TLS; expected http://HOST:PORT (for https://, set cluster.tls.cert_file and \
+                 cluster.tls.key_file)"
             } else {
                 "the worker has TLS (cluster.tls.cert_file); expected https://HOST:PORT"
             };

@@ -30,8 +30,8 @@ impl Origins {
         self.0.insert(key.to_owned(), origin.to_owned());
     }
 
-    /// These origins, except that `keys` keep their origins of `before`.
-    pub(crate) fn but<'a>(mut self, before: &Self, keys: impl IntoIterator<Item = &'a String>) -> Self {
+    /// These origins, but those of `before` for `keys`.
+    pub(crate) fn keeping<'a>(mut self, before: &Self, keys: impl IntoIterator<Item = &'a String>) -> Self {
         for key in keys {
             self.0.remove(key);
             self.0.extend(before.0.get_key_value(key).map(|(key, origin)| (key.clone(), origin.clone())));

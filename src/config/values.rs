@@ -181,14 +181,14 @@ impl Workers {
     /// Parses the number of workers of each role, at most `most` in all. At least one must decode.
     pub(crate) fn of(text: &str, most: usize) -> Result<Self, Invalid> {
         let workers = Self::roles_of(text, most)?;
-        if workers.decode() { Ok(workers) } else { Err(Invalid(Self::NONE_DECODES.into())) }
+        if workers.any_decodes() { Ok(workers) } else { Err(Invalid(Self::NONE_DECODES.into())) }
     }
 
     /// The problem of a fleet in which no worker decodes.
     pub(super) const NONE_DECODES: &str = "no worker would decode; add `decode:1`, or use `both:1`";
 
     /// Whether a worker decodes.
-    pub(super) fn decode(&self) -> bool {
+    pub(super) fn any_decodes(&self) -> bool {
         self.roles().any(|role| role != Role::Prefill)
     }
 

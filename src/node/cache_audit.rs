@@ -1,6 +1,7 @@
 //! The blocks in the tiers of this process beside the blocks in the router's index.
 //!
-//! The two differ only by events in flight; if they keep differing, requests are placed by a wrong view.
+//! The two differ only by events in flight. If they keep differing, the router expects cache hits that do not come, or
+//! misses some.
 
 use kvbm::{BlockManager, Level, SetDigest};
 use router::Router;

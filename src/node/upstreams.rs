@@ -188,11 +188,17 @@ impl Upstreams {
         self.aliases.set(aliases);
     }
 
-    /// Waits until a server has answered, at most until `deadline`.
+    /// Waits until a server has answered and every other one has answered or failed, at most until `deadline`.
     pub(super) async fn until_known(&self, deadline: Instant) {
+        let urls: Vec<String> = self.running.lock().keys().cloned().collect();
+        let are_known = |known: &BTreeMap<ServerKey, Vec<String>>| {
+            let problems = self.shared.problems.lock();
+            let is_tried = |url: &String| known.keys().chain(problems.keys()).any(|(of, _)| of == url);
+            !known.is_empty() && urls.iter().all(is_tried)
+        };
         let mut known = self.shared.known.subscribe();
         // The sender lives as long as `self`.
-        let _ = timeout_at(deadline, known.wait_for(|known| !known.is_empty())).await;
+        let _ = timeout_at(deadline, known.wait_for(are_known)).await;
     }
 
     /// What is known of the servers of a URL.
@@ -241,11 +247,17 @@ impl Shared {
 
 impl Problem {
     fn set(&self, problem: Option<String>) {
+        let has_problem = problem.is_some();
         let mut problems = self.shared.problems.lock();
-        match problem {
+        let former = match problem {
             Some(problem) => problems.insert(self.key.clone(), problem),
             None => problems.remove(&self.key),
         };
+        drop(problems);
+        if has_problem && former.is_none() {
+            // `until_known` looks at the problems, too.
+            self.shared.known.send_modify(|_| ());
+        }
     }
 }
 

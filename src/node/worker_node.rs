@@ -19,7 +19,10 @@ use super::planes::{self, NatsPlanes};
 use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
 use super::usage::CacheUsage;
-use super::{AT_ONCE, HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics, request_time};
+use super::{
+    AT_ONCE, HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics, request_share,
+    request_time,
+};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;
@@ -66,7 +69,8 @@ struct WorkerHealth {
     tiers: Health,
 }
 
-/// Time for the last outputs to reach frontends after the last request has finished.
+/// Time for the last outputs to reach frontends after the last request has finished, or after its time is over. A
+/// request that still runs then is cut off.
 const LAST_OUTPUTS: Duration = Duration::from_secs(1);
 
 impl WorkerNode {
@@ -177,7 +181,11 @@ impl Process for WorkerNode {
         if timeout_at(deadline, self.discovery.wait_until_deregistered()).await.is_err() {
             tracing::warn!("nats does not answer; the workers leave when their leases expire");
         }
-        let limit = format!("the workers stopped {} s before", LAST_OUTPUTS.as_secs_f64());
+        let limit = format!(
+            "they get {}, and {} s for the last outputs; raise shutdown_timeout for longer requests",
+            request_share(self.shutdown_timeout),
+            LAST_OUTPUTS.as_secs_f64()
+        );
         self.process.http.close(LAST_OUTPUTS, limit).await;
         drop(self.process.audit);
         stores.close(deadline).await;

@@ -8,6 +8,7 @@
 mod admin;
 mod drain;
 mod faults;
+mod fleet;
 mod handoff;
 mod partitions;
 mod proxy;
@@ -18,6 +19,7 @@ mod upstreams;
 mod versions;
 
 use super::process::{Client, Process, client, client_builder, command, free_port};
+use fleet::Fleet;
 use futures::StreamExt;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -111,6 +113,12 @@ impl Cluster {
 fn prompt(seed: u32) -> Vec<u32> {
     // Without the second step the prompts would repeat after 400 seeds.
     (0..300).map(|i| (i * (7 + 2 * (seed / 400)) + seed * 131) % 400 + 5).collect()
+}
+
+/// A streamed completion of exactly this many tokens, each of which is the most probable one.
+fn greedy(seed: u32, tokens: u32) -> Value {
+    json!({"model": "tiny", "prompt": prompt(seed), "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+        "stream": true})
 }
 
 /// Asks until the answer has cached tokens: events of other processes arrive a moment after what they describe.
@@ -328,6 +336,14 @@ impl Streamed {
         }
     }
 
+    /// Reads until each choice has at least this many more bytes of text.
+    async fn read_more(&mut self, bytes: usize) {
+        let enough: Vec<usize> = self.texts.iter().map(|text| text.len() + bytes).collect();
+        while self.texts.iter().zip(&enough).any(|(text, enough)| text.len() < *enough) {
+            self.read().await;
+        }
+    }
+
     pub(crate) async fn read_to_the_end(mut self) -> Vec<String> {
         while !self.ended {
             self.read().await;
@@ -339,38 +355,15 @@ impl Streamed {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_goes_on_when_its_worker_is_killed() {
     let Some(cluster) = Cluster::new() else { return };
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
-    let mut workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
-    let greedy = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
-        "ignore_eos": true, "stream": true});
+    let mut fleet = Fleet::start(&cluster, 2, &[]).await;
     let seeded = json!({"model": "tiny", "prompt": prompt(2), "max_tokens": 1000, "temperature": 1, "seed": 5,
         "frequency_penalty": 0.5, "n": 2, "ignore_eos": true, "stream": true});
-    for request in [greedy, seeded] {
-        let mut stream = Streamed::start(&frontend, &request).await;
-        while stream.texts.iter().any(|text| text.len() < 100) {
-            stream.read().await;
-        }
-        // The one that computes is killed.
-        let at = busy(&workers).await;
-        let clients = SteadyClients::start(&frontend.client, 3);
-        workers[at].kill();
-        let texts = stream.read_to_the_end().await;
-        clients.stop().await;
-        assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
-        workers[at] = cluster.worker(&seats[at]).await;
-        until_workers(&frontend, 2).await;
-        let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
-        assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    for request in [greedy(1, 1500), seeded] {
+        let (killed, texts) = fleet.kill_in_mid_stream(&request).await;
+        fleet.start_again(killed).await;
+        fleet.assert_undisturbed(&request, &texts).await;
     }
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "failed").await < 1.0);
-}
-
-/// The position of the worker that computes.
-async fn busy(workers: &[Process; 2]) -> usize {
-    usize::from(workers[0].client.metric("blockyard_worker_requests_running", "").await < 1.0)
+    assert!(fleet.moves("failed").await < 1.0);
 }
 
 /// Waits until a frontend knows this number of workers that are alive.
@@ -434,18 +427,13 @@ impl SteadyClients {
 #[tokio::test(flavor = "multi_thread")]
 async fn no_request_fails_while_workers_are_restarted_one_after_the_other() {
     let Some(cluster) = Cluster::new() else { return };
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
-    let mut workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
-    let clients = SteadyClients::start(&frontend.client, 4);
+    let mut fleet = Fleet::start(&cluster, 2, &[]).await;
+    let clients = SteadyClients::start(&fleet.frontend.client, 4);
     for round in 0..4 {
         let at = round % 2;
         tokio::time::sleep(Duration::from_millis(300)).await;
-        tokio::task::block_in_place(|| workers[at].stop());
-        workers[at] = cluster.worker(&seats[at]).await;
-        until_workers(&frontend, 2).await;
+        tokio::task::block_in_place(|| fleet.workers[at].stop());
+        fleet.start_again(at).await;
     }
     clients.stop().await;
 }

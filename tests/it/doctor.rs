@@ -239,6 +239,10 @@ async fn another_block_size_is_a_problem() {
     let checks = checks(upstream).await;
     expect(&checks, "block_size", Status::Problem, "or set it to 32");
     expect(&checks, "kv_block_size", Status::Problem, "upstreams.0.block_size = 32");
+    // A prompt that is shorter than a block of the server would look like a server without KV events.
+    let sent = vllm.server.requests().into_iter().find(|request| request.uri.path() == "/v1/completions").unwrap();
+    let body: Value = serde_json::from_slice(&sent.body).unwrap();
+    assert!(body["prompt"].as_str().unwrap().split(' ').count() > 3 * 32, "{body}");
 }
 
 #[tokio::test]

@@ -33,15 +33,16 @@ fn words(expression: &str) -> Vec<String> {
     cleaned.split(' ').filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
+fn is_metric(word: &str) -> bool {
+    word.starts_with("blockyard_") || word.starts_with("process_")
+}
+
 /// Labels that Prometheus adds, and the bounds of buckets.
 const ADDED_LABELS: [&str; 4] = ["instance", "job", "namespace", "le"];
 
 fn check(expression: &str) {
     let documented = documented();
-    let metrics: Vec<String> = words(expression)
-        .into_iter()
-        .filter(|word| word.starts_with("blockyard_") || word.starts_with("process_"))
-        .collect();
+    let metrics: Vec<String> = words(expression).into_iter().filter(|word| is_metric(word)).collect();
     // Prometheus makes `up` itself.
     assert!(!metrics.is_empty() || words(expression).iter().any(|word| word == "up"), "{expression}");
     let mut labels = String::new();
@@ -75,7 +76,11 @@ fn every_panel_asks_for_series_that_exist() {
     let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
     let mut count = 0;
     for target in targets {
-        check(target["expr"].as_str().unwrap());
+        let expression = target["expr"].as_str().unwrap();
+        check(expression);
+        let series = words(expression).into_iter().filter(|word| is_metric(word)).count();
+        let selected = expression.matches(r#"{job=~"$job",namespace=~"$namespace""#).count();
+        assert_eq!(selected, series, "each series needs the job and the namespace:\n  {expression}");
         count += 1;
     }
     assert!(count > 50, "{count} queries");
@@ -97,7 +102,12 @@ fn every_alert_asks_for_series_that_exist() {
 fn every_recording_rule_asks_for_series_that_exist() {
     let expressions: Vec<&str> = RULES.lines().filter_map(|line| line.trim().strip_prefix("expr: ")).collect();
     assert_eq!(expressions.len(), RULES.matches("- record: ").count());
-    expressions.into_iter().for_each(check);
+    for expression in expressions {
+        check(expression);
+        // Otherwise the deployments in several namespaces would add up.
+        let keeps_both = expression.split("sum").skip(1).all(|rest| rest.starts_with(" by (job, namespace"));
+        assert!(keeps_both, "use `sum by (job, namespace…)`:\n  {expression}");
+    }
 }
 
 #[test]

@@ -6,10 +6,9 @@ BLOCKYARD_BIN is the path of the binary. Its default is the debug build of `carg
 import json
 import os
 import pathlib
-import random
 import signal
-import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +16,9 @@ import urllib.request
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "servers"))
+from ports import free_port  # noqa: E402
+
 MAX_START_SECONDS = 120  # the first start makes the model's weights, perhaps on a busy machine
 LOG_TAIL_BYTES = 4_000
 
@@ -39,22 +41,6 @@ def binary():
 def environment():
     """The environment without variables that configure Blockyard."""
     return {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
-
-
-# Below the ports that the system gives to connections, so that none takes a port before its server has started.
-SERVER_PORTS = range(15_000, 32_000)
-
-
-def free_port():
-    """A port for a server, drawn at random so that runs beside each other rarely draw the same."""
-    while True:
-        port = random.choice(SERVER_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 class Server:

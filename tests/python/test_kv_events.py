@@ -12,7 +12,7 @@ import threading
 import time
 
 import zmq
-from process import binary
+from process import binary, free_port
 
 TIMEOUT = 30
 
@@ -111,11 +111,7 @@ def runs(numbers):
 
 
 def ports(count=2):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return found
+    return [free_port() for _ in range(count)]
 
 
 def test_a_late_subscriber_gets_all():

@@ -20,8 +20,8 @@ import tempfile
 import threading
 import time
 
-import run
 from deployment import Process, deployment, fetch
+from ports import free_port
 
 MODEL = "small"
 WORKERS = 4
@@ -105,7 +105,7 @@ def computed(processes):
 
 
 def one_process(program, script):
-    port = run.free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="blockyard-serve-") as folder:
         url = f"http://127.0.0.1:{port}"
         command = [program, "serve", "--model", MODEL, "--listen", f"127.0.0.1:{port}", "--data-dir", f"{folder}/data"]

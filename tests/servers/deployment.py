@@ -12,6 +12,7 @@ import time
 import urllib.request
 
 import run
+from ports import free_port
 
 BUCKET = "demo"
 MAX_START_SECONDS = 60
@@ -80,8 +81,8 @@ class Deployment:
         self.workers, self.frontends, self.twins, self.nats = [], [], [], contextlib.ExitStack()
         self.secret = pathlib.Path(folder) / "secret"
         self.secret.write_text(secrets.token_hex(32))
-        self.nats_port = run.free_port()
-        self.ports = [run.free_port() for _ in range(len(self.roles) + frontends)]
+        self.nats_port = free_port()
+        self.ports = [free_port() for _ in range(len(self.roles) + frontends)]
         self.environment = {
             "HOME": str(folder),
             "AWS_ACCESS_KEY_ID": "demo",
@@ -118,7 +119,7 @@ class Deployment:
     def twin(self, nth):
         """Another process with the id of a worker: it has the same address in discovery, and listens at another one."""
         address = self.advertised.get(nth, f"http://127.0.0.1:{self.ports[nth]}")
-        url = f"http://127.0.0.1:{run.free_port()}"
+        url = f"http://127.0.0.1:{free_port()}"
         self.twins.append(self.worker_process(nth, f"twin-{nth + 1}", url, address, {}))
         return self.twins[-1]
 
@@ -159,7 +160,7 @@ class Deployment:
 def deployment(program, workers, frontends, before_s3=None, **settings):
     """A deployment with an S3 server, not started yet. Its processes are killed at the end. `before_s3`: makes the port at
     which workers reach the S3 server from the server's own."""
-    port = run.free_port()
+    port = free_port()
     moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryDirectory(prefix="blockyard-cluster-") as folder:
         with run.server("moto", moto, port, folder) as s3:

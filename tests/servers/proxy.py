@@ -4,7 +4,7 @@ import select
 import socket
 import threading
 
-import run
+from ports import free_port
 
 CHUNK_BYTES = 64 << 10
 
@@ -17,7 +17,7 @@ class Proxy:
         self.target_port, self.http1_only = target_port, http1_only
         self.passing, self.closed = threading.Event(), threading.Event()
         self.passing.set()
-        self.port = run.free_port()
+        self.port = free_port()
         self.listener = socket.create_server(("127.0.0.1", self.port))
         threading.Thread(target=self.accept, daemon=True).start()
 

@@ -15,13 +15,14 @@ import hashlib
 import hmac
 import os
 import pathlib
-import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+
+from ports import free_port
 
 HERE = pathlib.Path(__file__).resolve().parent
 BUCKET = "kvbmtests"  # no hyphen: Google's client encodes it, and moto does not decode it
@@ -30,23 +31,6 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 MAX_START_SECONDS = 60
 MAX_STOP_SECONDS = 10
-
-
-# Below the ports that systems give to outgoing connections (from 32768 on Linux): one of those could take the port
-# while a server is restarted.
-SERVER_PORTS = range(15_000, 32_000)
-
-
-def free_port():
-    """A port for a server, drawn at random so that runs beside each other rarely draw the same."""
-    while True:
-        port = random.choice(SERVER_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
 
 
 @contextlib.contextmanager

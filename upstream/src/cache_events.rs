@@ -11,9 +11,10 @@
 //! - **A restart of the engine removes all of its blocks from the same log.** The epoch of the log stays: it is that of
 //!   the worker's registration, and a new registration would lose what the router knows of running requests and of the
 //!   worker's health, although nothing but the cache has changed.
-//! - **Lost events remove all blocks too.** A block that is missing from the index costs a cache hit, but a block that
-//!   the engine no longer has attracts requests. Blocks that the engine keeps stay unknown until it stores them again;
-//!   meanwhile the router notices that the hits differ from the events, and estimates the cache.
+//! - **Lost events remove all blocks too.** A block that is missing from the index costs a cache hit, but for a
+//!   block that the engine no longer has, requests are sent to the wrong engine. Blocks that the engine keeps stay
+//!   unknown until it stores them again; meanwhile the router notices that the hits differ from the events, and
+//!   estimates the cache.
 //! - **Blocks of unknown adapters and salts are ignored**, and counted with all other ignored blocks.
 
 use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, run};

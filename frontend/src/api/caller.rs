@@ -23,9 +23,9 @@ pub(super) fn models(state: &AppState, context: &RequestContext) -> Vec<Arc<Mode
     cards
 }
 
-/// The model that a body names. If a key may use some models only, it must be named in a way that every server reads
-/// alike: of several fields some read the first one, and some ignore the case of names. Adapters in further fields must
-/// be models of the key too.
+/// The model that a body names. For a key that may use some models only, the body must name the model so that every
+/// server reads the same name: of several fields `model` some servers read the first one, and some read `Model` too.
+/// Adapters in further fields must be models of the key.
 pub(super) fn named_model(context: &RequestContext, fields: &mut Fields) -> Result<Option<String>, Error> {
     let Some(key) = context.key().filter(|key| key.has_models()) else { return fields.text("model") };
     if fields.is_ambiguous("model") {

@@ -6,7 +6,7 @@ use crate::error::Error;
 use std::num::NonZero;
 use std::sync::Arc;
 
-/// What the limits of a key limit, in messages and labels.
+/// The names of the two limits of a key, in messages and labels.
 const REQUESTS: &str = "requests";
 const TOKENS: &str = "tokens";
 

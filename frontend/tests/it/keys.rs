@@ -1,11 +1,12 @@
 //! API keys: which requests need one, what it allows, its limits, and changes of the key file.
 
 use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, post, send};
+use crate::key_file::{Keys, with_key};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request, StatusCode};
 use bytes::Bytes;
-use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown, Tokenizers};
+use frontend::{KeyFile, Server, Settings, Shutdown, Tokenizers};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use serde_json::json;
@@ -14,7 +15,6 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::net::SocketAddr;
 use std::num::NonZero;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -29,45 +29,8 @@ use worker::engine::{
 /// Time for what takes less than a second on an idle machine.
 const TIMEOUT: Duration = Duration::from_mins(1);
 
-/// A key file in a folder of its own.
-struct Keys {
-    folder: tempfile::TempDir,
-}
-
-impl Keys {
-    fn new() -> Self {
-        Self { folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn path(&self) -> PathBuf {
-        self.folder.path().join("keys.toml")
-    }
-
-    /// Adds a key, which `limit` may limit.
-    fn add(&self, name: &str, limit: impl FnOnce(&mut KeyEntry)) -> String {
-        let key = ApiKey::generate().unwrap();
-        let mut entry = KeyEntry::new(name, key.hash());
-        limit(&mut entry);
-        KeyFile::change(&self.path(), |file| {
-            file.keys.push(entry);
-            Ok(())
-        })
-        .unwrap();
-        key.reveal().to_owned()
-    }
-
-    fn settings(&self) -> Settings {
-        Settings { api_keys_file: Some(self.path()), ..Settings::default() }
-    }
-}
-
 fn engine() -> Arc<FakeEngine> {
     FakeEngine::with_steps(vec![first("ab"), last("c", FinishReason::Length)])
-}
-
-fn with_key(mut request: Request<Body>, key: &str) -> Request<Body> {
-    request.headers_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
-    request
 }
 
 fn get(path: &str) -> Request<Body> {

@@ -8,6 +8,7 @@ mod chat;
 mod completions;
 mod extensions;
 mod fake;
+mod key_file;
 mod keys;
 mod limits;
 mod logs;

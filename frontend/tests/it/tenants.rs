@@ -1,13 +1,13 @@
 //! Metrics of tenants: requests, rejections, tokens and limits of keys, and the number of tenants that are exported.
 
 use crate::fake::{FakeEngine, Step, chat, completion, first, last, send};
+use crate::key_file::{Keys, with_key};
 use axum::Router;
 use axum::body::Body;
 use axum::http::Request;
-use frontend::{ApiKey, KeyEntry, KeyFile, Settings};
+use frontend::{KeyEntry, Settings};
 use serde_json::json;
 use std::num::NonZero;
-use std::path::PathBuf;
 use std::sync::Arc;
 use worker::engine::{Error, FinishReason};
 
@@ -16,49 +16,18 @@ fn engine() -> Arc<FakeEngine> {
     FakeEngine::with_steps(vec![first("ab"), last("c", FinishReason::Length)])
 }
 
-/// A key file with keys of these tenants.
-struct Keys {
-    folder: tempfile::TempDir,
-}
-
-impl Keys {
-    fn new() -> Self {
-        Self { folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn path(&self) -> PathBuf {
-        self.folder.path().join("keys.toml")
-    }
-
-    /// Adds a key with limits of requests and tokens per minute; 0: without the limit.
-    fn add(&self, name: &str, tenant: &str, requests: u32, tokens: u32) -> String {
-        let key = ApiKey::generate().unwrap();
-        let entry = KeyEntry {
-            tenant: Some(tenant.to_owned()),
-            requests_per_minute: NonZero::new(requests),
-            tokens_per_minute: NonZero::new(tokens),
-            ..KeyEntry::new(name, key.hash())
-        };
-        KeyFile::change(&self.path(), |file| {
-            file.keys.push(entry);
-            Ok(())
-        })
-        .unwrap();
-        key.reveal().to_owned()
-    }
-
-    fn settings(&self) -> Settings {
-        Settings { api_keys_file: Some(self.path()), ..Settings::default() }
+/// Gives a key to a tenant, with limits of requests and tokens per minute; 0: without the limit.
+fn of(tenant: &'static str, requests: u32, tokens: u32) -> impl FnOnce(&mut KeyEntry) {
+    move |key| {
+        key.tenant = Some(tenant.to_owned());
+        key.requests_per_minute = NonZero::new(requests);
+        key.tokens_per_minute = NonZero::new(tokens);
     }
 }
 
 fn with(mut request: Request<Body>, header: &'static str, value: &str) -> Request<Body> {
     request.headers_mut().insert(header, value.parse().unwrap());
     request
-}
-
-fn with_key(request: Request<Body>, key: &str) -> Request<Body> {
-    with(request, "authorization", &format!("Bearer {key}"))
 }
 
 /// The lines of the metrics of tenants.
@@ -84,8 +53,8 @@ fn value(lines: &[String], name: &str) -> f64 {
 #[tokio::test]
 async fn each_tenant_has_its_requests_tokens_and_rejections() {
     let keys = Keys::new();
-    let ann = keys.add("ann", "ann", 0, 0);
-    let bob = keys.add("bob", "bob", 2, 0);
+    let ann = keys.add("ann", of("ann", 0, 0));
+    let bob = keys.add("bob", of("bob", 2, 0));
     let router = engine().router_with(keys.settings());
     assert_has(&metrics(&router).await, &[r#"requests_total{outcome="ok",tenant="ann"} 0"#]);
     for _ in 0..2 {
@@ -121,7 +90,7 @@ async fn each_tenant_has_its_requests_tokens_and_rejections() {
 #[tokio::test]
 async fn failed_and_cancelled_requests_are_counted_apart() {
     let keys = Keys::new();
-    let ann = keys.add("ann", "ann", 0, 0);
+    let ann = keys.add("ann", of("ann", 0, 0));
     let failing = FakeEngine::with_steps(vec![Step::Fail(Error::Failed("scripted".into()))]);
     let router = failing.router_with(keys.settings());
     assert_eq!(send(&router, with_key(completion(json!({})), &ann)).await.status, 500);
@@ -141,8 +110,8 @@ async fn failed_and_cancelled_requests_are_counted_apart() {
 #[tokio::test]
 async fn the_use_of_limits_is_added_up_over_the_keys_of_a_tenant() {
     let keys = Keys::new();
-    let first_key = keys.add("first", "ann", 100, 1000);
-    let second_key = keys.add("second", "ann", 0, 500);
+    let first_key = keys.add("first", of("ann", 100, 1000));
+    let second_key = keys.add("second", of("ann", 0, 500));
     let router = engine().router_with(keys.settings());
     for key in [&first_key, &second_key] {
         let prompt = json!({ "prompt": [1, 2, 3, 4, 5] });

@@ -29,11 +29,11 @@ pub(super) struct Expectation {
     prefill_measured: bool,
     /// Expected time to first token with the prefix in a tier, of each tier's fastest case.
     #[serde(rename = "ttft")]
-    from: Vec<From>,
+    by_tier: Vec<TierEstimate>,
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct From {
+struct TierEstimate {
     tier: &'static str,
     #[serde(rename = "location")]
     place: String,
@@ -57,17 +57,17 @@ impl Expectation {
         };
         let prefill_tokens_per_second = prefill.or(measured);
         let (model, prefill_measured) = (config.model.to_string(), measured.is_some());
-        Ok(Self { model, context, kv_bytes_per_token, prefill_tokens_per_second, prefill_measured, from: vec![] })
+        Ok(Self { model, context, kv_bytes_per_token, prefill_tokens_per_second, prefill_measured, by_tier: vec![] })
     }
 
     /// Adds the estimate of each measured tier.
-    pub(super) fn from(mut self, measured: &[Measured]) -> Self {
+    pub(super) fn with_tiers(mut self, measured: &[Measured]) -> Self {
         let bytes = (self.kv_bytes_per_token * self.context as u64) as f64;
         for figures in measured {
             let (tier, place, seconds) = (figures.tier, &figures.place, figures.latency + bytes / figures.read);
-            match self.from.iter_mut().find(|from| from.tier == tier && from.place == *place) {
-                Some(from) => from.seconds = from.seconds.min(seconds),
-                None => self.from.push(From { tier, place: place.clone(), seconds }),
+            match self.by_tier.iter_mut().find(|known| known.tier == tier && known.place == *place) {
+                Some(known) => known.seconds = known.seconds.min(seconds),
+                None => self.by_tier.push(TierEstimate { tier, place: place.clone(), seconds }),
             }
         }
         self
@@ -91,7 +91,7 @@ impl fmt::Display for Expectation {
             }
             (None, _) => writeln!(f, "  recomputed   unknown: set --prefill-tokens-per-second")?,
         }
-        for From { tier, place, seconds } in &self.from {
+        for TierEstimate { tier, place, seconds } in &self.by_tier {
             let times = self.recompute().map(|recompute| format!(", {:.1} times as fast", recompute / seconds));
             writeln!(f, "  {:<12} {}  ({place}{})", format!("from {tier}"), time(*seconds), times.unwrap_or_default())?;
         }
@@ -250,11 +250,11 @@ mod tests {
             kv_bytes_per_token: 1_000_000,
             prefill_tokens_per_second: Some(100.0),
             prefill_measured: false,
-            from: vec![],
+            by_tier: vec![],
         };
-        let expected = expected.from(&[figures(1e9, 0.5), figures(2e9, 0.1)]);
-        assert_eq!(expected.from.len(), 1);
-        assert!((expected.from[0].seconds - 0.6).abs() < 1e-9);
+        let expected = expected.with_tiers(&[figures(1e9, 0.5), figures(2e9, 0.1)]);
+        assert_eq!(expected.by_tier.len(), 1);
+        assert!((expected.by_tier[0].seconds - 0.6).abs() < 1e-9);
         let text = expected.to_string();
         assert!(text.contains("10.00 s") && text.contains("600.00 ms") && text.contains("16.7 times"), "{text}");
     }

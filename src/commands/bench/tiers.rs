@@ -180,7 +180,9 @@ struct Measurement<'a> {
 
 #[derive(Default)]
 struct Samples {
-    ours: Vec<Rates>,
+    /// Through the tier.
+    tier: Vec<Rates>,
+    /// Of the device, without the tier.
     raw: Vec<Rates>,
     latency: Vec<f64>,
     what: &'static str,
@@ -212,7 +214,7 @@ impl Measurement<'_> {
                 (Target::Shared(tier, _), _) => self.transforms.wrap(tier.clone()),
                 (Target::Memory, None) => unreachable!("memory was made above"),
             };
-            let (ours, latency) = self.ours(&*tier, round).await?;
+            let (rates, latency) = self.through_tier(&*tier, round).await?;
             if let Some(host) = &memory {
                 // Free the slots, so that the next round writes to the same memory.
                 (0..bytes / block).for_each(|n| host.discard(fingerprint(), self.name(round, n)));
@@ -222,7 +224,7 @@ impl Measurement<'_> {
                 std::fs::remove_dir_all(folder.0.join("tier"))?;
             }
             if round >= warm_up {
-                figures.ours.push(ours);
+                figures.tier.push(rates);
                 figures.raw.push(raw);
                 figures.latency.extend(latency);
             }
@@ -261,7 +263,7 @@ impl Measurement<'_> {
     }
 
     /// Writes and reads the blocks of one round, then reads single blocks for the latency.
-    async fn ours(&self, tier: &dyn Tier, round: usize) -> anyhow::Result<(Rates, Vec<f64>)> {
+    async fn through_tier(&self, tier: &dyn Tier, round: usize) -> anyhow::Result<(Rates, Vec<f64>)> {
         let Case { bytes, block, parallel } = self.case;
         let batch = REQUEST.div_ceil(block);
         let blocks: Vec<Block> = (0..bytes / block).map(|n| self.block(round, n)).collect();
@@ -347,13 +349,13 @@ impl Samples {
     fn into_measured(self, tier: &'static str, place: String, case: Case) -> Measured {
         let of = |rates: &[Rates], way: usize| median(rates.iter().map(|rates| rates[way]).collect());
         let ratio =
-            |way: usize| median(self.ours.iter().zip(&self.raw).map(|(ours, raw)| ours[way] / raw[way]).collect());
+            |way: usize| median(self.tier.iter().zip(&self.raw).map(|(tier, raw)| tier[way] / raw[way]).collect());
         Measured {
             tier,
             place,
             case,
-            write: of(&self.ours, 0),
-            read: of(&self.ours, 1),
+            write: of(&self.tier, 0),
+            read: of(&self.tier, 1),
             raw_write: of(&self.raw, 0),
             raw_read: of(&self.raw, 1),
             write_ratio: ratio(0),

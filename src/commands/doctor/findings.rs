@@ -89,7 +89,7 @@ impl Findings {
         self.push(check, Status::Problem, detail.into(), Some(fix.into()));
     }
 
-    /// A problem of a server that is expected to do better, else a warning.
+    /// A problem if `is_problem`, else a warning.
     pub(super) fn wrong(&mut self, is_problem: bool, check: &'static str, detail: String, fix: impl Into<String>) {
         let status = if is_problem { Status::Problem } else { Status::Warning };
         self.push(check, status, detail, Some(fix.into()));

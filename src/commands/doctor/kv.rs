@@ -34,12 +34,20 @@ pub(super) async fn examine(server: &Server<'_>, at: usize, probing: Probing, fi
     if probing == Probing::Skip {
         return;
     }
-    let plan = Plan { server, rank: rank.map(|rank| rank as u32), sources: &sources, block_size: used.get(), salted };
+    let largest = used.max(listed.block_size.unwrap_or(used));
+    let plan = Plan {
+        server,
+        rank: rank.map(|rank| rank as u32),
+        sources: &sources,
+        block_size: used.get(),
+        largest_block: largest.get(),
+        salted,
+    };
     let seen = probe::send(&plan).await;
     judge::judge(&seen, server.kind, at, findings);
 }
 
-/// The program, as `serve` tells it.
+/// Which program the server is, found out as `serve` does.
 fn program(server: &Server<'_>) -> Program {
     Program::of_owner(server.models.iter().find_map(|model| model.owned_by.as_deref()))
 }

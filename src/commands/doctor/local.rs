@@ -17,7 +17,7 @@ use tokio::time::timeout;
 use upstream::ask::{self, AnswerLimits, ServerAnswer};
 use upstream::relay::client::{Client, Settings};
 
-/// For the answer of the program that has the port. Blockyard's own has 20 bytes.
+/// Limits of the answer of the program that listens on the port. Blockyard's answer has 20 bytes.
 const LIVE: AnswerLimits = AnswerLimits { bytes: 4096, time: Duration::from_secs(2) };
 /// Time for the check of a store: four requests.
 const STORE_TIMEOUT: Duration = Duration::from_secs(15);

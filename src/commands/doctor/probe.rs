@@ -24,13 +24,14 @@ use worker::engine::UNKNOWN_CONTEXT;
 
 /// Blocks of the prompt: several, so that parents are seen too.
 const BLOCKS: usize = 3;
-/// For one completion. Its prompt is short, but the server may be busy.
+/// Limits of the answer to one completion. Its prompt is short, but the server may be busy.
 const COMPLETION: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(8) };
-/// For the tokens of a prompt.
+/// Limits of the answer with the tokens of a prompt.
 const TOKENS: AnswerLimits = AnswerLimits { bytes: 4 << 20, time: Duration::from_secs(3) };
 /// Time for the connections to the publishers, which have answered before.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// A publisher learns of a subscription after it has accepted the connection, and says nothing of it.
+/// Time for a publisher to receive the subscription, which it does after it has accepted the connection and does not
+/// acknowledge.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_millis(500);
 /// Time for the events of a completion. Engines publish them with the step.
 const EVENTS_TIMEOUT: Duration = Duration::from_secs(3);
@@ -43,7 +44,7 @@ const ERROR_CHARS: usize = 300;
 const WORDS: [&str; 16] =
     ["the", "of", "and", "to", "in", "is", "it", "for", "on", "with", "as", "was", "at", "by", "from", "that"];
 
-/// What is sent to which server.
+/// The server to probe, and what is sent to it.
 pub(super) struct Plan<'a> {
     pub(super) server: &'a Server<'a>,
     /// The data-parallel rank that the completions are for, if they can name one.
@@ -52,6 +53,8 @@ pub(super) struct Plan<'a> {
     pub(super) sources: &'a [Source],
     /// The block size that the router uses.
     pub(super) block_size: u32,
+    /// The larger one of that and the block size that the server says: the prompt must have some of its blocks, too.
+    pub(super) largest_block: u32,
     /// Whether one completion has a salt.
     pub(super) salted: bool,
 }
@@ -143,7 +146,7 @@ pub(super) async fn send(plan: &Plan<'_>) -> ProbeResult {
 /// A prompt that no other request has, of [`BLOCKS`] blocks and a part of one, or what fits into the context; and its
 /// tokens.
 async fn prompt(plan: &Plan<'_>, model: &str, context: usize) -> (String, Result<Vec<u32>, String>) {
-    let block_size = plan.block_size as usize;
+    let block_size = plan.largest_block as usize;
     // Half of the context leaves space for vocabularies that have more tokens than words.
     let wanted = (BLOCKS * block_size + block_size / 2).min(context / 2);
     let start = format!("{} ", nonce());
@@ -264,9 +267,9 @@ impl Chain for PromptChain {
 /// The view of one rank.
 struct Rank {
     view: View<PromptChain>,
-    /// Empty between calls.
+    /// A buffer that is reused: empty between calls.
     changes: Vec<Change<SequenceHash>>,
-    /// Of the prompt.
+    /// The hashes of the prompt's blocks.
     blocks: Arc<[SequenceHash]>,
     events: Arc<watch::Sender<Events>>,
 }

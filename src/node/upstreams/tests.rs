@@ -250,6 +250,20 @@ async fn a_list_is_registered_up_to_a_limit() {
 }
 
 #[tokio::test]
+async fn the_start_waits_for_each_server_that_answers_and_for_no_other() {
+    let (quick, slow, ended) = (any_server().await, any_server().await, any_server().await);
+    slow.set_page("/v1/models", models(&["org/slow"]).after(Duration::from_millis(200)));
+    let [quick_url, slow_url, ended_url] = [&quick, &slow, &ended].map(|server| server.uri().to_string());
+    ended.kill().await;
+    let harness = Harness::new();
+    harness.apply(&[&quick_url, &slow_url, &ended_url]);
+    harness.upstreams.until_known(Instant::now() + TIMEOUT).await;
+    assert_eq!(harness.upstreams.known(&quick_url).models, ["org/m"]);
+    assert_eq!(harness.upstreams.known(&slow_url).models, ["org/slow"]);
+    assert_eq!(harness.upstreams.known(&ended_url).servers, 0);
+}
+
+#[tokio::test]
 async fn a_model_that_a_server_does_not_know_is_asked_about() {
     let server = any_server().await;
     let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });

@@ -42,12 +42,9 @@ async fn a_worker_reloads_its_configuration_while_it_serves() {
     let more = ["--config", file.to_str().unwrap(), "--set", "admin.listen=127.0.0.1:0"];
     let worker = cluster.worker_at(&cluster.seat("a"), &more).await;
     let frontend = cluster.frontend().await;
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
-        "ignore_eos": true, "stream": true});
+    let request = greedy(1, 1500);
     let mut stream = Streamed::start(&frontend, &request).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
-    }
+    stream.read_more(100).await;
 
     std::fs::write(&file, "[engine]\nmax_num_seqs = 3\n[tiers]\ng2 = \"off\"\n[log]\nfilter = \"debug\"\n").unwrap();
     let report = reloaded(&worker, "file", "applied").await;
@@ -96,12 +93,8 @@ async fn an_operator_drains_a_worker_for_all_frontends_and_looks_at_its_tiers() 
     }
 
     // With a running request the drain does not end in time.
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1000, "temperature": 0,
-        "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&left, &request).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
-    }
+    let mut stream = Streamed::start(&left, &greedy(1, 1000)).await;
+    stream.read_more(100).await;
     let is_here = first.client.metric("blockyard_worker_requests_running", "").await > 0.0;
     let (code, report) = admin(&first, Method::POST, &path("drain?timeout=10ms"), "").await;
     let running = report["requests"].as_u64().unwrap();

@@ -4,92 +4,60 @@ use super::faults::Nats;
 use super::*;
 use parking_lot::Mutex;
 
-fn greedy(tokens: u32) -> Value {
-    json!({"model": "tiny", "prompt": prompt(1), "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
-        "stream": true})
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_is_stopped_finishes_its_streams() {
     let Some(cluster) = Cluster::new() else { return };
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
-    let workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
-    let mut stream = Streamed::start(&frontend, &greedy(1000)).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
-    }
-    let stopped = &workers[busy(&workers).await];
-    stopped.signal("TERM");
+    let fleet = Fleet::start(&cluster, 2, &[]).await;
+    let stream = fleet.begun(&greedy(1, 1000)).await;
+    fleet.workers[fleet.busy().await].signal("TERM");
     let texts = stream.read_to_the_end().await;
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "").await < 1.0, "{}", frontend.log());
-    let undisturbed = Streamed::start(&frontend, &greedy(1000)).await.read_to_the_end().await;
-    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    assert!(fleet.moves("").await < 1.0, "{}", fleet.frontend.log());
+    fleet.assert_undisturbed(&greedy(1, 1000), &texts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
     let Some(cluster) = Cluster::new() else { return };
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let short = ["--set", "shutdown_timeout=1s"];
-    let (first, second) = tokio::join!(cluster.worker_at(&seats[0], &short), cluster.worker_at(&seats[1], &short));
-    let mut workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
+    let mut fleet = Fleet::start(&cluster, 2, &["--set", "shutdown_timeout=1s"]).await;
     let seeded = json!({"model": "tiny", "prompt": prompt(2), "max_tokens": 4000, "temperature": 1, "seed": 5, "n": 2,
         "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&frontend, &seeded).await;
-    while stream.texts.iter().any(|text| text.len() < 100) {
-        stream.read().await;
-    }
-    let at = busy(&workers).await;
+    let stream = fleet.begun(&seeded).await;
+    let at = fleet.busy().await;
     let reading = tokio::spawn(stream.read_to_the_end());
-    tokio::task::block_in_place(|| workers[at].stop());
+    tokio::task::block_in_place(|| fleet.workers[at].stop());
     let texts = reading.await.unwrap();
-    let moved = frontend.client.metric("blockyard_router_stream_moves_total", "continued").await;
     // The choices may be on both workers.
-    assert!(moved >= 1.0, "{}", frontend.log());
-    workers[at] = cluster.worker_at(&seats[at], &short).await;
-    until_workers(&frontend, 2).await;
-    let undisturbed = Streamed::start(&frontend, &seeded).await.read_to_the_end().await;
-    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
-}
-
-/// The position of the worker that computes.
-async fn computing(workers: &[Process]) -> usize {
-    loop {
-        for (at, worker) in workers.iter().enumerate() {
-            if worker.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
-                return at;
-            }
-        }
-    }
+    assert!(fleet.moves("continued").await >= 1.0, "{}", fleet.frontend.log());
+    fleet.start_again(at).await;
+    fleet.assert_undisturbed(&seeded, &texts).await;
 }
 
 /// More workers are stopped under one stream than may fail it. None is started again: the stream would have to be
-/// longer by the time of the starts.
+/// longer by the time of the starts. A second signal ends each at once: with one, each would compute the stream for
+/// three more seconds (`LAST_OUTPUTS` and `LAST_BYTES`), which are thousands of tokens.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
     let Some(cluster) = Cluster::new() else { return };
-    let short = ["--set", "shutdown_timeout=300ms"];
-    let seats: Vec<Seat> = (1..=5).map(|nth| cluster.seat(&format!("w{nth}"))).collect();
-    let mut workers = futures::future::join_all(seats.iter().map(|seat| cluster.worker_at(seat, &short))).await;
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 5).await;
-    let mut stream = Streamed::start(&frontend, &greedy(6000)).await;
+    let mut fleet = Fleet::start(&cluster, 5, &[]).await;
+    let mut stream = Streamed::start(&fleet.frontend, &greedy(1, 1500)).await;
     let mut stopped = Vec::new();
     for moves in 1..=4 {
-        let enough = stream.texts[0].len() + 100;
-        while stream.texts[0].len() < enough {
-            stream.read().await;
+        stream.read_more(100).await;
+        let at = fleet.busy().await;
+        let worker = fleet.workers.swap_remove(at);
+        worker.signal("TERM");
+        while fleet.frontend.client.metric("blockyard_router_workers", "").await > fleet.workers.len() as f64 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let at = computing(&workers).await;
-        let worker = workers.swap_remove(at);
+        // A worker that sends outputs after it has left is one that was stopped.
+        let generated = async || worker.client.metric("blockyard_worker_generated_tokens_total", "").await;
+        let when_it_left = generated().await;
+        while generated().await < when_it_left + 5.0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         worker.signal("TERM");
         stopped.push(worker);
-        while frontend.client.metric("blockyard_router_stream_moves_total", "continued").await < f64::from(moves) {
+        while fleet.moves("continued").await < f64::from(moves) {
             stream.read().await;
         }
     }
@@ -98,9 +66,8 @@ async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
         let (status, log) = worker.wait();
         assert!(status.success(), "{status}: {log}");
     }
-    let undisturbed = Streamed::start(&frontend, &greedy(6000)).await.read_to_the_end().await;
-    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "failed").await < 1.0);
+    fleet.assert_undisturbed(&greedy(1, 1500), &texts).await;
+    assert!(fleet.moves("failed").await < 1.0);
 }
 
 /// Frontends, as a load balancer knows them.

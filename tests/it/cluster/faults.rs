@@ -89,58 +89,33 @@ async fn requests_are_served_while_nats_is_away() {
 async fn a_stream_goes_on_when_its_worker_is_killed_while_nats_is_away() {
     let Some(mut nats) = Nats::start().await else { return };
     let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
-    let mut workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
+    let mut fleet = Fleet::start(&cluster, 2, &[]).await;
     nats.stop();
-    while frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
+    while fleet.frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
-        "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&frontend, &request).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
-    }
-    let at = busy(&workers).await;
-    let clients = SteadyClients::start(&frontend.client, 3);
-    workers[at].kill();
-    let texts = stream.read_to_the_end().await;
-    clients.stop().await;
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
-    assert!(frontend.client.metric("blockyard_nats_connected", "").await < 1.0, "it was away for all of this");
-    let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
-    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    let (_, texts) = fleet.kill_in_mid_stream(&greedy(1, 1500)).await;
+    assert!(fleet.frontend.client.metric("blockyard_nats_connected", "").await < 1.0, "it was away for all of this");
+    fleet.assert_undisturbed(&greedy(1, 1500), &texts).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
     let Some(cluster) = Cluster::new() else { return };
-    let seats = [cluster.seat("a"), cluster.seat("b")];
-    let (first, second) = tokio::join!(cluster.worker(&seats[0]), cluster.worker(&seats[1]));
-    let workers = [first, second];
-    let frontend = cluster.frontend().await;
-    until_workers(&frontend, 2).await;
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 1500, "temperature": 0,
-        "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&frontend, &request).await;
-    while stream.texts[0].len() < 100 {
-        stream.read().await;
-    }
-    let frozen = &workers[busy(&workers).await];
+    let fleet = Fleet::start(&cluster, 2, &[]).await;
+    let frontend = &fleet.frontend;
+    let stream = fleet.begun(&greedy(1, 1500)).await;
+    let frozen = &fleet.workers[fleet.busy().await];
     let clients = SteadyClients::start(&frontend.client, 3);
     frozen.signal("STOP");
     let texts = stream.read_to_the_end().await;
     let log = frontend.log();
     assert!(log.contains("has left and does not answer"), "found when its lease ended, not by a ping: {log}");
-    assert!(frontend.client.metric("blockyard_router_stream_moves_total", "continued").await > 0.0);
+    assert!(fleet.moves("continued").await > 0.0);
     frozen.signal("CONT");
-    until_workers(&frontend, 2).await;
+    until_workers(frontend, 2).await;
     clients.stop().await;
-    let undisturbed = Streamed::start(&frontend, &request).await.read_to_the_end().await;
-    assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
+    fleet.assert_undisturbed(&greedy(1, 1500), &texts).await;
     while frozen.client.metric("blockyard_worker_requests_running", "").await > 0.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -151,16 +126,10 @@ async fn workers_stop_computing_for_a_frontend_that_was_killed_and_streams_of_an
     let Some(cluster) = Cluster::new() else { return };
     let worker = cluster.worker(&cluster.seat("a")).await;
     let (mut killed, other) = tokio::join!(cluster.frontend(), cluster.frontend());
-    let request = |nth, tokens| {
-        json!({"model": "tiny", "prompt": prompt(nth), "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
-            "stream": true})
-    };
-    let mut broken = Streamed::start(&killed, &request(1, 10_000)).await;
-    let mut kept = Streamed::start(&other, &request(2, 1500)).await;
+    let mut broken = Streamed::start(&killed, &greedy(1, 10_000)).await;
+    let mut kept = Streamed::start(&other, &greedy(2, 1500)).await;
     for stream in [&mut broken, &mut kept] {
-        while stream.texts[0].len() < 100 {
-            stream.read().await;
-        }
+        stream.read_more(100).await;
     }
     killed.kill();
     let texts = kept.read_to_the_end().await;
@@ -169,7 +138,7 @@ async fn workers_stop_computing_for_a_frontend_that_was_killed_and_streams_of_an
     }
     assert!(worker.client.metric("blockyard_worker_generated_tokens_total", "").await < 11_500.0);
     assert!(other.client.metric("blockyard_router_stream_moves_total", "").await < 1.0, "the stream was not disturbed");
-    let undisturbed = Streamed::start(&other, &request(2, 1500)).await.read_to_the_end().await;
+    let undisturbed = Streamed::start(&other, &greedy(2, 1500)).await.read_to_the_end().await;
     assert!(texts == undisturbed, "{texts:?}\n{undisturbed:?}");
 }
 

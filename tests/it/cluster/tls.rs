@@ -105,12 +105,8 @@ async fn certificates_and_authorities_are_replaced_while_requests_are_served() {
     let http = both.into_iter().fold(client_builder(), reqwest::ClientBuilder::add_root_certificate);
     let worker = Process::launch_with_tls(command, http.build().unwrap()).await;
     let frontend = cluster.frontend_with(&words(&settings(Some(&of_frontend), Some(&ca), None))).await;
-    let request = json!({"model": "tiny", "prompt": prompt(1), "max_tokens": 2000, "temperature": 0,
-        "ignore_eos": true, "stream": true});
-    let mut stream = Streamed::start(&frontend, &request).await;
-    while stream.texts[0].is_empty() {
-        stream.read().await;
-    }
+    let mut stream = Streamed::start(&frontend, &greedy(1, 2000)).await;
+    stream.read_more(1).await;
     let reloads = async |process: &Process, outcome: &str| {
         process.client.metric("blockyard_cluster_certificate_reloads_total", outcome).await
     };

@@ -25,7 +25,8 @@
 //! **A new connection may lead to a new process.** Its numbers do not tell: it may have published more than the old
 //! one. So the replay begins with the last applied batch. If the publisher has another batch with this number, or none,
 //! it is a new process. If the replay socket does not answer, the publisher counts as a new process: a block that is
-//! missing from the view costs a cache hit, but a block that the engine no longer has attracts requests.
+//! missing from the view costs a cache hit, but for a block that the engine no longer has, requests are sent to the
+//! wrong engine.
 //!
 //! **Where nothing listens, the process has ended**, and its blocks with it. They are forgotten then, and not when the
 //! next connection is made: the next process may answer requests before its publisher is reached.

@@ -21,7 +21,7 @@ pub(super) struct BatchSize {
 }
 
 /// Reports are a second apart: in three seconds a batch that is not full has taken the requests that wait, and one that
-/// is full has shown all of its places.
+/// is full has had its maximum number of sequences.
 const CONFIRMED: u32 = 3;
 /// An engine that looks full gets no requests while others are idle, so that nothing else would correct it. A batch
 /// that is full again is noticed within seconds.

@@ -18,7 +18,7 @@ const MAX_POLLS: usize = 8;
 pub(super) struct Repoll<F> {
     future: Pin<Box<F>>,
     shared: Arc<Shared>,
-    /// That of `shared`.
+    /// Sets the flags of `shared`. The future is polled with it.
     waker: Waker,
 }
 
