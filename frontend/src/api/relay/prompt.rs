@@ -5,7 +5,9 @@ use crate::params::{Fields, Raw};
 use crate::tokenizers::CheckedTokenizer;
 use bytes::Bytes;
 use memchr::memmem;
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
+use std::collections::HashMap;
 
 /// Fields of a chat request that change its prompt.
 const CHAT: [&str; 11] = [
@@ -90,10 +92,16 @@ impl PromptFields {
             (Some(_), false) => return None,
         };
         if let Some(mut variables) = variables {
-            for (name, raw) in moved {
-                variables.pop();
-                push(&mut variables, name, raw.bytes());
-                variables.push(b'}');
+            for (name, raw) in &moved {
+                add(&mut variables, name, raw.bytes());
+            }
+            // Of a chat vLLM sets this variable by the effort, but not of a request to `/tokenize`.
+            let effort = moved.iter().find(|(name, _)| *name == "reasoning_effort");
+            if let Some((_, effort)) = effort
+                && !has_member(&variables, "enable_thinking")
+            {
+                let thinks = effort.bytes() != br#""none""#;
+                add(&mut variables, "enable_thinking", thinks.to_string().as_bytes());
             }
             push(&mut body, "chat_template_kwargs", &variables);
         }
@@ -109,6 +117,18 @@ fn push(object: &mut Vec<u8>, name: &str, value: &[u8]) {
     }
     object.extend_from_slice(format!("\"{name}\":").as_bytes());
     object.extend_from_slice(value);
+}
+
+/// Adds a member to the text of an object.
+fn add(object: &mut Vec<u8>, name: &str, value: &[u8]) {
+    object.pop();
+    push(object, name, value);
+    object.push(b'}');
+}
+
+/// Whether the text of an object has a member of this name.
+fn has_member(object: &[u8], name: &str) -> bool {
+    serde_json::from_slice(object).is_ok_and(|members: HashMap<String, IgnoredAny>| members.contains_key(name))
 }
 
 /// The prompt, if it is one text, also as the only one of several.
@@ -140,9 +160,15 @@ mod tests {
             let asked =
                 chat(&format!(r#"{{"documents":[1],"messages":[],"reasoning_effort":"low"{variables}}}"#)).unwrap();
             let asked: serde_json::Value = serde_json::from_str(&asked).unwrap();
-            let expected = serde_json::json!({ "documents": [1], "reasoning_effort": "low" });
+            let expected = serde_json::json!({ "documents": [1], "reasoning_effort": "low", "enable_thinking": true });
             assert_eq!(asked["chat_template_kwargs"], expected);
         }
+        let asked = chat(r#"{"messages":[],"reasoning_effort":"none"}"#);
+        let variables = r#"{"reasoning_effort":"none","enable_thinking":false}"#;
+        assert_eq!(asked.unwrap(), format!(r#"{{"model":"m","messages":[],"chat_template_kwargs":{variables}}}"#));
+        let asked = chat(r#"{"messages":[],"reasoning_effort":"low","chat_template_kwargs":{"enable_thinking":0}}"#);
+        let variables = r#"{"enable_thinking":0,"reasoning_effort":"low"}"#;
+        assert_eq!(asked.unwrap(), format!(r#"{{"model":"m","messages":[],"chat_template_kwargs":{variables}}}"#));
         let asked = chat(r#"{"messages":[],"documents":[],"chat_template_kwargs":{"a":{}}}"#);
         assert_eq!(asked.unwrap(), r#"{"model":"m","messages":[],"chat_template_kwargs":{"a":{},"documents":[]}}"#);
         assert!(chat(r#"{"messages":[{"content":"{\"type\":\"image_url\"}"}]}"#).is_some(), "it is a text");
