@@ -76,6 +76,7 @@ impl PromptFields {
 
     /// The prompt of a request to this path, if it is one text or one conversation whose rendering is known.
     pub(super) fn peek(path: &str, fields: &Fields, tokenizers: &ModelTokenizers) -> Option<Self> {
+        let fields = &fields.for_second_reader();
         if UNSUPPORTED.iter().any(|name| present(fields, name).is_some()) {
             return None;
         }
@@ -127,6 +128,7 @@ impl PromptFields {
         if self.0.iter().any(|(name, _)| name.ends_with("_io_kwargs") || name.ends_with("_processor_kwargs")) {
             return None;
         }
+        let fields = fields.for_second_reader();
         let parsed = self.0.iter().map(|(name, field)| {
             let value = match field {
                 Field::Sent(raw) => fields.parsed(name, raw).ok()?,
@@ -314,6 +316,16 @@ mod tests {
         ] {
             assert_eq!(tokenize_body(path, &body).unwrap(), format!(r#"{{"model":"m",{expected}}}"#), "{path} {body}");
         }
+    }
+
+    #[test]
+    fn what_is_parsed_of_a_prompt_leaves_room_for_the_other_fields() {
+        let blocks = vec![r#"{"type":"text","text":""}"#; 1 << 16].join(",");
+        let body = format!(r#"{{"messages":[{{"role":"user","content":[{blocks}]}}],"stream":true}}"#);
+        let mut fields = Fields::parse(&body.into()).unwrap();
+        let prompt = PromptFields::peek("/v1/messages", &fields, &ModelTokenizers::default());
+        assert!(prompt.is_none(), "it has more values than are parsed");
+        assert_eq!(fields.value("stream").unwrap(), Some(true.into()));
     }
 
     #[test]
