@@ -58,6 +58,16 @@ pub(crate) struct ModelTokenizers {
     servers: Vec<Arc<Server>>,
 }
 
+impl ModelTokenizers {
+    /// Whether all servers of the model make chats of requests of other APIs in the way of vLLM, which is known.
+    /// gpt-oss is an exception: vLLM renders its prompts without the chat template.
+    pub(crate) fn convert_as_vllm(&self) -> bool {
+        let is_gpt_oss = self.id.to_ascii_lowercase().contains("gpt-oss")
+            || self.local.as_ref().is_some_and(|local| local.tokenizer.is_of_gpt_oss());
+        !is_gpt_oss && self.servers.iter().all(|server| server.tokenizer.converts_as_vllm())
+    }
+}
+
 /// A server of a model. Dropping it removes the server.
 #[must_use]
 pub struct RegisteredTokenizer {

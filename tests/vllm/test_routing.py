@@ -155,6 +155,115 @@ def test_the_local_tokenizer_has_the_tokens_of_vllm(gateway_with_tokenizer):
     assert "blockyard_frontend_tokenize_requests_total{" not in metrics, "no server is asked"
 
 
+FUNCTION = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def messages_request(texts, noise):
+    """A request of Anthropic's Messages API: a system prompt, a tool and its use, then turns of a conversation."""
+    system, *turns = texts
+    # Claude Code sends such a block, which differs in each request.
+    header = {"type": "text", "text": f"x-anthropic-billing-header: cch={noise};"}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm", "days": [1, 2.5, "é"]}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "21 degrees"}]}
+    blocks = [
+        {"role": "user", "content": "How is the weather?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]},
+        {"role": "user", "content": [{"type": "text", "text": "Here it is."}, result]},
+        {"role": "assistant", "content": "It is warm."},
+    ]
+    for number, text in enumerate(turns):
+        block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        blocks.append({"role": ("user", "assistant")[number % 2], "content": [block] if number % 3 else text})
+    tool = {"name": "weather", "description": f"The weather of {system[:40]}", "input_schema": FUNCTION}
+    # vLLM has no parser for calls of tools here, but its template gets the tools.
+    return {
+        "system": [header, {"type": "text", "text": system}],
+        "messages": blocks,
+        "tools": [tool, {"name": "now", "input_schema": {"properties": {}}}],
+        "tool_choice": {"type": "none"},
+        "max_tokens": 8,
+    }
+
+
+def messages_report(answer):
+    """Prompt tokens, cached tokens and text of an answer."""
+    usage = answer["usage"]
+    cached = usage.get("cache_read_input_tokens") or 0
+    prompt = usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0)
+    return prompt, cached, "".join(block.get("text") or "" for block in answer["content"])
+
+
+def responses_request(texts, noise):
+    """The same of OpenAI's Responses API."""
+    system, *turns = texts
+    items = [
+        {"role": "user", "content": "How is the weather?"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Ulm", "days": [1]}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "21 degrees"},
+    ]
+    for number, text in enumerate(turns):
+        if number % 2:
+            items.append({"role": "assistant", "content": text})
+        else:
+            items.append({"role": "user", "content": [{"type": "input_text", "text": text}]})
+    return {"instructions": system, "input": items, "metadata": {"noise": str(noise)}, "max_output_tokens": 8}
+
+
+def responses_report(answer):
+    """Prompt tokens, cached tokens and text of an answer."""
+    usage = answer["usage"]
+    parts = [part for item in answer["output"] for part in item.get("content") or []]
+    text = "".join(part.get("text") or "" for part in parts)
+    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], text
+
+
+def check_other_api(gateway, source, path, request, report, seeds):
+    """Multi-turn conversations: the gateway knows each token of the prompts, and what vLLM has of them."""
+    conversations = [Conversation(seed) for seed in seeds]
+    texts = [[conversation.text(100)] for conversation in conversations]
+    counted = "blockyard_frontend_relayed_prompts_total"
+    before = gateway.metric(counted, f'tokens="{source}"', default=0)
+    reported = 0
+    settle(gateway)
+    for turn in range(4 * len(texts)):
+        at = turn % len(texts)
+        texts[at].append(conversations[at].text(12))
+        body = json.dumps({"model": MODEL, "temperature": 0, **request(texts[at], turn)}).encode()
+        status, answer, headers = gateway.post_with_headers(path, body, **{"x-blockyard-explain": "1"})
+        assert status == 200, answer
+        decision = json.loads(headers["x-blockyard-explain"])
+        prompt, cached, text = report(json.loads(answer))
+        assert decision["prompt_tokens"] == prompt, f"turn {turn}: the gateway has each token"
+        assert decision["cached_tokens"] == cached, f"turn {turn}"
+        reported += cached
+        texts[at].append(text or "Yes.")
+        settle(gateway)
+    assert reported > 1_000, "most of the prompts are repeated"
+    assert gateway.metric(counted, f'tokens="{source}"') == before + turn + 1
+
+
+OTHER_APIS = [
+    ("/v1/messages", messages_request, messages_report, 400),
+    ("/v1/responses", responses_request, responses_report, 500),
+]
+
+
+@pytest.mark.parametrize(("path", "request_of", "report", "seed"), OTHER_APIS)
+def test_messages_and_responses_are_predicted_by_the_tokens_of_vllm(gateway, path, request_of, report, seed):
+    check_other_api(gateway, "engine", path, request_of, report, range(seed, seed + 3))
+
+
+@pytest.mark.parametrize(("path", "request_of", "report", "seed"), OTHER_APIS)
+def test_messages_and_responses_have_the_tokens_of_the_local_tokenizer(
+    gateway_with_tokenizer, path, request_of, report, seed
+):
+    used = "blockyard_frontend_local_tokenizer_used"
+    of_tools = (f'model="{MODEL}"', 'prompts="tools"')
+    wait_for(lambda: gateway_with_tokenizer.metric(used, *of_tools) == 1, "the local tokenizer is used")
+    check_other_api(gateway_with_tokenizer, "local", path, request_of, report, range(seed + 50, seed + 53))
+
+
 def busiest(engines):
     """The server that computed most prompt tokens within a second."""
     before = [engine.server.metric("vllm:prompt_tokens_total") for engine in engines]

@@ -22,19 +22,25 @@ use http::HeaderValue;
 use serde_json::Value;
 use std::num::NonZero;
 
-/// The program that a server is, as far as programs differ in where they say this.
+/// The program that a server is, as far as programs differ in where they say this and in how they render prompts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Program {
-    /// SGLang: in `/server_info`.
+    /// vLLM.
+    Vllm,
+    /// SGLang: it says this in `/server_info`.
     Sglang,
-    /// vLLM, and others that may have its pages.
+    /// Another one, which may have the pages of vLLM.
     Other,
 }
 
 impl Program {
     /// The program that lists its models with this owner.
     pub fn of_owner(owner: Option<&str>) -> Self {
-        if owner == Some("sglang") { Self::Sglang } else { Self::Other }
+        match owner {
+            Some("vllm") => Self::Vllm,
+            Some("sglang") => Self::Sglang,
+            _ => Self::Other,
+        }
     }
 }
 

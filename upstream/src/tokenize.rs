@@ -23,6 +23,7 @@ pub struct TokenizeClient {
     client: Client,
     api_key: Option<HeaderValue>,
     url: String,
+    is_vllm: bool,
 }
 
 #[derive(Deserialize)]
@@ -36,7 +37,13 @@ struct Tokenized {
 impl TokenizeClient {
     /// The tokenizer of the server behind `client`, whose `url` is its name in log lines.
     pub fn new(client: Client, api_key: Option<HeaderValue>, url: String) -> Self {
-        Self { client, api_key, url }
+        Self { client, api_key, url, is_vllm: false }
+    }
+
+    /// The same, of a server that is vLLM or not.
+    #[must_use]
+    pub fn of_vllm(self, is_vllm: bool) -> Self {
+        Self { is_vllm, ..self }
     }
 
     async fn ask(&self, request: Bytes) -> Result<Vec<u32>, TokenizeError> {
@@ -70,6 +77,10 @@ impl Tokenize for TokenizeClient {
     fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>> {
         self.ask(request).boxed()
     }
+
+    fn converts_as_vllm(&self) -> bool {
+        self.is_vllm
+    }
 }
 
 #[cfg(test)]
@@ -89,6 +100,7 @@ mod tests {
         let server = FakeEngine::start(scripts.chain([of_llama_cpp]).chain(last)).await.unwrap();
         let client = Client::new(&server.uri(), &Settings::default()).unwrap();
         let tokenizer = TokenizeClient::new(client, headers::bearer("key"), "server".to_owned());
+        assert!(!tokenizer.converts_as_vllm() && tokenizer.clone().of_vllm(true).converts_as_vllm());
         let ask = || tokenizer.tokenize(Bytes::from_static(b"{\"prompt\":\"a\"}"));
         assert_eq!(ask().await, Ok(vec![7, 70_000]));
         assert_eq!(ask().await, Err(TokenizeError::Unsupported));

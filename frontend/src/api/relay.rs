@@ -115,12 +115,13 @@ impl Incoming {
                 let tokenizers = state.tokenizers.of(&card).filter(|of| of.local.is_some() || has_exact_blocks);
                 if let Some(tokenizers) = tokenizers {
                     let (path, is_tokenized) = (parts.uri.path().to_owned(), tokenizers.local.is_some());
+                    let is_converted = PromptFields::are_converted(&path);
                     // When the client disconnects, this future is dropped, which cancels the work.
                     let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
                     let job = EncodeJob::new(salted);
                     let _cancel_on_drop = job.cancel_on_drop();
                     let read = move || {
-                        let prompt = PromptFields::peek(&path, &fields);
+                        let prompt = PromptFields::peek(&path, &fields, &tokenizers);
                         let local = prompt.as_ref().zip(tokenizers.local.as_ref());
                         let tokens = local.and_then(|(prompt, local)| prompt.tokens(&fields, local, &job));
                         let is_asked = has_exact_blocks && tokens.is_none();
@@ -133,6 +134,8 @@ impl Incoming {
                         let routing = permit.run(read).await?;
                         routing.describe(&mut span);
                         routing
+                    } else if is_converted {
+                        permit.run(read).await?
                     } else {
                         permit.scan(read).await?
                     }

@@ -122,6 +122,11 @@ impl LocalTokenizer {
         &self.added
     }
 
+    /// Whether it is that of gpt-oss, by a token of its format of messages, Harmony.
+    pub(crate) fn is_of_gpt_oss(&self) -> bool {
+        self.added.iter().any(|token| token == "<|constrain|>")
+    }
+
     /// A token's string, for log lines.
     pub(crate) fn token_name(&self, token: u32) -> String {
         self.encoder.tokenizer().id_to_token(token).unwrap_or_default()

@@ -55,6 +55,13 @@ impl Fields {
         }
     }
 
+    /// The fields of a body for a second reader: what it parses counts against a limit of its own, so that the first
+    /// one can read what it needs.
+    pub(crate) fn for_second_reader(&self) -> Self {
+        let (path, unparsed) = (self.path.clone(), self.unparsed.clone());
+        Self { path, map: Map::new(), unparsed, budget: Budget::default() }
+    }
+
     /// The path of a field of this object.
     pub(crate) fn path(&self, name: &str) -> String {
         if self.path.is_empty() { name.into() } else { format!("{}.{name}", self.path) }

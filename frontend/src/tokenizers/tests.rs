@@ -23,13 +23,14 @@ struct FakeServer {
     error: Mutex<Option<TokenizeError>>,
     /// Tokens of prompts with tools have one token more.
     odd_tools: AtomicBool,
+    is_vllm: AtomicBool,
     asked: AtomicUsize,
 }
 
 impl FakeServer {
     fn new(template: &str, format: ContentFormat) -> Arc<Self> {
-        let (odd_tools, asked) = (AtomicBool::default(), AtomicUsize::default());
-        Arc::new(Self { local: local(template), format, error: Mutex::default(), odd_tools, asked })
+        let (odd_tools, is_vllm, asked) = (AtomicBool::default(), AtomicBool::default(), AtomicUsize::default());
+        Arc::new(Self { local: local(template), format, error: Mutex::default(), odd_tools, is_vllm, asked })
     }
 
     fn failing(error: TokenizeError) -> Arc<Self> {
@@ -61,6 +62,10 @@ impl Tokenize for FakeServer {
             tokens.ok_or(refused).map(|tokens| tokens.into_iter().chain(is_odd.then_some(0)).collect())
         };
         futures::future::ready(answer).boxed()
+    }
+
+    fn converts_as_vllm(&self) -> bool {
+        self.is_vllm.load(Ordering::Relaxed)
     }
 }
 
@@ -98,6 +103,25 @@ async fn a_tokenizer_with_the_tokens_of_the_server_is_used() {
         drop(server);
         assert!(tokenizers.of(&card("m")).is_none(), "no server has the model");
     }
+}
+
+#[tokio::test]
+async fn only_vllm_converts_requests_as_it_is_known() {
+    let (tokenizers, _) = tokenizers(None);
+    let convert = |model: &str| tokenizers.of(&card(model)).unwrap().convert_as_vllm();
+    let vllm = || {
+        let server = FakeServer::new(PARTS, ContentFormat::Text);
+        server.is_vllm.store(true, Ordering::Relaxed);
+        server
+    };
+    let _vllm = tokenizers.add_server(&card("m"), None, vllm()).await;
+    assert!(convert("m"));
+    let other = tokenizers.add_server(&card("m"), None, FakeServer::new(PARTS, ContentFormat::Text)).await;
+    assert!(!convert("m"), "either may get the request");
+    drop(other);
+    assert!(convert("m"));
+    let _harmony = tokenizers.add_server(&card("openai/GPT-OSS-20b"), None, vllm()).await;
+    assert!(!convert("openai/GPT-OSS-20b"));
 }
 
 #[tokio::test]

@@ -324,6 +324,8 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/v1/messages/count_tokens", none, 200),
         ("application/json", &json, "/v1/chat/completions/render", none, 200),
         ("application/json", &json, "/v1/completions/render", none, 200),
+        ("application/json", &json, "/v1/messages/render", none, 200),
+        ("application/json", &json, "/v1/responses/render", none, 200),
         ("audio/wav", &json, "/v1/audio/speech", none, 200),
     ] {
         let keys = Keys::new();

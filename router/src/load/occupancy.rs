@@ -179,9 +179,11 @@ mod tests {
     #[test]
     fn sequences_that_grow_count_with_their_peak() {
         // Sequences that have more than they will still take: most end before they have grown.
-        assert_eq!(peak_blocks(1000.0, 10.0, 100.0), 1000.0);
-        assert_eq!(peak_blocks(1000.0, 10.0, 10.0), 1000.0);
-        assert_eq!((peak_blocks(0.0, 0.0, 100.0), peak_blocks(50.0, 0.0, 100.0)), (0.0, 50.0));
+        for (active, sequences, growth) in
+            [(1000.0, 10.0, 100.0), (1000.0, 10.0, 10.0), (0.0, 0.0, 9.0), (5.0, 0.0, 9.0)]
+        {
+            assert!((peak_blocks(active, sequences, growth) - active).abs() < 1e-9, "{active} {sequences} {growth}");
+        }
         // A hundred new ones of 5 blocks that take 50 more each. The highest of a fine grid:
         let at = |x: f64| (-x).exp() * (500.0 + x * 5000.0);
         let highest = (0..1000).map(|x| at(f64::from(x) / 100.0)).fold(0.0, f64::max);

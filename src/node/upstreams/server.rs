@@ -76,6 +76,7 @@ struct Answer {
 
 /// A server that has answered.
 struct Registered {
+    program: Program,
     kv: KvSources,
     api: Api,
     models: BTreeMap<String, RegisteredModel>,
@@ -291,7 +292,7 @@ impl Server {
             let remedy = match (&self.upstream.upstream.kv_events, program) {
                 (KvEvents::Off, _) => "set kv_events = \"auto\" in [[upstreams]]",
                 (_, Program::Sglang) => START_SGLANG,
-                (_, Program::Other) => START_VLLM,
+                (_, Program::Vllm | Program::Other) => START_VLLM,
             };
             tracing::info!(
                 upstream = %self.name(),
@@ -308,7 +309,7 @@ impl Server {
         for name in names.iter().skip(1) {
             caches.push(self.follow(&format!("{} as {name}", self.name()), &kv, block_size, &mut following));
         }
-        Registered { kv, api, models: BTreeMap::new(), names, caches, reports, following }
+        Registered { program, kv, api, models: BTreeMap::new(), names, caches, reports, following }
     }
 
     /// Follows the KV events of the ranks for one name of the model. `server`: the server in logs.
@@ -340,6 +341,7 @@ impl Server {
         card.has_exact_blocks = facts.gets_events;
         let (id, card) = (card.id.clone(), Arc::new(card));
         let tokenizer = TokenizeClient::new(client.clone(), self.upstream.api_key.clone(), self.name());
+        let tokenizer = tokenizer.of_vllm(to.program == Program::Vllm);
         // First, so that the first request finds it.
         let tokenizer = self.shared.tokenizers.add_server(&card, facts.parent.as_deref(), Arc::new(tokenizer)).await;
         let mut workers = Vec::new();

@@ -100,6 +100,64 @@ async fn published_blocks_are_predicted_as_cached() {
 }
 
 #[tokio::test]
+async fn prompts_of_other_endpoints_go_where_the_blocks_of_their_tokens_are() {
+    let publishers = [FakePublisher::start().await.unwrap(), FakePublisher::start().await.unwrap()];
+    let servers = [server([]).await, server([]).await];
+    for (server, publisher) in servers.iter().zip(&publishers) {
+        let model = json!({ "id": "org/m", "owned_by": "vllm", "max_model_len": 4096 });
+        server.set_page("/v1/models", Script::json(200, &json!({ "data": [model] })));
+        let source = json!([{ "endpoint": format!("tcp://*:{}", publisher.port()), "block_size": 32 }]);
+        server.set_page("/kv_event_sources", Script::json(200, &source));
+        let tokens = json!({ "count": 100, "tokens": (100..200).collect::<Vec<u32>>() });
+        server.set_page("/tokenize", Script::json(200, &tokens));
+    }
+    let gateway = Gateway::start(&[&servers[0], &servers[1]]).await;
+    publish(&publishers[1], MESSAGES.lines().next().unwrap());
+    let holder = until_predicted(&gateway, 100..200, 96).await["chosen"].clone();
+    let sent = || servers.iter().flat_map(FakeEngine::requests).collect::<Vec<_>>();
+    let asked = || {
+        let asked = sent().into_iter().filter(|request| request.uri.path() == "/tokenize");
+        asked.map(|request| serde_json::from_slice(&request.body).unwrap()).collect::<Vec<Value>>()
+    };
+    let user = json!({ "role": "user", "content": "hello" });
+    let system = json!({ "role": "system", "content": "brief" });
+    let text = json!([{ "type": "text", "text": "hello", "cache_control": { "type": "ephemeral" } }]);
+    for (path, body, expected) in [
+        (
+            "/v1/messages",
+            json!({ "model": "org/m", "max_tokens": 9, "system": "brief",
+                "messages": [{ "role": "user", "content": text }] }),
+            json!({ "model": "org/m", "messages": [system, user] }),
+        ),
+        (
+            "/v1/responses",
+            json!({ "model": "org/m", "input": "hello" }),
+            json!({ "model": "org/m", "messages": [user], "add_special_tokens": true }),
+        ),
+        (
+            "/v1/embeddings",
+            json!({ "model": "org/m", "input": ["hello"] }),
+            json!({ "model": "org/m", "prompt": "hello" }),
+        ),
+    ] {
+        let body = body.to_string();
+        let answer = gateway.post(path, &body).await;
+        let decision: Value = serde_json::from_str(answer.headers()["x-blockyard-explain"].to_str().unwrap()).unwrap();
+        drop(answer.bytes().await.unwrap());
+        assert_eq!((&decision["chosen"], &decision["cached_tokens"]), (&holder, &json!(96)), "{path}");
+        assert!(asked().contains(&expected), "{path}: {:?}", asked());
+        assert!(sent().iter().any(|request| request.uri.path() == path && request.body == body), "{path}: unchanged");
+    }
+    let engine = "blockyard_frontend_relayed_prompts_total{model=\"org/m\",tokens=\"engine\"} 3";
+    let metrics = gateway.http.get(format!("{}/metrics", gateway.url)).send().await.unwrap().text().await.unwrap();
+    assert!(metrics.lines().any(|line| line == engine), "{engine}");
+    // What the server has of an earlier response is not in the request.
+    let continued = json!({ "model": "org/m", "input": "hello", "previous_response_id": "resp_1" }).to_string();
+    assert_eq!(gateway.post("/v1/responses", &continued).await.status(), 200);
+    assert_eq!(asked().len(), 3);
+}
+
+#[tokio::test]
 async fn published_blocks_are_predicted_under_all_names_of_the_model() {
     let publisher = FakePublisher::start().await.unwrap();
     let server = server([]).await;

@@ -166,7 +166,9 @@ mod tests {
         assert_eq!(ask(Program::Sglang).await, Some(KvSources::default()));
         server.set_page("/server_info", Script::json(503, &json!({})));
         assert_eq!(ask(Program::Sglang).await, None, "it is asked again");
+        assert_eq!(ask(Program::Vllm).await, Some(KvSources::default()));
         assert_eq!(Program::of_owner(Some("sglang")), Program::Sglang);
+        assert_eq!(Program::of_owner(Some("vllm")), Program::Vllm);
         assert_eq!(Program::of_owner(None), Program::Other);
     }
 }

@@ -73,7 +73,7 @@ impl EndpointKind {
 
 /// Endpoints besides those of pooling that compute no tokens: nothing of a prompt can be found in a cache, and nothing
 /// is charged.
-const WITHOUT_TOKENS: [&str; 7] = [
+const WITHOUT_TOKENS: [&str; 9] = [
     "/tokenize",
     "/detokenize",
     "/v1/tokenize",
@@ -81,6 +81,8 @@ const WITHOUT_TOKENS: [&str; 7] = [
     "/v1/messages/count_tokens",
     "/v1/chat/completions/render",
     "/v1/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
 ];
 
 /// Whether the endpoint with this path computes tokens: it reads a prompt with the model, or generates.

@@ -11,6 +11,12 @@ pub trait Tokenize: Send + Sync + 'static {
     /// The tokens of the prompt in the body of a request to vLLM's `/tokenize`. The implementation limits the time and
     /// the size of the answer.
     fn tokenize(&self, request: Bytes) -> BoxFuture<'_, Result<Vec<u32>, TokenizeError>>;
+
+    /// Whether the engine makes chats of requests of Anthropic's Messages API and of OpenAI's Responses API as vLLM
+    /// does. Others do it in ways of their own, so that the tokens of such requests are not known.
+    fn converts_as_vllm(&self) -> bool {
+        false
+    }
 }
 
 /// Why an engine returns no tokens.

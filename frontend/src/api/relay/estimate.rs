@@ -27,9 +27,14 @@ const MAX_MEDIA_TYPE: usize = 128;
 /// Fields that come before the prompt proper in what an engine renders. Requests of one application share them.
 const BEFORE_PROMPT: [&str; 5] = ["system", "instructions", "tools", "functions", "documents"];
 /// Fields with the prompt, of all endpoints.
-const PROMPT: [&str; 9] = ["messages", "prompt", "input", "inputs", "input_ids", "query", "text_1", "text", "text_2"];
+const PROMPT: [&str; 10] =
+    ["messages", "prompt", "input", "inputs", "input_ids", "token_ids", "query", "text_1", "text", "text_2"];
 /// Those of them that may be one array of token ids.
-const TOKEN_IDS: [&str; 2] = ["prompt", "input_ids"];
+const TOKEN_IDS: [&str; 4] = ["prompt", "input", "input_ids", "token_ids"];
+/// Fields beside token ids with which blocks are not known by these alone: files (of vLLM in `features`), adapters, the
+/// earlier part of a session.
+const BESIDE_TOKEN_IDS: [&str; 6] =
+    ["features", "image_data", "video_data", "audio_data", "lora_path", "session_params"];
 /// Fields with the limit of output tokens.
 const MAX_TOKENS: [&str; 3] = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
 
@@ -141,6 +146,9 @@ fn token_ids(fields: &Fields) -> Option<Arc<[u32]>> {
     let mut prompts = PROMPT.iter().filter_map(|name| Some((name, fields.peek(name).filter(|raw| !raw.is_null())?)));
     let (name, prompt) = prompts.next()?;
     if prompts.next().is_some() || !TOKEN_IDS.contains(name) || !prompt.is_array() {
+        return None;
+    }
+    if BESIDE_TOKEN_IDS.iter().any(|name| fields.peek(name).is_some_and(|raw| !raw.is_null())) {
         return None;
     }
     let prompt = prompt.bytes();
@@ -296,7 +304,17 @@ mod tests {
             let body = format!(r#"{{"prompt":{prompt},"tools":[{{}}]}}"#);
             assert_eq!(read(&body).tokens[..], [5, 70_000, u32::MAX]);
         }
-        assert_eq!(read(r#"{"input_ids":[7,8]}"#).tokens[..], [7, 8]);
+        for body in [
+            r#"{"input_ids":[7,8],"image_data":null}"#,
+            r#"{"token_ids":[7,8],"sampling_params":{}}"#,
+            r#"{"input":[7,8]}"#,
+        ] {
+            let read = read(body);
+            assert_eq!((&read.tokens[..], read.source), (&[7, 8][..], TokenSource::Client), "{body}");
+        }
+        for body in [r#"{"token_ids":[7,8],"features":{}}"#, r#"{"input_ids":[7,8],"lora_path":"a"}"#] {
+            assert_eq!(read(body).source, TokenSource::Estimate, "{body}");
+        }
         for both in [r#"{"prompt":[1],"messages":["some text"]}"#, r#"{"prompt":[1],"input_ids":[1,2,3,4,5,6]}"#] {
             assert!(read(both).tokens.len() > 3, "the engine may read either: {both}");
         }

@@ -109,6 +109,13 @@ fn a_continued_message_ends_the_prompt() {
 }
 
 #[test]
+fn the_tokenizer_of_gpt_oss_is_known_by_its_tokens() {
+    let local = local(TEMPLATE);
+    assert!(!local.is_of_gpt_oss());
+    assert!(LocalTokenizer { added: vec!["<|call|>".to_owned(), "<|constrain|>".to_owned()], ..local }.is_of_gpt_oss());
+}
+
+#[test]
 fn what_may_be_rendered_otherwise_has_no_tokens() {
     let local = local(TEMPLATE);
     let user = json!({ "role": "user", "content": "he" });

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Maximum number of parsed values of one body: arrays, objects and their contents. A conversation of 2,048 messages
-/// with tool calls and 128 tools has about 70,000. A value takes up to 200 bytes, so all take up to 26 MiB. Token ids
-/// and texts of a prompt are not counted, because they are read one by one.
+/// with tool calls and 128 tools has about 70,000. A value takes up to 200 bytes, so all take up to 26 MiB, and those
+/// of a second reader as much again. Token ids and texts of a prompt are not counted, because they are read one by one.
 const MAX_VALUES: usize = 128 << 10;
 
 /// Fields of most bodies, for which there is room from the start.
@@ -63,7 +63,7 @@ impl ParseError {
 }
 
 /// The name of a field, without escapes: a part of the body, unless it was written with some.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct Name(Bytes);
 
 /// Well-formed JSON text.

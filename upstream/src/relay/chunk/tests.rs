@@ -70,6 +70,7 @@ fn usage_is_read_in_all_shapes() {
             Some(2),
             Some(3),
         ),
+        (r#"{"prompt_tokens":7,"completion_tokens":2,"cached_tokens":3}"#, Some(7), Some(2), Some(3)),
         (r#"{"prompt_tokens":-1,"completion_tokens":"2"}"#, None, None, None),
         (r#"{"prompt_tokens":7,"total_tokens":9}"#, Some(7), Some(2), None),
         (r#"{"prompt_tokens":7,"total_tokens":7}"#, Some(7), Some(0), None),
@@ -88,6 +89,12 @@ fn later_usage_completes_earlier_usage() {
     let mut usage = Chunk::read(start).usage.unwrap();
     usage.update(Chunk::read(br#"{"type":"message_delta","usage":{"output_tokens":2}}"#).usage.unwrap());
     assert_eq!(usage, Usage { prompt_tokens: Some(7), completion_tokens: Some(2), cached_tokens: Some(0) });
+    // vLLM may know what was cached at the end only.
+    let start = br#"{"type":"message_start","message":{"usage":{"input_tokens":40,"output_tokens":0}}}"#;
+    let end = br#"{"type":"message_delta","usage":{"input_tokens":8,"output_tokens":2,"cache_read_input_tokens":32}}"#;
+    let mut usage = Chunk::read(start).usage.unwrap();
+    usage.update(Chunk::read(end).usage.unwrap());
+    assert_eq!(usage, Usage { prompt_tokens: Some(40), completion_tokens: Some(2), cached_tokens: Some(32) });
 }
 
 #[test]
@@ -118,9 +125,13 @@ fn events_of_other_apis_are_known() {
     assert_eq!(read(r#"{"type":"message_stop"}"#), (Output, true));
     assert_eq!(read(r#"{"type":"response.created","response":{}}"#), (Preamble, false));
     assert_eq!(read(r#"{"type":"response.output_text.delta","delta":"a"}"#), (Output, false));
-    let completed = br#"{"type":"response.completed","response":{"usage":{"input_tokens":5,"output_tokens":1}}}"#;
-    let chunk = Chunk::read(completed);
-    assert_eq!((chunk.kind, chunk.finished, chunk.usage.unwrap().prompt_tokens), (Output, true, Some(5)));
+    let details = r#"{"cached_tokens":4,"cached_tokens_per_turn":[9]}"#;
+    let usage = format!(r#"{{"input_tokens":5,"input_tokens_details":{details},"output_tokens":1}}"#);
+    let completed = format!(r#"{{"type":"response.completed","response":{{"usage":{usage}}}}}"#);
+    let chunk = Chunk::read(completed.as_bytes());
+    assert_eq!((chunk.kind, chunk.finished), (Output, true));
+    let usage = Usage { prompt_tokens: Some(5), completion_tokens: Some(1), cached_tokens: Some(4) };
+    assert_eq!(chunk.usage, Some(usage));
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub(super) struct WireUsage {
     pub(super) total_tokens: Option<u64>,
     pub(super) cache_read_input_tokens: Option<u64>,
     pub(super) cache_creation_input_tokens: Option<u64>,
-    /// In `prompt_tokens_details`, or in `input_tokens_details`.
+    /// In `prompt_tokens_details`, or in `input_tokens_details`; of SGLang's `/generate` beside the other numbers.
     pub(super) cached_tokens: Option<u64>,
 }
 
@@ -108,6 +108,10 @@ impl WireUsage {
             b"cache_creation_input_tokens" => &mut self.cache_creation_input_tokens,
             b"prompt_tokens_details" | b"input_tokens_details" => {
                 self.cached_tokens = cached_tokens(value).or(self.cached_tokens);
+                return;
+            }
+            b"cached_tokens" => {
+                self.cached_tokens = number(value).or(self.cached_tokens);
                 return;
             }
             _ => return,

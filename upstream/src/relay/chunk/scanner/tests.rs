@@ -23,7 +23,10 @@ fn the_usage_is_found_however_the_answer_is_cut() {
     let chat = format!(r#"{{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{details}}}"#);
     let spaced = format!("{{ \"input_tokens\" : 7 , \"input_tokens_details\" :\t{details},\"output_tokens\":2 }}");
     let meta_info = format!(r#"{{"id":"r","b":{{}},"completion_tokens":2,"c":[],{}"#, &chat[1..]);
+    let message = r#"{"input_tokens":3,"output_tokens":2,"cache_read_input_tokens":4}"#;
     for answer in [
+        format!(r#"{{"type":"message","content":[{{"type":"text","text":"a"}}],"usage":{message}}}"#),
+        r#"{"text":"a","meta_info":{"prompt_tokens":7,"completion_tokens":2,"cached_tokens":4,"a":[]}}"#.to_owned(),
         format!(r#"{{"choices":[{{"text":"\"usage\":{{}} \\"}}],"usage":{chat}}}"#),
         format!("\n {{ \"usage\" : {spaced} , \"id\":\"x\" }} "),
         format!(r#"{{"text":"\"meta_info\"","meta_info":{meta_info}}}"#),

@@ -96,7 +96,7 @@ async fn contract_events() -> Option<Pair> {
 fn log() -> Arc<EventLog> {
     let log = EventLog::new(Epoch(1));
     for event in 0..200_u128 {
-        let hash = |block| SequenceHash::from_bytes((event * 1000 + block).to_le_bytes());
+        let hash = |block: u128| SequenceHash::from_bytes((event * 1000 + block).to_le_bytes());
         log.announce(BlockEvent::Stored { level: Level::G4, parent: None, blocks: (0..1000).map(hash).collect() });
     }
     Arc::new(log)
