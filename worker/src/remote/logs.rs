@@ -177,7 +177,9 @@ mod tests {
     #[test]
     fn messages_arrive_in_any_pieces() {
         let (mut encoded, mut arrived, mut received) = (BytesMut::new(), BytesMut::new(), Vec::new());
-        messages().iter().for_each(|message| encode(message, &mut encoded));
+        for message in &messages() {
+            encode(message, &mut encoded);
+        }
         for byte in encoded {
             arrived.put_u8(byte);
             received.extend(decode(&mut arrived).unwrap());

@@ -209,7 +209,9 @@ mod tests {
 
     fn encoded(messages: &[Message]) -> Bytes {
         let mut encoded = BytesMut::new();
-        messages.iter().for_each(|message| logs::encode(message, &mut encoded));
+        for message in messages {
+            logs::encode(message, &mut encoded);
+        }
         encoded.freeze()
     }
 
