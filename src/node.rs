@@ -157,7 +157,7 @@ pub trait Process {
     fn shutdown(self) -> impl Future<Output = ()>;
 }
 
-/// Parts of the frontend that what serves its requests is connected to.
+/// The parts of the frontend to which workers and upstreams are connected when they start.
 struct Parts {
     health: Arc<Health>,
     aliases: Arc<Aliases>,

@@ -48,7 +48,7 @@ pub(crate) enum Error {
         /// The minimum rate in bytes per second.
         min_rate: usize,
     },
-    /// The body was ended, because it held memory that others needed while it arrived slowly.
+    /// The upload of the body was ended: it was slow, and held memory that other requests needed.
     #[error("The request body arrives too slowly while memory for request bodies is short. Send the request again.")]
     UploadEvicted,
     /// The request's line and headers did not arrive in time.

@@ -66,7 +66,7 @@ pub(crate) struct Metrics {
     pub(crate) duration: HistogramVec,
     /// Prompt tokens of requests that got output, cached ones included.
     pub(crate) prompt_tokens: IntCounterVec,
-    /// Prompt tokens that were not computed.
+    /// Prompt tokens that were found in the KV cache.
     pub(crate) cached_tokens: IntCounterVec,
     /// Tokens generated.
     pub(crate) generated_tokens: IntCounterVec,
@@ -113,7 +113,11 @@ impl Metrics {
                 "Prompt tokens of requests that got output, cached ones included.",
                 &["model"],
             )?,
-            cached_tokens: counters("cached_tokens_total", "Prompt tokens that were not computed.", &["model"])?,
+            cached_tokens: counters(
+                "cached_tokens_total",
+                "Prompt tokens that were found in the KV cache.",
+                &["model"],
+            )?,
             generated_tokens: counters("generated_tokens_total", "Tokens generated.", &["model"])?,
             unknown_fields: counters(
                 "unknown_fields_total",

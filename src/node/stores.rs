@@ -412,7 +412,7 @@ fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDro
             let stored = answers.iter().filter(|answer| answer.is_ok()).count();
             tracing::debug!(
                 tier = %next.level(), offered = answers.len(), stored,
-                "G3 evicted blocks in use; offered them to the store"
+                "G3 evicted blocks that were used recently; they were offered to the next tier"
             );
         }
     }))

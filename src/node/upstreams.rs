@@ -297,7 +297,7 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 for addresses in changes.added {
                     let one = stop.child_token();
                     running.insert(addresses[0], one.clone());
-                    tracing::info!(upstream = url, ?addresses, "the name has another server");
+                    tracing::info!(upstream = url, ?addresses, "a server of the name was found");
                     shared.spawn(Server::new(Arc::clone(&shared), upstream.clone(), addresses).run(one));
                 }
                 for address in changes.removed {

@@ -13,7 +13,7 @@ const TICKS: f64 = 100.0;
 
 /// Registers `blockyard_build_info`, and on Linux the `process_*` metrics of Prometheus client libraries.
 pub(crate) fn register(registry: &Registry) -> Result<(), prometheus::Error> {
-    let build = Opts::new("blockyard_build_info", "1, with what runs as labels: the version, and how it was compiled.");
+    let build = Opts::new("blockyard_build_info", "Always 1. The labels are the version and the build profile.");
     let build = IntGaugeVec::new(build, &["version", "profile"])?;
     let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
     build.with_label_values(&[env!("CARGO_PKG_VERSION"), profile]).set(1);
@@ -52,8 +52,8 @@ impl Process {
             cpu: Counter::new("process_cpu_seconds_total", "CPU time of the process, user and system.")?,
             open_fds: gauge("open_fds", "Open file descriptors, sockets included.")?,
             max_fds: gauge("max_fds", "File descriptors that the process may have open.")?,
-            virtual_memory: gauge("virtual_memory_bytes", "Size of the address space.")?,
-            resident_memory: gauge("resident_memory_bytes", "Memory in use.")?,
+            virtual_memory: gauge("virtual_memory_bytes", "Size of the address space in bytes.")?,
+            resident_memory: gauge("resident_memory_bytes", "Resident memory in bytes.")?,
             start_time: gauge("start_time_seconds", "When the process was started, in seconds since 1970.")?,
             threads: gauge("threads", "Operating system threads of the process.")?,
         })

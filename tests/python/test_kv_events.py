@@ -111,7 +111,11 @@ def runs(numbers):
 
 
 def ports(count=2):
-    return [free_port() for _ in range(count)]
+    """Different free ports."""
+    found = set()
+    while len(found) < count:
+        found.add(free_port())
+    return list(found)
 
 
 def test_a_late_subscriber_gets_all():

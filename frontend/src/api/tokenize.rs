@@ -63,7 +63,7 @@ pub(crate) async fn detokenize(State(state): State<Arc<AppState>>, request: Requ
 }
 
 /// Reads a request's fields and runs `work` with the model that it names. `model` may be absent if one model is served.
-/// A relayed model's engine answers itself.
+/// A request for a relayed model is relayed to its engine.
 async fn with_model<T: Serialize + Send + 'static>(
     state: &Arc<AppState>,
     request: Request,

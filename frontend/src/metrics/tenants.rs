@@ -76,7 +76,7 @@ enum Outcome {
 pub(crate) struct UsedTokens {
     /// Of the prompt, cached ones included.
     pub(crate) prompt: u64,
-    /// Of the prompt, those that were not computed.
+    /// Of the prompt, those that were found in the KV cache.
     pub(crate) cached: u64,
     pub(crate) generated: u64,
 }
@@ -185,7 +185,7 @@ impl Families {
             )?,
             cached_tokens: counters(
                 "tenant_cached_tokens_total",
-                "Prompt tokens of a tenant that were not computed, counted when a request has ended.",
+                "Prompt tokens of a tenant that were found in the KV cache, counted when a request has ended.",
                 &of_tenant,
             )?,
             generated_tokens: counters(

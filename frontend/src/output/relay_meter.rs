@@ -74,10 +74,10 @@ pub(crate) struct StoredResponse {
 /// What was counted of a body.
 enum Counted {
     Nothing,
-    /// Events, about.
+    /// An approximate number of events.
     Events(u32),
     Json(JsonText, Option<TextMember>),
-    /// Bytes.
+    /// A number of bytes.
     Text(usize),
 }
 

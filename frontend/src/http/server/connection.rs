@@ -47,7 +47,7 @@ pub(crate) struct ConnectionInfo {
     pub(crate) local: Option<IpAddr>,
     /// The address of the other end.
     pub(crate) peer: Option<SocketAddr>,
-    /// The `Host` of a request that was allowed. The others name the same, which is not checked again.
+    /// The `Host` of the first request that was allowed. Later requests with the same `Host` are not checked again.
     pub(crate) allowed_host: OnceLock<Box<[u8]>>,
     /// The running choices of its requests.
     pub(crate) choices: ConnectionChoices,

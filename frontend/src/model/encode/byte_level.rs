@@ -26,7 +26,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 /// Added tokens in the sample. Models have up to thousands, all alike.
 const TRIED: usize = 8;
-/// What the sample adds to the one for split points: text whose words depend on what follows, and on Unicode.
+/// Text that is added to the sample of [`split`](super::split): its words depend on what follows, and on Unicode.
 const BOUNDARIES: &str = "a  b   c \n d\t\te\r\n\r\n f  \u{A0}\u{3000}g\u{85}h\u{2028} 's'S'\u{17F}'LL'rE\u{2019}s x'y \
     1234567 \u{B2}\u{663}\u{BD}\u{2164}x e\u{301}e\u{323}\u{301}\u{212B}\u{FB01}\u{1100}\u{1161}\u{11A8}\u{AC00} \
     \u{1F468}\u{200D}\u{1F469} \u{0}\u{7F}\u{AD}\u{FEFF}\u{E000}\u{10FFFF} \u{1C5}\u{2B0}\u{AA}A\u{300}Ab \

@@ -17,7 +17,7 @@ const NO_RANK: u32 = u32::MAX;
 
 /// Vocabulary and merges. Their keys are those of the file, so a fixed hash is no weakness.
 pub(super) struct Merges {
-    /// Tokens by their bytes that a word of the same bytes is encoded to.
+    /// The words that are encoded to one token, by their bytes.
     words: HashMap<Box<[u8]>, u32, FixedState>,
     pairs: HashMap<(u32, u32), Merge, FixedState>,
     /// The token of each byte.
