@@ -4,11 +4,11 @@ use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::metrics::Metrics;
 use crate::probe::Probes;
-use crate::relay::client::Client;
+use crate::relay::client::{Body, Client, Switched, Upgrade};
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
-use crate::relay::stream::{Item, Report, UsageInStream};
+use crate::relay::stream::{Item, Relay, Report, UsageInStream};
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -22,7 +22,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
     Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
-    RelayProgress, RelayReport, Request, ResponseHead, Work,
+    RelayProgress, RelayReport, Request, ResponseHead, Tunnel, Work,
 };
 use worker::plane::Load;
 
@@ -124,29 +124,29 @@ impl UpstreamEngine {
         }
         headers::set_request_id(&mut headers, &request.id);
         spans::inject(&request.attributes.trace, &mut headers);
-        let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
-        let mut items = relay.map_err(|error| {
-            let changed = match &error {
-                RelayError::Unreachable(_) => true,
-                RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
-                RelayError::Full(_) | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+        if let Some(protocol) = http.upgrade {
+            headers::set_upgrade(&mut headers, protocol);
+            let answer = self.client.upgrade(http.method.clone(), &http.target, &headers, protocol).await;
+            return match answer.map_err(|error| self.failed(error))? {
+                Upgrade::Switched(switched) => Ok(tunnel(switched, counted)),
+                Upgrade::Answered(items) => Ok(outputs(*items, counted, http)),
             };
-            if changed {
-                self.settings.may_have_changed.notify_one();
-            }
-            error_of(error)
-        })?;
-        let is_stream = http.is_stream;
-        let progress = http.is_metered.then(Arc::<RelayProgress>::default);
-        let outputs = poll_fn(move |context| {
-            let item = ready!(items.poll_next_unpin(context));
-            if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
-                progress.set(relay_report(items.so_far()));
-            }
-            let output = |item| output(item, &counted, is_stream, progress.as_ref());
-            Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
-        });
-        Ok(outputs.boxed())
+        }
+        let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
+        Ok(outputs(relay.map_err(|error| self.failed(error))?, counted, http))
+    }
+
+    /// The error of a request that has no answer, or one that is an error.
+    fn failed(&self, error: RelayError) -> Error {
+        let changed = match &error {
+            RelayError::Unreachable(_) => true,
+            RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
+            RelayError::Full(_) | RelayError::Http2Only | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+        };
+        if changed {
+            self.settings.may_have_changed.notify_one();
+        }
+        error_of(error)
     }
 
     /// The salt for a request. Fails if the request has one, but its endpoint does not take it.
@@ -260,6 +260,40 @@ impl Engine for UpstreamEngine {
     }
 }
 
+/// The stream of an answer.
+fn outputs(mut items: Relay<Body>, counted: Arc<Counted>, http: &HttpRequest) -> OutputStream {
+    let is_stream = http.is_stream;
+    let progress = http.is_metered.then(Arc::<RelayProgress>::default);
+    let outputs = poll_fn(move |context| {
+        let item = ready!(items.poll_next_unpin(context));
+        if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
+            progress.set(relay_report(items.so_far()));
+        }
+        let output = |item| output(item, &counted, is_stream, progress.as_ref());
+        Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
+    });
+    outputs.boxed()
+}
+
+/// The stream of a connection that has switched to another protocol: its head, and then nothing until it is dropped.
+fn tunnel(switched: Switched, counted: Arc<Counted>) -> OutputStream {
+    let Switched { headers, received, socket, place } = switched;
+    counted.first_output();
+    let mut head = Some(ResponseHead {
+        status: StatusCode::SWITCHING_PROTOCOLS,
+        headers: headers::response(headers, headers::Body::Changed),
+        worker: None,
+        explain: None,
+        progress: None,
+        tunnel: Some(Tunnel::new(received, socket)),
+    });
+    let outputs = poll_fn(move |_| {
+        let _held = (&counted, &place);
+        head.take().map_or(Poll::Pending, |head| Poll::Ready(Some(Ok::<_, Error>(Output::Head(Box::new(head))))))
+    });
+    outputs.boxed()
+}
+
 fn is_by_rank(http: &HttpRequest) -> bool {
     WITH_RANK.contains(&http.target.path())
 }
@@ -312,6 +346,7 @@ fn output(item: Item, counted: &Counted, is_stream: bool, progress: Option<&Arc<
                 worker: None,
                 explain: None,
                 progress: progress.cloned(),
+                tunnel: None,
             }))
         }
         Item::Frame(bytes) => Output::Body(bytes),
@@ -341,6 +376,7 @@ fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
+        RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
     }

@@ -20,3 +20,4 @@ mod streams;
 mod tenants;
 mod tiny_tokenizer;
 mod tls;
+mod websockets;

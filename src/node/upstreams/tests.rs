@@ -117,6 +117,7 @@ fn request() -> Request {
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        upgrade: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
 }

@@ -38,6 +38,7 @@ fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) 
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        upgrade: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }
