@@ -59,6 +59,9 @@ pub struct UpstreamSettings {
     pub salts: Arc<Salts>,
     /// The endpoints whose requests get a salt.
     pub salted: SaltedEndpoints,
+    /// Requests may have tenants, whose caches are to be kept apart. Without them a salt is a field of the client like
+    /// others: where its endpoint gets no salt of the gateway, it passes as it came.
+    pub has_tenants: bool,
     /// The only kind of endpoints that the server has; `None`: it may have any.
     pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
@@ -149,11 +152,11 @@ impl UpstreamEngine {
         error_of(error)
     }
 
-    /// The salt for a request. Fails if the request has one, but its endpoint does not take it.
+    /// The salt for a request. Fails if the request has one, but its endpoint does not take it and there are tenants.
     fn salt(&self, http: &HttpRequest, domain: &Domain) -> Result<Option<String>, Error> {
         match self.settings.salted.salting(http) {
             Salting::Salted => Ok(self.settings.salts.of(domain)),
-            Salting::Refused(problem) if domain.engine_salt().is_some() => {
+            Salting::Refused(problem) if self.settings.has_tenants && domain.engine_salt().is_some() => {
                 Err(Error::Invalid { field: "cache_salt", problem })
             }
             Salting::Unsalted | Salting::Refused(_) => Ok(None),
@@ -246,7 +249,8 @@ impl Engine for UpstreamEngine {
 
     fn refuses(&self, request: &Request) -> bool {
         let Work::Relay(http) = &request.work else { return false };
-        !self.settings.salted.takes(http) && request.domain.engine_salt().is_some()
+        let UpstreamSettings { salted, has_tenants, .. } = &self.settings;
+        *has_tenants && !salted.takes(http) && request.domain.engine_salt().is_some()
     }
 
     fn probed_server(&self) -> Option<u64> {
