@@ -541,6 +541,38 @@ async fn a_response_that_is_left_costs_what_was_reported() {
 }
 
 #[tokio::test]
+async fn a_stream_that_is_left_costs_the_text_of_its_events() {
+    // As of vLLM with `--stream-interval 80`: nothing is reported before the end.
+    let engine = FakeEngine::new(|_| {
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            progress: Some(Arc::default()),
+            tunnel: None,
+        };
+        let event = format!("data: {{\"choices\":[{{\"index\":0,\"text\":\"{}\"}}]}}\n\n", "abc ".repeat(80));
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(Output::Body(event.into())), Step::Hang])
+    });
+    *engine.card.lock() = Arc::new(ModelCard {
+        tokenizer: None,
+        is_relayed: true,
+        has_exact_blocks: false,
+        ..ModelCard::new("org/tiny", 1024, 16)
+    });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    let ask = |prompt: usize| with_key(completion(json!({ "prompt": vec![1; prompt] })), &key);
+    let mut left = router.clone().oneshot(ask(1)).await.unwrap().into_body().into_data_stream();
+    assert!(left.next().await.unwrap().is_ok());
+    drop(left);
+    assert_eq!(send(&router, ask(30)).await.status, 429, "it has used 81 tokens");
+}
+
+#[tokio::test]
 async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
     let keys = Keys::new();
     let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
