@@ -138,8 +138,10 @@ pub(super) async fn upgrade(
 ) -> Result<Upgrade, Failed> {
     let Outgoing { method, head, body } = request;
     let mut connection = Connection { socket, head, body, sending: Sending::Unsent };
-    let (head, received) = read_head(&mut connection, &method, Some(protocol)).await?;
+    let (mut head, received) = read_head(&mut connection, &method, Some(protocol)).await?;
     if head.status != StatusCode::SWITCHING_PROTOCOLS {
+        // A server that has switched all the same must not get the request of another client.
+        head.keeps_alive = false;
         return Ok(Upgrade::Answered(response(connection, head, received, pool)));
     }
     // What is left of the request would be the first bytes of the other protocol.

@@ -184,13 +184,13 @@ async fn a_connection_switches_only_if_the_engine_says_so() {
     drop(switched);
     assert_eq!(timeout(SOON, server).await.unwrap().unwrap(), "raw bytes");
 
-    let (answer, _, server) = upgrade("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+    let (answer, client, server) = upgrade("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
     let Ok(Upgrade::Answered(mut relay)) = answer else { panic!("{answer:?}") };
     let Some(Ok(Item::Head(head))) = relay.next().await else { panic!("a head") };
     assert_eq!(head.status, StatusCode::OK);
     while relay.next().await.is_some() {}
-    drop(relay);
-    assert_eq!(timeout(SOON, server).await.unwrap().unwrap(), "", "nothing but HTTP");
+    assert_eq!(timeout(SOON, server).await.unwrap().unwrap(), "", "the connection is not used again");
+    drop((relay, client));
 
     let (answer, ..) = upgrade("HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\n\r\nno").await;
     let Err(RelayError::Answered(answer)) = answer else { panic!("{answer:?}") };
