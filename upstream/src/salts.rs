@@ -193,7 +193,7 @@ mod tests {
             assert!(matches!(all("/v1/audio/transcriptions", body), Salting::Refused(_)), "it would get no salt");
         }
         assert_eq!(all("/v1/responses/id/cancel", b" \n"), Salting::Salted, "no prompt");
-        let upgrade = HttpRequest { upgrade: Some("websocket"), ..http("/v1/realtime", b"") };
+        let upgrade = HttpRequest { upgrade: Some("websocket"), ..http("/v1/realtime", &b""[..]) };
         assert!(matches!(SaltedEndpoints::All.salting(&upgrade), Salting::Refused(_)), "prompts follow");
         assert_eq!(SaltedEndpoints::None.salting(&upgrade), Salting::Unsalted);
     }
