@@ -102,6 +102,9 @@ pub(crate) enum Error {
     /// The API key may use some models only, and a field of the request selects an adapter that is none of them.
     #[error("This API key may use some models only, and '{0}' selects another one. Name the model in 'model' only.")]
     AdapterNotAllowed(String),
+    /// The API key has a limit that cannot be checked on a WebSocket connection.
+    #[error("This API key cannot open WebSocket connections: {0}.")]
+    WebSocketNotAllowed(&'static str),
     /// A limit of the API key is reached.
     #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]
     RateLimited {
@@ -170,6 +173,10 @@ pub(crate) enum Error {
     /// The client did not read its stream for this time.
     #[error("The stream was ended: it was not read for {} s.", .0.as_secs())]
     StreamNotRead(Duration),
+    /// No byte was sent on a WebSocket connection for this time.
+    #[error("The WebSocket connection was ended: neither side has sent a byte for {} s (frontend.idle_timeout).",
+            .0.as_secs_f64())]
+    WebSocketIdle(Duration),
     /// No worker can serve the request now.
     #[error("The service is unavailable: {0}")]
     Unavailable(String),
@@ -270,10 +277,13 @@ impl Error {
             | Self::NoAdminHeader
             | Self::ModelNotAllowed(_)
             | Self::ModelNotNamed
-            | Self::AdapterNotAllowed(_) => StatusCode::FORBIDDEN,
-            Self::TooSlow { .. } | Self::UploadEvicted | Self::HeaderTimeout(_) | Self::StreamNotRead(_) => {
-                StatusCode::REQUEST_TIMEOUT
-            }
+            | Self::AdapterNotAllowed(_)
+            | Self::WebSocketNotAllowed(_) => StatusCode::FORBIDDEN,
+            Self::TooSlow { .. }
+            | Self::UploadEvicted
+            | Self::HeaderTimeout(_)
+            | Self::StreamNotRead(_)
+            | Self::WebSocketIdle(_) => StatusCode::REQUEST_TIMEOUT,
             Self::ClientClosed => StatusCode::from_u16(CLIENT_CLOSED).expect("the number is within those of HTTP"),
             Self::UrlTooLong(_) => StatusCode::URI_TOO_LONG,
             Self::HeadersTooLarge(_) => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
@@ -319,6 +329,8 @@ impl Error {
             Self::DeadlineExceeded => Some("deadline_exceeded"),
             Self::RequestTimeExceeded(_) => Some("request_time_exceeded"),
             Self::StreamNotRead(_) => Some("stream_not_read"),
+            Self::WebSocketNotAllowed(_) => Some("websocket_not_allowed"),
+            Self::WebSocketIdle(_) => Some("websocket_idle"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),
             Self::HostNotAllowed(_) => Some("host_not_allowed"),

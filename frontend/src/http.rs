@@ -8,9 +8,11 @@ pub(crate) mod body;
 pub(crate) mod request_context;
 mod request_id;
 mod server;
+mod upgrade;
 pub(crate) mod upload;
 
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
 pub(crate) use server::ConnectionInfo;
 pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address};
+pub(crate) use upgrade::Upgrade;

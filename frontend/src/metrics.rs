@@ -58,6 +58,10 @@ pub(crate) struct Metrics {
     pub(crate) requests: IntCounterVec,
     /// Requests whose last byte is not written yet, without scrapes and health checks.
     pub(crate) in_flight: IntGauge,
+    /// WebSocket connections that are open.
+    pub(crate) open_websockets: IntGauge,
+    /// Bytes on WebSocket connections, by direction.
+    pub(crate) websocket_bytes: IntCounterVec,
     /// Time from a request's arrival to its first token.
     pub(crate) first_token: HistogramVec,
     /// Time between tokens of one choice.
@@ -96,6 +100,15 @@ impl Metrics {
             in_flight: IntGauge::new(
                 "blockyard_frontend_requests_in_flight",
                 "Requests whose last byte is not written yet. Scrapes and health checks do not count.",
+            )?,
+            open_websockets: IntGauge::new(
+                "blockyard_frontend_open_websockets",
+                "WebSocket connections of clients to servers behind this gateway that are open.",
+            )?,
+            websocket_bytes: counters(
+                "websocket_bytes_total",
+                "Bytes on WebSocket connections, by direction: received from clients, or sent to them.",
+                &["direction"],
             )?,
             first_token: histogram("time_to_first_token_seconds", "Time from arrival to the first token.", &SECONDS)?,
             inter_token: histogram(
@@ -169,10 +182,12 @@ impl Metrics {
         Arc::clone(models.entry(Arc::clone(model)).or_insert_with(|| Arc::new(ModelMetrics::new(self, model))))
     }
 
-    fn all(&self) -> [&dyn Collector; 14] {
+    fn all(&self) -> [&dyn Collector; 16] {
         [
             &self.requests,
             &self.in_flight,
+            &self.open_websockets,
+            &self.websocket_bytes,
             &self.first_token,
             &self.inter_token,
             &self.duration,

@@ -9,6 +9,7 @@ mod merged;
 mod meter;
 mod relay_meter;
 mod stop;
+mod stream_text;
 
 pub(crate) use choice::{ChoiceDelta, FinishReason, StopReason};
 pub(crate) use generation::{Generation, GenerationRequest};

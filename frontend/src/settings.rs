@@ -59,8 +59,9 @@ pub struct Settings {
     /// Maximum size of a request's headers, at least 8 KiB. Default 64 KiB: proxies add a few KiB of cookies and
     /// traces.
     pub max_headers: ByteSize,
-    /// Time after which a connection without a request is closed. Default 75 s: longer than the 60 s for which load
-    /// balancers keep theirs, so that they close first and no request meets a closed connection.
+    /// Time after which a connection without a request is closed, and a WebSocket connection on which neither side
+    /// sends. Default 75 s: longer than the 60 s for which load balancers keep theirs, so that they close first and no
+    /// request meets a closed connection. Servers send a WebSocket ping every 20 s.
     pub idle_timeout: HumanDuration,
     /// Time for which a client may pause within a request's body. Default 30 s.
     pub body_timeout: HumanDuration,

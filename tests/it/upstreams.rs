@@ -8,6 +8,7 @@ mod kv_events;
 mod passing;
 mod servers;
 mod tokenizers;
+mod websockets;
 
 pub(crate) use self::tokenizers::tokenizer_folder;
 pub(crate) use kv_events::{MESSAGES, publish, sglang, sglang_payload};

@@ -251,7 +251,9 @@ def test_answers_to_tenants_are_those_of_vllm(gateway_with_keys, keys, engines):
         for path, prompt in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION))
         for fields, stream in itertools.product(FIELDS_WITH_KEYS, (False, True))
     ]
-    requests += [other for other in OTHER if other[0] in ("/tokenize", "/detokenize", "/v1/embeddings")]
+    with_salt = {"/v1/responses"}
+    without_cache = {"/tokenize", "/detokenize", "/v1/embeddings"}
+    requests += [other for other in OTHER if other[0] in with_salt | without_cache]
     key = f"Bearer {keys['ann']}"
     assert_answers_are_equal(requests, engines[0].server, gateway_with_keys, without_fingerprint, authorization=key)
 

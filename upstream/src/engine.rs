@@ -4,11 +4,11 @@ use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::metrics::Metrics;
 use crate::probe::Probes;
-use crate::relay::client::Client;
+use crate::relay::client::{Body, Client, Switched, Upgrade};
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
-use crate::relay::stream::{Item, Report, UsageInStream};
+use crate::relay::stream::{Item, Relay, Report, UsageInStream};
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -22,7 +22,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
     Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
-    RelayProgress, RelayReport, Request, ResponseHead, Work,
+    RelayProgress, RelayReport, Request, ResponseHead, Tunnel, Work,
 };
 use worker::plane::Load;
 
@@ -59,6 +59,9 @@ pub struct UpstreamSettings {
     pub salts: Arc<Salts>,
     /// The endpoints whose requests get a salt.
     pub salted: SaltedEndpoints,
+    /// Requests may have tenants, whose caches are to be kept apart. Without them a salt is a field of the client like
+    /// others: where its endpoint gets no salt of the gateway, it passes as it came.
+    pub has_tenants: bool,
     /// The only kind of endpoints that the server has; `None`: it may have any.
     pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
@@ -124,36 +127,36 @@ impl UpstreamEngine {
         }
         headers::set_request_id(&mut headers, &request.id);
         spans::inject(&request.attributes.trace, &mut headers);
-        let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
-        let mut items = relay.map_err(|error| {
-            let changed = match &error {
-                RelayError::Unreachable(_) => true,
-                RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
-                RelayError::Full(_) | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+        if let Some(protocol) = http.upgrade {
+            headers::set_upgrade(&mut headers, protocol);
+            let answer = self.client.upgrade(http.method.clone(), &http.target, &headers, protocol).await;
+            return match answer.map_err(|error| self.failed(error))? {
+                Upgrade::Switched(switched) => Ok(tunnel(switched, counted)),
+                Upgrade::Answered(items) => Ok(outputs(*items, counted, http)),
             };
-            if changed {
-                self.settings.may_have_changed.notify_one();
-            }
-            error_of(error)
-        })?;
-        let is_stream = http.is_stream;
-        let progress = http.is_metered.then(Arc::<RelayProgress>::default);
-        let outputs = poll_fn(move |context| {
-            let item = ready!(items.poll_next_unpin(context));
-            if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
-                progress.set(relay_report(items.so_far()));
-            }
-            let output = |item| output(item, &counted, is_stream, progress.as_ref());
-            Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
-        });
-        Ok(outputs.boxed())
+        }
+        let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
+        Ok(outputs(relay.map_err(|error| self.failed(error))?, counted, http))
     }
 
-    /// The salt for a request. Fails if the request has one, but its endpoint does not take it.
+    /// The error of a request that has no answer, or one that is an error.
+    fn failed(&self, error: RelayError) -> Error {
+        let changed = match &error {
+            RelayError::Unreachable(_) => true,
+            RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
+            RelayError::Full(_) | RelayError::Http2Only | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+        };
+        if changed {
+            self.settings.may_have_changed.notify_one();
+        }
+        error_of(error)
+    }
+
+    /// The salt for a request. Fails if the request has one, but its endpoint does not take it and there are tenants.
     fn salt(&self, http: &HttpRequest, domain: &Domain) -> Result<Option<String>, Error> {
         match self.settings.salted.salting(http) {
             Salting::Salted => Ok(self.settings.salts.of(domain)),
-            Salting::Refused(problem) if domain.engine_salt().is_some() => {
+            Salting::Refused(problem) if self.settings.has_tenants && domain.engine_salt().is_some() => {
                 Err(Error::Invalid { field: "cache_salt", problem })
             }
             Salting::Unsalted | Salting::Refused(_) => Ok(None),
@@ -246,7 +249,8 @@ impl Engine for UpstreamEngine {
 
     fn refuses(&self, request: &Request) -> bool {
         let Work::Relay(http) = &request.work else { return false };
-        !self.settings.salted.takes(http) && request.domain.engine_salt().is_some()
+        let UpstreamSettings { salted, has_tenants, .. } = &self.settings;
+        *has_tenants && !salted.takes(http) && request.domain.engine_salt().is_some()
     }
 
     fn probed_server(&self) -> Option<u64> {
@@ -258,6 +262,40 @@ impl Engine for UpstreamEngine {
         self.load.refresh();
         self.probes.hedge(self.health(Via::Any), self.health(Via::New)).boxed()
     }
+}
+
+/// The stream of an answer.
+fn outputs(mut items: Relay<Body>, counted: Arc<Counted>, http: &HttpRequest) -> OutputStream {
+    let is_stream = http.is_stream;
+    let progress = http.is_metered.then(Arc::<RelayProgress>::default);
+    let outputs = poll_fn(move |context| {
+        let item = ready!(items.poll_next_unpin(context));
+        if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
+            progress.set(relay_report(items.so_far()));
+        }
+        let output = |item| output(item, &counted, is_stream, progress.as_ref());
+        Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
+    });
+    outputs.boxed()
+}
+
+/// The stream of a connection that has switched to another protocol: its head, and then nothing until it is dropped.
+fn tunnel(switched: Switched, counted: Arc<Counted>) -> OutputStream {
+    let Switched { headers, received, socket, place } = switched;
+    counted.first_output();
+    let mut head = Some(ResponseHead {
+        status: StatusCode::SWITCHING_PROTOCOLS,
+        headers: headers::response(headers, headers::Body::Changed),
+        worker: None,
+        explain: None,
+        progress: None,
+        tunnel: Some(Tunnel::new(received, socket)),
+    });
+    let outputs = poll_fn(move |_| {
+        let _held = (&counted, &place);
+        head.take().map_or(Poll::Pending, |head| Poll::Ready(Some(Ok::<_, Error>(Output::Head(Box::new(head))))))
+    });
+    outputs.boxed()
 }
 
 fn is_by_rank(http: &HttpRequest) -> bool {
@@ -312,6 +350,7 @@ fn output(item: Item, counted: &Counted, is_stream: bool, progress: Option<&Arc<
                 worker: None,
                 explain: None,
                 progress: progress.cloned(),
+                tunnel: None,
             }))
         }
         Item::Frame(bytes) => Output::Body(bytes),
@@ -341,6 +380,7 @@ fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
+        RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
     }

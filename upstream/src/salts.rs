@@ -46,6 +46,10 @@ impl SaltedEndpoints {
             Self::Described(paths) => paths.contains(path),
         };
         let has_no_cache = !computes_tokens(path) || EndpointKind::Pooling.paths().contains(&path);
+        if http.upgrade.is_some() {
+            // Prompts come over the connection.
+            return false;
+        }
         // Without a body there is no prompt.
         has_no_cache || http.body.trim_ascii().is_empty() || (is_object(http) && has_field)
     }
@@ -59,7 +63,13 @@ impl SaltedEndpoints {
             return Salting::Salted;
         }
         let path = http.target.path();
-        Salting::Refused(if is_object(http) {
+        Salting::Refused(if let Some(protocol) = http.upgrade {
+            format!(
+                "what is sent over a connection of {protocol} gets no cache_salt, so tenants would share the server's \
+                 cache; use an endpoint without it, or set cache_salt = \"off\" in [[upstreams]] if tenants may share \
+                 the cache"
+            )
+        } else if is_object(http) {
             format!(
                 "the server's /openapi.json has no field cache_salt for {path}, so tenants would share the server's \
                  cache; use another endpoint, or set cache_salt in [[upstreams]]: \"on\" if the server has the field \
@@ -155,6 +165,7 @@ mod tests {
             wants_usage: false,
             is_metered: false,
             private_fields: &[],
+            upgrade: None,
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
         let salted = |path: &'static str, body: &'static [u8]| match described.salting(&http(path, body)) {
@@ -182,6 +193,9 @@ mod tests {
             assert!(matches!(all("/v1/audio/transcriptions", body), Salting::Refused(_)), "it would get no salt");
         }
         assert_eq!(all("/v1/responses/id/cancel", b" \n"), Salting::Salted, "no prompt");
+        let upgrade = HttpRequest { upgrade: Some("websocket"), ..http("/v1/realtime", &b""[..]) };
+        assert!(matches!(SaltedEndpoints::All.salting(&upgrade), Salting::Refused(_)), "prompts follow");
+        assert_eq!(SaltedEndpoints::None.salting(&upgrade), Salting::Unsalted);
     }
 
     #[test]

@@ -18,7 +18,8 @@ pub use model_card::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{
-    EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, ResponseHead, computes_tokens,
+    Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, ResponseHead, Switched,
+    Tunnel, computes_tokens,
 };
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
@@ -44,7 +45,9 @@ use std::time::Duration;
 ///   fails or makes no progress.
 /// - For [`Work::Relay`] the stream MUST be one [`Output::Head`], then [`Output::Body`], then one [`Output::End`], or
 ///   an error at any point. `Head` MUST NOT come before the response has output: a chunk that only names a role is
-///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`].
+///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`]. After a
+///   `Head` with a [`Tunnel`] nothing follows: the stream stays open until it is dropped, and holds what the engine has
+///   reserved for the request.
 /// - A stream that is not read MUST NOT delay other requests: the engine stops generating for it, gives its slot in
 ///   the batch and its memory to other requests, and MAY end it with [`Error::Unread`] after half a minute.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one

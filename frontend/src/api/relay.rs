@@ -10,24 +10,24 @@ mod estimate;
 mod form;
 mod prompt;
 mod response_body;
+mod websocket;
 
 use super::caller;
 use super::generate::{explained, wants_explanation};
 use super::operations;
 use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
-use crate::limits::WorkPermit;
+use crate::limits::{RunningChoices, WorkPermit};
 use crate::model::EncodeJob;
 use crate::output::{BodyKind, OutputText, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::settings::RelayPath;
 use crate::state::AppState;
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request as AxumRequest, State};
-use axum::http::header::UPGRADE;
+use axum::http::Method;
 use axum::http::request::Parts;
 use axum::http::uri::PathAndQuery;
-use axum::http::{HeaderMap, Method};
 use axum::response::Response;
 use bytes::Bytes;
 pub(super) use contents::Contents;
@@ -41,8 +41,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
-    Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, Request, RequestAttributes, RequestGroup,
-    Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
+    Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, OutputStream, Request, RequestAttributes,
+    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -230,11 +230,10 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     if relayed.is_empty() || !is_public(parts.uri.path(), &state.settings.relay_paths) {
         return Err(operations::no_route(&parts.method, &parts.uri));
     }
-    if asks_for_websocket(&parts.headers) {
-        // Not 501: a mistake of a client is no error of this server.
-        let message = "WebSocket connections are not relayed. Use an endpoint with requests over HTTP, or connect to \
-                       the server of the model itself.";
-        return Err(Error::unsupported("upgrade", message));
+    if websocket::is_asked(&parts.headers) {
+        let is_empty = body.is_end_stream();
+        // Boxed, because few requests need it.
+        return Box::pin(websocket::respond(&state, parts, is_empty, &relayed[0])).await;
     }
     body::check_content_encoding(&parts.headers)?;
     let media_type = MediaType::of(&parts.headers)?;
@@ -266,12 +265,6 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     }
     let incoming = Incoming::read(&state, &card, parts, bytes, contents, permit).await?;
     respond(&state, incoming, card).await
-}
-
-/// Whether a request is the beginning of a WebSocket connection. Without its header it would be another request.
-fn asks_for_websocket(headers: &HeaderMap) -> bool {
-    let protocols = headers.get_all(UPGRADE).iter().filter_map(|value| value.to_str().ok());
-    protocols.flat_map(|value| value.split(',')).any(|protocol| protocol.trim().eq_ignore_ascii_case("websocket"))
 }
 
 /// Whether clients may use an engine's endpoint. Others change the engine for all clients: they load adapters, flush
@@ -352,12 +345,7 @@ pub(super) async fn respond(
         if !request.tokens.is_empty() {
             state.metrics.relayed_prompts.with_label_values(&[&*named.id, source.label()]).inc();
         }
-        let mut outputs = state.engine.generate(request).await?;
-        match outputs.next().await {
-            Some(Ok(Output::Head(head))) => Ok((head, outputs)),
-            Some(Err(error)) => Err(error.into()),
-            _ => Err(Error::Failed("the engine sent no head of a response".into())),
-        }
+        generate(state, request).await
     };
     let max_time = state.settings.max_request_time.map(|time| time.0);
     let mut ends: BoxFuture<'static, Error> = Box::pin(shutdown.ends(context.arrived, max_time));
@@ -366,9 +354,30 @@ pub(super) async fn respond(
         started = start => started,
         error = &mut ends => Err(error),
     };
-    let (head, mut outputs) = started.inspect_err(|_| meter.mark_failed())?;
-    let head = *head;
+    let (head, outputs) = started.inspect_err(|_| meter.mark_failed())?;
     drop(memory);
+    relayed(*head, outputs, meter, context, ends, running).await
+}
+
+/// Starts a request at the engine. Returns the head of the response, and what follows it.
+async fn generate(state: &AppState, request: Request) -> Result<(Box<ResponseHead>, OutputStream), Error> {
+    let mut outputs = state.engine.generate(request).await?;
+    match outputs.next().await {
+        Some(Ok(Output::Head(head))) => Ok((head, outputs)),
+        Some(Err(error)) => Err(error.into()),
+        _ => Err(Error::Failed("the engine sent no head of a response".into())),
+    }
+}
+
+/// The response for the client, which `outputs` follow after its head.
+async fn relayed(
+    head: ResponseHead,
+    mut outputs: OutputStream,
+    mut meter: RelayMeter,
+    context: Arc<RequestContext>,
+    ends: BoxFuture<'static, Error>,
+    running: RunningChoices,
+) -> Result<Response, Error> {
     let kind = kind_of(&head.headers);
     meter.head(head.worker, kind, head.progress);
     let is_stream = kind == BodyKind::Events;
@@ -409,6 +418,7 @@ fn engine_request(
             wants_usage,
             is_metered: context.key().is_some(),
             private_fields: &PRIVATE_FIELDS,
+            upgrade: None,
         })),
         attributes: RequestAttributes {
             has_estimated_tokens: source == TokenSource::Estimate,

@@ -108,6 +108,9 @@ pub(crate) struct LogFields {
     pub(crate) finish_reason: Option<&'static str>,
     /// Time to the first token in seconds.
     pub(crate) ttft_s: Option<f64>,
+    /// Bytes of a WebSocket connection from its client, and to it.
+    pub(crate) received_bytes: Option<u64>,
+    pub(crate) sent_bytes: Option<u64>,
     pub(crate) error: Option<LoggedError>,
 }
 
@@ -177,9 +180,13 @@ impl RequestContext {
         UsedTokens { prompt, cached: fields.cached_tokens.unwrap_or_default().into(), generated }
     }
 
-    /// Whether the request got output. `status`: its final one.
+    /// Whether the request got output. `status`: its final one. A connection that has switched to another protocol
+    /// lasts for as long as its client wants, which says nothing of the model.
     fn has_output(&self, status: u16) -> bool {
         let fields = self.log_fields();
+        if fields.sent_bytes.is_some() {
+            return false;
+        }
         status < 400 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
     }
 
@@ -206,6 +213,11 @@ impl RequestContext {
     /// Records that the stream ended without an error.
     pub(crate) fn stream_finished(&self) {
         self.set_final_status(StatusCode::OK);
+    }
+
+    /// Records that a connection that had switched to another protocol ended without an error.
+    pub(crate) fn tunnel_finished(&self) {
+        self.set_final_status(StatusCode::SWITCHING_PROTOCOLS);
     }
 
     /// Records that the stream ended with an error.
@@ -288,6 +300,8 @@ impl RequestContext {
                     completion_tokens = model.map(|_| fields.completion_tokens),
                     finish_reason = fields.finish_reason,
                     ttft_s = fields.ttft_s,
+                    received_bytes = fields.received_bytes,
+                    sent_bytes = fields.sent_bytes,
                     duration_s = self.arrived.elapsed().as_secs_f64(),
                     code = fields.error.as_ref().and_then(|error| error.code),
                     error = fields.error.as_ref().map(|error| &*error.message),

@@ -64,6 +64,11 @@ impl Key {
         self.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))
     }
 
+    /// Whether the key has a limit of tokens.
+    pub(crate) fn has_token_limit(&self) -> bool {
+        self.tokens.is_some()
+    }
+
     /// Counts a request against the limit of requests.
     pub(crate) fn take_request(&self) -> Result<(), Error> {
         take(self.requests.as_ref(), 1, REQUESTS)

@@ -1,5 +1,6 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
+use super::stream_text::StreamText;
 use crate::http::RequestContext;
 use crate::limits::CountedResponses;
 use crate::metrics::ModelMetrics;
@@ -25,7 +26,7 @@ pub(crate) enum BodyKind {
     Other,
 }
 
-/// Which text of a response that is no stream is output, if the engine does not report its tokens.
+/// Which text of a response is output, if the engine does not report its tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum OutputText {
     /// None: the endpoint generates no text.
@@ -33,17 +34,18 @@ pub(crate) enum OutputText {
     /// All of it; of JSON that of all strings.
     All,
     /// Of JSON that of the member `text`, unless it is missing or empty: transcriptions repeat it in other members,
-    /// word by word.
+    /// word by word. Their streams are read as others.
     Text,
 }
 
 /// Measures a relayed response. When it is dropped before [`finish`](Self::finish), the response counts as cancelled,
 /// or as failed after [`mark_failed`](Self::mark_failed).
 ///
-/// The text of a stream is not read. The times between tokens are those between the parts of its body, which have the
-/// tokens that arrived at the same time. Where the engine does not report the tokens of the output, they are the events
-/// of a stream, or are estimated from the text of another response. Of a response that the client leaves, they are the
-/// larger of that and of what the engine has reported so far. So a client cannot keep its output from being counted.
+/// The times between tokens are those between the parts of the body of a stream, which have the tokens that arrived at
+/// the same time. Where the engine does not report the tokens of the output, they are estimated from its text; of a
+/// stream they are at least its events, which may have several tokens each (`--stream-interval` of vLLM). Of a response
+/// that the client leaves, they are the larger of that and of what the engine has reported so far. So a client cannot
+/// keep its output from being counted.
 pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
@@ -74,8 +76,8 @@ pub(crate) struct StoredResponse {
 /// What was counted of a body.
 enum Counted {
     Nothing,
-    /// An approximate number of events.
-    Events(u32),
+    /// An approximate number of events, and their text, unless it is not searched.
+    Events(u32, Option<StreamText>),
     Json(JsonText, Option<TextMember>),
     /// A number of bytes.
     Text(usize),
@@ -135,7 +137,7 @@ impl RelayMeter {
         // Only for a key the text is searched, which takes longer than all else here.
         let is_searched = self.output != OutputText::None && self.context.key().is_some();
         self.counted = match kind {
-            BodyKind::Events => Counted::Events(0),
+            BodyKind::Events => Counted::Events(0, is_searched.then(StreamText::default)),
             BodyKind::Json if is_searched => {
                 let member = (self.output == OutputText::Text).then(TextMember::default);
                 Counted::Json(JsonText::default(), member)
@@ -256,10 +258,13 @@ impl Counted {
         match self {
             Self::Nothing => {}
             // An event ends with an empty line.
-            Self::Events(events) => {
+            Self::Events(events, text) => {
                 let ends = |at: &usize| matches!(part[at + 1..], [b'\n', ..] | [b'\r', b'\n', ..]);
                 let more = memchr_iter(b'\n', part).filter(ends).count();
                 *events = events.saturating_add(more.max(1) as u32);
+                if let Some(text) = text {
+                    text.add(part);
+                }
             }
             Self::Json(text, member) => {
                 text.add(part);
@@ -276,7 +281,7 @@ impl Counted {
         let of_text = |bytes: usize| u32::try_from(bytes.div_ceil(BYTES_PER_TOKEN)).unwrap_or(u32::MAX);
         match self {
             Self::Nothing => 0,
-            Self::Events(events) => *events,
+            Self::Events(events, text) => text.as_ref().map_or(0, |text| of_text(text.bytes())).max(*events),
             Self::Json(text, member) => {
                 let of_member = member.as_ref().map(|member| member.bytes).filter(|bytes| *bytes > 0);
                 of_text(of_member.unwrap_or(text.bytes))
@@ -387,14 +392,17 @@ mod tests {
 
     #[test]
     fn a_stream_has_the_tokens_of_its_events() {
-        let mut counted = Counted::Events(0);
+        let mut counted = Counted::Events(0, None);
         for part in ["data: {}\n\ndata: {}\n\n", "data: {", "}\n\n"] {
             counted.add(part.as_bytes());
         }
         assert_eq!(counted.tokens(), 4, "a part has at least one");
-        let mut counted = Counted::Events(0);
+        let mut counted = Counted::Events(0, Some(StreamText::default()));
         counted.add("event: a\ndata: {}\n\nevent: b\r\ndata: {}\r\n\r\n".repeat(10).as_bytes());
         assert_eq!(counted.tokens(), 20, "however many lines an event has");
+        let chunk = |text: &str| format!("data: {{\"choices\":[{{\"text\":\"{text}\"}}]}}\n\n");
+        counted.add(chunk(&"x".repeat(100)).as_bytes());
+        assert_eq!(counted.tokens(), 25, "an event may have several tokens");
         assert_eq!(Counted::Text(9).tokens(), 3);
     }
 }

@@ -186,8 +186,14 @@ async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let keys = Keys::new();
     let all = keys.add("all", |_| ());
     let some = keys.add("some", |key| key.models = Some(vec!["org/tiny".into()]));
-    let head =
-        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
+    let head = ResponseHead {
+        status: StatusCode::OK,
+        headers: HeaderMap::new(),
+        worker: None,
+        explain: None,
+        progress: None,
+        tunnel: None,
+    };
     let report = RelayReport { completion_tokens: Some(3), ..RelayReport::default() };
     let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
     let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
@@ -281,6 +287,7 @@ async fn an_estimated_prompt_is_corrected_to_what_the_engine_says() {
             worker: None,
             explain: None,
             progress: None,
+            tunnel: None,
         };
         let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];
         let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
@@ -332,7 +339,8 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
         let headers: HeaderMap =
             [("content-type".parse().unwrap(), content_type.parse().unwrap())].into_iter().collect();
-        let head = ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: None };
+        let head =
+            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: None, tunnel: None };
         let steps = [Output::Head(Box::new(head)), Output::Body(body.clone().into()), Output::End(report)];
         let engine = FakeEngine::with_steps(steps.into_iter().map(Step::Relay).collect());
         *engine.card.lock() =
@@ -354,8 +362,14 @@ async fn output_that_the_engine_does_not_report_is_counted() {
 
 #[tokio::test]
 async fn the_output_of_a_response_that_is_retrieved_counts_once() {
-    let head =
-        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
+    let head = ResponseHead {
+        status: StatusCode::OK,
+        headers: HeaderMap::new(),
+        worker: None,
+        explain: None,
+        progress: None,
+        tunnel: None,
+    };
     let report = RelayReport {
         prompt_tokens: Some(1),
         completion_tokens: Some(60),
@@ -402,8 +416,14 @@ async fn the_rest_of_a_response_that_was_left_counts_when_it_is_retrieved() {
         let progress = Arc::<RelayProgress>::default();
         progress.set(RelayReport { response_id: Some(7), ..RelayReport::default() });
         let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
-        let head =
-            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            progress: Some(progress),
+            tunnel: None,
+        };
         let event = Output::Body(Bytes::from_static(b"data: {}\n\n"));
         let end = if is_left { Step::Hang } else { Step::Relay(Output::End(report)) };
         Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(event), end])
@@ -429,8 +449,14 @@ async fn a_stored_stream_that_is_left_again_counts_once() {
         let progress = Arc::<RelayProgress>::default();
         progress.set(RelayReport { response_id: Some(7), ..RelayReport::default() });
         let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
-        let head =
-            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            progress: Some(progress),
+            tunnel: None,
+        };
         let events = Output::Body("event: a\ndata: {}\n\n".repeat(40).into());
         let end = if http.method == "GET" { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
         Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(events), end])
@@ -455,8 +481,14 @@ async fn a_response_that_is_left_costs_what_was_reported() {
         let progress = Arc::<RelayProgress>::default();
         progress.set(report);
         let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
-        let head =
-            ResponseHead { status: StatusCode::OK, headers, worker: None, explain: None, progress: Some(progress) };
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            progress: Some(progress),
+            tunnel: None,
+        };
         let event = Output::Body(Bytes::from_static(b"data: {}\n\n"));
         let is_left = request.tokens.len() == 1;
         let end = if is_left { Step::Hang } else { Step::Relay(Output::End(RelayReport::default())) };
@@ -474,11 +506,49 @@ async fn a_response_that_is_left_costs_what_was_reported() {
 }
 
 #[tokio::test]
+async fn a_stream_that_is_left_costs_the_text_of_its_events() {
+    // As of vLLM with `--stream-interval 80`: nothing is reported before the end.
+    let engine = FakeEngine::new(|_| {
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            progress: Some(Arc::default()),
+            tunnel: None,
+        };
+        let event = format!("data: {{\"choices\":[{{\"index\":0,\"text\":\"{}\"}}]}}\n\n", "abc ".repeat(80));
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(Output::Body(event.into())), Step::Hang])
+    });
+    *engine.card.lock() = Arc::new(ModelCard {
+        tokenizer: None,
+        is_relayed: true,
+        has_exact_blocks: false,
+        ..ModelCard::new("org/tiny", 1024, 16)
+    });
+    let keys = Keys::new();
+    let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+    let router = engine.router_with(keys.settings());
+    let ask = |prompt: usize| with_key(completion(json!({ "prompt": vec![1; prompt] })), &key);
+    let mut left = router.clone().oneshot(ask(1)).await.unwrap().into_body().into_data_stream();
+    assert!(left.next().await.unwrap().is_ok());
+    drop(left);
+    assert_eq!(send(&router, ask(30)).await.status, 429, "it has used 81 tokens");
+}
+
+#[tokio::test]
 async fn a_wrong_report_does_not_use_up_a_limit_for_days() {
     let keys = Keys::new();
     let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
-    let head =
-        ResponseHead { status: StatusCode::OK, headers: HeaderMap::new(), worker: None, explain: None, progress: None };
+    let head = ResponseHead {
+        status: StatusCode::OK,
+        headers: HeaderMap::new(),
+        worker: None,
+        explain: None,
+        progress: None,
+        tunnel: None,
+    };
     let report =
         RelayReport { prompt_tokens: Some(u32::MAX), completion_tokens: Some(u32::MAX), ..RelayReport::default() };
     let steps = [Output::Head(Box::new(head)), Output::Body(Bytes::from_static(b"{}")), Output::End(report)];

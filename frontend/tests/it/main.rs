@@ -21,3 +21,4 @@ mod streams;
 mod tenants;
 mod tiny_tokenizer;
 mod tls;
+mod websockets;

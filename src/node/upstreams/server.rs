@@ -380,6 +380,7 @@ impl Server {
             api_key: self.upstream.api_key.clone(),
             salts: Arc::clone(&self.shared.salts),
             salted: of.api.salted.clone(),
+            has_tenants: self.upstream.has_tenants,
             only: of.api.only,
             rank: cache.rank,
             may_have_changed: Arc::clone(&self.may_have_changed),

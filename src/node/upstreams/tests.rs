@@ -117,6 +117,7 @@ fn request() -> Request {
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        upgrade: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
 }
@@ -424,6 +425,24 @@ async fn tenants_are_served_by_a_server_that_takes_salts_only() {
     let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
     let sent: serde_json::Value = serde_json::from_slice(&sent.body).unwrap();
     assert!(sent["cache_salt"].is_string(), "{sent}");
+}
+
+#[tokio::test]
+async fn without_tenants_no_salt_is_refused() {
+    let server = any_server().await;
+    server.set_page("/openapi.json", Script::json(200, &json!({ "components": { "cache_salt": {} } })));
+    let mut harness = Harness::new();
+    harness.apply(&[&server.uri().to_string()]);
+    let (_, engine) = harness.joined().await;
+    let Work::Relay(http) = request().work else { unreachable!() };
+    let body = r#"{"text":"x","extra_key":"k"}"#;
+    let http =
+        HttpRequest { target: PathAndQuery::from_static("/generate"), body: body.into(), ..HttpRequest::clone(&http) };
+    let domain = Domain::shared().salted("extra_key");
+    let asked = Request { work: Work::Relay(Arc::new(http)), domain, ..request() };
+    assert!(engine.generate(asked).await.unwrap().count().await > 1);
+    let sent = server.requests().into_iter().rfind(|request| request.method == Method::POST).unwrap();
+    assert_eq!((sent.uri.path(), &sent.body[..]), ("/generate", body.as_bytes()), "it passes as it came");
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@ use crate::relay::fake::{FakeEngine, Script};
 use crate::relay::stream::Usage;
 use kvbm::Domain;
 use serde_json::json;
+use std::collections::BTreeSet;
 use tokio::time::timeout;
 use worker::engine::{ErrorKind, RequestGroup};
 
@@ -38,6 +39,7 @@ fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) 
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        upgrade: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }
@@ -72,7 +74,7 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
 #[tokio::test]
 async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
-    engine.settings.salted = SaltedEndpoints::All;
+    (engine.settings.salted, engine.settings.has_tenants) = (SaltedEndpoints::All, true);
     let sent_to = |path: &'static str, domain: &Domain, content_type: &'static str, body: &'static [u8]| {
         let request = Request { domain: domain.clone(), ..request(path, content_type, body) };
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
@@ -103,6 +105,29 @@ async fn a_body_with_a_salt_is_an_object() {
     assert_eq!(sent(&shared, form.0, form.1).unwrap(), form.1, "it has no tenant");
     assert_eq!(sent_to("/v1/embeddings", &tenant, form.0, form.1).unwrap(), form.1, "it uses no cache");
     assert!(sent_to("/v1/embeddings", &tenant, json, with_mark).is_err(), "a server may read it as JSON");
+}
+
+#[tokio::test]
+async fn without_tenants_a_salt_passes_where_its_endpoint_gets_none() {
+    let (_server, mut engine) = engine([]).await;
+    let paths = BTreeSet::from([Box::from("/v1/chat/completions")]);
+    engine.settings.salted = SaltedEndpoints::Described(Arc::new(paths));
+    let body = br#"{"text":"x", "extra_key":["s"]}"#;
+    let to = |path| Request { domain: Domain::shared().salted("s"), ..request(path, "application/json", body) };
+    let sent = |engine: &UpstreamEngine, path| {
+        let request = to(path);
+        let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
+        let salt = engine.salt(http, &request.domain)?;
+        engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
+    };
+    assert_eq!(sent(&engine, "/generate").unwrap(), body[..], "a field of SGLang");
+    assert!(!engine.refuses(&to("/generate")));
+    let salted = sent(&engine, "/v1/chat/completions").unwrap();
+    let salted: serde_json::Value = serde_json::from_slice(&salted).unwrap();
+    assert!(salted["cache_salt"].is_string() && salted.get("extra_key").is_none(), "{salted}");
+    engine.settings.has_tenants = true;
+    assert!(matches!(sent(&engine, "/generate"), Err(Error::Invalid { field: "cache_salt", .. })));
+    assert!(engine.refuses(&to("/generate")), "its cache would be shared with tenants");
 }
 
 #[tokio::test]

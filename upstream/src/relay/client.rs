@@ -17,7 +17,7 @@ mod pool;
 use super::error::{Answer, RelayError};
 use super::stream::{Relay, UsageInStream, chain};
 use bytes::Bytes;
-use connect::{Connected, Connector};
+use connect::{Connected, Connector, Socket};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, Method, Request, Response, Uri, Version};
 use http_body::{Frame, SizeHint};
@@ -50,6 +50,28 @@ struct Shared {
     host: String,
     /// Path of the address, without a slash at its end.
     prefix: String,
+}
+
+/// The answer to a request to switch to another protocol.
+#[derive(Debug)]
+pub enum Upgrade {
+    /// The engine has switched.
+    Switched(Switched),
+    /// The engine has answered without switching.
+    Answered(Box<Relay<Body>>),
+}
+
+/// A connection on which an engine has switched to another protocol. Dropping it closes it.
+#[derive(Debug)]
+pub struct Switched {
+    /// The headers of the engine's answer.
+    pub headers: HeaderMap,
+    /// What came after the answer.
+    pub received: Bytes,
+    /// The connection.
+    pub socket: Socket,
+    /// Counts among the relayed requests that run, until it is dropped.
+    pub place: OwnedSemaphorePermit,
 }
 
 /// The body of an answer. Dropping it cancels the request.
@@ -231,17 +253,66 @@ impl Client {
         body: Bytes,
         usage: UsageInStream,
     ) -> Result<Relay<Body>, RelayError> {
-        let place = Arc::clone(&self.0.places).try_acquire_owned();
-        let place = place.map_err(|_| RelayError::Full(self.0.max_requests))?;
+        let place = self.0.place()?;
         let response = self.exchange(&method, path, &headers, &body).await?;
         if response.status().is_success() {
-            return Ok(Relay::new(response.map(|body| Body { _place: Some(place), ..body }), usage));
+            return Ok(relayed(response, place, usage));
         }
-        Err(RelayError::Answered(Box::new(Box::pin(Answer::read(response)).await)))
+        Err(Box::pin(refused(response)).await)
+    }
+
+    /// Asks the engine to switch to `protocol`, on a connection of its own. `headers` say so. Only an answer with the
+    /// status 101 and this protocol switches; any other one is relayed as [`relay`](Self::relay) does, and the
+    /// connection stays one of HTTP.
+    pub async fn upgrade(
+        &self,
+        method: Method,
+        path: &PathAndQuery,
+        headers: &HeaderMap,
+        protocol: &str,
+    ) -> Result<Upgrade, RelayError> {
+        let shared = &*self.0;
+        if shared.connector.is_http2_only() {
+            return Err(RelayError::Http2Only);
+        }
+        let place = shared.place()?;
+        shared.check_path(path)?;
+        let target = [&shared.prefix, path.as_str()];
+        let request = http1::Outgoing::new(method, target, &shared.host, headers, Bytes::new());
+        let connected = Box::pin(shared.connector.connect_http1(shared.origin.clone())).await;
+        let socket = connected.map_err(|error| RelayError::Unreachable(chain(&*error)))?;
+        match http1::upgrade(socket, request, protocol, Arc::clone(&shared.idle)).await {
+            Ok(http1::Upgrade::Switched { headers, received, socket }) => {
+                Ok(Upgrade::Switched(Switched { headers, received, socket, place }))
+            }
+            Ok(http1::Upgrade::Answered(response)) => {
+                let response = of_http1(Ok(response))?;
+                if response.status().is_success() {
+                    return Ok(Upgrade::Answered(Box::new(relayed(response, place, UsageInStream::Keep))));
+                }
+                Err(Box::pin(refused(response)).await)
+            }
+            Err(failed) => Err(of_failed(failed)),
+        }
     }
 }
 
+/// The relay of an answer that is a success.
+fn relayed(response: Response<Body>, place: OwnedSemaphorePermit, usage: UsageInStream) -> Relay<Body> {
+    Relay::new(response.map(|body| Body { _place: Some(place), ..body }), usage)
+}
+
+/// The error of an answer that is no success.
+async fn refused(response: Response<Body>) -> RelayError {
+    RelayError::Answered(Box::new(Answer::read(response).await))
+}
+
 impl Shared {
+    /// A place for a relayed request, if there is one left.
+    fn place(&self) -> Result<OwnedSemaphorePermit, RelayError> {
+        Arc::clone(&self.places).try_acquire_owned().map_err(|_| RelayError::Full(self.max_requests))
+    }
+
     fn check_path(&self, path: &PathAndQuery) -> Result<(), RelayError> {
         let is_too_long = self.prefix.len() + path.as_str().len() > MAX_PATH;
         if is_too_long { Err(RelayError::Answered(Box::new(Answer::uri_too_long()))) } else { Ok(()) }
@@ -288,8 +359,14 @@ impl Shared {
 fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Response<Body>, RelayError> {
     match outcome {
         Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http1(body), _place: None })),
-        Err(http1::Failed::Closed(error)) => Err(RelayError::Unreachable(chain(&error))),
-        Err(http1::Failed::BrokenOff(error)) => Err(RelayError::BrokenOff(chain(&error))),
+        Err(failed) => Err(of_failed(failed)),
+    }
+}
+
+fn of_failed(failed: http1::Failed) -> RelayError {
+    match failed {
+        http1::Failed::Closed(error) => RelayError::Unreachable(chain(&error)),
+        http1::Failed::BrokenOff(error) => RelayError::BrokenOff(chain(&error)),
     }
 }
 

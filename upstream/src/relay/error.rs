@@ -35,6 +35,9 @@ pub enum RelayError {
     /// The engine answered with an error.
     #[error("engine answered {}", .0.status)]
     Answered(Box<Answer>),
+    /// No connection to the engine can switch to another protocol.
+    #[error("the connection speaks HTTP/2 only, in which it cannot switch to another protocol")]
+    Http2Only,
     /// The answer broke off.
     #[error("the server broke off its answer: {0}")]
     BrokenOff(String),

@@ -88,6 +88,12 @@ pub fn set_rank(headers: &mut HeaderMap, rank: u32) {
     headers.insert(RANK, rank.into());
 }
 
+/// Asks the engine to switch its connection to another protocol.
+pub fn set_upgrade(headers: &mut HeaderMap, protocol: &'static str) {
+    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(header::UPGRADE, HeaderValue::from_static(protocol));
+}
+
 /// The headers of an answer to the client.
 pub fn response(engine: HeaderMap, body: Body) -> HeaderMap {
     let ends_here = |name: &HeaderName| {

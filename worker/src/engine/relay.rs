@@ -7,8 +7,10 @@ use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, StatusCode};
 use parking_lot::Mutex;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 /// A client's HTTP request.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -30,6 +32,8 @@ pub struct HttpRequest {
     /// Top-level fields of the body that are meant for this program. The engine removes them: a strict server rejects
     /// fields that it does not know.
     pub private_fields: &'static [&'static str],
+    /// The protocol that the connection is to switch to (RFC 9110, section 7.8); `None`: it stays one of HTTP.
+    pub upgrade: Option<&'static str>,
 }
 
 /// A kind of endpoints. A server may have those of one kind only: vLLM has them by the runner of its model.
@@ -101,7 +105,7 @@ impl HttpRequest {
 /// Status and headers of a relayed response.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ResponseHead {
-    /// The status, below 400.
+    /// The status, below 400. 101 means that the server has switched to the protocol that the request asks for.
     pub status: StatusCode,
     /// The headers for the client.
     pub headers: HeaderMap,
@@ -111,7 +115,53 @@ pub struct ResponseHead {
     pub explain: Option<Arc<str>>,
     /// What the response reports of itself before its end; `None` if nothing is charged for it.
     pub progress: Option<Arc<RelayProgress>>,
+    /// The connection to the server, if it has switched to another protocol. No output follows this head.
+    pub tunnel: Option<Tunnel>,
 }
+
+/// A connection that bytes pass over in both directions.
+pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
+
+/// The connection to a server that has switched to another protocol. A clone stands for the same connection, which one
+/// of them takes.
+#[derive(Clone)]
+pub struct Tunnel(Arc<Mutex<Option<Switched>>>);
+
+/// What a [`Tunnel`] is taken for.
+pub struct Switched {
+    /// What the server has sent after its response.
+    pub received: Bytes,
+    /// The connection. Dropping it closes it.
+    pub server: Box<dyn Duplex>,
+}
+
+impl Tunnel {
+    /// The tunnel to a server over `server`, on which `received` has come after the response.
+    pub fn new(received: Bytes, server: impl Duplex + 'static) -> Self {
+        Self(Arc::new(Mutex::new(Some(Switched { received, server: Box::new(server) }))))
+    }
+
+    /// The connection, if it was not taken before.
+    pub fn take(&self) -> Option<Switched> {
+        self.0.lock().take()
+    }
+}
+
+impl fmt::Debug for Tunnel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Tunnel")
+    }
+}
+
+impl PartialEq for Tunnel {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Tunnel {}
 
 /// What a relayed response has reported of itself so far. The engine writes it while the response is read, so that a
 /// response which the client leaves before its end is charged too.

@@ -2,6 +2,7 @@
 
 use parking_lot::{Mutex, MutexGuard};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
@@ -46,6 +47,8 @@ pub(super) struct Activity {
     state: Mutex<State>,
     /// Wakes [`expired`](Activity::expired) when the connection is evicted.
     changed: Notify,
+    /// The connection speaks another protocol than HTTP.
+    switched: AtomicBool,
 }
 
 struct State {
@@ -99,7 +102,7 @@ impl Activity {
             linger: false,
             returned: None,
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Notify::new() })
+        Arc::new(Self { state: Mutex::new(state), changed: Notify::new(), switched: AtomicBool::new(false) })
     }
 
     /// Reports received bytes.
@@ -166,6 +169,16 @@ impl Activity {
     /// Whether the connection needs a lingering close.
     pub(super) fn lingers(&self) -> bool {
         self.state().linger
+    }
+
+    /// Reports that the connection switches to another protocol.
+    pub(super) fn switch(&self) {
+        self.switched.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the connection speaks another protocol than HTTP.
+    pub(super) fn has_switched(&self) -> bool {
+        self.switched.load(Ordering::Relaxed)
     }
 
     /// Stores the socket when the HTTP layer drops its stream.

@@ -6,18 +6,21 @@ use super::repoll::Repoll;
 use super::stream::{self, Stream};
 use super::{Limits, Shutdown};
 use crate::error::Error;
+use crate::http::upgrade::Upgrade;
 use crate::limits::ConnectionChoices;
 use axum::Router;
 use axum::body::{Body, HttpBody};
-use axum::http::header::CONNECTION;
+use axum::http::header::{CONNECTION, CONTENT_LENGTH};
 use axum::http::{Extensions, Request, Response, Version};
 use bytes::Bytes;
 use futures::FutureExt;
+use futures::future::BoxFuture;
 use hyper::body::{Frame, Incoming, SizeHint};
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
+use parking_lot::Mutex;
 use spans::LogLimit;
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
@@ -71,6 +74,16 @@ pub fn peer_address(extensions: &Extensions) -> Option<SocketAddr> {
 #[derive(Clone, Copy, Debug)]
 pub struct ClientCertificate(());
 
+/// A request that has switched its connection to another protocol.
+struct Switched {
+    rest: BoxFuture<'static, ()>,
+    /// Counts the request until it ends.
+    request: RequestGuard,
+}
+
+/// The request that ends HTTP on a connection, once there is one.
+type SwitchedRequest = Arc<Mutex<Option<Switched>>>;
+
 /// Serves a connection until it ends. Returns the `reason` label of its end.
 pub(super) async fn run(
     socket: TcpStream,
@@ -112,7 +125,8 @@ pub(super) async fn run(
         }
     };
     let certificate = transport::has_certificate(&socket).then_some(ClientCertificate(()));
-    let service = service(router, Arc::clone(activity), Arc::clone(info), certificate);
+    let switched = SwitchedRequest::default();
+    let service = service(router, Arc::clone(activity), Arc::clone(info), certificate, Arc::clone(&switched));
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
@@ -121,8 +135,8 @@ pub(super) async fn run(
     builder.http2().timer(TokioTimer::new()).max_header_list_size(header_list).keep_alive_interval(PING_INTERVAL);
     let io = TokioIo::new(Stream::new(socket, Arc::clone(activity), limits.max_headers, Arc::clone(rejected_lines)));
 
-    let expired = {
-        let mut connection = Repoll::new(builder.serve_connection(io, service));
+    let mut expired = {
+        let mut connection = Repoll::new(builder.serve_connection_with_upgrades(io, service));
         let mut closing = false;
         loop {
             tokio::select! {
@@ -141,6 +155,17 @@ pub(super) async fn run(
             }
         }
     };
+    let switched = switched.lock().take();
+    if let Some(Switched { rest, request }) = switched
+        && expired.is_none()
+    {
+        expired = tokio::select! {
+            biased;
+            () = rest => None,
+            expired = activity.expired(&limits.timeouts) => Some(expired),
+        };
+        drop(request);
+    }
     // The HTTP connection is dropped here, and its stream has returned the socket.
     if let Some(socket) = activity.take_stream() {
         Box::pin(close(socket, expired, activity, limits, shutdown, rejected_lines)).await;
@@ -204,12 +229,14 @@ async fn close(
     }
 }
 
-/// The service of a connection: counts its requests, and adds its extension to each.
+/// The service of a connection: counts its requests, and adds its extension to each. `switched` gets the rest of the
+/// request that ends HTTP on the connection.
 fn service(
     router: Router,
     activity: Arc<Activity>,
     info: Arc<ConnectionInfo>,
     certificate: Option<ClientCertificate>,
+    switched: SwitchedRequest,
 ) -> impl Service<Request<Incoming>, Response = Response<TrackedBody>, Error = Infallible, Future: Send + 'static> {
     let inner = TowerToHyperService::new(router);
     service_fn(move |request: Request<Incoming>| {
@@ -222,15 +249,23 @@ fn service(
         if let Some(certificate) = certificate {
             request.extensions_mut().insert(certificate);
         }
-        let (response, activity) = (inner.call(request), Arc::clone(&activity));
+        let (response, activity, switched) = (inner.call(request), Arc::clone(&activity), Arc::clone(&switched));
         async move {
-            let response = response.await?;
+            let mut response = response.await?;
+            let rest = response.extensions_mut().remove::<Upgrade>().and_then(|upgrade| upgrade.take());
+            if let Some(rest) = rest {
+                activity.switch();
+                // The routes add it, but no response with a status below 200 may have it (RFC 9110, section 8.6).
+                response.headers_mut().remove(CONTENT_LENGTH);
+                *switched.lock() = Some(Switched { rest, request: guard });
+                return Ok(response.map(|body| TrackedBody { body, guard: None }));
+            }
             // A response that closes the connection may be sent before the whole request has arrived.
             if response.headers().get(CONNECTION).is_some_and(|value| value == "close") {
                 activity.linger();
             }
             guard.handed_over();
-            Ok(response.map(|body| TrackedBody { body, guard }))
+            Ok(response.map(|body| TrackedBody { body, guard: Some(guard) }))
         }
     })
 }
@@ -265,7 +300,8 @@ impl HttpBody for RequestBody {
 /// A response's body, which counts as a request of the connection until it is passed to the transport.
 struct TrackedBody {
     body: Body,
-    guard: RequestGuard,
+    /// `None`: the request goes on after its response.
+    guard: Option<RequestGuard>,
 }
 
 impl HttpBody for TrackedBody {
@@ -274,9 +310,11 @@ impl HttpBody for TrackedBody {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let frame = Pin::new(&mut self.body).poll_frame(cx);
-        match &frame {
-            Poll::Ready(_) => self.guard.handed_over(),
-            Poll::Pending => self.guard.working(),
+        if let Some(guard) = &mut self.guard {
+            match &frame {
+                Poll::Ready(_) => guard.handed_over(),
+                Poll::Pending => guard.working(),
+            }
         }
         frame
     }

@@ -48,7 +48,7 @@ impl Stream {
 
     /// Whether `bytes` are hyper's own error response. If so, the replacement is prepared.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
-        let Some(status) = bare_error(bytes) else { return false };
+        let Some(status) = bare_error(bytes).filter(|_| !self.activity.has_switched()) else { return false };
         let error = Error::from_head_status(status, self.max_headers);
         self.replacement = error_response(&error, &self.rejected_lines);
         self.activity.linger();

@@ -64,19 +64,44 @@ impl Connector {
 
     /// A new connection to the host of a URI.
     pub(super) async fn connect(&self, uri: Uri) -> Result<Connected, Box<dyn Error + Send + Sync>> {
-        let connecting = timeout(self.timeout, self.open(uri));
-        let (has_negotiated_http2, socket) =
-            connecting.await.map_err(|_| format!("not connected after {:?}", self.timeout))??;
+        let (has_negotiated_http2, socket) = self.in_time(self.open(uri, self.tls.clone())).await?;
         let is_http2 = self.protocol == Protocol::Http2 || has_negotiated_http2;
         Ok(if is_http2 { Connected::Http2(socket) } else { Connected::Http1(socket) })
     }
 
+    /// Whether all connections are to speak HTTP/2.
+    pub(super) fn is_http2_only(&self) -> bool {
+        self.protocol == Protocol::Http2
+    }
+
+    /// A new connection for HTTP/1.1. With TLS nothing else is offered.
+    pub(super) async fn connect_http1(&self, uri: Uri) -> Result<Socket, Box<dyn Error + Send + Sync>> {
+        let tls = self.tls.as_ref().map(|tls| {
+            let mut tls = ClientConfig::clone(tls);
+            tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+            Arc::new(tls)
+        });
+        let (_, socket) = self.in_time(self.open(uri, tls)).await?;
+        Ok(socket)
+    }
+
+    async fn in_time<T>(
+        &self,
+        connecting: impl Future<Output = Result<T, Box<dyn Error + Send + Sync>>>,
+    ) -> Result<T, Box<dyn Error + Send + Sync>> {
+        timeout(self.timeout, connecting).await.map_err(|_| format!("not connected after {:?}", self.timeout))?
+    }
+
     /// The socket, and whether HTTP/2 was negotiated.
-    async fn open(&self, uri: Uri) -> Result<(bool, Socket), Box<dyn Error + Send + Sync>> {
+    async fn open(
+        &self,
+        uri: Uri,
+        tls: Option<Arc<ClientConfig>>,
+    ) -> Result<(bool, Socket), Box<dyn Error + Send + Sync>> {
         let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
         let tcp = self.tcp.clone().call(uri).await?.into_inner();
-        let Some(tls) = &self.tls else { return Ok((false, Socket::Left(tcp))) };
-        let stream = TlsConnector::from(Arc::clone(tls)).connect(ServerName::try_from(host)?, tcp).await?;
+        let Some(tls) = tls else { return Ok((false, Socket::Left(tcp))) };
+        let stream = TlsConnector::from(tls).connect(ServerName::try_from(host)?, tcp).await?;
         let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
         Ok((is_http2, Socket::Right(Box::new(stream.into()))))
     }

@@ -56,6 +56,20 @@ pub(super) enum Failed {
     BrokenOff(io::Error),
 }
 
+/// The answer to a request to switch to another protocol.
+#[derive(Debug)]
+pub(super) enum Upgrade {
+    /// The engine has switched: the connection is one of HTTP no more.
+    Switched {
+        headers: HeaderMap,
+        /// What came after the head.
+        received: Bytes,
+        socket: Socket,
+    },
+    /// The engine has answered without switching.
+    Answered(Response<Body>),
+}
+
 /// The body of an answer. Dropping it before its end closes the connection, which cancels the request.
 #[derive(Debug)]
 pub(super) struct Body {
@@ -110,31 +124,67 @@ impl Outgoing {
 pub(super) async fn send(socket: Socket, request: Outgoing, pool: Arc<Pool>) -> Result<Response<Body>, Failed> {
     let Outgoing { method, head, body } = request;
     let mut connection = Connection { socket, head, body, sending: Sending::Unsent };
+    let (head, first) = read_head(&mut connection, &method, None).await?;
+    Ok(response(connection, head, first, pool))
+}
+
+/// Sends a request to switch to `protocol`, which has no body. Only after a response that says so the connection has
+/// switched; any other answer is one of HTTP.
+pub(super) async fn upgrade(
+    socket: Socket,
+    request: Outgoing,
+    protocol: &str,
+    pool: Arc<Pool>,
+) -> Result<Upgrade, Failed> {
+    let Outgoing { method, head, body } = request;
+    let mut connection = Connection { socket, head, body, sending: Sending::Unsent };
+    let (mut head, received) = read_head(&mut connection, &method, Some(protocol)).await?;
+    if head.status != StatusCode::SWITCHING_PROTOCOLS {
+        // A server that has switched all the same must not get the request of another client.
+        head.keeps_alive = false;
+        return Ok(Upgrade::Answered(response(connection, head, received, pool)));
+    }
+    // What is left of the request would be the first bytes of the other protocol.
+    if connection.sending != Sending::Sent {
+        return Err(Failed::BrokenOff(malformed("another protocol began before the request had arrived")));
+    }
+    Ok(Upgrade::Switched { headers: head.headers, received, socket: connection.socket })
+}
+
+/// Sends a request and reads the head of its answer, and the start of the body. Only with a `protocol` the answer may
+/// say that the connection switches; then the start is that of the other protocol.
+async fn read_head(
+    connection: &mut Connection,
+    method: &Method,
+    protocol: Option<&str>,
+) -> Result<(AnswerHead, Bytes), Failed> {
     let mut heads = Heads::default();
-    let (mut head, first) = loop {
-        let received =
-            poll_fn(|context| {
-                connection.poll_send(context);
-                connection.poll_read(context, |received| {
-                    if received.is_empty() { None } else { Some(heads.take(received, &method)) }
-                })
-            });
+    loop {
+        let received = poll_fn(|context| {
+            connection.poll_send(context);
+            connection.poll_read(context, |received| {
+                if received.is_empty() { None } else { Some(heads.take(received, method, protocol)) }
+            })
+        });
         let failed = match received.await {
-            Ok(Some(Ok(Some(whole)))) => break whole,
+            Ok(Some(Ok(Some(whole)))) => return Ok(whole),
             Ok(Some(Ok(None))) => continue,
             Ok(Some(Err(malformed))) => return Err(Failed::BrokenOff(malformed)),
             Ok(None) => io::ErrorKind::UnexpectedEof.into(),
             Err(error) => error,
         };
         return Err(if heads.are_empty() { Failed::Closed(failed) } else { Failed::BrokenOff(failed) });
-    };
+    }
+}
+
+fn response(connection: Connection, head: AnswerHead, first: Bytes, pool: Arc<Pool>) -> Response<Body> {
     let mut body =
         Body { connection: Some(connection), framing: head.framing, first, keeps_alive: head.keeps_alive, pool };
     body.end_if_complete();
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
-    *response.headers_mut() = std::mem::take(&mut head.headers);
-    Ok(response)
+    *response.headers_mut() = head.headers;
+    response
 }
 
 impl Heads {
@@ -144,9 +194,14 @@ impl Heads {
     }
 
     /// The final head and the start of the body, if `received` completes them.
-    fn take(&mut self, received: &mut [u8], method: &Method) -> io::Result<Option<(AnswerHead, Bytes)>> {
+    fn take(
+        &mut self,
+        received: &mut [u8],
+        method: &Method,
+        protocol: Option<&str>,
+    ) -> io::Result<Option<(AnswerHead, Bytes)>> {
         if self.partial.is_empty() {
-            let (head, end) = self.read(received, method)?;
+            let (head, end) = self.read(received, method, protocol)?;
             let rest = &mut received[end..];
             if let Some(head) = head {
                 return first_part(head, rest).map(Some);
@@ -156,7 +211,7 @@ impl Heads {
         }
         let mut partial = std::mem::take(&mut self.partial);
         partial.extend_from_slice(received);
-        let (head, end) = self.read(&partial, method)?;
+        let (head, end) = self.read(&partial, method, protocol)?;
         if let Some(head) = head {
             return first_part(head, &mut partial[end..]).map(Some);
         }
@@ -166,12 +221,19 @@ impl Heads {
     }
 
     /// Reads whole heads up to the final one. Returns that, if it is complete, and where the last whole head ends.
-    fn read(&mut self, received: &[u8], method: &Method) -> io::Result<(Option<AnswerHead>, usize)> {
+    fn read(
+        &mut self,
+        received: &[u8],
+        method: &Method,
+        protocol: Option<&str>,
+    ) -> io::Result<(Option<AnswerHead>, usize)> {
         let mut end = 0;
         while let Some(head) = head::answer(&received[end..], method)? {
             end += head.length;
             if head.status == StatusCode::SWITCHING_PROTOCOLS {
-                return Err(malformed("another protocol was not asked for"));
+                let is_asked = protocol.is_some_and(|protocol| head.switches_to(protocol));
+                let switched = is_asked.then_some((Some(head), end));
+                return switched.ok_or_else(|| malformed("another protocol was not asked for"));
             }
             if !head.status.is_informational() {
                 return Ok((Some(head), end));
@@ -188,6 +250,9 @@ impl Heads {
 }
 
 fn first_part(mut head: AnswerHead, rest: &mut [u8]) -> io::Result<(AnswerHead, Bytes)> {
+    if head.status == StatusCode::SWITCHING_PROTOCOLS {
+        return Ok((head, Bytes::copy_from_slice(rest)));
+    }
     let decoded = head.framing.decode(rest)?;
     // What follows an answer is none to a request that was not sent.
     head.keeps_alive &= decoded.taken == rest.len();
@@ -308,7 +373,7 @@ mod tests {
         let (mut heads, mut start) = (Heads::default(), 0);
         for end in cuts.iter().copied().chain([text.len()]) {
             let mut received = text.as_bytes()[start..end].to_vec();
-            if let Some((head, mut first)) = heads.take(&mut received, &Method::POST)? {
+            if let Some((head, mut first)) = heads.take(&mut received, &Method::POST, None)? {
                 // What comes later is read by the body.
                 if first.is_empty() {
                     first = Bytes::copy_from_slice(&text.as_bytes()[end..]);
@@ -335,15 +400,37 @@ mod tests {
     }
 
     #[test]
+    fn only_the_protocol_that_was_asked_for_ends_http() {
+        let switched = |headers: &str, protocol: Option<&str>| {
+            let mut received = format!("HTTP/1.1 101 Switching Protocols\r\n{headers}\r\nab").into_bytes();
+            let taken = Heads::default().take(&mut received, &Method::GET, protocol);
+            taken.ok().map(|whole| whole.expect("a whole head").1)
+        };
+        let (headers, asked) = ("connection: keep-alive, Upgrade\r\nupgrade: WebSocket\r\n", Some("websocket"));
+        assert_eq!(switched(headers, asked).unwrap(), "ab", "what follows is of the other protocol");
+        assert_eq!(switched(headers, None), None);
+        for headers in [
+            "connection: upgrade\r\nupgrade: h2c\r\n",
+            "connection: upgrade\r\nupgrade: websocket, h2c\r\n",
+            "connection: upgrade\r\nupgrade: websocket\r\nupgrade: h2c\r\n",
+            "connection: upgrade\r\n",
+            "upgrade: websocket\r\n",
+            "",
+        ] {
+            assert_eq!(switched(headers, asked), None, "{headers}");
+        }
+    }
+
+    #[test]
     fn heads_before_the_final_one_are_few_and_not_kept() {
         let mut heads = Heads::default();
         assert!(heads.are_empty());
         let interim = b"HTTP/1.1 102 Processing\r\n\r\n";
         for _ in 0..MAX_INTERIM {
-            assert!(heads.take(&mut interim.to_vec(), &Method::POST).unwrap().is_none());
+            assert!(heads.take(&mut interim.to_vec(), &Method::POST, None).unwrap().is_none());
             assert!(heads.partial.is_empty() && !heads.are_empty());
         }
-        assert!(heads.take(&mut interim.to_vec(), &Method::POST).is_err());
+        assert!(heads.take(&mut interim.to_vec(), &Method::POST, None).is_err());
         let long = format!("HTTP/1.1 102 Processing\r\nx: {}\r\n\r\n", "y".repeat(MAX_HEAD / 3));
         assert!(take(&long.repeat(2), &[]).unwrap().is_none());
         assert!(take(&long.repeat(3), &[]).is_err());

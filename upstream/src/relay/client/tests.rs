@@ -145,6 +145,72 @@ async fn a_reset_connection_is_replaced() {
     }
 }
 
+/// What a client gets that asks a server with this answer to switch, and what the server gets after its answer.
+async fn upgrade(answer: &'static str) -> (Result<Upgrade, RelayError>, Client, tokio::task::JoinHandle<String>) {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}/base", listener.local_addr().unwrap()).parse().unwrap();
+    let server = tokio::spawn(async move {
+        let mut socket = listener.accept().await.unwrap().0;
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(socket.read_u8().await.unwrap());
+        }
+        let head = String::from_utf8(head).unwrap();
+        assert!(head.starts_with("GET /base/v1/realtime?a HTTP/1.1\r\n"), "{head}");
+        assert!(head.contains("connection: upgrade\r\nupgrade: websocket\r\n"), "{head}");
+        socket.write_all(answer.as_bytes()).await.unwrap();
+        let mut rest = String::new();
+        let _ = socket.read_to_string(&mut rest).await;
+        rest
+    });
+    let client = Client::new(&address, &Settings { max_requests: 1, ..Settings::default() }).unwrap();
+    let mut headers = HeaderMap::new();
+    headers::set_upgrade(&mut headers, "websocket");
+    let path = PathAndQuery::from_static("/v1/realtime?a");
+    let answer = timeout(SOON, client.upgrade(Method::GET, &path, &headers, "websocket")).await.unwrap();
+    (answer, client, server)
+}
+
+#[tokio::test]
+async fn a_connection_switches_only_if_the_engine_says_so() {
+    use tokio::io::AsyncWriteExt;
+    let switches = "HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: WebSocket\r\nx: y\r\n\r\nfirst";
+    let (answer, client, server) = upgrade(switches).await;
+    let Ok(Upgrade::Switched(mut switched)) = answer else { panic!("{answer:?}") };
+    assert_eq!((&switched.received[..], &switched.headers["x"]), (&b"first"[..], &"y".parse().unwrap()));
+    assert!(matches!(relay(&client).await, Err(RelayError::Full(1))), "it counts as a request");
+    switched.socket.write_all(b"raw bytes").await.unwrap();
+    drop(switched);
+    assert_eq!(timeout(SOON, server).await.unwrap().unwrap(), "raw bytes");
+
+    let (answer, client, server) = upgrade("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await;
+    let Ok(Upgrade::Answered(mut relay)) = answer else { panic!("{answer:?}") };
+    let Some(Ok(Item::Head(head))) = relay.next().await else { panic!("a head") };
+    assert_eq!(head.status, StatusCode::OK);
+    while relay.next().await.is_some() {}
+    assert_eq!(timeout(SOON, server).await.unwrap().unwrap(), "", "the connection is not used again");
+    drop((relay, client));
+
+    let (answer, ..) = upgrade("HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\n\r\nno").await;
+    let Err(RelayError::Answered(answer)) = answer else { panic!("{answer:?}") };
+    assert_eq!((answer.status.as_u16(), &answer.body[..], answer.kind), (403, &b"no"[..], ErrorKind::Request));
+    for other in ["h2c", "websocket, h2c"] {
+        let text = format!("HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: {other}\r\n\r\n");
+        let (answer, ..) = upgrade(text.leak()).await;
+        assert!(matches!(answer, Err(RelayError::BrokenOff(_))), "{answer:?}");
+    }
+}
+
+#[tokio::test]
+async fn connections_of_http2_do_not_switch() {
+    let engine = FakeEngine::start([]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Http2);
+    let asked = client.upgrade(Method::GET, &PATH, &HeaderMap::new(), "websocket").await;
+    assert!(matches!(asked, Err(RelayError::Http2Only)), "{asked:?}");
+    assert!(engine.requests().is_empty());
+}
+
 /// A server that answers each request with the next of these texts, and notes on which connection it came.
 async fn answering(texts: &[&'static str]) -> (Client, Arc<Mutex<Vec<usize>>>) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};

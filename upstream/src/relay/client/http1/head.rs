@@ -23,6 +23,15 @@ pub(super) struct AnswerHead {
     pub(super) keeps_alive: bool,
 }
 
+impl AnswerHead {
+    /// Whether the head says that the connection switches to `protocol`, and to no other one.
+    pub(super) fn switches_to(&self, protocol: &str) -> bool {
+        let mut named = self.headers.get_all(header::UPGRADE).iter();
+        let is_named = named.next().is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(protocol.as_bytes()));
+        is_named && named.next().is_none() && connection_options(&self.headers).any(|option| is(option, "upgrade"))
+    }
+}
+
 /// The head of a request. `target` is a path with its query, or two parts of one; `body` is the length of the body.
 pub(super) fn request(method: &Method, target: [&str; 2], host: &str, headers: &HeaderMap, body: usize) -> Bytes {
     let fields: usize = headers.iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum();
@@ -113,13 +122,18 @@ fn framing(status: StatusCode, headers: &HeaderMap, method: &Method, is_http_10:
 }
 
 fn keeps_alive(headers: &HeaderMap, is_http_10: bool) -> bool {
+    let mut options = connection_options(headers);
+    if is_http_10 { options.any(|option| is(option, "keep-alive")) } else { !options.any(|option| is(option, "close")) }
+}
+
+/// The options in the headers `Connection`.
+fn connection_options(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     let lists = headers.get_all(header::CONNECTION).iter().filter_map(|list| list.to_str().ok());
-    let mut options = lists.flat_map(|list| list.split(',')).map(str::trim);
-    if is_http_10 {
-        options.any(|option| option.eq_ignore_ascii_case("keep-alive"))
-    } else {
-        !options.any(|option| option.eq_ignore_ascii_case("close"))
-    }
+    lists.flat_map(|list| list.split(',')).map(str::trim)
+}
+
+fn is(option: &str, name: &str) -> bool {
+    option.eq_ignore_ascii_case(name)
 }
 
 fn malformed(problem: &'static str) -> io::Error {
