@@ -155,6 +155,7 @@ mod tests {
             wants_usage: false,
             is_metered: false,
             private_fields: &[],
+            continues: None,
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
         let salted = |path: &'static str, body: &'static [u8]| match described.salting(&http(path, body)) {

@@ -406,6 +406,7 @@ fn engine_request(
             wants_usage,
             is_metered: context.key().is_some(),
             private_fields: &PRIVATE_FIELDS,
+            continues: None,
         })),
         attributes: RequestAttributes {
             has_estimated_tokens: source == TokenSource::Estimate,

@@ -458,6 +458,7 @@ pub(crate) fn relayed_as(is_stream: bool, path: &'static str, request: Request) 
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        continues: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..request }
 }

@@ -380,6 +380,7 @@ impl Server {
             salted: of.api.salted.clone(),
             only: of.api.only,
             rank: cache.rank,
+            continues_streams: of.api.continues_streams,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };
         let metrics = self.shared.metrics.clone();

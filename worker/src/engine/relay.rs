@@ -30,6 +30,23 @@ pub struct HttpRequest {
     /// Top-level fields of the body that are meant for this program. The engine removes them: a strict server rejects
     /// fields that it does not know.
     pub private_fields: &'static [&'static str],
+    /// The stream that the response continues; `None`: none, it is a response of its own.
+    pub continues: Option<Continuation>,
+}
+
+/// The stream of a server that broke off, for the engine that continues it; opaque to all but engines of one kind.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Continuation(pub Bytes);
+
+/// The request for the rest of a stream that broke off.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RelayRest {
+    /// The tokens of the prompt, and after them those that were generated.
+    pub tokens: Arc<[u32]>,
+    /// How many of the last `tokens` were generated.
+    pub generated_tokens: usize,
+    /// The request, which another engine of the model takes.
+    pub http: HttpRequest,
 }
 
 /// A kind of endpoints. A server may have those of one kind only: vLLM has them by the runner of its model.

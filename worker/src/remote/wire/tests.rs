@@ -123,6 +123,7 @@ fn relayed_requests_are_not_sent() {
         wants_usage: false,
         is_metered: false,
         private_fields: &[],
+        continues: None,
     };
     let relayed = Request { work: Work::Relay(Arc::new(http)), ..request() };
     assert_eq!(encode_request(&relayed, Instant::now()), Err(NotSent));
