@@ -145,13 +145,17 @@ impl UpstreamEngine {
             }
             error_of(error)
         })?;
-        let mut followed = transcript.map(|transcript| {
-            items.follow(transcript);
+        let is_rest = http.continues.is_some();
+        let is_followed = transcript.is_some_and(|transcript| items.follow(transcript));
+        if is_rest && !is_followed {
+            return Err(Error::Failed("the server did not continue a stream with a stream".to_owned()));
+        }
+        let mut followed = is_followed.then(|| {
             let (server, has_warned) = (self.settings.address.clone(), Arc::clone(&self.has_warned));
             Followed::new(http, request, self.card.context, server, has_warned)
         });
         // The speeds of a server are not those of a response that several have generated.
-        let is_timed = http.is_stream && http.continues.is_none();
+        let is_timed = http.is_stream && !is_rest;
         // The error that follows the request for the rest.
         let mut broken_off = None;
         let progress = http.is_metered.then(Arc::<RelayProgress>::default);

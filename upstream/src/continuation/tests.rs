@@ -100,7 +100,7 @@ fn broken(path: &'static str, http: &HttpRequest, chunks: usize) -> Broken {
     let frames = stream::iter(frames.map(|chunk| chunk.map(http_body::Frame::data)));
     let response = Response::builder().header(header::CONTENT_TYPE, "text/event-stream");
     let mut relay = Relay::new(response.body(StreamBody::new(frames)).unwrap(), UsageInStream::Strip);
-    relay.follow(followed(http, &request(http)).unwrap());
+    assert!(relay.follow(followed(http, &request(http)).unwrap()));
     let items: Vec<_> = relay.by_ref().collect::<Vec<_>>().now_or_never().unwrap();
     assert!(matches!(items.first(), Some(Ok(Item::Head(_)))) && matches!(items.last(), Some(Err(_))), "{items:?}");
     relay.broken().unwrap()

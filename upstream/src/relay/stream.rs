@@ -171,12 +171,12 @@ where
         }
     }
 
-    /// Follows a stream of which nothing was read yet, so that another server can continue it. Other bodies stay as
-    /// they are.
-    pub fn follow(&mut self, transcript: Box<Transcript>) {
-        if let Content::Events(events) = &mut self.content {
-            events.follow(transcript);
-        }
+    /// Follows a stream of which nothing was read yet, so that another server can continue it. Returns whether it does:
+    /// other bodies stay as they are.
+    pub fn follow(&mut self, transcript: Box<Transcript>) -> bool {
+        let Content::Events(events) = &mut self.content else { return false };
+        events.follow(transcript);
+        true
     }
 
     /// What another server needs to continue a stream that was followed and has failed, or why none can.
