@@ -115,6 +115,9 @@ pub struct Upstream {
     pub http: HttpVersion,
     /// Maximum number of requests that run on the server at the same time through this process. Default 4096.
     pub max_requests: Option<NonZero<u32>>,
+    /// Whether greedy streams of the server, a vLLM, are continued on another server if it fails. Default `false`: the
+    /// server sends the ids of all tokens then, and each chunk is read.
+    pub continue_streams: bool,
 }
 
 /// The version of HTTP that a server speaks.

@@ -11,6 +11,7 @@ mod kinds;
 mod observability;
 mod placement;
 mod prefetch;
+mod relayed_streams;
 mod replicas;
 mod retries;
 mod trace_file;

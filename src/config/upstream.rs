@@ -26,6 +26,7 @@ impl Upstream {
             block_size: None,
             http: HttpVersion::default(),
             max_requests: None,
+            continue_streams: false,
         }
     }
 
@@ -179,6 +180,8 @@ struct Table {
     #[serde(default)]
     http: HttpVersion,
     max_requests: Option<NonZero<u32>>,
+    #[serde(default)]
+    continue_streams: bool,
 }
 
 impl TryFrom<Table> for Upstream {
@@ -187,7 +190,7 @@ impl TryFrom<Table> for Upstream {
     fn try_from(table: Table) -> Result<Self, String> {
         let Table { url, resolve, api_key_file, ca_file, kv_events, kv_events_replay, cache_salt, .. } = table;
         let (role, block_size, http) = (UpstreamRole::of(table.role.as_deref())?, table.block_size, table.http);
-        let max_requests = table.max_requests;
+        let (max_requests, continue_streams) = (table.max_requests, table.continue_streams);
         let url = Self::of_url(&url)?;
         if http == HttpVersion::H2c && url.scheme_str() == Some("https") {
             return Err("http: `h2c` is HTTP/2 without TLS; with https:// it is negotiated".to_owned());
@@ -196,7 +199,19 @@ impl TryFrom<Table> for Upstream {
             return Err("ca_file: only a server with https:// shows a certificate".to_owned());
         }
         let kv_events = KvEvents::of_keys(kv_events, kv_events_replay, url.host().unwrap_or_default())?;
-        Ok(Self { url, resolve, api_key_file, ca_file, kv_events, cache_salt, role, block_size, http, max_requests })
+        Ok(Self {
+            url,
+            resolve,
+            api_key_file,
+            ca_file,
+            kv_events,
+            cache_salt,
+            role,
+            block_size,
+            http,
+            max_requests,
+            continue_streams,
+        })
     }
 }
 
@@ -242,7 +257,7 @@ impl<'de> Deserialize<'de> for Upstream {
 
 impl Serialize for Upstream {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut table = serializer.serialize_struct("Upstream", 11)?;
+        let mut table = serializer.serialize_struct("Upstream", 12)?;
         table.serialize_field("url", &self.url.to_string())?;
         if self.resolve != Resolve::default() {
             table.serialize_field("resolve", &self.resolve)?;
@@ -278,6 +293,9 @@ impl Serialize for Upstream {
         }
         if let Some(max) = &self.max_requests {
             table.serialize_field("max_requests", max)?;
+        }
+        if self.continue_streams {
+            table.serialize_field("continue_streams", &true)?;
         }
         table.end()
     }

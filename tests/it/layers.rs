@@ -137,7 +137,8 @@ const ROOMS: [(&str, Rooms); 7] = [
     (
         "upstream",
         &[
-            ("engine", &["load_reports", "probe", "metrics", "load", "salts", "relay"]),
+            ("engine", &["continuation", "load_reports", "probe", "metrics", "load", "salts", "relay"]),
+            ("continuation", &["relay"]),
             ("load_reports", &["load", "ask", "relay"]),
             ("cache_events", &["metrics", "salts", "kv_events"]),
             ("kv_sources", &["ask", "relay", "kv_events"]),

@@ -4,6 +4,7 @@
 
 mod aliases;
 mod caching;
+mod continuation;
 mod kv_events;
 mod passing;
 mod servers;

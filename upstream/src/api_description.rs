@@ -1,5 +1,5 @@
 //! What the API description of a server (`/openapi.json`) says: at which endpoints the server keeps the caches of salts
-//! apart, and whether it lacks a kind of endpoints.
+//! apart, whether it lacks a kind of endpoints, and whether it can be asked for token ids.
 //!
 //! vLLM and recent SGLang have a field `cache_salt`, but not at every endpoint. Most servers ignore fields that they do
 //! not know, so an answer to a request with a salt would prove nothing.
@@ -18,6 +18,9 @@ use worker::engine::EndpointKind;
 
 /// The field of a salt.
 const SALT: &str = "cache_salt";
+
+/// The field that asks for the token ids of a response. vLLM has it.
+const TOKEN_IDS: &str = "return_token_ids";
 
 /// Endpoints that take salts if the description has the field anywhere, but does not resolve their requests: where a
 /// server has the field, it has it here.
@@ -41,6 +44,8 @@ pub struct ApiDescription {
     pub salted: SaltedEndpoints,
     /// The only kind of endpoints that it describes. `None`: both, or neither.
     pub only: Option<EndpointKind>,
+    /// It does not have the field `return_token_ids`. Of a server without a description this is not known.
+    pub lacks_token_ids: bool,
 }
 
 impl ApiDescription {
@@ -63,7 +68,7 @@ impl ApiDescription {
             (true, true) | (false, false) => None,
         };
         let salted = if has(SALT) { salted(description) } else { SaltedEndpoints::None };
-        Self { salted, only }
+        Self { salted, only, lacks_token_ids: !has(TOKEN_IDS) }
     }
 }
 
@@ -216,6 +221,17 @@ mod tests {
         });
         assert!(salted(&none).is_empty());
         assert!(salted(&json!({ "paths": {} })).is_empty());
+    }
+
+    #[test]
+    fn a_description_without_the_field_lacks_token_ids() {
+        let read = |field: &str| {
+            let schema = json!({ "properties": { field: { "type": "boolean" } } });
+            let paths = json!({ "paths": { "/v1/completions": endpoint(&schema) } });
+            ApiDescription::read(paths.to_string().as_bytes()).lacks_token_ids
+        };
+        assert!(read("logprobs") && !read("return_token_ids"));
+        assert!(!ApiDescription::default().lacks_token_ids, "it is not known");
     }
 
     #[test]

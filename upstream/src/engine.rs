@@ -1,5 +1,6 @@
 //! One server as an [`Engine`].
 
+use crate::continuation::{self, Followed};
 use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::metrics::Metrics;
@@ -9,6 +10,7 @@ use crate::relay::error::{Answer, RelayError};
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, Relay, Report, UsageInStream};
+use crate::relay::transcript::Transcript;
 use crate::salts::{SaltedEndpoints, Salting, Salts};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -17,6 +19,7 @@ use futures::{FutureExt, StreamExt};
 use http::uri::PathAndQuery;
 use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::task::{Poll, ready};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
@@ -66,6 +69,8 @@ pub struct UpstreamSettings {
     pub only: Option<EndpointKind>,
     /// The data-parallel rank of the server that the engine is; `None`: the whole server.
     pub rank: Option<Rank>,
+    /// Streams are followed, so that another server can continue them, and those of other servers are continued.
+    pub continues_streams: bool,
     /// Notified when the server cannot be reached or responds with status 404: it may have restarted with another
     /// model.
     pub may_have_changed: Arc<Notify>,
@@ -87,6 +92,8 @@ pub struct UpstreamEngine {
     card: Arc<ModelCard>,
     load: LoadCounter,
     probes: Probes,
+    /// The log says that the server sends no token ids.
+    has_warned: Arc<AtomicBool>,
 }
 
 /// The connection on which a health check is sent.
@@ -100,7 +107,8 @@ enum Via {
 impl UpstreamEngine {
     /// The model of `card` on the server behind `client`.
     pub fn new(client: Client, settings: UpstreamSettings, card: Arc<ModelCard>, metrics: Metrics) -> Self {
-        Self { client, settings, card, load: LoadCounter::new(), probes: Probes::new(metrics) }
+        let (load, probes) = (LoadCounter::new(), Probes::new(metrics));
+        Self { client, settings, card, load, probes, has_warned: Arc::default() }
     }
 
     /// Adds what the server reports to the load of the engine.
@@ -120,7 +128,8 @@ impl UpstreamEngine {
         };
         let counted = self.load.start(request.tokens.len() as u64, request.choices());
         let salt = self.salt(http, &request.domain)?;
-        let (body, usage) = self.body(http, request, salt.as_deref())?;
+        let transcript = self.transcript(http, request)?;
+        let (body, usage) = self.body(http, request, salt.as_deref(), transcript.is_some())?;
         let mut headers = headers::request(&http.headers, self.settings.api_key.as_ref());
         if let Some(rank) = self.settings.rank.filter(|_| is_by_rank(http)) {
             headers::set_rank(&mut headers, rank.position);
@@ -132,11 +141,20 @@ impl UpstreamEngine {
             let answer = self.client.upgrade(http.method.clone(), &http.target, &headers, protocol).await;
             return match answer.map_err(|error| self.failed(error))? {
                 Upgrade::Switched(switched) => Ok(tunnel(switched, counted)),
-                Upgrade::Answered(items) => Ok(outputs(*items, counted, http)),
+                Upgrade::Answered(items) => Ok(outputs(*items, counted, http, None)),
             };
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
-        Ok(outputs(relay.map_err(|error| self.failed(error))?, counted, http))
+        let mut items = relay.map_err(|error| self.failed(error))?;
+        let is_followed = transcript.is_some_and(|transcript| items.follow(transcript));
+        if http.continues.is_some() && !is_followed {
+            return Err(Error::Failed("the server did not continue a stream with a stream".to_owned()));
+        }
+        let followed = is_followed.then(|| {
+            let (server, has_warned) = (self.settings.address.clone(), Arc::clone(&self.has_warned));
+            Followed::new(http, request, self.card.context, server, has_warned)
+        });
+        Ok(outputs(items, counted, http, followed))
     }
 
     /// The error of a request that has no answer, or one that is an error.
@@ -152,6 +170,17 @@ impl UpstreamEngine {
         error_of(error)
     }
 
+    /// What follows the stream of a request, if another server could continue it.
+    fn transcript(&self, http: &HttpRequest, request: &Request) -> Result<Option<Box<Transcript>>, Error> {
+        let Some(continuation) = &http.continues else {
+            return Ok(if self.settings.continues_streams { continuation::followed(http, request) } else { None });
+        };
+        let transcript = continuation::continued(continuation, request).filter(|_| self.settings.continues_streams);
+        // The router sends it only where streams are continued, unless no server does that any more.
+        let problem = || "the server continues no streams of others".to_owned();
+        transcript.map(Some).ok_or_else(|| Error::Invalid { field: "continues", problem: problem() })
+    }
+
     /// The salt for a request. Fails if the request has one, but its endpoint does not take it and there are tenants.
     fn salt(&self, http: &HttpRequest, domain: &Domain) -> Result<Option<String>, Error> {
         match self.settings.salted.salting(http) {
@@ -164,8 +193,14 @@ impl UpstreamEngine {
     }
 
     /// The body for the server, and whether the usage in its stream is for the client. A body that is no JSON object
-    /// passes unchanged, and so does one that needs no change.
-    fn body(&self, http: &HttpRequest, request: &Request, salt: Option<&str>) -> Result<(Bytes, UsageInStream), Error> {
+    /// passes unchanged, and so does one that needs no change. `with_ids`: token ids are asked for.
+    fn body(
+        &self,
+        http: &HttpRequest,
+        request: &Request,
+        salt: Option<&str>,
+        with_ids: bool,
+    ) -> Result<(Bytes, UsageInStream), Error> {
         let mut usage = UsageInStream::Keep;
         if http.body.trim_ascii_start().first() != Some(&b'{') {
             // A body that a server reads as JSON all the same could have the salt of another tenant.
@@ -188,6 +223,9 @@ impl UpstreamEngine {
             splice.set("cache_salt", json(salt));
             // SGLang's, which is part of the salt. Beside it, a client could name the salt of a tenant.
             splice.remove("extra_key");
+        }
+        if with_ids {
+            splice.set("return_token_ids", "true");
         }
         // vLLM writes `system_fingerprint` into the usage chunk, or without one into the last chunk of each choice. Of
         // several choices those that ended first would lack it, so their usage is requested only if it is charged.
@@ -249,8 +287,13 @@ impl Engine for UpstreamEngine {
 
     fn refuses(&self, request: &Request) -> bool {
         let Work::Relay(http) = &request.work else { return false };
-        let UpstreamSettings { salted, has_tenants, .. } = &self.settings;
-        *has_tenants && !salted.takes(http) && request.domain.engine_salt().is_some()
+        let UpstreamSettings { salted, has_tenants, continues_streams, .. } = &self.settings;
+        let needs_salt = || *has_tenants && request.domain.engine_salt().is_some();
+        (http.continues.is_some() && !continues_streams) || (!salted.takes(http) && needs_salt())
+    }
+
+    fn continues_streams(&self) -> bool {
+        self.settings.continues_streams
     }
 
     fn probed_server(&self) -> Option<u64> {
@@ -264,16 +307,36 @@ impl Engine for UpstreamEngine {
     }
 }
 
-/// The stream of an answer.
-fn outputs(mut items: Relay<Body>, counted: Arc<Counted>, http: &HttpRequest) -> OutputStream {
-    let is_stream = http.is_stream;
+/// The stream of an answer. `followed`: what another server needs to continue it.
+fn outputs(
+    mut items: Relay<Body>,
+    counted: Arc<Counted>,
+    http: &HttpRequest,
+    mut followed: Option<Followed>,
+) -> OutputStream {
+    // The speeds of a server are not those of a response that several have generated.
+    let is_timed = http.is_stream && http.continues.is_none();
+    // The error that follows the request for the rest.
+    let mut broken_off = None;
     let progress = http.is_metered.then(Arc::<RelayProgress>::default);
     let outputs = poll_fn(move |context| {
-        let item = ready!(items.poll_next_unpin(context));
+        let is_known = broken_off.is_some();
+        let item = if is_known { broken_off.take() } else { ready!(items.poll_next_unpin(context)) };
+        if let Some(stream) = &mut followed {
+            if matches!(item, Some(Ok(Item::Head(_)))) {
+                stream.began(items.lacks_ids());
+            }
+            if matches!(item, Some(Err(_)))
+                && let Some(rest) = stream.take_rest(items.broken())
+            {
+                broken_off = item;
+                return Poll::Ready(Some(Ok(Output::Rest(Box::new(rest)))));
+            }
+        }
         if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
             progress.set(relay_report(items.so_far()));
         }
-        let output = |item| output(item, &counted, is_stream, progress.as_ref());
+        let output = |item| output(item, &counted, is_timed, progress.as_ref());
         Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
     });
     outputs.boxed()
@@ -339,8 +402,8 @@ fn json(text: &str) -> String {
     serde_json::to_string(text).expect("a string is JSON")
 }
 
-/// `progress`: what the response reports before its end.
-fn output(item: Item, counted: &Counted, is_stream: bool, progress: Option<&Arc<RelayProgress>>) -> Output {
+/// `is_timed`: speeds are learned from it. `progress`: what the response reports before its end.
+fn output(item: Item, counted: &Counted, is_timed: bool, progress: Option<&Arc<RelayProgress>>) -> Output {
     match item {
         Item::Head(head) => {
             counted.first_output();
@@ -356,7 +419,7 @@ fn output(item: Item, counted: &Counted, is_stream: bool, progress: Option<&Arc<
         Item::Frame(bytes) => Output::Body(bytes),
         Item::End(report) => {
             let report = relay_report(report);
-            if is_stream && !report.failed {
+            if is_timed && !report.failed {
                 counted.streamed(&report);
             }
             Output::End(report)

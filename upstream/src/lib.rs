@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Engine::generate(Work::Relay) ─▶ engine ─▶ relay: body and headers, connection, response
-//!                                       │
+//!                                       │  └─ continuation: the rest of a stream that another server has broken off
 //!   models: what the server serves ─────┼─▶ load: what was sent to it and has not ended
 //!                                       └─▶ probe: whether it is healthy
 //!   resolve: which servers a name stands for
@@ -21,6 +21,7 @@ mod api_description;
 pub mod ask;
 mod cache_events;
 mod certificates;
+mod continuation;
 pub mod conversation;
 mod engine;
 pub mod kv_events;

@@ -6,7 +6,8 @@
 //!   client ◀── Relay ◀── Chunk ◀── Splitter ◀┘
 //! ```
 //!
-//! Bytes that need no change are neither decoded nor copied.
+//! Bytes that need no change are neither decoded nor copied. The chunks of a stream that another server could continue
+//! are read on their way by a [`Transcript`].
 //!
 //! An example: ask for the usage, and keep it from the client.
 //!
@@ -47,8 +48,10 @@ pub mod headers;
 pub mod splice;
 pub mod sse;
 pub mod stream;
+pub mod transcript;
 
 pub use client::Client;
 pub use error::RelayError;
 pub use splice::Splice;
 pub use stream::{Item, Relay};
+pub use transcript::Transcript;

@@ -166,6 +166,7 @@ mod tests {
             is_metered: false,
             private_fields: &[],
             upgrade: None,
+            continues: None,
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
         let salted = |path: &'static str, body: &'static [u8]| match described.salting(&http(path, body)) {

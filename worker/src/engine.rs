@@ -18,8 +18,8 @@ pub use model_card::{ModelCard, SamplingDefaults, UNKNOWN_CONTEXT};
 pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens};
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{
-    Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, ResponseHead, Switched,
-    Tunnel, computes_tokens,
+    Continuation, Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, RelayRest,
+    ResponseHead, Switched, Tunnel, computes_tokens,
 };
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
@@ -48,6 +48,9 @@ use std::time::Duration;
 ///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`]. After a
 ///   `Head` with a [`Tunnel`] nothing follows: the stream stays open until it is dropped, and holds what the engine has
 ///   reserved for the request.
+/// - Before an error after the `Head`, an engine that [continues streams](Self::continues_streams) MAY send one
+///   [`Output::Rest`]. Another one that gets the request in it MUST send the rest of the stream, with a `Head` before
+///   it and an `End` that reports of the whole response, and MUST fail if its text would not be the same.
 /// - A stream that is not read MUST NOT delay other requests: the engine stops generating for it, gives its slot in
 ///   the batch and its memory to other requests, and MAY end it with [`Error::Unread`] after half a minute.
 /// - Dropping the future or the stream cancels the request; the engine MUST have stopped computing for it within one
@@ -92,10 +95,15 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// Whether the engine refuses a relayed request of a cache domain other than the shared one, because it cannot keep
-    /// the caches of domains apart at this endpoint. The request is sent to it only if all engines of the model refuse
-    /// it: then for the error.
+    /// Whether the engine refuses a relayed request: one of a cache domain other than the shared one, because it cannot
+    /// keep the caches of domains apart at this endpoint, or one for the rest of a stream, because it does not continue
+    /// streams. The request is sent to it only if all engines of the model refuse it: then for the error.
     fn refuses(&self, _request: &Request) -> bool {
+        false
+    }
+
+    /// Whether relayed streams of the engine may be continued by other engines, and it continues those of others.
+    fn continues_streams(&self) -> bool {
         false
     }
 

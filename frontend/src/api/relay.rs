@@ -419,6 +419,7 @@ fn engine_request(
             is_metered: context.key().is_some(),
             private_fields: &PRIVATE_FIELDS,
             upgrade: None,
+            continues: None,
         })),
         attributes: RequestAttributes {
             has_estimated_tokens: source == TokenSource::Estimate,

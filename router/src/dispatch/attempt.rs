@@ -142,7 +142,8 @@ impl Generation {
             stats,
             tenant: tenant.clone(),
             choices,
-            before: request.generated_tokens as u64,
+            // The end of a relayed response reports all of them.
+            before: if matches!(request.work, Work::Relay(_)) { 0 } else { request.generated_tokens as u64 },
             is_continued: matches!(request.work, Work::Generate),
             // A stream is dropped at a stop string, and when its client disconnects. The former is more frequent.
             end: Some(if *has_stop_strings { OutputEnd::Complete } else { OutputEnd::Censored }),
@@ -153,6 +154,10 @@ impl Generation {
     fn ends_with(&mut self, item: &Result<Output, Error>) -> bool {
         self.end = match item {
             Ok(Output::Tokens(tokens)) if tokens.finish.is_some() => Some(OutputEnd::Complete),
+            Ok(Output::Rest(_)) => {
+                self.is_continued = true;
+                return false;
+            }
             Ok(Output::End(report)) if report.failed => Some(OutputEnd::Censored),
             Ok(Output::End(_)) => Some(OutputEnd::Complete),
             Ok(_) => return false,
@@ -220,7 +225,7 @@ pub(super) fn stream(
             }
         }
         Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
-        Output::Handoff(_) | Output::Prefilled | Output::Body(_) | Output::End(_) => {}
+        Output::Handoff(_) | Output::Prefilled | Output::Body(_) | Output::Rest(_) | Output::End(_) => {}
     }
     let metrics = Arc::clone(&core.metrics);
     let mut held = Some((generation, sibling_bookings, permit, span));
@@ -240,7 +245,7 @@ pub(super) fn stream(
                     }
                     report.completion_tokens.unwrap_or_default() as usize
                 }
-                Ok(Output::Handoff(_) | Output::Prefilled | Output::Head(_) | Output::Body(_)) => 0,
+                Ok(Output::Handoff(_) | Output::Prefilled | Output::Head(_) | Output::Body(_) | Output::Rest(_)) => 0,
                 Err(error) => {
                     decode.record_failure(HealthSignal::of(error), error);
                     if let Some((.., span)) = &mut held {

@@ -1,7 +1,7 @@
 //! Continues a stream on another worker when its worker fails, or is stopped, after the first output.
 //!
-//! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Not here: streams of
-//! relayed requests, which are bytes.
+//! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Relayed streams are
+//! bytes: their engine says how another one continues them ([`Output::Rest`]), if it can.
 
 use super::attempt::{MAX_FAILURES, attempt, stream};
 use super::place::place;
@@ -14,7 +14,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use tokio_util::sync::CancellationToken;
-use worker::engine::{Error, Output, OutputStream, Request, RequestAttributes, Sampling, Work};
+use worker::engine::{Error, Output, OutputStream, RelayRest, Request, RequestAttributes, Sampling, Work};
 use worker::plane::Instance;
 
 /// The stream of a request, on one worker after the other.
@@ -25,8 +25,10 @@ pub(super) struct Continued {
     /// The worker that has generated the first tokens. Other weights, even of a model of the same name, would continue
     /// with other text.
     first: Arc<Instance>,
-    /// Tokens that were sent.
+    /// Tokens that were sent; none of a relayed stream.
     generated: Vec<u32>,
+    /// How a relayed stream that breaks off is continued.
+    relay_rest: Option<Box<RelayRest>>,
     /// How often a worker has failed the stream.
     failures: usize,
     /// Workers that were stopped while they generated it.
@@ -75,12 +77,14 @@ impl Continued {
     ) -> Self {
         let (core, state) = (Arc::clone(core), State::Streaming(Generating::on(worker), stream));
         let (first, permit) = (Arc::clone(&worker.instance), Some(permit));
-        Self { core, request, first, generated: Vec::new(), failures: 0, stopped: Vec::new(), permit, state }
+        let (generated, relay_rest, stopped) = (Vec::new(), None, Vec::new());
+        Self { core, request, first, generated, relay_rest, failures: 0, stopped, permit, state }
     }
 
     /// Whether another worker may continue after this error of a worker; counts it.
     fn may_move(&mut self, error: &Error, from: WorkerRun, drained: bool) -> bool {
-        if HealthSignal::of(error) != HealthSignal::Fault || self.permit.is_none() {
+        let is_possible = matches!(self.request.work, Work::Generate) || self.relay_rest.is_some();
+        if HealthSignal::of(error) != HealthSignal::Fault || self.permit.is_none() || !is_possible {
             return false;
         }
         if drained && !self.stopped.contains(&from) && !self.core.fleet.snapshot().has(from) {
@@ -97,24 +101,32 @@ impl Continued {
     }
 
     /// The request for the rest of the output.
-    fn rest(&self) -> Request {
+    fn rest(&mut self) -> Request {
         let request = &self.request;
+        let (tokens, generated_tokens, work) = match self.relay_rest.take() {
+            Some(rest) => (rest.tokens, rest.generated_tokens, Work::Relay(Arc::new(rest.http))),
+            None => {
+                let tokens = [&request.tokens[..], &self.generated].concat();
+                (tokens.into(), self.generated.len(), Work::Generate)
+            }
+        };
         Request {
-            tokens: [&request.tokens[..], &self.generated].concat().into(),
-            generated_tokens: self.generated.len(),
+            tokens,
+            generated_tokens,
             // They were sent with the first output.
             sampling: Sampling { prompt_logprobs: None, ..request.sampling.clone() },
             explain: false,
-            work: Work::Generate,
-            // The first token was in time, and the other choices have been sent.
-            attributes: RequestAttributes { deadline: None, ..request.attributes.clone() },
+            work,
+            // The first token was in time, the tokens are those of the engine, and the other choices have been sent.
+            attributes: RequestAttributes { deadline: None, has_estimated_tokens: false, ..request.attributes.clone() },
             group: None,
             ..request.clone()
         }
     }
 
     fn start_move(&mut self, from: WorkerRun, error: &Error, permit: Arc<Permit>) {
-        let (core, request, first) = (Arc::clone(&self.core), self.rest(), Arc::clone(&self.first));
+        let request = self.rest();
+        let (core, first) = (Arc::clone(&self.core), Arc::clone(&self.first));
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from.worker, generated_tokens = request.generated_tokens, %error,
@@ -195,6 +207,10 @@ impl Stream for Continued {
                 },
                 State::Streaming(worker, stream) => {
                     let mut item = ready!(stream.poll_next_unpin(context));
+                    if let Some(Ok(Output::Rest(rest))) = item {
+                        self.relay_rest = Some(rest);
+                        continue;
+                    }
                     worker.drains |= matches!(item, Some(Ok(_))) && worker.lease_ended.is_cancelled();
                     let (run, drains) = (worker.run, worker.drains);
                     match &mut item {
@@ -208,6 +224,9 @@ impl Stream for Continued {
                                 self.permit = None;
                             }
                         }
+                        // The client has the head.
+                        Some(Ok(Output::Head(_))) if self.has_moved() => continue,
+                        Some(Ok(Output::End(_))) => self.permit = None,
                         Some(Err(error)) => {
                             if self.may_move(error, run, drains)
                                 && let Some(permit) = self.permit.clone()

@@ -114,13 +114,16 @@ fn back_pressure(error: &Error) -> Option<Duration> {
     }
 }
 
-/// The stream of a request, continued on another worker if its worker fails. Relayed streams are not continued.
+/// The stream of a request, continued on another worker if its worker fails. A relayed stream only if its worker makes
+/// that possible.
 fn continuable_stream(core: &Arc<Core>, request: Request, served: Served) -> OutputStream {
     let Served { placement, permit, first, trace } = served;
     let worker = Arc::clone(&placement.decode);
     let stream = stream(core, &request, placement, Arc::clone(&permit), first, trace);
-    match request.work {
-        Work::Generate => Continued::new(core, request, permit, &worker, stream).boxed(),
-        Work::Prefill | Work::Resume(_) | Work::Relay(_) => stream,
-    }
+    let is_continued = match &request.work {
+        Work::Generate => true,
+        Work::Relay(http) => http.is_stream && worker.engine.continues_streams(),
+        Work::Prefill | Work::Resume(_) => false,
+    };
+    if is_continued { Continued::new(core, request, permit, &worker, stream).boxed() } else { stream }
 }

@@ -148,8 +148,9 @@ impl ModelPool {
     /// answers with the error.
     pub(crate) fn needs<'a>(&self, request: &'a Request) -> Needs<'a> {
         let endpoint = self.endpoints.required(request);
-        // Requests without a tenant or a salt are not refused.
-        let may_be_refused = self.is_relayed && request.domain != Domain::shared();
+        // Other requests than those with a tenant or a salt, and those for the rest of a stream, are not refused.
+        let is_rest = matches!(&request.work, Work::Relay(http) if http.continues.is_some());
+        let may_be_refused = self.is_relayed && (is_rest || request.domain != Domain::shared());
         let is_refused_by_some = may_be_refused && {
             let workers = || self.entries.iter().map(|entry| &entry.worker).chain(&self.cordoned);
             workers().any(|worker| worker.engine.refuses(request)) && workers().any(|worker| worker.takes(request))

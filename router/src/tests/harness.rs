@@ -459,6 +459,7 @@ pub(crate) fn relayed_as(is_stream: bool, path: &'static str, request: Request) 
         is_metered: false,
         private_fields: &[],
         upgrade: None,
+        continues: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..request }
 }

@@ -15,7 +15,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
     }
     let table = "[[upstreams]]\nurl = 'http://10.0.0.1:8000'\nresolve = 'one'\ncache_salt = 'on'\nhttp = 'h2c'\n\
         kv_events = 'tcp://*:5557'\nkv_events_replay = 'tcp://10.0.0.9:5558'\nblock_size = 32\nrole = 'pooling'\n\
-        max_requests = 100\n";
+        max_requests = 100\ncontinue_streams = true\n";
     let (config, origins) = load_file(table).unwrap();
     let endpoint = |text: &str| text.parse().unwrap();
     let sockets = |live: &str, replay: &str| KvSockets { live: endpoint(live), replay: Some(endpoint(replay)) };
@@ -27,6 +27,7 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
         kv_events,
         block_size: NonZero::new(32),
         max_requests: NonZero::new(100),
+        continue_streams: true,
         role: UpstreamRole::Pooling,
         ..of_url[0].clone()
     };

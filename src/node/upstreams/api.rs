@@ -17,13 +17,16 @@ pub(super) struct Api {
     pub(super) salted: SaltedEndpoints,
     /// The only kind of endpoints that it has.
     pub(super) only: Option<EndpointKind>,
+    /// Its streams are continued by other servers, and it continues those of others.
+    pub(super) continues_streams: bool,
 }
 
 impl Api {
     /// The API of a server, or why the server cannot be used.
     pub(super) async fn of(upstream: &CheckedUpstream, client: &Client) -> Result<Self, &'static str> {
         let CheckedUpstream { upstream, api_key, has_tenants, .. } = upstream;
-        let is_asked = upstream.cache_salt == CacheSalt::Auto || upstream.role == UpstreamRole::Auto;
+        let is_asked =
+            upstream.cache_salt == CacheSalt::Auto || upstream.role == UpstreamRole::Auto || upstream.continue_streams;
         let described = if is_asked { ApiDescription::ask(client, api_key.as_ref()).await } else { None };
         let salted = match upstream.cache_salt {
             CacheSalt::On => SaltedEndpoints::All,
@@ -33,12 +36,21 @@ impl Api {
                 salted => salted,
             },
         };
+        let lacks_token_ids = described.as_ref().is_some_and(|described| described.lacks_token_ids);
+        if upstream.continue_streams && lacks_token_ids {
+            tracing::warn!(
+                upstream = upstream.shown_url(),
+                "streams of the server are not continued: its /openapi.json has no field return_token_ids; update \
+                 vLLM, or remove continue_streams from [[upstreams]]"
+            );
+        }
+        let continues_streams = upstream.continue_streams && !lacks_token_ids;
         let only = match upstream.role {
             UpstreamRole::Auto => described.and_then(|described| described.only),
             UpstreamRole::Both => None,
             UpstreamRole::Generate => Some(EndpointKind::Generate),
             UpstreamRole::Pooling => Some(EndpointKind::Pooling),
         };
-        Ok(Self { salted, only })
+        Ok(Self { salted, only, continues_streams })
     }
 }

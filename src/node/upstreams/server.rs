@@ -383,6 +383,7 @@ impl Server {
             has_tenants: self.upstream.has_tenants,
             only: of.api.only,
             rank: cache.rank,
+            continues_streams: of.api.continues_streams,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };
         let metrics = self.shared.metrics.clone();

@@ -118,6 +118,7 @@ fn request() -> Request {
         is_metered: false,
         private_fields: &[],
         upgrade: None,
+        continues: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
 }
@@ -401,6 +402,27 @@ async fn a_server_has_the_endpoints_that_it_describes_or_that_are_configured() {
         let upstream = Upstream { role, ..Upstream::new(server.uri()) };
         harness.upstreams.apply(Upstreams::check(&[upstream], false).unwrap());
         assert_eq!(harness.joined().await.1.only_endpoint_kind(), only, "{role:?}");
+    }
+}
+
+#[tokio::test]
+async fn streams_are_continued_where_that_is_set_unless_the_server_has_no_token_ids() {
+    let server = any_server().await;
+    for (field, continue_streams, expected) in [
+        (Some("return_token_ids"), true, true),
+        (Some("return_token_ids"), false, false),
+        (Some("logprobs"), true, false),
+        (None, true, true),
+    ] {
+        let page = field.map_or_else(
+            || Script::json(404, &json!({})),
+            |field| Script::json(200, &json!({ "paths": { "/v1/completions": { "properties": { field: {} } } } })),
+        );
+        server.set_page("/openapi.json", page);
+        let mut harness = Harness::new();
+        let upstream = Upstream { continue_streams, ..Upstream::new(server.uri()) };
+        harness.upstreams.apply(Upstreams::check(&[upstream], false).unwrap());
+        assert_eq!(harness.joined().await.1.continues_streams(), expected, "{field:?}");
     }
 }
 

@@ -40,6 +40,7 @@ fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) 
         is_metered: false,
         private_fields: &[],
         upgrade: None,
+        continues: None,
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }
@@ -79,7 +80,7 @@ async fn a_body_with_a_salt_is_an_object() {
         let request = Request { domain: domain.clone(), ..request(path, content_type, body) };
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         let salt = engine.salt(http, &request.domain)?;
-        engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
+        engine.body(http, &request, salt.as_deref(), false).map(|(body, _)| body)
     };
     let sent = |domain: &Domain, kind: &'static str, body: &'static [u8]| sent_to("/v1/responses", domain, kind, body);
     let (shared, tenant) = (Domain::shared(), Domain::derived(b"s", "ann"));
@@ -141,7 +142,7 @@ async fn a_request_for_tokens_names_the_model() {
     ] {
         let request = request(path, "application/json", body);
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
-        assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
+        assert_eq!(engine.body(http, &request, None, false).unwrap().0, expected, "{path}");
     }
 }
 
@@ -156,7 +157,7 @@ async fn a_client_does_not_choose_the_id_of_a_stored_response() {
         let body = br#"{"model":"org/m","request\u005fid":"resp_1"}"#;
         let request = request(path, "application/json", body);
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
-        assert_eq!(engine.body(http, &request, None).unwrap().0, expected, "{path}");
+        assert_eq!(engine.body(http, &request, None, false).unwrap().0, expected, "{path}");
     }
 }
 
@@ -189,7 +190,7 @@ async fn a_server_gets_one_word_for_the_usage_of_a_stream() {
         change(&mut http);
         // Two choices, of which no usage is asked for unless it is charged.
         let request = Request { group: http.is_metered.then(|| RequestGroup::new(2)), ..request };
-        let (body, usage) = engine.body(&http, &request, None).unwrap();
+        let (body, usage) = engine.body(&http, &request, None, false).unwrap();
         (String::from_utf8(body.to_vec()).unwrap(), usage)
     };
     let (chat, invocations) = ("/v1/chat/completions", "/invocations");

@@ -6,8 +6,10 @@
 //! The engine records requests, and counts those that were cancelled: whose connection or stream ended before the
 //! answer did.
 
+mod greedy;
 mod script;
 
+pub use greedy::Greedy;
 pub use script::Script;
 
 use bytes::Bytes;

@@ -215,7 +215,7 @@ impl Splice {
 }
 
 /// Calls `take` with the name of each top-level member of an object, as written between its quotes, and with its value.
-pub(super) fn each_member(object: &[u8], mut take: impl FnMut(&[u8], &[u8])) -> Result<(), SpliceError> {
+pub(crate) fn each_member(object: &[u8], mut take: impl FnMut(&[u8], &[u8])) -> Result<(), SpliceError> {
     scan_members(object, |Member { name, value, .. }| take(&object[name], &object[value])).map(|_| ())
 }
 

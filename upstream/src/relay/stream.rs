@@ -20,6 +20,7 @@ mod total;
 
 use super::error::RelayError;
 use super::headers;
+use super::transcript::{Broken, Transcript};
 use bytes::Bytes;
 use events::Events;
 use futures::Stream;
@@ -170,11 +171,36 @@ where
         }
     }
 
+    /// Follows a stream of which nothing was read yet, so that another server can continue it. Returns whether it does:
+    /// other bodies stay as they are.
+    pub fn follow(&mut self, transcript: Box<Transcript>) -> bool {
+        let Content::Events(events) = &mut self.content else { return false };
+        events.follow(transcript);
+        true
+    }
+
+    /// What another server needs to continue a stream that was followed and has failed, or why none can.
+    pub fn broken(&self) -> Result<Broken, &'static str> {
+        self.transcript().ok_or("it is no stream of events").and_then(Transcript::broken)
+    }
+
+    /// A stream that was followed has no token ids.
+    pub fn lacks_ids(&self) -> bool {
+        self.transcript().is_some_and(Transcript::lacks_ids)
+    }
+
+    fn transcript(&self) -> Option<&Transcript> {
+        if let Content::Events(events) = &self.content { events.transcript() } else { None }
+    }
+
     /// Takes what the content has of frames. Returns one that may pass at once.
     fn next_frame(&mut self) -> Result<Option<Bytes>, RelayError> {
         let Content::Events(events) = &mut self.content else { return Ok(None) };
         if self.phase == Phase::Passing {
-            return next_run(events, &self.received, &mut self.held);
+            let run = next_run(events, &self.received, &mut self.held)?;
+            // What came before the failure passes first.
+            let failure = if run.is_none() { events.take_failure() } else { None };
+            return failure.map_or(Ok(run), Err);
         }
         while let Some(event) = events.next() {
             let step = events.step(event, true)?;
@@ -183,10 +209,10 @@ where
             }
             if step.release || self.held.bytes > MAX_HELD {
                 self.phase = Phase::Passing;
-                break;
+                return Ok(None);
             }
         }
-        Ok(None)
+        events.take_failure().map_or(Ok(None), Err)
     }
 
     /// The next item, without a read of the body. `None` if it needs one.
@@ -279,8 +305,11 @@ where
     fn report(&mut self) -> Result<Item, RelayError> {
         self.phase = Phase::Ended;
         match &mut self.content {
-            Content::Events(events) if !events.is_finished() => Err(RelayError::Unfinished),
-            Content::Events(events) => Ok(Item::End(events.report())),
+            Content::Events(events) => match events.take_failure() {
+                Some(failure) => Err(failure),
+                None if events.is_finished() => Ok(Item::End(events.report())),
+                None => Err(RelayError::Unfinished),
+            },
             Content::Plain(plain) => Ok(Item::End(plain.report())),
             Content::Unknown { .. } => Ok(Item::End(Report::default())),
         }

@@ -1,6 +1,6 @@
 //! What an engine returns: tokens, why they end, and how much of the prompt was cached.
 
-use super::{Handoff, RelayReport, ResponseHead};
+use super::{Handoff, RelayReport, RelayRest, ResponseHead};
 use bytes::Bytes;
 use kvbm::Level;
 use serde::{Deserialize, Serialize};
@@ -20,6 +20,8 @@ pub enum Output {
     Head(Box<ResponseHead>),
     /// A part of the body of a relayed response, for the client as it is.
     Body(Bytes),
+    /// The relayed stream breaks off: the request with which another engine continues it. The next item is the error.
+    Rest(Box<RelayRest>),
     /// The end of a relayed response.
     End(RelayReport),
 }

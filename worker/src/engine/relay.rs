@@ -34,6 +34,23 @@ pub struct HttpRequest {
     pub private_fields: &'static [&'static str],
     /// The protocol that the connection is to switch to (RFC 9110, section 7.8); `None`: it stays one of HTTP.
     pub upgrade: Option<&'static str>,
+    /// The stream that the response continues; `None`: none, it is a response of its own.
+    pub continues: Option<Continuation>,
+}
+
+/// The stream of a server that broke off, for the engine that continues it; opaque to all but engines of one kind.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Continuation(pub Bytes);
+
+/// The request for the rest of a stream that broke off.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RelayRest {
+    /// The tokens of the prompt, and after them those that were generated.
+    pub tokens: Arc<[u32]>,
+    /// How many of the last `tokens` were generated.
+    pub generated_tokens: usize,
+    /// The request, which another engine of the model takes.
+    pub http: HttpRequest,
 }
 
 /// A kind of endpoints. A server may have those of one kind only: vLLM has them by the runner of its model.

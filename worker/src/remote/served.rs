@@ -69,7 +69,7 @@ impl ServedRequest {
                 self.end = tokens.finish.map(End::Finished).or(self.end.take());
             }
             Ok(Output::Prefilled) => self.end = Some(End::HandedOver),
-            Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_) | Output::End(_)) => {}
+            Ok(Output::Handoff(_) | Output::Head(_) | Output::Body(_) | Output::Rest(_) | Output::End(_)) => {}
             Err(error) => self.fail(error),
         }
     }

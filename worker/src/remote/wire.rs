@@ -197,7 +197,7 @@ pub(super) fn encode_output(output: Result<Output, Error>, into: &mut BytesMut) 
             }),
             Ok(Output::Handoff(Handoff(bytes))) => WireOutput::Handoff(bytes.to_vec()),
             Ok(Output::Prefilled) => WireOutput::Prefilled,
-            Ok(Output::Head(_) | Output::Body(_) | Output::End(_)) => {
+            Ok(Output::Head(_) | Output::Body(_) | Output::Rest(_) | Output::End(_)) => {
                 WireOutput::Failed(WireError::Failed("the engine relays, and other processes cannot use it".to_owned()))
             }
             Err(error) => WireOutput::Failed(WireError::of(&error)),

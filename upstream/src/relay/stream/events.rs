@@ -6,6 +6,7 @@ use crate::relay::chunk::{Chunk, Kind, NULL_USAGE, Relevance, UsageScanner};
 use crate::relay::error::{Answer, RelayError};
 use crate::relay::splice::Splice;
 use crate::relay::sse::{Event, Splitter};
+use crate::relay::transcript::{Reading, Transcript};
 use bytes::Bytes;
 use memchr::memmem::{self, Finder};
 use std::ops::Range;
@@ -16,9 +17,16 @@ use worker::engine::ErrorKind;
 /// probabilities of a prompt; the last event of the Responses API repeats the request and the whole answer.
 const MAX_EVENT: usize = 1 << 20;
 
+/// The same for a stream that is followed: its first chunk has the token ids of the prompt, 7 bytes each.
+const MAX_FOLLOWED_EVENT: usize = 8 << 20;
+
 #[derive(Debug)]
 pub(super) struct Events {
     splitter: Splitter,
+    /// Set if another server may continue the stream.
+    transcript: Option<Box<Transcript>>,
+    /// The stream breaks off here, although its body does not.
+    failure: Option<RelayError>,
     strip: bool,
     /// The payload of the latest event that was not read. Only at the end of the body it matters what it says.
     unread: Vec<u8>,
@@ -61,6 +69,8 @@ impl Events {
     pub(super) fn new(usage: UsageInStream) -> Self {
         Self {
             splitter: Splitter::new(MAX_EVENT),
+            transcript: None,
+            failure: None,
             strip: usage == UsageInStream::Strip,
             unread: Vec::new(),
             finished: Finished::No,
@@ -77,16 +87,43 @@ impl Events {
         self.splitter.push(chunk);
     }
 
+    /// Follows a stream of which nothing was received yet.
+    pub(super) fn follow(&mut self, transcript: Box<Transcript>) {
+        self.splitter = Splitter::new(MAX_FOLLOWED_EVENT);
+        self.transcript = Some(transcript);
+    }
+
+    pub(super) fn transcript(&self) -> Option<&Transcript> {
+        self.transcript.as_deref()
+    }
+
     pub(super) fn next(&mut self) -> Option<Event> {
-        self.splitter.next()
+        if self.failure.is_some() { None } else { self.splitter.next() }
     }
 
     pub(super) fn finish(&mut self) -> Option<Event> {
-        self.splitter.finish()
+        let is_sent_again = self.transcript().is_some_and(Transcript::is_followed);
+        self.splitter.finish().filter(|_| !is_sent_again)
+    }
+
+    /// The error with which the stream breaks off after the frames so far.
+    pub(super) fn take_failure(&mut self) -> Option<RelayError> {
+        self.failure.take()
     }
 
     /// Decides on an event. `holding`: there was no output yet. Then an error in the stream is an error of the request.
     pub(super) fn step(&mut self, event: Event, holding: bool) -> Result<Step, RelayError> {
+        let event = match &mut self.transcript {
+            None => event,
+            Some(transcript) => match transcript.read(event) {
+                Reading::Pass(event) => event,
+                Reading::Drop => return Ok(Step { frame: None, release: false }),
+                Reading::Fail(error) => {
+                    self.failure = Some(error);
+                    return Ok(Step { frame: None, release: false });
+                }
+            },
+        };
         let data = event.data_range();
         if !self.strip {
             return self.step_alone(event, data, holding);

@@ -124,6 +124,7 @@ fn relayed_requests_are_not_sent() {
         is_metered: false,
         private_fields: &[],
         upgrade: None,
+        continues: None,
     };
     let relayed = Request { work: Work::Relay(Arc::new(http)), ..request() };
     assert_eq!(encode_request(&relayed, Instant::now()), Err(NotSent));

@@ -1,0 +1,79 @@
+"""Greedy streams of a server that is killed are continued on the other one: their text is that without the failure."""
+
+import json
+import threading
+
+import openai
+from conftest import MODEL, serve, wait_for
+
+STREAMS = 6
+
+
+def answer(client, number, on_chunk=lambda: None):
+    """The text of a greedy stream, and its tokens of the prompt and of the text. Every other stream is a chat."""
+    options = {"model": MODEL, "temperature": 0, "max_tokens": 200, "stream": True}
+    options["stream_options"] = {"include_usage": True}
+    # The text of a random model seldom ends by itself.
+    options["extra_body"] = {"ignore_eos": True}
+    prompt = f"The yard sorts wagons of train {number}: café, 漢字."
+    if number % 2:
+        chunks = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
+    else:
+        chunks = client.completions.create(prompt=prompt, **options)
+    text, ids, usages = "", set(), []
+    for chunk in chunks:
+        ids.add((chunk.id, chunk.created, chunk.object))
+        usages += [chunk.usage] if chunk.usage else []
+        for choice in chunk.choices:
+            text += (choice.delta.content if number % 2 else choice.text) or ""
+            assert not (choice.model_extra or {}).get("token_ids"), "they are removed"
+        on_chunk()
+    assert len(ids) == 1 and len(usages) == 1
+    return text, usages[0].prompt_tokens, usages[0].completion_tokens
+
+
+def running(engine):
+    return engine.server.metric("vllm:num_requests_running")
+
+
+def test_greedy_streams_of_a_killed_server_have_the_text_without_the_failure(folder, engines):
+    config = folder / "continue.toml"
+    tables = (f"[[upstreams]]\nurl = {json.dumps(engine.url)}\ncontinue_streams = true\n" for engine in engines)
+    config.write_text("\n".join(tables))
+    gateway = serve(folder, "--config", config, model=None)
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="unused", max_retries=0, timeout=120)
+    killed = None
+    try:
+        gateway.wait_until("/ready")
+        wait_for(lambda: gateway.metric("blockyard_router_workers") == len(engines), "all servers are registered")
+        undisturbed = [answer(client, number) for number in range(STREAMS)]
+        assert all(completion_tokens == 200 for _, _, completion_tokens in undisturbed)
+        chunks, outcomes = [0] * STREAMS, [None] * STREAMS
+
+        def ask(number):
+            def on_chunk():
+                chunks[number] += 1
+
+            try:
+                outcomes[number] = answer(client, number, on_chunk)
+            except openai.OpenAIError as error:
+                outcomes[number] = error
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(STREAMS)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: min(chunks) >= 5, "all streams have begun")
+        killed = max(engines, key=running)
+        killed.kill()
+        for thread in threads:
+            thread.join()
+        assert outcomes == undisturbed
+        moves = "blockyard_router_stream_moves_total"
+        assert gateway.metric(moves, 'outcome="continued"') > 0
+        assert gateway.metric(moves, 'outcome="failed"', default=0) == 0
+    finally:
+        client.close()
+        gateway.kill()
+        if killed:
+            killed.start()
+            killed.wait_until_healthy()
