@@ -215,7 +215,9 @@ fn rest(
         }
     });
     scanned.map_err(|_| "the body is no JSON object")?;
-    removed.iter().for_each(|name| splice.remove(name));
+    for name in removed {
+        splice.remove(&name);
+    }
     let tokens = [&prompt[..], generated].concat();
     splice.set("prompt", serde_json::to_string(&tokens).expect("numbers are JSON"));
     splice.set("max_tokens", left.to_string());

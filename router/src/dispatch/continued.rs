@@ -103,12 +103,11 @@ impl Continued {
     /// The request for the rest of the output.
     fn rest(&mut self) -> Request {
         let request = &self.request;
-        let (tokens, generated_tokens, work) = match self.relay_rest.take() {
-            Some(rest) => (rest.tokens, rest.generated_tokens, Work::Relay(Arc::new(rest.http))),
-            None => {
-                let tokens = [&request.tokens[..], &self.generated].concat();
-                (tokens.into(), self.generated.len(), Work::Generate)
-            }
+        let (tokens, generated_tokens, work) = if let Some(rest) = self.relay_rest.take() {
+            (rest.tokens, rest.generated_tokens, Work::Relay(Arc::new(rest.http)))
+        } else {
+            let tokens = [&request.tokens[..], &self.generated].concat();
+            (tokens.into(), self.generated.len(), Work::Generate)
         };
         Request {
             tokens,

@@ -42,6 +42,7 @@ impl Engine for Server {
             worker: None,
             explain: None,
             progress: None,
+            tunnel: None,
         };
         let is_continued = http.continues.is_some();
         let part = if is_continued { "b" } else { "a" };

@@ -18,6 +18,7 @@ fn http(path: &'static str, body: &Value) -> HttpRequest {
         wants_usage: false,
         is_metered: false,
         private_fields: &["cache"],
+        upgrade: None,
         continues: None,
     }
 }

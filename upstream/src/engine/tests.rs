@@ -119,7 +119,7 @@ async fn without_tenants_a_salt_passes_where_its_endpoint_gets_none() {
         let request = to(path);
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
         let salt = engine.salt(http, &request.domain)?;
-        engine.body(http, &request, salt.as_deref()).map(|(body, _)| body)
+        engine.body(http, &request, salt.as_deref(), false).map(|(body, _)| body)
     };
     assert_eq!(sent(&engine, "/generate").unwrap(), body[..], "a field of SGLang");
     assert!(!engine.refuses(&to("/generate")));

@@ -266,20 +266,16 @@ impl Transcript {
         let text = serde_json::to_string(&added.text).expect("a string is JSON");
         let ids = if self.keeps_ids { serde_json::to_string(&added.tokens) } else { Ok(NULL.to_owned()) };
         let ids = ids.expect("numbers are JSON");
-        match (self.api, &self.head) {
-            (Api::Chat, Some(head)) => {
-                let usage = chunk.usage.and_then(|usage| whole_usage(usage, self.before));
-                let choice = chat_choice(choice, &text, &ids);
-                let json = head.chat_chunk(&choice, usage.as_deref(), chunk.system_fingerprint);
-                Outcome::Replaced(edited(raw, range.start, vec![(0..data.len(), json)]))
-            }
-            _ => {
-                let mut edits = self.edits_of_head(data, chunk);
-                let parts = [(choice.text, text), (choice.token_ids, ids), (choice.prompt_token_ids, NULL.to_owned())];
-                edits.extend(parts.into_iter().filter_map(|(part, json)| Some((range_in(data, part?), json))));
-                Outcome::Replaced(edited(raw, range.start, edits))
-            }
+        if let (Api::Chat, Some(head)) = (self.api, &self.head) {
+            let usage = chunk.usage.and_then(|usage| whole_usage(usage, self.before));
+            let choice = chat_choice(choice, &text, &ids);
+            let json = head.chat_chunk(&choice, usage.as_deref(), chunk.system_fingerprint);
+            return Outcome::Replaced(edited(raw, range.start, vec![(0..data.len(), json)]));
         }
+        let mut edits = self.edits_of_head(data, chunk);
+        let parts = [(choice.text, text), (choice.token_ids, ids), (choice.prompt_token_ids, NULL.to_owned())];
+        edits.extend(parts.into_iter().filter_map(|(part, json)| Some((range_in(data, part?), json))));
+        Outcome::Replaced(edited(raw, range.start, edits))
     }
 
     /// The chunk with the usage.
