@@ -32,7 +32,10 @@ run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model
 
 test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, in Rust and Python; installs what they need
 	cargo test --locked --workspace --no-run
-	$(VENV)/bin/python -m pytest -q tests/python
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && \
+	  { apt-get -qq install iproute2 || { apt-get -qq update && apt-get -qq install iproute2; }; } >/dev/null; } || \
+	  echo "make: SKIPPED the tests with network namespaces: they need root and the package iproute2"
+	$(VENV)/bin/python -m pytest -q -rs tests/python
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)
 	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
