@@ -35,7 +35,8 @@ def series(target):
     start = options.end - options.seconds
     query = target["expr"].replace("$__rate_interval", RATE_INTERVAL)
     values = {"query": query, "start": start, "end": options.end, "step": STEP_SECONDS}
-    with urllib.request.urlopen(f"{options.prometheus}/api/v1/query_range?{urllib.parse.urlencode(values)}") as response:
+    url = f"{options.prometheus}/api/v1/query_range?{urllib.parse.urlencode(values)}"
+    with urllib.request.urlopen(url) as response:
         found = json.load(response)["data"]["result"]
     for each in found:
         label = re.sub(r"\{\{(\w+)\}\}", lambda name, of=each: of["metric"].get(name[1], ""), target["legendFormat"])
