@@ -9,6 +9,7 @@ BENCH  := --manifest-path bench/Cargo.toml
 INDEX  := --manifest-path bench/index/Cargo.toml
 RUN    ?= serve
 SEEDS  ?= 0..1000
+CONTAINERS ?= docker
 CARGO_DENY := 0.20.2
 
 # cargo-nextest where it is installed; plain `cargo test` runs the same tests.
@@ -20,7 +21,7 @@ RUST_TESTS := cargo test --locked --workspace --all-targets --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo-cluster test test-vllm simulate lint fmt doc setup advisories
+.PHONY: help run demo-cluster test test-vllm test-image simulate lint fmt doc setup advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
 .PHONY: bench-faults bench-cluster bench-peer bench-remote
 
@@ -32,7 +33,10 @@ run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model
 
 test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, in Rust and Python; installs what they need
 	cargo test --locked --workspace --no-run
-	$(VENV)/bin/python -m pytest -q tests/python
+	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && \
+	  { apt-get -qq install iproute2 || { apt-get -qq update && apt-get -qq install iproute2; }; } >/dev/null; } || \
+	  echo "make: SKIPPED the tests with network namespaces: they need root and the package iproute2"
+	$(VENV)/bin/python -m pytest -q -rs tests/python
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)
 	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
@@ -40,6 +44,10 @@ test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, 
 test-vllm: $(VLLM)/.ready ## The gateway in front of two real vLLM servers on the CPU; installs vLLM (2.5 GB), five minutes
 	cargo test --locked --workspace --no-run
 	$(VLLM)/bin/python -m pytest -q tests/vllm
+
+test-image: ## Build the container image and start it without rights (CONTAINERS=podman instead of docker)
+	$(CONTAINERS) build --file deploy/Dockerfile --tag blockyard .
+	$(PYTHON) tests/image.py $(CONTAINERS) blockyard
 
 simulate: ## Router, workers and planes under faults drawn from seeds: SEEDS=0..10000 (ARGS="--trace" for the events)
 	cargo run --locked --release -p router --example simulate -- --seeds $(SEEDS) $(ARGS)

@@ -28,11 +28,13 @@ pub fn create_dir_all(folder: &Path) -> io::Result<()> {
 }
 
 /// Creates a folder that the configuration names. An existing one is restricted to mode 0700 if this program alone uses
-/// it, which means that `is_ours` holds for the name of every entry.
+/// it, which means that `is_ours` holds for the name of every entry. One that is [shared with its
+/// group](is_group_shared) keeps its mode: Kubernetes makes volumes so (`fsGroup`), and they belong to root.
 pub fn create_configured_dir(folder: &Path, is_ours: impl Fn(&OsStr) -> bool) -> io::Result<()> {
     create_dir_all(folder)?;
     let metadata = fs::metadata(folder)?;
-    if metadata.permissions().mode() & GROUP_AND_WORLD == 0 || metadata.permissions().mode() & STICKY != 0 {
+    let mode = metadata.permissions().mode();
+    if mode & GROUP_AND_WORLD == 0 || mode & STICKY != 0 || is_group_shared(folder) {
         return Ok(());
     }
     for entry in fs::read_dir(folder)? {
@@ -153,6 +155,9 @@ mod tests {
         chmod(&folder, 0o1777);
         create_configured_dir(&folder, |_| true).unwrap();
         assert_eq!(mode(&folder), 0o1777, "a folder like /tmp");
+        chmod(&folder, 0o2775);
+        create_configured_dir(&folder, |_| true).unwrap();
+        assert_eq!(mode(&folder), 0o2775, "a volume of Kubernetes");
     }
 
     #[test]

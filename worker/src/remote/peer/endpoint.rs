@@ -6,23 +6,30 @@ use crate::remote::{PROTOCOL, PROTOCOL_HEADER};
 use http::header::{AUTHORIZATION, CONTENT_LENGTH, HOST};
 use parking_lot::Mutex;
 use std::io;
+use std::time::Duration;
+use tokio::time::Instant;
 use transport::Socket;
 
 /// The process of a peer.
 pub(super) struct PeerEndpoint {
     endpoint: Endpoint,
     idle: Mutex<Vec<Connection<Socket>>>,
+    /// When a request may connect again, after an attempt that timed out.
+    retry_at: Mutex<Option<Instant>>,
 }
 
 /// Idle connections that are kept: those of two loads.
 const MAX_IDLE: usize = 8;
+/// Pause after an attempt to connect that timed out. While packets to the process are lost, one request in each pause
+/// waits for the timeout, and the others recompute their blocks at once.
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
 /// Longest text of an error that is read.
 const MAX_ERROR_BYTES: usize = 64 << 10;
 
 impl PeerEndpoint {
     /// The process that listens at `url`. A wrong URL fails at each request.
     pub(super) fn new(url: &str, credentials: Credentials) -> Self {
-        Self { endpoint: Endpoint::new(url, credentials), idle: Mutex::default() }
+        Self { endpoint: Endpoint::new(url, credentials), idle: Mutex::default(), retry_at: Mutex::default() }
     }
 
     /// The bytes of a request.
@@ -44,7 +51,7 @@ impl PeerEndpoint {
     pub(super) async fn send(&self, request: &[u8]) -> io::Result<Response<Socket>> {
         let connection = match self.idle_connection() {
             Some(connection) => connection,
-            None => Connection::new(self.endpoint.connect(b"http/1.1").await?),
+            None => Connection::new(self.connect().await?),
         };
         // A worker that rejects the client's certificate says so only now.
         let explained = |error: io::Error| io::Error::new(error.kind(), self.endpoint.explain(&error));
@@ -56,6 +63,30 @@ impl PeerEndpoint {
             return Err(io::Error::other(format!("status {}: {}", response.status, text.trim())));
         }
         Ok(response)
+    }
+
+    /// A new connection.
+    async fn connect(&self) -> io::Result<Socket> {
+        self.begin_attempt()?;
+        let connected = self.endpoint.connect(b"http/1.1").await;
+        let is_timeout = matches!(&connected, Err(error) if error.kind() == io::ErrorKind::TimedOut);
+        *self.retry_at.lock() = is_timeout.then(|| Instant::now() + RETRY_PAUSE);
+        connected
+    }
+
+    /// An error during the pause after an attempt that timed out. The first attempt after it begins the next pause, so
+    /// that other requests do not wait beside it.
+    fn begin_attempt(&self) -> io::Result<()> {
+        let (mut retry_at, now) = (self.retry_at.lock(), Instant::now());
+        if retry_at.is_some_and(|at| now < at) {
+            let address = self.endpoint.address().unwrap_or_default();
+            let problem = format!("{address}: an attempt to connect timed out; the next one is {RETRY_PAUSE:?} later");
+            return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
+        }
+        if retry_at.is_some() {
+            *retry_at = Some(now + RETRY_PAUSE);
+        }
+        Ok(())
     }
 
     /// Keeps the connection of a response for other requests, if it can be used again.

@@ -121,6 +121,33 @@ async fn every_block_arrives_once_over_a_few_connections() {
     assert_eq!((many.len(), connections.load(Ordering::SeqCst)), (250, 4));
 }
 
+#[tokio::test(start_paused = true)]
+async fn while_packets_to_a_peer_are_lost_one_load_in_each_pause_waits() {
+    // Once the queue of connections that were not accepted is full, the kernel answers no attempt.
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let listener = socket.listen(1).unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut queued = Vec::new();
+    while let Ok(connection) = std::net::TcpStream::connect_timeout(&address, Duration::from_millis(200)) {
+        queued.push(connection);
+    }
+    let peer = RemotePeer::new(WorkerId(1), &format!("http://{address}"), None);
+    let waited = async || {
+        let began = tokio::time::Instant::now();
+        let loaded: Vec<Loaded> = peer.load(fingerprint(), hashes(1)).collect().await;
+        assert!(loaded.len() == 1 && loaded[0].1.is_err());
+        began.elapsed()
+    };
+    for _ in 0..2 {
+        assert!(waited().await >= Duration::from_secs(2));
+        for _ in 0..3 {
+            assert!(waited().await < Duration::from_secs(1));
+        }
+        tokio::time::advance(Duration::from_secs(6)).await;
+    }
+}
+
 #[tokio::test]
 async fn each_block_that_cannot_be_read_is_an_error_once() {
     let (url, _, accepting) = serve(memory(false), Some(secret("0123456789abcdef"))).await;
