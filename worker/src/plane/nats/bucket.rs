@@ -1,8 +1,9 @@
 //! The JetStream key-value bucket of the instances: reads, compare-and-set writes with an expiry, and a consumer of all
 //! changes.
 //!
-//! A key expires alone when its last revision has the header `Nats-TTL`; the server then writes a marker, which
-//! consumers receive. The client has no call for an update with an expiry, so writes are published with these headers.
+//! A revision with the header `Nats-TTL` expires alone. When the last one of a key is gone, the server writes a marker,
+//! which consumers receive. A revision without an expiry stays, so below it the expiry of others leaves no marker. The
+//! client has no call for an update with an expiry, so writes are published with these headers.
 
 use super::ConnectError;
 use super::authentication::StoredRecord;
@@ -10,7 +11,9 @@ use super::settings::Settings;
 use super::subjects::Subjects;
 use crate::plane::WorkerId;
 use async_nats::HeaderMap;
-use async_nats::header::{HeaderValue, NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, NATS_MARKER_REASON, NATS_MESSAGE_TTL};
+use async_nats::header::{
+    HeaderValue, NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, NATS_MARKER_REASON, NATS_MESSAGE_TTL, NATS_ROLLUP,
+};
 use async_nats::jetstream::consumer::DeliverPolicy;
 use async_nats::jetstream::consumer::push::{Ordered, OrderedConfig};
 use async_nats::jetstream::context::PublishErrorKind;
@@ -32,14 +35,31 @@ pub(super) struct Bucket {
 pub(super) struct Last {
     /// The number that the next write must expect; 0 if there is none.
     pub(super) revision: u64,
-    /// The value; `None` if the key was never written, was deleted, or has expired.
+    /// The value; `None` if the key was never written, was deleted, has expired, or has no expiry.
     pub(super) value: Option<StoredRecord>,
+    /// Whether something else than a worker wrote the revision.
+    pub(super) is_foreign: bool,
+}
+
+/// What a write replaces.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Replaces {
+    /// The value of the key, if this is its last revision.
+    Revision(u64),
+    /// All revisions of the key, if this is the last one. To be used where something else than a worker wrote it: it
+    /// may have no expiry, and would be the value again when the records of the worker have expired.
+    AllUpTo(u64),
+    /// All revisions of the key, whatever the last one is.
+    All,
 }
 
 /// A change of a key.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Change {
-    Put(StoredRecord),
+    /// A record, and the time for which it is valid.
+    Put(StoredRecord, Duration),
+    /// A value without an expiry, or with one that no worker sets: something else wrote it.
+    Foreign,
     Deleted,
     Expired,
 }
@@ -75,6 +95,9 @@ const MAC: &str = "Blockyard-MAC";
 
 const OPERATION: &str = "KV-Operation";
 const DELETE: &str = "DEL";
+
+/// The message replaces all others of its subject.
+const ROLLUP_SUBJECT: &str = "sub";
 
 impl Bucket {
     /// Opens the bucket, and creates it if there is none.
@@ -117,40 +140,41 @@ impl Bucket {
     pub(super) async fn last(&self, id: WorkerId) -> Result<Last, String> {
         match self.stream.get_last_raw_message_by_subject(&self.subjects.instance(id)).await {
             Ok(message) => {
-                let value = match change(Some(&message.headers), message.payload) {
-                    Change::Put(value) => Some(value),
-                    Change::Deleted | Change::Expired => None,
+                let (value, is_foreign) = match change(Some(&message.headers), message.payload) {
+                    Change::Put(value, _) => (Some(value), false),
+                    Change::Foreign => (None, true),
+                    Change::Deleted | Change::Expired => (None, false),
                 };
-                Ok(Last { revision: message.sequence, value })
+                Ok(Last { revision: message.sequence, value, is_foreign })
             }
             Err(error) if error.kind() == LastRawMessageErrorKind::NoMessageFound => {
-                Ok(Last { revision: 0, value: None })
+                Ok(Last { revision: 0, value: None, is_foreign: false })
             }
             Err(error) => Err(error.to_string()),
         }
     }
 
-    /// Writes a record that expires, if `expected` is the last revision of the key; `None`: whatever is there. Returns
-    /// the new revision.
+    /// Writes a record that expires. Returns the new revision.
     pub(super) async fn put(
         &self,
         id: WorkerId,
         record: &StoredRecord,
-        expected: Option<u64>,
+        replaces: Replaces,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
         let mut headers = HeaderMap::new();
         if let Some(mac) = &record.mac {
             headers.insert(MAC, mac.as_str());
         }
-        self.write(id, headers, record.json.clone(), expected, lifetime).await
+        self.write(id, headers, record.json.clone(), replaces, lifetime).await
     }
 
     /// Deletes a key whose values have this lifetime, if `expected` is its last revision.
     pub(super) async fn delete(&self, id: WorkerId, expected: u64, lifetime: Duration) -> Result<(), WriteError> {
         let mut headers = HeaderMap::new();
         headers.insert(OPERATION, DELETE);
-        self.write(id, headers, Bytes::new(), Some(expected), lifetime + DELETION_LIFETIME).await.map(drop)
+        let replaces = Replaces::Revision(expected);
+        self.write(id, headers, Bytes::new(), replaces, lifetime + DELETION_LIFETIME).await.map(drop)
     }
 
     async fn write(
@@ -158,11 +182,16 @@ impl Bucket {
         id: WorkerId,
         mut headers: HeaderMap,
         value: Bytes,
-        expected: Option<u64>,
+        replaces: Replaces,
         lifetime: Duration,
     ) -> Result<u64, WriteError> {
-        if let Some(expected) = expected {
+        if let Replaces::Revision(expected) | Replaces::AllUpTo(expected) = replaces {
             headers.insert(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE, HeaderValue::from(expected));
+        }
+        // A stream that was not made as a bucket may refuse it. Without it followers end the lease themselves.
+        let can_roll_up = self.stream.cached_info().config.allow_rollup;
+        if can_roll_up && !matches!(replaces, Replaces::Revision(_)) {
+            headers.insert(NATS_ROLLUP, ROLLUP_SUBJECT);
         }
         headers.insert(NATS_MESSAGE_TTL, HeaderValue::from(lifetime.as_secs()));
         let sent = self.jetstream.publish_with_headers(self.subjects.instance(id), headers, value).await;
@@ -230,8 +259,16 @@ pub(super) fn change(headers: Option<&HeaderMap>, value: Bytes) -> Change {
         Some("MaxAge") => Change::Expired,
         Some(_) => Change::Deleted,
         None if header(OPERATION).is_some_and(|operation| operation != "PUT") => Change::Deleted,
-        None => Change::Put(StoredRecord { json: value, mac: header(MAC).map(str::to_owned) }),
+        None => match header(NATS_MESSAGE_TTL.as_ref()).and_then(lifetime) {
+            Some(lifetime) => Change::Put(StoredRecord { json: value, mac: header(MAC).map(str::to_owned) }, lifetime),
+            None => Change::Foreign,
+        },
     }
+}
+
+/// The expiry of a record as workers write it, in seconds. Other clients may write other units, or `never`.
+fn lifetime(seconds: &str) -> Option<Duration> {
+    seconds.parse().ok().filter(|seconds: &u64| *seconds > 0).map(Duration::from_secs)
 }
 
 #[cfg(test)]
@@ -240,18 +277,35 @@ mod tests {
 
     #[test]
     fn markers_and_deletions_are_told_from_values() {
-        let of = |name: &str, value: &str| {
+        let of = |pairs: &[(&str, &str)]| {
             let mut headers = HeaderMap::new();
-            headers.insert(name, value);
+            for (name, value) in pairs {
+                headers.insert(*name, *value);
+            }
             change(Some(&headers), Bytes::from_static(b"v"))
         };
         let put = |mac: Option<&str>| {
-            Change::Put(StoredRecord { json: Bytes::from_static(b"v"), mac: mac.map(str::to_owned) })
+            let record = StoredRecord { json: Bytes::from_static(b"v"), mac: mac.map(str::to_owned) };
+            Change::Put(record, Duration::from_secs(5))
         };
-        assert_eq!(change(None, Bytes::from_static(b"v")), put(None));
-        assert_eq!((of("Nats-TTL", "5"), of("Blockyard-MAC", "0f")), (put(None), put(Some("0f"))));
-        assert_eq!(of("Nats-Marker-Reason", "MaxAge"), Change::Expired);
-        assert_eq!(of("Nats-Marker-Reason", "Purge"), Change::Deleted);
-        assert_eq!((of("KV-Operation", "DEL"), of("KV-Operation", "PURGE")), (Change::Deleted, Change::Deleted));
+        let expiry = ("Nats-TTL", "5");
+        assert_eq!((of(&[expiry]), of(&[expiry, ("Blockyard-MAC", "0f")])), (put(None), put(Some("0f"))));
+        assert_eq!(of(&[("Nats-Marker-Reason", "MaxAge"), ("Nats-TTL", "1s")]), Change::Expired);
+        assert_eq!(of(&[("Nats-Marker-Reason", "Purge")]), Change::Deleted);
+        for operation in ["DEL", "PURGE"] {
+            assert_eq!(of(&[("KV-Operation", operation)]), Change::Deleted);
+        }
+    }
+
+    #[test]
+    fn a_value_without_an_expiry_in_seconds_is_no_record() {
+        assert_eq!(change(None, Bytes::from_static(b"v")), Change::Foreign);
+        for (name, value) in
+            [("Blockyard-MAC", "0f"), ("Nats-TTL", "never"), ("Nats-TTL", "0"), ("Nats-TTL", "1h"), ("Nats-TTL", "-1")]
+        {
+            let mut headers = HeaderMap::new();
+            headers.insert(name, value);
+            assert_eq!(change(Some(&headers), Bytes::from_static(b"v")), Change::Foreign, "{name}: {value}");
+        }
     }
 }

@@ -9,13 +9,13 @@
 //! ```
 //!
 //! Every write names the revision that it replaces (compare and set), so a process that was frozen cannot overwrite the
-//! record of its successor. What is not a record of a worker is overwritten: something that writes it again and again
-//! must not end a registration, so the last attempt of several names no revision. Order matters within a process: a
-//! watcher that starts after a lease was dropped must not see its instance.
+//! record of its successor. What is not a record of a worker is overwritten, with all that is before it: something that
+//! writes it again and again must not end a registration, so the last attempt of several names no revision. Order
+//! matters within a process: a watcher that starts after a lease was dropped must not see its instance.
 
 use super::Address;
 use super::authentication::{KeyChanges, RecordKeys, StoredRecord};
-use super::bucket::{Last, WriteError};
+use super::bucket::{Last, Replaces, WriteError};
 use super::connection::{Connection, until};
 use super::metrics::Renewal;
 use super::record::{Record, RecordHead, Writer};
@@ -273,11 +273,16 @@ fn log_release(id: WorkerId, error: &str) {
     tracing::warn!(worker = %id, error, "the worker cannot be deregistered; its lease expires");
 }
 
-/// The last record of a worker. What was not signed with one of these keys counts as none: a client of NATS without the
-/// secret must not end a registration.
+/// The last record of a worker. What is none, or was not signed with one of these keys, counts as none: a client
+/// of NATS without the secret must not end a registration.
 async fn last(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId) -> Result<Last, String> {
-    let Last { revision, value } = connection.bucket.last(id).await?;
-    Ok(Last { revision, value: value.filter(|stored| stored.verify(id, keys).is_ok()) })
+    let Last { revision, value, is_foreign } = connection.bucket.last(id).await?;
+    let is_there = value.is_some();
+    let is_of_worker =
+        |stored: &StoredRecord| stored.verify(id, keys).is_ok() && RecordHead::decode(&stored.json).is_ok();
+    let value = value.filter(is_of_worker);
+    let is_foreign = is_foreign || (is_there && value.is_none());
+    Ok(Last { revision, value, is_foreign })
 }
 
 /// The writer of the last record, compared with this process; `None` without a record that can be read.
@@ -301,8 +306,7 @@ async fn write(
         if writer == Some(Writer::Other) {
             return Err(PlaneError::Refused(taken_message(id, &last)));
         }
-        let expected = expected(&last, writer, attempt);
-        match bucket.put(id, record, expected, connection.settings.lease).await {
+        match bucket.put(id, record, replaces(&last, attempt), connection.settings.lease).await {
             Ok(revision) => return Ok(revision),
             Err(WriteError::Conflict) => {}
             Err(WriteError::NoBucket) => bucket.create_again().await.map_err(unavailable)?,
@@ -312,11 +316,15 @@ async fn write(
     Err(PlaneError::Unavailable(format!("the record of worker {id} changes all the time")))
 }
 
-/// The revision that an attempt to write must expect. `None`: the key holds no record of a worker, and changes so often
-/// that all attempts before the last found another revision. A record that is overwritten nevertheless, because it was
-/// written just now, is written again by its process.
-fn expected(last: &Last, writer: Option<Writer>, attempt: usize) -> Option<u64> {
-    (writer.is_some() || attempt < MAX_ATTEMPTS).then_some(last.revision)
+/// What an attempt to write replaces. Of a key that holds no record of a worker, and changes so often that all attempts
+/// before the last found another revision, it replaces what is there. A record that is overwritten nevertheless,
+/// because it was written just now, is written again by its process.
+fn replaces(last: &Last, attempt: usize) -> Replaces {
+    match last {
+        Last { value: None, .. } if attempt == MAX_ATTEMPTS => Replaces::All,
+        Last { is_foreign: true, .. } => Replaces::AllUpTo(last.revision),
+        Last { .. } => Replaces::Revision(last.revision),
+    }
 }
 
 fn taken_message(id: WorkerId, last: &Last) -> String {
@@ -331,7 +339,7 @@ fn taken_message(id: WorkerId, last: &Last) -> String {
 async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId, held: &HeldRegistration) -> Renewed {
     let (bucket, lease) = (&connection.bucket, connection.settings.lease);
     let record = StoredRecord::sign(id, held.json.clone(), keys);
-    match bucket.put(id, &record, Some(held.revision), lease).await {
+    match bucket.put(id, &record, Replaces::Revision(held.revision), lease).await {
         Ok(revision) => return Renewed::Written(revision, Renewal::Renewed),
         Err(WriteError::Failed(error)) => return Renewed::Failed(error),
         Err(WriteError::NoBucket) => {
@@ -353,7 +361,7 @@ async fn renew(connection: &Connection, keys: Option<&RecordKeys>, id: WorkerId,
             return Renewed::Superseded(taken_message(id, &last));
         }
         let outcome = if writer == Some(Writer::Own) { Renewal::Renewed } else { Renewal::Registered };
-        match bucket.put(id, &record, expected(&last, writer, attempt), lease).await {
+        match bucket.put(id, &record, replaces(&last, attempt), lease).await {
             Ok(revision) => return Renewed::Written(revision, outcome),
             Err(WriteError::Failed(error)) => return Renewed::Failed(error),
             Err(WriteError::NoBucket) => break,

@@ -2,7 +2,7 @@
 //! the connector.
 //!
 //! ```text
-//!                  record                          deletion, or expiry while messages come
+//!                  record              deletion, or expiry or no renewal while messages come
 //!    (unknown) ────────────▶ present ───────────────────────────────────────────────────────▶ left
 //!                              ▲  │ expiry after a silence of NATS                              ▲
 //!                       record │  ▼                                          end of the grace    │
@@ -14,9 +14,15 @@
 //! bucket keep arriving. After a silence of half a lease, and after a new connection, expired instances have a grace of
 //! one lease to renew. A fleet whose only worker dies is silent too: its end is noticed after two leases.
 //!
+//! The server reports an expiry only if no older value is left in the key: one without an expiry, which a client other
+//! than a worker wrote, hides it. So the view ends a lease itself whose renewals do not arrive, by the clock of this
+//! process, later than the server would: half a lease after the expiry of the last record. A shorter freeze of the
+//! process cannot delay a renewal by more, and after a longer one there was a silence. While no message arrives it
+//! waits: it may be NATS that does not answer.
+//!
 //! A record that cannot be used says nothing about the worker in whose place it stands: something else has written it,
-//! and the worker writes its own again with its next renewal. It may have no expiry, so the view ends the lease itself,
-//! one lease after the first record that could not be used.
+//! and the worker writes its own again with its next renewal. A new list may show nothing else of a worker that is
+//! gone, so the view ends its lease one lease after the first record that could not be used, also in a silence.
 
 use super::{Address, Connector};
 use crate::engine::Engine;
@@ -46,12 +52,19 @@ struct Entry {
     is_expired: bool,
     /// When its lease ends, while a record that cannot be used stands in the place of its own.
     lease_ends: Option<Instant>,
+    /// When its lease ends unless it is renewed, if messages arrive then.
+    renew_by: Instant,
 }
 
+/// Longest lifetime of a record that counts, in leases: a process may be configured with a longer lease than this one
+/// by mistake, and a client with the permissions of a worker can write any.
+const MAX_LEASES: u32 = 10;
+
 impl Entry {
-    fn renew(&mut self) {
+    fn renew(&mut self, renew_by: Instant) {
         self.is_expired = false;
         self.lease_ends = None;
+        self.renew_by = renew_by;
     }
 }
 
@@ -88,14 +101,21 @@ impl View {
         absent.into_iter().filter_map(|id| self.expired(id, now)).collect()
     }
 
-    /// The record of an instance. Nothing has changed if it was renewed.
-    pub(super) fn registered(&mut self, instance: Instance, address: Address) -> Option<Membership> {
+    /// The record of an instance, which is valid for `lifetime`. Nothing has changed if it was renewed.
+    pub(super) fn registered(
+        &mut self,
+        instance: Instance,
+        address: Address,
+        lifetime: Duration,
+        now: Instant,
+    ) -> Option<Membership> {
         self.mark_listed(instance.id);
+        let renew_by = self.renew_by(lifetime, now);
         let known = self.entries.get_mut(&instance.id);
         let known = known.filter(|known| known.instance.epoch == instance.epoch && known.address == address);
         let engine = match known {
             Some(known) => {
-                known.renew();
+                known.renew(renew_by);
                 if *known.instance == instance {
                     return None;
                 }
@@ -110,15 +130,21 @@ impl View {
             engine: Arc::clone(&engine),
             is_expired: false,
             lease_ends: None,
+            renew_by,
         };
         self.entries.insert(instance.id, entry);
         Some(Membership::Joined(instance, engine))
     }
 
     /// The record of an instance as before. Returns whether the instance is known.
-    pub(super) fn renewed(&mut self, id: WorkerId) -> bool {
+    pub(super) fn renewed(&mut self, id: WorkerId, lifetime: Duration, now: Instant) -> bool {
         self.mark_listed(id);
-        self.entries.get_mut(&id).map(Entry::renew).is_some()
+        let renew_by = self.renew_by(lifetime, now);
+        self.entries.get_mut(&id).map(|entry| entry.renew(renew_by)).is_some()
+    }
+
+    fn renew_by(&self, lifetime: Duration, now: Instant) -> Instant {
+        now + lifetime.min(self.lease * MAX_LEASES) + self.lease / 2
     }
 
     /// A record that cannot be used, in the place of that of a worker.
@@ -158,11 +184,14 @@ impl View {
     /// When [`due`](Self::due) has something to do.
     pub(super) fn next_due(&self) -> Option<Instant> {
         let grace = self.grace_until.filter(|_| self.entries.values().any(|entry| entry.is_expired));
-        self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).min()
+        let present = self.entries.values().filter(|entry| !entry.is_expired);
+        let renew_by = present.map(|entry| entry.renew_by).min();
+        let renew_by = renew_by.map(|at| self.grace_until.map_or(at, |grace| at.max(grace)));
+        self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).chain(renew_by).min()
     }
 
-    /// The instances that have not renewed within the grace, or within a lease whose record cannot be used. To be
-    /// called while NATS is connected.
+    /// The instances that have not renewed in time, or within the grace, or within a lease whose record cannot be used.
+    /// To be called while NATS is connected.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Membership> {
         let mut left = self.end_leases(now);
         if self.grace_until.is_some_and(|until| now < until) {
@@ -170,7 +199,22 @@ impl View {
         }
         let expired = self.ids(|entry| entry.is_expired);
         left.extend(expired.into_iter().filter_map(|id| self.removed(id)));
+        left.extend(self.end_unrenewed(now));
         left
+    }
+
+    fn end_unrenewed(&mut self, now: Instant) -> Vec<Membership> {
+        let over = self.ids(|entry| !entry.is_expired && now >= entry.renew_by);
+        if self.is_silent(now) {
+            for entry in over.iter().filter_map(|id| self.entries.get_mut(id)) {
+                entry.renew_by = now + self.lease;
+            }
+            return Vec::new();
+        }
+        for id in &over {
+            tracing::info!(worker = %id, "the worker has not renewed its lease in time, and counts as gone");
+        }
+        over.into_iter().filter_map(|id| self.removed(id)).collect()
     }
 
     fn end_leases(&mut self, now: Instant) -> Vec<Membership> {
@@ -207,6 +251,8 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     const LEASE: Duration = Duration::from_secs(6);
+    /// Time after the last renewal at which a lease is over although the server reports no expiry.
+    const RENEW_BY: Duration = Duration::from_secs(9);
 
     /// A view, the time at which it began, and the number of engines that were made.
     fn view() -> (View, Instant, Arc<AtomicU32>) {
@@ -240,13 +286,13 @@ mod tests {
 
     #[test]
     fn a_renewal_changes_nothing_and_a_role_keeps_the_engine() {
-        let (mut view, _, made) = view();
-        assert_eq!(joined(view.registered(instance(1, 1), address())), Some((1, 1)));
-        assert_eq!(joined(view.registered(instance(1, 1), address())), None);
+        let (mut view, start, made) = view();
+        assert_eq!(joined(view.registered(instance(1, 1), address(), LEASE, start)), Some((1, 1)));
+        assert_eq!(joined(view.registered(instance(1, 1), address(), LEASE, start)), None);
         let prefill = Instance { role: Role::Prefill, ..instance(1, 1) };
-        assert_eq!(joined(view.registered(prefill, address())), Some((1, 1)));
+        assert_eq!(joined(view.registered(prefill, address(), LEASE, start)), Some((1, 1)));
         assert_eq!(made.load(Ordering::Relaxed), 1);
-        assert_eq!(joined(view.registered(instance(1, 2), address())), Some((1, 2)));
+        assert_eq!(joined(view.registered(instance(1, 2), address(), LEASE, start)), Some((1, 2)));
         assert_eq!(made.load(Ordering::Relaxed), 2, "a new epoch is another process");
         assert_eq!(left(view.removed(WorkerId(1))), [(1, 2)]);
         assert!(view.removed(WorkerId(1)).is_none(), "it left once");
@@ -255,7 +301,7 @@ mod tests {
     #[test]
     fn an_expiry_counts_at_once_while_messages_arrive() {
         let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address());
+        view.registered(instance(1, 1), address(), LEASE, start);
         for second in 1..=6 {
             view.message_received(start + Duration::from_secs(second));
         }
@@ -268,20 +314,20 @@ mod tests {
         let (mut view, start, made) = view();
         view.message_received(start);
         for id in 1..=3 {
-            view.registered(instance(id, 1), address());
+            view.registered(instance(id, 1), address(), LEASE, start);
         }
         let back = start + Duration::from_mins(1);
         view.message_received(back);
         for id in 1..=3 {
             assert!(view.expired(WorkerId(id), back).is_none(), "there is no storm of departures");
         }
-        assert!(view.renewed(WorkerId(1)) && !view.renewed(WorkerId(4)));
+        assert!(view.renewed(WorkerId(1), LEASE, back) && !view.renewed(WorkerId(4), LEASE, back));
         assert_eq!(left(view.removed(WorkerId(2))), [(2, 1)], "a deletion counts at once");
         let end = view.next_due().unwrap();
         assert_eq!(end, back + LEASE);
         assert_eq!(left(view.due(end - Duration::from_secs(1))), []);
         assert_eq!(left(view.due(end)), [(3, 1)]);
-        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (None, 3));
+        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (Some(back + RENEW_BY), 3));
     }
 
     #[test]
@@ -289,7 +335,7 @@ mod tests {
         let (mut view, start, made) = view();
         let at = |seconds| start + Duration::from_secs(seconds);
         for id in 1..=3 {
-            view.registered(instance(id, 1), address());
+            view.registered(instance(id, 1), address(), LEASE, start);
         }
         for second in 0..=6 {
             view.message_received(at(second));
@@ -300,40 +346,107 @@ mod tests {
             assert_eq!(view.next_due(), Some(start + LEASE), "more of them do not extend the lease");
         }
         view.unusable(WorkerId(2), at(4));
-        assert!(view.renewed(WorkerId(2)), "its own record is there again");
+        assert!(view.renewed(WorkerId(2), LEASE, at(4)), "its own record is there again");
         view.unusable(WorkerId(3), at(4));
-        assert_eq!(joined(view.registered(instance(3, 1), address())), None);
+        assert_eq!(joined(view.registered(instance(3, 1), address(), LEASE, at(4))), None);
         assert_eq!(left(view.due(at(5))), []);
         assert_eq!(left(view.due(at(6))), [(1, 1)]);
-        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (None, 3), "the others stay");
+        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (Some(at(4) + RENEW_BY), 3), "the others stay");
     }
 
     #[test]
     fn after_a_silence_a_worker_without_a_usable_record_may_renew() {
         let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address());
-        view.registered(instance(2, 1), address());
+        view.registered(instance(1, 1), address(), LEASE, start);
+        view.registered(instance(2, 1), address(), LEASE, start);
         view.message_received(start);
         for id in [1, 2] {
             view.unusable(WorkerId(id), start);
         }
         assert_eq!(left(view.due(start + LEASE)), [], "no message came, so NATS may not answer");
         view.unusable(WorkerId(1), start + LEASE);
-        assert!(view.renewed(WorkerId(2)));
+        assert!(view.renewed(WorkerId(2), LEASE, start + LEASE));
         assert_eq!(view.next_due(), Some(start + LEASE * 2));
         assert_eq!(left(view.due(start + LEASE * 2)), [(1, 1)]);
-        assert_eq!(view.next_due(), None);
+        assert_eq!(view.next_due(), Some(start + LEASE + RENEW_BY));
     }
 
     #[test]
     fn a_new_list_ends_instances_that_are_not_in_it() {
         let (mut view, start, _) = view();
         view.message_received(start);
-        view.registered(instance(1, 1), address());
-        view.registered(instance(2, 1), address());
+        view.registered(instance(1, 1), address(), LEASE, start);
+        view.registered(instance(2, 1), address(), LEASE, start);
         view.begin_list(start);
-        view.registered(instance(1, 1), address());
+        view.registered(instance(1, 1), address(), LEASE, start);
         assert_eq!(left(view.end_list(start)), [], "it may register again");
         assert_eq!(left(view.due(start + LEASE)), [(2, 1)]);
+    }
+    #[test]
+    fn a_worker_that_does_not_renew_leaves_without_a_report_of_the_server() {
+        let (mut view, start, _) = view();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        for id in [1, 2] {
+            view.registered(instance(id, 1), address(), LEASE, start);
+        }
+        for second in [0, 2, 4, 6, 8] {
+            view.message_received(at(second));
+            assert!(view.renewed(WorkerId(2), LEASE, at(second)));
+            assert_eq!(left(view.due(at(second))), []);
+        }
+        assert_eq!(view.next_due(), Some(start + RENEW_BY));
+        assert_eq!(left(view.due(start + RENEW_BY - Duration::from_millis(1))), []);
+        assert_eq!(left(view.due(start + RENEW_BY)), [(1, 1)]);
+        assert!(view.expired(WorkerId(1), at(10)).is_none(), "it left once");
+        assert_eq!(view.next_due(), Some(at(8) + RENEW_BY), "the other one stays");
+    }
+
+    #[test]
+    fn without_messages_no_lease_is_over() {
+        let (mut view, start, _) = view();
+        for id in [1, 2] {
+            view.registered(instance(id, 1), address(), LEASE, start);
+        }
+        view.message_received(start);
+        // NATS does not answer, or this process was frozen and has not read its connection yet.
+        let mut now = start;
+        for _ in 0..10 {
+            let due = view.next_due().unwrap();
+            assert!(due > now, "it is not due all the time");
+            now = due;
+            assert_eq!(left(view.due(now)), []);
+        }
+        // Renewals arrive one after another.
+        let back = now + Duration::from_secs(1);
+        for second in [0, 2, 4, 6] {
+            let now = back + Duration::from_secs(second);
+            view.message_received(now);
+            assert_eq!(left(view.due(now - Duration::from_secs(1))), []);
+            assert!(view.renewed(WorkerId(2), LEASE, now));
+        }
+        assert_eq!(left(view.due(back + LEASE)), [(1, 1)], "a worker that does not renew afterwards is gone");
+    }
+
+    #[test]
+    fn after_a_new_connection_leases_can_be_renewed_first() {
+        let (mut view, start, _) = view();
+        view.registered(instance(1, 1), address(), LEASE, start);
+        view.message_received(start);
+        let back = start + Duration::from_mins(10);
+        view.begin_list(back);
+        assert_eq!(view.next_due(), Some(back + LEASE));
+        view.message_received(back);
+        assert_eq!(left(view.due(back)), []);
+        assert!(view.renewed(WorkerId(1), LEASE, back + Duration::from_secs(1)));
+        assert_eq!(left(view.due(back + LEASE)), []);
+    }
+
+    #[test]
+    fn a_record_counts_for_its_own_lifetime_up_to_a_limit() {
+        let (mut view, start, _) = view();
+        view.registered(instance(1, 1), address(), LEASE * 3, start);
+        assert_eq!(view.next_due(), Some(start + LEASE * 3 + LEASE / 2));
+        view.registered(instance(1, 1), address(), Duration::MAX, start);
+        assert_eq!(view.next_due(), Some(start + LEASE * MAX_LEASES + LEASE / 2));
     }
 }

@@ -62,6 +62,9 @@ const RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Log lines per minute about records that are not used. After a change of the secret there is one for each worker that
 /// still has the former secret; more lines would say nothing new.
 const WARNINGS_PER_MINUTE: u32 = 20;
+/// Why a value that does not expire as a record does is not used.
+const FOREIGN: &str = "the value does not expire in seconds (the header Nats-TTL), as each record of a worker does; \
+    another client of NATS wrote it";
 
 impl Watcher {
     pub(super) fn new(
@@ -156,7 +159,8 @@ impl Watcher {
         if let Some(id) = subjects::worker(&message.subject) {
             let change = bucket::change(message.headers.as_ref(), message.payload.clone());
             let change = match change {
-                Change::Put(stored) => self.put(id, stored).await,
+                Change::Put(stored, lifetime) => self.put(id, stored, lifetime).await,
+                Change::Foreign => self.refuse(id, &Unusable::Ignored(FOREIGN.to_owned())),
                 Change::Deleted => {
                     self.records.remove(&id);
                     self.refused.remove(&id);
@@ -180,10 +184,11 @@ impl Watcher {
         self.report(left);
     }
 
-    async fn put(&mut self, id: WorkerId, stored: StoredRecord) -> Option<Membership> {
+    async fn put(&mut self, id: WorkerId, stored: StoredRecord, lifetime: Duration) -> Option<Membership> {
         // Most records are renewals. The keys may have changed since the last one.
         let is_known = self.records.get(&id).is_some_and(|known| known.stored == stored);
-        if is_known && stored.verify(id, self.keys.as_ref()).is_ok() && self.view.renewed(id) {
+        let is_known = is_known && stored.verify(id, self.keys.as_ref()).is_ok();
+        if is_known && self.view.renewed(id, lifetime, Instant::now()) {
             self.refused.remove(&id);
             return None;
         }
@@ -194,7 +199,7 @@ impl Watcher {
         // The same problem is reported again if it comes back.
         self.refused.remove(&id);
         self.records.insert(id, KnownRecord { stored, _texts: texts });
-        self.view.registered(instance, address)
+        self.view.registered(instance, address, lifetime, Instant::now())
     }
 
     /// Each renewal brings an unusable record again, and each time it is read again, because its texts can still

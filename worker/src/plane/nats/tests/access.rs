@@ -5,7 +5,7 @@ use super::*;
 use crate::plane::contract::{engine, instance, next, soon};
 use crate::plane::{Discovery, Event, EventBody, Events, PlaneError, ReservationUpdate, Role, RouterId, Source, Topic};
 use crate::plane::{StoreId, WorkerId};
-use async_nats::header::HeaderMap;
+use async_nats::header::{HeaderMap, NATS_MESSAGE_TTL};
 use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash};
 use std::path::Path;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -229,6 +229,7 @@ async fn with_a_secret_only_signed_records_are_used() {
         assert!(json.contains(from), "{json}");
         let mut headers = HeaderMap::new();
         headers.insert("Blockyard-MAC", mac.as_str());
+        headers.insert(NATS_MESSAGE_TTL, "60");
         let (subject, forged) = (worker.subjects.instance(WorkerId(id)), json.replace(from, to));
         worker.client.publish_with_headers(subject, headers, forged.into()).await.unwrap();
     };

@@ -125,6 +125,49 @@ async fn a_worker_whose_record_was_lost_registers_again() {
     .await;
 }
 
+/// A value without an expiry in the key of a worker, as another client of NATS may write it. Returns its revision.
+async fn write_value(connection: &Connection, id: u64) -> u64 {
+    let jetstream = async_nats::jetstream::new(connection.client.clone());
+    let written = jetstream.publish(connection.subjects.instance(WorkerId(id)), "{}".into()).await.unwrap();
+    written.await.unwrap().sequence
+}
+
+#[tokio::test]
+async fn a_value_without_an_expiry_does_not_hide_that_a_lease_is_over() {
+    let Some(server) = shared() else { return };
+    let settings = short_lease(settings(&server));
+    let (connection, registry) = open(settings.clone()).await.unwrap();
+    let discovery = discovery_of(&connection);
+    let _other = discovery.register(instance(2, 1), engine()).await.unwrap();
+    let mut watch = discovery.watch();
+    assert_eq!(next(&mut watch).await, (2, 1, true));
+    // The last record of a process that ended before its next renewal.
+    let value = write_value(&connection, 1).await;
+    let (record, _) = record::Record::new(&instance(1, 1), &address(), "ended");
+    let record = authentication::StoredRecord { json: record.encode(), mac: None };
+    let replaces = bucket::Replaces::Revision(value);
+    connection.bucket.put(WorkerId(1), &record, replaces, settings.lease).await.unwrap();
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    assert_eq!(next(&mut watch).await, (1, 1, false), "the server reports no expiry");
+    assert_eq!(counter(&registry, "blockyard_nats_refused_total", "instance"), 1, "the value is no record");
+    assert!(is_quiet(&mut watch, settings.lease).await, "the other one lives");
+}
+
+#[tokio::test]
+async fn a_renewal_replaces_all_that_something_else_has_written() {
+    let Some(server) = shared() else { return };
+    let settings = short_lease(settings(&server));
+    let connection = connect(settings.clone()).await;
+    let _lease = discovery_of(&connection).register(instance(1, 1), engine()).await.unwrap();
+    let values = [write_value(&connection, 1).await, write_value(&connection, 1).await];
+    let jetstream = async_nats::jetstream::new(connection.client.clone());
+    let stream = jetstream.get_stream(format!("KV_{}", settings.bucket)).await.unwrap();
+    for value in values {
+        until("the value is gone", async || stream.get_raw_message(value).await.is_err()).await;
+    }
+    assert!(connection.bucket.last(WorkerId(1)).await.unwrap().value.is_some(), "its record is in their place");
+}
+
 #[tokio::test]
 async fn a_role_changes_within_the_epoch() {
     let Some(server) = shared() else { return };
