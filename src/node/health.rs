@@ -7,6 +7,7 @@ use crate::process::panics;
 use futures::future::BoxFuture;
 use kvbm::disk::PathState;
 use kvbm::{DiskTier, ObjectTier, Tier};
+use parking_lot::Mutex;
 use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
@@ -29,9 +30,19 @@ pub(super) struct Health {
     nats: OnceLock<Weak<Connection>>,
     /// The servers behind the process, if it is a gateway.
     upstreams: OnceLock<Weak<Upstreams>>,
+    /// Why a worker of the process could not be registered yet, while it is tried again.
+    registration: Mutex<Option<String>>,
 }
 
 impl Health {
+    pub(super) fn set_registration_problem(&self, problem: Option<String>) {
+        *self.registration.lock() = problem;
+    }
+
+    pub(super) fn registration_problem(&self) -> Option<String> {
+        self.registration.lock().clone()
+    }
+
     pub(super) fn watch_disk(&self, disk: Weak<DiskTier>) {
         // Set once: a node has one G3.
         let _ = self.disk.set(disk);
@@ -69,10 +80,11 @@ impl Health {
             let problem = problem_of_store(tier.is_available(), tier.write_failure())?;
             Some(format!("tiers.{}: {problem}", tier.level().name()))
         });
-        let nats = self.nats.get().and_then(Weak::upgrade).and_then(|connection| connection.problem());
+        let nats = self.nats.get().and_then(Weak::upgrade);
+        let nats = nats.iter().flat_map(|nats| nats.problem().into_iter().chain(nats.lease_problems()));
         let upstreams = self.upstreams.get().and_then(Weak::upgrade);
         let upstreams = upstreams.iter().flat_map(|upstreams| upstreams.problems());
-        nats.into_iter().chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
+        nats.chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
     }
 }
 

@@ -103,7 +103,7 @@ impl Native {
         let shared = shared.with_quotas(shares).with_peers(peers).with_tracer(tracer).with_lease(config.nats.lease.0);
         let mut workers = Vec::new();
         for (number, role) in config.workers.roles().enumerate() {
-            workers.push(shared.start(scope.worker(number as u64 + 1), role).await?);
+            workers.push(shared.start(scope.worker(number as u64 + 1), role, health).await?);
         }
         let shred_watch = transforms.follow_shreds(workers.iter().map(|worker| worker.blocks().1));
         let facts = NativeFacts {

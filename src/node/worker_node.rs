@@ -196,7 +196,8 @@ impl Process for WorkerNode {
 impl frontend::Health for WorkerHealth {
     fn readiness(&self) -> Readiness {
         let Some(cordons) = self.cordons.get().filter(|_| self.registered.load(Ordering::Relaxed)) else {
-            return Readiness::NotReady("the workers are not registered".to_owned());
+            let problem = self.tiers.registration_problem();
+            return Readiness::NotReady(problem.unwrap_or_else(|| "the workers are not registered".to_owned()));
         };
         let problems: Vec<_> = cordons.iter().filter_map(out_of_service).collect();
         if problems.len() < cordons.len() {

@@ -147,7 +147,10 @@ pub enum PlaneError {
     /// The registration is refused: another process serves under the id.
     #[error("registration refused: {0}")]
     Refused(String),
-    /// The plane itself does not answer.
+    /// The server of the plane denies what the caller needs; waiting does not help.
+    #[error("control plane denies access: {0}")]
+    Denied(String),
+    /// The plane itself does not answer, or does not accept writes now.
     #[error("control plane unavailable: {0}")]
     Unavailable(String),
 }

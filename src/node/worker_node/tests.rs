@@ -30,6 +30,20 @@ fn instance(id: u64, epoch: u64) -> Instance {
     Instance { id: WorkerId(id), epoch: Epoch(epoch), role: Role::Both, model, stores: vec![], kv_cache: None }
 }
 
+#[test]
+fn a_process_whose_workers_cannot_be_registered_yet_says_why() {
+    let health = WorkerHealth::default();
+    let reason = || match health.readiness() {
+        Readiness::NotReady(reason) => reason,
+        Readiness::Ready => panic!("no worker is registered"),
+    };
+    assert_eq!(reason(), "the workers are not registered");
+    health.tiers.set_registration_problem(Some("the disk of NATS is full".to_owned()));
+    assert_eq!(reason(), "the disk of NATS is full");
+    health.tiers.set_registration_problem(None);
+    assert_eq!(reason(), "the workers are not registered");
+}
+
 /// Lets the tasks of the workers run.
 async fn settle() {
     tokio::time::sleep(Duration::from_secs(2)).await;

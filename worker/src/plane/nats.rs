@@ -24,6 +24,7 @@ mod credentials;
 mod discovery;
 mod events;
 mod http_logs;
+mod lease_health;
 mod metrics;
 mod outbox;
 mod record;

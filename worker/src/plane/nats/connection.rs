@@ -4,9 +4,11 @@ use super::ConnectError;
 use super::attempts::Attempts;
 use super::bucket::Bucket;
 use super::credentials;
+use super::lease_health::LeaseHealth;
 use super::metrics::{Lost, Metrics, Refused};
 use super::settings::Settings;
 use super::subjects::Subjects;
+use crate::plane::PlaneError;
 use async_nats::jetstream::{Context, ContextBuilder};
 use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event, Message, ServerAddr, ServerError, Subject};
 use parking_lot::Mutex;
@@ -25,6 +27,7 @@ pub struct Connection {
     pub(super) metrics: Metrics,
     /// Identifies this process among those that ever connected.
     pub(super) process: String,
+    pub(super) leases: LeaseHealth,
     state: watch::Receiver<ConnectionState>,
     denied: Denied,
     attempts: Arc<Attempts>,
@@ -92,7 +95,20 @@ impl Connection {
         let prefix = &settings.prefix;
         tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
         let unanswered = LogLimit::new(1, UNANSWERED_LOG_INTERVAL);
-        Ok(Arc::new(Self { client, bucket, subjects, settings, metrics, process, state, denied, attempts, unanswered }))
+        let leases = LeaseHealth::new(settings.lease);
+        Ok(Arc::new(Self {
+            client,
+            bucket,
+            subjects,
+            settings,
+            metrics,
+            process,
+            leases,
+            state,
+            denied,
+            attempts,
+            unanswered,
+        }))
     }
 
     pub(super) fn state(&self) -> watch::Receiver<ConnectionState> {
@@ -112,6 +128,11 @@ impl Connection {
         Some(format!("not connected to nats{cause}; the last view of workers and caches is used"))
     }
 
+    /// Which leases are not renewed although the process is connected, and what to check.
+    pub fn lease_problems(&self) -> Vec<String> {
+        if self.is_connected() { self.leases.problems(Instant::now()) } else { Vec::new() }
+    }
+
     /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of
     /// the deployment. Every responder asks here, and answers nothing otherwise.
     pub(super) fn reply_to(&self, request: &Message) -> Option<Subject> {
@@ -127,6 +148,13 @@ impl Connection {
             tracing::warn!(subject = ?subject, reply = ?reply, inbox, suppressed, "{problem}");
         }
         None
+    }
+
+    /// Why the bucket could not be read or written for a registration.
+    pub(super) fn registration_error(&self, error: String) -> PlaneError {
+        let is_denied = self.denied.lock().as_ref().is_some_and(|denied| self.subjects.names_record(denied));
+        let error = self.explain(error);
+        if is_denied { PlaneError::Denied(error) } else { PlaneError::Unavailable(error) }
     }
 
     /// The text of an error, with the permission that the server denied last, which may be its cause.

@@ -24,6 +24,7 @@ use crate::plane::{Instance, Lease, PlaneError, WorkerId};
 use bytes::Bytes;
 use futures::future::join_all;
 use kvbm::Epoch;
+use spans::LogLimit;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
@@ -58,6 +59,8 @@ pub(super) struct Registrar {
     /// Workers of this process that another process has registered.
     superseded: BTreeSet<WorkerId>,
     last_lease: LeaseId,
+    /// Limits log lines about renewals that fail, of which there are several per worker and lease.
+    failures: LogLimit,
 }
 
 /// A registration.
@@ -67,6 +70,7 @@ struct HeldRegistration {
     /// The record, which is signed with each renewal.
     json: Bytes,
     revision: u64,
+    renewed_at: Instant,
     renew_at: Instant,
     /// Cancelled when another process has registered the worker.
     lost: CancellationToken,
@@ -96,6 +100,7 @@ impl Registrar {
             held: BTreeMap::new(),
             superseded: BTreeSet::new(),
             last_lease: LeaseId::default(),
+            failures: LogLimit::default(),
         };
         tokio::spawn(registrar.run(receiver));
         commands
@@ -165,6 +170,7 @@ impl Registrar {
             Err(_) => {}
         }
         let revision = written?;
+        connection.leases.clear(instance.id);
         self.last_lease.0 += 1;
         let lost = CancellationToken::new();
         let held = HeldRegistration {
@@ -172,6 +178,7 @@ impl Registrar {
             epoch: instance.epoch,
             json: record.json,
             revision,
+            renewed_at: Instant::now(),
             renew_at: self.next_renewal(),
             lost: lost.clone(),
             _texts: texts,
@@ -196,6 +203,7 @@ impl Registrar {
             return self.set_superseded(id, false);
         }
         let Some(mut held) = self.held.remove(&id) else { return };
+        self.connection.leases.clear(id);
         let lease_time = self.connection.settings.lease;
         for _ in 0..MAX_ATTEMPTS {
             match self.connection.bucket.delete(id, held.revision, lease_time).await {
@@ -223,8 +231,9 @@ impl Registrar {
             let metrics = &self.connection.metrics;
             match (renewed, self.held.get_mut(&id)) {
                 (Renewed::Written(revision, outcome), Some(held)) => {
-                    (held.revision, held.renew_at) = (revision, next);
+                    (held.revision, held.renewed_at, held.renew_at) = (revision, Instant::now(), next);
                     metrics.renewal(outcome);
+                    self.connection.leases.clear(id);
                     if matches!(outcome, Renewal::Registered) {
                         let why = "the lease had expired, or the record was overwritten; the worker registered again";
                         tracing::info!(worker = %id, "{why}");
@@ -234,7 +243,10 @@ impl Registrar {
                     held.renew_at = next;
                     metrics.renewal(Renewal::Failed);
                     let error = self.connection.explain(error);
-                    tracing::warn!(worker = %id, error, "the lease cannot be renewed now");
+                    self.connection.leases.renewal_failed(id, held.renewed_at, &error);
+                    if let Some(suppressed) = self.failures.admit() {
+                        tracing::warn!(worker = %id, error, suppressed, "the lease cannot be renewed now");
+                    }
                 }
                 (Renewed::Superseded(by), _) => {
                     tracing::error!(worker = %id, by, "the worker is not registered any more");
@@ -242,6 +254,7 @@ impl Registrar {
                         held.lost.cancel();
                     }
                     self.set_superseded(id, true);
+                    self.connection.leases.clear(id);
                     self.connection.metrics.renewal(Renewal::Superseded);
                 }
                 (_, None) => {}
@@ -299,9 +312,9 @@ async fn write(
     record: &StoredRecord,
 ) -> Result<u64, PlaneError> {
     let (id, bucket) = (instance.id, &connection.bucket);
-    let unavailable = |error| PlaneError::Unavailable(connection.explain(error));
+    let failed = |error| connection.registration_error(error);
     for attempt in 1..=MAX_ATTEMPTS {
-        let last = last(connection, keys, id).await.map_err(unavailable)?;
+        let last = last(connection, keys, id).await.map_err(failed)?;
         let writer = writer(&last, connection, instance.epoch);
         if writer == Some(Writer::Other) {
             return Err(PlaneError::Refused(taken_message(id, &last)));
@@ -309,8 +322,8 @@ async fn write(
         match bucket.put(id, record, replaces(&last, attempt), connection.settings.lease).await {
             Ok(revision) => return Ok(revision),
             Err(WriteError::Conflict) => {}
-            Err(WriteError::NoBucket) => bucket.create_again().await.map_err(unavailable)?,
-            Err(WriteError::Failed(error)) => return Err(unavailable(error)),
+            Err(WriteError::NoBucket) => bucket.create_again().await.map_err(failed)?,
+            Err(WriteError::Failed(error)) => return Err(failed(error)),
         }
     }
     Err(PlaneError::Unavailable(format!("the record of worker {id} changes all the time")))

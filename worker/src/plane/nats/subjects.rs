@@ -61,6 +61,12 @@ impl Subjects {
         format!("$KV.{}.instances.{}", self.bucket, id.0)
     }
 
+    /// Whether a text, such as an error of the server, names a subject that a registration needs: a key of the bucket,
+    /// or the one that asks for its value.
+    pub(super) fn names_record(&self, text: &str) -> bool {
+        text.contains(&format!("$KV.{}.", self.bucket)) || text.contains(&format!(".MSG.GET.KV_{}", self.bucket))
+    }
+
     /// The records of all workers.
     pub(super) fn instances(&self) -> String {
         format!("$KV.{}.instances.*", self.bucket)
@@ -124,6 +130,17 @@ mod tests {
         for alias in ["07", "+7", "7 ", "-7", "", "٧", "18446744073709551616"] {
             assert_eq!(worker(&format!("$KV.c.instances.{alias}")), None, "{alias}");
             assert_eq!(source(&format!("a.b.events.cache.worker.{alias}")), None, "{alias}");
+        }
+    }
+
+    #[test]
+    fn a_denied_subject_of_a_record_is_known() {
+        let subjects = Subjects::new("a.b", "c");
+        for denied in [r#"to "$KV.c.instances.7""#, r#"to "$JS.API.STREAM.MSG.GET.KV_c""#] {
+            assert!(subjects.names_record(denied), "{denied}");
+        }
+        for other in [r#"to "a.b.events.cache.worker.7""#, r#"to "$JS.API.STREAM.CREATE.KV_c""#] {
+            assert!(!subjects.names_record(other), "{other}");
         }
     }
 

@@ -90,6 +90,11 @@ impl View {
         }
     }
 
+    /// The number of instances.
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
     pub(super) fn is_listing(&self) -> bool {
         self.listed.is_some()
     }

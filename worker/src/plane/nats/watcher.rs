@@ -35,6 +35,8 @@ pub(super) struct Watcher {
     /// Limits log lines about records that are not used. A client with the permissions of a worker can write any number
     /// of them.
     warnings: LogLimit,
+    /// Limits log lines about attempts to follow the bucket that fail.
+    failures: LogLimit,
     texts: TextsCache,
     /// Unbounded, because the contract forbids loss; workers register and leave rarely.
     changes: mpsc::UnboundedSender<Membership>,
@@ -75,8 +77,17 @@ impl Watcher {
     ) -> Self {
         let view = View::new(connector, connection.settings.lease);
         let warnings = LogLimit::new(WARNINGS_PER_MINUTE, Duration::from_mins(1));
-        let (records, refused) = (BTreeMap::new(), BTreeMap::new());
-        Self { connection, keys, view, records, refused, warnings, texts: TextsCache::default(), changes }
+        Self {
+            connection,
+            keys,
+            view,
+            records: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            warnings,
+            failures: LogLimit::default(),
+            texts: TextsCache::default(),
+            changes,
+        }
     }
 
     /// Begins to follow, and returns when the server has answered: later changes are reported one by one.
@@ -89,6 +100,7 @@ impl Watcher {
     }
 
     async fn run(mut self, mut first: Option<(u64, Ordered)>, mut state: StateReceiver) {
+        self.connection.leases.change_received(Instant::now());
         loop {
             let follow = match first.take() {
                 Some(follow) => Ok(follow),
@@ -99,7 +111,13 @@ impl Watcher {
                 Ok((keys, messages)) => self.follow(keys, messages, &mut state).await,
                 Err(error) => {
                     let error = self.connection.explain(error);
-                    tracing::warn!(error, "cannot follow the registrations of workers; the last view is used");
+                    if let Some(suppressed) = self.failures.admit() {
+                        tracing::warn!(
+                            error,
+                            suppressed,
+                            "cannot follow the registrations of workers; the last view is used"
+                        );
+                    }
                     tokio::select! {
                         () = self.changes.closed() => Ended::Dropped,
                         () = tokio::time::sleep(RETRY_DELAY) => Ended::ListAgain,
@@ -129,6 +147,8 @@ impl Watcher {
                 () = changes.closed() => return Ended::Dropped,
                 Ok(()) = state.changed() => {
                     if state.borrow_and_update().connected {
+                        // Renewals could not arrive before.
+                        self.connection.leases.change_received(Instant::now());
                         return Ended::ListAgain;
                     }
                 }
@@ -156,6 +176,9 @@ impl Watcher {
 
     async fn message(&mut self, message: &Message) {
         self.view.message_received(Instant::now());
+        if !self.view.is_listing() {
+            self.connection.leases.change_received(Instant::now());
+        }
         if let Some(id) = subjects::worker(&message.subject) {
             let change = bucket::change(message.headers.as_ref(), message.payload.clone());
             let change = match change {
@@ -244,5 +267,6 @@ impl Watcher {
             // The watcher may have been dropped.
             let _ = self.changes.send(change);
         }
+        self.connection.leases.set_followed(self.view.len());
     }
 }

@@ -104,7 +104,7 @@ async fn the_documented_permissions_suffice_and_separate_the_roles() {
     // What neither may do.
     frontend_events.publish(block(source));
     let refused = frontends.register(instance(9, 1), engine()).await.unwrap_err();
-    let PlaneError::Unavailable(error) = refused else { panic!("{refused}") };
+    let PlaneError::Denied(error) = refused else { panic!("{refused}") };
     assert!(error.contains("Permissions Violation"), "{error}");
     worker_events.publish(Event { source: router, epoch: Epoch(1), body });
     worker_events.publish(block(Source::Store(StoreId(2))));

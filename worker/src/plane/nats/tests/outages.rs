@@ -56,6 +56,35 @@ async fn a_worker_that_dies_in_an_outage_leaves_after_it() {
 }
 
 #[tokio::test]
+async fn leases_that_cannot_be_renewed_are_reported_and_a_registration_may_be_repeated() {
+    let Some(mut server) = Server::start(&[]).await else { return };
+    let settings = short_lease(settings(&server.url()));
+    let (worker, frontend) = (connect(settings.clone()).await, connect(settings.clone()).await);
+    let workers = discovery_of(&worker);
+    let _lease = workers.register(instance(1, 1), engine()).await.unwrap();
+    let mut watch = discovery_of(&frontend).watch();
+    assert_eq!(next(&mut watch).await, (1, 1, true));
+    assert_eq!([worker.lease_problems(), frontend.lease_problems()], [Vec::<String>::new(), Vec::new()]);
+    server.stop();
+    server.set_jetstream(false);
+    server.start_again().await;
+    let reports = async |connection: &Arc<Connection>, part: &str| {
+        until(part, async || connection.lease_problems().iter().any(|problem| problem.contains(part))).await;
+    };
+    reports(&worker, "the lease of worker w1 could not be renewed").await;
+    reports(&frontend, "no worker has renewed its lease").await;
+    let error = workers.register(instance(2, 1), engine()).await.unwrap_err();
+    assert!(matches!(error, PlaneError::Unavailable(_)), "{error}");
+    assert!(is_quiet(&mut watch, settings.lease * 2).await, "the view stays");
+    server.stop();
+    server.set_jetstream(true);
+    server.start_again().await;
+    until("the lease is renewed", async || worker.is_connected() && worker.lease_problems().is_empty()).await;
+    until("the renewal is seen", async || frontend.is_connected() && frontend.lease_problems().is_empty()).await;
+    assert!(is_quiet(&mut watch, settings.lease * 2).await, "the worker never left");
+}
+
+#[tokio::test]
 async fn a_server_that_lost_its_data_is_filled_again() {
     let Some(mut server) = Server::start(&[]).await else { return };
     let settings = short_lease(settings(&server.url()));

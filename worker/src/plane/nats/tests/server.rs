@@ -99,6 +99,11 @@ impl Server {
         }
     }
 
+    /// Decides whether the server has JetStream when it is started again.
+    pub(super) fn set_jetstream(&mut self, has_jetstream: bool) {
+        self.has_jetstream = has_jetstream;
+    }
+
     /// Kills the server. Its data stays.
     pub(super) fn stop(&mut self) {
         if let Some(mut process) = self.process.take() {
