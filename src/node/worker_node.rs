@@ -175,11 +175,11 @@ impl Process for WorkerNode {
         self.health.registered.store(false, Ordering::Relaxed);
         // Not those that are cordoned, whose line was written then.
         for (worker, _) in self.native.cordons().into_iter().filter(|(_, cordon)| cordon.is_registered()) {
-            tracing::info!(%worker, "worker deregistered; its running requests finish");
+            tracing::info!(%worker, "worker is being deregistered; its running requests finish");
         }
         let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
         if timeout_at(deadline, self.discovery.wait_until_deregistered()).await.is_err() {
-            tracing::warn!("nats does not answer; the workers leave when their leases expire");
+            tracing::warn!("NATS does not answer; the workers leave when their leases expire");
         }
         let limit = format!(
             "they get {}, and {} s for the last outputs; raise shutdown_timeout for longer requests",

@@ -137,7 +137,7 @@ async fn an_operator_drains_a_worker_for_all_frontends_and_looks_at_its_tiers() 
     let (code, refused) = admin(&first, Method::PUT, "/log-filter", "kvbm=loud").await;
     assert!(code == 422 && refused["error"]["message"].as_str().unwrap().contains("log.filter"), "{refused}");
     assert_eq!(value(&first, "log.filter").await, "info,kvbm=debug");
-    for line in ["worker registered", "worker cordoned: deregistered", "worker is registered again"] {
+    for line in ["worker registered", "worker cordoned: it is being deregistered", "worker is registered again"] {
         assert_eq!(first.log().matches(line).count(), 1, "{line}: {}", first.log());
     }
     let unguarded =

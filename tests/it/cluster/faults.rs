@@ -72,7 +72,7 @@ async fn requests_are_served_while_nats_is_away() {
         assert_eq!(again["text"], choice["text"]);
         for process in [&frontend, &worker] {
             let (is_ready, body) = process.client.get("/ready").await;
-            assert!(is_ready && body.contains("not connected to nats"), "{body}");
+            assert!(is_ready && body.contains("not connected to NATS"), "{body}");
         }
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
@@ -81,7 +81,7 @@ async fn requests_are_served_while_nats_is_away() {
     until_workers(&frontend, 2).await;
     clients.stop().await;
     until_cached(&frontend, &prompt(1)).await;
-    assert!(!frontend.client.get("/ready").await.1.contains("nats"));
+    assert!(!frontend.client.get("/ready").await.1.contains("NATS"));
     drop(other);
 }
 

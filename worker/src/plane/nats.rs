@@ -100,7 +100,7 @@ pub enum ConnectError {
     #[error("{0}")]
     TlsFile(String),
     /// A server refused the connection: credentials, or TLS.
-    #[error("nats at {servers} refuses the connection: {problem}")]
+    #[error("NATS at {servers} refuses the connection: {problem}")]
     Refused {
         /// The configured servers.
         servers: String,
@@ -108,7 +108,7 @@ pub enum ConnectError {
         problem: String,
     },
     /// No server answered in time.
-    #[error("nats at {servers} cannot be reached: {problem}; start nats-server -js, or set --nats")]
+    #[error("NATS at {servers} cannot be reached: {problem}; start nats-server -js, or set --nats")]
     Unreachable {
         /// The configured servers.
         servers: String,
@@ -116,7 +116,7 @@ pub enum ConnectError {
         problem: String,
     },
     /// The server cannot expire single keys.
-    #[error("nats server {server} has version {version}; 2.11 or later is needed")]
+    #[error("NATS server {server} has version {version}; 2.11 or later is needed")]
     OldServer {
         /// Name of the server.
         server: String,
@@ -124,7 +124,7 @@ pub enum ConnectError {
         version: String,
     },
     /// The server accepts smaller messages than events can be.
-    #[error("nats server {server} limits messages to {limit} bytes (max_payload); {needed} are needed")]
+    #[error("NATS server {server} limits messages to {limit} bytes (max_payload); {needed} are needed")]
     SmallMessages {
         /// Name of the server.
         server: String,
@@ -134,7 +134,7 @@ pub enum ConnectError {
         needed: usize,
     },
     /// The key-value bucket of the instances is not there and cannot be created, or has a wrong configuration.
-    #[error("nats key-value bucket {bucket}: {problem}")]
+    #[error("NATS key-value bucket {bucket}: {problem}")]
     Bucket {
         /// Name of the bucket.
         bucket: String,

@@ -83,7 +83,8 @@ impl Part {
     async fn read(mut self, into: mpsc::Sender<Loaded>) {
         let Err(error) = self.read_all(&into).await else { return };
         if self.missing.iter().all(|missing| *missing) {
-            tracing::warn!(%error, "the memory of another worker cannot be read; its blocks are recomputed");
+            let address = self.endpoint.address();
+            tracing::warn!(address, %error, "the memory of another worker cannot be read; its blocks are recomputed");
         }
         let kind = error.kind();
         for index in self.indexes.iter().zip(&self.missing).filter_map(|(index, missing)| missing.then_some(*index)) {
@@ -160,7 +161,8 @@ impl RemoteMemory for RemotePeer {
                 })
                 .boxed(),
                 Err(error) => {
-                    tracing::warn!(%error, "the progress of a prefill on another worker cannot be read");
+                    let address = endpoint.address();
+                    tracing::warn!(address, %error, "the progress of a prefill on another worker cannot be read");
                     stream::empty().boxed()
                 }
             }

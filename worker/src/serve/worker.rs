@@ -179,7 +179,7 @@ impl Reporter {
                     let lease = self.registration.lease.take();
                     if lease.is_some() && self.control.is_cordoned() {
                         let worker = self.registration.instance.id;
-                        tracing::info!(%worker, "worker cordoned: deregistered; its running requests finish");
+                        tracing::info!(%worker, "worker cordoned: it is being deregistered; running requests finish");
                     }
                     drop(lease);
                     self.control.set(RegistrationState::Deregistered);

@@ -129,7 +129,7 @@ impl Attempts {
             tracing::warn!(
                 problem = server_error,
                 suppressed,
-                "the connection to nats is lost; until it is made again, the last view of workers and caches is used"
+                "the connection to NATS is lost; until it is made again, the last view of workers and caches is used"
             );
         }
     }
@@ -191,7 +191,7 @@ impl Attempts {
         state.logged = Some(problem.to_owned());
         drop(state);
         if let Some(suppressed) = self.causes.admit() {
-            tracing::warn!(problem, suppressed, "cannot connect to nats; trying again");
+            tracing::warn!(problem, suppressed, "cannot connect to NATS; trying again");
         }
     }
 

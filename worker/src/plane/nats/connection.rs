@@ -93,7 +93,7 @@ impl Connection {
         let process = inbox.rsplit('.').next().unwrap_or_default().to_owned();
         let info = client.server_info();
         let prefix = &settings.prefix;
-        tracing::info!(server = %info.server_name, version = %info.version, %prefix, "nats connected");
+        tracing::info!(server = %info.server_name, version = %info.version, %prefix, "NATS connected");
         let unanswered = LogLimit::new(1, UNANSWERED_LOG_INTERVAL);
         let leases = LeaseHealth::new(settings.lease);
         Ok(Arc::new(Self {
@@ -125,7 +125,7 @@ impl Connection {
             return None;
         }
         let cause = self.attempts.cause().map(|cause| format!(" ({cause})")).unwrap_or_default();
-        Some(format!("not connected to nats{cause}; the last view of workers and caches is used"))
+        Some(format!("not connected to NATS{cause}; the last view of workers and caches is used"))
     }
 
     /// Which leases are not renewed although the process is connected, and what to check.
@@ -229,7 +229,7 @@ fn with_callbacks(
                     metrics.reconnects.inc();
                 }
                 if is_loss_logged {
-                    tracing::info!("nats connected again");
+                    tracing::info!("NATS connected again");
                 }
             }
             Event::Disconnected => {
@@ -244,14 +244,14 @@ fn with_callbacks(
                     error => error.to_string(),
                 };
                 if let Some(suppressed) = errors.admit() {
-                    tracing::warn!(problem, suppressed, "nats server reports an error");
+                    tracing::warn!(problem, suppressed, "NATS server reports an error");
                 }
                 attempts.server_reported(&problem);
                 if let ServerError::Other(problem) = error {
                     *denied.lock() = Some(problem);
                 }
             }
-            Event::ClientError(problem) => tracing::debug!(%problem, "nats connection attempt failed"),
+            Event::ClientError(problem) => tracing::debug!(%problem, "NATS connection attempt failed"),
             Event::Closed | Event::Draining | Event::LameDuckMode => {}
         }
         std::future::ready(())

@@ -68,7 +68,7 @@ impl CredentialsFile {
             Err(error) => {
                 // Once, and not at each attempt to connect.
                 if !std::mem::replace(&mut last.is_stale, true) {
-                    tracing::warn!(error, "the credentials for nats cannot be read; the previous ones stay in use");
+                    tracing::warn!(error, "the credentials for NATS cannot be read; the previous ones stay in use");
                 }
                 auth(&self.credentials, &last.text, nonce).map_err(str::to_owned)
             }

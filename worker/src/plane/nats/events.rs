@@ -65,7 +65,7 @@ impl NatsEvents {
     /// Waits until everything published, offered and subscribed so far was handed to the connection.
     async fn sent(&self) -> Result<(), PlaneError> {
         if !self.connection.is_connected() {
-            return Err(PlaneError::Unavailable("not connected to nats".to_owned()));
+            return Err(PlaneError::Unavailable("not connected to NATS".to_owned()));
         }
         let (sender, receiver) = oneshot::channel();
         self.outbox.push(Command::Confirm(sender));

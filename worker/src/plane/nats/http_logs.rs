@@ -50,7 +50,7 @@ pub enum LogReadError {
     #[error("{0}")]
     Unreachable(String),
     /// The process does not serve the log.
-    #[error("the process does not serve the log over http")]
+    #[error("the process does not serve the log over HTTP")]
     NotServed,
     /// The process serves too many logs now, or the response is not complete.
     #[error("{0}")]
@@ -116,7 +116,7 @@ impl HttpLogs {
                 let url = &*named.url.0;
                 tracing::warn!(
                     %source, url = ?url, %error, suppressed,
-                    "the URL of a log is not authentic, so the log is read over nats; write the same secret to \
+                    "the URL of a log is not authentic, so the log is read over NATS; write the same secret to \
                      cluster.secret_file of all frontends and workers"
                 );
             }
@@ -136,7 +136,7 @@ impl HttpLogs {
         match read {
             Ok(read) => {
                 if self.unreachable.lock().remove(url).is_some() {
-                    tracing::info!(url = ?url.0, "the logs of this process are read over http again");
+                    tracing::info!(url = ?url.0, "the logs of this process are read over HTTP again");
                 }
                 Ok(Some(read))
             }
@@ -158,7 +158,7 @@ impl HttpLogs {
         if unreachable.insert(url.clone(), Instant::now() + RETRY_AFTER).is_none() {
             tracing::warn!(
                 url = ?url.0, problem,
-                "the logs of this process cannot be read over http and are read over nats, which takes longer; allow \
+                "the logs of this process cannot be read over HTTP and are read over NATS, which takes longer; allow \
                  requests from this process to the URL"
             );
         }

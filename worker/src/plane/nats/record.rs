@@ -113,7 +113,7 @@ impl Record {
             return Err(Unusable::Ignored(format!(
                 "the record with the address {address:?} is not authentic: {error}; write the same secret to \
                  cluster.secret_file of all frontends and workers, and use a version that signs records; if no worker \
-                 of yours has this address, another client of nats wrote the record"
+                 of yours has this address, another client of NATS wrote the record"
             )));
         }
         if record.instance.id != id {

@@ -149,7 +149,7 @@ impl Registrar {
     async fn register(&mut self, instance: Instance) -> Result<Lease, PlaneError> {
         let connection = Arc::clone(&self.connection);
         if !connection.is_connected() {
-            return Err(PlaneError::Unavailable("not connected to nats".to_owned()));
+            return Err(PlaneError::Unavailable("not connected to NATS".to_owned()));
         }
         let (record, texts) = Record::new(&instance, &self.address, &connection.process);
         let record = StoredRecord::sign(instance.id, record.encode(), self.keys.as_ref());

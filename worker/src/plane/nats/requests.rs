@@ -197,5 +197,5 @@ fn refused(connection: &Connection, source: Source, error: CodecError) -> PlaneE
 /// Waits as long as an answer may take.
 pub(super) async fn in_time<T>(answer: impl Future<Output = T>) -> Result<T, PlaneError> {
     let answer = tokio::time::timeout(ANSWER_TIMEOUT, answer).await;
-    answer.map_err(|_| PlaneError::Unavailable("no answer from nats in time".to_owned()))
+    answer.map_err(|_| PlaneError::Unavailable("no answer from NATS in time".to_owned()))
 }

@@ -177,8 +177,8 @@ impl View {
         if let Some(entry) = self.entries.get_mut(&id) {
             tracing::info!(
                 worker = %id,
-                "lease expired; no message of any worker came over nats for half a lease before, or the connection to \
-                 nats is new, so the worker has one more lease to renew its own"
+                "lease expired; no message of any worker came over NATS for half a lease before, or the connection to \
+                 NATS is new, so the worker has one more lease to renew its own"
             );
             entry.is_expired = true;
             entry.lease_ends = None;

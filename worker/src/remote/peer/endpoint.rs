@@ -32,6 +32,11 @@ impl PeerEndpoint {
         Self { endpoint: Endpoint::new(url, credentials), idle: Mutex::default(), retry_at: Mutex::default() }
     }
 
+    /// The URL of the process, for the log.
+    pub(super) fn address(&self) -> Option<String> {
+        self.endpoint.address()
+    }
+
     /// The bytes of a request.
     pub(super) fn request(&self, method: &str, path: &str, body: &[u8]) -> Vec<u8> {
         let uri = self.endpoint.uri(path);
@@ -101,5 +106,17 @@ impl PeerEndpoint {
     fn idle_connection(&self) -> Option<Connection<Socket>> {
         let mut idle = self.idle.lock();
         std::iter::from_fn(|| idle.pop()).find_map(|mut connection| connection.is_open().then_some(connection))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_names_a_peer_by_its_url() {
+        let address = |url: &str| PeerEndpoint::new(url, Credentials::from(None)).address();
+        assert_eq!(address("http://host:8100").as_deref(), Some("http://host:8100"));
+        assert_eq!(address("http://user:secret@host:8100"), None);
     }
 }

@@ -418,7 +418,7 @@ async fn what_keeps_a_process_from_connecting_again_is_known() {
         })
         .await;
     };
-    problem_has(["not connected to nats", "Connection refused"]).await;
+    problem_has(["not connected to NATS", "Connection refused"]).await;
     path("ca.pem", "");
     server.start_again().await;
     problem_has(["nats.ca_file = ", "expected PEM"]).await;
@@ -488,7 +488,7 @@ async fn server_of_version(version: &'static str) -> String {
 #[tokio::test]
 async fn an_old_server_is_refused_with_its_version() {
     let error = refused(only(&server_of_version("2.9.10").await)).await;
-    assert_eq!(error.to_string(), "nats server old has version 2.9.10; 2.11 or later is needed");
+    assert_eq!(error.to_string(), "NATS server old has version 2.9.10; 2.11 or later is needed");
 }
 
 #[tokio::test]
