@@ -378,7 +378,8 @@ impl Process for Node {
         let drain = deadline.saturating_duration_since(Instant::now()).saturating_sub(for_blocks);
         self.process.http.close(drain, limit).await;
         let stores = match self.native {
-            Some(native) => Some(native.drain(deadline, deadline).await),
+            // The HTTP server has ended the requests.
+            Some(native) => Some(native.drain(deadline, deadline, || ()).await),
             None => None,
         };
         if let Some(upstreams) = self.upstreams {

@@ -135,12 +135,13 @@ impl Native {
     }
 
     /// Deregisters the workers, waits for running requests until `end_requests`, and writes blocks until `deadline`.
-    /// Returns the stores, which the router's index still follows.
-    pub(super) async fn drain(self, end_requests: Instant, deadline: Instant) -> Stores {
+    /// `end` ends the requests that run longer. Returns the stores, which the router's index still follows.
+    pub(super) async fn drain(self, end_requests: Instant, deadline: Instant, end: impl FnOnce()) -> Stores {
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
         let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
         if timeout_at(end_requests, drained).await.is_err() {
             tracing::warn!("{}", ended_requests(&self.scope));
+            end();
         }
         flush(&managers, &self.stores, deadline).await;
         self.stores

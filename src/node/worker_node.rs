@@ -55,6 +55,7 @@ pub struct WorkerNode {
     health: Arc<WorkerHealth>,
     native: Native,
     discovery: Arc<NatsDiscovery>,
+    requests: Arc<RequestServer>,
     shutdown_timeout: Duration,
     /// Sends the spans of the process, if there is a collector.
     exporter: Option<Exporter>,
@@ -69,8 +70,8 @@ struct WorkerHealth {
     tiers: Health,
 }
 
-/// Time for the last outputs to reach frontends after the last request has finished, or after its time is over. A
-/// request that still runs then is cut off.
+/// Time for the last outputs to reach frontends after the last request has finished or was ended, within the shutdown
+/// timeout. A response that is not read until then is cut off.
 const LAST_OUTPUTS: Duration = Duration::from_secs(1);
 
 impl WorkerNode {
@@ -134,6 +135,7 @@ impl WorkerNode {
             health,
             native,
             discovery,
+            requests,
             shutdown_timeout: config.shutdown_timeout.0,
             exporter,
         })
@@ -177,16 +179,18 @@ impl Process for WorkerNode {
         for (worker, _) in self.native.cordons().into_iter().filter(|(_, cordon)| cordon.is_registered()) {
             tracing::info!(%worker, "worker is being deregistered; its running requests finish");
         }
-        let stores = self.native.drain(now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), deadline).await;
+        let (end_requests, requests) = (now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), self.requests);
+        let stores = self.native.drain(end_requests, deadline, || requests.end_requests()).await;
         if timeout_at(deadline, self.discovery.wait_until_deregistered()).await.is_err() {
             tracing::warn!("NATS does not answer; the workers leave when their leases expire");
         }
         let limit = format!(
-            "they get {}, and {} s for the last outputs; raise shutdown_timeout for longer requests",
+            "they get {}, and up to {} s for the last outputs; raise shutdown_timeout for longer requests",
             request_share(self.shutdown_timeout),
             LAST_OUTPUTS.as_secs_f64()
         );
-        self.process.http.close(LAST_OUTPUTS, limit).await;
+        let last_outputs = LAST_OUTPUTS.min(deadline.saturating_duration_since(Instant::now()));
+        self.process.http.close(last_outputs, limit).await;
         drop(self.process.audit);
         stores.close(deadline).await;
         flush_spans(self.exporter, deadline).await;

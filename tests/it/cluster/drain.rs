@@ -26,6 +26,10 @@ async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
     let reading = tokio::spawn(stream.read_to_the_end());
     tokio::task::block_in_place(|| fleet.workers[at].stop());
     let texts = reading.await.unwrap();
+    let log = fleet.workers[at].log();
+    for line in ["the requests end here", "four fifths of its shutdown_timeout are over"] {
+        assert!(log.contains(line), "{line}: {log}");
+    }
     // The choices may be on both workers.
     assert!(fleet.moves("continued").await >= 1.0, "{}", fleet.frontend.log());
     fleet.start_again(at).await;
@@ -33,8 +37,8 @@ async fn streams_that_outlast_the_shutdown_timeout_of_a_worker_are_moved() {
 }
 
 /// More workers are stopped under one stream than may fail it. None is started again: the stream would have to be
-/// longer by the time of the starts. A second signal ends each at once: with one, each would compute the stream for
-/// three more seconds (`LAST_OUTPUTS` and `LAST_BYTES`), which are thousands of tokens.
+/// longer by the time of the starts. A second signal ends each at once: with one, each would compute the stream until
+/// four fifths of its `shutdown_timeout` are over, which are thousands of tokens.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
     let Some(cluster) = Cluster::new() else { return };

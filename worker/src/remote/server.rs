@@ -7,7 +7,7 @@ use super::progress::ProgressFrames;
 use super::served::ServedRequest;
 use super::wire;
 use super::{NO_SECRET, PROTOCOL, PROTOCOL_HEADER, RequiredMac};
-use crate::engine::{Engine, OutputStream, PrefetchError};
+use crate::engine::{Engine, Error, OutputStream, PrefetchError};
 use crate::handoff::{HandoffId, Peers};
 use crate::plane::{Discovery, Events, Instance, Lease, Membership, PlaneError, WorkerId};
 use bytes::{Bytes, BytesMut};
@@ -28,7 +28,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 /// Answers requests for the engines and the logs of this process.
 pub struct RequestServer {
@@ -38,6 +38,8 @@ pub struct RequestServer {
     logs: LogServer,
     required: Option<RequiredMac>,
     tracer: Tracer,
+    /// Cancelled when running requests are to end.
+    ending: CancellationToken,
 }
 
 /// A registered engine.
@@ -62,7 +64,8 @@ pub struct ResponseBody(Content);
 
 enum Content {
     Text(Option<Bytes>),
-    Outputs(OutputStream, Box<ServedRequest>),
+    /// The outputs of a request, until the process ends it.
+    Outputs(OutputStream, Pin<Box<WaitForCancellationFutureOwned>>, Box<ServedRequest>),
     Blocks(BlockFrames),
     Progress(ProgressFrames),
     Log(mpsc::Receiver<Bytes>),
@@ -90,7 +93,13 @@ impl RequestServer {
 
     /// The same, with spans in the traces of requests.
     pub fn traced(required: Option<RequiredMac>, peers: Peers, tracer: Tracer) -> Arc<Self> {
-        Arc::new(Self { engines: Mutex::default(), peers, logs: LogServer::new(), required, tracer })
+        let ending = CancellationToken::new();
+        Arc::new(Self { engines: Mutex::default(), peers, logs: LogServer::new(), required, tracer, ending })
+    }
+
+    /// Ends running requests with an error, so that their engines stop and frontends continue them on other workers.
+    pub fn end_requests(&self) {
+        self.ending.cancel();
     }
 
     /// A discovery that registers workers at `inner`, and lets requests reach their engines while they are registered.
@@ -121,8 +130,12 @@ impl RequestServer {
         };
         let Ok(mut request) = request else { return error(StatusCode::BAD_REQUEST, "the request cannot be decoded") };
         let mut served = ServedRequest::begin(&self.tracer, headers, id, &mut request);
-        match engine.generate(request).await {
-            Ok(outputs) => response(StatusCode::OK, Content::Outputs(outputs, Box::new(served))),
+        let outputs = self.ending.run_until_cancelled(engine.generate(request)).await;
+        match outputs.unwrap_or_else(|| Err(ended())) {
+            Ok(outputs) => {
+                let ending = Box::pin(self.ending.clone().cancelled_owned());
+                response(StatusCode::OK, Content::Outputs(outputs, ending, Box::new(served)))
+            }
             Err(error) => {
                 served.fail(&error);
                 response(StatusCode::UNPROCESSABLE_ENTITY, Content::Text(Some(wire::encode_error(&error))))
@@ -227,6 +240,11 @@ impl RequestServer {
     }
 }
 
+/// The error of a request that ends with its process.
+fn ended() -> Error {
+    Error::Failed("the worker stops, and four fifths of its shutdown_timeout are over".to_owned())
+}
+
 fn error(status: StatusCode, why: &str) -> Response<ResponseBody> {
     response(status, Content::Text(Some(Bytes::copy_from_slice(why.as_bytes()))))
 }
@@ -283,20 +301,27 @@ impl Body for ResponseBody {
     type Data = Bytes;
     type Error = Infallible;
 
-    /// The outputs that are ready, as one frame.
+    /// The outputs that are ready, as one frame. When the process ends its requests, the last output is an error.
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let (outputs, served) = match &mut self.0 {
+        let (outputs, ending, served) = match &mut self.0 {
             Content::Ended => return Poll::Ready(None),
             Content::Text(text) => return Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
             Content::Blocks(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Progress(frames) => return frames.poll_next(context).map(|frame| Some(Ok(Frame::data(frame?)))),
             Content::Log(frames) => return frames.poll_recv(context).map(|frame| Some(Ok(Frame::data(frame?)))),
-            Content::Outputs(outputs, served) => (outputs, served),
+            Content::Outputs(outputs, ending, served) => (outputs, ending, served),
         };
         let mut encoded = BytesMut::new();
+        if ending.as_mut().poll(context).is_ready() {
+            let output = Err(ended());
+            served.output(&output);
+            wire::encode_output(output, &mut encoded);
+            self.0 = Content::Ended;
+            return Poll::Ready(Some(Ok(Frame::data(encoded.freeze()))));
+        }
         let ended = loop {
             match outputs.poll_next_unpin(context) {
                 Poll::Ready(Some(output)) => {

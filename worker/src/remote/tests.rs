@@ -69,6 +69,7 @@ struct Pair {
     address: Address,
     instance: Instance,
     lease: Lease,
+    server: Arc<RequestServer>,
     accepting: JoinHandle<()>,
 }
 
@@ -81,8 +82,8 @@ impl Pair {
         let instance = Instance { model, ..crate::plane::contract::instance(7, 1) };
         let lease =
             server.discovery(Arc::new(LocalDiscovery::default())).register(instance.clone(), engine).await.unwrap();
-        let accepting = tokio::spawn(accept(listener, server));
-        Self { remote: RemoteEngine::new(&instance, &address, theirs), address, instance, lease, accepting }
+        let accepting = tokio::spawn(accept(listener, Arc::clone(&server)));
+        Self { remote: RemoteEngine::new(&instance, &address, theirs), address, instance, lease, server, accepting }
     }
 
     async fn open(engine: Arc<dyn Engine>) -> Self {
@@ -225,6 +226,23 @@ async fn a_worker_that_left_takes_no_requests() {
     pair.lease = Lease::new(|| ());
     assert!(failure(&pair.remote).await.contains("status 404"));
     assert!(running.next().await.unwrap().is_ok(), "running requests go on");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_that_the_process_ends_are_not_computed_further() {
+    let engine = Arc::new(Endless::default());
+    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
+    assert!(outputs.next().await.unwrap().is_ok());
+    pair.server.end_requests();
+    let mut last = None;
+    while let Some(output) = outputs.next().await {
+        last = Some(output);
+    }
+    assert!(matches!(&last, Some(Err(Error::Failed(text))) if text.contains("shutdown_timeout")), "{last:?}");
+    until("the engine stops", || engine.running.load(Ordering::SeqCst) == 0).await;
+    let later = pair.remote.generate(request(&pair.remote, &[1], 1)).await;
+    assert!(matches!(later.err(), Some(Error::Failed(_))), "a late request is not computed");
 }
 
 /// Generates one token, and blocks the thread of its process when it is polled again, for as long as this is set.
