@@ -424,6 +424,7 @@ fn engine_request(
         attributes: RequestAttributes {
             has_estimated_tokens: source == TokenSource::Estimate,
             trace: context.trace(),
+            attempts: context.attempts(),
             ..attributes
         },
         group: (choices > 1).then(|| RequestGroup::new(choices)),

@@ -182,6 +182,66 @@ async fn a_request_that_fails_costs_no_tokens() {
 }
 
 #[tokio::test]
+async fn a_request_that_a_worker_may_have_computed_costs_its_prompt() {
+    let failed = || Step::Fail(worker::engine::Error::Failed("scripted".into()));
+    let unavailable = Step::Fail(worker::engine::Error::Unavailable("connection refused".into()));
+    // Attempts, how many of them are refused, and the statuses of two requests.
+    for (attempts, refused, step, expected) in [
+        (0, 0, Step::Hang, [504, 504]),
+        (1, 0, Step::Hang, [504, 429]),
+        (2, 1, Step::Hang, [504, 429]),
+        (0, 0, failed(), [500, 500]),
+        (1, 0, failed(), [500, 429]),
+        (1, 1, unavailable, [503, 503]),
+    ] {
+        for is_relayed in [false, true] {
+            let keys = Keys::new();
+            let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+            let steps = vec![step.clone()];
+            let engine = FakeEngine::new(move |request| {
+                (0..attempts).for_each(|_| request.attributes.attempts.begin());
+                (0..refused).for_each(|_| request.attributes.attempts.refused());
+                Ok(steps.clone())
+            });
+            if is_relayed {
+                let card = ModelCard { tokenizer: None, is_relayed, has_exact_blocks: false, ..card() };
+                *engine.card.lock() = Arc::new(card);
+            }
+            let hangs = matches!(step, Step::Hang);
+            let max_request_time = hangs.then(|| units::HumanDuration::millis(300));
+            let router = engine.router_with(Settings { max_request_time, ..keys.settings() });
+            for status in expected {
+                let request = with_key(completion(json!({ "prompt": [1, 2, 3, 4, 5, 6, 7, 8] })), &key);
+                let answer = send(&router, request).await.status;
+                assert_eq!(answer, status, "{attempts} attempts, {refused} refused, relayed: {is_relayed}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_response_pays_for_its_prompt() {
+    for is_relayed in [false, true] {
+        let keys = Keys::new();
+        let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+        let engine = FakeEngine::with_steps(vec![Step::Hang]);
+        if is_relayed {
+            let card = ModelCard { tokenizer: None, is_relayed, has_exact_blocks: false, ..card() };
+            *engine.card.lock() = Arc::new(card);
+        }
+        let router = engine.router_with(keys.settings());
+        let ask = || with_key(completion(json!({ "prompt": [1, 2, 3, 4, 5, 6, 7, 8] })), &key);
+        let left = tokio::spawn(router.clone().oneshot(ask()));
+        while engine.seen.lock().is_empty() {
+            sleep(Duration::from_millis(1)).await;
+        }
+        left.abort();
+        assert!(left.await.unwrap_err().is_cancelled());
+        assert_eq!(send(&router, ask()).await.status, 429, "relayed: {is_relayed}");
+    }
+}
+
+#[tokio::test]
 async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let keys = Keys::new();
     let all = keys.add("all", |_| ());
