@@ -65,6 +65,9 @@ const RESPONSES: &str = "/v1/responses";
 /// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
 const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
 
+/// The endpoint whose output is sound.
+const SPEECH: &str = "/v1/audio/speech";
+
 /// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
 const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
 
@@ -308,6 +311,7 @@ pub(super) async fn respond(
     let output = match path {
         _ if !is_charged || !may_generate(&parts.method) => OutputText::None,
         path if EndpointKind::Pooling.paths().contains(&path) => OutputText::None,
+        SPEECH => OutputText::None,
         path if TRANSCRIBE.contains(&path) => OutputText::Text,
         _ => OutputText::All,
     };

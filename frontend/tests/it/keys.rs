@@ -371,6 +371,11 @@ async fn output_that_the_engine_does_not_report_is_counted() {
     let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
     let json = json!({ "text": "x".repeat(800) }).to_string();
     let verbose = json!({ "text": "x", "segments": [{ "text": "x".repeat(800) }] }).to_string();
+    let message = json!({ "role": "assistant", "content": "tok" });
+    let line = json!({ "model": "tiny", "created_at": "2026-11-26T15:00:00Z", "message": message, "done": false });
+    let lines = format!("{line}\n").repeat(40);
+    let image = json!({ "data": [{ "b64_json": "iVBORw0KGgo/".repeat(400) }] }).to_string();
+    let base64 = "iVBORw0KGgo/".repeat(400);
     let none = RelayReport::default();
     let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
     let few = RelayReport { completion_tokens: Some(1), ..none };
@@ -394,6 +399,10 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/v1/messages/render", none, 200),
         ("application/json", &json, "/v1/responses/render", none, 200),
         ("audio/wav", &json, "/v1/audio/speech", none, 200),
+        ("text/plain", &base64, "/v1/audio/speech", none, 200),
+        ("application/json", &image, "/v1/images/generations", none, 200),
+        ("application/x-ndjson", &lines, "/v1/chat/completions", none, 200),
+        ("application/x-ndjson", &lines.repeat(3), "/v1/chat/completions", none, 429),
     ] {
         let keys = Keys::new();
         let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
