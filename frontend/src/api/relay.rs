@@ -42,7 +42,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, OutputStream, Request, RequestAttributes,
-    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
+    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens, response_id,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -318,11 +318,12 @@ pub(super) async fn respond(
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
-    let stored = path.starts_with(RESPONSES).then(|| StoredResponse {
+    let below = path.strip_prefix(RESPONSES).filter(|below| below.is_empty() || below.starts_with('/'));
+    let stored = below.map(|below| StoredResponse {
         counted: Arc::clone(&state.counted_responses),
         tenant: Arc::clone(&tenant),
         // Also to cancel it computes nothing. Paths below are those of one response.
-        is_retrieved: path.trim_end_matches('/') != RESPONSES,
+        retrieved: below.split('/').find(|part| !part.is_empty()).map(|id| response_id(id.as_bytes())),
     });
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();

@@ -72,8 +72,9 @@ pub(crate) struct RelayMeter {
 pub(crate) struct StoredResponse {
     pub(crate) counted: Arc<CountedResponses>,
     pub(crate) tenant: Arc<str>,
-    /// The request retrieves it, and computes nothing.
-    pub(crate) is_retrieved: bool,
+    /// The hash of the id in the path of a request that retrieves it, and computes nothing. `None`: the request creates
+    /// it.
+    pub(crate) retrieved: Option<u64>,
 }
 
 /// What was counted of a body.
@@ -206,14 +207,15 @@ impl RelayMeter {
 impl StoredResponse {
     /// What a report says of tokens that were not counted before.
     fn uncounted(&self, report: RelayReport) -> RelayReport {
-        let Self { counted, tenant, is_retrieved } = self;
-        if !is_retrieved {
+        let Self { counted, tenant, retrieved } = self;
+        let Some(id) = *retrieved else {
             if let Some(id) = report.response_id {
                 counted.created(tenant, id, report.completion_tokens.unwrap_or_default());
             }
             return report;
-        }
-        let uncounted = |tokens| report.response_id.map_or(tokens, |id| counted.retrieved(tenant, id, tokens));
+        };
+        // A part of its stream may not have the id.
+        let uncounted = |tokens| counted.retrieved(tenant, report.response_id.unwrap_or(id), tokens);
         // The prompt was counted with the request that created the response.
         let completion_tokens = report.completion_tokens.map(uncounted);
         RelayReport { prompt_tokens: None, cached_tokens: None, completion_tokens, ..report }

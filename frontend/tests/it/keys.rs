@@ -544,6 +544,47 @@ async fn a_stored_stream_that_is_left_again_counts_once() {
 }
 
 #[tokio::test]
+async fn a_part_of_a_stored_stream_is_that_of_the_response_in_its_path() {
+    let id = worker::engine::response_id(b"resp_1");
+    let engine = FakeEngine::new(move |request| {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            // The events that a retrieval begins with do not have the id.
+            progress: Some(Arc::default()),
+            tunnel: None,
+        };
+        let report = RelayReport {
+            prompt_tokens: Some(1),
+            completion_tokens: Some(60),
+            response_id: Some(id),
+            ..RelayReport::default()
+        };
+        let events = Output::Body("event: a\ndata: {}\n\n".repeat(50).into());
+        let end = if http.method == "GET" { Step::Hang } else { Step::Relay(Output::End(report)) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(events), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    for (path, expected) in [("/v1/responses/resp_1", 200), ("/v1/responses/resp_2", 429)] {
+        let keys = Keys::new();
+        let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+        let router = engine.router_with(keys.settings());
+        let create = post("/v1/responses", &json!({ "model": "org/tiny", "input": [] }));
+        assert_eq!(send(&router, with_key(create, &key)).await.status, 200);
+        let request = with_key(get(&format!("{path}?stream=true&starting_after=1")), &key);
+        let mut left = router.clone().oneshot(request).await.unwrap().into_body().into_data_stream();
+        assert!(left.next().await.unwrap().is_ok());
+        drop(left);
+        let next = with_key(completion(json!({ "prompt": vec![1; 30] })), &key);
+        assert_eq!(send(&router, next).await.status, expected, "{path}: 61 of 100 tokens were used before");
+    }
+}
+
+#[tokio::test]
 async fn a_response_that_is_left_costs_what_was_reported() {
     let report = RelayReport { prompt_tokens: Some(30), completion_tokens: Some(50), ..RelayReport::default() };
     let engine = FakeEngine::new(move |request| {
