@@ -728,6 +728,17 @@ async fn changes_of_the_file_take_effect_while_it_serves() {
 }
 
 #[tokio::test]
+async fn a_key_file_without_keys_is_listed_as_degraded() {
+    let keys = Keys::new();
+    fs::write(keys.path(), "").unwrap();
+    let router = engine().router_with(keys.settings());
+    let ready = send(&router, get("/ready")).await;
+    let degraded = ready.json()["degraded"].to_string();
+    assert_eq!(ready.status, 200);
+    assert!(degraded.contains("frontend.api_keys_file has no keys"), "{degraded}");
+}
+
+#[tokio::test]
 async fn a_key_file_that_is_missing_or_wrong_is_refused() {
     let keys = Keys::new();
     let refused = || {
