@@ -4,6 +4,7 @@
 mod choice;
 mod detokenize;
 mod generation;
+mod json_text;
 mod logprobs;
 mod merged;
 mod meter;

@@ -4,6 +4,7 @@
 
 mod aliases;
 mod caching;
+mod charges;
 mod continuation;
 mod kv_events;
 mod passing;

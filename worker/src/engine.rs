@@ -1,6 +1,7 @@
 //! The [`Engine`] interface: an engine turns a request into a stream of tokens. A model runtime, a worker on another
 //! machine and the router are engines. The frontend holds one `Arc<dyn Engine>` and does not know which.
 
+mod attempts;
 #[cfg(test)]
 pub(crate) mod contract;
 mod error;
@@ -11,6 +12,7 @@ mod relay;
 mod request;
 mod tokenize;
 
+pub use attempts::Attempts;
 pub use error::Error;
 /// Parts of a [`Request`], re-exported for crates that do not use kvbm.
 pub use kvbm::{Domain, Priority, Retention};
@@ -19,7 +21,7 @@ pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens}
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{
     Continuation, Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, RelayRest,
-    ResponseHead, Switched, Tunnel, computes_tokens,
+    ResponseHead, Switched, Tunnel, computes_tokens, response_id,
 };
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
@@ -66,6 +68,7 @@ use std::time::Duration;
 ///   [`Error::Relayed`] says its kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one
 ///   second; other statuses below 500 are caused by the request. `Unavailable` is a server that cannot be
 ///   reached.
+/// - An engine that sends requests to other engines MUST count them in [`RequestAttributes::attempts`].
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;

@@ -38,9 +38,9 @@ pub(crate) async fn ready(State(state): State<Arc<AppState>>, connection: Connec
         }
         other => other,
     };
-    let stale = state.keys.as_ref().and_then(|keys| keys.problem());
-    let stale = stale.map(|why| format!("frontend.api_keys_file {why}; the previous keys stay in effect"));
-    respond_ready(readiness, || state.engine.degraded().into_iter().chain(stale).collect())
+    let keys = state.keys.as_ref().and_then(|keys| keys.problem());
+    let keys = keys.map(|problem| format!("frontend.api_keys_file {problem}"));
+    respond_ready(readiness, || state.engine.degraded().into_iter().chain(keys).collect())
 }
 
 /// Loads the models that are served, so that the first requests do not wait for it. `false` while that takes longer

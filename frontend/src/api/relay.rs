@@ -42,7 +42,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, OutputStream, Request, RequestAttributes,
-    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
+    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens, response_id,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -64,6 +64,9 @@ const RESPONSES: &str = "/v1/responses";
 
 /// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
 const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
+
+/// The endpoint whose output is sound.
+const SPEECH: &str = "/v1/audio/speech";
 
 /// Tokens that a request may have for a model whose context is not known: as many as the longest contexts.
 const MAX_TOKENS_UNKNOWN: usize = 1 << 20;
@@ -308,17 +311,19 @@ pub(super) async fn respond(
     let output = match path {
         _ if !is_charged || !may_generate(&parts.method) => OutputText::None,
         path if EndpointKind::Pooling.paths().contains(&path) => OutputText::None,
+        SPEECH => OutputText::None,
         path if TRANSCRIBE.contains(&path) => OutputText::Text,
         _ => OutputText::All,
     };
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
-    let stored = path.starts_with(RESPONSES).then(|| StoredResponse {
+    let below = path.strip_prefix(RESPONSES).filter(|below| below.is_empty() || below.starts_with('/'));
+    let stored = below.map(|below| StoredResponse {
         counted: Arc::clone(&state.counted_responses),
         tenant: Arc::clone(&tenant),
         // Also to cancel it computes nothing. Paths below are those of one response.
-        is_retrieved: path.trim_end_matches('/') != RESPONSES,
+        retrieved: below.split('/').find(|part| !part.is_empty()).map(|id| response_id(id.as_bytes())),
     });
     routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
@@ -424,6 +429,7 @@ fn engine_request(
         attributes: RequestAttributes {
             has_estimated_tokens: source == TokenSource::Estimate,
             trace: context.trace(),
+            attempts: context.attempts(),
             ..attributes
         },
         group: (choices > 1).then(|| RequestGroup::new(choices)),

@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
 use tracing::{Instrument, Span};
+use worker::engine::Attempts;
 
 /// The request's id, in requests and responses.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -58,6 +59,8 @@ pub(crate) struct RequestContext {
     key: OnceLock<Arc<Key>>,
     /// Prompt tokens that were taken from the key's limit.
     taken: AtomicU64,
+    /// The workers that may have computed it; empty if its tokens are not counted for a key or a tenant.
+    attempts: OnceLock<Attempts>,
     /// The response's status; 0 before there is one.
     status: AtomicU16,
     /// The response is a stream that has not ended.
@@ -168,11 +171,22 @@ impl RequestContext {
         }
     }
 
-    /// The tokens that the request has used. A request that failed before its first token used none.
+    /// For the request to the engine: counts the workers that may compute it, if its tokens are counted.
+    pub(crate) fn attempts(&self) -> Attempts {
+        if self.key().is_none() && self.log_fields().tenant.is_none() {
+            return Attempts::default();
+        }
+        self.attempts.get_or_init(Attempts::counted).clone()
+    }
+
+    /// The tokens that the request has used. One that failed before its first token has used its prompt if a worker may
+    /// have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
+    /// client that leaves has used its prompt in any case.
     fn used(&self, status: u16) -> UsedTokens {
         let fields = self.log_fields();
         let generated = u64::from(fields.completion_tokens);
-        if status >= 400 && status != CLIENT_CLOSED && generated == 0 {
+        let may_have_computed = || self.attempts.get().is_some_and(Attempts::may_have_computed);
+        if status >= 400 && status != CLIENT_CLOSED && generated == 0 && !may_have_computed() {
             return UsedTokens::default();
         }
         let taken = || self.taken.load(Ordering::Relaxed);
@@ -400,6 +414,7 @@ pub(crate) async fn observe(
         model: OnceLock::new(),
         key: OnceLock::new(),
         taken: AtomicU64::new(0),
+        attempts: OnceLock::new(),
         status: AtomicU16::new(0),
         streaming: AtomicBool::new(false),
         log_fields: Mutex::default(),

@@ -18,7 +18,7 @@ pub(crate) struct ApiKeys {
     /// The key from the environment.
     single: Option<(KeyHash, Arc<Key>)>,
     of_file: RwLock<HashMap<KeyHash, Arc<Key>>>,
-    /// Why the changed file cannot be used, so that its previous keys are in effect.
+    /// What is wrong with the file.
     problem: RwLock<Option<String>>,
     reloads: IntCounterVec,
 }
@@ -37,7 +37,8 @@ impl ApiKeys {
         let single = single.map(|hash| (hash, Arc::new(Key::unlimited(FROM_ENVIRONMENT))));
         let files = path.clone().map(|path| WatchedFiles::now(vec![path]));
         let keys = Self { path, single, of_file: RwLock::default(), problem: RwLock::default(), reloads };
-        keys.load()?;
+        let count = keys.load()?;
+        *keys.problem.write() = keys.locks_out(count);
         let keys = Arc::new(keys);
         if let Some(files) = files {
             files.spawn(&keys, Self::reload);
@@ -63,7 +64,7 @@ impl ApiKeys {
         self.of_file.read().values().cloned().collect()
     }
 
-    /// Why the changed file cannot be used, without its content.
+    /// What is wrong with the file, without its content, as a predicate: "is not valid".
     pub(crate) fn problem(&self) -> Option<String> {
         self.problem.read().clone()
     }
@@ -72,15 +73,25 @@ impl ApiKeys {
         let (outcome, problem) = match self.load() {
             Ok(keys) => {
                 tracing::info!(keys, "API keys reloaded");
-                ("applied", None)
+                ("applied", self.locks_out(keys))
             }
             Err(error) => {
                 tracing::error!(%error, "API keys not reloaded; the previous keys stay in effect");
-                ("rejected", Some(error.without_content()))
+                ("rejected", Some(format!("{}; the previous keys stay in effect", error.without_content())))
             }
         };
         *self.problem.write() = problem;
         self.reloads.with_label_values(&[outcome]).inc();
+    }
+
+    /// The problem of a file with this number of keys if no request has a valid key, which it logs too.
+    fn locks_out(&self, keys: usize) -> Option<String> {
+        let path = self.path.as_ref().filter(|_| keys == 0 && self.single.is_none())?;
+        tracing::warn!(
+            "the file of API keys {path:?} has no keys, so every request that needs one gets 401; add a key: blockyard \
+             key add --file {path:?} NAME"
+        );
+        Some("has no keys, so every request that needs one gets 401; add one with `blockyard key add`".to_owned())
     }
 
     /// Reads the file, and puts its keys into effect. Returns their number.
@@ -138,14 +149,38 @@ mod tests {
         assert!(take(&two), "another limit begins anew");
         fs::write(&path, "keys = 1").unwrap();
         keys.reload();
-        assert!(keys.problem().is_some_and(|problem| problem.contains("is not valid: line 1")));
+        let problem = keys.problem().unwrap();
+        assert!(problem.contains("is not valid: line 1") && problem.ends_with("the previous keys stay in effect"));
         assert!(keys.find(one.reveal().as_bytes()).is_some(), "the previous keys stay");
         fs::remove_file(&path).unwrap();
         write(vec![]);
         keys.reload();
-        assert!(keys.problem().is_none() && keys.find(one.reveal().as_bytes()).is_none());
+        assert!(keys.find(one.reveal().as_bytes()).is_none());
         let count = |outcome| keys.reloads.with_label_values(&[outcome]).get();
         assert_eq!((count("applied"), count("rejected")), (2, 1));
+    }
+
+    #[tokio::test]
+    async fn a_file_without_keys_is_a_problem_unless_there_is_another_key() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        fs::write(&path, "").unwrap();
+        let keys = ApiKeys::open(Some(path.clone()), None, reloads()).unwrap().unwrap();
+        assert!(keys.problem().is_some_and(|problem| problem.contains("has no keys")));
+        let key = ApiKey::generate().unwrap();
+        let set = |entries: Vec<KeyEntry>| {
+            KeyFile::change(&path, |file| {
+                file.keys = entries;
+                Ok(())
+            })
+            .unwrap();
+            keys.reload();
+            keys.problem()
+        };
+        assert_eq!(set(vec![entry("one", &key, 2)]), None);
+        assert!(set(vec![]).is_some_and(|problem| problem.contains("has no keys")));
+        let keys = ApiKeys::open(Some(path.clone()), Some(key.hash()), reloads()).unwrap().unwrap();
+        assert_eq!(keys.problem(), None);
     }
 
     #[tokio::test]

@@ -195,6 +195,7 @@ fn engine_request(
         has_stop_strings: !request.params.stop_strings.is_empty(),
         retention: *retention,
         trace: context.trace(),
+        attempts: context.attempts(),
     };
     Request {
         id: if choices == 1 { id.into() } else { format!("{id}/{choice}").into() },

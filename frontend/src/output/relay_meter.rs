@@ -1,10 +1,11 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
+use super::json_text::{JsonText, TextMember};
 use super::stream_text::StreamText;
 use crate::http::RequestContext;
 use crate::limits::CountedResponses;
 use crate::metrics::ModelMetrics;
-use memchr::{memchr, memchr_iter, memchr2};
+use memchr::memchr_iter;
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -20,6 +21,8 @@ pub(crate) enum BodyKind {
     Events,
     /// JSON.
     Json,
+    /// A stream of JSON texts, each in a line (NDJSON).
+    Lines,
     /// Text of another kind.
     Text,
     /// Anything else.
@@ -69,8 +72,9 @@ pub(crate) struct RelayMeter {
 pub(crate) struct StoredResponse {
     pub(crate) counted: Arc<CountedResponses>,
     pub(crate) tenant: Arc<str>,
-    /// The request retrieves it, and computes nothing.
-    pub(crate) is_retrieved: bool,
+    /// The hash of the id in the path of a request that retrieves it, and computes nothing. `None`: the request creates
+    /// it.
+    pub(crate) retrieved: Option<u64>,
 }
 
 /// What was counted of a body.
@@ -79,30 +83,10 @@ enum Counted {
     /// An approximate number of events, and their text, unless it is not searched.
     Events(u32, Option<StreamText>),
     Json(JsonText, Option<TextMember>),
+    /// A number of lines, the output in their known members, and the text of all members.
+    Lines(u32, StreamText, JsonText),
     /// A number of bytes.
     Text(usize),
-}
-
-/// Counts the bytes of all strings of a JSON text that arrives in parts.
-#[derive(Default)]
-struct JsonText {
-    bytes: usize,
-    is_in_string: bool,
-    is_escaped: bool,
-}
-
-/// Counts the bytes of the top-level member `text` of a JSON object that arrives in parts.
-#[derive(Default)]
-struct TextMember {
-    bytes: usize,
-    /// Number of open brackets.
-    depth: usize,
-    /// The latest name, or the beginning of it.
-    name: Vec<u8>,
-    /// The value of this name comes next, or is read.
-    is_value: bool,
-    is_in_string: bool,
-    is_escaped: bool,
 }
 
 impl RelayMeter {
@@ -142,8 +126,9 @@ impl RelayMeter {
                 let member = (self.output == OutputText::Text).then(TextMember::default);
                 Counted::Json(JsonText::default(), member)
             }
+            BodyKind::Lines if is_searched => Counted::Lines(0, StreamText::of_lines(), JsonText::default()),
             BodyKind::Text if is_searched => Counted::Text(0),
-            BodyKind::Json | BodyKind::Text | BodyKind::Other => Counted::Nothing,
+            BodyKind::Json | BodyKind::Lines | BodyKind::Text | BodyKind::Other => Counted::Nothing,
         };
         let RequestContext { metrics, arrived, .. } = &*self.context;
         let mut log_fields = self.context.log_fields();
@@ -222,14 +207,15 @@ impl RelayMeter {
 impl StoredResponse {
     /// What a report says of tokens that were not counted before.
     fn uncounted(&self, report: RelayReport) -> RelayReport {
-        let Self { counted, tenant, is_retrieved } = self;
-        if !is_retrieved {
+        let Self { counted, tenant, retrieved } = self;
+        let Some(id) = *retrieved else {
             if let Some(id) = report.response_id {
                 counted.created(tenant, id, report.completion_tokens.unwrap_or_default());
             }
             return report;
-        }
-        let uncounted = |tokens| report.response_id.map_or(tokens, |id| counted.retrieved(tenant, id, tokens));
+        };
+        // A part of its stream may not have the id.
+        let uncounted = |tokens| counted.retrieved(tenant, report.response_id.unwrap_or(id), tokens);
         // The prompt was counted with the request that created the response.
         let completion_tokens = report.completion_tokens.map(uncounted);
         RelayReport { prompt_tokens: None, cached_tokens: None, completion_tokens, ..report }
@@ -272,6 +258,11 @@ impl Counted {
                     member.add(part);
                 }
             }
+            Self::Lines(lines, text, all) => {
+                *lines = lines.saturating_add(memchr_iter(b'\n', part).count() as u32);
+                text.add(part);
+                all.add(part);
+            }
             Self::Text(bytes) => *bytes = bytes.saturating_add(part.len()),
         }
     }
@@ -283,75 +274,15 @@ impl Counted {
             Self::Nothing => 0,
             Self::Events(events, text) => text.as_ref().map_or(0, |text| of_text(text.bytes())).max(*events),
             Self::Json(text, member) => {
-                let of_member = member.as_ref().map(|member| member.bytes).filter(|bytes| *bytes > 0);
-                of_text(of_member.unwrap_or(text.bytes))
+                let of_member = member.as_ref().map(TextMember::bytes).filter(|bytes| *bytes > 0);
+                of_text(of_member.unwrap_or_else(|| text.bytes()))
             }
+            Self::Lines(lines, text, all) => match text.bytes() {
+                // Lines of another form.
+                0 => of_text(all.bytes()),
+                bytes => of_text(bytes).max(*lines),
+            },
             Self::Text(bytes) => of_text(*bytes),
-        }
-    }
-}
-
-impl JsonText {
-    fn add(&mut self, mut part: &[u8]) {
-        while !part.is_empty() {
-            if std::mem::take(&mut self.is_escaped) {
-                self.bytes += 1;
-                part = &part[1..];
-                continue;
-            }
-            let end = if self.is_in_string { memchr2(b'"', b'\\', part) } else { memchr(b'"', part) };
-            if self.is_in_string {
-                self.bytes += end.unwrap_or(part.len());
-            }
-            let Some(end) = end else { return };
-            if part[end] == b'"' {
-                self.is_in_string = !self.is_in_string;
-            } else {
-                self.is_escaped = true;
-            }
-            part = &part[end + 1..];
-        }
-    }
-}
-
-impl TextMember {
-    const NAME: &'static [u8] = b"text";
-
-    fn add(&mut self, part: &[u8]) {
-        for byte in part.iter().copied() {
-            if self.is_in_string {
-                self.string(byte);
-            } else {
-                self.between(byte);
-            }
-        }
-    }
-
-    fn string(&mut self, byte: u8) {
-        let is_escaped = std::mem::take(&mut self.is_escaped);
-        match byte {
-            b'\\' if !is_escaped => self.is_escaped = true,
-            b'"' if !is_escaped => self.is_in_string = false,
-            _ if self.depth != 1 => {}
-            _ if self.is_value => self.bytes += usize::from(self.name == Self::NAME),
-            _ if self.name.len() <= Self::NAME.len() => self.name.push(byte),
-            _ => {}
-        }
-    }
-
-    fn between(&mut self, byte: u8) {
-        let is_top = self.depth == 1;
-        match byte {
-            b'"' => {
-                self.is_in_string = true;
-                if is_top && !self.is_value {
-                    self.name.clear();
-                }
-            }
-            b'{' | b'[' => self.depth += 1,
-            b'}' | b']' => self.depth = self.depth.saturating_sub(1),
-            b':' | b',' if is_top => self.is_value = byte == b':',
-            _ => {}
         }
     }
 }
@@ -359,18 +290,6 @@ impl TextMember {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_text_of_json_is_its_strings_however_it_is_cut() {
-        let text = br#"{"a":"b\"c\\","d":[1.5,null,"e"]}"#;
-        for cut in 0..text.len() {
-            let mut counted = Counted::Json(JsonText::default(), None);
-            counted.add(&text[..cut]);
-            counted.add(&text[cut..]);
-            let Counted::Json(JsonText { bytes, .. }, None) = counted else { unreachable!("it counts JSON") };
-            assert_eq!(bytes, 1 + 4 + 1 + 1, "cut at {cut}: an escape counts as one byte");
-        }
-    }
 
     #[test]
     fn the_text_of_a_transcription_counts_once() {
@@ -388,6 +307,22 @@ mod tests {
                 assert_eq!(counted.tokens() as usize, usize::div_ceil(expected, BYTES_PER_TOKEN), "{json} at {cut}");
             }
         }
+    }
+
+    #[test]
+    fn lines_have_the_tokens_of_their_output() {
+        let counted = |line: &str, times: usize| {
+            let mut counted = Counted::Lines(0, StreamText::of_lines(), JsonText::default());
+            counted.add(line.repeat(times).as_bytes());
+            counted.tokens()
+        };
+        let message = |text: &str| {
+            format!("{{\"model\":\"m:latest\",\"message\":{{\"role\":\"assistant\",\"content\":\"{text}\"}}}}\n")
+        };
+        assert_eq!(counted(&message("tok"), 100), 100, "at least as many as lines");
+        assert_eq!(counted(&message(&"word ".repeat(8)), 2), 20, "a line may have several tokens");
+        assert_eq!(counted("{\"model\":\"m:latest\",\"response\":\"a word\",\"done\":false}\n", 4), 6);
+        assert_eq!(counted("{\"generated\":\"abc\"}\n", 2), 6, "lines of another form have all strings");
     }
 
     #[test]

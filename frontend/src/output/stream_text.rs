@@ -1,14 +1,21 @@
-//! The length of the output in a stream of server-sent events, which arrives in parts. Nothing is allocated.
+//! The length of the output in a stream of server-sent events, or of JSON lines, which arrives in parts. Nothing is
+//! allocated.
 //!
 //! Counted are the strings with output in the chunks of chat and completions, below `choices`, and in the events of the
-//! Responses API and of Anthropic's messages, in and below `delta`. Not here: a text that each event repeats from its
-//! beginning, as that of SGLang's `/generate`, whose events say their tokens.
+//! Responses API and of Anthropic's messages, in and below `delta`. In lines also those of Ollama: in `response` and
+//! `thinking`, and below `message`; events repeat the whole output in members of these names. Not here: a text that
+//! each event repeats from its beginning, as that of SGLang's `/generate`, whose events say their tokens.
 
 use memchr::memchr3;
 
 /// The members that are counted. `delta` is a string in the Responses API, and an object elsewhere.
 const CHOICES: &[u8] = b"choices";
 const DELTA: &[u8] = b"delta";
+/// Those of events, and of lines.
+const OF_EVENTS: &[&[u8]] = &[CHOICES, DELTA];
+const OF_LINES: &[&[u8]] = &[CHOICES, DELTA, b"message", b"response", b"thinking"];
+/// Those of them that may be strings.
+const STRINGS: [&[u8]; 3] = [DELTA, b"response", b"thinking"];
 /// Members with output below these.
 const OUTPUT: [&[u8]; 7] = [b"arguments", b"content", b"name", b"partial_json", b"refusal", b"text", b"thinking"];
 /// Names of the same member, of which some servers send both.
@@ -32,8 +39,10 @@ pub(super) struct StreamText {
     length: usize,
     /// The value of this name comes next, or is read.
     is_value: bool,
-    /// It is that of a member of an event that is counted, or below it.
+    /// It is that of a member of an event or a line that is counted, or below it.
     has_output: bool,
+    /// The stream consists of lines.
+    is_of_lines: bool,
 }
 
 /// What the next byte belongs to.
@@ -64,6 +73,11 @@ enum Escape {
 }
 
 impl StreamText {
+    /// Counts the output in JSON lines; the default counts that in events.
+    pub(super) fn of_lines() -> Self {
+        Self { is_of_lines: true, ..Self::default() }
+    }
+
     /// Counts a part of the stream.
     pub(super) fn add(&mut self, mut part: &[u8]) {
         while let Some((byte, rest)) = part.split_first() {
@@ -95,7 +109,8 @@ impl StreamText {
             b':' => {
                 self.is_value = true;
                 if self.depth == 1 {
-                    self.has_output = [CHOICES, DELTA].contains(&self.latest_name());
+                    let counted = if self.is_of_lines { OF_LINES } else { OF_EVENTS };
+                    self.has_output = counted.contains(&self.latest_name());
                 }
             }
             b',' => self.is_value = false,
@@ -157,7 +172,7 @@ impl StreamText {
         if !self.has_output {
             Counter::None
         } else if self.depth == 1 {
-            if name == DELTA { Counter::Output } else { Counter::None }
+            if STRINGS.contains(&name) { Counter::Output } else { Counter::None }
         } else if let Some(of) = REASONING.iter().position(|known| *known == name) {
             Counter::Reasoning(of)
         } else if OUTPUT.contains(&name) {
@@ -182,7 +197,8 @@ impl StreamText {
 
     /// An event is in one line. So what follows one that is no JSON is read again.
     fn end_line(&mut self) {
-        *self = Self { output: self.output, reasoning: self.reasoning, ..Self::default() };
+        let Self { output, reasoning, is_of_lines, .. } = *self;
+        *self = Self { output, reasoning, is_of_lines, ..Self::default() };
     }
 }
 
@@ -231,6 +247,24 @@ mod tests {
         ] {
             assert_eq!(bytes(stream), 0, "{stream}");
         }
+    }
+
+    #[test]
+    fn the_output_of_ollama_is_counted_in_lines_only() {
+        for (line, expected) in [
+            (r#"{"model":"m","message":{"role":"assistant","content":"hello","thinking":"so"},"done":false}"#, 7),
+            (r#"{"model":"m","created_at":"2026","response":"hello","thinking":"so","done":false}"#, 7),
+            (r#"{"message":{"content":"","tool_calls":[{"function":{"name":"f","arguments":{}}}]}}"#, 1),
+            (r#"{"choices":[{"text":"hello"}]}"#, 5),
+            (r#"{"done":true,"done_reason":"stop"}"#, 0),
+        ] {
+            let mut text = StreamText::of_lines();
+            text.add(format!("{line}\n{line}\n").as_bytes());
+            assert_eq!(text.bytes(), 2 * expected, "{line}");
+        }
+        let created = r#"data: {"type":"response.created","response":{"instructions":"hello","content":"hello"}}"#;
+        let start = r#"data: {"type":"message_start","message":{"content":"hello"},"thinking":"so"}"#;
+        assert_eq!([bytes(created), bytes(start)], [0, 0]);
     }
 
     #[test]

@@ -182,6 +182,66 @@ async fn a_request_that_fails_costs_no_tokens() {
 }
 
 #[tokio::test]
+async fn a_request_that_a_worker_may_have_computed_costs_its_prompt() {
+    let failed = || Step::Fail(worker::engine::Error::Failed("scripted".into()));
+    let unavailable = Step::Fail(worker::engine::Error::Unavailable("connection refused".into()));
+    // Attempts, how many of them are refused, and the statuses of two requests.
+    for (attempts, refused, step, expected) in [
+        (0, 0, Step::Hang, [504, 504]),
+        (1, 0, Step::Hang, [504, 429]),
+        (2, 1, Step::Hang, [504, 429]),
+        (0, 0, failed(), [500, 500]),
+        (1, 0, failed(), [500, 429]),
+        (1, 1, unavailable, [503, 503]),
+    ] {
+        for is_relayed in [false, true] {
+            let keys = Keys::new();
+            let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+            let steps = vec![step.clone()];
+            let engine = FakeEngine::new(move |request| {
+                (0..attempts).for_each(|_| request.attributes.attempts.begin());
+                (0..refused).for_each(|_| request.attributes.attempts.refused());
+                Ok(steps.clone())
+            });
+            if is_relayed {
+                let card = ModelCard { tokenizer: None, is_relayed, has_exact_blocks: false, ..card() };
+                *engine.card.lock() = Arc::new(card);
+            }
+            let hangs = matches!(step, Step::Hang);
+            let max_request_time = hangs.then(|| units::HumanDuration::millis(300));
+            let router = engine.router_with(Settings { max_request_time, ..keys.settings() });
+            for status in expected {
+                let request = with_key(completion(json!({ "prompt": [1, 2, 3, 4, 5, 6, 7, 8] })), &key);
+                let answer = send(&router, request).await.status;
+                assert_eq!(answer, status, "{attempts} attempts, {refused} refused, relayed: {is_relayed}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_response_pays_for_its_prompt() {
+    for is_relayed in [false, true] {
+        let keys = Keys::new();
+        let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(10));
+        let engine = FakeEngine::with_steps(vec![Step::Hang]);
+        if is_relayed {
+            let card = ModelCard { tokenizer: None, is_relayed, has_exact_blocks: false, ..card() };
+            *engine.card.lock() = Arc::new(card);
+        }
+        let router = engine.router_with(keys.settings());
+        let ask = || with_key(completion(json!({ "prompt": [1, 2, 3, 4, 5, 6, 7, 8] })), &key);
+        let left = tokio::spawn(router.clone().oneshot(ask()));
+        while engine.seen.lock().is_empty() {
+            sleep(Duration::from_millis(1)).await;
+        }
+        left.abort();
+        assert!(left.await.unwrap_err().is_cancelled());
+        assert_eq!(send(&router, ask()).await.status, 429, "relayed: {is_relayed}");
+    }
+}
+
+#[tokio::test]
 async fn an_engine_gets_no_key_and_no_unnamed_model() {
     let keys = Keys::new();
     let all = keys.add("all", |_| ());
@@ -311,6 +371,11 @@ async fn output_that_the_engine_does_not_report_is_counted() {
     let events = "data: {\"text\":\"x\"}\n\n".repeat(200);
     let json = json!({ "text": "x".repeat(800) }).to_string();
     let verbose = json!({ "text": "x", "segments": [{ "text": "x".repeat(800) }] }).to_string();
+    let message = json!({ "role": "assistant", "content": "tok" });
+    let line = json!({ "model": "tiny", "created_at": "2026-11-26T15:00:00Z", "message": message, "done": false });
+    let lines = format!("{line}\n").repeat(40);
+    let image = json!({ "data": [{ "b64_json": "iVBORw0KGgo/".repeat(400) }] }).to_string();
+    let base64 = "iVBORw0KGgo/".repeat(400);
     let none = RelayReport::default();
     let embeddings = RelayReport { prompt_tokens: Some(1), ..none };
     let few = RelayReport { completion_tokens: Some(1), ..none };
@@ -334,6 +399,10 @@ async fn output_that_the_engine_does_not_report_is_counted() {
         ("application/json", &json, "/v1/messages/render", none, 200),
         ("application/json", &json, "/v1/responses/render", none, 200),
         ("audio/wav", &json, "/v1/audio/speech", none, 200),
+        ("text/plain", &base64, "/v1/audio/speech", none, 200),
+        ("application/json", &image, "/v1/images/generations", none, 200),
+        ("application/x-ndjson", &lines, "/v1/chat/completions", none, 200),
+        ("application/x-ndjson", &lines.repeat(3), "/v1/chat/completions", none, 429),
     ] {
         let keys = Keys::new();
         let key = keys.add("tokens", |key| key.tokens_per_minute = NonZero::new(100));
@@ -472,6 +541,47 @@ async fn a_stored_stream_that_is_left_again_counts_once() {
     }
     let next = with_key(completion(json!({ "prompt": vec![1; 50] })), &key);
     assert_eq!(send(&router, next).await.status, 200, "40 of 100 tokens are used");
+}
+
+#[tokio::test]
+async fn a_part_of_a_stored_stream_is_that_of_the_response_in_its_path() {
+    let id = worker::engine::response_id(b"resp_1");
+    let engine = FakeEngine::new(move |request| {
+        let Work::Relay(http) = &request.work else { panic!("it is relayed") };
+        let headers = [("content-type".parse().unwrap(), "text/event-stream".parse().unwrap())].into_iter().collect();
+        let head = ResponseHead {
+            status: StatusCode::OK,
+            headers,
+            worker: None,
+            explain: None,
+            // The events that a retrieval begins with do not have the id.
+            progress: Some(Arc::default()),
+            tunnel: None,
+        };
+        let report = RelayReport {
+            prompt_tokens: Some(1),
+            completion_tokens: Some(60),
+            response_id: Some(id),
+            ..RelayReport::default()
+        };
+        let events = Output::Body("event: a\ndata: {}\n\n".repeat(50).into());
+        let end = if http.method == "GET" { Step::Hang } else { Step::Relay(Output::End(report)) };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Relay(events), end])
+    });
+    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
+    for (path, expected) in [("/v1/responses/resp_1", 200), ("/v1/responses/resp_2", 429)] {
+        let keys = Keys::new();
+        let key = keys.add("left", |key| key.tokens_per_minute = NonZero::new(100));
+        let router = engine.router_with(keys.settings());
+        let create = post("/v1/responses", &json!({ "model": "org/tiny", "input": [] }));
+        assert_eq!(send(&router, with_key(create, &key)).await.status, 200);
+        let request = with_key(get(&format!("{path}?stream=true&starting_after=1")), &key);
+        let mut left = router.clone().oneshot(request).await.unwrap().into_body().into_data_stream();
+        assert!(left.next().await.unwrap().is_ok());
+        drop(left);
+        let next = with_key(completion(json!({ "prompt": vec![1; 30] })), &key);
+        assert_eq!(send(&router, next).await.status, expected, "{path}: 61 of 100 tokens were used before");
+    }
 }
 
 #[tokio::test]
@@ -615,6 +725,17 @@ async fn changes_of_the_file_take_effect_while_it_serves() {
     let three = keys.add("three", |_| ());
     until("/v1/models", &three, 200).await;
     assert!(!ask(address, "/ready", "").await.contains("frontend.api_keys_file"));
+}
+
+#[tokio::test]
+async fn a_key_file_without_keys_is_listed_as_degraded() {
+    let keys = Keys::new();
+    fs::write(keys.path(), "").unwrap();
+    let router = engine().router_with(keys.settings());
+    let ready = send(&router, get("/ready")).await;
+    let degraded = ready.json()["degraded"].to_string();
+    assert_eq!(ready.status, 200);
+    assert!(degraded.contains("frontend.api_keys_file has no keys"), "{degraded}");
 }
 
 #[tokio::test]

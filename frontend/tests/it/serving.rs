@@ -170,6 +170,17 @@ async fn a_closed_connection_stops_the_engine() {
 }
 
 #[tokio::test]
+async fn a_connection_that_is_half_closed_counts_as_closed() {
+    let engine = FakeEngine::with_steps(vec![Step::Hang]);
+    let server = TestServer::start(&engine, Settings::default()).await;
+    let mut connection = send_request(&server, &BODY.replace("true", "false")).await;
+    until(|| engine.open() == 1).await;
+    connection.shutdown().await.unwrap();
+    until(|| engine.open() == 0).await;
+    assert_eq!(read_to_end(connection).await, "");
+}
+
+#[tokio::test]
 async fn a_relayed_response_that_is_cut_off_begins_with_what_has_arrived() {
     let broken = Step::Fail(Error::Failed("the connection was reset".into()));
     let engine = relaying(vec![head(), part("{\"a\" : "), Step::Yield, broken]);

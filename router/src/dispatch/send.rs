@@ -31,25 +31,33 @@ pub(super) async fn start(
     first_output(member, request, stalled).await
 }
 
-/// [`start`] of a request that takes nothing of its worker yet.
+/// [`start`] of a request that takes nothing of its worker yet. A worker that has refused the request counts as none of
+/// its attempts.
 pub(super) async fn first_output(
     member: &Worker,
     request: impl FnOnce() -> Request,
     stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
+    let request = request();
+    let attempts = request.attributes.attempts.clone();
+    attempts.begin();
     let output = async {
-        let mut rest = member.engine.generate(request()).await?;
+        let mut rest = member.engine.generate(request).await?;
         match rest.next().await {
             Some(first) => Ok(FirstOutput { first: first?, rest, span: Span::default() }),
             None => Err(Error::Failed("the stream ended before the first output".to_owned())),
         }
     };
-    tokio::select! {
+    let outcome = tokio::select! {
         biased;
         started = output => started,
         () = left(member) => Err(Error::Unavailable(format!("worker {} left", member.id()))),
         () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
+    };
+    if outcome.as_ref().is_err_and(Error::is_refusal) {
+        attempts.refused();
     }
+    outcome
 }
 
 /// Resolves when a worker has left and had time to finish.

@@ -9,7 +9,7 @@ use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness};
+use worker::engine::{Attempts, Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Instance, Lease, Load, Membership, PlaneError, Role, RouterId, WorkerId};
 
@@ -45,6 +45,31 @@ async fn a_worker_that_fails_before_its_first_output_is_replaced() {
         assert_eq!(b.requests(), 4);
         assert!((1..4).contains(&a.requests()), "ejected after a fault: {} requests", a.requests());
         assert_eq!(harness.load(1), (0, 0, 0));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn workers_that_may_have_computed_a_request_count_as_its_attempts() {
+    let unavailable = Error::Unavailable("connection refused".to_owned());
+    let busy = Error::Overloaded { retry_after: Duration::from_secs(1) };
+    for (name, behaviour, expected) in [
+        ("served", Behaviour::Serve, true),
+        ("sends nothing until the deadline", Behaviour::Hang, true),
+        ("fails", Behaviour::Refuse(failed()), true),
+        ("breaks off", Behaviour::Break(failed()), true),
+        ("cannot be reached", Behaviour::Refuse(unavailable), false),
+        ("is busy", Behaviour::Break(busy), false),
+    ] {
+        let harness = defaults();
+        let worker = harness.worker(1, Role::Both).await;
+        worker.set_behaviour(behaviour);
+        let attempts = Attempts::counted();
+        let mut request = prompt(1, 100);
+        request.attributes.attempts = attempts.clone();
+        request.attributes.deadline = Some(tokio::time::Instant::now() + Duration::from_secs(10));
+        let is_served = harness.answer(request).await.is_ok();
+        assert_eq!((worker.requests(), is_served), (1, name == "served"), "{name}");
+        assert_eq!(attempts.may_have_computed(), expected, "{name}");
     }
 }
 

@@ -12,9 +12,9 @@ mod wire;
 
 use memchr::memmem::Finder;
 use std::borrow::Cow;
-use std::hash::{DefaultHasher, Hasher};
 use std::sync::LazyLock;
 use wire::{Choices, Wire, WireUsage};
+use worker::engine::response_id;
 
 pub(super) use scanner::UsageScanner;
 
@@ -157,13 +157,6 @@ fn of_event_type(name: &str) -> (Kind, bool) {
         "response.completed" | "response.incomplete" => (Kind::Output, true),
         name => (Kind::Output, !name.starts_with("response.")),
     }
-}
-
-/// A hash of the id of a response. `written`: the id as it stands between its quotes.
-fn response_id(written: &[u8]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    hasher.write(written);
-    hasher.finish()
 }
 
 impl Usage {

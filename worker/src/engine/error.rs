@@ -1,6 +1,7 @@
 //! Why a request was rejected or failed.
 
-use super::ErrorResponse;
+use super::{ErrorKind, ErrorResponse};
+use http::StatusCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,4 +49,54 @@ pub enum Error {
     /// The server that the request was relayed to answered with an error status. The client gets the response as it is.
     #[error("the engine answered with status {}", .0.status)]
     Relayed(Arc<ErrorResponse>),
+}
+
+impl Error {
+    /// Whether the engine has computed nothing for the request: it could not be reached, had no room, or refused the
+    /// request. A proxy before a server that cannot be reached answers with 502.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            Self::UnknownModel(_)
+            | Self::PromptTooLong { .. }
+            | Self::Invalid { .. }
+            | Self::Overloaded { .. }
+            | Self::Unavailable(_) => true,
+            Self::DeadlineExceeded | Self::Unread(_) | Self::Failed(_) => false,
+            Self::Relayed(response) => match response.kind {
+                ErrorKind::Request | ErrorKind::Busy(_) => true,
+                ErrorKind::Fault => [StatusCode::NOT_IMPLEMENTED, StatusCode::BAD_GATEWAY].contains(&response.status),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderMap;
+
+    #[test]
+    fn an_engine_that_fails_may_have_computed_the_request() {
+        let relayed = |status: StatusCode, kind| {
+            let (headers, body) = (HeaderMap::new(), bytes::Bytes::new());
+            Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))
+        };
+        for (error, expected) in [
+            (Error::UnknownModel("m".to_owned()), true),
+            (Error::PromptTooLong { prompt: 9, context: 8 }, true),
+            (Error::Invalid { field: "prompt", problem: "has no tokens".to_owned() }, true),
+            (Error::Overloaded { retry_after: Duration::from_secs(1) }, true),
+            (Error::Unavailable("connection refused".to_owned()), true),
+            (relayed(StatusCode::BAD_REQUEST, ErrorKind::Request), true),
+            (relayed(StatusCode::SERVICE_UNAVAILABLE, ErrorKind::Busy(Duration::from_secs(1))), true),
+            (relayed(StatusCode::BAD_GATEWAY, ErrorKind::Fault), true),
+            (relayed(StatusCode::INTERNAL_SERVER_ERROR, ErrorKind::Fault), false),
+            (relayed(StatusCode::GATEWAY_TIMEOUT, ErrorKind::Fault), false),
+            (Error::DeadlineExceeded, false),
+            (Error::Unread(Duration::from_secs(30)), false),
+            (Error::Failed("out of memory".to_owned()), false),
+        ] {
+            assert_eq!(error.is_refusal(), expected, "{error}");
+        }
+    }
 }

@@ -8,6 +8,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method, StatusCode};
 use parking_lot::Mutex;
 use std::fmt;
+use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -205,6 +206,14 @@ impl PartialEq for RelayProgress {
 
 impl Eq for RelayProgress {}
 
+/// A hash of the id of a response that can be retrieved again. `written`: the id as it stands between its quotes in
+/// JSON, or in the path of a URL.
+pub fn response_id(written: &[u8]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(written);
+    hasher.finish()
+}
+
 /// A relayed response with an error status.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ErrorResponse {
@@ -238,7 +247,7 @@ pub struct RelayReport {
     pub cached_tokens: Option<u32>,
     /// Tokens that the engine generated, over all choices.
     pub completion_tokens: Option<u32>,
-    /// A hash of the id of the response, by which a client can retrieve it again.
+    /// The [hash](response_id()) of the id of the response, by which a client can retrieve it again.
     pub response_id: Option<u64>,
     /// The server failed after the first output. The body contains its error.
     pub failed: bool,

@@ -1,6 +1,6 @@
 //! What an engine is asked for: the prompt, how tokens are chosen and when they end, and which part of the work.
 
-use super::HttpRequest;
+use super::{Attempts, HttpRequest};
 use bytes::Bytes;
 use kvbm::{Domain, Priority, Retention};
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ pub struct Request {
     pub stop: StopConditions,
     /// Which part of the work the engine does.
     pub work: Work,
-    /// Tenant, session, priority, deadline, retention and trace.
+    /// Tenant, session, priority, deadline, retention, trace and attempts.
     pub attributes: RequestAttributes,
     /// Whether the router explains its decision in [`Tokens::explain`](super::Tokens::explain).
     pub explain: bool,
@@ -105,7 +105,7 @@ impl Request {
     }
 }
 
-/// Tenant, session, priority, deadline, retention and trace of a request.
+/// Tenant, session, priority, deadline, retention, trace and attempts of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RequestAttributes {
     /// The tenant that the fair queue counts the request for; empty: none.
@@ -124,6 +124,8 @@ pub struct RequestAttributes {
     pub has_stop_strings: bool,
     /// Where spans of the request belong; empty if it is not traced.
     pub trace: spans::Context,
+    /// The workers that may have computed the request: what its client is charged depends on them.
+    pub attempts: Attempts,
 }
 
 /// What tells the requests of one conversation from others, before a prompt is tokenized.

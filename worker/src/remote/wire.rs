@@ -4,8 +4,8 @@
 //! test fails when one changes.
 
 use crate::engine::{
-    EndToken, Error, FinishReason, Handoff, Logprobs, Output, PeerMemory, PrefetchError, Prefetched, PrefixCopy,
-    PromptReport, Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
+    Attempts, EndToken, Error, FinishReason, Handoff, Logprobs, Output, PeerMemory, PrefetchError, Prefetched,
+    PrefixCopy, PromptReport, Request, RequestAttributes, Sampling, StopConditions, Tokens, Work,
 };
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use kvbm::{Domain, Level, Priority, Retention, SequenceHash};
@@ -113,7 +113,7 @@ const FIELDS: [&str; 2] = ["model", "prompt"];
 
 /// Encodes a request. Relayed requests have an HTTP request for a server of another program, and cannot be sent.
 pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, NotSent> {
-    // The trace context is in the headers.
+    // The trace context is in the headers, and the attempts are counted by the process that sends the request.
     let RequestAttributes {
         tenant,
         session,
@@ -123,6 +123,7 @@ pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, N
         has_estimated_tokens: _,
         has_stop_strings: _,
         trace: _,
+        attempts: _,
     } = &request.attributes;
     let Retention { ttl, pin, store, priority: eviction } = *retention;
     let wire = WireRequest {
@@ -175,6 +176,7 @@ pub(super) fn decode_request(bytes: &[u8], now: Instant) -> Result<Request, Inva
             has_estimated_tokens: false,
             has_stop_strings: false,
             trace: spans::Context::default(),
+            attempts: Attempts::default(),
         },
         explain: false,
         group: None,

@@ -71,7 +71,7 @@ pub(super) fn kind_of(headers: &HeaderMap) -> BodyKind {
         "application/json" => BodyKind::Json,
         text if text.starts_with("text/") => BodyKind::Text,
         json if json.ends_with("+json") => BodyKind::Json,
-        "application/x-ndjson" | "application/ndjson" | "application/jsonl" => BodyKind::Json,
+        "application/x-ndjson" | "application/ndjson" | "application/jsonl" => BodyKind::Lines,
         // What begins like JSON or events has got its type from the engine's connection.
         "" => BodyKind::Text,
         _ => BodyKind::Other,

@@ -217,7 +217,7 @@ fn renamed(target: &PathAndQuery, model: &str) -> PathAndQuery {
     let mut renamed = target.path().to_owned();
     for (position, pair) in target.query().unwrap_or_default().split('&').enumerate() {
         renamed.push(if position == 0 { '?' } else { '&' });
-        if !pair.starts_with("model=") {
+        if !is_model(pair.split('=').next().unwrap_or_default()) {
             renamed.push_str(pair);
             continue;
         }
@@ -231,6 +231,24 @@ fn renamed(target: &PathAndQuery, model: &str) -> PathAndQuery {
         }
     }
     PathAndQuery::try_from(renamed).unwrap_or_else(|_| target.clone())
+}
+
+/// Whether this is the name of the model in a query, also with percent-encoded bytes.
+fn is_model(name: &str) -> bool {
+    let digit = |byte: &u8| char::from(*byte).to_digit(16);
+    let mut rest = name.as_bytes();
+    for expected in b"model" {
+        let (byte, length) = match rest {
+            [b'%', high, low, ..] => (digit(high).zip(digit(low)).map(|(high, low)| (high * 16 + low) as u8), 3),
+            [byte, ..] => (Some(*byte), 1),
+            [] => return false,
+        };
+        if byte != Some(*expected) {
+            return false;
+        }
+        rest = &rest[length..];
+    }
+    rest.is_empty()
 }
 
 /// Passes bytes between a client, once its connection has switched, and a server that has.
@@ -345,9 +363,16 @@ mod tests {
         let renamed = |target: &'static str| renamed(&PathAndQuery::from_static(target), "org/m b").to_string();
         assert_eq!(renamed("/v1/realtime?a=1&model=chat&b"), "/v1/realtime?a=1&model=org/m%20b&b");
         assert_eq!(renamed("/v1/realtime?model=chat"), "/v1/realtime?model=org/m%20b");
+        assert_eq!(renamed("/v1/realtime?mo%64el=chat&%6d%6Fdel=b"), "/v1/realtime?model=org/m%20b&model=org/m%20b");
+        for other in ["models=a", "mode=a", "%6model=a", "mo%6", "%2d=model", ""] {
+            let target = format!("/v1/realtime?{other}");
+            let same = super::renamed(&target.parse().unwrap(), "org/m");
+            assert_eq!(same.to_string(), target);
+        }
         let named = |target: &'static str| named_model(&Uri::from_static(target));
         assert_eq!(named("/v1/realtime?a=%20&model=org%2Fm+b&c"), Ok(Some("org/m b".to_owned())));
         assert_eq!([named("/v1/realtime"), named("/v1/realtime?model=&a")], [Ok(None), Ok(None)]);
+        assert_eq!(named("/v1/realtime?mo%64el=a"), Ok(Some("a".to_owned())));
         assert!(named("/v1/realtime?model=a&model=b").is_err(), "servers differ in which they read");
     }
 }

@@ -130,6 +130,8 @@ pub(super) async fn run(
     let mut builder = Builder::new(TokioExecutor::new());
     // hyper's time limit does not distinguish idle connections from slow ones, so `Activity` has its own limits.
     builder.http1().header_read_timeout(None);
+    // Clients cancel by closing the connection. That is the same to read as closing half of it, until a write fails.
+    builder.http1().half_close(false);
     builder.http1().max_buf_size(limits.max_headers.max(MIN_BUFFER));
     let header_list = u32::try_from(limits.max_headers).unwrap_or(u32::MAX);
     builder.http2().timer(TokioTimer::new()).max_header_list_size(header_list).keep_alive_interval(PING_INTERVAL);

@@ -15,7 +15,8 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
 use worker::engine::{
-    Engine, Error, Output, Readiness, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
+    Attempts, Engine, Error, Output, Readiness, Request, RequestAttributes, RequestGroup, Sampling, StopConditions,
+    Work,
 };
 
 /// No request takes longer, whatever fails: a minute in the admission queue, and three attempts and two moves of up to
@@ -112,6 +113,7 @@ fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain, outputs: Range
         has_estimated_tokens: false,
         has_stop_strings: false,
         trace: spans::Context::none(),
+        attempts: Attempts::default(),
     };
     let tokens = rng.within(outputs) as u32;
     Request {

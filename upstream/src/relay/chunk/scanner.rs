@@ -5,6 +5,7 @@
 //! {"meta_info":{"completion_tokens":7}}                                            SGLang's /generate
 //! [{"meta_info":{"completion_tokens":7}},{"meta_info":{"completion_tokens":9}}]    the same for a batch
 //! {"response":{"usage":{"output_tokens":7}}}                                       an event of Responses
+//! {"done":true,"prompt_eval_count":9,"eval_count":7}                               the last line of Ollama's
 //! ```
 //!
 //! **Only members at these places are read.** The same names elsewhere, such as in a part of the request that an answer
@@ -40,6 +41,8 @@ pub(in crate::relay) struct UsageScanner {
     /// Those of the answer that is being read.
     usage: Option<Usage>,
     meta_info: Option<Usage>,
+    /// Ollama's, which are members of the answer.
+    eval_counts: Usage,
     index: Option<u64>,
     response_id: Option<u64>,
     /// The answer says that it has no output of its own to count: it is still computed in the background, or has ended
@@ -118,6 +121,7 @@ impl UsageScanner {
             reading: WireUsage::default(),
             usage: None,
             meta_info: None,
+            eval_counts: Usage::default(),
             index: None,
             response_id: None,
             is_unfinished: false,
@@ -166,7 +170,8 @@ impl UsageScanner {
 
     /// What was found up to here, also in an answer that has not ended.
     pub(in crate::relay) fn so_far(&self) -> Found {
-        let usage = match (self.found.usage, self.usage.or(self.meta_info)) {
+        let latest = self.usage.or(self.meta_info).or(self.eval_counts());
+        let usage = match (self.found.usage, latest) {
             (Some(before), Some(latest)) => Some(before.plus_item(latest)),
             (before, latest) => before.or(latest),
         };
@@ -225,7 +230,12 @@ impl UsageScanner {
             Some(Level::Details) if name == b"cached_tokens" => {
                 self.reading.cached_tokens = number(value).or(self.reading.cached_tokens);
             }
-            Some(Level::Answer) if name == b"index" => self.index = number(value),
+            Some(Level::Answer) => match name {
+                b"index" => self.index = number(value),
+                b"prompt_eval_count" => self.eval_counts.prompt_tokens = number(value),
+                b"eval_count" => self.eval_counts.completion_tokens = number(value),
+                _ => {}
+            },
             _ => {}
         }
         length
@@ -238,6 +248,7 @@ impl UsageScanner {
             (None, b'[', _) => Level::Batch,
             (None | Some(Level::Batch), b'{', _) => {
                 (self.usage, self.meta_info, self.index) = (None, None, None);
+                self.eval_counts = Usage::default();
                 (self.response_id, self.is_unfinished) = (None, false);
                 Level::Answer
             }
@@ -277,13 +288,22 @@ impl UsageScanner {
     fn end_answer(&mut self) {
         let meta_info = self.meta_info.take().map(|usage| (usage, Some(self.index.take().unwrap_or_default())));
         let unfinished = self.is_unfinished.then(|| (Usage { completion_tokens: Some(0), ..Usage::default() }, None));
-        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info).or(unfinished);
+        let eval_counts = self.eval_counts().map(|usage| (usage, None));
+        self.eval_counts = Usage::default();
+        let reported = self.usage.take().map(|usage| (usage, None)).or(meta_info).or(eval_counts).or(unfinished);
         self.found.response_id = self.response_id;
         let Some((usage, item)) = reported else { return };
         (self.found.usage, self.found.item) = match self.found.usage.filter(|_| self.level() == Some(Level::Batch)) {
             Some(before) => (Some(before.plus_item(usage)), None),
             None => (Some(usage), item),
         };
+    }
+
+    /// Ollama's counts, if the answer has one. It leaves out a count of 0.
+    fn eval_counts(&self) -> Option<Usage> {
+        let Usage { prompt_tokens, completion_tokens, .. } = self.eval_counts;
+        let usage = Usage { completion_tokens: completion_tokens.or(Some(0)), ..self.eval_counts };
+        prompt_tokens.or(completion_tokens).map(|_| usage)
     }
 
     /// What the innermost open bracket is.

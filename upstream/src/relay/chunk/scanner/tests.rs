@@ -86,6 +86,20 @@ fn the_output_of_a_batch_is_that_of_all_items() {
 }
 
 #[test]
+fn the_counts_of_ollama_are_in_its_last_line() {
+    let line = r#"{"message":{"role":"assistant","content":"a","eval_count":99},"x":[{"eval_count":9}],"done":false}"#;
+    let last = r#"{"response":"","done":true,"context":[1],"prompt_eval_count":9,"eval_count":100,"eval_duration":5}"#;
+    let lines = format!("{line}\n{line}\n{last}\n");
+    for cut in 0..lines.len() {
+        let (before, after) = lines.as_bytes().split_at(cut);
+        assert_eq!(found([before, after]), tokens(Some(9), Some(100), None), "cut at {cut}");
+    }
+    assert_eq!(usage(line), None);
+    assert_eq!(usage(r#"{"embeddings":[[0.5]],"prompt_eval_count":8}"#), tokens(Some(8), Some(0), None));
+    assert_eq!(usage(r#"{"usage":{"prompt_tokens":8},"eval_count":9}"#), tokens(Some(8), None, None));
+}
+
+#[test]
 fn the_length_of_an_answer_does_not_matter() {
     let mut scanner = UsageScanner::of_answer();
     scanner.push(br#"{"data":[{"embedding":""#);
@@ -117,6 +131,7 @@ proptest! {
         pieces in proptest::collection::vec(proptest::sample::select(vec![
             "{", "}", "[", "]", ":", ",", "\"", "\\", " ", "7", "x", "\"usage\"", "\"meta_info\"", "\"response\"",
             "\"index\"", "\"completion_tokens\"", "\"prompt_tokens_details\"", "\"cached_tokens\"",
+            "\"eval_count\"",
         ]), 0..60),
         cut in any::<prop::sample::Index>(),
     ) {

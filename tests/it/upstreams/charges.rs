@@ -1,0 +1,65 @@
+//! What a request costs of the limit of its key, by how it ends.
+
+use super::{Gateway, server};
+use blockyard::config::{Config, Upstream};
+use frontend::{ApiKey, KeyEntry, KeyFile};
+use http::header::CONTENT_TYPE;
+use serde_json::json;
+use std::num::NonZero;
+use std::path::Path;
+use std::time::Duration;
+use upstream::relay::fake::Script;
+
+/// The prompt has about 500 tokens, so a key that is charged for one cannot send another.
+const TOKENS_PER_MINUTE: u32 = 800;
+
+#[tokio::test]
+async fn a_prompt_is_charged_once_the_server_may_have_computed_it() {
+    let error = json!({ "error": { "message": "scripted", "code": null } });
+    let usage = json!({ "prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2 });
+    let whole = Script::json(200, &json!({ "choices": [], "usage": usage }));
+    let rows = [
+        ("deadline", whole.clone().after(Duration::from_mins(1)), 504, 429),
+        ("fails", Script::json(500, &error), 500, 429),
+        ("refuses", Script::json(400, &error), 400, 200),
+        ("no server behind a proxy", Script::json(502, &error), 502, 200),
+    ];
+    // A request that gets 429 does not reach the server.
+    let scripts = rows.iter().flat_map(|(_, script, _, next)| {
+        [Some(script.clone()), (*next == 200).then(|| whole.clone())].into_iter().flatten()
+    });
+    let server = server(scripts.collect::<Vec<_>>()).await;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("keys.toml");
+    let keys = [0; 4].map(|_| ApiKey::generate().unwrap());
+    KeyFile::change(&file, |file| {
+        for (number, key) in keys.iter().enumerate() {
+            let tokens_per_minute = NonZero::new(TOKENS_PER_MINUTE);
+            file.keys.push(KeyEntry { tokens_per_minute, ..KeyEntry::new(format!("key-{number}"), key.hash()) });
+        }
+        Ok(())
+    })
+    .unwrap();
+    let mut config =
+        Config { upstreams: vec![Upstream::new(server.uri())], ..Config::with_cache(Path::new("/nonexistent")) };
+    config.frontend.api_keys_file = Some(file);
+    let gateway = Gateway::with(config).await;
+    let body =
+        json!({ "model": "org/m", "messages": [{ "role": "user", "content": "word ".repeat(400) }] }).to_string();
+    for ((name, _, first, next), key) in rows.iter().zip(&keys) {
+        let ask = async |deadline_ms: Option<u32>| {
+            let request = gateway.http.post(format!("{}/v1/chat/completions", gateway.url)).bearer_auth(key.reveal());
+            let mut request = request.header(CONTENT_TYPE, "application/json").body(body.clone());
+            if let Some(deadline_ms) = deadline_ms {
+                request = request.header("x-blockyard-deadline-ms", deadline_ms.to_string());
+            }
+            let answer = request.send().await.unwrap();
+            let status = answer.status().as_u16();
+            // The request is charged when its response has ended.
+            drop(answer.bytes().await.unwrap());
+            status
+        };
+        assert_eq!(ask((*name == "deadline").then_some(1000)).await, *first, "{name}");
+        assert_eq!(ask(None).await, *next, "{name}: the next request");
+    }
+}
