@@ -1,8 +1,12 @@
 //! Why a request was rejected or failed.
 
 use super::ErrorResponse;
+use spans::LogLimit;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Limits the log lines about the limit of open files: each request fails.
+static OUT_OF_FILES: LogLimit = LogLimit::new(1, Duration::from_secs(30));
 
 /// A request was rejected or failed. The frontend maps it to an HTTP status.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -42,10 +46,28 @@ pub enum Error {
     /// instead.
     #[error("unavailable: {0}")]
     Unavailable(String),
+    /// This process has reached its limit of open files and cannot connect to an engine.
+    #[error("no connection to another server can be opened: the limit of open files is reached")]
+    OutOfFiles,
     /// The engine failed.
     #[error("engine failed: {0}")]
     Failed(String),
     /// The server that the request was relayed to answered with an error status. The client gets the response as it is.
     #[error("the engine answered with status {}", .0.status)]
     Relayed(Arc<ErrorResponse>),
+}
+
+impl Error {
+    /// [`OutOfFiles`](Self::OutOfFiles), and a log line that says what to change.
+    pub fn out_of_files() -> Self {
+        if let Some(suppressed) = OUT_OF_FILES.admit() {
+            tracing::error!(
+                parent: None,
+                suppressed,
+                "requests get 503: no connection to another server can be opened, because the limit of open files is \
+                 reached; raise it (ulimit -n, LimitNOFILE= in systemd), or lower frontend.max_connections"
+            );
+        }
+        Self::OutOfFiles
+    }
 }
