@@ -318,7 +318,9 @@ impl Server {
             let name = rank.map_or_else(|| server.to_owned(), |rank| format!("{server} rank {}", rank.number));
             let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
             let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
-            Cache { rank, events: Arc::new(events) }
+            let events = Arc::new(events);
+            self.shared.watch_events(&events);
+            Cache { rank, events }
         };
         let mut caches = Vec::new();
         for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
