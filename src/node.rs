@@ -39,7 +39,7 @@ mod workers;
 
 pub(crate) use self::tokenizers::load as load_tokenizers;
 pub use cache_audit::{CacheAudit, TierAudit};
-pub(crate) use http_server::{PortError, bind, listen};
+pub(crate) use http_server::{PortError, bind, connections_within, files_for, listen};
 pub(crate) use preflight::{NativeSizes, native_sizes};
 pub use preflight::{Refused, preflight, restart_preflight};
 pub use refused_requests::RefusedRequests;

@@ -23,6 +23,9 @@ use spans::{Sampling, Tracer};
 use upstream::Authorities;
 use upstream::relay::client::{Client, Settings};
 
+/// Maximum size of `tracing.headers_file`.
+const MAX_HEADERS_BYTES: u64 = 64 << 10;
+
 /// The tracer of a process, and its exporter if there is a collector.
 pub fn start(
     config: &Config,
@@ -94,7 +97,7 @@ fn headers(config: &Config) -> anyhow::Result<HeaderMap> {
         match (&config.tracing.headers_file, &config.tracing.variables.headers) {
             (Some(path), _) => {
                 let key = || format!("tracing.headers_file = \"{}\"", path.display());
-                let text = std::fs::read_to_string(path).with_context(key)?;
+                let text = transport::read_text(path, MAX_HEADERS_BYTES).with_context(key)?;
                 let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
                 let pair = |line: &str| line.split_once(':').map(|(name, value)| (name.into(), value.trim().into()));
                 let pairs: Option<_> = lines.map(pair).collect();

@@ -51,8 +51,9 @@ pub struct Settings {
     /// tenants. Default 200: a thousand or two of series, and more than a dashboard shows.
     pub tenant_metrics: usize,
     /// Maximum number of open connections. Default 4096: more clients than one node serves, at about 20 KiB each. At
-    /// most half of the limit of open files. At the maximum the connection that is idle for longest is closed; when
-    /// none is idle, a few more are accepted for health checks and metrics only.
+    /// most three eighths of the limit of open files beyond 80, since each request has a connection to a server too. At
+    /// the maximum the connection that is idle for longest is closed; when none is idle, a few more are accepted for
+    /// health checks and metrics only.
     pub max_connections: usize,
     /// Time within which the headers of a request must arrive. Default 10 s: they are one packet or a few.
     pub header_timeout: HumanDuration,

@@ -7,6 +7,7 @@ use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// Device and inode of a file or folder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,12 +29,39 @@ impl From<&Metadata> for FileId {
     }
 }
 
-/// A folder that was opened. It is known by its inode alone: a network filesystem that is mounted again may have
-/// another device number, and the folder below a mount has another inode than the root of what is mounted there.
+/// A folder that was opened.
+///
+/// It is known by its device and inode, and by when it was created where the filesystem says so. A network filesystem
+/// that is mounted again may have another device number, and the roots of most filesystems have the same inode number.
+/// So on another device, the folders in it must be the same, too.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenedFolder {
     path: PathBuf,
+    device: u64,
+    root: Identity,
+    /// Folders in it, by name.
+    below: Vec<(&'static str, Identity)>,
+}
+
+/// What a folder is known by within its filesystem.
+#[derive(Clone, Copy, Debug)]
+struct Identity {
     inode: u64,
+    /// `None` if the filesystem does not say.
+    created: Option<SystemTime>,
+}
+
+impl Identity {
+    fn is(self, other: Self) -> bool {
+        let created = self.created.zip(other.created);
+        self.inode == other.inode && created.is_none_or(|(one, other)| one == other)
+    }
+}
+
+impl From<&Metadata> for Identity {
+    fn from(metadata: &Metadata) -> Self {
+        Self { inode: metadata.ino(), created: metadata.created().ok() }
+    }
 }
 
 /// A folder is no longer in its place.
@@ -57,21 +85,47 @@ pub(crate) enum FolderLost {
 }
 
 impl OpenedFolder {
-    /// Remembers the inode of a folder.
-    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+    /// Remembers a folder, and folders that are in it as long as it is used.
+    pub(crate) fn open(path: &Path, below: &[&'static str]) -> io::Result<Self> {
         let path = path.canonicalize()?;
-        Ok(Self { inode: FileId::at(&path)?.inode, path })
+        let root = fs::metadata(&path)?;
+        let identity = |name: &&'static str| {
+            let found = fs::metadata(path.join(name));
+            found.map(|found| (*name, Identity::from(&found)))
+        };
+        let below = below.iter().map(identity).collect::<io::Result<Vec<_>>>()?;
+        Ok(Self { device: root.dev(), root: Identity::from(&root), below, path })
     }
 
     /// Fails if the folder is no longer in its place. Blocks as long as the filesystem does not answer.
     pub(crate) fn check(&self) -> Result<(), FolderLost> {
         let path = || self.path.display().to_string();
-        match FileId::at(&self.path) {
-            Ok(found) if found.inode == self.inode => Ok(()),
-            Ok(_) => Err(FolderLost::Replaced(path())),
+        match fs::metadata(&self.path).and_then(|found| self.is(&found)) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(FolderLost::Replaced(path())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Err(FolderLost::Gone(path())),
             Err(error) => Err(FolderLost::Unknown(path(), error)),
         }
+    }
+
+    /// Whether this is what was opened.
+    fn is(&self, found: &Metadata) -> io::Result<bool> {
+        if !self.root.is(Identity::from(found)) {
+            return Ok(false);
+        }
+        // The folders in it may be removed and created again while the filesystem is mounted.
+        if found.dev() == self.device {
+            return Ok(true);
+        }
+        for (name, identity) in &self.below {
+            match fs::metadata(self.path.join(name)) {
+                Ok(found) if identity.is(Identity::from(&found)) => {}
+                Ok(_) => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(!self.below.is_empty())
     }
 }
 
@@ -84,7 +138,7 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let (at, aside) = (parent.path().join("kv"), parent.path().join("aside"));
         fs::create_dir(&at).unwrap();
-        let folder = OpenedFolder::open(&at).unwrap();
+        let folder = OpenedFolder::open(&at, &[]).unwrap();
         assert!(folder.check().is_ok());
         fs::rename(&at, &aside).unwrap();
         assert!(matches!(folder.check(), Err(FolderLost::Gone(_))));
@@ -93,5 +147,23 @@ mod tests {
         fs::remove_dir(&at).unwrap();
         fs::rename(&aside, &at).unwrap();
         assert!(folder.check().is_ok());
+    }
+    #[test]
+    fn a_folder_on_another_device_is_the_same_if_what_is_in_it_is() {
+        let at = tempfile::tempdir().unwrap();
+        let blocks = at.path().join("blocks");
+        fs::create_dir(&blocks).unwrap();
+        let mut folder = OpenedFolder::open(at.path(), &["blocks"]).unwrap();
+        // As after another filesystem was mounted whose root has the same inode number, or the same one again.
+        folder.device += 1;
+        assert!(folder.check().is_ok(), "a network filesystem that was mounted again");
+        fs::rename(&blocks, at.path().join("aside")).unwrap();
+        assert!(matches!(folder.check(), Err(FolderLost::Replaced(_))), "an empty filesystem");
+        fs::create_dir(&blocks).unwrap();
+        assert!(matches!(folder.check(), Err(FolderLost::Replaced(_))), "another store");
+        folder.device -= 1;
+        assert!(folder.check().is_ok(), "the folders in it may be created again");
+        folder.root.created = folder.root.created.map(|created| created - std::time::Duration::from_secs(1));
+        assert_eq!(folder.check().is_ok(), folder.root.created.is_none(), "another root with the same numbers");
     }
 }

@@ -41,7 +41,7 @@ mod tracer;
 pub use context::{CallerContext, Context};
 pub use headers::{extract, inject};
 pub use id::{SpanId, TraceId};
-pub use log_limit::LogLimit;
+pub use log_limit::{FaultLog, LogLimit};
 pub use span::{EndedSpan, Event, Kind, Span, Value};
 pub use tracer::{Sampling, SpanQueue, Tracer};
 

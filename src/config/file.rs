@@ -5,6 +5,10 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
+use transport::read_text;
+
+/// Maximum size of a file: tables of tens of thousands of upstreams.
+pub(super) const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// A parsed file.
 pub(super) struct File {
@@ -17,7 +21,8 @@ pub(super) struct File {
 impl File {
     /// Reads a file. Reports all syntax errors, not only the first.
     pub(super) fn read(path: &Path) -> Result<Self, Vec<Error>> {
-        let text = std::fs::read_to_string(path).map_err(|error| vec![Error::File { path: path.into(), error }])?;
+        // A pipe in its place would stop all later reloads, and a device would fill the memory.
+        let text = read_text(path, MAX_FILE_BYTES).map_err(|error| vec![Error::File { path: path.into(), error }])?;
         let syntax = |error: &toml::de::Error| Error::Syntax {
             path: path.into(),
             line: line_at(&text, error.span().map_or(0, |span| span.start)),

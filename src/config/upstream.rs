@@ -10,7 +10,11 @@ use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::net::IpAddr;
 use std::num::NonZero;
 use std::path::PathBuf;
-use std::{fmt, fs, io};
+use std::{fmt, io};
+use transport::read_text;
+
+/// Maximum size of a file with an API key.
+const MAX_KEY_BYTES: u64 = 64 << 10;
 
 impl Upstream {
     /// A server without further settings.
@@ -53,7 +57,7 @@ impl Upstream {
 
     /// The API key for the server.
     pub fn api_key(&self) -> io::Result<Option<String>> {
-        self.api_key_file.as_ref().map(|path| Ok(fs::read_to_string(path)?.trim().to_owned())).transpose()
+        self.api_key_file.as_ref().map(|path| Ok(read_text(path, MAX_KEY_BYTES)?.trim().to_owned())).transpose()
     }
 
     /// The authorities that may sign the server's certificate.

@@ -83,7 +83,9 @@ impl Health {
         let nats = self.nats.get().and_then(Weak::upgrade);
         let nats = nats.iter().flat_map(|nats| nats.problem().into_iter().chain(nats.lease_problems()));
         let upstreams = self.upstreams.get().and_then(Weak::upgrade);
-        let upstreams = upstreams.iter().flat_map(|upstreams| upstreams.problems());
+        let of_upstreams =
+            |upstreams: &Arc<Upstreams>| upstreams.problems().into_iter().chain(upstreams.event_problems());
+        let upstreams = upstreams.iter().flat_map(of_upstreams);
         nats.chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
     }
 }

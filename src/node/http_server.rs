@@ -77,9 +77,31 @@ pub(super) fn server(
     Ok((Server::new(&settings, registry)?, settings))
 }
 
-/// The limit of connections: at most half of the limit of open `files`, since tiers and object stores need files too.
+/// Open files that are kept for what does not grow with the connections of clients: libraries, logs, tiers, the sockets
+/// of KV events and health checks, and the connections for `/live` and `/ready` beyond the limit.
+const FILES_KEPT: u64 = 80;
+/// Connections of clients in a share of the other files.
+const CONNECTIONS_PER_SHARE: u64 = 3;
+/// Files in a share: for each connection of a client one, and one for the connection to the server that computes the
+/// response. The other two are for connections to servers that wait for the next request.
+const FILES_PER_SHARE: u64 = 8;
+
+/// The most connections of clients with which a process has a connection to a server for each, within this limit of
+/// open files.
+pub(crate) fn connections_within(files: u64) -> usize {
+    let fit = files.saturating_sub(FILES_KEPT) / FILES_PER_SHARE * CONNECTIONS_PER_SHARE;
+    usize::try_from(fit).unwrap_or(usize::MAX).max(1)
+}
+
+/// The limit of open files that this number of connections of clients needs.
+pub(crate) fn files_for(connections: usize) -> u64 {
+    let shares = u64::try_from(connections).unwrap_or(u64::MAX).div_ceil(CONNECTIONS_PER_SHARE);
+    shares.saturating_mul(FILES_PER_SHARE).saturating_add(FILES_KEPT)
+}
+
+/// The limit of connections of clients: at most what the limit of open `files` allows.
 fn max_connections(wanted: usize, files: Option<u64>) -> usize {
-    let fit = files.map_or(usize::MAX, |files| usize::try_from(files / 2).unwrap_or(usize::MAX).max(1));
+    let fit = files.map_or(usize::MAX, connections_within);
     if fit < wanted {
         tracing::warn!(
             max_connections = fit,
@@ -87,7 +109,7 @@ fn max_connections(wanted: usize, files: Option<u64>) -> usize {
             open_files = files,
             "the limit of open files allows fewer connections than configured; raise it (ulimit -n {}, LimitNOFILE= in \
              systemd), or set frontend.max_connections",
-            wanted.saturating_mul(2)
+            files_for(wanted)
         );
     }
     fit.min(wanted)
@@ -127,4 +149,23 @@ pub(crate) async fn bind(at: &Listen, flag: &str) -> Result<TcpListener, PortErr
             PortError { problem, advice: format!("choose another address: {flag}ADDR:PORT") }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_connection_of_a_client_leaves_a_file_for_one_to_a_server() {
+        for files in [1, 81, 88, 256, 512, 1024, 4096, 65_536] {
+            let connections = max_connections(usize::MAX, Some(files));
+            assert!(connections >= 1);
+            let used = 2 * connections as u64 + FILES_KEPT;
+            assert!(connections == 1 || used <= files, "{files}: {connections}");
+        }
+        assert_eq!(max_connections(4096, Some(256)), 66);
+        assert_eq!(max_connections(4096, None), 4096);
+        assert_eq!(files_for(4096), 11_008);
+        assert_eq!(max_connections(4096, Some(files_for(4096))), 4096, "the advice is enough");
+    }
 }

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::future::Future;
 use std::net::IpAddr;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
@@ -33,7 +33,7 @@ use tokio_util::task::TaskTracker;
 use upstream::relay::client::Client;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{Lookup, NamedServers};
-use upstream::{Authorities, Metrics, Salts};
+use upstream::{Authorities, CacheEvents, Metrics, Salts};
 use worker::serve::Planes;
 
 /// Time for one resolution. The operating system asks each name server for 5 s.
@@ -59,6 +59,8 @@ struct Shared {
     known: watch::Sender<BTreeMap<ServerKey, Vec<String>>>,
     /// Why servers are not registered, for `/ready`.
     problems: Mutex<BTreeMap<ServerKey, String>>,
+    /// The caches whose KV events are followed, for `/ready`.
+    caches: Mutex<Vec<Weak<CacheEvents>>>,
     tasks: TaskTracker,
     abort: CancellationToken,
 }
@@ -130,9 +132,19 @@ impl Upstreams {
         let abort = CancellationToken::new();
         let (known, salts, tasks) = (watch::Sender::default(), Arc::default(), TaskTracker::new());
         let abort_all = abort.clone();
-        let problems = Mutex::default();
-        let shared =
-            Shared { planes, salts, lookup, tokenizers, metrics, intervals, known, problems, tasks, abort: abort_all };
+        let shared = Shared {
+            planes,
+            salts,
+            lookup,
+            tokenizers,
+            metrics,
+            intervals,
+            known,
+            problems: Mutex::default(),
+            caches: Mutex::default(),
+            tasks,
+            abort: abort_all,
+        };
         Self {
             shared: Arc::new(shared),
             aliases: Arc::default(),
@@ -216,6 +228,12 @@ impl Upstreams {
         self.shared.problems.lock().values().cloned().collect()
     }
 
+    /// The servers whose KV events cannot be decoded, with the reason.
+    pub(super) fn event_problems(&self) -> Vec<String> {
+        let caches: Vec<Arc<CacheEvents>> = self.shared.caches.lock().iter().filter_map(Weak::upgrade).collect();
+        caches.iter().filter_map(|cache| cache.problem()).collect()
+    }
+
     /// Deregisters all servers. Streams that were started go on.
     pub(super) async fn stop(&self) {
         self.shared.abort.cancel();
@@ -232,6 +250,13 @@ impl Default for Intervals {
 }
 
 impl Shared {
+    /// Watches a cache whose KV events are followed, for as long as they are.
+    fn watch_events(&self, cache: &Arc<CacheEvents>) {
+        let mut caches = self.caches.lock();
+        caches.retain(|cache| cache.strong_count() > 0);
+        caches.push(Arc::downgrade(cache));
+    }
+
     /// Runs a task until the end of the program.
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let abort = self.abort.clone();

@@ -149,6 +149,7 @@ async fn what_a_restart_would_refuse_is_rejected() {
         assert_eq!(report.outcome, Outcome::Rejected, "{text}");
         let error = report.error.unwrap();
         assert!(error.starts_with("a restart would refuse it: ") && error.contains(named), "{text}: {error}");
+        assert!(error.matches("blockyard key add").count() <= 1, "the advice once: {error}");
         assert_eq!(harness.runs("router.policy"), "round-robin", "{text}");
     }
 }

@@ -39,5 +39,5 @@ pub use expiry::CertificateExpiry;
 pub use files::{Identity, NamedFile, TlsError};
 pub use reloadable::CertificateMetrics;
 pub use server::{AcceptError, ServerFiles, ServerTls};
-pub use socket::{Socket, has_certificate, is_buffered, tcp};
+pub use socket::{Socket, has_certificate, is_buffered, is_out_of_files, tcp};
 pub use watch::{WatchedFiles, read_text};

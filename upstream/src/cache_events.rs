@@ -17,12 +17,13 @@
 //!   estimates the cache.
 //! - **Blocks of unknown adapters and salts are ignored**, and counted with all other ignored blocks.
 
-use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, run};
+use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source, View, WireError, run};
 use crate::metrics::Metrics;
 use crate::salts::Salts;
 use kvbm::{BlockEvent, ChainKey, Domain, EventLog, Level, SequenceHash};
 use parking_lot::{Mutex, RwLock};
-use std::collections::HashMap;
+use spans::LogLimit;
+use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -54,6 +55,8 @@ pub struct CacheEvents {
     metrics: Metrics,
     /// The ranks that have a block, one bit for each.
     held: Mutex<HashMap<(Level, ModelHash), u64>>,
+    /// The ranks whose batches cannot be decoded, with the reason.
+    undecodable: Mutex<BTreeMap<usize, String>>,
 }
 
 /// The hash of a block, and which of the server's models it is of.
@@ -70,11 +73,21 @@ const MAX_RANKS: usize = u64::BITS as usize;
 const MAX_BLOCKS: usize = 1 << 20;
 /// Ignored blocks are logged at most this often.
 const REPORT_INTERVAL: Duration = Duration::from_mins(1);
+/// Batches in a row that cannot be decoded until this counts as a state of the publisher.
+const UNDECODABLE_BATCHES: u32 = 3;
 
 impl CacheEvents {
     /// The cache of a server whose models have cards with this block size. It has no model yet.
     pub fn new(server: String, salts: Arc<Salts>, block_size: u32, restarted: Arc<Notify>, metrics: Metrics) -> Self {
-        Self { server, models: RwLock::default(), salts, block_size, restarted, metrics, held: Mutex::default() }
+        let (models, held, undecodable) = (RwLock::default(), Mutex::default(), Mutex::default());
+        Self { server, models, salts, block_size, restarted, metrics, held, undecodable }
+    }
+
+    /// Why the KV events of the server say nothing of its cache; `None` while batches are decoded, or none arrives.
+    pub fn problem(&self) -> Option<String> {
+        let undecodable = self.undecodable.lock();
+        let error = undecodable.values().next()?;
+        Some(format!("upstream {}: its KV events cannot be decoded, so its cache is not known: {error}", self.server))
     }
 
     /// Adds a model, or replaces the log of an adapter that was loaded again. Blocks that it had before stay in the
@@ -212,6 +225,12 @@ struct Rank {
     warned: bool,
     /// Whether the first attempt to connect has ended.
     tried: bool,
+    /// Batches since the last one that was decoded.
+    undecodable: u32,
+    /// Limits the log lines about them.
+    undecodable_lines: LogLimit,
+    /// Limits the log lines about lost events.
+    stale_lines: LogLimit,
 }
 
 impl Rank {
@@ -226,6 +245,16 @@ impl Rank {
             log_due: None,
             warned: false,
             tried: false,
+            undecodable: 0,
+            undecodable_lines: LogLimit::default(),
+            stale_lines: LogLimit::default(),
+        }
+    }
+
+    /// A batch was decoded, or the engine is another one.
+    fn decodes(&mut self) {
+        if std::mem::take(&mut self.undecodable) >= UNDECODABLE_BATCHES {
+            self.cache.undecodable.lock().remove(&self.number);
         }
     }
 
@@ -272,17 +301,37 @@ impl Sink for Rank {
         tracing::info!(%upstream, rank, "the engine ended or restarted; its cache is empty");
         self.view.restart(&mut self.changes);
         self.warned = false;
+        self.decodes();
         self.cache.restarted.notify_one();
         self.cache.announce(self.number, &mut self.changes);
     }
 
     fn stale(&mut self) {
-        tracing::warn!(upstream = %self.cache.server, rank = self.number, "kv events were lost; the cache is unknown");
+        if let Some(suppressed) = self.stale_lines.admit() {
+            let (upstream, rank) = (&self.cache.server, self.number);
+            tracing::warn!(%upstream, rank, suppressed, "kv events were lost; the cache is unknown");
+        }
         self.view.clear(&mut self.changes);
         self.cache.announce(self.number, &mut self.changes);
     }
 
+    fn undecodable(&mut self, error: &WireError) {
+        self.cache.metrics.undecodable_batch();
+        self.undecodable = self.undecodable.saturating_add(1);
+        if self.undecodable >= UNDECODABLE_BATCHES {
+            self.cache.undecodable.lock().insert(self.number, error.to_string());
+        }
+        if let Some(suppressed) = self.undecodable_lines.admit() {
+            tracing::warn!(
+                upstream = %self.cache.server, rank = self.number, %error, suppressed,
+                "a batch of kv events cannot be decoded; check that kv_events in [[upstreams]] is the address of the \
+                 publisher of this server, and that its version is supported"
+            );
+        }
+    }
+
     fn batch(&mut self, batch: Batch) {
+        self.decodes();
         batch.events.iter().for_each(|event| self.view.apply(event, &mut self.changes));
         self.cache.announce(self.number, &mut self.changes);
         self.report();

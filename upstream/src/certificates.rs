@@ -7,7 +7,8 @@ use hyper_rustls::ConfigBuilderExt;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
@@ -20,13 +21,21 @@ use tokio_rustls::TlsConnector;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Authorities(Vec<CertificateDer<'static>>);
 
+/// Maximum bytes that are read of a file. The authorities of an operating system have 300 KB.
+const MAX_FILE_BYTES: u64 = 16 << 20;
 /// Time for TCP and TLS. Requests have 2 s; a check may take longer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Authorities {
     /// Reads a file in PEM format with one certificate or several.
     pub fn read(path: &Path) -> io::Result<Self> {
-        let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&std::fs::read(path)?).collect();
+        // Opening a pipe would wait for its writer.
+        if !fs::metadata(path)?.is_file() {
+            return Err(io::Error::other("expected a regular file"));
+        }
+        let mut text = Vec::new();
+        File::open(path)?.take(MAX_FILE_BYTES).read_to_end(&mut text)?;
+        let parsed: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
         let certificates = parsed.map_err(|error| io::Error::other(format!("not in PEM format: {error}")))?;
         if certificates.is_empty() {
             return Err(io::Error::other("no certificate in PEM format (BEGIN CERTIFICATE)"));

@@ -162,7 +162,11 @@ impl UpstreamEngine {
         let changed = match &error {
             RelayError::Unreachable(_) => true,
             RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
-            RelayError::Full(_) | RelayError::Http2Only | RelayError::BrokenOff(_) | RelayError::Unfinished => false,
+            RelayError::OutOfFiles
+            | RelayError::Full(_)
+            | RelayError::Http2Only
+            | RelayError::BrokenOff(_)
+            | RelayError::Unfinished => false,
         };
         if changed {
             self.settings.may_have_changed.notify_one();
@@ -442,6 +446,7 @@ fn relay_report(report: Report) -> RelayReport {
 fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
+        RelayError::OutOfFiles => Error::out_of_files(),
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),

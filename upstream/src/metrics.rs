@@ -1,13 +1,14 @@
 //! The metrics of the servers behind this gateway.
 
 use crate::kv_events::Ignored;
-use prometheus::{IntCounterVec, Opts, Registry};
+use prometheus::{IntCounter, IntCounterVec, Opts, Registry};
 
 /// The metrics. Clones share them.
 #[derive(Clone)]
 pub struct Metrics {
     ignored_blocks: IntCounterVec,
     hedged_probes: IntCounterVec,
+    undecodable_batches: IntCounter,
 }
 
 /// Which of two health checks had a good answer first.
@@ -28,10 +29,13 @@ impl Metrics {
                     which of the two had a good answer.";
         let hedged_probes =
             IntCounterVec::new(Opts::new("blockyard_upstream_hedged_probes_total", help), &["answered"])?;
+        let help = "Batches of KV events of upstreams that cannot be decoded.";
+        let undecodable_batches = IntCounter::new("blockyard_upstream_kv_undecodable_batches_total", help)?;
+        registry.register(Box::new(undecodable_batches.clone()))?;
         for counter in [&ignored_blocks, &hedged_probes] {
             registry.register(Box::new(counter.clone()))?;
         }
-        Ok(Self { ignored_blocks, hedged_probes })
+        Ok(Self { ignored_blocks, hedged_probes, undecodable_batches })
     }
 
     /// Counts a second health check.
@@ -42,6 +46,11 @@ impl Metrics {
             Answered::Neither => "neither",
         };
         self.hedged_probes.with_label_values(&[label]).inc();
+    }
+
+    /// Counts a batch of KV events that cannot be decoded.
+    pub(crate) fn undecodable_batch(&self) {
+        self.undecodable_batches.inc();
     }
 
     /// Counts what was ignored since `before`.

@@ -63,11 +63,11 @@ use std::time::Duration;
 ///   no room for, and gives way while requests wait. Dropping the future MUST stop the copy.
 /// - The kind of an error decides whether the engine is tried again, so it MUST be exact. [`Error::UnknownModel`],
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
-///   the request and say nothing about the engine. [`Error::Overloaded`] is back-pressure: the caller waits, and the
-///   engine does not count as faulty. [`Error::Unavailable`] and [`Error::Failed`] are faults. An
-///   [`Error::Relayed`] says its kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one
-///   second; other statuses below 500 are caused by the request. `Unavailable` is a server that cannot be
-///   reached.
+///   the request and say nothing about the engine, and [`Error::OutOfFiles`] is caused by this process.
+///   [`Error::Overloaded`] is back-pressure: the caller waits, and the engine does not count as faulty.
+///   [`Error::Unavailable`] and [`Error::Failed`] are faults. An [`Error::Relayed`] says its kind: 429 and 503 are
+///   back-pressure, with the time of `Retry-After` or else one second; other statuses below 500 are caused by the
+///   request. `Unavailable` is a server that cannot be reached.
 /// - An engine that sends requests to other engines MUST count them in [`RequestAttributes::attempts`].
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.

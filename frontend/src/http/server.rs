@@ -358,12 +358,12 @@ fn is_of_one_client(error: &io::Error) -> bool {
 
 /// The `error` label of a failed `accept`.
 fn reason(error: &io::Error) -> &'static str {
-    /// `EMFILE` and `ENFILE`, the same numbers on every Unix.
-    const NO_DESCRIPTORS: [i32; 2] = [24, 23];
-    match error.raw_os_error() {
-        Some(code) if NO_DESCRIPTORS.contains(&code) => "file_descriptors",
-        _ if is_of_one_client(error) => "connection",
-        _ => "other",
+    if transport::is_out_of_files(error) {
+        "file_descriptors"
+    } else if is_of_one_client(error) {
+        "connection"
+    } else {
+        "other"
     }
 }
 

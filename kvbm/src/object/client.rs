@@ -11,6 +11,7 @@
 //! polling every second; its first successful poll closes the circuit.
 
 pub(super) mod health;
+mod listing;
 mod requests;
 pub(super) mod retry;
 pub(super) mod unreadable;

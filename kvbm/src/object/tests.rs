@@ -30,6 +30,7 @@ mod capacity;
 mod compaction;
 mod corruption;
 mod flaky;
+mod foreign_files;
 mod garbage_collection;
 mod gc_schedule;
 mod outage;

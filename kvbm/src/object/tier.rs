@@ -166,7 +166,7 @@ impl ObjectTier {
         let store = LocalFileSystem::new_with_prefix(folder)?;
         let writer = InstanceId::new();
         let client = Client::new(Arc::new(store), settings.request_timeout, writer.seed());
-        let client = client.in_folder(OpenedFolder::open(folder)?);
+        let client = client.listed_in(folder).in_folder(OpenedFolder::open(folder, &FOLDERS)?);
         Ok(Self::open_client(client, writer, "", settings, events, keys))
     }
 

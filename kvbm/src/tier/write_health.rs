@@ -4,6 +4,7 @@
 //! that no write of a health check takes space or bandwidth.
 
 use parking_lot::Mutex;
+use spans::FaultLog;
 
 /// The outcome of the last write.
 #[derive(Debug, Default)]
@@ -14,6 +15,8 @@ struct State {
     failure: Option<String>,
     /// Number of outages that are over. A write that began before the end of one says nothing about the time after it.
     outages: u64,
+    /// Limits the log lines: a tier that is nearly full refuses some batches and takes others.
+    lines: FaultLog,
 }
 
 /// A write that has begun.
@@ -23,13 +26,13 @@ pub(crate) struct Attempt {
     outages: u64,
 }
 
-/// Whether the outcome of a write differs from that of the write before it.
+/// Whether the outcome of a write is worth a line in the log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(crate) enum Change {
-    /// It is the first of its kind, so it is worth a line in the log.
+    /// It is the first of its kind: the first failure, or the first success after a failure that was logged.
     Changed,
-    /// The write before had the same outcome, or the outcome does not count.
+    /// The write before had the same outcome, the outcome does not count, or there were enough lines.
     Same,
 }
 
@@ -45,24 +48,24 @@ impl WriteHealth {
         if attempt.outages < state.outages {
             return Change::Same;
         }
-        match state.failure.replace(error.into()) {
-            None => Change::Changed,
-            Some(_) => Change::Same,
-        }
+        state.failure = Some(error.into());
+        if state.lines.failed().is_some() { Change::Changed } else { Change::Same }
     }
 
     /// A write succeeded.
     pub(crate) fn succeeded(&self) -> Change {
-        match self.0.lock().failure.take() {
-            Some(_) => Change::Changed,
-            None => Change::Same,
-        }
+        let mut state = self.0.lock();
+        state.failure = None;
+        if state.lines.ended() { Change::Changed } else { Change::Same }
     }
 
     /// An outage of the whole tier is over. The writes that failed in it do not count any more.
     pub(crate) fn outage_ended(&self) {
         let mut state = self.0.lock();
-        *state = State { failure: None, outages: state.outages + 1 };
+        state.failure = None;
+        state.outages += 1;
+        // The end of the outage is logged, and not that of the failed writes.
+        state.lines.ended();
     }
 
     /// The error of the last write, if it failed.
@@ -93,5 +96,14 @@ mod tests {
         health.outage_ended();
         assert_eq!((health.failure(), health.failed(second, "down")), (None, Change::Same));
         assert_eq!((health.failure(), health.failed(health.begin(), "denied")), (None, Change::Changed));
+    }
+    #[test]
+    fn writes_that_fail_and_succeed_in_turn_are_logged_a_few_times() {
+        let health = WriteHealth::default();
+        let turns = (0..100).map(|_| [health.failed(health.begin(), "full"), health.succeeded()]);
+        let logged: Vec<_> = turns.map(|turn| turn == [Change::Changed; 2]).collect();
+        assert!(logged[0] && logged.iter().filter(|logged| **logged).count() < 10, "{logged:?}");
+        let _ = health.failed(health.begin(), "full");
+        assert_eq!(health.failure().as_deref(), Some("full"), "whether it is logged or not");
     }
 }

@@ -200,10 +200,12 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
         .collect();
     // One line for all workers of a server.
     for transition in [Transition::Opened, Transition::Closed] {
-        let mut of_kind = changed.iter().filter(|(_, other)| *other == transition).map(|(worker, _)| *worker);
-        if let Some(first) = of_kind.next() {
-            let (workers, error) = (1 + of_kind.count(), error.as_deref().unwrap_or_default());
-            transition.log(first.id(), &*first.engine, workers, Cause::HealthCheck, &error);
+        let of_kind = changed.iter().filter(|(_, other)| *other == transition).map(|(worker, _)| *worker);
+        let of_kind: Vec<&Arc<Worker>> = of_kind.collect();
+        if let Some(first) = of_kind.first() {
+            let faults: Vec<_> = of_kind.iter().map(|worker| worker.faults()).collect();
+            let error = error.as_deref().unwrap_or_default();
+            transition.log(first.id(), &*first.engine, &faults, Cause::HealthCheck, &error);
         }
     }
     admission.notify();

@@ -81,7 +81,8 @@ pub(crate) enum Check {
 pub(crate) enum HealthSignal {
     /// The worker works.
     Healthy,
-    /// Nothing: the request was wrong, and another worker would return the same error.
+    /// Nothing: the request was wrong, or this process can open no connection, and another worker would return the same
+    /// error.
     Neutral,
     /// The worker asks for no requests for this long.
     Busy(Duration),
@@ -129,7 +130,8 @@ impl HealthSignal {
             | Error::PromptTooLong { .. }
             | Error::Invalid { .. }
             | Error::DeadlineExceeded
-            | Error::Unread(_) => Self::Neutral,
+            | Error::Unread(_)
+            | Error::OutOfFiles => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::Failed(_) => Self::Fault,
             Error::Relayed(response) => match response.kind {

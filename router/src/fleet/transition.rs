@@ -1,8 +1,9 @@
-//! Log lines of workers that begin to fail, and of those that work again: one for each change of a circuit breaker.
+//! Log lines of workers that begin to fail, and of those that work again, when a circuit breaker changes. A worker
+//! whose breaker changes again and again has a few of them in a minute.
 //!
 //! Not here: each failed request, which is logged where it is retried.
 
-use spans::LogLimit;
+use spans::{FaultLog, LogLimit};
 use std::fmt::Display;
 use std::time::Duration;
 use worker::engine::Engine;
@@ -31,14 +32,26 @@ static OPENED: LogLimit = LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_sec
 static CLOSED: LogLimit = LogLimit::new(MAX_LINES_PER_SECOND, Duration::from_secs(1));
 
 impl Transition {
-    /// Logs the change, without the span of a request: it is of the worker. `workers`: how many the line is about,
-    /// which are models or ranks of one server.
-    pub(crate) fn log(self, worker: WorkerId, engine: &dyn Engine, workers: usize, cause: Cause, error: &dyn Display) {
-        let limit = match self {
-            Self::Opened => &OPENED,
-            Self::Closed => &CLOSED,
+    /// Logs the change, without the span of a request: it is of the worker. `workers`: the limits of those that the
+    /// line is about, which are models or ranks of one server.
+    pub(crate) fn log(
+        self,
+        worker: WorkerId,
+        engine: &dyn Engine,
+        workers: &[&FaultLog],
+        cause: Cause,
+        error: &dyn Display,
+    ) {
+        // Each is asked: it remembers whether it is logged.
+        let (limit, logged) = match self {
+            Self::Opened => (&OPENED, workers.iter().filter(|worker| worker.failed().is_some()).count()),
+            Self::Closed => (&CLOSED, workers.iter().filter(|worker| worker.ended()).count()),
         };
+        if logged == 0 {
+            return;
+        }
         let Some(suppressed) = limit.admit() else { return };
+        let workers = workers.len();
         let address = engine.address();
         let address = address.as_deref();
         match (self, cause) {

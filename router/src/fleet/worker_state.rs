@@ -11,6 +11,7 @@ use crate::index::HolderId;
 use crate::load::{LoadStats, Timestamp, WorkerLoad};
 use kvbm::Epoch;
 use parking_lot::Mutex;
+use spans::FaultLog;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,6 +51,8 @@ pub(crate) struct Worker {
     /// Cancelled when its lease ends.
     pub(crate) lease_ended: CancellationToken,
     health: Mutex<Health>,
+    /// Limits the log lines about it.
+    faults: Arc<FaultLog>,
     /// Time of its last output, in nanoseconds since `first_seen`.
     last_output: AtomicU64,
     /// Time until which it is checked although it has requests, in the same unit.
@@ -89,6 +92,7 @@ impl Worker {
             load,
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
             health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
+            faults: previous.map(|worker| worker.faults.clone()).unwrap_or_default(),
             last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
             checked_until: AtomicU64::new(previous.map_or(0, |worker| worker.checked_until.load(Ordering::Relaxed))),
             max_num_seqs: AtomicU64::new(previous.map_or(0, Self::max_num_seqs)),
@@ -151,9 +155,24 @@ impl Worker {
     }
 
     fn record_outcome(&self, signal: HealthSignal, error: &dyn Display, now: Instant) {
-        if let Some(transition) = self.change(|health| health.record_outcome(signal, now)) {
-            transition.log(self.id(), &*self.engine, 1, Cause::Request, error);
+        let transition = self.change(|health| health.record_outcome(signal, now));
+        if let Some(transition) = self.to_log(transition, signal) {
+            transition.log(self.id(), &*self.engine, &[self.faults()], Cause::Request, error);
         }
+    }
+
+    /// The change to log after an outcome: also that of before, if the rate limit did not admit its line.
+    fn to_log(&self, transition: Option<Transition>, signal: HealthSignal) -> Option<Transition> {
+        let is_unlogged = || {
+            let failed = matches!(signal, HealthSignal::Fault | HealthSignal::TimedOut);
+            failed && !self.faults.is_logged() && self.is_failing()
+        };
+        transition.or_else(|| is_unlogged().then_some(Transition::Opened))
+    }
+
+    /// The limit of log lines about it.
+    pub(crate) fn faults(&self) -> &FaultLog {
+        &self.faults
     }
 
     /// Records a first output.
@@ -265,11 +284,12 @@ impl Worker {
         self.change(|health| health.probe_started(now));
     }
 
-    /// Records the result of a health check. Returns what it has changed.
+    /// Records the result of a health check. Returns the change to log.
     pub(crate) fn probe_ended(&self, signal: HealthSignal) -> Option<Transition> {
         let now = Instant::now();
         let check = if self.engine.probed_server().is_some() { Check::Answers } else { Check::Computes };
-        self.change(|health| health.probe_ended(check, signal, now))
+        let transition = self.change(|health| health.probe_ended(check, signal, now));
+        self.to_log(transition, signal)
     }
 
     /// Records that a request is sent to it.

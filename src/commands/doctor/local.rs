@@ -173,12 +173,12 @@ async fn running(at: &Listen) -> Option<String> {
 /// Whether the system lets the process open as many files as its connections take. `limit`: the hard limit, to which
 /// `serve` raises its own.
 fn open_files(connections: usize, limit: Option<u64>, findings: &mut Findings) {
-    let needed = (connections as u64).saturating_mul(2);
+    let needed = node::files_for(connections);
     let Some(limit) = limit.filter(|limit| *limit < needed) else { return };
-    let fit = (limit / 2).max(1);
+    let fit = node::connections_within(limit);
     let detail = format!(
         "the hard limit of open files is {limit}: of frontend.max_connections = {connections} at most {fit} \
-         connections are accepted, because half of the files are kept for tiers and servers"
+         connections are accepted, because each needs a second one to a server, and the tiers need files too"
     );
     let fix = format!(
         "raise the limit (ulimit -Hn {needed}, LimitNOFILE={needed} in systemd, --ulimit nofile={needed} of Docker), \
@@ -418,12 +418,12 @@ mod tests {
             open_files(4096, limit, &mut findings);
             findings.into_checks()
         };
-        assert!(files(None).is_empty() && files(Some(8192)).is_empty());
+        assert!(files(None).is_empty() && files(Some(11_008)).is_empty());
         let few = files(Some(1024)).remove(0);
         assert_eq!((few.check, few.status), ("open_files", Status::Warning));
-        assert!(few.detail.contains("at most 512 connections"), "{few:?}");
+        assert!(few.detail.contains("at most 354 connections"), "{few:?}");
         let fix = few.fix.unwrap_or_default();
-        assert!(fix.contains("ulimit -Hn 8192") && fix.contains("--set frontend.max_connections=512"), "{fix}");
+        assert!(fix.contains("ulimit -Hn 11008") && fix.contains("--set frontend.max_connections=354"), "{fix}");
 
         let space = |limit| {
             let mut findings = Findings::of("x");

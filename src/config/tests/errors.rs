@@ -186,3 +186,15 @@ fn the_admin_api_of_a_worker_has_a_port_of_its_own() {
     let refused = loaded("127.0.0.1:8100").unwrap_err().to_string();
     assert!(refused.contains("admin.listen") && refused.contains("expected another port"), "{refused}");
 }
+
+#[test]
+fn a_file_that_is_none_or_too_large_is_not_read() {
+    let error = |path: &std::path::Path| {
+        error_of(&Sources { environment: environment(&[]), flags: vec![], file: Some(path.to_owned()) })
+    };
+    let (large, folder) = (file(""), tempfile::tempdir().unwrap());
+    large.as_file().set_len(crate::config::file::MAX_FILE_BYTES + 1).unwrap();
+    for path in [std::path::Path::new("/dev/null"), folder.path(), large.path()] {
+        assert!(error(path).contains("expected a regular file of at most"), "{}", error(path));
+    }
+}

@@ -46,9 +46,10 @@ pub(super) fn tls(error: &TlsError) -> String {
 /// For the file of API keys.
 pub(super) fn api_keys(error: &KeyFileError) -> String {
     match error {
-        // The text of the error ends with it.
+        // The text of the error ends with it, letter for letter.
         KeyFileError::Missing(path) => {
-            format!("create it with the first key: blockyard key add --file {} NAME", path.display())
+            let path = path.display().to_string();
+            format!("create it with the first key: blockyard key add --file {path:?} NAME")
         }
         KeyFileError::Io { path, source } => file("frontend.api_keys_file", path, source),
         KeyFileError::Invalid { path, line: Some(line), .. } => {

@@ -164,11 +164,11 @@ impl Server {
                 Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
             let error = outcome.err().unwrap_or_default();
+            let is_registered = registered.is_some();
             // Once per reason: a server that loads its model is asked dozens of times.
             if !error.is_empty() && error != last_error {
-                tracing::warn!(upstream = %self.name(), error, "upstream cannot be used now; asking again");
+                tracing::warn!(upstream = %self.name(), error, "{}", without_answer(is_registered));
             }
-            let is_registered = registered.is_some();
             // Health checks find out about a server that has been registered.
             let is_unknown = !is_registered && !error.is_empty();
             problem.set(is_unknown.then(|| {
@@ -318,7 +318,9 @@ impl Server {
             let name = rank.map_or_else(|| server.to_owned(), |rank| format!("{server} rank {}", rank.number));
             let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
             let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
-            Cache { rank, events: Arc::new(events) }
+            let events = Arc::new(events);
+            self.shared.watch_events(&events);
+            Cache { rank, events }
         };
         let mut caches = Vec::new();
         for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
@@ -450,6 +452,16 @@ fn canonical(url: &http::Uri) -> String {
     format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
 }
 
+/// What follows for a server whose models cannot be read.
+fn without_answer(is_registered: bool) -> &'static str {
+    if is_registered {
+        "the models of the upstream cannot be read now; it is used with those that it had while its requests and \
+         health checks succeed; asking again"
+    } else {
+        "upstream cannot be used now; asking again"
+    }
+}
+
 /// The error of a server that cannot be asked, with what to change if that is known.
 fn with_advice(error: &DiscoverError, has_key: bool) -> String {
     match error {
@@ -464,6 +476,12 @@ fn with_advice(error: &DiscoverError, has_key: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_registered_server_without_an_answer_is_still_used() {
+        assert!(without_answer(false).contains("cannot be used"));
+        assert!(without_answer(true).contains("is used with those that it had"));
+    }
 
     #[test]
     fn an_id_is_of_the_url_however_it_is_written_the_address_the_model_and_the_rank() {

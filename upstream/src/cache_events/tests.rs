@@ -88,6 +88,25 @@ fn blocks_have_the_hashes_that_the_router_computes() {
 }
 
 #[test]
+fn batches_that_cannot_be_decoded_are_a_problem_until_one_is() {
+    let mut server = Server::new(2);
+    for _ in 1..UNDECODABLE_BATCHES {
+        server.ranks[1].undecodable(&WireError::Truncated);
+    }
+    assert_eq!(server.cache.problem(), None, "single ones are lost events");
+    server.ranks[1].undecodable(&WireError::Truncated);
+    let problem = server.cache.problem().unwrap();
+    assert!(problem.starts_with("upstream http://a: its KV events cannot be decoded"), "{problem}");
+    assert!(problem.ends_with(&WireError::Truncated.to_string()), "{problem}");
+    server.tell(0, stored(prompt(10, &[1, 2])));
+    assert!(server.cache.problem().is_some(), "the other rank");
+    server.tell(1, stored(prompt(10, &[1, 2])));
+    assert_eq!(server.cache.problem(), None);
+    let metrics = prometheus::TextEncoder::new().encode_to_string(&server.registry.gather()).unwrap();
+    assert!(metrics.contains("blockyard_upstream_kv_undecodable_batches_total 3\n"), "{metrics}");
+}
+
+#[test]
 fn an_adapter_has_its_own_log() {
     let mut server = Server::new(1);
     let of = |adapter: &str, first| Stored { lora_name: Some(adapter.into()), ..prompt(first, &[1, 2]) };

@@ -28,6 +28,11 @@ fn a_server_with_all_requests_that_it_may_have_is_no_fault() {
     assert_eq!(error_of(RelayError::Full(9)), Error::Overloaded { retry_after: RETRY_WHEN_FULL });
 }
 
+#[test]
+fn a_limit_of_open_files_of_this_process_is_no_fault_of_a_server() {
+    assert_eq!(error_of(RelayError::OutOfFiles), Error::OutOfFiles);
+}
+
 /// A request with this body.
 fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) -> Request {
     let http = HttpRequest {

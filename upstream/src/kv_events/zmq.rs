@@ -27,7 +27,7 @@ pub use reach::{ReachError, reach, reach_replay};
 pub use source::{Endpoint, EndpointError, Source};
 
 use super::follow::{Action, Follower};
-use super::wire::{Batch, Message, Replayed};
+use super::wire::{Batch, Message, Replayed, WireError};
 use connection::{Connection, Failure};
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -46,6 +46,8 @@ pub trait Sink: Send {
     fn new_epoch(&mut self);
     /// Batches are lost: which blocks the engine has is not known any more.
     fn stale(&mut self);
+    /// A batch cannot be decoded. [`stale`](Self::stale) follows.
+    fn undecodable(&mut self, _: &WireError) {}
     /// The next batch.
     fn batch(&mut self, batch: Batch);
 }
@@ -188,7 +190,9 @@ impl<S: Sink> Session<'_, S> {
             Ok(batch) => self.sink.batch(batch),
             Err(error) => {
                 let number = message.number;
-                tracing::warn!(publisher = %self.source.live, number, %error, "kv event batch not decoded");
+                // The sink limits its log lines: all batches may be like this.
+                tracing::debug!(publisher = %self.source.live, number, %error, "kv event batch not decoded");
+                self.sink.undecodable(&error);
                 self.sink.stale();
             }
         }

@@ -280,7 +280,7 @@ impl Client {
         let target = [&shared.prefix, path.as_str()];
         let request = http1::Outgoing::new(method, target, &shared.host, headers, Bytes::new());
         let connected = Box::pin(shared.connector.connect_http1(shared.origin.clone())).await;
-        let socket = connected.map_err(|error| RelayError::Unreachable(chain(&*error)))?;
+        let socket = connected.map_err(|error| not_connected(&*error))?;
         match http1::upgrade(socket, request, protocol, Arc::clone(&shared.idle)).await {
             Ok(http1::Upgrade::Switched { headers, received, socket }) => {
                 Ok(Upgrade::Switched(Switched { headers, received, socket, place }))
@@ -326,7 +326,7 @@ impl Shared {
     ) -> Result<Response<Body>, RelayError> {
         // Boxed, because the futures of TLS and HTTP/2 take 150 KB, and most requests need none.
         let connected = Box::pin(self.connector.connect(self.origin.clone())).await;
-        match connected.map_err(|error| RelayError::Unreachable(chain(&*error)))? {
+        match connected.map_err(|error| not_connected(&*error))? {
             Connected::Http1(socket) => of_http1(http1::send(socket, http1(), Arc::clone(&self.idle)).await),
             Connected::Http2(socket) => {
                 let request = http2()?;
@@ -354,6 +354,11 @@ impl Shared {
         *request.version_mut() = Version::HTTP_2;
         Ok(request)
     }
+}
+
+/// Why there is no connection.
+fn not_connected(error: &(dyn Error + 'static)) -> RelayError {
+    if transport::is_out_of_files(error) { RelayError::OutOfFiles } else { RelayError::Unreachable(chain(error)) }
 }
 
 fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Response<Body>, RelayError> {

@@ -29,6 +29,9 @@ pub enum RelayError {
     /// No connection, or it closed before the answer began. The engine has not answered anything.
     #[error("cannot connect: {0}")]
     Unreachable(String),
+    /// This process can open no more files, so it cannot connect. It says nothing about the engine.
+    #[error("this process has reached its limit of open files; raise it (ulimit -n, LimitNOFILE= in systemd)")]
+    OutOfFiles,
     /// As many requests as the engine may have run already.
     #[error("{0} requests run on the engine already, the most that it may have")]
     Full(usize),

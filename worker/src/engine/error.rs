@@ -2,8 +2,12 @@
 
 use super::{ErrorKind, ErrorResponse};
 use http::StatusCode;
+use spans::LogLimit;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Limits the log lines about the limit of open files: each request fails.
+static OUT_OF_FILES: LogLimit = LogLimit::new(1, Duration::from_secs(30));
 
 /// A request was rejected or failed. The frontend maps it to an HTTP status.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -43,6 +47,9 @@ pub enum Error {
     /// instead.
     #[error("unavailable: {0}")]
     Unavailable(String),
+    /// This process has reached its limit of open files and cannot connect to an engine.
+    #[error("no connection to another server can be opened: the limit of open files is reached")]
+    OutOfFiles,
     /// The engine failed.
     #[error("engine failed: {0}")]
     Failed(String),
@@ -52,6 +59,19 @@ pub enum Error {
 }
 
 impl Error {
+    /// [`OutOfFiles`](Self::OutOfFiles), and a log line that says what to change.
+    pub fn out_of_files() -> Self {
+        if let Some(suppressed) = OUT_OF_FILES.admit() {
+            tracing::error!(
+                parent: None,
+                suppressed,
+                "requests get 503: no connection to another server can be opened, because the limit of open files is \
+                 reached; raise it (ulimit -n, LimitNOFILE= in systemd), or lower frontend.max_connections"
+            );
+        }
+        Self::OutOfFiles
+    }
+
     /// Whether the engine has computed nothing for the request: it could not be reached, had no room, or refused the
     /// request. A proxy before a server that cannot be reached answers with 502.
     pub fn is_refusal(&self) -> bool {
@@ -60,7 +80,8 @@ impl Error {
             | Self::PromptTooLong { .. }
             | Self::Invalid { .. }
             | Self::Overloaded { .. }
-            | Self::Unavailable(_) => true,
+            | Self::Unavailable(_)
+            | Self::OutOfFiles => true,
             Self::DeadlineExceeded | Self::Unread(_) | Self::Failed(_) => false,
             Self::Relayed(response) => match response.kind {
                 ErrorKind::Request | ErrorKind::Busy(_) => true,
@@ -87,6 +108,7 @@ mod tests {
             (Error::Invalid { field: "prompt", problem: "has no tokens".to_owned() }, true),
             (Error::Overloaded { retry_after: Duration::from_secs(1) }, true),
             (Error::Unavailable("connection refused".to_owned()), true),
+            (Error::OutOfFiles, true),
             (relayed(StatusCode::BAD_REQUEST, ErrorKind::Request), true),
             (relayed(StatusCode::SERVICE_UNAVAILABLE, ErrorKind::Busy(Duration::from_secs(1))), true),
             (relayed(StatusCode::BAD_GATEWAY, ErrorKind::Fault), true),

@@ -15,7 +15,7 @@ use crate::engine::{
 use crate::plane::nats::Address;
 use crate::plane::{Instance, WorkerId};
 use bytes::Bytes;
-use connections::Connections;
+use connections::{ConnectError, Connections};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use http::header::AUTHORIZATION;
@@ -68,7 +68,10 @@ impl RemoteEngine {
     async fn send(&self, request: Request) -> Result<OutputStream, Error> {
         let body = wire::encode_request(&request, Instant::now())
             .map_err(|wire::NotSent| self.unavailable("relayed requests cannot be sent to it"))?;
-        let connection = self.connections.get().await.map_err(|error| self.unavailable(error))?;
+        let connection = self.connections.get().await.map_err(|error| match error {
+            ConnectError::OutOfFiles => Error::out_of_files(),
+            ConnectError::Failed(problem) => self.unavailable(problem),
+        })?;
         let message = self.request(&self.path, body, &request.attributes.trace);
         let (response, stream) = connection.send(message).await.map_err(|error| self.unavailable(error))?;
         match response.status() {
@@ -89,7 +92,7 @@ impl RemoteEngine {
     async fn send_prefetch(&self, body: Bytes) -> Result<Prefetched, PrefetchError> {
         let failed = |problem: String| PrefetchError::Failed(format!("worker {}: {problem}", self.worker));
         let message = self.request(&self.prefetch_path, body, &spans::Context::none());
-        let connection = self.connections.get().await.map_err(failed)?;
+        let connection = self.connections.get().await.map_err(|error| failed(error.to_string()))?;
         let (response, _stream) = connection.send(message).await.map_err(failed)?;
         let status = response.status();
         let body = error_body(response.into_body()).await.map_err(failed)?;

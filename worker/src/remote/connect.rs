@@ -104,7 +104,11 @@ impl Endpoint {
                 None => Ok(Socket::Left(tcp)),
             }
         };
-        let named = |error: io::Error| io::Error::new(error.kind(), format!("{authority}: {error}"));
+        let named = |error: io::Error| {
+            // The number of this error is needed, and it is not about the process there.
+            let is_own = transport::is_out_of_files(&error);
+            if is_own { error } else { io::Error::new(error.kind(), format!("{authority}: {error}")) }
+        };
         let Ok(connected) = timeout(CONNECT_TIMEOUT, connecting).await else {
             let problem = format!("{authority}: not connected after {CONNECT_TIMEOUT:?}");
             return Err(io::Error::new(io::ErrorKind::TimedOut, problem));

@@ -284,6 +284,8 @@ impl WireError {
             Error::DeadlineExceeded => Self::DeadlineExceeded,
             Error::Unread(time) => Self::Unread(time),
             Error::Unavailable(why) => Self::Unavailable(why),
+            // A limit of that process, so for its caller it is not available.
+            Error::OutOfFiles => Self::Unavailable(error.to_string()),
             Error::Failed(why) => Self::Failed(why),
             Error::Relayed(_) => Self::Failed(error.to_string()),
         }

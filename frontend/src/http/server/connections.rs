@@ -77,7 +77,7 @@ impl Connections {
                 tracing::warn!(
                     suppressed,
                     "connections are closed to accept new ones: max_connections = {} is reached; raise \
-                     frontend.max_connections, of which half of the limit of open files can be used",
+                     frontend.max_connections, or the limit of open files if it is what allows no more",
                     self.max
                 );
             }

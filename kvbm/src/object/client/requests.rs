@@ -1,6 +1,7 @@
 //! The client of an object store: one method per kind of request, with timeouts, retries, hedged reads and the circuit
 //! breaker.
 
+use super::listing::{Folder, Listing, Page};
 use super::retry::RetryPolicy;
 use crate::folder::OpenedFolder;
 use crate::tier::WriteHealth;
@@ -50,6 +51,8 @@ pub(in crate::object) struct Client {
     store: Arc<dyn ObjectStore>,
     /// The folder of the store, if it is a local or mounted one.
     folder: Option<Arc<OpenedFolder>>,
+    /// Lists the store, if it is a folder.
+    listing: Option<Arc<Listing>>,
     metadata: Semaphore,
     request_timeout: Duration,
     policy: Mutex<RetryPolicy>,
@@ -77,6 +80,12 @@ pub struct RequestCounts {
     pub hedges_won: u64,
 }
 
+/// What is directly below a prefix.
+pub(in crate::object) struct Listed {
+    pub(in crate::object) objects: Vec<ObjectMeta>,
+    pub(in crate::object) common_prefixes: Vec<Path>,
+}
+
 #[derive(Default)]
 struct Counters {
     requests: AtomicU64,
@@ -90,6 +99,7 @@ impl Client {
         Self {
             store,
             folder: None,
+            listing: None,
             metadata: Semaphore::new(METADATA_BYTES as usize),
             request_timeout,
             policy: Mutex::new(RetryPolicy::new(seed)),
@@ -100,6 +110,11 @@ impl Client {
             writes: WriteHealth::default(),
             counters: Counters::default(),
         }
+    }
+
+    /// Lists the store by the files of its folder, apart from those that no object can be.
+    pub(in crate::object) fn listed_in(self, folder: &std::path::Path) -> Self {
+        Self { listing: Some(Arc::new(Listing::new(folder.to_owned()))), ..self }
     }
 
     /// Makes requests fail while the folder of the store is not in its place.
@@ -197,8 +212,17 @@ impl Client {
     }
 
     /// Lists the objects and prefixes directly below a prefix. Not retried: callers list periodically.
-    pub(in crate::object) async fn list(&self, prefix: &Path) -> Result<ListResult, Error> {
-        self.with_retries(1, || self.with_default_timeout(self.store.list_with_delimiter(Some(prefix)))).await
+    pub(in crate::object) async fn list(&self, prefix: &Path) -> Result<Listed, Error> {
+        self.with_retries(1, || self.with_default_timeout(self.list_once(prefix))).await
+    }
+
+    async fn list_once(&self, prefix: &Path) -> Result<Listed, Error> {
+        if let Some(listing) = &self.listing {
+            let Page { folders, objects } = listing.page(Folder::of(prefix)).await.map_err(generic_error)?;
+            return Ok(Listed { objects, common_prefixes: folders.into_iter().map(|folder| folder.path).collect() });
+        }
+        let ListResult { objects, common_prefixes, .. } = self.store.list_with_delimiter(Some(prefix)).await?;
+        Ok(Listed { objects, common_prefixes })
     }
 
     /// Lists the objects directly below a prefix and, if given, after the object `after`. Not retried: callers list
@@ -209,6 +233,11 @@ impl Client {
         after: Option<&Path>,
     ) -> Result<Vec<ObjectMeta>, Error> {
         let Some(after) = after else { return Ok(self.list(prefix).await?.objects) };
+        if self.listing.is_some() {
+            let mut listed = self.list(prefix).await?.objects;
+            listed.retain(|object| object.location > *after);
+            return Ok(listed);
+        }
         let listed = || self.store.list_with_offset(Some(prefix), after).try_collect();
         self.with_retries(1, || self.with_default_timeout(listed())).await
     }
@@ -217,6 +246,16 @@ impl Client {
     pub(in crate::object) async fn list_all(&self, prefix: &Path) -> Result<Vec<ObjectMeta>, Error> {
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
         self.check_folder().await?;
+        if let Some(listing) = &self.listing {
+            let (mut pending, mut found) = (vec![Folder::of(prefix)], Vec::new());
+            while let Some(folder) = pending.pop() {
+                let page = timeout(self.request_timeout, listing.page(folder)).await.map_err(generic_error)?;
+                let Page { folders, objects } = page.map_err(generic_error)?;
+                pending.extend(folders);
+                found.extend(objects);
+            }
+            return Ok(found);
+        }
         let (mut listed, mut found) = (self.store.list(Some(prefix)), Vec::new());
         while let Some(meta) = timeout(self.request_timeout, listed.try_next())
             .await

@@ -90,8 +90,15 @@ impl ObjectTotals {
 impl Collector {
     /// Creates a collector of a prefix of a store.
     pub fn open(store: Arc<dyn ObjectStore>, prefix: &str, timeout: Duration) -> Self {
-        let seed = u64::from(std::process::id());
-        let client = Arc::new(Client::new(store, timeout, seed));
+        Self::of_client(Self::client(store, timeout), prefix)
+    }
+
+    fn client(store: Arc<dyn ObjectStore>, timeout: Duration) -> Client {
+        Client::new(store, timeout, u64::from(std::process::id()))
+    }
+
+    fn of_client(client: Client, prefix: &str) -> Self {
+        let client = Arc::new(client);
         Self { is_writer: false, ..Self::new(client, Layout::new(prefix), InstanceId::new(), None) }
     }
 
@@ -126,7 +133,7 @@ impl Collector {
         match location {
             StoreLocation::Folder(folder) => {
                 let store = LocalFileSystem::new_with_prefix(folder).map_err(io::Error::from)?;
-                Ok(Self::open(Arc::new(store), "", timeout))
+                Ok(Self::of_client(Self::client(Arc::new(store), timeout).listed_in(folder), ""))
             }
             StoreLocation::Cloud { cloud, prefix, .. } => {
                 let client_error = |error: Error| OpenError::Client { why: error.to_string(), advice: cloud.advice() };

@@ -93,7 +93,7 @@ async fn every_transition() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn client_errors_neither_open_nor_close_the_breaker() {
+async fn errors_of_clients_and_of_this_process_neither_open_nor_close_the_breaker() {
     let now = Instant::now();
     let errors = [
         Error::PromptTooLong { prompt: 2, context: 1 },
@@ -101,6 +101,7 @@ async fn client_errors_neither_open_nor_close_the_breaker() {
         Error::Invalid { field: "f", problem: "p".into() },
         Error::DeadlineExceeded,
         Error::Unread(Duration::from_secs(30)),
+        Error::OutOfFiles,
     ];
     let (mut healthy, mut faulty) = (closed(), open(now));
     for _ in 0..100 {

@@ -268,7 +268,11 @@ fn check_error(cluster: &Cluster, id: &str, error: &Error) {
         Error::Overloaded { .. } | Error::DeadlineExceeded => true,
         // Without any worker there is no model.
         Error::Unavailable(_) | Error::Failed(_) | Error::UnknownModel(_) => cluster.scenario.kind == Kind::Chaos,
-        Error::PromptTooLong { .. } | Error::Invalid { .. } | Error::Unread(_) | Error::Relayed(_) => false,
+        Error::PromptTooLong { .. }
+        | Error::Invalid { .. }
+        | Error::Unread(_)
+        | Error::OutOfFiles
+        | Error::Relayed(_) => false,
     };
     if !is_allowed {
         cluster.world.violated(format_args!("{id} fails: {error}"));

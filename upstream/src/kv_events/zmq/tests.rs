@@ -14,6 +14,7 @@ enum Call {
     Disconnected,
     NewEpoch,
     Stale,
+    Undecodable,
     /// A batch, with its timestamp.
     Batch(u32),
 }
@@ -39,6 +40,9 @@ impl Sink for Recorder {
     }
     fn stale(&mut self) {
         self.tell(Call::Stale);
+    }
+    fn undecodable(&mut self, _: &WireError) {
+        self.tell(Call::Undecodable);
     }
     fn batch(&mut self, batch: Batch) {
         self.tell(Call::Batch(batch.timestamp as u32));
@@ -253,7 +257,7 @@ async fn an_undecodable_batch_is_stale_and_not_the_end() {
     let mut live = fixture.subscriber().await;
     live.send(&codec::message(&[b"kv", &0_u64.to_be_bytes(), b"\xc1"])).await;
     live.publish(1, 1).await;
-    fixture.expect([Call::Stale, call(1, 1)]).await;
+    fixture.expect([Call::Undecodable, Call::Stale, call(1, 1)]).await;
 }
 
 #[tokio::test]

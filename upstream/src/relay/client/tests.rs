@@ -380,6 +380,12 @@ async fn no_engine_is_unreachable() {
     assert!(matches!(&error, RelayError::Unreachable(text) if text.contains("refused")), "{error}");
 }
 
+#[test]
+fn a_limit_of_open_files_of_this_process_says_nothing_of_the_engine() {
+    assert!(matches!(not_connected(&std::io::Error::from_raw_os_error(24)), RelayError::OutOfFiles));
+    assert!(matches!(not_connected(&std::io::Error::from_raw_os_error(111)), RelayError::Unreachable(_)));
+}
+
 #[tokio::test]
 async fn connecting_has_a_time_limit() {
     // The listener accepts TCP in the kernel, but TLS never begins.

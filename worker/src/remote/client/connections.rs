@@ -37,6 +37,16 @@ pub(super) struct Connection {
     end: Arc<End>,
 }
 
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ConnectError {
+    /// This process can open no more files.
+    #[error("the limit of open files of this process is reached")]
+    OutOfFiles,
+    #[error("{0}")]
+    Failed(String),
+}
+
 /// How a connection has ended.
 #[derive(Default)]
 struct End {
@@ -74,7 +84,7 @@ impl Connections {
     }
 
     /// A connection that can take a request; a new one if there is none.
-    pub(super) async fn get(&self) -> Result<Connection, String> {
+    pub(super) async fn get(&self) -> Result<Connection, ConnectError> {
         if let Some(connection) = self.open() {
             return Ok(connection);
         }
@@ -152,15 +162,18 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for UntilClosed {
     }
 }
 
-async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, String> {
-    let socket = endpoint.connect(b"h2").await.map_err(|error| endpoint.explain(&error))?;
+async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
+    let socket = endpoint.connect(b"h2").await.map_err(|error| {
+        let is_own = transport::is_out_of_files(&error);
+        if is_own { ConnectError::OutOfFiles } else { ConnectError::Failed(endpoint.explain(&error)) }
+    })?;
     let closed = CancellationToken::new();
     let mut builder = Builder::new(UntilClosed(closed.clone()));
     builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING);
     builder.initial_stream_window_size(STREAM_WINDOW);
     builder.initial_connection_window_size(STREAM_WINDOW * (MAX_STREAMS as u32 + 1));
-    let (sender, connection) =
-        builder.handshake(TokioIo::new(socket)).await.map_err(|error| endpoint.explain(&error))?;
+    let handshake = builder.handshake(TokioIo::new(socket)).await;
+    let (sender, connection) = handshake.map_err(|error| ConnectError::Failed(endpoint.explain(&error)))?;
     let end = Arc::new(End::default());
     tokio::spawn({
         let (closed, end, endpoint) = (closed.clone(), Arc::clone(&end), Arc::clone(endpoint));

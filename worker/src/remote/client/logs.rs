@@ -54,7 +54,7 @@ impl RemoteLogs {
 
     async fn open(&self, at: &Address, request: LogRequest, max_bytes: u64) -> Result<Messages, LogReadError> {
         let connections = Connections::new(Endpoint::new(&at.0, self.credentials.clone()));
-        let connection = connections.get().await.map_err(LogReadError::Unreachable)?;
+        let connection = connections.get().await.map_err(|error| LogReadError::Unreachable(error.to_string()))?;
         let (response, stream) = send(connection, connections.endpoint(), request).await?;
         let content_type = response.headers().get(header::CONTENT_TYPE);
         match response.status() {
