@@ -211,8 +211,11 @@ impl View {
     fn end_unrenewed(&mut self, now: Instant) -> Vec<Membership> {
         let over = self.ids(|entry| !entry.is_expired && now >= entry.renew_by);
         if self.is_silent(now) {
-            for entry in over.iter().filter_map(|id| self.entries.get_mut(id)) {
-                entry.renew_by = now + self.lease;
+            let renew_by = now + self.lease;
+            for id in &over {
+                if let Some(entry) = self.entries.get_mut(id) {
+                    entry.renew_by = renew_by;
+                }
             }
             return Vec::new();
         }
