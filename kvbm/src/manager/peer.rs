@@ -22,10 +22,10 @@ use std::sync::{Arc, Weak};
 pub(super) struct Peer(Weak<Core>);
 
 impl Peer {
-    /// Bytes that are held at a time, and of which checksums are computed by one task on a blocking thread: enough to
-    /// hide the cost of the thread switch, few enough to be in the processor's caches when they are sent.
-    const BATCH_BYTES: usize = 1 << 20;
-    /// Batches at a time for one reader: one gets its headers while it reads another.
+    /// Bytes read per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
+    /// early.
+    const BATCH_BYTES: usize = 4 << 20;
+    /// Tasks at a time for one reader: one batch gets its headers while it reads another.
     const CONCURRENT_BATCHES: usize = 2;
 
     pub(super) fn new(core: &Arc<Core>) -> Self {
@@ -66,32 +66,12 @@ impl Core {
 
     /// Blocks from this process's memory, to be kept.
     pub(super) fn in_memory(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
-        self.find_others(self.find_in_host(hashes), hashes, |held| self.read(&held))
+        self.find(hashes, |held| self.read(&held))
     }
 
-    /// Blocks in place, where device memory is plain memory. G2's copies first: their checksums are known.
-    async fn find_shared(self: Arc<Self>, hashes: Vec<SequenceHash>) -> Vec<Option<Block>> {
-        let found = self.find_in_host(&hashes);
-        if found.iter().all(Option::is_some) {
-            return found;
-        }
-        // The checksums of the others are computed.
-        let share = move || self.find_others(found, &hashes, |held| self.share(held));
-        blocking::spawn(share).await.expect("reading memory does not panic")
-    }
-
-    /// G2's copies. Reads none of their bytes.
-    fn find_in_host(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
-        self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes))
-    }
-
-    /// Adds blocks of G1 where G2 has none.
-    fn find_others(
-        &self,
-        mut found: Vec<Option<Block>>,
-        hashes: &[SequenceHash],
-        read: impl Fn(CachedBlock) -> Block,
-    ) -> Vec<Option<Block>> {
+    /// Blocks from this process's memory, G2's copies first: their checksums are known.
+    fn find(&self, hashes: &[SequenceHash], read: impl Fn(CachedBlock) -> Block) -> Vec<Option<Block>> {
+        let mut found = self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes));
         let missing: Vec<usize> = (0..hashes.len()).filter(|index| found[*index].is_none()).collect();
         let held = self.pool.get_each(&missing.iter().map(|index| hashes[*index]).collect::<Vec<_>>());
         for (index, held) in missing.into_iter().zip(held) {
@@ -122,15 +102,17 @@ impl Tier for Peer {
             hashes.chunks(size).enumerate().map(|(batch, hashes)| (batch * size, hashes.to_vec())).collect();
         let read = move |(first, hashes): (usize, Vec<SequenceHash>)| {
             let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
-            async move {
-                let found = match core {
-                    Some(core) => core.find_shared(hashes).await,
-                    None => vec![None; hashes.len()],
-                };
-                stream::iter(found.into_iter().enumerate().map(move |(at, block)| (first + at, Ok(block))))
-            }
+            blocking::spawn(move || -> Vec<Loaded> {
+                let shared = |core: Arc<Core>| core.find(&hashes, |held| core.share(held));
+                let found = core.map_or_else(|| vec![None; hashes.len()], shared);
+                found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()
+            })
         };
-        stream::iter(batches).map(read).buffered(Self::CONCURRENT_BATCHES).flatten().boxed()
+        stream::iter(batches)
+            .map(read)
+            .buffered(Self::CONCURRENT_BATCHES)
+            .flat_map(|loaded| stream::iter(loaded.expect("reading memory does not panic")))
+            .boxed()
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {

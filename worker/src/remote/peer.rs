@@ -4,7 +4,6 @@
 //! those of any tier. Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
 //! `GET /workers/<id>/handoffs/<handoff>`.
 
-mod buffers;
 mod connection;
 mod endpoint;
 
@@ -13,7 +12,7 @@ use super::connect::Credentials;
 use super::progress;
 use crate::handoff::{HandoffId, Progress, ProgressStream, RemoteMemory};
 use crate::plane::WorkerId;
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use connection::Response;
 use endpoint::PeerEndpoint;
 use futures::StreamExt;
@@ -44,8 +43,8 @@ const MAX_CONNECTIONS: usize = 4;
 /// Consecutive blocks that come over one connection, before the next ones come over another: so the first blocks arrive
 /// first, and short loads use one connection.
 const STRIPE_BLOCKS: usize = 8;
-/// Blocks of a load that have arrived and wait to be verified, beside one for each connection. More of them would be in
-/// the processor's caches no longer.
+/// Blocks of a load that have arrived and wait to be verified, beside one for each connection. They keep buffers of
+/// connections from being used again.
 const MAX_ARRIVED: usize = 8;
 /// Corrupt blocks that are remembered. When there are more, the memory begins anew.
 const MAX_DISCARDED: usize = 1024;
@@ -107,7 +106,7 @@ impl Part {
                 return Ok(());
             }
         }
-        if response.take::<1>().await?.is_none() {
+        if response.take(1).await?.is_none() {
             self.endpoint.keep(response);
         }
         Ok(())
@@ -118,14 +117,19 @@ impl Part {
 async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
     response: &mut Response<S>,
 ) -> io::Result<Option<(usize, Option<Block>)>> {
-    let Some(prefix) = response.take::<PREFIX>().await? else { return Ok(None) };
-    let (index, is_found) = decode_prefix(prefix).map_err(io::Error::other)?;
+    let Some(prefix) = response.take(PREFIX).await? else { return Ok(None) };
+    let prefix = prefix.first_chunk().expect("so many bytes were taken");
+    let (index, is_found) = decode_prefix(*prefix).map_err(io::Error::other)?;
     if !is_found {
         return Ok(Some((index, None)));
     }
-    let header = response.take::<{ Header::LEN }>().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
-    let header = decode_header(&header, Header::MAX_LENGTH).map_err(io::Error::other)?;
-    let payload = response.payload(header.length as usize).await?;
+    let header = response.take(Header::LEN).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+    let header = header.first_chunk().expect("so many bytes were taken");
+    let header = decode_header(header, Header::MAX_LENGTH).map_err(io::Error::other)?;
+    let payload = match header.length {
+        0 => Bytes::new(),
+        length => response.take(length as usize).await?.ok_or(io::ErrorKind::UnexpectedEof)?,
+    };
     Ok(Some((index, Some(Block { header, payload }))))
 }
 
@@ -146,7 +150,7 @@ async fn next_progress<S: AsyncRead + AsyncWrite + Unpin>(response: &mut Respons
             Err(_) => return None,
         }
         // They are few, and small.
-        arrived.extend_from_slice(&response.take::<1>().await.ok()??);
+        arrived.extend_from_slice(&response.take(1).await.ok()??);
     }
 }
 

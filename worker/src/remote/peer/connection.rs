@@ -1,14 +1,14 @@
 //! A client's HTTP/1.1 connection for responses with large bodies.
 //!
-//! The kernel copies each payload into a buffer of its own, in which it stays. Heads pass through a small buffer, and
-//! with them a few bytes of what follows. A general HTTP client yields a body in pieces of its own sizes, from which a
-//! block has to be copied together, and maps new memory for each of them.
+//! The kernel copies a body into few large buffers, and its parts are split off without another copy. A buffer is used
+//! again once all of its parts are dropped, so that its pages are mapped once. A general HTTP client yields a body in
+//! pieces of its own sizes, from which a block has to be copied together, and maps a new buffer for each of them.
 //!
 //! Not here: HTTP in general. One request at a time, and no trailers, upgrades or interim responses.
 
-use super::buffers::BUFFERS;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use futures::FutureExt;
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
@@ -17,6 +17,8 @@ pub(in crate::remote) struct Connection<S> {
     socket: S,
     /// Bytes that have arrived and are not used yet.
     arrived: BytesMut,
+    /// Buffers whose parts may still be in use, the oldest first.
+    used: VecDeque<BytesMut>,
 }
 
 /// A response: its status, and its body on the connection.
@@ -39,9 +41,13 @@ enum Framing {
     Ended,
 }
 
-/// Bytes that are read ahead of a payload or after one, and copied: what our server sends between two payloads has 160.
-/// Fewer system calls than with exact reads.
-const READ_AHEAD: usize = 512;
+/// Size of a buffer. A part that does not fit into the rest of one is moved to the next, so a buffer has several times
+/// the size of a block of most models.
+const BUFFER_BYTES: usize = 2 << 20;
+/// Free bytes of a buffer below which it is not read into: smaller reads cost more system calls.
+const MIN_READ_BYTES: usize = 64 << 10;
+/// Buffers of a connection that are kept to be used again.
+const MAX_USED: usize = 3;
 /// Largest head of a response.
 const MAX_HEAD_BYTES: usize = 16 << 10;
 /// Maximum number of headers of a response.
@@ -51,7 +57,7 @@ const MAX_CHUNK_LINE_BYTES: usize = 256;
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     pub(in crate::remote) fn new(socket: S) -> Self {
-        Self { socket, arrived: BytesMut::new() }
+        Self { socket, arrived: BytesMut::new(), used: VecDeque::new() }
     }
 
     /// Whether the other side has not closed it, as far as is known.
@@ -78,100 +84,88 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         }
     }
 
-    /// Reads until so many bytes are there, which are few.
+    /// Reads until so many bytes are there.
     async fn fill(&mut self, bytes: usize) -> io::Result<()> {
         while self.arrived.len() < bytes {
-            let most = (bytes - self.arrived.len()).max(READ_AHEAD);
-            self.arrived.reserve(most);
-            if self.socket.read_buf(&mut (&mut self.arrived).limit(most)).await? == 0 {
+            let missing = bytes - self.arrived.len();
+            if self.arrived.capacity() - self.arrived.len() < missing.max(MIN_READ_BYTES) {
+                self.next_buffer(bytes);
+            }
+            if self.socket.read_buf(&mut self.arrived).await? == 0 {
                 return Err(ErrorKind::UnexpectedEof.into());
             }
         }
         Ok(())
     }
 
-    /// Moves the next `bytes` into a slice that is longer by `READ_AHEAD`.
-    async fn read(&mut self, into: &mut [u8], bytes: usize) -> io::Result<()> {
-        let mut filled = self.arrived.len().min(bytes);
-        self.arrived.copy_to_slice(&mut into[..filled]);
-        while filled < bytes {
-            match self.socket.read(&mut into[filled..bytes + READ_AHEAD]).await? {
-                0 => return Err(ErrorKind::UnexpectedEof.into()),
-                read => filled += read,
-            }
+    /// Moves what has arrived to another buffer with room for this many bytes.
+    fn next_buffer(&mut self, bytes: usize) {
+        let size = bytes.max(BUFFER_BYTES);
+        let free = self.used.front_mut().is_some_and(|oldest| oldest.try_reclaim(size));
+        let free = if free { self.used.pop_front() } else { None };
+        let mut next = free.unwrap_or_else(|| BytesMut::with_capacity(size));
+        next.put_slice(&self.arrived);
+        let mut full = std::mem::replace(&mut self.arrived, next);
+        full.clear();
+        self.used.push_back(full);
+        while self.used.len() > MAX_USED {
+            self.used.pop_front();
         }
-        // If there are any, nothing else has arrived.
-        self.arrived.extend_from_slice(&into[bytes..filled]);
-        Ok(())
     }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Response<S> {
-    /// The next few bytes of the body; `None` at its end.
-    pub(in crate::remote) async fn take<const BYTES: usize>(&mut self) -> io::Result<Option<[u8; BYTES]>> {
-        let (mut taken, mut filled) = ([0; BYTES], 0);
-        while filled < BYTES {
-            let part = self.next_part(BYTES - filled).await?;
-            match (part, filled) {
-                (0, 0) => return Ok(None),
-                (0, _) => return Err(ErrorKind::UnexpectedEof.into()),
-                _ => self.connection.fill(part).await?,
-            }
-            self.connection.arrived.copy_to_slice(&mut taken[filled..filled + part]);
-            self.advance(part);
-            filled += part;
+    /// The next `bytes` of the body, contiguous; `None` at its end.
+    pub(in crate::remote) async fn take(&mut self, bytes: usize) -> io::Result<Option<Bytes>> {
+        let left = self.next_part().await?;
+        if left == 0 {
+            return Ok(None);
         }
-        Ok(Some(taken))
-    }
-
-    /// The next `bytes` of the body, contiguous.
-    pub(in crate::remote) async fn payload(&mut self, bytes: usize) -> io::Result<Bytes> {
-        if bytes == 0 {
-            return Ok(Bytes::new());
+        if left >= bytes as u64 {
+            return Ok(Some(self.split(bytes).await?));
         }
-        let (mut buffer, mut filled) = (BUFFERS.take(bytes + READ_AHEAD), 0);
-        while filled < bytes {
-            let part = self.next_part(bytes - filled).await?;
-            if part == 0 {
+        // It comes in several chunks.
+        let mut taken = BytesMut::with_capacity(bytes);
+        while taken.len() < bytes {
+            let left = self.next_part().await?;
+            if left == 0 {
                 return Err(ErrorKind::UnexpectedEof.into());
             }
-            self.connection.read(&mut buffer[filled..], part).await?;
-            self.advance(part);
-            filled += part;
+            let part = left.min((bytes - taken.len()) as u64) as usize;
+            let part = self.split(part).await?;
+            taken.put_slice(&part);
         }
-        Ok(buffer.freeze(bytes))
+        Ok(Some(taken.freeze()))
     }
 
     /// The rest of the body, if it has at most this many bytes; else its beginning.
     pub(in crate::remote) async fn rest(&mut self, most: usize) -> io::Result<Bytes> {
         let mut taken = BytesMut::new();
         loop {
-            let left = self.next_part(most - taken.len()).await?;
+            let left = self.next_part().await?.min((most - taken.len()) as u64) as usize;
             if left == 0 {
                 return Ok(taken.freeze());
             }
-            self.connection.fill(1).await?;
-            let part = left.min(self.connection.arrived.len());
-            taken.put_slice(&self.connection.arrived[..part]);
-            self.connection.arrived.advance(part);
-            self.advance(part);
+            let part = self.split(left).await?;
+            taken.put_slice(&part);
         }
     }
 
     /// The connection, if the body was read to its end and another request may follow.
     pub(in crate::remote) fn into_connection(self) -> Option<Connection<S>> {
-        let Connection { socket, arrived } = self.connection;
+        let Connection { socket, arrived, .. } = self.connection;
         let is_reusable = self.framing == Framing::Ended && self.keep_alive && arrived.is_empty();
+        // Idle connections keep no buffers.
         is_reusable.then(|| Connection::new(socket))
     }
 
-    /// Bytes that are left of the body or of the current chunk, and at most `most`; 0 at the end of the body.
-    async fn next_part(&mut self, most: usize) -> io::Result<usize> {
+    /// Bytes that are left of the body or of the current chunk; 0 at the end of the body.
+    async fn next_part(&mut self) -> io::Result<u64> {
         loop {
             match self.framing {
                 Framing::Length(0) => self.framing = Framing::Ended,
                 Framing::Ended => return Ok(0),
-                Framing::Length(left) | Framing::Chunk(left) => return Ok(left.min(most as u64) as usize),
+                Framing::Length(left) | Framing::Chunk(left) => return Ok(left),
                 Framing::ChunkEnd => {
                     self.connection.fill(2).await?;
                     if !self.connection.arrived.starts_with(b"\r\n") {
@@ -204,14 +198,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Response<S> {
         }
     }
 
-    /// Notes that bytes were taken of which `next_part` has said that they are left.
-    fn advance(&mut self, bytes: usize) {
+    /// Takes bytes of which `next_part` has said that they are left.
+    async fn split(&mut self, bytes: usize) -> io::Result<Bytes> {
+        self.connection.fill(bytes).await?;
         self.framing = match self.framing {
             Framing::Length(left) => Framing::Length(left - bytes as u64),
             Framing::Chunk(left) if left > bytes as u64 => Framing::Chunk(left - bytes as u64),
             Framing::Chunk(_) => Framing::ChunkEnd,
             other => other,
         };
+        Ok(self.connection.arrived.split_to(bytes).freeze())
     }
 }
 
@@ -239,15 +235,8 @@ fn parse_head(arrived: &[u8]) -> io::Result<Option<Head>> {
                 return Err(invalid("the response has an unknown transfer encoding"));
             }
             framing = Some(Framing::ChunkSize);
-        } else if header.name.eq_ignore_ascii_case("content-length") {
-            let length = Framing::Length(value.parse().map_err(io::Error::other)?);
-            match framing {
-                None => framing = Some(length),
-                Some(Framing::Length(_)) if framing != Some(length) => {
-                    return Err(invalid("the response has two lengths"));
-                }
-                Some(_) => {}
-            }
+        } else if header.name.eq_ignore_ascii_case("content-length") && framing.is_none() {
+            framing = Some(Framing::Length(value.parse().map_err(io::Error::other)?));
         } else if header.name.eq_ignore_ascii_case("connection") && value.eq_ignore_ascii_case("close") {
             keep_alive = false;
         }
@@ -261,4 +250,120 @@ fn invalid(why: &'static str) -> io::Error {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use tokio::io::{DuplexStream, duplex};
+
+    /// A connection to a server that sends `response` in pieces of `size` bytes.
+    fn serve(response: Vec<u8>, size: usize) -> Connection<DuplexStream> {
+        let (client, mut server) = duplex(1 << 20);
+        tokio::spawn(async move {
+            let mut request = [0; 4];
+            server.read_exact(&mut request).await.unwrap();
+            for piece in response.chunks(size) {
+                if server.write_all(piece).await.is_err() {
+                    return;
+                }
+                tokio::task::yield_now().await;
+            }
+            // The client closes.
+            let _ = server.read(&mut request).await;
+        });
+        Connection::new(client)
+    }
+
+    /// A body of `parts`, each in chunks of at most `size` bytes.
+    fn chunked(parts: &[Vec<u8>], size: usize) -> Vec<u8> {
+        let mut bytes = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+        for chunk in parts.iter().flat_map(|part| part.chunks(size)) {
+            bytes.extend(format!("{:x}\r\n", chunk.len()).bytes().chain(chunk.iter().copied()).chain(*b"\r\n"));
+        }
+        bytes.extend(b"0\r\n\r\n");
+        bytes
+    }
+
+    fn parts() -> Vec<Vec<u8>> {
+        (1..30_u8).map(|nth| vec![nth; usize::from(nth) * 7919]).collect()
+    }
+
+    #[tokio::test]
+    async fn parts_are_taken_from_bodies_in_any_pieces() {
+        for (chunk, piece) in [(usize::MAX, 100_000), (usize::MAX, 97), (5000, 4096), (64, 1 << 20)] {
+            let mut response = serve(chunked(&parts(), chunk), piece).send(b"GET ").await.unwrap();
+            assert_eq!(response.status, 200);
+            for part in parts() {
+                assert!(
+                    response.take(part.len()).await.unwrap().unwrap() == part,
+                    "chunks of {chunk}, sent by {piece}"
+                );
+            }
+            assert_eq!(response.take(1).await.unwrap(), None);
+            assert!(response.into_connection().unwrap().is_open());
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_may_have_a_length_and_the_connection_may_end() {
+        let bytes = b"HTTP/1.1 404 Not Found\r\ncontent-length: 5\r\nconnection: close\r\n\r\nabcde";
+        let mut response = serve(bytes.to_vec(), 7).send(b"GET ").await.unwrap();
+        assert_eq!((response.status, &response.rest(100).await.unwrap()[..]), (404, &b"abcde"[..]));
+        assert!(response.into_connection().is_none());
+        let mut response = serve(bytes.to_vec(), 7).send(b"GET ").await.unwrap();
+        assert_eq!(&response.rest(2).await.unwrap()[..], b"ab");
+    }
+
+    #[tokio::test]
+    async fn what_is_cut_or_is_not_http_is_an_error() {
+        let whole = chunked(&parts(), usize::MAX);
+        let (client, server) = duplex(1 << 20);
+        drop(server);
+        assert!(Connection::new(client).send(b"GET ").await.is_err());
+        for bytes in
+            [&b"SSH-2.0\r\n\r\n"[..], b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: br\r\n\r\n"]
+        {
+            assert!(serve(bytes.to_vec(), 100).send(b"GET ").await.is_err());
+        }
+        for (at, byte) in [(whole.len() - 2, b'x'), (49, b'x')] {
+            let mut changed = whole.clone();
+            changed[at] = byte;
+            let mut response = serve(changed, 1 << 20).send(b"GET ").await.unwrap();
+            let mut taken = Ok(Some(Bytes::new()));
+            for part in parts() {
+                if !matches!(taken, Ok(Some(_))) {
+                    break;
+                }
+                taken = response.take(part.len()).await;
+            }
+            assert!(taken.is_err() || response.take(1).await.is_err(), "byte {at}");
+        }
+    }
+
+    #[tokio::test]
+    async fn buffers_are_used_again_once_their_parts_are_dropped() {
+        let part = vec![7; 300 << 10];
+        let mut response = serve(chunked(&vec![part.clone(); 100], usize::MAX), 1 << 20).send(b"GET ").await.unwrap();
+        let mut buffers = std::collections::HashSet::new();
+        for _ in 0..100 {
+            let taken = response.take(part.len()).await.unwrap().unwrap();
+            buffers.insert(taken.as_ptr() as usize / BUFFER_BYTES);
+        }
+        assert!(buffers.len() <= 8, "30 MB through {} buffers", buffers.len());
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_are_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let body = [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", &bytes[..]].concat();
+            runtime.block_on(async {
+                let (client, mut server) = duplex(1 << 16);
+                server.write_all(&body).await.unwrap();
+                drop(server);
+                if let Ok(mut response) = Connection::new(client).send(b"").await {
+                    while let Ok(Some(_)) = response.take(3).await {}
+                }
+            });
+        }
+    }
+}
