@@ -1,12 +1,18 @@
 //! The memory of a worker, read from another process.
 
+#[path = "../../../../transport/src/tests/authority.rs"]
+mod authority;
+
 use super::*;
 use crate::engine::Work;
 use crate::handoff::{HandoffId, HandoffTicket, OtherProcesses, PeerTicket, Peers, Progress, RemoteMemory};
 use crate::llama::tests::harness::unless_stalled;
 use crate::plane::WorkerId;
+use authority::Authority;
 use kvbm::{Block, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
 use tokio::io::AsyncReadExt;
+use tokio_util::task::AbortOnDropHandle;
+use transport::{CertificateMetrics, ClientFiles, ClientTls, Identity, NamedFile, ServerFiles, ServerTls, Socket};
 
 /// Serves the blocks of `peers` over HTTP/1.1 and counts connections.
 async fn serve(peers: Peers, secret: Option<Secret>) -> (String, Arc<AtomicUsize>, JoinHandle<()>) {
@@ -23,25 +29,27 @@ fn serve_at(listener: TcpListener, peers: Peers, secret: Option<Secret>) -> (Str
             let (socket, _) = listener.accept().await.unwrap();
             counted.fetch_add(1, Ordering::SeqCst);
             let server = Arc::clone(&server);
-            tasks.spawn(async move {
-                let service = service_fn(move |request: http::Request<hyper::body::Incoming>| {
-                    let server = Arc::clone(&server);
-                    async move {
-                        let (head, body) = request.into_parts();
-                        let mut path = head.uri.path().split('/').skip(2);
-                        let worker = path.next().unwrap_or_default().to_owned();
-                        if let (Some("handoffs"), Some(handoff)) = (path.next(), path.next()) {
-                            return Ok(server.respond_progress(handoff, &head.headers));
-                        }
-                        Ok::<_, Infallible>(server.respond_blocks(&worker, &head.headers, body).await)
-                    }
-                });
-                let _ =
-                    hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service).await;
-            });
+            tasks.spawn(answer(Socket::Left(socket), server));
         }
     });
     (url, connections, accepting)
+}
+
+/// Answers the requests of a connection.
+async fn answer(socket: Socket, server: Arc<RequestServer>) {
+    let service = service_fn(move |request: http::Request<hyper::body::Incoming>| {
+        let server = Arc::clone(&server);
+        async move {
+            let (head, body) = request.into_parts();
+            let mut path = head.uri.path().split('/').skip(2);
+            let worker = path.next().unwrap_or_default().to_owned();
+            if let (Some("handoffs"), Some(handoff)) = (path.next(), path.next()) {
+                return Ok(server.respond_progress(handoff, &head.headers));
+            }
+            Ok::<_, Infallible>(server.respond_blocks(&worker, &head.headers, body).await)
+        }
+    });
+    let _ = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), service).await;
 }
 
 /// Yields each requested block but every third, and then, if it is to, nothing more for ever.
@@ -145,6 +153,37 @@ async fn while_packets_to_a_peer_are_lost_one_load_in_each_pause_waits() {
             assert!(waited().await < Duration::from_secs(1));
         }
         tokio::time::advance(Duration::from_secs(6)).await;
+    }
+}
+
+#[tokio::test]
+async fn every_block_arrives_over_tls() {
+    let (folder, authority) = (tempfile::tempdir().unwrap(), Authority::new());
+    let authorities = NamedFile { key: "ca_file", path: authority.write(&folder.path().join("ca.pem")) };
+    let identity = |name: &str| {
+        let [certificate, key] = authority.sign(folder.path(), name, &["127.0.0.1"], false);
+        Identity::of(("cert_file", Some(certificate)), ("key_file", Some(key))).unwrap()
+    };
+    let metrics = || CertificateMetrics::new("peers", &prometheus::Registry::new()).unwrap();
+    let files = ServerFiles { identity: identity("server").unwrap(), clients: Some(authorities.clone()) };
+    let server_tls = ServerTls::open(files, metrics()).unwrap();
+    let client_tls = ClientTls::open(ClientFiles { identity: identity("client"), authorities }, metrics()).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("https://{}", listener.local_addr().unwrap());
+    let _accepting = AbortOnDropHandle::new(tokio::spawn(async move {
+        let server = RequestServer::new(None, memory(true));
+        while let Ok((socket, _)) = listener.accept().await {
+            if let Ok(socket) = server_tls.accept(socket).await {
+                tokio::spawn(answer(socket, Arc::clone(&server)));
+            }
+        }
+    }));
+    let peer = RemotePeer::new(WorkerId(1), &url, Credentials { secret: None, tls: Some(Arc::new(client_tls)) });
+    let loaded: Vec<Loaded> = peer.load(fingerprint(), hashes(40)).collect().await;
+    let found: Vec<_> = loaded.into_iter().filter_map(|(at, block)| Some((at, block.unwrap()?))).collect();
+    assert_eq!(found.len(), 27, "all but every third");
+    for (at, block) in found {
+        block.verify(hashes(40)[at], fingerprint()).unwrap();
     }
 }
 
