@@ -20,7 +20,7 @@ use worker::plane::Instance;
 /// The stream of a request, on one worker after the other.
 pub(super) struct Continued {
     core: Arc<Core>,
-    /// As the client asked for it.
+    /// As the client asked for it; a relayed one without its tokens and its body.
     request: Request,
     /// The worker that has generated the first tokens. Other weights, even of a model of the same name, would continue
     /// with other text.
@@ -70,11 +70,17 @@ impl Continued {
     /// The stream of a request whose first output came from `worker`.
     pub(super) fn new(
         core: &Arc<Core>,
-        request: Request,
+        mut request: Request,
         permit: Arc<Permit>,
         worker: &Worker,
         stream: OutputStream,
     ) -> Self {
+        // The rest of a relayed stream has tokens and a body of its own. A body may have megabytes, and a stream lasts
+        // for as long as its client reads.
+        if let Work::Relay(http) = &mut request.work {
+            request.tokens = Arc::default();
+            drop(std::mem::take(&mut Arc::make_mut(http).body));
+        }
         let (core, state) = (Arc::clone(core), State::Streaming(Generating::on(worker), stream));
         let (first, permit) = (Arc::clone(&worker.instance), Some(permit));
         let (generated, relay_rest, stopped) = (Vec::new(), None, Vec::new());

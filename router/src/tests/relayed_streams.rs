@@ -52,7 +52,8 @@ impl Engine for Server {
             items.push(Ok(Output::End(report)));
         } else {
             if self.streams.continues {
-                let http = HttpRequest { continues: Some(Continuation(Bytes::new())), ..HttpRequest::clone(http) };
+                let continues = Some(Continuation(Bytes::new()));
+                let http = HttpRequest { continues, body: Bytes::new(), ..HttpRequest::clone(http) };
                 let tokens = [1, 2, 3, 7, 8].into();
                 items.push(Ok(Output::Rest(Box::new(RelayRest { tokens, generated_tokens: 2, http }))));
             }
@@ -133,6 +134,23 @@ async fn a_stream_is_continued_with_the_request_that_its_engine_names() {
     assert!(rest.attributes.deadline.is_none() && !rest.attributes.has_estimated_tokens && !rest.explain);
     assert_eq!(harness.metric("blockyard_router_stream_moves_total"), 1);
     assert_eq!([harness.load(1), harness.load(2)], [(0, 0, 0); 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_body_of_a_request_is_not_kept_for_as_long_as_its_stream() {
+    let harness = Harness::new(Settings::default());
+    let (server, _lease) = join(&harness, 1, CONTINUES).await;
+    let body = Bytes::from(b"{}".repeat(100));
+    let mut request = asked();
+    let Work::Relay(http) = &mut request.work else { unreachable!("it is relayed") };
+    Arc::make_mut(http).body = body.clone();
+    let mut stream = harness.ask(request).await.unwrap();
+    assert!(matches!(stream.next().await, Some(Ok(Output::Head(_)))));
+    let received: Vec<Request> = std::mem::take(&mut *server.received.lock());
+    assert!(matches!(&received[0].work, Work::Relay(http) if http.body == body), "the server has got it");
+    drop(received);
+    assert!(body.is_unique());
+    drop(stream);
 }
 
 #[tokio::test(start_paused = true)]
