@@ -24,6 +24,14 @@ const CHAT: &str = "/v1/chat/completions";
 /// vLLM's limit of a completion that names none.
 const COMPLETION_TOKENS: usize = 16;
 
+/// Maximum size of the fields that are kept of a request until its stream ends. Without the prompt they have less than
+/// 1 KB, or some 10 KB with a bias for many tokens.
+const MAX_KEPT: usize = 64 << 10;
+
+/// Why a stream is not continued.
+const NO_OBJECT: &str = "the body is no JSON object";
+const NO_LIMIT: &str = "its limit of tokens is not known";
+
 /// What a field of a request means for the rest of its stream.
 enum Field {
     /// The rest has it too.
@@ -107,7 +115,8 @@ impl Field {
 
 /// A stream that is followed.
 pub(crate) struct Followed {
-    http: Arc<HttpRequest>,
+    /// What the request for the rest needs of the request, or why there is none.
+    kept: Result<Box<Kept>, &'static str>,
     request_id: Arc<str>,
     /// Tokens of its prompt that another server has generated.
     generated_before: usize,
@@ -121,18 +130,26 @@ pub(crate) struct Followed {
     is_running: bool,
 }
 
+/// What is kept of a request for as long as its stream lasts. The prompt, which may have megabytes, is not.
+struct Kept {
+    /// The request for the rest, without its prompt and its limit of tokens.
+    http: HttpRequest,
+    /// How many tokens the request may generate. `None`: as many as the context has room for.
+    limit: Option<usize>,
+}
+
 impl Followed {
     /// The stream of `request`, which is for `http`. `has_warned`: the same for all streams of a server.
     pub(crate) fn new(
-        http: &Arc<HttpRequest>,
+        http: &HttpRequest,
         request: &Request,
         context: usize,
         server: Option<String>,
         has_warned: Arc<AtomicBool>,
     ) -> Self {
-        let (http, request_id) = (Arc::clone(http), Arc::clone(&request.id));
+        let (kept, request_id) = (Kept::of(http).map(Box::new), Arc::clone(&request.id));
         let generated_before = request.generated_tokens;
-        Self { http, request_id, generated_before, context, server, has_warned, is_running: false }
+        Self { kept, request_id, generated_before, context, server, has_warned, is_running: false }
     }
 
     /// The first output has come.
@@ -152,7 +169,8 @@ impl Followed {
         if !std::mem::take(&mut self.is_running) {
             return None;
         }
-        let rest = broken.and_then(|broken| rest(&self.http, self.generated_before, self.context, &broken));
+        let kept = || self.kept.as_ref().map_err(|why| *why);
+        let rest = broken.and_then(|broken| kept()?.rest(self.generated_before, self.context, &broken));
         if let Err(why) = rest {
             let (request_id, upstream) = (&self.request_id, self.server.as_deref());
             tracing::info!(%request_id, upstream, why, "the stream has broken off and cannot be continued");
@@ -189,49 +207,63 @@ pub(crate) fn continued(continuation: &Continuation, request: &Request) -> Optio
     Some(Box::new(Transcript::continuing(broken)))
 }
 
-/// The request for the rest of the stream of `http`, or why there is none. `generated_before`: tokens in its prompt
-/// that another server had generated. `context`: that of the model.
-fn rest(
-    http: &HttpRequest,
-    generated_before: usize,
-    context: usize,
-    broken: &Broken,
-) -> Result<RelayRest, &'static str> {
-    let api = api(http).ok_or("another endpoint")?;
-    let mut splice = Splice::scan(http.body.clone()).map_err(|_| "the body is no JSON object")?;
-    if splice.get("messages").is_some_and(|messages| !are_text(&messages)) {
-        return Err("its messages have other parts than text");
-    }
-    let (prompt, generated) = (&broken.prompt, &broken.generated);
-    let limit = limit(api, &splice, context.saturating_sub(prompt.len())).ok_or("its limit of tokens is not known")?;
-    let left = limit.saturating_add(generated_before).saturating_sub(generated.len());
-    if left == 0 {
-        return Err("all of its tokens were sent");
-    }
-    let mut removed = Vec::new();
-    let scanned = each_member(&http.body, |name, _| {
-        if matches!(Field::of(api, name), Some(Field::Replaced | Field::Only(_))) {
-            removed.push(String::from_utf8_lossy(name).into_owned());
+impl Kept {
+    /// What is kept of a request, or why its stream cannot be continued.
+    fn of(http: &HttpRequest) -> Result<Self, &'static str> {
+        let api = api(http).ok_or("another endpoint")?;
+        let mut splice = Splice::scan(http.body.clone()).map_err(|_| NO_OBJECT)?;
+        if splice.get("messages").is_some_and(|messages| !are_text(&messages)) {
+            return Err("its messages have other parts than text");
         }
-    });
-    scanned.map_err(|_| "the body is no JSON object")?;
-    for name in removed {
-        splice.remove(&name);
+        let limit = limit(api, &splice)?;
+        let mut removed = Vec::new();
+        let scanned = each_member(&http.body, |name, _| {
+            if matches!(Field::of(api, name), Some(Field::Replaced | Field::Only(_))) {
+                removed.push(String::from_utf8_lossy(name).into_owned());
+            }
+        });
+        scanned.map_err(|_| NO_OBJECT)?;
+        for name in removed {
+            splice.remove(&name);
+        }
+        let body = splice.finish();
+        if body.len() > MAX_KEPT {
+            return Err("its fields besides the prompt are too long");
+        }
+        let target = PathAndQuery::from_static(COMPLETIONS);
+        Ok(Self { http: HttpRequest { target, body, continues: None, ..http.clone() }, limit })
     }
-    let tokens = [&prompt[..], generated].concat();
-    splice.set("prompt", serde_json::to_string(&tokens).expect("numbers are JSON"));
-    splice.set("max_tokens", left.to_string());
-    let continuation = serde_json::to_vec(broken).expect("numbers and strings are JSON");
-    Ok(RelayRest {
-        tokens: tokens.into(),
-        generated_tokens: generated.len(),
-        http: HttpRequest {
-            target: PathAndQuery::from_static(COMPLETIONS),
-            body: splice.finish(),
-            continues: Some(Continuation(continuation.into())),
-            ..http.clone()
-        },
-    })
+
+    /// The request for the rest of the stream, or why there is none. `generated_before`: tokens in its prompt that
+    /// another server had generated. `context`: that of the model.
+    fn rest(&self, generated_before: usize, context: usize, broken: &Broken) -> Result<RelayRest, &'static str> {
+        let (prompt, generated) = (&broken.prompt, &broken.generated);
+        let room = context.saturating_sub(prompt.len());
+        let limit = match self.limit {
+            Some(limit) => limit,
+            // Greater than any context that is known.
+            None if room > UNKNOWN_CONTEXT / 2 => return Err(NO_LIMIT),
+            None => room,
+        };
+        let left = limit.saturating_add(generated_before).saturating_sub(generated.len());
+        if left == 0 {
+            return Err("all of its tokens were sent");
+        }
+        let tokens = [&prompt[..], generated].concat();
+        let mut splice = Splice::scan(self.http.body.clone()).map_err(|_| NO_OBJECT)?;
+        splice.set("prompt", serde_json::to_string(&tokens).expect("numbers are JSON"));
+        splice.set("max_tokens", left.to_string());
+        let continuation = serde_json::to_vec(broken).expect("numbers and strings are JSON");
+        Ok(RelayRest {
+            tokens: tokens.into(),
+            generated_tokens: generated.len(),
+            http: HttpRequest {
+                body: splice.finish(),
+                continues: Some(Continuation(continuation.into())),
+                ..self.http.clone()
+            },
+        })
+    }
 }
 
 fn api(http: &HttpRequest) -> Option<Api> {
@@ -242,21 +274,16 @@ fn api(http: &HttpRequest) -> Option<Api> {
     }
 }
 
-/// How many tokens a request may generate. `room`: how many fit the context after the prompt. `None`: not known.
-fn limit(api: Api, splice: &Splice, room: usize) -> Option<usize> {
+/// How many tokens a request may generate. `None`: as many as the context has room for.
+fn limit(api: Api, splice: &Splice) -> Result<Option<usize>, &'static str> {
     let number = |name: &str| match splice.get(name) {
-        Some(json) => serde_json::from_slice::<Option<usize>>(&json).map_err(drop),
+        Some(json) => serde_json::from_slice::<Option<usize>>(&json).map_err(|_| NO_LIMIT),
         None => Ok(None),
     };
-    let max_tokens = number("max_tokens").ok()?;
+    let max_tokens = number("max_tokens")?;
     match api {
-        Api::Completions => Some(max_tokens.unwrap_or(COMPLETION_TOKENS)),
-        Api::Chat => match number("max_completion_tokens").ok()?.or(max_tokens) {
-            Some(max) => Some(max),
-            // Greater than any context that is known.
-            None if room > UNKNOWN_CONTEXT / 2 => None,
-            None => Some(room),
-        },
+        Api::Completions => Ok(Some(max_tokens.unwrap_or(COMPLETION_TOKENS))),
+        Api::Chat => Ok(number("max_completion_tokens")?.or(max_tokens)),
     }
 }
 

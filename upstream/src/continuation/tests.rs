@@ -107,6 +107,11 @@ fn broken(path: &'static str, http: &HttpRequest, chunks: usize) -> Broken {
     relay.broken().unwrap()
 }
 
+/// The request for the rest of the stream of `http`.
+fn rest(http: &HttpRequest, before: usize, context: usize, broken: &Broken) -> Result<RelayRest, &'static str> {
+    Kept::of(http)?.rest(before, context, broken)
+}
+
 fn json_of(body: &Bytes) -> Value {
     serde_json::from_slice(body).unwrap()
 }
@@ -133,7 +138,7 @@ fn the_rest_is_a_completion_of_the_prompt_and_the_tokens_that_were_sent() {
     let continuation = rest.http.continues.clone().unwrap();
     assert_eq!(continued(&continuation, &again).unwrap().broken().unwrap(), broken_off);
     broken_off.generated.push(12);
-    let next = super::rest(&rest.http, 2, 4096, &broken_off).unwrap();
+    let next = self::rest(&rest.http, 2, 4096, &broken_off).unwrap();
     assert_eq!((json_of(&next.http.body)["max_tokens"].as_u64(), next.generated_tokens), (Some(17), 3));
     assert!(continued(&Continuation("{}".into()), &again).is_none());
 }
@@ -149,6 +154,18 @@ fn a_request_without_a_limit_has_that_of_its_endpoint_or_of_the_context() {
     assert_eq!(left(COMPLETIONS, 4096), Ok(COMPLETION_TOKENS as u64 - 2));
     assert_eq!(left(CHAT, 100), Ok(100 - 3 - 2));
     assert!(left(CHAT, UNKNOWN_CONTEXT).is_err_and(|why| why.contains("limit")));
+}
+
+#[test]
+fn the_prompt_of_a_request_is_not_kept() {
+    let text = "a".repeat(MAX_KEPT);
+    let messages = json!([{ "role": "user", "content": text }]);
+    for (path, fields) in [(CHAT, json!({ "messages": messages })), (COMPLETIONS, json!({ "prompt": text }))] {
+        let kept = Kept::of(&greedy(path, &fields)).unwrap();
+        assert!(kept.http.body.len() < 100, "{path}");
+        let long = Kept::of(&greedy(path, &json!({ "user": text })));
+        assert!(long.is_err_and(|why| why.contains("too long")), "{path}");
+    }
 }
 
 #[test]
