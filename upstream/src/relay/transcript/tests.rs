@@ -206,3 +206,10 @@ fn the_usage_is_that_of_the_whole_stream() {
         json!({ "prompt_tokens": 6, "total_tokens": 15, "completion_tokens": 9, "prompt_tokens_details": details });
     assert_eq!(whole, expected);
 }
+
+#[test]
+fn a_wrong_number_in_the_usage_of_a_server_does_not_overflow() {
+    let usage = format!(r#"{{"prompt_tokens":9,"completion_tokens":{}}}"#, u64::MAX);
+    let whole = whole_usage(serde_json::from_str(&usage).unwrap(), 3).unwrap();
+    assert_eq!(whole, usage.replace(":9,", ":6,"));
+}

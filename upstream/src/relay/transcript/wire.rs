@@ -139,7 +139,7 @@ pub(super) fn whole_usage(usage: &RawValue, before: usize) -> Option<String> {
     let mut splice = Splice::scan(Bytes::copy_from_slice(json.as_bytes())).ok()?;
     splice.set("prompt_tokens", prompt.to_string());
     if let Some(tokens) = completion_tokens {
-        splice.set("completion_tokens", (tokens + before as u64).to_string());
+        splice.set("completion_tokens", tokens.saturating_add(before as u64).to_string());
     }
     if cached_tokens.is_some_and(|cached| cached > prompt) {
         splice.set_in("prompt_tokens_details", "cached_tokens", prompt.to_string()).ok()?;
