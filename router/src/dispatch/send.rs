@@ -48,16 +48,18 @@ pub(super) async fn first_output(
             None => Err(Error::Failed("the stream ended before the first output".to_owned())),
         }
     };
-    let outcome = tokio::select! {
+    tokio::select! {
         biased;
-        started = output => started,
+        started = output => {
+            if started.as_ref().is_err_and(Error::is_refusal) {
+                attempts.refused();
+            }
+            started
+        }
+        // It has refused nothing, and may have computed the prompt.
         () = left(member) => Err(Error::Unavailable(format!("worker {} left", member.id()))),
         () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
-    };
-    if outcome.as_ref().is_err_and(Error::is_refusal) {
-        attempts.refused();
     }
-    outcome
 }
 
 /// Resolves when a worker has left and had time to finish.

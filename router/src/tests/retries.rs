@@ -74,6 +74,23 @@ async fn workers_that_may_have_computed_a_request_count_as_its_attempts() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_that_leaves_with_a_request_may_have_computed_it() {
+    let harness = defaults();
+    let worker = harness.worker(1, Role::Both).await;
+    worker.set_behaviour(Behaviour::Hang);
+    let attempts = Attempts::counted();
+    let mut request = prompt(1, 100);
+    request.attributes.attempts = attempts.clone();
+    let leave = async {
+        settle().await;
+        harness.discovery.expire(WorkerId(1));
+    };
+    let (answer, ()) = tokio::join!(harness.answer(request), leave);
+    assert!(matches!(answer, Err(Error::Unavailable(_))), "{answer:?}");
+    assert_eq!((worker.requests(), attempts.may_have_computed()), (1, true));
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_address_of_a_worker_does_not_reach_the_client() {
     let harness = defaults();
     let unreachable = "worker w1: 10.0.0.7:22101: Connection refused (os error 111)";
