@@ -19,6 +19,7 @@ use super::process::client;
 use blockyard::config::{Config, Listen, Upstream};
 use blockyard::node::Node;
 use http::header::CONTENT_TYPE;
+use prometheus::proto::MetricFamily;
 use serde_json::json;
 use std::path::Path;
 use std::time::Duration;
@@ -67,7 +68,7 @@ impl Gateway {
         let url = format!("http://{}", node.address());
         let gateway = Self { node, url, http: client() };
         let all_registered = async {
-            while gateway.metric("blockyard_router_workers").await < servers {
+            while gateway.metric("blockyard_router_workers") < servers {
                 sleep(Duration::from_millis(10)).await;
             }
         };
@@ -80,11 +81,11 @@ impl Gateway {
         request.header("x-blockyard-explain", "1").body(body.to_owned()).send().await.unwrap()
     }
 
-    /// The sum of a metric over its labels.
-    async fn metric(&self, name: &str) -> usize {
-        let text = self.http.get(format!("{}/metrics", self.url)).send().await.unwrap().text().await.unwrap();
-        let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
-        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<usize>().unwrap()).sum()
+    /// The sum of a counter or gauge over its labels. Not from `/metrics`, which may need an API key.
+    fn metric(&self, name: &str) -> usize {
+        let families = self.node.registry().gather();
+        let samples = families.iter().filter(|family| family.name() == name).flat_map(MetricFamily::get_metric);
+        samples.map(|sample| sample.get_counter().get_value() + sample.get_gauge().get_value()).sum::<f64>() as usize
     }
 }
 

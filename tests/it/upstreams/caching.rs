@@ -156,7 +156,7 @@ async fn complete(gateway: &Gateway, tenant: Option<&str>, prompt: &[u32]) -> (u
 async fn until_applied(gateway: &Gateway, servers: &[CachingServer]) {
     let published: u64 = servers.iter().map(CachingServer::published).sum();
     let applied = async {
-        while (gateway.metric("blockyard_router_index_events_total").await as u64) < published {
+        while (gateway.metric("blockyard_router_index_events_total") as u64) < published {
             sleep(Duration::from_millis(5)).await;
         }
     };

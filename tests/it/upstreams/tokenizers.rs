@@ -38,7 +38,7 @@ async fn a_local_tokenizer_is_used_if_it_agrees_with_the_server() {
             ..Config::with_cache(Path::new("/nonexistent"))
         });
         let gateway = gateway.await;
-        assert_eq!(gateway.metric("blockyard_frontend_local_tokenizer_used").await, used);
+        assert_eq!(gateway.metric("blockyard_frontend_local_tokenizer_used"), used);
         let text = "sixteen bytes!! ".repeat(4);
         assert_eq!(gateway.post("/v1/chat/completions", &chat(&text, true)).await.status(), 200);
         let counted = format!("blockyard_frontend_relayed_prompts_total{{model=\"org/m\",tokens=\"{source}\"}} 1");

@@ -115,7 +115,7 @@ async fn a_websocket_reaches_the_server_and_is_placed() {
         sockets.push(socket);
     }
     assert_eq!(servers.iter().map(|server| *server.open.lock()).sum::<usize>(), 2);
-    assert_eq!(gateway.metric("blockyard_router_requests_total").await, 2);
+    assert_eq!(gateway.metric("blockyard_router_requests_total"), 2);
     let handshake = servers.iter().flat_map(|server| server.handshakes.lock().clone()).next().unwrap();
     for header in ["sec-websocket-key: key\r\n", "sec-websocket-version: 13\r\n", "sec-websocket-protocol: realtime"] {
         assert!(handshake.contains(header), "{handshake}");
