@@ -17,7 +17,7 @@ pub(crate) use kv_events::{MESSAGES, publish, sglang, sglang_payload};
 
 use super::process::client;
 use blockyard::config::{Config, Listen, Upstream};
-use blockyard::node::Node;
+use blockyard::node::{Node, Process as _};
 use http::header::CONTENT_TYPE;
 use prometheus::proto::MetricFamily;
 use serde_json::json;

@@ -5,12 +5,15 @@ use std::fs;
 use std::io::Read;
 use std::net::TcpStream;
 
-/// Publishes messages to the NATS server of the tests, without a library: its protocol is text.
+/// Publishes messages to the NATS server of the tests, without a library: its protocol is text. Each has the time to
+/// live of a lease, without which a record does not count.
 fn publish(server: &str, messages: &[(String, Vec<u8>)]) {
     let mut socket = TcpStream::connect(server.strip_prefix("nats://").unwrap()).unwrap();
-    socket.write_all(b"CONNECT {\"verbose\":false}\r\n").unwrap();
+    socket.write_all(b"CONNECT {\"verbose\":false,\"headers\":true}\r\n").unwrap();
+    let headers = "NATS/1.0\r\nNats-TTL: 6\r\n\r\n";
     for (subject, payload) in messages {
-        socket.write_all(format!("PUB {subject} {}\r\n", payload.len()).as_bytes()).unwrap();
+        let (header_bytes, bytes) = (headers.len(), headers.len() + payload.len());
+        socket.write_all(format!("HPUB {subject} {header_bytes} {bytes}\r\n{headers}").as_bytes()).unwrap();
         socket.write_all(&[payload, &b"\r\n"[..]].concat()).unwrap();
     }
     socket.write_all(b"PING\r\n").unwrap();
