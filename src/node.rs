@@ -502,6 +502,7 @@ mod tests {
         config.shutdown_timeout = HumanDuration::secs(757);
         assert_eq!(short_drain(&config), None);
     }
+
     #[test]
     fn tenants_without_a_secret_are_a_warning() {
         let folder = tempfile::tempdir().unwrap();

@@ -183,7 +183,8 @@ impl Reload {
 
     /// Applies all changes or none. Returns the keys that took effect, and those that need a restart.
     fn attempt(&self, state: &mut State) -> Result<(Vec<String>, Vec<String>), String> {
-        let (read, origins) = Config::load_for(&self.sources, self.purpose).map_err(|error| error.to_string())?;
+        let loaded = Config::load_again_for(&self.sources, self.purpose);
+        let (read, origins) = loaded.map_err(|error| error.to_string())?;
         let mut checked = Vec::new();
         for section in &self.sections {
             checked.extend(section.check(&read)?.map(|change| (&**section, change)));

@@ -148,6 +148,7 @@ mod tests {
         fs::rename(&aside, &at).unwrap();
         assert!(folder.check().is_ok());
     }
+
     #[test]
     fn a_folder_on_another_device_is_the_same_if_what_is_in_it_is() {
         let at = tempfile::tempdir().unwrap();

@@ -120,6 +120,7 @@ mod tests {
         tokio::time::advance(INTERVAL).await;
         assert_eq!([limit.admit(), limit.admit()], [Some(2), None]);
     }
+
     #[tokio::test(start_paused = true)]
     async fn a_fault_that_comes_and_goes_is_logged_twice_and_its_end_as_often() {
         let faults = FaultLog::default();

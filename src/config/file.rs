@@ -2,6 +2,7 @@
 
 use super::Error;
 use std::fmt::Write;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -19,10 +20,19 @@ pub(super) struct File {
 }
 
 impl File {
-    /// Reads a file. Reports all syntax errors, not only the first.
+    /// Reads a file for the start of a process, also from a pipe such as `/dev/stdin`.
     pub(super) fn read(path: &Path) -> Result<Self, Vec<Error>> {
-        // A pipe in its place would stop all later reloads, and a device would fill the memory.
-        let text = read_text(path, MAX_FILE_BYTES).map_err(|error| vec![Error::File { path: path.into(), error }])?;
+        Self::parse(path, read_once(path))
+    }
+
+    /// Reads a file again, for a reload. A pipe in its place is refused: it would stop this reload and all later ones.
+    pub(super) fn read_again(path: &Path) -> Result<Self, Vec<Error>> {
+        Self::parse(path, read_text(path, MAX_FILE_BYTES))
+    }
+
+    /// Reports all syntax errors, not only the first.
+    fn parse(path: &Path, text: io::Result<String>) -> Result<Self, Vec<Error>> {
+        let text = text.map_err(|error| vec![Error::File { path: path.into(), error }])?;
         let syntax = |error: &toml::de::Error| Error::Syntax {
             path: path.into(),
             line: line_at(&text, error.span().map_or(0, |span| span.start)),
@@ -54,6 +64,18 @@ impl File {
         }
         origin
     }
+}
+
+/// The text of a file, a pipe or a device, within the limit: a device would fill the memory. Waits for the writer of a
+/// pipe.
+fn read_once(path: &Path) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let problem = format!("expected at most {MAX_FILE_BYTES} bytes");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
+    }
+    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
 /// Byte offset of the key at a path, or of the deepest existing key on the path. A key may contain dots.

@@ -98,13 +98,26 @@ impl Config {
 
     /// The same, with the additional checks of a command.
     pub fn load_for(sources: &Sources, purpose: Purpose) -> Result<(Self, Origins), Errors> {
+        Self::load_from(File::read, sources, purpose)
+    }
+
+    /// The same, for a process that runs: the file must be a regular one, because a pipe can be read once only.
+    pub fn load_again_for(sources: &Sources, purpose: Purpose) -> Result<(Self, Origins), Errors> {
+        Self::load_from(File::read_again, sources, purpose)
+    }
+
+    fn load_from(
+        read: fn(&Path) -> Result<File, Vec<Error>>,
+        sources: &Sources,
+        purpose: Purpose,
+    ) -> Result<(Self, Origins), Errors> {
         // Without a cache folder `data_dir` must be set. The empty default path shows that it was not set.
         let cache = sources.cache();
         let mut defaults = Self::with_cache(cache.as_deref().unwrap_or(Path::new("")));
         if purpose == Purpose::Worker {
             defaults.workers = Workers::one();
         }
-        let (file, mut errors) = match sources.file.as_deref().map(File::read).transpose() {
+        let (file, mut errors) = match sources.file.as_deref().map(read).transpose() {
             Ok(file) => (file, Vec::new()),
             // The content of the file is unknown, so other errors could be consequences of this one.
             Err(errors) => return Err(Errors(errors)),

@@ -95,16 +95,20 @@ class Network:
         """The processes do not reach each other, and reach all others: the bridge drops packets between such ports."""
         for process in processes:
             self.port(process, "type", "bridge_slave", "isolated", "on")
-        yield
-        for process in processes:
-            self.port(process, "type", "bridge_slave", "isolated", "off")
+        try:
+            yield
+        finally:
+            for process in processes:
+                self.port(process, "type", "bridge_slave", "isolated", "off")
 
     @contextlib.contextmanager
     def unplugged(self, process):
         """No process reaches this one, nor does it reach any. Its own interface stays up."""
         self.port(process, "nomaster")
-        yield
-        self.port(process, "master", "bridge")
+        try:
+            yield
+        finally:
+            self.port(process, "master", "bridge")
 
 
 class Deployment:

@@ -30,8 +30,9 @@ const ENGINE_COUNT: u16 = 4;
 const START_TIMEOUT: Duration = Duration::from_mins(3);
 /// Between two tokens of a stream while memory is measured: streams are open, and little is computed.
 const SLOW_PACE: Duration = Duration::from_secs(1);
-/// Open files that a gateway has for a stream, and those that it has besides while memory is measured.
-const FILES_PER_STREAM: usize = 2;
+/// Open files for three streams, and those besides, while memory is measured. A gateway opens two for a stream, but
+/// this program accepts connections of clients for at most three eighths of its files.
+const FILES_FOR_THREE_STREAMS: usize = 8;
 const OTHER_FILES: usize = 400;
 /// Share of the prompts whose tokens must come from where the gateway has them. The first ones come before the KV
 /// events do.
@@ -228,7 +229,7 @@ impl Bench<'_> {
             Load { addresses, clients, stream, tokens, prompt: 128, shared: 64, warmup, until }
         };
         self.set_pace(SLOW_PACE).await?;
-        let needed = self.options.streams * FILES_PER_STREAM + OTHER_FILES;
+        let needed = (self.options.streams * FILES_FOR_THREE_STREAMS).div_ceil(3) + OTHER_FILES;
         let open = match open_files() {
             Some(limit) if limit < needed => {
                 eprintln!(
@@ -236,7 +237,7 @@ impl Bench<'_> {
                      {limit}; raise it (ulimit -n {needed}) or set --streams {}",
                     gateway.name(),
                     self.options.streams,
-                    limit.saturating_sub(OTHER_FILES) / FILES_PER_STREAM
+                    limit.saturating_sub(OTHER_FILES) * 3 / FILES_FOR_THREE_STREAMS
                 );
                 Err("too few open files")
             }

@@ -13,7 +13,7 @@ const USAGE: &str = "\
   --seconds N        duration of each measurement (5)
   --repetitions N    repetitions of each measurement, of which the median counts (3)
   --prompts N        distinct prompts before memory is measured (200000)
-  --streams N        open streams while memory is measured (1000); needs twice as many open files and 400 more";
+  --streams N        open streams while memory is measured (1000); needs 8/3 as many open files and 400 more";
 
 /// The command line.
 #[derive(Clone, Debug)]

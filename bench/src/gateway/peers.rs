@@ -169,6 +169,8 @@ impl Gateway {
                 let events = if self == Self::Blockyard { "off" } else { "auto" };
                 let table = |url: &String| format!("[[upstreams]]\nurl = \"{url}\"\nkv_events = \"{events}\"\n");
                 let mut tables = urls.iter().map(table).collect::<Vec<_>>().concat();
+                // As many as nginx has: memory may be measured with more streams than the default allows.
+                tables.push_str("[frontend]\nmax_connections = 32768\n");
                 if self == Self::BlockyardTokenizer {
                     let files = folder.join("tokenizer");
                     Tokenizer::default().write(&files)?;

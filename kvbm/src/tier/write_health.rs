@@ -97,6 +97,7 @@ mod tests {
         assert_eq!((health.failure(), health.failed(second, "down")), (None, Change::Same));
         assert_eq!((health.failure(), health.failed(health.begin(), "denied")), (None, Change::Changed));
     }
+
     #[test]
     fn writes_that_fail_and_succeed_in_turn_are_logged_a_few_times() {
         let health = WriteHealth::default();

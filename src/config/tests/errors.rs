@@ -1,6 +1,7 @@
 //! Errors: each with key, value, origin and what is expected.
 
 use super::*;
+use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
@@ -188,13 +189,27 @@ fn the_admin_api_of_a_worker_has_a_port_of_its_own() {
 }
 
 #[test]
-fn a_file_that_is_none_or_too_large_is_not_read() {
-    let error = |path: &std::path::Path| {
-        error_of(&Sources { environment: environment(&[]), flags: vec![], file: Some(path.to_owned()) })
-    };
+fn a_folder_and_a_file_that_is_too_large_are_not_read() {
     let (large, folder) = (file(""), tempfile::tempdir().unwrap());
     large.as_file().set_len(crate::config::file::MAX_FILE_BYTES + 1).unwrap();
-    for path in [std::path::Path::new("/dev/null"), folder.path(), large.path()] {
-        assert!(error(path).contains("expected a regular file of at most"), "{}", error(path));
+    for (path, wanted) in [(folder.path(), "directory"), (large.path(), "expected at most")] {
+        let sources = Sources { environment: environment(&[]), flags: vec![], file: Some(path.to_owned()) };
+        assert!(error_of(&sources).contains(wanted), "{}", error_of(&sources));
+        let again = Config::load_again_for(&sources, Purpose::Tools).err().expect("it is not read").to_string();
+        assert!(again.contains("expected a regular file of at most"), "{again}");
     }
+}
+
+#[test]
+fn a_pipe_is_read_at_the_start_and_not_again() {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    writer.write_all(b"shutdown_timeout = '7s'\n").unwrap();
+    drop(writer);
+    // As the shell names the pipe of `--config <(…)`.
+    let path = format!("/dev/fd/{}", reader.as_raw_fd());
+    let sources = Sources { environment: environment(&[]), flags: vec![], file: Some(path.into()) };
+    let (config, _) = Config::load(&sources).unwrap();
+    assert_eq!(config.shutdown_timeout.0, std::time::Duration::from_secs(7));
+    let again = Config::load_again_for(&sources, Purpose::Tools).err().expect("it is not read").to_string();
+    assert!(again.contains("expected a regular file of at most"), "{again}");
 }

@@ -82,8 +82,8 @@ impl Part {
     async fn read(mut self, into: mpsc::Sender<Loaded>) {
         let Err(error) = self.read_all(&into).await else { return };
         if self.missing.iter().all(|missing| *missing) {
-            let address = self.endpoint.address();
-            tracing::warn!(address, %error, "the memory of another worker cannot be read; its blocks are recomputed");
+            let what = "the memory of another worker cannot be read; its blocks are recomputed";
+            self.endpoint.log_failure(&error, what);
         }
         let kind = error.kind();
         for index in self.indexes.iter().zip(&self.missing).filter_map(|(index, missing)| missing.then_some(*index)) {
@@ -165,8 +165,7 @@ impl RemoteMemory for RemotePeer {
                 })
                 .boxed(),
                 Err(error) => {
-                    let address = endpoint.address();
-                    tracing::warn!(address, %error, "the progress of a prefill on another worker cannot be read");
+                    endpoint.log_failure(&error, "the progress of a prefill on another worker cannot be read");
                     stream::empty().boxed()
                 }
             }

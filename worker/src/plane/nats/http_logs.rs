@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A log is read over NATS, in pieces, if its process names no URL, or if the URL was not signed, cannot be reached or
-//! does not serve the log. Then the URL is not asked for a while, so that not every read waits for it.
+//! does not serve the log. A URL that cannot be reached is not asked for a while, so that not every read waits for it.
 //!
 //! Not here: HTTP. `remote::RemoteLogs` is the [`LogReader`], and `remote::RequestServer` serves.
 

@@ -390,6 +390,7 @@ mod tests {
         assert_eq!(left(view.end_list(start)), [], "it may register again");
         assert_eq!(left(view.due(start + LEASE)), [(2, 1)]);
     }
+
     #[test]
     fn a_worker_that_does_not_renew_leaves_without_a_report_of_the_server() {
         let (mut view, start, _) = view();

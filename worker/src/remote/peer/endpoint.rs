@@ -5,6 +5,7 @@ use crate::remote::connect::{Credentials, Endpoint};
 use crate::remote::{PROTOCOL, PROTOCOL_HEADER};
 use http::header::{AUTHORIZATION, CONTENT_LENGTH, HOST};
 use parking_lot::Mutex;
+use spans::LogLimit;
 use std::io;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -16,6 +17,8 @@ pub(super) struct PeerEndpoint {
     idle: Mutex<Vec<Connection<Socket>>>,
     /// When a request may connect again, after an attempt that timed out.
     retry_at: Mutex<Option<Instant>>,
+    /// Limits log lines about reads that fail: there is one for each prompt while the process cannot be reached.
+    failures: LogLimit,
 }
 
 /// Idle connections that are kept: those of two loads.
@@ -29,12 +32,24 @@ const MAX_ERROR_BYTES: usize = 64 << 10;
 impl PeerEndpoint {
     /// The process that listens at `url`. A wrong URL fails at each request.
     pub(super) fn new(url: &str, credentials: Credentials) -> Self {
-        Self { endpoint: Endpoint::new(url, credentials), idle: Mutex::default(), retry_at: Mutex::default() }
+        Self {
+            endpoint: Endpoint::new(url, credentials),
+            idle: Mutex::default(),
+            retry_at: Mutex::default(),
+            failures: LogLimit::default(),
+        }
     }
 
     /// The URL of the process, for the log.
     pub(super) fn address(&self) -> Option<String> {
         self.endpoint.address()
+    }
+
+    /// Logs that something of the process cannot be read, once in half a minute.
+    pub(super) fn log_failure(&self, error: &io::Error, what: &str) {
+        if let Some(suppressed) = self.failures.admit() {
+            tracing::warn!(address = self.address(), %error, suppressed, "{what}");
+        }
     }
 
     /// The bytes of a request.
@@ -118,5 +133,15 @@ mod tests {
         let address = |url: &str| PeerEndpoint::new(url, Credentials::from(None)).address();
         assert_eq!(address("http://host:8100").as_deref(), Some("http://host:8100"));
         assert_eq!(address("http://user:secret@host:8100"), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reads_that_fail_are_logged_once_in_half_a_minute() {
+        let peer = PeerEndpoint::new("http://host:8100", Credentials::from(None));
+        peer.log_failure(&io::ErrorKind::TimedOut.into(), "nothing can be read");
+        assert_eq!(peer.failures.admit(), None, "the first line has used the limit");
+        tokio::time::advance(Duration::from_secs(30)).await;
+        peer.log_failure(&io::ErrorKind::TimedOut.into(), "nothing can be read");
+        assert_eq!(peer.failures.admit(), None);
     }
 }
