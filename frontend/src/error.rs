@@ -105,6 +105,9 @@ pub(crate) enum Error {
     /// The API key has a limit that cannot be checked on a WebSocket connection.
     #[error("This API key cannot open WebSocket connections: {0}.")]
     WebSocketNotAllowed(&'static str),
+    /// The API key of a WebSocket connection was removed, or got a limit that cannot be checked on one.
+    #[error("The WebSocket connection was ended: its API key was removed, or got 'models' or 'tokens_per_minute'.")]
+    WebSocketKeyEnded,
     /// A limit of the API key is reached.
     #[error("Rate limit reached for this API key: {per_minute} {what} per minute. Try again in {} s.", seconds(*.wait))]
     RateLimited {
@@ -278,7 +281,8 @@ impl Error {
             | Self::ModelNotAllowed(_)
             | Self::ModelNotNamed
             | Self::AdapterNotAllowed(_)
-            | Self::WebSocketNotAllowed(_) => StatusCode::FORBIDDEN,
+            | Self::WebSocketNotAllowed(_)
+            | Self::WebSocketKeyEnded => StatusCode::FORBIDDEN,
             Self::TooSlow { .. }
             | Self::UploadEvicted
             | Self::HeaderTimeout(_)
@@ -329,7 +333,7 @@ impl Error {
             Self::DeadlineExceeded => Some("deadline_exceeded"),
             Self::RequestTimeExceeded(_) => Some("request_time_exceeded"),
             Self::StreamNotRead(_) => Some("stream_not_read"),
-            Self::WebSocketNotAllowed(_) => Some("websocket_not_allowed"),
+            Self::WebSocketNotAllowed(_) | Self::WebSocketKeyEnded => Some("websocket_not_allowed"),
             Self::WebSocketIdle(_) => Some("websocket_idle"),
             Self::Unavailable(_) => Some("service_unavailable"),
             Self::Failed(_) => Some("internal_error"),

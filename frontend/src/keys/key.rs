@@ -5,6 +5,7 @@ use super::file::KeyEntry;
 use crate::error::Error;
 use std::num::NonZero;
 use std::sync::Arc;
+use tokio_util::sync::CancellationToken;
 
 /// The names of the two limits of a key, in messages and labels.
 const REQUESTS: &str = "requests";
@@ -20,6 +21,8 @@ pub(crate) struct Key {
     models: Option<Vec<String>>,
     requests: Option<TokenBucket>,
     tokens: Option<TokenBucket>,
+    /// Its WebSocket connections end when this is cancelled.
+    ended: CancellationToken,
 }
 
 /// A limit of a key, and what is used of it.
@@ -34,7 +37,8 @@ pub(crate) struct KeyLimit {
 impl Key {
     /// A key without limits.
     pub(super) fn unlimited(name: &str) -> Self {
-        Self { name: name.into(), tenant: None, models: None, requests: None, tokens: None }
+        let ended = CancellationToken::new();
+        Self { name: name.into(), tenant: None, models: None, requests: None, tokens: None, ended }
     }
 
     /// The key of an entry. `previous` is the same key before the file changed: a limit that is the same keeps what was
@@ -51,7 +55,29 @@ impl Key {
             models: entry.models.clone(),
             requests: bucket(entry.requests_per_minute, previous.and_then(|key| key.requests.as_ref())),
             tokens: bucket(entry.tokens_per_minute, previous.and_then(|key| key.tokens.as_ref())),
+            ended: previous.map(|key| &key.ended).filter(|ended| !ended.is_cancelled()).cloned().unwrap_or_default(),
         }
+    }
+
+    /// Why the key cannot open WebSocket connections, whose messages are not read.
+    pub(crate) fn websocket_problem(&self) -> Option<&'static str> {
+        if self.models.is_some() {
+            Some("it may use some models only, and messages on the connection can name others")
+        } else if self.tokens.is_some() {
+            Some("it has a limit of tokens per minute, and the tokens of the connection are not known")
+        } else {
+            None
+        }
+    }
+
+    /// Ends the WebSocket connections that were opened with the key.
+    pub(super) fn end_websockets(&self) {
+        self.ended.cancel();
+    }
+
+    /// Resolves when the key can have no WebSocket connection any more.
+    pub(crate) async fn websockets_end(&self) {
+        self.ended.cancelled().await;
     }
 
     /// Whether the key may use only some models.
@@ -62,11 +88,6 @@ impl Key {
     /// Whether the key may use a model.
     pub(crate) fn allows(&self, model: &str) -> bool {
         self.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))
-    }
-
-    /// Whether the key has a limit of tokens.
-    pub(crate) fn has_token_limit(&self) -> bool {
-        self.tokens.is_some()
     }
 
     /// Counts a request against the limit of requests.

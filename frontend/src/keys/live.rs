@@ -106,7 +106,13 @@ impl ApiKeys {
         };
         let keys: HashMap<_, _> = file.keys.iter().map(key).collect();
         let count = keys.len();
+        let may_have_websockets = |hash| keys.get(hash).is_some_and(|key| key.websocket_problem().is_none());
+        let ended: Vec<_> =
+            previous.iter().filter(|(hash, _)| !may_have_websockets(*hash)).map(|(_, key)| key).collect();
         *self.of_file.write() = keys;
+        for key in ended {
+            key.end_websockets();
+        }
         Ok(count)
     }
 }

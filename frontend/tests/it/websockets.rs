@@ -1,6 +1,7 @@
 //! WebSocket connections to an engine, over real connections.
 
 use crate::fake::{FakeEngine, Step, card};
+use crate::key_file::Keys;
 use crate::relay::{head, part};
 use axum::http::{HeaderMap, StatusCode};
 use bytes::Bytes;
@@ -313,4 +314,22 @@ async fn a_connection_ends_when_the_time_of_requests_is_over() {
     let gateway = Gateway::start(switching(), settings).await;
     assert_eq!(read_to_end(gateway.opened("").await).await, "");
     gateway.until_ended("504").await;
+}
+
+#[tokio::test]
+async fn a_removed_key_loses_its_connections() {
+    let keys = Keys::new();
+    let header = |key: String| format!("authorization: Bearer {key}\r\n");
+    let (removed, kept) = (header(keys.add("removed", |_| {})), header(keys.add("kept", |_| {})));
+    let gateway = Gateway::start(switching(), keys.settings()).await;
+    let (closed, mut open) = (gateway.opened(&removed).await, gateway.opened(&kept).await);
+    KeyFile::change(&keys.path(), |file| {
+        file.keys.retain(|entry| entry.name != "removed");
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(read_to_end(closed).await, "");
+    open.write_all(b"more\r\n").await.unwrap();
+    assert_eq!(read_until(&mut open, "\r\n").await, "more\r\n", "the other key keeps its own");
+    gateway.until("blockyard_frontend_open_websockets", "1").await;
 }

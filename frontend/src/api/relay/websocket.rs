@@ -30,6 +30,7 @@ use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prometheus::{IntCounter, IntGauge};
 use serde::Deserialize;
+use std::future;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
@@ -172,6 +173,7 @@ pub(super) async fn respond(
             biased;
             end = pass(client, server, &passed, idle) => end,
             error = ends => End::Failed(error),
+            () = key_ends(&context) => End::Failed(Error::WebSocketKeyEnded),
         };
         match end {
             End::Closed => {
@@ -195,14 +197,15 @@ pub(super) async fn respond(
 
 /// Whether the key allows what is not read here.
 fn check_key(context: &RequestContext) -> Result<(), Error> {
+    let problem = context.key().and_then(|key| key.websocket_problem());
+    problem.map_or(Ok(()), |problem| Err(Error::WebSocketNotAllowed(problem)))
+}
+
+/// Resolves when the key of a connection was removed, or changed so that it could not open one.
+async fn key_ends(context: &RequestContext) {
     match context.key() {
-        Some(key) if key.has_models() => Err(Error::WebSocketNotAllowed(
-            "it may use some models only, and messages on the connection can name others",
-        )),
-        Some(key) if key.has_token_limit() => Err(Error::WebSocketNotAllowed(
-            "it has a limit of tokens per minute, and the tokens of the connection are not known",
-        )),
-        _ => Ok(()),
+        Some(key) => key.websockets_end().await,
+        None => future::pending().await,
     }
 }
 
