@@ -1,7 +1,7 @@
 //! What a request costs of the limit of its key, by how it ends.
 
 use super::{Gateway, server};
-use blockyard::config::{Config, Upstream};
+use blockyard::config::{CacheSalt, Config, Upstream};
 use frontend::{ApiKey, KeyEntry, KeyFile};
 use http::header::CONTENT_TYPE;
 use serde_json::json;
@@ -40,8 +40,9 @@ async fn a_prompt_is_charged_once_the_server_may_have_computed_it() {
         Ok(())
     })
     .unwrap();
-    let mut config =
-        Config { upstreams: vec![Upstream::new(server.uri())], ..Config::with_cache(Path::new("/nonexistent")) };
+    // Requests with a key may have a tenant, and the server has no salts.
+    let upstream = Upstream { cache_salt: CacheSalt::Off, ..Upstream::new(server.uri()) };
+    let mut config = Config { upstreams: vec![upstream], ..Config::with_cache(Path::new("/nonexistent")) };
     config.frontend.api_keys_file = Some(file);
     let gateway = Gateway::with(config).await;
     let body =
