@@ -38,7 +38,7 @@ GOAL = 1.02
 def conversations(count, turns, seed, think):
     """For each conversation its turns: seconds of thinking before the prompt, and the prompt as token ids.
 
-    The pauses are uniformly distributed; `think` is their mean.
+    The pauses are uniformly distributed; `think` is their mean, except before the first turns.
     """
     source = random.Random(seed)
     tokens = lambda length: [source.randrange(1000, 4000) for _ in range(length)]
@@ -47,7 +47,8 @@ def conversations(count, turns, seed, think):
         prompt, steps = list(system), []
         for turn in range(turns):
             prompt = prompt + (tokens(REPLY) if turn else []) + tokens(USER)
-            steps.append((source.random() * 2 * think, prompt))
+            # The first turn is not delayed: each conversation waits for the first answer of the one before it.
+            steps.append((source.random() * 2 * (think if turn else THINK_SECONDS), prompt))
         script.append(steps)
     return script
 
