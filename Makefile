@@ -34,13 +34,14 @@ help: ## List the targets
 run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
 	cargo run --locked --release -- $(RUN)
 
+# Python tests wait much, for heartbeats and timeouts, so two of their files run at a time. They share no ports.
 test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, in Rust and Python; installs what they need
 	cargo test $(TARGETS) --no-run
 	cargo build --locked --workspace --example follow_kv_events
 	@command -v ip >/dev/null || { [ "$$(id -u)" = 0 ] && \
 	  { apt-get -qq install iproute2 || { apt-get -qq update && apt-get -qq install iproute2; }; } >/dev/null; } || \
 	  echo "make: SKIPPED the tests with network namespaces: they need root and the package iproute2"
-	$(VENV)/bin/python -m pytest -q -rs tests/python
+	$(VENV)/bin/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder tests/python
 	cargo test --locked --workspace --doc --quiet
 	cargo test --locked --quiet $(BENCH)
 	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
