@@ -18,7 +18,8 @@ TARGETS := --locked --workspace --tests
 # cargo-nextest where it is installed; plain `cargo test` runs the same tests.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 ifeq ($(NEXTEST),yes)
-RUST_TESTS := cargo nextest run $(TARGETS) --no-fail-fast
+RUST_TESTS := cargo nextest run $(TARGETS) --no-fail-fast \
+  --profile make --test-threads $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
 else
 RUST_TESTS := cargo test $(TARGETS) --no-fail-fast
 endif
