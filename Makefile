@@ -35,6 +35,7 @@ help: ## List the targets
 run: ## Build and serve the built-in model on 127.0.0.1:8000 (RUN="serve --model DIR" for another)
 	cargo run --locked --release -- $(RUN)
 
+# rustdoc builds the tests of documentation crate by crate, on one core, while the other builds the benchmarks' tests.
 # Python tests wait much, for heartbeats and timeouts, so two of their files run at a time. They share no ports.
 test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, in Rust and Python; installs what they need
 	cargo test $(TARGETS) --no-run
@@ -43,8 +44,8 @@ test: $(VENV)/.ready $(SERVERS)/node_modules/.ready $(PROMETHEUS) ## All tests, 
 	  { apt-get -qq install iproute2 || { apt-get -qq update && apt-get -qq install iproute2; }; } >/dev/null; } || \
 	  echo "make: SKIPPED the tests with network namespaces: they need root and the package iproute2"
 	$(VENV)/bin/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder tests/python
-	cargo test --locked --workspace --doc --quiet
-	cargo test --locked --quiet $(BENCH)
+	cargo test --locked --quiet $(BENCH) & bench=$$!; cargo test --locked --workspace --doc --quiet; doc=$$?; \
+	  wait $$bench && exit $$doc
 	$(VENV)/bin/python $(SERVERS)/run.py $(RUST_TESTS)
 
 test-vllm: $(VLLM)/.ready ## The gateway in front of two real vLLM servers on the CPU; installs vLLM (2.5 GB), five minutes
