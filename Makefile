@@ -25,7 +25,7 @@ RUST_TESTS := cargo test $(TARGETS) --no-fail-fast
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo-cluster test test-vllm test-image simulate lint fmt doc setup advisories
+.PHONY: help run demo-cluster test test-vllm test-image simulate lint fmt doc setup cargo-deny advisories
 .PHONY: bench bench-kvbm bench-router bench-ttft bench-routing bench-replay bench-index bench-gateway bench-stream
 .PHONY: bench-faults bench-cluster bench-peer bench-remote
 
@@ -151,8 +151,10 @@ bench-gateway: ## Gateways side by side, those that are installed, half an hour 
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin gateway -- $(ARGS)
 
+setup: $(VENV)/.ready cargo-deny ## Install the Python client and cargo-deny for lint and test (two minutes)
+
 # Its own release profile has fat LTO and one codegen unit, which would take more time than all its runs.
-setup: $(VENV)/.ready ## Install the Python client and cargo-deny for lint and test (two minutes)
+cargo-deny:
 	cargo deny --version >/dev/null 2>&1 || CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
 	  CARGO_PROFILE_RELEASE_OPT_LEVEL=1 cargo install --locked cargo-deny@$(CARGO_DENY)
 
