@@ -160,7 +160,7 @@ impl UpstreamEngine {
     /// The error of a request that has no answer, or one that is an error.
     fn failed(&self, error: RelayError) -> Error {
         let changed = match &error {
-            RelayError::Unreachable(_) => true,
+            RelayError::Unreachable(_) | RelayError::NoAnswer(_) => true,
             RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
             RelayError::OutOfFiles
             | RelayError::Full(_)
@@ -446,6 +446,7 @@ fn relay_report(report: Report) -> RelayReport {
 fn error_of(error: RelayError) -> Error {
     match error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
+        RelayError::NoAnswer(why) => Error::NoAnswer(why),
         RelayError::OutOfFiles => Error::out_of_files(),
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },

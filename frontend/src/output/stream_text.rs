@@ -3,8 +3,9 @@
 //!
 //! Counted are the strings with output in the chunks of chat and completions, below `choices`, and in the events of the
 //! Responses API and of Anthropic's messages, in and below `delta`. In lines also those of Ollama: in `response` and
-//! `thinking`, and below `message`; events repeat the whole output in members of these names. Not here: a text that
-//! each event repeats from its beginning, as that of SGLang's `/generate`, whose events say their tokens.
+//! `thinking`, and below `message`; events repeat the whole output in members of these names. Sound in base64 is no
+//! output: the events and chunks of [`SOUND`], and `data` in OpenAI's chunks of chat. Not here: a text that each event
+//! repeats from its beginning, as that of SGLang's `/generate`, whose events say their tokens.
 
 use memchr::memchr3;
 
@@ -17,16 +18,27 @@ const OF_LINES: &[&[u8]] = &[CHOICES, DELTA, b"message", b"response", b"thinking
 /// Those of them that may be strings.
 const STRINGS: [&[u8]; 3] = [DELTA, b"response", b"thinking"];
 /// Members with output below these.
-const OUTPUT: [&[u8]; 7] = [b"arguments", b"content", b"name", b"partial_json", b"refusal", b"text", b"thinking"];
+const OUTPUT: [&[u8]; 8] =
+    [b"arguments", b"content", b"name", b"partial_json", b"refusal", b"text", b"thinking", b"transcript"];
 /// Names of the same member, of which some servers send both.
 const REASONING: [&[u8]; 2] = [b"reasoning", b"reasoning_content"];
+/// Members of an event, and ends of their values with which its output is sound: events of the Responses API
+/// (`response.audio.delta`, `response.output_audio.delta`; their transcripts are text), and vLLM-Omni's chunks of chat.
+const SOUND: [(&[u8], &[u8]); 2] = [(b"type", b"audio.delta"), (b"modality", b"audio")];
 /// Length of the longest of all these names.
 const NAME_MAX: usize = 17;
 
 /// Counts the bytes of output.
 #[derive(Default)]
 pub(super) struct StreamText {
+    /// Of the lines that have ended.
     output: usize,
+    /// Of this line.
+    of_line: usize,
+    /// This line has sound.
+    is_sound: bool,
+    /// Bytes of the end in [`SOUND`] with which the value of its member ends so far.
+    matched: usize,
     /// By the names of [`REASONING`].
     reasoning: [usize; 2],
     at: At,
@@ -60,6 +72,8 @@ enum Counter {
     None,
     Output,
     Reasoning(usize),
+    /// For nothing, but it may say that the line has sound. By the members of [`SOUND`].
+    Sound(usize),
 }
 
 /// Where in an escape of a string the next byte is.
@@ -97,12 +111,13 @@ impl StreamText {
 
     /// The bytes of the output so far.
     pub(super) fn bytes(&self) -> usize {
-        self.output + self.reasoning[0].max(self.reasoning[1])
+        let of_line = if self.is_sound { 0 } else { self.of_line };
+        self.output.saturating_add(of_line).saturating_add(self.reasoning[0].max(self.reasoning[1]))
     }
 
     fn between(&mut self, byte: u8) {
         match byte {
-            b'"' if self.is_value => self.at = At::Value(self.counter()),
+            b'"' if self.is_value => (self.at, self.matched) = (At::Value(self.counter()), 0),
             b'"' => (self.at, self.length) = (At::Name, 0),
             b'{' | b'[' => (self.depth, self.is_value) = (self.depth + 1, false),
             b'}' | b']' => (self.depth, self.is_value) = (self.depth.saturating_sub(1), false),
@@ -157,9 +172,17 @@ impl StreamText {
         }
         let end = memchr3(b'"', b'\\', b'\n', part).unwrap_or(part.len());
         self.count(counter, end);
+        if let Counter::Sound(of) = counter {
+            self.match_end(SOUND[of].1, &part[..end]);
+        }
         let Some(byte) = part.get(end) else { return &[] };
         match byte {
-            b'"' => self.at = At::Between,
+            b'"' => {
+                self.at = At::Between;
+                if let Counter::Sound(of) = counter {
+                    self.is_sound |= self.matched == SOUND[of].1.len();
+                }
+            }
             b'\\' => self.escape = Escape::Begun,
             _ => self.end_line(),
         }
@@ -169,7 +192,11 @@ impl StreamText {
     /// What a string counts for that is the value of the latest name.
     fn counter(&self) -> Counter {
         let name = self.latest_name();
-        if !self.has_output {
+        if self.depth == 1
+            && let Some(of) = SOUND.iter().position(|(member, _)| *member == name)
+        {
+            Counter::Sound(of)
+        } else if !self.has_output {
             Counter::None
         } else if self.depth == 1 {
             if STRINGS.contains(&name) { Counter::Output } else { Counter::None }
@@ -182,10 +209,18 @@ impl StreamText {
         }
     }
 
+    /// Reads on in a string that may end with `end`, which has its first byte nowhere else but as its last.
+    fn match_end(&mut self, end: &[u8], text: &[u8]) {
+        for byte in text {
+            let is_next = end.get(self.matched) == Some(byte);
+            self.matched = if is_next { self.matched + 1 } else { usize::from(end.first() == Some(byte)) };
+        }
+    }
+
     fn count(&mut self, counter: Counter, bytes: usize) {
         let counted = match counter {
-            Counter::None => return,
-            Counter::Output => &mut self.output,
+            Counter::None | Counter::Sound(_) => return,
+            Counter::Output => &mut self.of_line,
             Counter::Reasoning(of) => &mut self.reasoning[of],
         };
         *counted = counted.saturating_add(bytes);
@@ -197,7 +232,9 @@ impl StreamText {
 
     /// An event is in one line. So what follows one that is no JSON is read again.
     fn end_line(&mut self) {
-        let Self { output, reasoning, is_of_lines, .. } = *self;
+        let Self { reasoning, is_of_lines, .. } = *self;
+        let of_line = if self.is_sound { 0 } else { self.of_line };
+        let output = self.output.saturating_add(of_line);
         *self = Self { output, reasoning, is_of_lines, ..Self::default() };
     }
 }
@@ -231,6 +268,23 @@ mod tests {
             (r#"data: {"delta":{"type":"input_json_delta","partial_json":"{\"a\":"}}"#, 5),
         ] {
             assert_eq!(bytes(stream), expected, "{stream}");
+        }
+    }
+
+    #[test]
+    fn sound_in_base64_is_not_counted() {
+        for (event, expected) in [
+            (r#"{"type":"response.audio.delta","sequence_number":1,"delta":"UklGRg=="}"#, 0),
+            (r#"{"delta":"UklGRg==","sequence_number":1,"type":"response.output_audio.delta"}"#, 0),
+            (r#"{"delta":"hello","sequence_number":1,"type":"response.audio.transcript.delta"}"#, 5),
+            (r#"{"delta":"hello","sequence_number":1,"type":"response.output_audio_transcript.delta"}"#, 5),
+            (r#"{"choices":[{"delta":{"audio":{"id":"x","data":"UklGRg==","transcript":"hello"}}}]}"#, 5),
+            (r#"{"choices":[{"delta":{"content":"UklGRg=="}}],"model":"m","modality":"audio"}"#, 0),
+            (r#"{"choices":[{"delta":{"content":"hello"}}],"model":"m","modality":"text"}"#, 5),
+            (r#"{"choices":[{"delta":{"content":"hello","type":"response.audio.delta"}}]}"#, 5),
+        ] {
+            let stream = format!("event: x\ndata: {event}\n\n").repeat(2);
+            assert_eq!(bytes(&stream), 2 * expected, "{event}");
         }
     }
 

@@ -185,6 +185,7 @@ async fn a_request_that_fails_costs_no_tokens() {
 async fn a_request_that_a_worker_may_have_computed_costs_its_prompt() {
     let failed = || Step::Fail(worker::engine::Error::Failed("scripted".into()));
     let unavailable = Step::Fail(worker::engine::Error::Unavailable("connection refused".into()));
+    let no_answer = Step::Fail(worker::engine::Error::NoAnswer("connection closed".into()));
     // Attempts, how many of them are refused, and the statuses of two requests.
     for (attempts, refused, step, expected) in [
         (0, 0, Step::Hang, [504, 504]),
@@ -193,6 +194,7 @@ async fn a_request_that_a_worker_may_have_computed_costs_its_prompt() {
         (0, 0, failed(), [500, 500]),
         (1, 0, failed(), [500, 429]),
         (1, 1, unavailable, [503, 503]),
+        (1, 0, no_answer, [503, 429]),
     ] {
         for is_relayed in [false, true] {
             let keys = Keys::new();

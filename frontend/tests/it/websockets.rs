@@ -225,6 +225,44 @@ async fn only_a_handshake_opens_a_connection() {
     assert!(gateway.engine.seen.lock().is_empty());
 }
 
+/// A browser opens a connection of HTTP/1.1 for a WebSocket, unless the server announces extended CONNECT (RFC 8441).
+#[tokio::test]
+async fn http2_announces_no_websocket_and_opens_none() {
+    let gateway = Gateway::start(switching(), Settings::default()).await;
+    let frame = |kind: u8, flags: u8, stream: u8, payload: &[u8]| {
+        [&[0, 0, payload.len() as u8, kind, flags, 0, 0, 0, stream][..], payload].concat()
+    };
+    // HPACK: `:method`, `:path` and `:authority` are names of the static table, and 0x86 is `:scheme http`.
+    let literal = |name: &[u8], value: &str| [name, &[value.len() as u8][..], value.as_bytes()].concat();
+    let head = [
+        literal(&[2], "CONNECT"),
+        vec![0x86],
+        literal(&[4], "/v1/realtime"),
+        literal(&[1], "localhost"),
+        literal(b"\0\x09:protocol", "websocket"),
+    ];
+    let request = frame(1, 4, 1, &head.concat());
+    let mut connection = TcpStream::connect(gateway.address).await.unwrap();
+    let preface = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &frame(4, 0, 0, &[])].concat();
+    connection.write_all(&[preface, request].concat()).await.unwrap();
+    loop {
+        let mut head = [0; 9];
+        timeout(TIMEOUT, connection.read_exact(&mut head)).await.expect("a frame in time").unwrap();
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        timeout(TIMEOUT, connection.read_exact(&mut payload)).await.expect("a frame in time").unwrap();
+        match (head[3], head[8]) {
+            (4, _) => assert!(payload.chunks(6).all(|setting| setting[..2] != [0, 8]), "SETTINGS {payload:?}"),
+            (3, 1) => {
+                assert_eq!(payload, [0, 0, 0, 1], "RST_STREAM with PROTOCOL_ERROR");
+                break;
+            }
+            (kind, 1) if kind != 8 => panic!("frame {kind}: {payload:?}"),
+            _ => {}
+        }
+    }
+    assert!(gateway.engine.seen.lock().is_empty());
+}
+
 #[tokio::test]
 async fn keys_with_limits_that_cannot_be_checked_are_refused() {
     let folder = tempfile::tempdir().unwrap();

@@ -89,10 +89,13 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     })
 }
 
-/// The error for the client. That of a worker which cannot be reached has its address, which is for the log only.
+/// The error for the client. That of a worker which cannot be reached, or cannot be reached any more, may have its
+/// address, which is for the log only.
 fn without_address(error: Error, request: &Request) -> Error {
     match error {
-        Error::Unavailable(_) => Error::Unavailable(format!("no worker of the model `{}` answers now", request.model)),
+        Error::Unavailable(_) | Error::NoAnswer(_) => {
+            Error::Unavailable(format!("no worker of the model `{}` answers now", request.model))
+        }
         other => other,
     }
 }

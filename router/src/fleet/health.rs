@@ -133,7 +133,7 @@ impl HealthSignal {
             | Error::Unread(_)
             | Error::OutOfFiles => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
-            Error::Unavailable(_) | Error::Failed(_) => Self::Fault,
+            Error::Unavailable(_) | Error::NoAnswer(_) | Error::Failed(_) => Self::Fault,
             Error::Relayed(response) => match response.kind {
                 ErrorKind::Request => Self::Neutral,
                 ErrorKind::Busy(wait) => Self::Busy(wait),

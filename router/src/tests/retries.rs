@@ -56,6 +56,7 @@ async fn workers_that_may_have_computed_a_request_count_as_its_attempts() {
         ("served", Behaviour::Serve, true),
         ("sends nothing until the deadline", Behaviour::Hang, true),
         ("fails", Behaviour::Refuse(failed()), true),
+        ("does not answer", Behaviour::Refuse(Error::NoAnswer("connection closed".to_owned())), true),
         ("breaks off", Behaviour::Break(failed()), true),
         ("cannot be reached", Behaviour::Refuse(unavailable), false),
         ("is busy", Behaviour::Break(busy), false),
@@ -92,17 +93,19 @@ async fn a_worker_that_leaves_with_a_request_may_have_computed_it() {
 
 #[tokio::test(start_paused = true)]
 async fn the_address_of_a_worker_does_not_reach_the_client() {
-    let harness = defaults();
     let unreachable = "worker w1: 10.0.0.7:22101: Connection refused (os error 111)";
-    for id in [1, 2] {
-        let worker = harness.worker(id, Role::Both).await;
-        worker.set_behaviour(Behaviour::Refuse(Error::Unavailable(unreachable.to_owned())));
+    for error in [Error::Unavailable(unreachable.to_owned()), Error::NoAnswer(unreachable.to_owned())] {
+        let harness = defaults();
+        for id in [1, 2] {
+            let worker = harness.worker(id, Role::Both).await;
+            worker.set_behaviour(Behaviour::Refuse(error.clone()));
+        }
+        let expected = format!("no worker of the model `{MODEL}` answers now");
+        assert_eq!(harness.answer(prompt(1, 100)).await, Err(Error::Unavailable(expected)));
+        let count = |name| harness.metric(name);
+        let (sent, retried) = (count("blockyard_router_requests_total"), count("blockyard_router_retries_total"));
+        assert_eq!((sent, retried), (2, 1), "after the second failure there is no other worker");
     }
-    let expected = format!("no worker of the model `{MODEL}` answers now");
-    assert_eq!(harness.answer(prompt(1, 100)).await, Err(Error::Unavailable(expected)));
-    let count = |name| harness.metric(name);
-    let (sent, retried) = (count("blockyard_router_requests_total"), count("blockyard_router_retries_total"));
-    assert_eq!((sent, retried), (2, 1), "after the second failure there is no other worker");
 }
 
 /// Both workers restart, one after the other, before they have computed a request: the first is another one by then.

@@ -206,14 +206,16 @@ fn answered(
     let models_fix =
         format!("correct upstreams.{at}.url: expected the root of a server with OpenAI's API, without /v1");
     match error {
-        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls && detail.contains("certificate") => {
+        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_) | RelayError::NoAnswer(_)))
+            if is_tls && detail.contains("certificate") =>
+        {
             let fix = format!(
                 "let upstreams.{at}.ca_file name the file of the authority that signed the server's certificate, and \
                  let the URL have the name in it"
             );
             findings.problem("tls", detail, fix);
         }
-        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_))) if is_tls => {
+        DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_) | RelayError::NoAnswer(_))) if is_tls => {
             findings.problem("tls", detail, "write http:// in the URL if the server has no TLS");
         }
         DiscoverError::Ask(AskError::Relay(_)) => {

@@ -33,6 +33,13 @@ fn a_limit_of_open_files_of_this_process_is_no_fault_of_a_server() {
     assert_eq!(error_of(RelayError::OutOfFiles), Error::OutOfFiles);
 }
 
+#[test]
+fn a_server_that_closes_the_connection_with_a_request_may_have_computed_it() {
+    let error = error_of(RelayError::NoAnswer("end of file".to_owned()));
+    assert_eq!((error.is_refusal(), &error), (false, &Error::NoAnswer("end of file".to_owned())));
+    assert!(error_of(RelayError::Unreachable("connection refused".to_owned())).is_refusal());
+}
+
 /// A request with this body.
 fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) -> Request {
     let http = HttpRequest {

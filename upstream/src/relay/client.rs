@@ -214,17 +214,26 @@ impl Client {
             let new = || http1::Outgoing::new(method.clone(), target, &shared.host, headers, body.clone());
             request.get_or_insert_with(new).clone()
         };
+        let mut was_sent = false;
         if let Some(socket) = shared.idle.take() {
             match http1::send(socket, outgoing(), Arc::clone(&shared.idle)).await {
-                Err(http1::Failed::Closed(error)) => {
+                Err(http1::Failed::Closed { error, is_sent }) => {
                     tracing::debug!(engine = shared.host, %error, "idle connection was closed, sending again");
+                    was_sent = is_sent;
                 }
                 outcome => return of_http1(outcome),
             }
         }
         let http2 = || shared.http2_request(method, path, headers, body);
         // Boxed, because most requests go over an open connection.
-        Box::pin(shared.send_on_new_connection(outgoing, http2)).await
+        match Box::pin(shared.send_on_new_connection(outgoing, http2)).await {
+            // An engine that closes idle connections takes new ones. One that takes none may have ended with the
+            // request.
+            Err(RelayError::Unreachable(why)) if was_sent => {
+                Err(RelayError::NoAnswer(format!("no other connection can be opened: {why}")))
+            }
+            outcome => outcome,
+        }
     }
 
     /// The same on a connection of its own, while those that are open may be dead. Later requests use it too.
@@ -330,8 +339,9 @@ impl Shared {
             Connected::Http1(socket) => of_http1(http1::send(socket, http1(), Arc::clone(&self.idle)).await),
             Connected::Http2(socket) => {
                 let request = http2()?;
-                let answer = async { http2::send(self.http2.begin(socket).await?, request).await };
-                of_http2(Box::pin(answer).await)
+                let begun = Box::pin(self.http2.begin(socket)).await;
+                let sender = begun.map_err(|error| RelayError::Unreachable(chain(&error)))?;
+                of_http2(Box::pin(http2::send(sender, request)).await)
             }
         }
     }
@@ -370,7 +380,8 @@ fn of_http1(outcome: Result<Response<http1::Body>, http1::Failed>) -> Result<Res
 
 fn of_failed(failed: http1::Failed) -> RelayError {
     match failed {
-        http1::Failed::Closed(error) => RelayError::Unreachable(chain(&error)),
+        http1::Failed::Closed { error, is_sent: false } => RelayError::Unreachable(chain(&error)),
+        http1::Failed::Closed { error, is_sent: true } => RelayError::NoAnswer(chain(&error)),
         http1::Failed::BrokenOff(error) => RelayError::BrokenOff(chain(&error)),
     }
 }
@@ -380,7 +391,9 @@ fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>
         Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
         // There was an answer, but not one of HTTP.
         Err(error) if error.is_parse() => Err(RelayError::BrokenOff(chain(&error))),
-        Err(error) => Err(RelayError::Unreachable(chain(&error))),
+        // The connection ended before the request was sent.
+        Err(error) if error.is_canceled() || error.is_closed() => Err(RelayError::Unreachable(chain(&error))),
+        Err(error) => Err(RelayError::NoAnswer(chain(&error))),
     }
 }
 

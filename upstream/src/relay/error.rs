@@ -26,9 +26,13 @@ const MAX_RETRY_AFTER: Duration = Duration::from_mins(10);
 /// Why there is no answer, or no whole one.
 #[derive(Debug, thiserror::Error)]
 pub enum RelayError {
-    /// No connection, or it closed before the answer began. The engine has not answered anything.
+    /// No connection, or it ended before the request was sent.
     #[error("cannot connect: {0}")]
     Unreachable(String),
+    /// The connection ended after the request was sent, and before the answer began. The engine may have computed the
+    /// request.
+    #[error("the server closed the connection without an answer: {0}")]
+    NoAnswer(String),
     /// This process can open no more files, so it cannot connect. It says nothing about the engine.
     #[error("this process has reached its limit of open files; raise it (ulimit -n, LimitNOFILE= in systemd)")]
     OutOfFiles,

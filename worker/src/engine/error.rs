@@ -47,6 +47,10 @@ pub enum Error {
     /// instead.
     #[error("unavailable: {0}")]
     Unavailable(String),
+    /// The connection to the engine ended after the engine had got the request, and before it answered. It may have
+    /// computed the request.
+    #[error("no answer: {0}")]
+    NoAnswer(String),
     /// This process has reached its limit of open files and cannot connect to an engine.
     #[error("no connection to another server can be opened: the limit of open files is reached")]
     OutOfFiles,
@@ -82,7 +86,7 @@ impl Error {
             | Self::Overloaded { .. }
             | Self::Unavailable(_)
             | Self::OutOfFiles => true,
-            Self::DeadlineExceeded | Self::Unread(_) | Self::Failed(_) => false,
+            Self::DeadlineExceeded | Self::Unread(_) | Self::NoAnswer(_) | Self::Failed(_) => false,
             Self::Relayed(response) => match response.kind {
                 ErrorKind::Request | ErrorKind::Busy(_) => true,
                 ErrorKind::Fault => [StatusCode::NOT_IMPLEMENTED, StatusCode::BAD_GATEWAY].contains(&response.status),
@@ -108,6 +112,7 @@ mod tests {
             (Error::Invalid { field: "prompt", problem: "has no tokens".to_owned() }, true),
             (Error::Overloaded { retry_after: Duration::from_secs(1) }, true),
             (Error::Unavailable("connection refused".to_owned()), true),
+            (Error::NoAnswer("connection closed".to_owned()), false),
             (Error::OutOfFiles, true),
             (relayed(StatusCode::BAD_REQUEST, ErrorKind::Request), true),
             (relayed(StatusCode::SERVICE_UNAVAILABLE, ErrorKind::Busy(Duration::from_secs(1))), true),

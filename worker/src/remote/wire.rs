@@ -284,10 +284,11 @@ impl WireError {
             Error::DeadlineExceeded => Self::DeadlineExceeded,
             Error::Unread(time) => Self::Unread(time),
             Error::Unavailable(why) => Self::Unavailable(why),
+            // For its caller that process has answered.
+            Error::NoAnswer(_) | Error::Relayed(_) => Self::Failed(error.to_string()),
             // A limit of that process, so for its caller it is not available.
             Error::OutOfFiles => Self::Unavailable(error.to_string()),
             Error::Failed(why) => Self::Failed(why),
-            Error::Relayed(_) => Self::Failed(error.to_string()),
         }
     }
 

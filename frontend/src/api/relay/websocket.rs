@@ -5,7 +5,7 @@
 //!
 //! The messages are not read: their tokens, and the models that they name, are not known. Not here: other protocols.
 //! With `h2c` a client could send requests past all checks, so the header `Upgrade` is ignored for these, as RFC 9110
-//! allows.
+//! allows. Nor over HTTP/2: extended CONNECT (RFC 8441) is not announced, so clients use a connection of HTTP/1.1.
 
 use super::{Contents, Incoming, MAX_TOKENS_UNKNOWN, engine_request, generate, relayed};
 use crate::api::caller;

@@ -133,7 +133,11 @@ async fn back_pressure_is_obeyed_and_is_not_a_fault() {
 
 #[tokio::test(start_paused = true)]
 async fn unavailable_and_failed_engines_are_faults() {
-    for error in [Error::Unavailable("connection refused".into()), Error::Failed("out of memory".into())] {
+    for error in [
+        Error::Unavailable("connection refused".into()),
+        Error::NoAnswer("connection closed".into()),
+        Error::Failed("out of memory".into()),
+    ] {
         let (mut health, now) = (closed(), Instant::now());
         (0..CONSECUTIVE_FAULTS).for_each(|_| health.record_outcome(HealthSignal::of(&error), now));
         assert!(!health.is_closed(), "{error}");

@@ -271,6 +271,7 @@ fn check_error(cluster: &Cluster, id: &str, error: &Error) {
         Error::PromptTooLong { .. }
         | Error::Invalid { .. }
         | Error::Unread(_)
+        | Error::NoAnswer(_)
         | Error::OutOfFiles
         | Error::Relayed(_) => false,
     };

@@ -50,8 +50,8 @@ pub(super) struct Outgoing {
 #[derive(Debug)]
 pub(super) enum Failed {
     /// The connection ended, and nothing of an answer had arrived. Where the connection was idle before, that need not
-    /// mean that the engine has got the request.
-    Closed(io::Error),
+    /// mean that the engine has got the request, even if all of it was sent.
+    Closed { error: io::Error, is_sent: bool },
     /// The head of the answer broke off, or is not one of HTTP.
     BrokenOff(io::Error),
 }
@@ -173,7 +173,12 @@ async fn read_head(
             Ok(None) => io::ErrorKind::UnexpectedEof.into(),
             Err(error) => error,
         };
-        return Err(if heads.are_empty() { Failed::Closed(failed) } else { Failed::BrokenOff(failed) });
+        let is_sent = connection.sending == Sending::Sent;
+        return Err(if heads.are_empty() {
+            Failed::Closed { error: failed, is_sent }
+        } else {
+            Failed::BrokenOff(failed)
+        });
     }
 }
 

@@ -109,8 +109,39 @@ async fn a_request_is_sent_again_only_once() {
     let engine = FakeEngine::start([Script::default(), Script::close(), Script::close()]).await.unwrap();
     let client = client(&engine.uri(), Protocol::Negotiated);
     text(&client).await;
-    assert!(matches!(relay(&client).await, Err(RelayError::Unreachable(_))));
+    assert!(matches!(relay(&client).await, Err(RelayError::NoAnswer(_))));
     assert_eq!(engine.requests().len(), 3);
+}
+
+#[tokio::test]
+async fn an_engine_that_ends_with_a_request_may_have_computed_it() {
+    let scripts = [Script::default(), Script::default().after(Duration::from_hours(1))];
+    let engine = FakeEngine::start(scripts).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Negotiated);
+    text(&client).await;
+    let asked = tokio::spawn(async move { relay(&client).await.err() });
+    while engine.requests().len() < 2 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    engine.kill().await;
+    let error = timeout(SOON, asked).await.unwrap().unwrap();
+    assert!(matches!(error, Some(RelayError::NoAnswer(_))), "not only because nothing listens any more: {error:?}");
+}
+
+#[tokio::test]
+async fn an_engine_that_got_a_part_of_a_request_has_computed_nothing() {
+    use tokio::io::AsyncReadExt;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        socket.read_exact(&mut [0; 100]).await.unwrap();
+    });
+    // More than the buffers of both sockets take.
+    let body = Bytes::from(vec![b' '; 32 << 20]);
+    let client = client(&address, Protocol::Negotiated);
+    let error = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body)).await.unwrap().unwrap_err();
+    assert!(matches!(error, RelayError::Unreachable(_)), "{error}");
 }
 
 #[tokio::test]
@@ -118,7 +149,7 @@ async fn a_reset_stream_is_not_sent_again() {
     let engine = FakeEngine::start([Script::default(), Script::close()]).await.unwrap();
     let client = client(&engine.uri(), Protocol::Http2);
     text(&client).await;
-    assert!(matches!(relay(&client).await, Err(RelayError::Unreachable(_))));
+    assert!(matches!(relay(&client).await, Err(RelayError::NoAnswer(_))));
     assert_eq!(engine.requests().len(), 2);
 }
 
@@ -312,7 +343,7 @@ async fn an_answer_may_come_before_the_request_was_read() {
 #[tokio::test]
 async fn a_new_connection_that_closes_is_an_error() {
     let engine = FakeEngine::start([Script::close()]).await.unwrap();
-    assert!(matches!(relay(&client(&engine.uri(), Protocol::Negotiated)).await, Err(RelayError::Unreachable(_))));
+    assert!(matches!(relay(&client(&engine.uri(), Protocol::Negotiated)).await, Err(RelayError::NoAnswer(_))));
     assert_eq!(engine.requests().len(), 1);
 }
 
