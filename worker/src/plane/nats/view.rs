@@ -14,6 +14,10 @@
 //! bucket keep arriving. After a silence of half a lease, and after a new connection, expired instances have a grace of
 //! one lease to renew. A fleet whose only worker dies is silent too: its end is noticed after two leases.
 //!
+//! Leases may differ, as while their length is changed in one process after the other. What a worker has time for is
+//! measured by the lifetime of its own record. A silence is measured by the shortest of them, or by the lease of this
+//! process if that is longer: workers with long leases renew rarely.
+//!
 //! The server reports an expiry only if no older value is left in the key: one without an expiry, which a client other
 //! than a worker wrote, hides it. So the view ends a lease itself whose renewals do not arrive, by the clock of this
 //! process, later than the server would: half a lease after the expiry of the last record. A shorter freeze of the
@@ -34,12 +38,14 @@ use tokio::time::Instant;
 
 pub(super) struct View {
     entries: BTreeMap<WorkerId, Entry>,
+    leases: Leases,
     connector: Connector,
+    /// The lease of this process.
     lease: Duration,
     /// When a message of the bucket last arrived; `None` before the first.
     last_message: Option<Instant>,
-    /// Until then an expired instance may renew.
-    grace_until: Option<Instant>,
+    /// Since then an expired instance may renew for as long as its lease.
+    grace_since: Option<Instant>,
     /// The keys seen since a list began; `None` when it is complete.
     listed: Option<BTreeSet<WorkerId>>,
 }
@@ -48,6 +54,8 @@ struct Entry {
     instance: Arc<Instance>,
     address: Address,
     engine: Arc<dyn Engine>,
+    /// The lifetime of its last record.
+    lease: Duration,
     /// Its lease has expired, and the grace goes on.
     is_expired: bool,
     /// When its lease ends, while a record that cannot be used stands in the place of its own.
@@ -56,27 +64,49 @@ struct Entry {
     renew_by: Instant,
 }
 
-/// Longest lifetime of a record that counts, in leases: a process may be configured with a longer lease than this one
-/// by mistake, and a client with the permissions of a worker can write any.
+/// The leases of all instances, and how many instances have each.
+#[derive(Default)]
+struct Leases(BTreeMap<Duration, usize>);
+
+/// Longest lifetime of a record that counts, in leases of this process: another process may be configured with a longer
+/// one by mistake, and a client with the permissions of a worker can write any.
 const MAX_LEASES: u32 = 10;
 
-impl Entry {
-    fn renew(&mut self, renew_by: Instant) {
-        self.is_expired = false;
-        self.lease_ends = None;
-        self.renew_by = renew_by;
+impl Leases {
+    fn add(&mut self, lease: Duration) {
+        *self.0.entry(lease).or_default() += 1;
+    }
+
+    fn remove(&mut self, lease: Duration) {
+        let Some(count) = self.0.get_mut(&lease) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.0.remove(&lease);
+        }
+    }
+
+    fn shortest(&self) -> Option<Duration> {
+        self.0.keys().next().copied()
     }
 }
 
 impl View {
     pub(super) fn new(connector: Connector, lease: Duration) -> Self {
-        Self { entries: BTreeMap::new(), connector, lease, last_message: None, grace_until: None, listed: None }
+        Self {
+            entries: BTreeMap::new(),
+            leases: Leases::default(),
+            connector,
+            lease,
+            last_message: None,
+            grace_since: None,
+            listed: None,
+        }
     }
 
     /// A message of the bucket has arrived. To be called before the message is applied.
     pub(super) fn message_received(&mut self, now: Instant) {
         if self.is_silent(now) {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
         self.last_message = Some(now);
     }
@@ -86,13 +116,19 @@ impl View {
     pub(super) fn begin_list(&mut self, now: Instant) {
         self.listed = Some(BTreeSet::new());
         if self.last_message.replace(now).is_some() {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
     }
 
     /// The number of instances.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
+    }
+
+    /// Time in which instances renew, if there are any: the shortest of their leases, or the lease of this process if
+    /// that is longer.
+    pub(super) fn renewed_within(&self) -> Duration {
+        self.leases.shortest().map_or(self.lease, |shortest| shortest.max(self.lease))
     }
 
     pub(super) fn is_listing(&self) -> bool {
@@ -115,63 +151,73 @@ impl View {
         now: Instant,
     ) -> Option<Membership> {
         self.mark_listed(instance.id);
-        let renew_by = self.renew_by(lifetime, now);
-        let known = self.entries.get_mut(&instance.id);
-        let known = known.filter(|known| known.instance.epoch == instance.epoch && known.address == address);
-        let engine = match known {
-            Some(known) => {
-                known.renew(renew_by);
-                if *known.instance == instance {
-                    return None;
-                }
-                Arc::clone(&known.engine)
-            }
-            None => (self.connector)(&instance, &address),
-        };
-        let instance = Arc::new(instance);
+        let is_same = |known: &&Entry| known.instance.epoch == instance.epoch && known.address == address;
+        let known = self.entries.get(&instance.id).filter(is_same);
+        if known.is_some_and(|known| *known.instance == instance) {
+            self.renewed(instance.id, lifetime, now);
+            return None;
+        }
+        let engine = known.map_or_else(|| (self.connector)(&instance, &address), |known| Arc::clone(&known.engine));
+        let (instance, lease) = (Arc::new(instance), self.lease_of(lifetime));
         let entry = Entry {
             instance: Arc::clone(&instance),
             address,
             engine: Arc::clone(&engine),
+            lease,
             is_expired: false,
             lease_ends: None,
-            renew_by,
+            renew_by: self.renew_by(lease, now),
         };
-        self.entries.insert(instance.id, entry);
+        self.leases.add(lease);
+        if let Some(former) = self.entries.insert(instance.id, entry) {
+            self.leases.remove(former.lease);
+        }
         Some(Membership::Joined(instance, engine))
     }
 
     /// The record of an instance as before. Returns whether the instance is known.
     pub(super) fn renewed(&mut self, id: WorkerId, lifetime: Duration, now: Instant) -> bool {
         self.mark_listed(id);
-        let renew_by = self.renew_by(lifetime, now);
-        self.entries.get_mut(&id).map(|entry| entry.renew(renew_by)).is_some()
+        let lease = self.lease_of(lifetime);
+        let renew_by = self.renew_by(lease, now);
+        let Some(entry) = self.entries.get_mut(&id) else { return false };
+        self.leases.add(lease);
+        self.leases.remove(entry.lease);
+        (entry.lease, entry.renew_by) = (lease, renew_by);
+        (entry.is_expired, entry.lease_ends) = (false, None);
+        true
     }
 
-    fn renew_by(&self, lifetime: Duration, now: Instant) -> Instant {
-        now + lifetime.min(self.lease * MAX_LEASES) + self.lease / 2
+    fn lease_of(&self, lifetime: Duration) -> Duration {
+        lifetime.min(self.lease * MAX_LEASES)
+    }
+
+    fn renew_by(&self, lease: Duration, now: Instant) -> Instant {
+        now + lease + lease.max(self.lease) / 2
     }
 
     /// A record that cannot be used, in the place of that of a worker.
     pub(super) fn unusable(&mut self, id: WorkerId, now: Instant) {
         self.mark_listed(id);
-        let end = now + self.lease;
         if let Some(entry) = self.entries.get_mut(&id).filter(|entry| !entry.is_expired) {
             // Further ones do not extend the lease.
-            entry.lease_ends = entry.lease_ends.or(Some(end));
+            entry.lease_ends = entry.lease_ends.or(Some(now + entry.lease));
         }
     }
 
     /// A worker deregistered, or another process whose record cannot be used has taken its place.
     pub(super) fn removed(&mut self, id: WorkerId) -> Option<Membership> {
         self.mark_listed(id);
-        self.entries.remove(&id).map(|entry| Membership::Left(id, entry.instance.epoch))
+        let entry = self.entries.remove(&id)?;
+        self.leases.remove(entry.lease);
+        Some(Membership::Left(id, entry.instance.epoch))
     }
 
     /// The lease of a worker expired.
     pub(super) fn expired(&mut self, id: WorkerId, now: Instant) -> Option<Membership> {
         self.mark_listed(id);
-        if self.grace_until.is_none_or(|until| now >= until) {
+        let is_in_grace = self.entries.get(&id).is_some_and(|entry| self.is_in_grace(entry, now));
+        if !is_in_grace {
             return self.removed(id);
         }
         if let Some(entry) = self.entries.get_mut(&id) {
@@ -188,33 +234,31 @@ impl View {
 
     /// When [`due`](Self::due) has something to do.
     pub(super) fn next_due(&self) -> Option<Instant> {
-        let grace = self.grace_until.filter(|_| self.entries.values().any(|entry| entry.is_expired));
-        let present = self.entries.values().filter(|entry| !entry.is_expired);
-        let renew_by = present.map(|entry| entry.renew_by).min();
-        let renew_by = renew_by.map(|at| self.grace_until.map_or(at, |grace| at.max(grace)));
-        self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).chain(renew_by).min()
+        let of = |entry: &Entry| {
+            let end = self.grace_end(entry);
+            let renew_by = end.map_or(entry.renew_by, |end| end.max(entry.renew_by));
+            [entry.lease_ends, if entry.is_expired { end } else { Some(renew_by) }]
+        };
+        self.entries.values().flat_map(of).flatten().min()
     }
 
     /// The instances that have not renewed in time, or within the grace, or within a lease whose record cannot be used.
     /// To be called while NATS is connected.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Membership> {
         let mut left = self.end_leases(now);
-        if self.grace_until.is_some_and(|until| now < until) {
-            return left;
-        }
-        let expired = self.ids(|entry| entry.is_expired);
+        let expired = self.ids(|entry| entry.is_expired && !self.is_in_grace(entry, now));
         left.extend(expired.into_iter().filter_map(|id| self.removed(id)));
         left.extend(self.end_unrenewed(now));
         left
     }
 
     fn end_unrenewed(&mut self, now: Instant) -> Vec<Membership> {
-        let over = self.ids(|entry| !entry.is_expired && now >= entry.renew_by);
+        let is_over = |entry: &Entry| !entry.is_expired && now >= entry.renew_by && !self.is_in_grace(entry, now);
+        let over = self.ids(is_over);
         if self.is_silent(now) {
-            let renew_by = now + self.lease;
             for id in &over {
                 if let Some(entry) = self.entries.get_mut(id) {
-                    entry.renew_by = renew_by;
+                    entry.renew_by = now + entry.lease;
                 }
             }
             return Vec::new();
@@ -229,7 +273,7 @@ impl View {
         let over = self.ids(|entry| entry.lease_ends.is_some_and(|end| now >= end));
         // Without other messages it may be NATS that does not answer.
         if !over.is_empty() && self.is_silent(now) {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
         over.into_iter().filter_map(|id| self.expired(id, now)).collect()
     }
@@ -238,9 +282,18 @@ impl View {
         self.entries.iter().filter(|(_, entry)| of(entry)).map(|(id, _)| *id).collect()
     }
 
+    /// Until when an instance may renew although its lease has expired.
+    fn grace_end(&self, entry: &Entry) -> Option<Instant> {
+        self.grace_since.map(|since| since + entry.lease)
+    }
+
+    fn is_in_grace(&self, entry: &Entry, now: Instant) -> bool {
+        self.grace_end(entry).is_some_and(|end| now < end)
+    }
+
     /// Whether the last message came more than half a lease ago.
     fn is_silent(&self, now: Instant) -> bool {
-        self.last_message.is_some_and(|last| now - last > self.lease / 2)
+        self.last_message.is_some_and(|last| now - last > self.renewed_within() / 2)
     }
 
     fn mark_listed(&mut self, id: WorkerId) {

@@ -202,7 +202,46 @@ fn after_a_new_connection_leases_can_be_renewed_first() {
 fn a_record_counts_for_its_own_lifetime_up_to_a_limit() {
     let (mut view, start, _) = view();
     view.registered(instance(1, 1), address(), LEASE * 3, start);
-    assert_eq!(view.next_due(), Some(start + LEASE * 3 + LEASE / 2));
+    assert_eq!(view.next_due(), Some(start + LEASE * 3 * 3 / 2));
     view.registered(instance(1, 1), address(), Duration::MAX, start);
-    assert_eq!(view.next_due(), Some(start + LEASE * MAX_LEASES + LEASE / 2));
+    assert_eq!(view.next_due(), Some(start + LEASE * MAX_LEASES * 3 / 2));
+    view.unusable(WorkerId(1), start);
+    assert_eq!(view.next_due(), Some(start + LEASE * MAX_LEASES));
+    view.registered(instance(2, 1), address(), LEASE / 3, start);
+    assert_eq!(view.next_due(), Some(start + LEASE / 3 + LEASE / 2), "not before a silence would be noticed");
+}
+
+#[test]
+fn after_a_silence_each_worker_may_renew_for_as_long_as_its_own_lease() {
+    let (mut view, start, _) = view();
+    let at = |seconds| start + Duration::from_secs(seconds);
+    view.message_received(start);
+    view.registered(instance(1, 1), address(), LEASE, start);
+    // It renews every ten seconds.
+    view.registered(instance(2, 1), address(), LEASE * 5, start);
+    view.message_received(at(60));
+    for id in [1, 2] {
+        assert!(view.expired(WorkerId(id), at(60)).is_none());
+    }
+    assert_eq!(left(view.due(at(66))), [(1, 1)]);
+    assert_eq!(view.next_due(), Some(at(90)));
+    assert!(view.renewed(WorkerId(2), LEASE * 5, at(69)));
+    assert_eq!(left(view.due(at(90))), []);
+}
+
+#[test]
+fn between_the_renewals_of_workers_with_long_leases_there_is_no_silence() {
+    let (mut view, start, _) = view();
+    for id in [1, 2] {
+        view.registered(instance(id, 1), address(), LEASE * 5, start);
+    }
+    assert_eq!(view.renewed_within(), LEASE * 5);
+    for second in [0, 10, 20, 30] {
+        let now = start + Duration::from_secs(second);
+        view.message_received(now);
+        assert!(view.renewed(WorkerId(2), LEASE * 5, now));
+    }
+    assert_eq!(left(view.expired(WorkerId(1), start + LEASE * 5)), [(1, 1)], "it counts at once");
+    view.renewed(WorkerId(2), LEASE / 2, start + LEASE * 5);
+    assert_eq!(view.renewed_within(), LEASE, "not less than the lease of this process");
 }
