@@ -8,7 +8,8 @@ output, streamed, greedy. During this a fault is caused, and 15 s later (NATS: 6
 request that a frontend refuses before it begins (no connection, or 503 with `Retry-After`) to the other frontend, as
 load balancers do. For the partition there are one prefill and two decode workers, and all prompts are handed over. In
 "killed before first token" prompts have about 3,000 tokens and outputs one, so that every request that the killed worker
-has is before its first token.
+has is before its first token. In "killed with seeded choices" each request has two choices of 75 tokens, which are
+sampled with a seed.
 
 For each fault: requests, failures (an error, or a stream that ends without its end), requests that were sent again by
 the client, and by a frontend to another worker (retried), streams that moved to another worker, the longest pause within
@@ -16,8 +17,8 @@ a stream or before it, and the seconds from the fault until requests are finishe
 the requests that ran when the fault was caused, and those with the longest pauses, are sent again: how many texts were
 compared, and how many differ.
 
-Exits with 1 if a request failed where none may, or a text differs: all faults but a killed frontend, whose own clients
-lose their streams.
+Exits with 1 if a request failed where none may, a text differs, or a worker still has a request after all clients have
+ended. Requests may fail only when a frontend is killed, whose own clients lose their streams.
 """
 
 import argparse
@@ -43,6 +44,8 @@ FAULT_SECONDS = 15
 # Of faults that last longer.
 LONGER = {"nats stopped": 60}
 AFTER_SECONDS = 10
+# Time for workers to notice that the last clients have ended.
+MAX_STRANDED_SECONDS = 10
 MAX_TRIES = 20
 # Requests with the longest pauses whose texts are compared.
 COMPARED = 16
@@ -54,8 +57,8 @@ WORDS = "block cache prefix token hash tier store load plan route".split()
 class Load:
     """Clients that send requests until they are told to stop."""
 
-    def __init__(self, frontends, words=230, max_tokens=150):
-        self.words, self.max_tokens = words, max_tokens
+    def __init__(self, frontends, words=230, max_tokens=150, **sampling):
+        self.words, self.max_tokens, self.sampling = words, max_tokens, {"temperature": 0} | sampling
         # When the fault was caused, and the requests that ended later: begin, longest pause, body, lines.
         self.caused, self.ended = None, []
         # The list of the deployment, in which a restarted frontend replaces the former one.
@@ -71,8 +74,7 @@ class Load:
         while not self.stopping.is_set():
             text = " ".join(WORDS[(nth * 31 + count * 7 + word * word) % len(WORDS)] for word in range(self.words))
             body = {"model": "tiny", "prompt": f"{nth} {count // 3} {text}", "max_tokens": self.max_tokens}
-            body["temperature"] = 0
-            body |= {"ignore_eos": True, "stream": True}
+            body |= {"ignore_eos": True, "stream": True} | self.sampling
             self.ask(nth + count, body)
             count += 1
 
@@ -148,8 +150,12 @@ class Load:
 
 
 def text_of(lines):
+    """The text of each choice. Those of a stream alternate in any order."""
     chunks = (json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b"data: [DONE]"))
-    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    texts = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
 
 
 def kill_worker(processes):
@@ -263,6 +269,7 @@ FAULTS = {
     "none": lambda processes: iter([None]),
     "worker killed": kill_worker,
     "killed before first token": kill_worker,
+    "killed with seeded choices": kill_worker,
     "two workers with one id": claim_id,
     "worker frozen": freeze_worker,
     "frontend killed": kill_frontend,
@@ -275,7 +282,10 @@ FAULTS = {
     "all restarted in turn": restart_all,
 }
 # What the clients send, where it is not the usual.
-LOADS = {"killed before first token": {"words": 2200, "max_tokens": 1}}
+LOADS = {
+    "killed before first token": {"words": 2200, "max_tokens": 1},
+    "killed with seeded choices": {"max_tokens": 75, "n": 2, "temperature": 0.8, "seed": 7},
+}
 # With prefill and decode workers.
 PARTITIONS = {"prefill not reached": partition}
 
@@ -290,6 +300,16 @@ def recovery(finished, caused):
     smooth = [statistics.mean(rates[nth : nth + 2]) for nth in range(len(rates) - 1)]
     slow = [nth + 1 for nth, rate in enumerate(smooth) if rate < 0.8 * before]
     return before, (max(slow) if slow else 0)
+
+
+def stranded(processes):
+    """The requests that workers still have, although all clients have ended."""
+    states = ["running", "waiting", "paused"]
+    count = lambda: sum(it.metric(f"blockyard_worker_requests_{of}") for it in processes.workers for of in states)
+    deadline = time.monotonic() + MAX_STRANDED_SECONDS
+    while count() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return int(count())
 
 
 def measure(processes, fault):
@@ -310,6 +330,7 @@ def measure(processes, fault):
     rate, seconds = recovery(load.finished, caused)
     # Before the comparison, whose requests count too.
     moves, retries = moved() - moves, retried() - retries
+    left = stranded(processes)
     # A worker with other weights has other texts.
     compared, differ = load.compare(0 if fault == "worker with other weights" else COMPARED)
     return {
@@ -322,6 +343,7 @@ def measure(processes, fault):
         "moved_streams": max(0, int(moves)),
         "texts_compared": compared,
         "texts_that_differ": differ,
+        "stranded": left,
         "longest_pause_s": round(max(load.pauses), 2),
         "requests_per_s_before": round(rate, 1),
         "recovery_s": seconds,
@@ -344,6 +366,8 @@ def show(row):
     )
     for error in row["errors"]:
         print(f"  {error[:200]}")
+    if row["stranded"]:
+        print(f"  workers still have {row['stranded']} requests of clients that have ended")
 
 
 def measure_all(program, only, report):
@@ -392,7 +416,7 @@ def main(program, as_json, only):
     if as_json:
         print(json.dumps(rows, indent=2))
     failed = any(row["failures"] and row["fault"] != "frontend killed" for row in rows)
-    sys.exit(1 if failed or any(row["texts_that_differ"] for row in rows) else 0)
+    sys.exit(1 if failed or any(row["texts_that_differ"] or row["stranded"] for row in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -487,7 +487,7 @@ impl Scheduler {
         self.metrics.prompt_cached(&sequence.report);
         self.metrics.prefilled(sequence.joined.map(|at| at.elapsed()).unwrap_or_default());
         let cached = sequence.report.cached.clone();
-        sequence.report_progress(&self.peers, self.worker).complete(cached);
+        sequence.handoff(&self.peers, self.worker).complete(cached);
         sequence.output.send_prefilled();
         // Only the blocks are kept; the request no longer counts as pending.
         let Sequence { output, blocks, progress, .. } = sequence;

@@ -284,16 +284,24 @@ impl Sequence {
         self.max_cached = tokens.min(self.prompt);
     }
 
-    /// Reports the computed blocks of a prefill to the decode worker. The first report begins the hand-over.
-    pub(super) fn report_progress(&mut self, peers: &Peers, worker: WorkerId) -> &HandoffProgress {
+    /// The hand-over of a prefill, which the first call begins.
+    pub(super) fn handoff(&mut self, peers: &Peers, worker: WorkerId) -> &HandoffProgress {
         let output = &self.output;
-        let progress = self.progress.get_or_insert_with(|| {
+        self.progress.get_or_insert_with(|| {
             let (ticket, progress) = peers.begin(worker);
             output.send_handoff(ticket.encode());
             progress
-        });
-        progress.computed(self.blocks.cached.len());
-        progress
+        })
+    }
+
+    /// Reports the computed blocks of a prefill to the decode worker while more are to be computed. The last ones are
+    /// reported with its end, which follows at once: a decode worker that begins to load them gives that load up then,
+    /// closes its connections, and begins another one.
+    pub(super) fn report_progress(&mut self, peers: &Peers, worker: WorkerId) {
+        if self.pending() > 0 {
+            let blocks = self.blocks.cached.len();
+            self.handoff(peers, worker).computed(blocks);
+        }
     }
 
     /// Counts attached tokens in the prompt's report, until the report is sent.
@@ -376,3 +384,6 @@ pub(super) struct ActiveOnboarding {
     handle: Onboarding,
     first_block: usize,
 }
+
+#[cfg(test)]
+mod tests;

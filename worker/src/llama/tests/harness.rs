@@ -25,7 +25,7 @@ pub(super) fn runtime() -> Arc<Runtime> {
 /// An engine with its memory, tiers and metrics.
 pub(crate) struct Harness {
     pub(crate) engine: Arc<LlamaEngine>,
-    pub(super) manager: BlockManager,
+    pub(in crate::llama) manager: BlockManager,
     pub(super) memory: Memory,
     pub(super) host: Option<HostTier>,
     pub(super) log: Arc<EventLog>,

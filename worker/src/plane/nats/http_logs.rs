@@ -5,8 +5,9 @@
 //!      └── LogReader ── GET /logs/… ──▶ log       HTTP: one response for a snapshot or a range
 //! ```
 //!
-//! A log is read over NATS, in pieces, if its process names no URL, or if the URL was not signed, cannot be reached or
-//! does not serve the log. A URL that cannot be reached is not asked for a while, so that not every read waits for it.
+//! A log is read over NATS, in pieces, if its process names no URL, or if the URL was not signed, cannot be reached,
+//! does not answer or does not serve the log. A URL that cannot be reached or does not answer is not asked for a while,
+//! so that not every read waits for it.
 //!
 //! Not here: HTTP. `remote::RemoteLogs` is the [`LogReader`], and `remote::RequestServer` serves.
 
@@ -27,7 +28,9 @@ use tokio::time::Instant;
 ///
 /// # Contract
 /// - A read MUST be of the log at the time of the call, and MUST fail if it is not complete.
-/// - It MUST fail after some time in which nothing arrives, and end when it is dropped.
+/// - After some time in which nothing arrives it MUST fail with [`LogReadError::Unreachable`], early enough that a
+///   router, which waits ten seconds, can read the log over NATS.
+/// - It MUST end when it is dropped.
 pub trait LogReader: Send + Sync + 'static {
     /// All blocks of a source in an epoch.
     fn snapshot(&self, at: Address, source: Source, epoch: Epoch) -> BoxFuture<'_, Result<Snapshot, LogReadError>>;
@@ -46,7 +49,7 @@ pub trait LogReader: Send + Sync + 'static {
 /// Why a log was not read over HTTP.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LogReadError {
-    /// The process cannot be reached over HTTP, or refuses this process.
+    /// The process cannot be reached over HTTP, does not answer, or refuses this process.
     #[error("{0}")]
     Unreachable(String),
     /// The process does not serve the log.
@@ -78,8 +81,8 @@ const MAC: &str = "Blockyard-MAC";
 /// Longest accepted URL: several times the longest name of a host.
 const MAX_URL_BYTES: usize = 1024;
 
-/// Time for which an unreachable URL is not asked. An attempt takes up to two seconds, of the ten that a router waits
-/// for a snapshot.
+/// Time for which an unreachable URL is not asked. An attempt takes up to two seconds to connect and four until an
+/// answer, of the ten that a router waits for a snapshot.
 const RETRY_AFTER: Duration = Duration::from_mins(1);
 
 /// URLs that are known to be unreachable: more than there are workers in one deployment. Without the limit, a client
@@ -159,7 +162,7 @@ impl HttpLogs {
             tracing::warn!(
                 url = ?url.0, problem,
                 "the logs of this process cannot be read over HTTP and are read over NATS, which takes longer; allow \
-                 requests from this process to the URL"
+                 requests from this process to the URL, and check that packets of any size arrive both ways"
             );
         }
     }

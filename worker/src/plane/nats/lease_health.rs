@@ -21,6 +21,8 @@ struct State {
     failing: BTreeMap<WorkerId, Failing>,
     /// Workers that this process has found.
     followed: usize,
+    /// The time in which one of them renews, if that is longer than the lease of this process.
+    renewed_within: Duration,
     /// When a change of a worker was last received; `None` before this process follows any.
     changed_at: Option<Instant>,
 }
@@ -54,9 +56,10 @@ impl LeaseHealth {
         self.state.lock().changed_at = Some(now);
     }
 
-    /// The number of workers that this process has found.
-    pub(super) fn set_followed(&self, workers: usize) {
-        self.state.lock().followed = workers;
+    /// The number of workers that this process has found, and the time in which one of them renews.
+    pub(super) fn set_followed(&self, workers: usize, renewed_within: Duration) {
+        let mut state = self.state.lock();
+        (state.followed, state.renewed_within) = (workers, renewed_within);
     }
 
     /// What is wrong, while the process is connected to NATS: own leases that were not renewed for longer than a lease,
@@ -71,7 +74,8 @@ impl LeaseHealth {
                  requests; {ADVICE}"
             )
         });
-        let silent_since = state.changed_at.filter(|at| state.followed > 0 && now - *at > self.lease * 2);
+        let max_silence = state.renewed_within.max(self.lease) * 2;
+        let silent_since = state.changed_at.filter(|at| state.followed > 0 && now - *at > max_silence);
         let silence = silent_since.map(|at| {
             let seconds = (now - at).as_secs();
             format!(
@@ -106,13 +110,15 @@ mod tests {
     fn a_silence_of_all_workers_is_reported_while_there_are_workers() {
         let (health, start) = (LeaseHealth::new(LEASE), Instant::now());
         let late = start + LEASE * 3;
-        health.set_followed(2);
+        health.set_followed(2, LEASE);
         assert_eq!(health.problems(late), [""; 0], "this process follows none yet");
         health.change_received(start);
         assert_eq!(health.problems(start + LEASE * 2), [""; 0]);
         let problems = health.problems(late);
         assert!(problems.len() == 1 && problems[0].starts_with("no worker has renewed its lease for 18 s"));
-        health.set_followed(0);
+        health.set_followed(2, LEASE * 2);
+        assert_eq!(health.problems(late), [""; 0], "the workers have longer leases");
+        health.set_followed(0, LEASE);
         assert_eq!(health.problems(late), [""; 0]);
     }
 }

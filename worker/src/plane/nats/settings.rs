@@ -4,7 +4,7 @@ use super::ConnectError;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How to reach NATS and what to use there. All processes of a deployment have the same prefix, bucket and lease.
+/// How to reach NATS and what to use there. All processes of a deployment have the same prefix and bucket.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Settings {
     /// URLs of the servers of one cluster, `nats://host:4222` or `tls://host:4222`. One is enough to find the others.

@@ -14,6 +14,10 @@
 //! bucket keep arriving. After a silence of half a lease, and after a new connection, expired instances have a grace of
 //! one lease to renew. A fleet whose only worker dies is silent too: its end is noticed after two leases.
 //!
+//! Leases may differ, as while their length is changed in one process after the other. What a worker has time for is
+//! measured by the lifetime of its own record. A silence is measured by the shortest of them, or by the lease of this
+//! process if that is longer: workers with long leases renew rarely.
+//!
 //! The server reports an expiry only if no older value is left in the key: one without an expiry, which a client other
 //! than a worker wrote, hides it. So the view ends a lease itself whose renewals do not arrive, by the clock of this
 //! process, later than the server would: half a lease after the expiry of the last record. A shorter freeze of the
@@ -34,12 +38,14 @@ use tokio::time::Instant;
 
 pub(super) struct View {
     entries: BTreeMap<WorkerId, Entry>,
+    leases: Leases,
     connector: Connector,
+    /// The lease of this process.
     lease: Duration,
     /// When a message of the bucket last arrived; `None` before the first.
     last_message: Option<Instant>,
-    /// Until then an expired instance may renew.
-    grace_until: Option<Instant>,
+    /// Since then an expired instance may renew for as long as its lease.
+    grace_since: Option<Instant>,
     /// The keys seen since a list began; `None` when it is complete.
     listed: Option<BTreeSet<WorkerId>>,
 }
@@ -48,6 +54,8 @@ struct Entry {
     instance: Arc<Instance>,
     address: Address,
     engine: Arc<dyn Engine>,
+    /// The lifetime of its last record.
+    lease: Duration,
     /// Its lease has expired, and the grace goes on.
     is_expired: bool,
     /// When its lease ends, while a record that cannot be used stands in the place of its own.
@@ -56,27 +64,49 @@ struct Entry {
     renew_by: Instant,
 }
 
-/// Longest lifetime of a record that counts, in leases: a process may be configured with a longer lease than this one
-/// by mistake, and a client with the permissions of a worker can write any.
+/// The leases of all instances, and how many instances have each.
+#[derive(Default)]
+struct Leases(BTreeMap<Duration, usize>);
+
+/// Longest lifetime of a record that counts, in leases of this process: another process may be configured with a longer
+/// one by mistake, and a client with the permissions of a worker can write any.
 const MAX_LEASES: u32 = 10;
 
-impl Entry {
-    fn renew(&mut self, renew_by: Instant) {
-        self.is_expired = false;
-        self.lease_ends = None;
-        self.renew_by = renew_by;
+impl Leases {
+    fn add(&mut self, lease: Duration) {
+        *self.0.entry(lease).or_default() += 1;
+    }
+
+    fn remove(&mut self, lease: Duration) {
+        let Some(count) = self.0.get_mut(&lease) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.0.remove(&lease);
+        }
+    }
+
+    fn shortest(&self) -> Option<Duration> {
+        self.0.keys().next().copied()
     }
 }
 
 impl View {
     pub(super) fn new(connector: Connector, lease: Duration) -> Self {
-        Self { entries: BTreeMap::new(), connector, lease, last_message: None, grace_until: None, listed: None }
+        Self {
+            entries: BTreeMap::new(),
+            leases: Leases::default(),
+            connector,
+            lease,
+            last_message: None,
+            grace_since: None,
+            listed: None,
+        }
     }
 
     /// A message of the bucket has arrived. To be called before the message is applied.
     pub(super) fn message_received(&mut self, now: Instant) {
         if self.is_silent(now) {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
         self.last_message = Some(now);
     }
@@ -86,13 +116,19 @@ impl View {
     pub(super) fn begin_list(&mut self, now: Instant) {
         self.listed = Some(BTreeSet::new());
         if self.last_message.replace(now).is_some() {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
     }
 
     /// The number of instances.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
+    }
+
+    /// Time in which instances renew, if there are any: the shortest of their leases, or the lease of this process if
+    /// that is longer.
+    pub(super) fn renewed_within(&self) -> Duration {
+        self.leases.shortest().map_or(self.lease, |shortest| shortest.max(self.lease))
     }
 
     pub(super) fn is_listing(&self) -> bool {
@@ -115,63 +151,73 @@ impl View {
         now: Instant,
     ) -> Option<Membership> {
         self.mark_listed(instance.id);
-        let renew_by = self.renew_by(lifetime, now);
-        let known = self.entries.get_mut(&instance.id);
-        let known = known.filter(|known| known.instance.epoch == instance.epoch && known.address == address);
-        let engine = match known {
-            Some(known) => {
-                known.renew(renew_by);
-                if *known.instance == instance {
-                    return None;
-                }
-                Arc::clone(&known.engine)
-            }
-            None => (self.connector)(&instance, &address),
-        };
-        let instance = Arc::new(instance);
+        let is_same = |known: &&Entry| known.instance.epoch == instance.epoch && known.address == address;
+        let known = self.entries.get(&instance.id).filter(is_same);
+        if known.is_some_and(|known| *known.instance == instance) {
+            self.renewed(instance.id, lifetime, now);
+            return None;
+        }
+        let engine = known.map_or_else(|| (self.connector)(&instance, &address), |known| Arc::clone(&known.engine));
+        let (instance, lease) = (Arc::new(instance), self.lease_of(lifetime));
         let entry = Entry {
             instance: Arc::clone(&instance),
             address,
             engine: Arc::clone(&engine),
+            lease,
             is_expired: false,
             lease_ends: None,
-            renew_by,
+            renew_by: self.renew_by(lease, now),
         };
-        self.entries.insert(instance.id, entry);
+        self.leases.add(lease);
+        if let Some(former) = self.entries.insert(instance.id, entry) {
+            self.leases.remove(former.lease);
+        }
         Some(Membership::Joined(instance, engine))
     }
 
     /// The record of an instance as before. Returns whether the instance is known.
     pub(super) fn renewed(&mut self, id: WorkerId, lifetime: Duration, now: Instant) -> bool {
         self.mark_listed(id);
-        let renew_by = self.renew_by(lifetime, now);
-        self.entries.get_mut(&id).map(|entry| entry.renew(renew_by)).is_some()
+        let lease = self.lease_of(lifetime);
+        let renew_by = self.renew_by(lease, now);
+        let Some(entry) = self.entries.get_mut(&id) else { return false };
+        self.leases.add(lease);
+        self.leases.remove(entry.lease);
+        (entry.lease, entry.renew_by) = (lease, renew_by);
+        (entry.is_expired, entry.lease_ends) = (false, None);
+        true
     }
 
-    fn renew_by(&self, lifetime: Duration, now: Instant) -> Instant {
-        now + lifetime.min(self.lease * MAX_LEASES) + self.lease / 2
+    fn lease_of(&self, lifetime: Duration) -> Duration {
+        lifetime.min(self.lease * MAX_LEASES)
+    }
+
+    fn renew_by(&self, lease: Duration, now: Instant) -> Instant {
+        now + lease + lease.max(self.lease) / 2
     }
 
     /// A record that cannot be used, in the place of that of a worker.
     pub(super) fn unusable(&mut self, id: WorkerId, now: Instant) {
         self.mark_listed(id);
-        let end = now + self.lease;
         if let Some(entry) = self.entries.get_mut(&id).filter(|entry| !entry.is_expired) {
             // Further ones do not extend the lease.
-            entry.lease_ends = entry.lease_ends.or(Some(end));
+            entry.lease_ends = entry.lease_ends.or(Some(now + entry.lease));
         }
     }
 
     /// A worker deregistered, or another process whose record cannot be used has taken its place.
     pub(super) fn removed(&mut self, id: WorkerId) -> Option<Membership> {
         self.mark_listed(id);
-        self.entries.remove(&id).map(|entry| Membership::Left(id, entry.instance.epoch))
+        let entry = self.entries.remove(&id)?;
+        self.leases.remove(entry.lease);
+        Some(Membership::Left(id, entry.instance.epoch))
     }
 
     /// The lease of a worker expired.
     pub(super) fn expired(&mut self, id: WorkerId, now: Instant) -> Option<Membership> {
         self.mark_listed(id);
-        if self.grace_until.is_none_or(|until| now >= until) {
+        let is_in_grace = self.entries.get(&id).is_some_and(|entry| self.is_in_grace(entry, now));
+        if !is_in_grace {
             return self.removed(id);
         }
         if let Some(entry) = self.entries.get_mut(&id) {
@@ -188,33 +234,31 @@ impl View {
 
     /// When [`due`](Self::due) has something to do.
     pub(super) fn next_due(&self) -> Option<Instant> {
-        let grace = self.grace_until.filter(|_| self.entries.values().any(|entry| entry.is_expired));
-        let present = self.entries.values().filter(|entry| !entry.is_expired);
-        let renew_by = present.map(|entry| entry.renew_by).min();
-        let renew_by = renew_by.map(|at| self.grace_until.map_or(at, |grace| at.max(grace)));
-        self.entries.values().filter_map(|entry| entry.lease_ends).chain(grace).chain(renew_by).min()
+        let of = |entry: &Entry| {
+            let end = self.grace_end(entry);
+            let renew_by = end.map_or(entry.renew_by, |end| end.max(entry.renew_by));
+            [entry.lease_ends, if entry.is_expired { end } else { Some(renew_by) }]
+        };
+        self.entries.values().flat_map(of).flatten().min()
     }
 
     /// The instances that have not renewed in time, or within the grace, or within a lease whose record cannot be used.
     /// To be called while NATS is connected.
     pub(super) fn due(&mut self, now: Instant) -> Vec<Membership> {
         let mut left = self.end_leases(now);
-        if self.grace_until.is_some_and(|until| now < until) {
-            return left;
-        }
-        let expired = self.ids(|entry| entry.is_expired);
+        let expired = self.ids(|entry| entry.is_expired && !self.is_in_grace(entry, now));
         left.extend(expired.into_iter().filter_map(|id| self.removed(id)));
         left.extend(self.end_unrenewed(now));
         left
     }
 
     fn end_unrenewed(&mut self, now: Instant) -> Vec<Membership> {
-        let over = self.ids(|entry| !entry.is_expired && now >= entry.renew_by);
+        let is_over = |entry: &Entry| !entry.is_expired && now >= entry.renew_by && !self.is_in_grace(entry, now);
+        let over = self.ids(is_over);
         if self.is_silent(now) {
-            let renew_by = now + self.lease;
             for id in &over {
                 if let Some(entry) = self.entries.get_mut(id) {
-                    entry.renew_by = renew_by;
+                    entry.renew_by = now + entry.lease;
                 }
             }
             return Vec::new();
@@ -229,7 +273,7 @@ impl View {
         let over = self.ids(|entry| entry.lease_ends.is_some_and(|end| now >= end));
         // Without other messages it may be NATS that does not answer.
         if !over.is_empty() && self.is_silent(now) {
-            self.grace_until = Some(now + self.lease);
+            self.grace_since = Some(now);
         }
         over.into_iter().filter_map(|id| self.expired(id, now)).collect()
     }
@@ -238,9 +282,18 @@ impl View {
         self.entries.iter().filter(|(_, entry)| of(entry)).map(|(id, _)| *id).collect()
     }
 
+    /// Until when an instance may renew although its lease has expired.
+    fn grace_end(&self, entry: &Entry) -> Option<Instant> {
+        self.grace_since.map(|since| since + entry.lease)
+    }
+
+    fn is_in_grace(&self, entry: &Entry, now: Instant) -> bool {
+        self.grace_end(entry).is_some_and(|end| now < end)
+    }
+
     /// Whether the last message came more than half a lease ago.
     fn is_silent(&self, now: Instant) -> bool {
-        self.last_message.is_some_and(|last| now - last > self.lease / 2)
+        self.last_message.is_some_and(|last| now - last > self.renewed_within() / 2)
     }
 
     fn mark_listed(&mut self, id: WorkerId) {
@@ -251,211 +304,4 @@ impl View {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::plane::Role;
-    use crate::plane::contract::{engine, instance};
-    use kvbm::Epoch;
-    use std::sync::atomic::{AtomicU32, Ordering};
-
-    const LEASE: Duration = Duration::from_secs(6);
-    /// Time after the last renewal at which a lease is over although the server reports no expiry.
-    const RENEW_BY: Duration = Duration::from_secs(9);
-
-    /// A view, the time at which it began, and the number of engines that were made.
-    fn view() -> (View, Instant, Arc<AtomicU32>) {
-        let made = Arc::new(AtomicU32::new(0));
-        let counter = Arc::clone(&made);
-        let connector: Connector = Arc::new(move |_, _| {
-            counter.fetch_add(1, Ordering::Relaxed);
-            engine()
-        });
-        (View::new(connector, LEASE), Instant::now(), made)
-    }
-
-    fn address() -> Address {
-        Address("http://host:1".into())
-    }
-
-    fn joined(change: Option<Membership>) -> Option<(u64, u64)> {
-        change.map(|change| match change {
-            Membership::Joined(instance, _) => (instance.id.0, instance.epoch.0),
-            Membership::Left(id, _) => panic!("{id} left"),
-        })
-    }
-
-    fn left(changes: impl IntoIterator<Item = Membership>) -> Vec<(u64, u64)> {
-        let left = |change| match change {
-            Membership::Left(id, Epoch(epoch)) => (id.0, epoch),
-            Membership::Joined(instance, _) => panic!("{} joined", instance.id),
-        };
-        changes.into_iter().map(left).collect()
-    }
-
-    #[test]
-    fn a_renewal_changes_nothing_and_a_role_keeps_the_engine() {
-        let (mut view, start, made) = view();
-        assert_eq!(joined(view.registered(instance(1, 1), address(), LEASE, start)), Some((1, 1)));
-        assert_eq!(joined(view.registered(instance(1, 1), address(), LEASE, start)), None);
-        let prefill = Instance { role: Role::Prefill, ..instance(1, 1) };
-        assert_eq!(joined(view.registered(prefill, address(), LEASE, start)), Some((1, 1)));
-        assert_eq!(made.load(Ordering::Relaxed), 1);
-        assert_eq!(joined(view.registered(instance(1, 2), address(), LEASE, start)), Some((1, 2)));
-        assert_eq!(made.load(Ordering::Relaxed), 2, "a new epoch is another process");
-        assert_eq!(left(view.removed(WorkerId(1))), [(1, 2)]);
-        assert!(view.removed(WorkerId(1)).is_none(), "it left once");
-    }
-
-    #[test]
-    fn an_expiry_counts_at_once_while_messages_arrive() {
-        let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address(), LEASE, start);
-        for second in 1..=6 {
-            view.message_received(start + Duration::from_secs(second));
-        }
-        assert_eq!(left(view.expired(WorkerId(1), start + LEASE)), [(1, 1)]);
-        assert_eq!(view.next_due(), None);
-    }
-
-    #[test]
-    fn after_a_silence_expired_instances_may_renew() {
-        let (mut view, start, made) = view();
-        view.message_received(start);
-        for id in 1..=3 {
-            view.registered(instance(id, 1), address(), LEASE, start);
-        }
-        let back = start + Duration::from_mins(1);
-        view.message_received(back);
-        for id in 1..=3 {
-            assert!(view.expired(WorkerId(id), back).is_none(), "there is no storm of departures");
-        }
-        assert!(view.renewed(WorkerId(1), LEASE, back) && !view.renewed(WorkerId(4), LEASE, back));
-        assert_eq!(left(view.removed(WorkerId(2))), [(2, 1)], "a deletion counts at once");
-        let end = view.next_due().unwrap();
-        assert_eq!(end, back + LEASE);
-        assert_eq!(left(view.due(end - Duration::from_secs(1))), []);
-        assert_eq!(left(view.due(end)), [(3, 1)]);
-        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (Some(back + RENEW_BY), 3));
-    }
-
-    #[test]
-    fn a_record_that_cannot_be_used_leaves_a_known_worker_its_lease() {
-        let (mut view, start, made) = view();
-        let at = |seconds| start + Duration::from_secs(seconds);
-        for id in 1..=3 {
-            view.registered(instance(id, 1), address(), LEASE, start);
-        }
-        for second in 0..=6 {
-            view.message_received(at(second));
-            // Of the first: again and again. Of one that is not known: nothing happens.
-            for id in [1, 4] {
-                view.unusable(WorkerId(id), at(second));
-            }
-            assert_eq!(view.next_due(), Some(start + LEASE), "more of them do not extend the lease");
-        }
-        view.unusable(WorkerId(2), at(4));
-        assert!(view.renewed(WorkerId(2), LEASE, at(4)), "its own record is there again");
-        view.unusable(WorkerId(3), at(4));
-        assert_eq!(joined(view.registered(instance(3, 1), address(), LEASE, at(4))), None);
-        assert_eq!(left(view.due(at(5))), []);
-        assert_eq!(left(view.due(at(6))), [(1, 1)]);
-        assert_eq!((view.next_due(), made.load(Ordering::Relaxed)), (Some(at(4) + RENEW_BY), 3), "the others stay");
-    }
-
-    #[test]
-    fn after_a_silence_a_worker_without_a_usable_record_may_renew() {
-        let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address(), LEASE, start);
-        view.registered(instance(2, 1), address(), LEASE, start);
-        view.message_received(start);
-        for id in [1, 2] {
-            view.unusable(WorkerId(id), start);
-        }
-        assert_eq!(left(view.due(start + LEASE)), [], "no message came, so NATS may not answer");
-        view.unusable(WorkerId(1), start + LEASE);
-        assert!(view.renewed(WorkerId(2), LEASE, start + LEASE));
-        assert_eq!(view.next_due(), Some(start + LEASE * 2));
-        assert_eq!(left(view.due(start + LEASE * 2)), [(1, 1)]);
-        assert_eq!(view.next_due(), Some(start + LEASE + RENEW_BY));
-    }
-
-    #[test]
-    fn a_new_list_ends_instances_that_are_not_in_it() {
-        let (mut view, start, _) = view();
-        view.message_received(start);
-        view.registered(instance(1, 1), address(), LEASE, start);
-        view.registered(instance(2, 1), address(), LEASE, start);
-        view.begin_list(start);
-        view.registered(instance(1, 1), address(), LEASE, start);
-        assert_eq!(left(view.end_list(start)), [], "it may register again");
-        assert_eq!(left(view.due(start + LEASE)), [(2, 1)]);
-    }
-
-    #[test]
-    fn a_worker_that_does_not_renew_leaves_without_a_report_of_the_server() {
-        let (mut view, start, _) = view();
-        let at = |seconds| start + Duration::from_secs(seconds);
-        for id in [1, 2] {
-            view.registered(instance(id, 1), address(), LEASE, start);
-        }
-        for second in [0, 2, 4, 6, 8] {
-            view.message_received(at(second));
-            assert!(view.renewed(WorkerId(2), LEASE, at(second)));
-            assert_eq!(left(view.due(at(second))), []);
-        }
-        assert_eq!(view.next_due(), Some(start + RENEW_BY));
-        assert_eq!(left(view.due(start + RENEW_BY - Duration::from_millis(1))), []);
-        assert_eq!(left(view.due(start + RENEW_BY)), [(1, 1)]);
-        assert!(view.expired(WorkerId(1), at(10)).is_none(), "it left once");
-        assert_eq!(view.next_due(), Some(at(8) + RENEW_BY), "the other one stays");
-    }
-
-    #[test]
-    fn without_messages_no_lease_is_over() {
-        let (mut view, start, _) = view();
-        for id in [1, 2] {
-            view.registered(instance(id, 1), address(), LEASE, start);
-        }
-        view.message_received(start);
-        // NATS does not answer, or this process was frozen and has not read its connection yet.
-        let mut now = start;
-        for _ in 0..10 {
-            let due = view.next_due().unwrap();
-            assert!(due > now, "it is not due all the time");
-            now = due;
-            assert_eq!(left(view.due(now)), []);
-        }
-        // Renewals arrive one after another.
-        let back = now + Duration::from_secs(1);
-        for second in [0, 2, 4, 6] {
-            let now = back + Duration::from_secs(second);
-            view.message_received(now);
-            assert_eq!(left(view.due(now - Duration::from_secs(1))), []);
-            assert!(view.renewed(WorkerId(2), LEASE, now));
-        }
-        assert_eq!(left(view.due(back + LEASE)), [(1, 1)], "a worker that does not renew afterwards is gone");
-    }
-
-    #[test]
-    fn after_a_new_connection_leases_can_be_renewed_first() {
-        let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address(), LEASE, start);
-        view.message_received(start);
-        let back = start + Duration::from_mins(10);
-        view.begin_list(back);
-        assert_eq!(view.next_due(), Some(back + LEASE));
-        view.message_received(back);
-        assert_eq!(left(view.due(back)), []);
-        assert!(view.renewed(WorkerId(1), LEASE, back + Duration::from_secs(1)));
-        assert_eq!(left(view.due(back + LEASE)), []);
-    }
-
-    #[test]
-    fn a_record_counts_for_its_own_lifetime_up_to_a_limit() {
-        let (mut view, start, _) = view();
-        view.registered(instance(1, 1), address(), LEASE * 3, start);
-        assert_eq!(view.next_due(), Some(start + LEASE * 3 + LEASE / 2));
-        view.registered(instance(1, 1), address(), Duration::MAX, start);
-        assert_eq!(view.next_due(), Some(start + LEASE * MAX_LEASES + LEASE / 2));
-    }
-}
+mod tests;

@@ -133,8 +133,7 @@ impl Watcher {
 
     async fn follow(&mut self, listed: u64, mut messages: Ordered, state: &mut StateReceiver) -> Ended {
         let (changes, mut key_changes) = (self.changes.clone(), KeyChanges::of(self.keys.as_ref()));
-        let max_silence = self.connection.settings.lease * 2;
-        let mut silent_at = Instant::now() + max_silence;
+        let mut silent_at = Instant::now() + self.max_silence();
         self.view.begin_list(Instant::now());
         if listed == 0 {
             self.end_list();
@@ -156,8 +155,8 @@ impl Watcher {
                 () = key_changes.next() => return Ended::ListAgain,
                 message = messages.next() => {
                     let Some(Ok(message)) = message else { return Ended::ListAgain };
-                    silent_at = Instant::now() + max_silence;
                     self.message(&message).await;
+                    silent_at = Instant::now() + self.max_silence();
                 }
                 () = until(due) => {
                     let left = self.view.due(Instant::now());
@@ -168,10 +167,15 @@ impl Watcher {
                     if self.connection.is_connected() {
                         return Ended::ListAgain;
                     }
-                    silent_at = Instant::now() + max_silence;
+                    silent_at = Instant::now() + self.max_silence();
                 }
             }
         }
+    }
+
+    /// Two leases: more than a few renewals are missing.
+    fn max_silence(&self) -> Duration {
+        self.view.renewed_within() * 2
     }
 
     async fn message(&mut self, message: &Message) {
@@ -267,6 +271,6 @@ impl Watcher {
             // The watcher may have been dropped.
             let _ = self.changes.send(change);
         }
-        self.connection.leases.set_followed(self.view.len());
+        self.connection.leases.set_followed(self.view.len(), self.view.renewed_within());
     }
 }

@@ -1,7 +1,8 @@
 //! The logs of workers in other processes: each snapshot or range is one response, decoded as it arrives.
 //!
 //! Reads are rare, so each has a connection of its own and takes no stream of requests. HTTP/2 limits what arrives
-//! before it is decoded; dropping a read resets its stream, and the worker stops sending.
+//! before it is decoded; dropping a read resets its stream, and the worker stops sending. A process that sends nothing
+//! for some time is unreachable: a firewall may drop the packets of connections that it has let through.
 
 use super::connections::{Connection, Connections, Stream};
 use super::error_body;
@@ -24,6 +25,16 @@ use tokio::time::timeout;
 pub struct RemoteLogs {
     credentials: Credentials,
     max_snapshot_bytes: u64,
+    silence: MaxSilence,
+}
+
+/// Times in which something must arrive.
+#[derive(Clone, Copy)]
+struct MaxSilence {
+    /// Until the head of the response.
+    head: Duration,
+    /// Until the first bytes of the body, and between two parts of it.
+    body: Duration,
 }
 
 /// The messages of a response.
@@ -32,13 +43,16 @@ struct Messages {
     arrived: BytesMut,
     received: u64,
     max_bytes: u64,
+    max_silence: Duration,
     _stream: Stream,
     /// Keeps the connection.
     _connections: Connections,
 }
 
-/// Time in which something must arrive: as long as making a snapshot of tens of millions of blocks takes.
-const MAX_SILENCE: Duration = Duration::from_secs(8);
+/// The head of a response is sent before the log is read. It may wait two seconds for other responses. The rest of the
+/// ten seconds of a router is left for a read over NATS. The body may take as long as making a snapshot of tens of
+/// millions of blocks.
+const MAX_SILENCE: MaxSilence = MaxSilence { head: Duration::from_secs(4), body: Duration::from_secs(8) };
 
 /// Largest accepted snapshot: 32 million blocks.
 const MAX_SNAPSHOT_BYTES: u64 = 512 << 20;
@@ -49,13 +63,20 @@ const MAX_RANGE_BYTES: u64 = 16 << 20;
 impl RemoteLogs {
     /// Reads from processes to which these credentials are shown.
     pub fn new(credentials: impl Into<Credentials>) -> Self {
-        Self { credentials: credentials.into(), max_snapshot_bytes: MAX_SNAPSHOT_BYTES }
+        Self { credentials: credentials.into(), max_snapshot_bytes: MAX_SNAPSHOT_BYTES, silence: MAX_SILENCE }
+    }
+
+    /// The same with another time until the head of a response, for tests.
+    #[cfg(test)]
+    pub(crate) fn with_head_time(self, head: Duration) -> Self {
+        Self { silence: MaxSilence { head, ..self.silence }, ..self }
     }
 
     async fn open(&self, at: &Address, request: LogRequest, max_bytes: u64) -> Result<Messages, LogReadError> {
         let connections = Connections::new(Endpoint::new(&at.0, self.credentials.clone()));
         let connection = connections.get().await.map_err(|error| LogReadError::Unreachable(error.to_string()))?;
-        let (response, stream) = send(connection, connections.endpoint(), request).await?;
+        let sent = send(connection, connections.endpoint(), request);
+        let (response, stream) = in_time(self.silence.head, sent).await??;
         let content_type = response.headers().get(header::CONTENT_TYPE);
         match response.status() {
             StatusCode::OK if content_type.is_some_and(|content_type| content_type == CONTENT_TYPE) => Ok(Messages {
@@ -63,6 +84,7 @@ impl RemoteLogs {
                 arrived: BytesMut::new(),
                 received: 0,
                 max_bytes,
+                max_silence: self.silence.body,
                 _stream: stream,
                 _connections: connections,
             }),
@@ -72,7 +94,7 @@ impl RemoteLogs {
             ))),
             StatusCode::NOT_FOUND => Err(LogReadError::NotServed),
             status => {
-                let text = error_body(response.into_body()).await.unwrap_or_default();
+                let text = in_time(self.silence.head, error_body(response.into_body())).await?.unwrap_or_default();
                 let text = String::from_utf8_lossy(&text);
                 connections.endpoint().log_refusal(text.trim());
                 let problem = format!("status {}: {}", status.as_u16(), text.trim());
@@ -93,7 +115,7 @@ async fn send(
     let headers = message.headers_mut();
     headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
     headers.extend(endpoint.authorization().map(|secret| (AUTHORIZATION, secret)));
-    in_time(connection.send(message)).await?.map_err(LogReadError::Unreachable)
+    connection.send(message).await.map_err(LogReadError::Unreachable)
 }
 
 impl Messages {
@@ -104,7 +126,7 @@ impl Messages {
                 Ok(None) => {}
                 Err(error) => return Err(LogReadError::Failed(error.to_string())),
             }
-            let frame = match in_time(self.body.frame()).await? {
+            let frame = match in_time(self.max_silence, self.body.frame()).await? {
                 Some(Ok(frame)) => frame,
                 Some(Err(error)) => return Err(LogReadError::Failed(format!("the connection ended: {error}"))),
                 None => return Err(LogReadError::Failed("the response ended before its last message".to_owned())),
@@ -120,9 +142,9 @@ impl Messages {
     }
 }
 
-async fn in_time<T>(arrives: impl Future<Output = T>) -> Result<T, LogReadError> {
-    let arrived = timeout(MAX_SILENCE, arrives).await;
-    arrived.map_err(|_| LogReadError::Failed(format!("the process sent nothing for {MAX_SILENCE:?}")))
+async fn in_time<T>(time: Duration, arrives: impl Future<Output = T>) -> Result<T, LogReadError> {
+    let arrived = timeout(time, arrives).await;
+    arrived.map_err(|_| LogReadError::Unreachable(format!("it accepts connections, and sent nothing for {time:?}")))
 }
 
 fn out_of_order() -> LogReadError {
@@ -176,6 +198,9 @@ impl LogReader for RemoteLogs {
 mod tests {
     use super::*;
     use crate::plane::WorkerId;
+    use futures::StreamExt;
+    use http_body_util::StreamBody;
+    use hyper::body::Frame;
     use hyper::service::service_fn;
     use hyper_util::rt::{TokioExecutor, TokioIo};
     use kvbm::{Level, Run, SequenceHash};
@@ -263,5 +288,40 @@ mod tests {
         assert!(matches!(at(503, "text/plain").await, Some(LogReadError::Failed(_))), "it is busy");
         let nowhere = Address("http://127.0.0.1:1".to_owned());
         assert!(matches!(snapshot(&nowhere, 2000).await, Err(LogReadError::Unreachable(_))));
+    }
+    #[tokio::test]
+    async fn a_process_that_accepts_and_sends_nothing_is_unreachable() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        // The kernel accepts.
+        let at = Address(format!("http://{}", listener.local_addr().unwrap()));
+        let logs = RemoteLogs::new(None).with_head_time(Duration::from_millis(50));
+        let source = Source::Worker(WorkerId(7));
+        let silent = |error: LogReadError| matches!(error, LogReadError::Unreachable(text) if text.contains("nothing"));
+        assert!(logs.snapshot(at.clone(), source, Epoch(1)).await.is_err_and(silent));
+        assert!(logs.range(at, source, Epoch(1), 0).await.is_err_and(silent));
+    }
+
+    /// As behind a link that drops large packets.
+    #[tokio::test]
+    async fn a_process_whose_response_stops_is_unreachable() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let at = Address(format!("http://{}", listener.local_addr().unwrap()));
+        let _serving = AbortOnDropHandle::new(tokio::spawn(async move {
+            let (socket, _) = listener.accept().await.unwrap();
+            let first = encoded(&[Message::Snapshot { epoch: Epoch(1), number: 3 }]);
+            let service = service_fn(move |_: http::Request<Incoming>| {
+                let first = Ok::<_, Infallible>(Frame::data(first.clone()));
+                let body = futures::stream::iter([first]).chain(futures::stream::pending());
+                let response = http::Response::builder().header(header::CONTENT_TYPE, CONTENT_TYPE);
+                let response = response.body(StreamBody::new(body)).unwrap();
+                async move { Ok::<_, Infallible>(response) }
+            });
+            let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
+            let _ = builder.serve_connection(TokioIo::new(socket), service).await;
+        }));
+        let silence = MaxSilence { body: Duration::from_millis(50), ..MAX_SILENCE };
+        let logs = RemoteLogs { silence, ..RemoteLogs::new(None) };
+        let read = logs.snapshot(at, Source::Worker(WorkerId(7)), Epoch(1)).await;
+        assert!(matches!(&read, Err(LogReadError::Unreachable(text)) if text.contains("nothing")), "{read:?}");
     }
 }

@@ -1,4 +1,8 @@
 //! The process of a peer: its idle connections, and what requests to it look like.
+//!
+//! While packets to the process are lost, neither an attempt to connect nor a request over an idle connection fails:
+//! both time out. After a timeout no request waits for the process for a while, so that blocks are computed at once.
+//! Then it is connected to aside, while a request waits for much less than a timeout.
 
 use super::connection::{Connection, Response};
 use crate::remote::connect::{Credentials, Endpoint};
@@ -7,25 +11,40 @@ use http::header::{AUTHORIZATION, CONTENT_LENGTH, HOST};
 use parking_lot::Mutex;
 use spans::LogLimit;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use transport::Socket;
 
 /// The process of a peer.
 pub(super) struct PeerEndpoint {
     endpoint: Endpoint,
     idle: Mutex<Vec<Connection<Socket>>>,
-    /// When a request may connect again, after an attempt that timed out.
+    /// When the process may be connected to again, after a timeout.
     retry_at: Mutex<Option<Instant>>,
     /// Limits log lines about reads that fail: there is one for each prompt while the process cannot be reached.
     failures: LogLimit,
 }
 
+/// How a request gets a new connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Attempt {
+    /// It connects.
+    Own,
+    /// A pause has ended: a task connects.
+    Aside,
+    /// Not during a pause.
+    Paused,
+}
+
 /// Idle connections that are kept: those of two loads.
 const MAX_IDLE: usize = 8;
-/// Pause after an attempt to connect that timed out. While packets to the process are lost, one request in each pause
-/// waits for the timeout, and the others recompute their blocks at once.
+/// Pause after a timeout.
 const RETRY_PAUSE: Duration = Duration::from_secs(5);
+/// Time that a request waits for an attempt to connect aside. A process that is reached answers in a few milliseconds.
+const ASIDE_WAIT: Duration = Duration::from_millis(100);
+/// Time until the head of a response, which is sent before blocks are read: as much as for connecting.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest text of an error that is read.
 const MAX_ERROR_BYTES: usize = 64 << 10;
 
@@ -68,14 +87,15 @@ impl PeerEndpoint {
     }
 
     /// Sends a request over an idle connection or a new one. A response with an error is an error.
-    pub(super) async fn send(&self, request: &[u8]) -> io::Result<Response<Socket>> {
+    pub(super) async fn send(self: &Arc<Self>, request: &[u8]) -> io::Result<Response<Socket>> {
         let connection = match self.idle_connection() {
             Some(connection) => connection,
-            None => Connection::new(self.connect().await?),
+            None => self.connect().await?,
         };
+        let Ok(response) = timeout(HEAD_TIMEOUT, connection.send(request)).await else { return Err(self.silent()) };
         // A worker that rejects the client's certificate says so only now.
         let explained = |error: io::Error| io::Error::new(error.kind(), self.endpoint.explain(&error));
-        let mut response = connection.send(request).await.map_err(explained)?;
+        let mut response = response.map_err(explained)?;
         if response.status != 200 {
             let text = response.rest(MAX_ERROR_BYTES).await.unwrap_or_default();
             let text = String::from_utf8_lossy(&text);
@@ -86,32 +106,70 @@ impl PeerEndpoint {
     }
 
     /// A new connection.
-    async fn connect(&self) -> io::Result<Socket> {
-        self.begin_attempt()?;
+    async fn connect(self: &Arc<Self>) -> io::Result<Connection<Socket>> {
+        match self.begin_attempt() {
+            Attempt::Own => self.open().await,
+            Attempt::Aside => {
+                let endpoint = Arc::clone(self);
+                let aside = tokio::spawn(async move {
+                    let connection = endpoint.open().await?;
+                    endpoint.keep_idle(connection);
+                    io::Result::Ok(())
+                });
+                // It goes on after this wait: then later requests find the connection.
+                if let Ok(Ok(Err(error))) = timeout(ASIDE_WAIT, aside).await {
+                    return Err(error);
+                }
+                self.idle_connection().ok_or_else(|| self.paused())
+            }
+            Attempt::Paused => Err(self.paused()),
+        }
+    }
+
+    /// Connects. A timeout begins a pause, and any other result ends it.
+    async fn open(&self) -> io::Result<Connection<Socket>> {
         let connected = self.endpoint.connect(b"http/1.1").await;
         let is_timeout = matches!(&connected, Err(error) if error.kind() == io::ErrorKind::TimedOut);
         *self.retry_at.lock() = is_timeout.then(|| Instant::now() + RETRY_PAUSE);
-        connected
+        connected.map(Connection::new)
     }
 
-    /// An error during the pause after an attempt that timed out. The first attempt after it begins the next pause, so
-    /// that other requests do not wait beside it.
-    fn begin_attempt(&self) -> io::Result<()> {
+    /// The first attempt after a pause begins the next one, so that other requests do not wait beside it.
+    fn begin_attempt(&self) -> Attempt {
         let (mut retry_at, now) = (self.retry_at.lock(), Instant::now());
-        if retry_at.is_some_and(|at| now < at) {
-            let address = self.endpoint.address().unwrap_or_default();
-            let problem = format!("{address}: an attempt to connect timed out; the next one is {RETRY_PAUSE:?} later");
-            return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
+        match *retry_at {
+            None => Attempt::Own,
+            Some(at) if now < at => Attempt::Paused,
+            Some(_) => {
+                *retry_at = Some(now + RETRY_PAUSE);
+                Attempt::Aside
+            }
         }
-        if retry_at.is_some() {
-            *retry_at = Some(now + RETRY_PAUSE);
-        }
-        Ok(())
+    }
+
+    /// The error of a request during a pause.
+    fn paused(&self) -> io::Error {
+        let address = self.endpoint.address().unwrap_or_default();
+        let problem = format!("{address}: it did not answer in time; the next attempt is {RETRY_PAUSE:?} later");
+        io::Error::new(io::ErrorKind::TimedOut, problem)
+    }
+
+    /// The error of a request without an answer. The idle connections are as silent, so they are closed.
+    fn silent(&self) -> io::Error {
+        self.idle.lock().clear();
+        *self.retry_at.lock() = Some(Instant::now() + RETRY_PAUSE);
+        let address = self.endpoint.address().unwrap_or_default();
+        io::Error::new(io::ErrorKind::TimedOut, format!("{address}: no answer after {HEAD_TIMEOUT:?}"))
     }
 
     /// Keeps the connection of a response for other requests, if it can be used again.
     pub(super) fn keep(&self, response: Response<Socket>) {
-        let Some(connection) = response.into_connection() else { return };
+        if let Some(connection) = response.into_connection() {
+            self.keep_idle(connection);
+        }
+    }
+
+    fn keep_idle(&self, connection: Connection<Socket>) {
         let mut idle = self.idle.lock();
         if idle.len() < MAX_IDLE {
             idle.push(connection);
@@ -127,6 +185,14 @@ impl PeerEndpoint {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::net::TcpListener;
+
+    /// A process that accepts connections, as the kernel does for it, and answers nothing.
+    async fn silent() -> (TcpListener, Arc<PeerEndpoint>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        (listener, Arc::new(PeerEndpoint::new(&url, Credentials::from(None))))
+    }
 
     #[test]
     fn the_log_names_a_peer_by_its_url() {
@@ -143,5 +209,36 @@ mod tests {
         tokio::time::advance(Duration::from_secs(30)).await;
         peer.log_failure(&io::ErrorKind::TimedOut.into(), "nothing can be read");
         assert_eq!(peer.failures.admit(), None);
+    }
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_does_not_answer_is_left_alone_for_a_while() {
+        let (_listener, peer) = silent().await;
+        let request = peer.request("GET", "/workers/1/handoffs/1", &[]);
+        for _ in 0..2 {
+            let connection = peer.open().await.unwrap();
+            peer.keep_idle(connection);
+        }
+        let failed = async || peer.send(&request).await.err().map(|error| error.kind());
+        assert_eq!(failed().await, Some(io::ErrorKind::TimedOut));
+        assert!(peer.idle.lock().is_empty(), "the other idle connection is as silent");
+        let now = Instant::now();
+        assert_eq!(failed().await, Some(io::ErrorKind::TimedOut));
+        assert_eq!(now, Instant::now(), "it is not waited for");
+        assert_eq!(peer.begin_attempt(), Attempt::Paused);
+        tokio::time::advance(RETRY_PAUSE).await;
+        assert_eq!([peer.begin_attempt(), peer.begin_attempt()], [Attempt::Aside, Attempt::Paused]);
+    }
+
+    #[tokio::test]
+    async fn a_process_that_is_reached_after_a_pause_is_used_again() {
+        let (_listener, peer) = silent().await;
+        *peer.retry_at.lock() = Some(Instant::now());
+        if peer.connect().await.is_err() {
+            // On a busy machine it takes longer than the request waits.
+            while peer.idle_connection().is_none() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        }
+        assert_eq!(peer.begin_attempt(), Attempt::Own);
     }
 }

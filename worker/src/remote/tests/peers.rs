@@ -130,7 +130,7 @@ async fn every_block_arrives_once_over_a_few_connections() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn while_packets_to_a_peer_are_lost_one_load_in_each_pause_waits() {
+async fn while_packets_to_a_peer_are_lost_only_the_first_load_waits() {
     // Once the queue of connections that were not accepted is full, the kernel answers no attempt.
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -147,8 +147,8 @@ async fn while_packets_to_a_peer_are_lost_one_load_in_each_pause_waits() {
         assert!(loaded.len() == 1 && loaded[0].1.is_err());
         began.elapsed()
     };
-    for _ in 0..2 {
-        assert!(waited().await >= Duration::from_secs(2));
+    assert!(waited().await >= Duration::from_secs(2));
+    for _ in 0..3 {
         for _ in 0..3 {
             assert!(waited().await < Duration::from_secs(1));
         }

@@ -4,6 +4,7 @@ use super::*;
 use crate::plane::{Event, Events, Lease, PlaneError, Source, StoreId, Topic, WorkerId};
 use crate::remote::tests::logs::LogProcess;
 use crate::remote::{RemoteLogs, Secret};
+use futures::FutureExt;
 use futures::future::BoxFuture;
 use kvbm::{BlockEvent, Epoch, EventLog, Level, Numbered, SequenceHash, Snapshot};
 
@@ -164,4 +165,26 @@ async fn no_process_is_asked_at_a_url_that_was_not_signed() {
     pair.offered().await;
     assert_eq!(pair.frontend.snapshot(STORE).await, Ok(log.snapshot()));
     assert_eq!((asked.load(Ordering::Relaxed), pair.reads().0), (0, 0));
+}
+
+#[tokio::test]
+async fn a_log_of_a_process_that_accepts_and_sends_nothing_is_read_over_nats() {
+    let Some(server) = shared() else { return };
+    let (connection, registry) = open(settings(&server)).await.unwrap();
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = Address(format!("http://{}", silent.local_addr().unwrap()));
+    let logs = |address, reader: RemoteLogs| HttpLogs::new(address, None, Arc::new(reader));
+    let process = logs(Some(address), RemoteLogs::new(None));
+    let process = NatsEvents::with_http(connect(connection.settings.clone()).await, process);
+    let frontend = logs(None, RemoteLogs::new(None).with_head_time(Duration::from_millis(50)));
+    let frontend = NatsEvents::with_http(connection, frontend);
+    let log = log();
+    let _offer = process.offer(STORE, Arc::clone(&log));
+    until("the log is offered", async || frontend.snapshot(STORE).await.is_ok()).await;
+    assert_eq!(frontend.snapshot(STORE).await, Ok(log.snapshot()));
+    assert_eq!(frontend.range(STORE, Epoch(1), 199).await, Ok(log.after(199, 1).ok()));
+    let read = |transport| counter(&registry, "blockyard_nats_log_reads_total", transport);
+    assert_eq!((read("http"), read("nats")), (0, 3));
+    let (_asked, _) = silent.accept().await.unwrap();
+    assert!(silent.accept().now_or_never().is_none(), "it is asked once, and not for a while then");
 }
