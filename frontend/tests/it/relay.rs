@@ -44,8 +44,7 @@ fn head_of(content_type: &str) -> Step {
         headers,
         worker: Some("w7".into()),
         explain,
-        progress: None,
-        tunnel: None,
+        ..ResponseHead::default()
     })))
 }
 

@@ -38,14 +38,9 @@ fn switching() -> Arc<FakeEngine> {
         tokio::spawn(echo(theirs));
         let headers: HeaderMap =
             [("sec-websocket-accept".parse().unwrap(), "x".parse().unwrap())].into_iter().collect();
-        let head = ResponseHead {
-            status: StatusCode::SWITCHING_PROTOCOLS,
-            headers,
-            worker: None,
-            explain: None,
-            progress: None,
-            tunnel: Some(Tunnel::new(Bytes::from_static(b"hello"), ours)),
-        };
+        let tunnel = Some(Tunnel::new(Bytes::from_static(b"hello"), ours));
+        let status = StatusCode::SWITCHING_PROTOCOLS;
+        let head = ResponseHead { status, headers, tunnel, ..ResponseHead::default() };
         vec![Step::Relay(Output::Head(Box::new(head))), Step::Hang]
     })
 }

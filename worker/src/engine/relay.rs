@@ -120,8 +120,8 @@ impl HttpRequest {
     }
 }
 
-/// Status and headers of a relayed response.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// Status and headers of a relayed response. Default: status 200, and nothing else.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ResponseHead {
     /// The status, below 400. 101 means that the server has switched to the protocol that the request asks for.
     pub status: StatusCode,
