@@ -1,8 +1,8 @@
 //! WebSocket connections to an engine, over real connections.
 
-use crate::fake::{FakeEngine, Step, card};
+use crate::fake::{FakeEngine, Step};
 use crate::key_file::Keys;
-use crate::relay::{head, part};
+use crate::relay::{head, part, relaying};
 use axum::http::{HeaderMap, StatusCode};
 use bytes::Bytes;
 use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown};
@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use units::HumanDuration;
-use worker::engine::{ModelCard, Output, RelayReport, ResponseHead, Tunnel, Work};
+use worker::engine::{Output, RelayReport, ResponseHead, Tunnel, Work};
 
 /// Time for what takes less than a second on an idle machine.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -33,7 +33,7 @@ struct Gateway {
 
 /// An engine whose server greets, and sends everything back. It ends the connection after `bye`.
 fn switching() -> Arc<FakeEngine> {
-    relaying(|| {
+    FakeEngine::relaying(|_| {
         let (ours, theirs) = duplex(1024);
         tokio::spawn(echo(theirs));
         let headers: HeaderMap =
@@ -41,14 +41,8 @@ fn switching() -> Arc<FakeEngine> {
         let tunnel = Some(Tunnel::new(Bytes::from_static(b"hello"), ours));
         let status = StatusCode::SWITCHING_PROTOCOLS;
         let head = ResponseHead { status, headers, tunnel, ..ResponseHead::default() };
-        vec![Step::Relay(Output::Head(Box::new(head))), Step::Hang]
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Hang])
     })
-}
-
-fn relaying(steps: impl Fn() -> Vec<Step> + Send + Sync + 'static) -> Arc<FakeEngine> {
-    let engine = FakeEngine::new(move |_| Ok(steps()));
-    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
-    engine
 }
 
 async fn echo(mut client: DuplexStream) {
@@ -185,8 +179,8 @@ async fn a_client_that_leaves_ends_the_connection_to_the_server() {
 
 #[tokio::test]
 async fn another_answer_passes_and_the_connection_stays_one_of_http() {
-    let end = || Step::Relay(Output::End(RelayReport::default()));
-    let gateway = Gateway::start(relaying(move || vec![head(), part("no"), end()]), Settings::default()).await;
+    let end = Step::Relay(Output::End(RelayReport::default()));
+    let gateway = Gateway::start(relaying(vec![head(), part("no"), end]), Settings::default()).await;
     let (mut connection, head) = gateway.open("").await;
     assert!(head.starts_with("HTTP/1.1 201 Created\r\n") && head.contains("x-engine: yes"), "{head}");
     assert!(read_until(&mut connection, "0\r\n\r\n").await.contains("no"));
