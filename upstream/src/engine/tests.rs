@@ -36,16 +36,9 @@ fn a_limit_of_open_files_of_this_process_is_no_fault_of_a_server() {
 /// A request with this body.
 fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) -> Request {
     let http = HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static(path),
         headers: [(header::CONTENT_TYPE, HeaderValue::from_static(content_type))].into_iter().collect(),
         body: Bytes::from_static(body),
-        is_stream: false,
-        wants_usage: false,
-        is_metered: false,
-        private_fields: &[],
-        upgrade: None,
-        continues: None,
+        ..HttpRequest::post(path)
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }
