@@ -52,7 +52,7 @@ WORDS = "block cache prefix token hash tier store load plan route".split()
 
 
 class Load:
-    """Clients that send requests until they are told to stop."""
+    """Clients that send requests until they are stopped."""
 
     def __init__(self, frontends, words=230, max_tokens=150):
         self.words, self.max_tokens = words, max_tokens

@@ -204,8 +204,8 @@ impl Log {
                 "cannot read blocks in use; they are deleted with their segment"
             );
         }
-        if let Some(Spill { wants, to }) = self.shared.spill.get() {
-            let wanted = |index: &&usize| wants(victim.blocks[**index].0.fingerprint, victim.blocks[**index].0.hash);
+        if let Some(Spill { accepts, to }) = self.shared.spill.get() {
+            let wanted = |index: &&usize| accepts(victim.blocks[**index].0.fingerprint, victim.blocks[**index].0.hash);
             let to_spill: Vec<usize> = victim.to_spill.iter().filter(wanted).copied().collect();
             for run in victim.runs(&to_spill) {
                 // Blocks that do not fit into the channel are dropped.

@@ -1,4 +1,4 @@
-//! Who may connect, and what each role may do.
+//! Which clients may connect, and what each role may do.
 
 use super::operator::Operator;
 use super::*;
