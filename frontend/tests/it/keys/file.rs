@@ -3,13 +3,13 @@
 use super::setup::{engine, get};
 use crate::fake::send;
 use crate::key_file::Keys;
-use axum::Router;
-use frontend::{KeyFile, Server, Shutdown};
+use crate::test_server::TestServer;
+use frontend::KeyFile;
 use std::fs;
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 
 /// Time for what takes less than a second on an idle machine.
@@ -34,12 +34,8 @@ async fn status(address: SocketAddr, path: &str, key: &str) -> u16 {
 async fn changes_of_the_file_take_effect_while_it_serves() {
     let keys = Keys::new();
     let (one, two) = (keys.add("one", |_| ()), keys.add("two", |_| ()));
-    let registry = prometheus::Registry::new();
-    let server = Server::new(&keys.settings(), &registry).unwrap();
-    let router: Router = frontend::router(engine(), registry, keys.settings()).unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    tokio::spawn(async move { server.serve(listener, router, Shutdown::default()).await });
+    let server = TestServer::start(&engine(), keys.settings()).await;
+    let address = server.address;
     let until = async |path: &'static str, key: &str, expected: u16| {
         let deadline = Instant::now() + TIMEOUT;
         while status(address, path, key).await != expected {
