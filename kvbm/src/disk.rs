@@ -34,6 +34,7 @@ mod striping;
 mod tests;
 mod tier;
 mod verify;
+mod victim;
 mod write;
 
 pub use inspect::{DomainBlocks, LogContents, inspect};

@@ -63,7 +63,7 @@ fn main() {
         );
     }
     let only = std::env::args().skip_while(|argument| argument != "--workers").nth(1);
-    let only: Option<u64> = only.map(|workers| workers.parse().expect("--workers wants a number"));
+    let only: Option<u64> = only.map(|workers| workers.parse().expect("--workers takes a number"));
     for workers in WORKERS.into_iter().filter(|workers| only.is_none_or(|only| only == *workers)) {
         let router = DecisionBenchmark::new(workers, TOKENS, true);
         let [hash, _] = quantiles(&router, || timed(|| router.hash()));

@@ -43,7 +43,7 @@ impl Engine for Mute {
 
 fn main() {
     let blocks = std::env::args().skip_while(|argument| argument != "--blocks").nth(1);
-    let blocks = blocks.map_or(2_000_000, |blocks| blocks.parse().expect("--blocks wants a number"));
+    let blocks = blocks.map_or(2_000_000, |blocks| blocks.parse().expect("--blocks takes a number"));
     let log = Arc::new(filled(blocks));
     alone(&log);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();

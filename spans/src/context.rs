@@ -31,7 +31,7 @@ pub(crate) struct Trace {
     spans: AtomicU32,
 }
 
-/// Where a caller in another process wants the spans of a request to belong, from its headers.
+/// The trace and span to which the spans of a request belong, from the headers of a caller in another process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CallerContext {
     pub(crate) trace: TraceId,

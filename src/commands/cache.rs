@@ -1,15 +1,17 @@
 //! `blockyard cache`: lists, verifies and collects stored blocks, also while other processes serve from the store. It
 //! prints results to standard output and progress to standard error.
 
-use crate::commands::output::{self, count};
+mod text;
+
+use crate::commands::output;
 use crate::config::{ByteSize, Config, Flag, HumanDuration, Sources};
 use crate::node::{gc, sizes, stores, transforms};
 use crate::process::machine::{self, Space};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
 use kvbm::crypt::Keyring;
-use kvbm::object::gc::{Inventory, Policy, StoredGroup};
-use kvbm::object::{Collector, GcReport, ObjectTotals, StoreLocation, Verification};
+use kvbm::object::gc::{Inventory, Policy};
+use kvbm::object::{Collector, ObjectTotals, StoreLocation, Verification};
 use kvbm::{Clock, DomainId, Level, SequenceHash, SetDigest, disk};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -162,7 +164,7 @@ async fn list(target: &Target) -> anyhow::Result<()> {
     let digests = digests(&logs, inventory.as_deref().map(|inventory| (level, inventory)));
     let holdings = inventory.map(|inventory| inventory.groups());
     let value = json!({ "g3": logs, "contents": holdings.as_deref().unwrap_or_default(), "digests": digests });
-    print(target, &value, || logs.iter().map(log_text).chain(holdings.as_deref().map(holdings_text)).collect())
+    print(target, &value, || logs.iter().map(text::log).chain(holdings.as_deref().map(text::holdings)).collect())
 }
 
 async fn collect_garbage(
@@ -187,7 +189,7 @@ async fn collect_garbage(
         let now = store.collector.try_start(Duration::ZERO, now).await?.unwrap_or(now);
         store.collector.collect(&inventory, &policy, now).await?
     };
-    print(target, &json!({ "dry_run": dry_run, "report": report }), || gc_text(&report, dry_run, policy.grace))
+    print(target, &json!({ "dry_run": dry_run, "report": report }), || text::gc(&report, dry_run, policy.grace))
 }
 
 async fn verify(target: &Target, remove: bool) -> anyhow::Result<()> {
@@ -217,7 +219,7 @@ async fn verify(target: &Target, remove: bool) -> anyhow::Result<()> {
         None => None,
     };
     print(target, &json!(Verified { store: verification.as_ref(), g3: &g3 }), || {
-        g3.iter().map(verified_log_text).chain(verification.as_ref().map(verified_text)).collect()
+        g3.iter().map(text::verified_log).chain(verification.as_ref().map(text::verified)).collect()
     })?;
     let damaged = |seen: &Verification| {
         seen.corrupt_blocks + seen.missing_objects + seen.corrupt_manifests + seen.unreadable_manifests > 0
@@ -256,19 +258,7 @@ async fn shred(target: &Target, domain: &str, remove: bool) -> anyhow::Result<()
         _ => ObjectTotals::default(),
     };
     let value = json!({ "domain": domain.to_string(), "destroyed_keys": destroyed, "marked": removed });
-    print(target, &value, || shred_text(domain, destroyed as u64, removed.objects))
-}
-
-fn shred_text(domain: DomainId, destroyed: u64, objects: u64) -> String {
-    let keys = match destroyed {
-        0 => "was shredded before, and has no key since".to_owned(),
-        _ => format!("{} destroyed", count(destroyed, "key")),
-    };
-    format!(
-        "domain {domain}: {keys}, {} marked for deletion by a later gc\n\
-         running processes that reach the key store drop it from memory within 5 seconds\n",
-        count(objects, "object")
-    )
+    print(target, &value, || text::shredded(domain, destroyed as u64, removed.objects))
 }
 
 /// The store, and the configuration that names it.
@@ -412,125 +402,4 @@ fn digests(logs: &[disk::LogContents], shared: Option<(Level, &Inventory)>) -> B
     let shared =
         shared.map(|(level, inventory)| (level.name(), distinct(&mut inventory.hashes(Clock::system().now()))));
     g3.map(|digest| (Level::G3.name(), digest)).into_iter().chain(shared).collect()
-}
-
-fn log_text(log: &disk::LogContents) -> String {
-    let disk::LogContents { folder, in_use, owner_pid, segments, open_segments, bytes, contents, hashes: _ } = log;
-    let owner = match owner_pid {
-        Some(pid) if *in_use => format!("in use by process {pid}"),
-        _ if *in_use => "in use".into(),
-        _ => "not in use".into(),
-    };
-    let (segments, size) = (count(*segments, "segment"), ByteSize(*bytes).about());
-    let mut text = format!("G3 in {}, {owner}: {segments}, {open_segments} of them open, {size}\n", folder.display());
-    text += &format!("{:<32}  {:<16}  {:>10}  {:>10}\n", "DOMAIN", "FINGERPRINT", "BLOCKS", "SIZE");
-    for disk::DomainBlocks { domain, fingerprint, blocks, bytes } in contents {
-        let size = ByteSize(*bytes).about();
-        text += &format!("{domain:<32}  {fingerprint:<16}  {blocks:>10}  {size:>10}\n");
-    }
-    text + "\n"
-}
-
-fn holdings_text(holdings: &[StoredGroup]) -> String {
-    let mut text = format!(
-        "{:<32}  {:<16}  {:<29}  {:>10}  {:>8}  {:>10}  {:>8}  {:>8}  {:>8}\n",
-        "DOMAIN", "FINGERPRINT", "WRITER", "BLOCKS", "OBJECTS", "SIZE", "OLDEST", "NEWEST", "USED"
-    );
-    let now = u64::from(kvbm::Date::encode(Some(Clock::system().now())));
-    let age = |at: u64| match now.saturating_sub(at) {
-        seconds @ 0..120 => format!("{seconds} s"),
-        seconds @ 120..7200 => format!("{} min", seconds / 60),
-        seconds @ 7200..172_800 => format!("{} h", seconds / 3600),
-        seconds => format!("{} d", seconds / 86_400),
-    };
-    for holding in holdings {
-        let StoredGroup { domain, fingerprint, writer, blocks, objects, bytes, .. } = holding;
-        let ages = [holding.first_written_at, holding.last_written_at, holding.last_used_at].map(age);
-        let (size, [oldest, newest, used]) = (ByteSize(*bytes).about(), ages);
-        text += &format!(
-            "{domain:<32}  {fingerprint:<16}  {writer:<29}  {blocks:>10}  {objects:>8}  {size:>10}  {oldest:>8}  \
-             {newest:>8}  {used:>8}\n"
-        );
-    }
-    let sum = |of: fn(&StoredGroup) -> u64| holdings.iter().map(of).sum::<u64>();
-    let blocks = count(sum(|holding| holding.blocks), "block");
-    let objects = count(sum(|holding| holding.objects), "object");
-    text + &format!("{blocks} in {objects}, {}\n", ByteSize(sum(|holding| holding.bytes)).about())
-}
-
-fn gc_text(report: &GcReport, dry_run: bool, grace: Duration) -> String {
-    let amount =
-        |amount: &ObjectTotals| format!("{}, {}", count(amount.objects, "object"), ByteSize(amount.bytes).about());
-    let all = amount(&ObjectTotals { objects: report.objects, bytes: report.bytes });
-    let (marked, deleted) = if dry_run { ("would be marked", "would be deleted") } else { ("marked", "deleted") };
-    let mut text = format!("found: {all}\n");
-    for (why, some) in &report.marked {
-        let why = json!(why);
-        let (why, grace) = (why.as_str().unwrap_or_default(), HumanDuration(grace));
-        text += &format!("{marked} ({why}): {}; a run after {grace} deletes them\n", amount(some));
-    }
-    if report.already_marked.objects > 0 {
-        let waiting = amount(&report.already_marked);
-        text += &format!("marked by earlier runs: {waiting}; a run after their grace time deletes them\n");
-    }
-    let manifests = count(report.deleted_manifests, "manifest");
-    text += &format!("{deleted}: {}, and {manifests}\n", amount(&report.deleted));
-    if report.unreadable_manifests > 0 {
-        let manifests = count(report.unreadable_manifests, "manifest");
-        text += &format!("{manifests} cannot be read; the objects listed there are kept\n");
-    }
-    text
-}
-
-fn verified_log_text(seen: &VerifiedLog) -> String {
-    let disk::Verification {
-        folder,
-        segments,
-        bytes,
-        unsealed_segments,
-        valid_blocks,
-        corrupt_blocks,
-        corrupt_ranges,
-        corrupt_footers,
-        unreadable_segments,
-        keys: _,
-    } = &seen.log;
-    let (folder, size, undecryptable) = (folder.display(), ByteSize(*bytes).about(), seen.undecryptable_blocks);
-    format!(
-        "G3 in {folder}: {} read, {unsealed_segments} of them without a footer, {size}\n\
-         {}, {undecryptable} of them without an available key\n\
-         {}, {}, {}, {}\n\n",
-        count(*segments, "segment"),
-        count(*valid_blocks, "valid block"),
-        count(*corrupt_blocks, "corrupt block"),
-        count(*corrupt_ranges, "corrupt range"),
-        count(*corrupt_footers, "corrupt footer"),
-        count(*unreadable_segments, "unreadable segment"),
-    )
-}
-
-fn verified_text(seen: &Verification) -> String {
-    let Verification {
-        objects,
-        valid_blocks,
-        undecryptable_blocks,
-        corrupt_blocks,
-        missing_objects,
-        corrupt_manifests,
-        unreadable_manifests,
-        marked_objects,
-    } = seen;
-    format!(
-        "{} read\n\
-         {}, {undecryptable_blocks} of them without an available key\n\
-         {}, {}, {}, {}\n\
-         {} marked for deletion by a later gc\n",
-        count(*objects, "object"),
-        count(*valid_blocks, "valid block"),
-        count(*corrupt_blocks, "corrupt block"),
-        count(*missing_objects, "missing object"),
-        count(*corrupt_manifests, "corrupt manifest"),
-        count(*unreadable_manifests, "unreadable manifest"),
-        count(*marked_objects, "object"),
-    )
 }

@@ -1,16 +1,18 @@
 //! `blockyard replay`: replays a trace through the router with simulated workers. It prints the results to standard
 //! output and the progress to standard error.
 
+mod policies;
 mod table;
 
+use self::policies::{Prefetch, configured_policies, policies_to_compare};
 use self::table::{Report, table};
 use crate::commands::output::{self, count};
-use crate::config::{self, Config, Flag, HumanDuration, Invalid, Origins, Sources, Workers};
+use crate::config::{Flag, HumanDuration, Invalid, Workers};
 use anyhow::{Context, bail};
 use router::replay::{
     self, AdmissionMode, Options, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo, Trace, Traffic, Workload,
 };
-use router::{PlannerMode, Policy, Settings};
+use router::{PlannerMode, Settings};
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter, Write, stdin, stdout};
 use std::num::NonZero;
@@ -156,51 +158,9 @@ pub struct Replay {
     json: bool,
 }
 
-/// Whether copies ahead of demand are simulated.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Prefetch {
-    On,
-    Off,
-    /// Each policy with and without them.
-    Both,
-}
-
 /// Limit of simulated workers: above any real fleet, and few enough for the memory of one machine.
 const WORKERS_MAX: usize = 100_000;
 const H100: &str = include_str!("../../deploy/profiles/h100-8b.toml");
-
-impl Prefetch {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::On => "on",
-            Self::Off => "off",
-            Self::Both => "both",
-        }
-    }
-
-    /// The policies with or without copies ahead of demand, or each of our own with and without, under its name and
-    /// ` (no copies)`. `settings`: of the router, with this choice.
-    fn apply(self, settings: &Settings, policies: Vec<PolicyUnderTest>) -> Vec<PolicyUnderTest> {
-        let variants = |policy: PolicyUnderTest| {
-            let (name, of_policy) = match &policy {
-                PolicyUnderTest::Policy(chosen) => (chosen.name().to_owned(), settings.clone().choosing(chosen)),
-                PolicyUnderTest::Settings(name, of_policy) => (name.clone(), (**of_policy).clone()),
-                // Other routers order no copies.
-                PolicyUnderTest::Peer(_) => return vec![policy],
-            };
-            let of =
-                |name, prefetch| PolicyUnderTest::Settings(name, Box::new(Settings { prefetch, ..of_policy.clone() }));
-            match self {
-                Self::On | Self::Off => vec![of(name, self == Self::On)],
-                Self::Both => {
-                    let without = format!("{name} (no copies)");
-                    vec![of(name, true), of(without, false)]
-                }
-            }
-        };
-        policies.into_iter().flat_map(variants).collect()
-    }
-}
 
 impl Replay {
     /// Whether some workers have the role prefill or decode.
@@ -415,48 +375,6 @@ pub(crate) fn profile(flag: &str, path: Option<&Path>) -> anyhow::Result<Profile
     Ok(profile)
 }
 
-/// The router settings of the given configuration, and the policies to compare: those of `--policy`, else the one that
-/// the configuration sets, else all.
-fn configured_policies(args: &Replay) -> anyhow::Result<(Settings, Vec<PolicyUnderTest>)> {
-    let (config, origins) = load(args)?;
-    let settings = config.router;
-    let chosen = matches!(settings.policy, Policy::Composed(_)) || origins.of("router.policy") != "default";
-    let compared = if args.policy.is_empty() && chosen {
-        vec![PolicyUnderTest::Settings(settings.policy.name().to_owned(), Box::new(settings.clone()))]
-    } else {
-        policies_to_compare(args, Some(&settings))?
-    };
-    Ok((settings, compared))
-}
-
-/// The policies of `--policy`, without repetitions; all policies if the flag is absent. `configured` holds the settings
-/// of the given configuration.
-fn policies_to_compare(args: &Replay, configured: Option<&Settings>) -> anyhow::Result<Vec<PolicyUnderTest>> {
-    let known = PolicyUnderTest::all();
-    if args.policy.is_empty() {
-        return Ok(known);
-    }
-    let names = known.iter().map(PolicyUnderTest::name).collect::<Vec<_>>().join(", ");
-    let of = |name: &String| match (known.iter().find(|each| each.name() == name), configured) {
-        (Some(policy), _) => Ok(policy.clone()),
-        (None, Some(Settings { policy: composed @ Policy::Composed(_), .. })) if name == "composed" => {
-            Ok(PolicyUnderTest::Policy(composed.clone()))
-        }
-        (None, _) if name == "composed" => {
-            let is = configured.map_or("kv", |settings| settings.policy.name());
-            bail!("--policy composed: router.policy is {is}, not a table of filter, score and pick")
-        }
-        (None, _) => bail!("--policy {name}: expected one of {names}, composed"),
-    };
-    let first = |(at, name): &(usize, &String)| !args.policy[..*at].contains(name);
-    args.policy.iter().enumerate().filter(first).map(|(_, name)| of(name)).collect()
-}
-
-/// The configuration that `serve` would have.
-fn load(args: &Replay) -> Result<(Config, Origins), config::Errors> {
-    Config::load(&Sources::of_process(args.config.clone(), args.set.clone()))
-}
-
 /// Parses a number of workers with the role `both`, or a number of workers of each role.
 fn workers(text: &str) -> Result<Workers, Invalid> {
     let all = text.parse::<usize>().map(|count| format!("both:{count}"));
@@ -501,27 +419,6 @@ mod tests {
     #[test]
     fn the_built_in_profile_is_valid() {
         toml::from_str::<Profile>(H100).unwrap().check().unwrap();
-    }
-
-    #[test]
-    fn prefetch_both_adds_each_of_our_policies_without_copies() {
-        let policies = [PolicyUnderTest::Policy(Policy::Kv), PolicyUnderTest::Peer(replay::Peer::ALL[0])];
-        let names_and_prefetch = |prefetch: Prefetch| -> Vec<(String, Option<bool>)> {
-            let each = |policy: &PolicyUnderTest| {
-                let prefetch = match policy {
-                    PolicyUnderTest::Settings(_, settings) => Some(settings.prefetch),
-                    _ => None,
-                };
-                (policy.name().to_owned(), prefetch)
-            };
-            prefetch.apply(&Settings::default(), policies.to_vec()).iter().map(each).collect()
-        };
-        let peer = (replay::Peer::ALL[0].name().to_owned(), None);
-        let kv = |copies| ("kv".to_owned(), Some(copies));
-        assert_eq!(names_and_prefetch(Prefetch::On), [kv(true), peer.clone()]);
-        assert_eq!(names_and_prefetch(Prefetch::Off), [kv(false), peer.clone()]);
-        let both = [kv(true), ("kv (no copies)".to_owned(), Some(false)), peer];
-        assert_eq!(names_and_prefetch(Prefetch::Both), both);
     }
 
     #[test]

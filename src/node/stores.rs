@@ -401,8 +401,8 @@ const SPILLED: usize = 64;
 fn spill(disk: &DiskTier, next: &Arc<ObjectTier>, encrypted: bool) -> AbortOnDropHandle<()> {
     let (to, mut spilled) = mpsc::channel(SPILLED);
     let next = Arc::downgrade(next);
-    let wants = Weak::clone(&next);
-    disk.spill(move |of, name| wants.upgrade().is_some_and(|next| next.holds(of, &[name]) == 0), to);
+    let receiver = Weak::clone(&next);
+    disk.spill(move |of, name| receiver.upgrade().is_some_and(|next| next.holds(of, &[name]) == 0), to);
     AbortOnDropHandle::new(tokio::spawn(async move {
         let mut blocks = Vec::new();
         while spilled.recv_many(&mut blocks, SPILLED).await > 0 {

@@ -9,6 +9,7 @@
 //! was removed or changed, and for an address that a name no longer has.
 
 mod api;
+mod ids;
 mod listed;
 mod server;
 

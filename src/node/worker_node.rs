@@ -18,11 +18,9 @@ use super::native::Native;
 use super::planes::{self, NatsPlanes};
 use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
+use super::shutdown_timeout::{AT_ONCE, REQUEST_SHARE, request_share, request_time};
 use super::usage::CacheUsage;
-use super::{
-    AT_ONCE, HttpProcess, Process, REQUEST_SHARE, check, flush_spans, register_process_metrics, request_share,
-    request_time,
-};
+use super::{HttpProcess, Process, check, flush_spans, register_process_metrics};
 use crate::config::{Config, Purpose};
 use crate::otlp::{self, Exporter};
 use axum::Router;

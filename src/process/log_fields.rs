@@ -82,7 +82,7 @@ impl VisitFmt for EscapedVisitor<'_> {
     }
 }
 
-/// Whether a text needs no quotes to be told from what follows.
+/// Whether a text needs no quotes to be separate from what follows.
 fn is_one_word(text: &str) -> bool {
     !text.is_empty() && !text.contains(|character: char| character.is_whitespace() || "\"'\\".contains(character))
 }

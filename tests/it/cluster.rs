@@ -38,7 +38,7 @@ pub(crate) struct Cluster {
     secret: PathBuf,
 }
 
-/// The address of a worker, which stays the same when it is started again.
+/// The folder and the address of a worker, which stay the same when it is started again.
 pub(crate) struct Seat {
     data: String,
     listen: String,
@@ -206,13 +206,13 @@ async fn a_worker_rejects_requests_without_the_secret_and_a_frontend_ignores_wor
     let frontend = cluster.frontend().await;
     std::fs::write(cluster.folder.path().join("other"), "another secret".repeat(4).replace(' ', "-")).unwrap();
     cluster.secret = cluster.folder.path().join("other");
-    let stranger = cluster.worker(&cluster.seat("b")).await;
+    let other = cluster.worker(&cluster.seat("b")).await;
     while frontend.client.metric("blockyard_nats_refused_total", "kind=\"instance\"").await < 1.0 {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     // The log is written by another thread than the one that counts.
     let refused = loop {
-        match frontend.log().lines().find(|line| line.contains(&stranger.client.url)) {
+        match frontend.log().lines().find(|line| line.contains(&other.client.url)) {
             Some(line) => break line.to_owned(),
             None => tokio::time::sleep(Duration::from_millis(20)).await,
         }

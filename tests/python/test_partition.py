@@ -1,8 +1,9 @@
 """Packets are lost between the processes of a deployment: nothing is refused, no connection is reset.
 
 NATS, a prefill worker, a decode worker and a frontend each have a network namespace of their own, connected by a bridge
-that drops what it is told to. A proxy on one host cannot show this: it accepts connections, and its end of a connection
-goes on to acknowledge bytes. This needs root and `ip` of iproute2, and changes nothing outside of its namespaces.
+that drops packets between two of them. A proxy on one host cannot show this: it accepts connections, and its end of a
+connection goes on to acknowledge bytes. This needs root and `ip` of iproute2, and changes nothing outside of its
+namespaces.
 """
 
 import contextlib

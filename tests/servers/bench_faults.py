@@ -55,7 +55,7 @@ WORDS = "block cache prefix token hash tier store load plan route".split()
 
 
 class Load:
-    """Clients that send requests until they are told to stop."""
+    """Clients that send requests until they are stopped."""
 
     def __init__(self, frontends, words=230, max_tokens=150, **sampling):
         self.words, self.max_tokens, self.sampling = words, max_tokens, {"temperature": 0} | sampling

@@ -66,12 +66,12 @@ async fn both_sides_show_certificates_of_their_authority() {
     let own = sign(&ours, folder.path(), "frontend", false);
     assert_eq!(exchange(&server, &client(ca.clone(), Some(own)), "localhost").await, Ok(true));
     assert_eq!(exchange(&server, &client(ca.clone(), None), "localhost").await, Ok(false), "the caller decides");
-    let stranger = sign(&other, folder.path(), "stranger", false);
+    let foreign = sign(&other, folder.path(), "foreign", false);
     let expired = sign(&ours, folder.path(), "expired", true);
     for (client, host, expected) in [
         (client(other_ca, None), "localhost", "signed by no authority in ca_file = "),
         (client(ca.clone(), None), "127.0.0.1", "not for this host"),
-        (client(ca.clone(), Some(stranger)), "localhost", "refuses the certificate of this process, cert_file = "),
+        (client(ca.clone(), Some(foreign)), "localhost", "refuses the certificate of this process, cert_file = "),
         (client(ca.clone(), Some(expired)), "localhost", "certificate of this process has expired"),
         (client(ca.clone(), None), "a b", "no name of a host"),
     ] {

@@ -151,22 +151,12 @@ impl Salts {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use http::Method;
-    use http::uri::PathAndQuery;
 
     #[test]
     fn requests_with_a_salt_go_only_to_endpoints_that_take_it() {
         let http = |path: &'static str, body: &'static [u8]| HttpRequest {
-            method: Method::POST,
-            target: PathAndQuery::from_static(path),
-            headers: http::HeaderMap::new(),
             body: bytes::Bytes::from_static(body),
-            is_stream: false,
-            wants_usage: false,
-            is_metered: false,
-            private_fields: &[],
-            upgrade: None,
-            continues: None,
+            ..HttpRequest::post(path)
         };
         let described = SaltedEndpoints::Described(Arc::new(BTreeSet::from([Box::from("/v1/chat/completions")])));
         let salted = |path: &'static str, body: &'static [u8]| match described.salting(&http(path, body)) {

@@ -123,16 +123,14 @@ pub trait Events: Send + Sync + 'static {
     fn offer(&self, source: Source, log: Arc<EventLog>) -> Lease;
 
     /// Events of one epoch of a source, after a number.
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>>;
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer>;
 
     /// All blocks of a source.
     fn snapshot(&self, source: Source) -> BoxFuture<'_, Result<Snapshot, PlaneError>>;
 }
+
+/// Answer of [`Events::range`]; `None` as its contract says.
+pub type RangeAnswer = Result<Option<Vec<Numbered>>, PlaneError>;
 
 /// Events in one answer: what a loaded worker announces in a second, some hundred kilobytes. Also bounds how long the
 /// log is locked.

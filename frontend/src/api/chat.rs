@@ -4,7 +4,7 @@
 mod messages;
 mod tools;
 
-use super::generate::{CompletedChoice, Endpoint, Envelope, Parsed, check_fits_context, check_not_empty};
+use super::generate::{CompletedChoice, Endpoint, Envelope, FullResponse, Parsed, check_fits_context, check_not_empty};
 use super::prompt_logprobs;
 use super::sse::{ChunkHead, ChunkWriter, Events, UsageSlot};
 use crate::error::Error;
@@ -96,13 +96,9 @@ impl Endpoint for Chat {
             stop_reason: choice.stop_reason,
             token_ids: self.token_ids.then_some(choice.ids),
         };
-        Json(FullResponse {
-            id: &self.envelope.id,
-            object: "chat.completion",
-            created: self.envelope.created,
-            model: &self.envelope.model,
-            choices: choices.into_iter().enumerate().map(choice).collect(),
-            usage,
+        let choices: Vec<_> = choices.into_iter().enumerate().map(choice).collect();
+        Json(ChatResponse {
+            response: self.envelope.full_response("chat.completion", choices, usage),
             prompt_logprobs,
             prompt_token_ids: self.token_ids.then_some(prompt),
         })
@@ -112,13 +108,9 @@ impl Endpoint for Chat {
 
 /// OpenAI's response, with vLLM's additional fields.
 #[derive(Serialize)]
-struct FullResponse<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    choices: Vec<ResponseChoice>,
-    usage: CompletionUsage,
+struct ChatResponse<'a> {
+    #[serde(flatten)]
+    response: FullResponse<'a, ResponseChoice>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -125,27 +125,9 @@ impl Endpoint for Completion {
                 token_ids: self.token_ids.then_some(choice.ids),
             }
         };
-        Json(FullResponse {
-            id: &self.envelope.id,
-            object: OBJECT,
-            created: self.envelope.created,
-            model: &self.envelope.model,
-            choices: choices.into_iter().enumerate().map(choice).collect(),
-            usage,
-        })
-        .into_response()
+        let choices: Vec<_> = choices.into_iter().enumerate().map(choice).collect();
+        Json(self.envelope.full_response(OBJECT, choices, usage)).into_response()
     }
-}
-
-/// OpenAI's response.
-#[derive(Serialize)]
-struct FullResponse<'a> {
-    id: &'a str,
-    object: &'static str,
-    created: u64,
-    model: &'a str,
-    choices: Vec<ResponseChoice<'a>>,
-    usage: CompletionUsage,
 }
 
 /// OpenAI's choice, with vLLM's additional fields.

@@ -68,17 +68,42 @@ pub(crate) struct Envelope {
     pub(crate) model: String,
 }
 
+/// The fields of an [`Envelope`] as JSON has them.
+#[derive(Serialize)]
+struct EnvelopeFields<'a> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+}
+
+/// OpenAI's response of a request that does not stream.
+#[derive(Serialize)]
+pub(crate) struct FullResponse<'a, C> {
+    #[serde(flatten)]
+    envelope: EnvelopeFields<'a>,
+    choices: Vec<C>,
+    usage: CompletionUsage,
+}
+
 impl Envelope {
+    fn fields(&self, object: &'static str) -> EnvelopeFields<'_> {
+        EnvelopeFields { id: &self.id, object, created: self.created, model: &self.model }
+    }
+
     /// The beginning of the chunks of a stream.
     pub(crate) fn chunk_head(&self, object: &'static str) -> ChunkHead {
-        #[derive(Serialize)]
-        struct Fields<'a> {
-            id: &'a str,
-            object: &'static str,
-            created: u64,
-            model: &'a str,
-        }
-        ChunkHead::new(&Fields { id: &self.id, object, created: self.created, model: &self.model })
+        ChunkHead::new(&self.fields(object))
+    }
+
+    /// The response with these choices.
+    pub(crate) fn full_response<C>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        usage: CompletionUsage,
+    ) -> FullResponse<'_, C> {
+        FullResponse { envelope: self.fields(object), choices, usage }
     }
 }
 

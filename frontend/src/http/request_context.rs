@@ -195,7 +195,7 @@ impl RequestContext {
     }
 
     /// Whether the request got output. `status`: its final one. A connection that has switched to another protocol
-    /// lasts for as long as its client wants, which says nothing of the model.
+    /// lasts until its client or its server ends it, which says nothing of the model.
     fn has_output(&self, status: u16) -> bool {
         let fields = self.log_fields();
         if fields.sent_bytes.is_some() {

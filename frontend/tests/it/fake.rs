@@ -65,6 +65,13 @@ impl FakeEngine {
         Self::new(move |_| Ok(steps.clone()))
     }
 
+    /// A server with the client's API: requests for its model are relayed.
+    pub(crate) fn relaying(script: impl Fn(&Request) -> Result<Vec<Step>, Error> + Send + Sync + 'static) -> Arc<Self> {
+        let engine = Self::new(script);
+        *engine.card.lock() = Arc::new(relayed_card());
+        engine
+    }
+
     pub(crate) fn router(self: &Arc<Self>) -> Router {
         self.router_with(frontend::Settings::default())
     }
@@ -157,6 +164,11 @@ pub(crate) fn card() -> ModelCard {
         special_tokens: vec![("bos_token".into(), "<|bos|>".into())],
         ..ModelCard::new("org/tiny", 64, 16)
     }
+}
+
+/// The same model where requests for it are relayed.
+pub(crate) fn relayed_card() -> ModelCard {
+    ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() }
 }
 
 /// Text as tokens, one per byte.

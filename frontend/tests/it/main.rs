@@ -19,6 +19,7 @@ mod scheduling;
 mod serving;
 mod streams;
 mod tenants;
+mod test_server;
 mod tiny_tokenizer;
 mod tls;
 mod websockets;

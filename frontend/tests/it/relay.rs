@@ -15,17 +15,9 @@ use worker::engine::{
     Domain, Error, ErrorKind, ErrorResponse, ModelCard, Output, RelayReport, Request, ResponseHead, Work,
 };
 
-/// An engine that relays, with a script of its responses.
+/// A server with the same steps for every request.
 pub(crate) fn relaying(steps: Vec<Step>) -> Arc<FakeEngine> {
-    let engine = FakeEngine::with_steps(steps);
-    *engine.card.lock() = Arc::new(ModelCard {
-        tokenizer: None,
-        chat_template: None,
-        is_relayed: true,
-        has_exact_blocks: false,
-        ..card()
-    });
-    engine
+    FakeEngine::relaying(move |_| Ok(steps.clone()))
 }
 
 pub(crate) fn head() -> Step {
@@ -44,13 +36,12 @@ fn head_of(content_type: &str) -> Step {
         headers,
         worker: Some("w7".into()),
         explain,
-        progress: None,
-        tunnel: None,
+        ..ResponseHead::default()
     })))
 }
 
-pub(crate) fn part(text: &'static str) -> Step {
-    Step::Relay(Output::Body(Bytes::from_static(text.as_bytes())))
+pub(crate) fn part(text: impl Into<Bytes>) -> Step {
+    Step::Relay(Output::Body(text.into()))
 }
 
 fn end() -> Step {
@@ -67,9 +58,10 @@ async fn post(router: &Router, path: &str, body: &str) -> TestResponse {
     send(router, request.body(Body::from(body.to_owned())).unwrap()).await
 }
 
-fn relayed(request: &Request) -> Arc<worker::engine::HttpRequest> {
+/// The client's request.
+pub(crate) fn relayed(request: &Request) -> &worker::engine::HttpRequest {
     match &request.work {
-        Work::Relay(http) => Arc::clone(http),
+        Work::Relay(http) => http,
         other => panic!("expected a relayed request, not {other:?}"),
     }
 }

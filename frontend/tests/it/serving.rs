@@ -2,16 +2,14 @@
 
 use crate::fake::{FakeEngine, Step, first, last};
 use crate::relay::{head, part, relaying};
-use frontend::{Server, Settings, Shutdown};
-use prometheus::{Registry, TextEncoder};
+use crate::test_server::TestServer;
+use frontend::Settings;
 use serde_json::Value;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Semaphore;
-use tokio::task::JoinHandle;
 use units::{ByteSize, HumanDuration};
 use worker::engine::{Error, FinishReason};
 
@@ -19,27 +17,7 @@ const BODY: &str = r#"{"model":"org/tiny","stream":true,"messages":[{"role":"use
 /// A timeout that expires during the test. No test depends on being faster.
 const SHORT: HumanDuration = HumanDuration(Duration::from_millis(100));
 
-/// A server on a port of its own.
-struct TestServer {
-    address: SocketAddr,
-    shutdown: Shutdown,
-    serving: JoinHandle<std::io::Result<()>>,
-    registry: Registry,
-}
-
 impl TestServer {
-    async fn start(engine: &Arc<FakeEngine>, settings: Settings) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let shutdown = Shutdown::default();
-        let registry = Registry::new();
-        let http = Server::new(&settings, &registry).unwrap();
-        let router = frontend::router(engine.clone(), registry.clone(), settings).unwrap();
-        let stopped = shutdown.clone();
-        let serving = tokio::spawn(async move { http.serve(listener, router, stopped).await });
-        Self { address, shutdown, serving, registry }
-    }
-
     async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.address).await.unwrap()
     }
@@ -55,11 +33,6 @@ impl TestServer {
         let mut connection = self.connect().await;
         connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
         read_to_end(connection).await.starts_with("HTTP/1.1 200")
-    }
-
-    fn metric(&self, series: &str) -> Option<String> {
-        let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
-        text.lines().find_map(|line| Some(line.strip_prefix(series)?.trim().to_owned()))
     }
 }
 

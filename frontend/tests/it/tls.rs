@@ -1,18 +1,17 @@
 //! TLS over real connections: both versions of HTTP, changes of the certificate, and clients that do not speak it.
 
 use crate::fake::{FakeEngine, last};
-use frontend::{Server, Settings, Shutdown, check_tls};
-use prometheus::{Registry, TextEncoder};
+use crate::test_server::TestServer;
+use frontend::{Settings, check_tls};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use std::fs;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -46,11 +45,9 @@ impl Pair {
 }
 
 /// A server whose certificate and key are in a folder of its own.
-struct TestServer {
+struct TlsServer {
     folder: tempfile::TempDir,
-    address: SocketAddr,
-    shutdown: Shutdown,
-    registry: Registry,
+    http: TestServer,
 }
 
 fn paths(folder: &Path) -> [PathBuf; 2] {
@@ -62,7 +59,7 @@ fn settings(folder: &Path) -> Settings {
     Settings { tls_cert_file: Some(certificate), tls_key_file: Some(key), ..Settings::default() }
 }
 
-impl TestServer {
+impl TlsServer {
     async fn start(change: impl FnOnce(&mut Settings)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let [certificate, key] = paths(folder.path());
@@ -70,15 +67,8 @@ impl TestServer {
         fs::write(key, Pair::One.key()).unwrap();
         let mut settings = settings(folder.path());
         change(&mut settings);
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (registry, shutdown) = (Registry::new(), Shutdown::default());
-        let server = Server::new(&settings, &registry).unwrap();
         let engine = FakeEngine::with_steps(vec![last("a", FinishReason::Stop)]);
-        let router = frontend::router(engine, registry.clone(), settings).unwrap();
-        let stopped = shutdown.clone();
-        tokio::spawn(async move { server.serve(listener, router, stopped).await });
-        Self { folder, address, shutdown, registry }
+        Self { folder, http: TestServer::start(&engine, settings).await }
     }
 
     /// A connection whose server has the certificate of a pair.
@@ -89,14 +79,12 @@ impl TestServer {
         let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
         let mut config = config.with_root_certificates(roots).with_no_client_auth();
         config.alpn_protocols = vec![alpn.into()];
-        let socket = TcpStream::connect(self.address).await?;
+        let socket = TcpStream::connect(self.http.address).await?;
         TlsConnector::from(Arc::new(config)).connect(ServerName::try_from("localhost").unwrap(), socket).await
     }
 
     fn metric(&self, series: &str) -> u64 {
-        let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
-        let line = text.lines().find_map(|line| line.strip_prefix(series));
-        line.map_or(0, |value| value.trim().parse().unwrap())
+        self.http.metric(series).map_or(0, |value| value.parse().unwrap())
     }
 }
 
@@ -121,7 +109,7 @@ async fn until(condition: impl AsyncFn() -> bool) {
 
 #[tokio::test]
 async fn http1_is_served_over_tls() {
-    let server = TestServer::start(|_| ()).await;
+    let server = TlsServer::start(|_| ()).await;
     let connection = server.connect(Pair::One, "http/1.1").await.unwrap();
     assert_eq!(connection.get_ref().1.alpn_protocol(), Some(&b"http/1.1"[..]));
     let response = chat(connection).await;
@@ -133,7 +121,7 @@ async fn http1_is_served_over_tls() {
 
 #[tokio::test]
 async fn http2_is_served_over_tls() {
-    let server = TestServer::start(|_| ()).await;
+    let server = TlsServer::start(|_| ()).await;
     let mut connection = server.connect(Pair::One, "h2").await.unwrap();
     assert_eq!(connection.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
     // The preface, empty SETTINGS, and HEADERS that end stream 1: GET https://localhost/live, with indices of HPACK's
@@ -159,7 +147,7 @@ async fn http2_is_served_over_tls() {
 #[tokio::test]
 async fn a_changed_certificate_is_used_and_a_broken_one_is_not() {
     // The first connection has no request for as long as the test needs.
-    let server = TestServer::start(|settings| settings.header_timeout = HumanDuration(10 * TIMEOUT)).await;
+    let server = TlsServer::start(|settings| settings.header_timeout = HumanDuration(10 * TIMEOUT)).await;
     let [certificate, key] = paths(server.folder.path());
     let old = server.connect(Pair::One, "http/1.1").await.unwrap();
     let reloads =
@@ -183,15 +171,15 @@ async fn a_changed_certificate_is_used_and_a_broken_one_is_not() {
 
 #[tokio::test]
 async fn plain_http_to_the_port_of_tls_gets_400() {
-    let server = TestServer::start(|_| ()).await;
-    let mut connection = TcpStream::connect(server.address).await.unwrap();
+    let server = TlsServer::start(|_| ()).await;
+    let mut connection = TcpStream::connect(server.http.address).await.unwrap();
     connection.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     connection.shutdown().await.unwrap();
     let mut response = String::new();
     connection.read_to_string(&mut response).await.unwrap();
     assert!(response.starts_with("HTTP/1.1 400") && response.contains("https://"), "{response}");
     for garbage in [&b"\x16\x03\x01\x00\x05hello"[..], b"\0\0\0\0", b"\x16"] {
-        let mut connection = TcpStream::connect(server.address).await.unwrap();
+        let mut connection = TcpStream::connect(server.http.address).await.unwrap();
         connection.write_all(garbage).await.unwrap();
         connection.shutdown().await.unwrap();
         let mut response = Vec::new();
@@ -204,10 +192,9 @@ async fn plain_http_to_the_port_of_tls_gets_400() {
 
 #[tokio::test]
 async fn a_handshake_that_stalls_ends_at_the_header_timeout() {
-    let server =
-        TestServer::start(|settings| settings.header_timeout = HumanDuration(Duration::from_millis(100))).await;
+    let server = TlsServer::start(|settings| settings.header_timeout = HumanDuration(Duration::from_millis(100))).await;
     for begin in [&b""[..], b"\x16\x03\x01"] {
-        let mut connection = TcpStream::connect(server.address).await.unwrap();
+        let mut connection = TcpStream::connect(server.http.address).await.unwrap();
         connection.write_all(begin).await.unwrap();
         let mut response = Vec::new();
         let _ = connection.read_to_end(&mut response).await;
@@ -219,15 +206,15 @@ async fn a_handshake_that_stalls_ends_at_the_header_timeout() {
 
 #[tokio::test]
 async fn stalled_handshakes_give_way_to_new_connections() {
-    let server = TestServer::start(|settings| settings.max_connections = 2).await;
+    let server = TlsServer::start(|settings| settings.max_connections = 2).await;
     let mut stalled = Vec::new();
     for _ in 0..8 {
-        stalled.push(TcpStream::connect(server.address).await.unwrap());
+        stalled.push(TcpStream::connect(server.http.address).await.unwrap());
     }
     let connection = server.connect(Pair::One, "http/1.1").await.unwrap();
     assert!(chat(connection).await.starts_with("HTTP/1.1 200"));
     until(async || server.metric("blockyard_frontend_open_connections") <= 2).await;
-    server.shutdown.close(Duration::from_mins(10));
+    server.http.shutdown.close(Duration::from_mins(10));
     until(async || server.metric("blockyard_frontend_open_connections") == 0).await;
 }
 

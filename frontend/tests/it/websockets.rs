@@ -1,21 +1,20 @@
 //! WebSocket connections to an engine, over real connections.
 
-use crate::fake::{FakeEngine, Step, card};
+use crate::fake::{FakeEngine, Step};
 use crate::key_file::Keys;
-use crate::relay::{head, part};
+use crate::relay::{head, part, relaying};
+use crate::test_server::TestServer;
 use axum::http::{HeaderMap, StatusCode};
 use bytes::Bytes;
-use frontend::{ApiKey, KeyEntry, KeyFile, Server, Settings, Shutdown};
-use prometheus::{Registry, TextEncoder};
+use frontend::{ApiKey, KeyEntry, KeyFile, Settings};
 use std::num::NonZero;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinHandle;
+use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 use units::HumanDuration;
-use worker::engine::{ModelCard, Output, RelayReport, ResponseHead, Tunnel, Work};
+use worker::engine::{Output, RelayReport, ResponseHead, Tunnel, Work};
 
 /// Time for what takes less than a second on an idle machine.
 const TIMEOUT: Duration = Duration::from_mins(1);
@@ -24,36 +23,22 @@ const SHORT: HumanDuration = HumanDuration(Duration::from_millis(100));
 
 /// A gateway before an engine that switches.
 struct Gateway {
-    address: std::net::SocketAddr,
+    server: TestServer,
     engine: Arc<FakeEngine>,
-    shutdown: Shutdown,
-    serving: JoinHandle<std::io::Result<()>>,
-    registry: Registry,
 }
 
 /// An engine whose server greets, and sends everything back. It ends the connection after `bye`.
 fn switching() -> Arc<FakeEngine> {
-    relaying(|| {
+    FakeEngine::relaying(|_| {
         let (ours, theirs) = duplex(1024);
         tokio::spawn(echo(theirs));
         let headers: HeaderMap =
             [("sec-websocket-accept".parse().unwrap(), "x".parse().unwrap())].into_iter().collect();
-        let head = ResponseHead {
-            status: StatusCode::SWITCHING_PROTOCOLS,
-            headers,
-            worker: None,
-            explain: None,
-            progress: None,
-            tunnel: Some(Tunnel::new(Bytes::from_static(b"hello"), ours)),
-        };
-        vec![Step::Relay(Output::Head(Box::new(head))), Step::Hang]
+        let tunnel = Some(Tunnel::new(Bytes::from_static(b"hello"), ours));
+        let status = StatusCode::SWITCHING_PROTOCOLS;
+        let head = ResponseHead { status, headers, tunnel, ..ResponseHead::default() };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), Step::Hang])
     })
-}
-
-fn relaying(steps: impl Fn() -> Vec<Step> + Send + Sync + 'static) -> Arc<FakeEngine> {
-    let engine = FakeEngine::new(move |_| Ok(steps()));
-    *engine.card.lock() = Arc::new(ModelCard { tokenizer: None, is_relayed: true, has_exact_blocks: false, ..card() });
-    engine
 }
 
 async fn echo(mut client: DuplexStream) {
@@ -68,14 +53,7 @@ async fn echo(mut client: DuplexStream) {
 
 impl Gateway {
     async fn start(engine: Arc<FakeEngine>, settings: Settings) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (shutdown, registry) = (Shutdown::default(), Registry::new());
-        let server = Server::new(&settings, &registry).unwrap();
-        let router = frontend::router(engine.clone(), registry.clone(), settings).unwrap();
-        let stopped = shutdown.clone();
-        let serving = tokio::spawn(async move { server.serve(listener, router, stopped).await });
-        Self { address, engine, shutdown, serving, registry }
+        Self { server: TestServer::start(&engine, settings).await, engine }
     }
 
     /// A connection on which a handshake with these further headers was sent, and the head of its response.
@@ -88,7 +66,7 @@ impl Gateway {
     }
 
     async fn send(&self, request: &str) -> (TcpStream, String) {
-        let mut connection = TcpStream::connect(self.address).await.unwrap();
+        let mut connection = TcpStream::connect(self.server.address).await.unwrap();
         connection.write_all(request.as_bytes()).await.unwrap();
         let head = read_until(&mut connection, "\r\n\r\n").await;
         (connection, head)
@@ -102,20 +80,15 @@ impl Gateway {
         connection
     }
 
-    fn metric(&self, series: &str) -> Option<String> {
-        let text = TextEncoder::new().encode_to_string(&self.registry.gather()).unwrap();
-        text.lines().find_map(|line| Some(line.strip_prefix(series)?.trim().to_owned()))
-    }
-
     /// Waits until a metric has this value.
     async fn until(&self, series: &str, value: &str) {
         let reached = async {
-            while self.metric(series).as_deref() != Some(value) {
+            while self.server.metric(series).as_deref() != Some(value) {
                 sleep(Duration::from_millis(5)).await;
             }
         };
         let is_reached = timeout(TIMEOUT, reached).await.is_ok();
-        assert!(is_reached, "{series} is {:?}, not {value}", self.metric(series));
+        assert!(is_reached, "{series} is {:?}, not {value}", self.server.metric(series));
     }
 
     async fn until_ended(&self, status: &str) {
@@ -167,7 +140,10 @@ async fn bytes_pass_both_ways_and_are_counted() {
     assert_eq!(read_to_end(connection).await, "bye", "the server has ended it");
     gateway.until_ended("101").await;
     let bytes = |direction: &str| {
-        gateway.metric(&format!("blockyard_frontend_websocket_bytes_total{{direction=\"{direction}\"}}")).unwrap()
+        gateway
+            .server
+            .metric(&format!("blockyard_frontend_websocket_bytes_total{{direction=\"{direction}\"}}"))
+            .unwrap()
     };
     let length = looks_like_http.len() + "bye".len();
     assert_eq!([bytes("received"), bytes("sent")], [length.to_string(), (length + "hello".len()).to_string()]);
@@ -190,8 +166,8 @@ async fn a_client_that_leaves_ends_the_connection_to_the_server() {
 
 #[tokio::test]
 async fn another_answer_passes_and_the_connection_stays_one_of_http() {
-    let end = || Step::Relay(Output::End(RelayReport::default()));
-    let gateway = Gateway::start(relaying(move || vec![head(), part("no"), end()]), Settings::default()).await;
+    let end = Step::Relay(Output::End(RelayReport::default()));
+    let gateway = Gateway::start(relaying(vec![head(), part("no"), end]), Settings::default()).await;
     let (mut connection, head) = gateway.open("").await;
     assert!(head.starts_with("HTTP/1.1 201 Created\r\n") && head.contains("x-engine: yes"), "{head}");
     assert!(read_until(&mut connection, "0\r\n\r\n").await.contains("no"));
@@ -199,7 +175,7 @@ async fn another_answer_passes_and_the_connection_stays_one_of_http() {
     connection.write_all(b"GET /sleep HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     assert!(read_until(&mut connection, "\r\n\r\n").await.starts_with("HTTP/1.1 404 "));
     assert_eq!(gateway.engine.seen.lock().len(), 1);
-    assert_eq!(gateway.metric("blockyard_frontend_open_websockets").as_deref(), Some("0"));
+    assert_eq!(gateway.server.metric("blockyard_frontend_open_websockets").as_deref(), Some("0"));
 }
 
 #[tokio::test]
@@ -321,20 +297,19 @@ async fn an_open_connection_counts_for_its_tenant() {
 
 #[tokio::test]
 async fn a_shutdown_opens_none_and_ends_those_that_are_open() {
-    let gateway = Gateway::start(switching(), Settings::default()).await;
+    let mut gateway = Gateway::start(switching(), Settings::default()).await;
     let mut open = gateway.opened("").await;
-    gateway.shutdown.announce();
+    gateway.server.shutdown.announce();
     let (_, head) = gateway.open("").await;
     assert!(head.starts_with("HTTP/1.1 503 "), "{head}");
     open.write_all(b"more").await.unwrap();
     assert_eq!(read_until(&mut open, "more").await, "more", "it goes on until the limit");
-    gateway.shutdown.close(SHORT.0);
+    gateway.server.shutdown.close(SHORT.0);
     assert_eq!(read_to_end(open).await, "");
-    timeout(TIMEOUT, gateway.serving).await.expect("the server ends").unwrap().unwrap();
+    timeout(TIMEOUT, &mut gateway.server.serving).await.expect("the server ends").unwrap().unwrap();
     assert_eq!(gateway.engine.open(), 0);
     let series = "blockyard_frontend_requests_total{endpoint=\"unmatched\",status=\"503\"}";
-    let text = TextEncoder::new().encode_to_string(&gateway.registry.gather()).unwrap();
-    assert!(text.contains(&format!("{series} 2\n")), "{text}");
+    assert_eq!(gateway.server.metric(series).as_deref(), Some("2"));
 }
 
 #[tokio::test]

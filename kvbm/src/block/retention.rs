@@ -77,7 +77,7 @@ impl BlockRetention {
         self.expires.is_some_and(|expires| expires <= now)
     }
 
-    /// The retention of a block that two requests want: the more generous value of each field.
+    /// The retention of a block for which two requests set one: the more generous value of each field.
     #[must_use]
     pub fn merge(self, other: Self) -> Self {
         Self {

@@ -74,7 +74,8 @@ pub(super) struct Shared {
 
 /// Receiver of blocks in use that do not fit into the log when their segment is reclaimed.
 pub(super) struct Spill {
-    pub(super) wants: Box<dyn Fn(Fingerprint, SequenceHash) -> bool + Send + Sync>,
+    /// Whether the receiver has no such block yet.
+    pub(super) accepts: Box<dyn Fn(Fingerprint, SequenceHash) -> bool + Send + Sync>,
     pub(super) to: mpsc::Sender<Block>,
 }
 

@@ -109,7 +109,7 @@ impl Queue {
     }
 
     /// Whether there is work for one more writer.
-    pub(super) fn wants_writer(&self) -> bool {
+    pub(super) fn needs_writer(&self) -> bool {
         let state = self.lock();
         !(state.jobs.is_empty() && state.tombstones.is_empty()) && state.writers < MAX_WRITERS
     }

@@ -130,7 +130,7 @@ impl DiskTier {
     /// Starts a writer on each path that has queued blocks and no writer.
     pub(super) fn start_writers(&self) {
         for log_path in &self.log_paths {
-            if let Some(log) = log_path.log().filter(|log| log.queue.wants_writer()) {
+            if let Some(log) = log_path.log().filter(|log| log.queue.needs_writer()) {
                 let log_path = log_path.clone();
                 // The handle is dropped: a writer ends by itself, and one that panics answers the queued jobs.
                 let writing = move || log_path.work(&log, Log::drain).unwrap_or_default();

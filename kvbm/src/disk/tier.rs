@@ -87,14 +87,14 @@ impl DiskTier {
     }
 
     /// Sets the next tier for blocks in use that do not fit into the log when their segment is reclaimed. Blocks that
-    /// `wants` accepts are sent to `to`; they are dropped when the channel is full. Call it once, before any block is
+    /// `accepts` selects are sent to `to`; they are dropped when the channel is full. Call it once, before any block is
     /// stored.
     pub fn spill(
         &self,
-        wants: impl Fn(Fingerprint, SequenceHash) -> bool + Send + Sync + 'static,
+        accepts: impl Fn(Fingerprint, SequenceHash) -> bool + Send + Sync + 'static,
         to: mpsc::Sender<Block>,
     ) {
-        let _ = self.shared.spill.set(Spill { wants: Box::new(wants), to });
+        let _ = self.shared.spill.set(Spill { accepts: Box::new(accepts), to });
     }
 
     /// Limits loads to blocks of at most `bytes`, whatever the log says. Call it before the first load.

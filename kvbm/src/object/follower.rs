@@ -140,7 +140,7 @@ impl Follower {
                     tracing::info!(store = %self.client, prefix = %self.layout, "the store is reachable again");
                     self.client.writes.outage_ended();
                 }
-                // Whether it is tried again depends on who opened the store, which logs that.
+                // Whether it is tried again depends on the caller that opened the store, which logs that.
                 (StoreHealth::Starting, StoreHealth::Unavailable(why) | StoreHealth::Refused(why)) => {
                     tracing::warn!(
                         store = %self.client, prefix = %self.layout, reason = why,

@@ -24,8 +24,9 @@ impl ReadRun {
     }
 }
 
-/// Joins neighbours. A gap of up to `gap` bytes is read too, as that is cheaper than another read. A read has at most
-/// `limit` bytes unless one block is larger, so that several reads run concurrently and the first blocks arrive early.
+/// Joins adjacent ranges. A gap of up to `gap` bytes is read too, as that is cheaper than another read. A read has at
+/// most `limit` bytes unless one block is larger, so that several reads run concurrently and the first blocks arrive
+/// early.
 pub(crate) fn coalesce(mut wanted: Vec<BlockRange>, gap: u64, limit: u64) -> Vec<ReadRun> {
     wanted.sort_unstable_by_key(|w| (w.offset, w.index));
     let mut reads: Vec<ReadRun> = Vec::new();

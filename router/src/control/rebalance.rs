@@ -148,7 +148,7 @@ fn publish(core: &Core, model: &Arc<str>, plan: &Plan) {
 
 impl Controller {
     /// Logs that a target is missed with the advised workers, or no longer, when that changes. Only configured targets,
-    /// which `is_set` tells: the others were promised to no one, and the metrics show them.
+    /// which `is_set` selects: no configuration sets the others, and the metrics show them.
     fn log(&mut self, model: &str, plan: &Plan, now: Instant, is_set: impl Fn(&str) -> bool) {
         let outlooks = missed_targets(plan.outlooks(), is_set);
         let missed: Vec<&str> = outlooks.iter().map(|(name, _)| *name).collect();

@@ -5,8 +5,6 @@ use crate::settings::Settings;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{StreamExt, stream};
-use http::uri::PathAndQuery;
-use http::{HeaderMap, Method};
 use kvbm::{BlockEvent, ChainKey, Domain, Epoch, EventLog, Fingerprint, Level, SequenceHash};
 use parking_lot::Mutex;
 use std::collections::HashSet;
@@ -449,18 +447,7 @@ pub(crate) fn relayed(path: &'static str, request: Request) -> Request {
 
 /// The same with a response that is a stream, or comes whole.
 pub(crate) fn relayed_as(is_stream: bool, path: &'static str, request: Request) -> Request {
-    let http = HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static(path),
-        headers: HeaderMap::new(),
-        body: "{}".into(),
-        is_stream,
-        wants_usage: false,
-        is_metered: false,
-        private_fields: &[],
-        upgrade: None,
-        continues: None,
-    };
+    let http = HttpRequest { body: "{}".into(), is_stream, ..HttpRequest::post(path) };
     Request { work: Work::Relay(Arc::new(http)), ..request }
 }
 

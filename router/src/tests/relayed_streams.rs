@@ -6,13 +6,12 @@ use crate::settings::Settings;
 use bytes::Bytes;
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt, stream};
-use http::{HeaderMap, StatusCode};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{
     Continuation, Engine, Error, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayReport, RelayRest,
-    Request, RequestAttributes, ResponseHead, Work,
+    Request, RequestAttributes, Work,
 };
 use worker::plane::{Discovery, Instance, Lease, Role, WorkerId};
 
@@ -36,17 +35,9 @@ struct Server {
 impl Engine for Server {
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
         let Work::Relay(http) = &request.work else { unreachable!("it is relayed") };
-        let head = ResponseHead {
-            status: StatusCode::OK,
-            headers: HeaderMap::new(),
-            worker: None,
-            explain: None,
-            progress: None,
-            tunnel: None,
-        };
         let is_continued = http.continues.is_some();
         let part = if is_continued { "b" } else { "a" };
-        let mut items = vec![Ok(Output::Head(Box::new(head))), Ok(Output::Body(Bytes::from_static(part.as_bytes())))];
+        let mut items = vec![Ok(Output::Head(Box::default())), Ok(Output::Body(Bytes::from_static(part.as_bytes())))];
         if is_continued && !self.streams.always_breaks {
             let report = RelayReport { completion_tokens: Some(9), ..RelayReport::default() };
             items.push(Ok(Output::End(report)));

@@ -109,16 +109,9 @@ async fn any_server() -> FakeEngine {
 
 fn request() -> Request {
     let http = HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static("/v1/completions"),
-        headers: http::HeaderMap::new(),
         body: r#"{"model":"org/m","prompt":"hello","stream":true}"#.into(),
         is_stream: true,
-        wants_usage: false,
-        is_metered: false,
-        private_fields: &[],
-        upgrade: None,
-        continues: None,
+        ..HttpRequest::post("/v1/completions")
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1, 2], 4) }
 }

@@ -65,13 +65,13 @@ async fn processes_show_each_other_certificates_and_reject_others() {
         assert!(response.text().await.unwrap().contains("without a client certificate"));
     }
     // Frontends whose certificates are wrong.
-    let stranger = other.sign(folder, "stranger", &["stranger"], false);
+    let foreign = other.sign(folder, "foreign", &["foreign"], false);
     let expired = ours.sign(folder, "expired", &["expired"], true);
     for (settings, expected) in [
         (settings(None, None, None), "set cluster.tls.ca_file"),
         (settings(Some(&of_frontend), Some(&other_ca), None), "signed by no authority in cluster.tls.ca_file = "),
         (settings(None, Some(&ca), None), "came without a client certificate"),
-        (settings(Some(&stranger), Some(&ca), None), "refuses the certificate of this process"),
+        (settings(Some(&foreign), Some(&ca), None), "refuses the certificate of this process"),
         (settings(Some(&expired), Some(&ca), None), "the certificate of this process has expired"),
     ] {
         let wrong = cluster.frontend_with(&words(&settings)).await;

@@ -3,23 +3,17 @@ use crate::relay::fake::Greedy;
 use crate::relay::stream::{Item, Relay, UsageInStream};
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt, stream};
-use http::{HeaderMap, Response, header};
+use http::{Response, header};
 use http_body_util::StreamBody;
 use serde_json::{Value, json};
 use worker::engine::{RequestGroup, Work};
 
 fn http(path: &'static str, body: &Value) -> HttpRequest {
     HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static(path),
-        headers: HeaderMap::new(),
         body: body.to_string().into(),
         is_stream: true,
-        wants_usage: false,
-        is_metered: false,
         private_fields: &["cache"],
-        upgrade: None,
-        continues: None,
+        ..HttpRequest::post(path)
     }
 }
 

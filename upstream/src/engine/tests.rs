@@ -43,16 +43,9 @@ fn a_server_that_closes_the_connection_with_a_request_may_have_computed_it() {
 /// A request with this body.
 fn request(path: &'static str, content_type: &'static str, body: &'static [u8]) -> Request {
     let http = HttpRequest {
-        method: Method::POST,
-        target: PathAndQuery::from_static(path),
         headers: [(header::CONTENT_TYPE, HeaderValue::from_static(content_type))].into_iter().collect(),
         body: Bytes::from_static(body),
-        is_stream: false,
-        wants_usage: false,
-        is_metered: false,
-        private_fields: &[],
-        upgrade: None,
-        continues: None,
+        ..HttpRequest::post(path)
     };
     Request { work: Work::Relay(Arc::new(http)), ..Request::greedy("r", "org/m", &[1], 4) }
 }

@@ -113,6 +113,22 @@ pub fn computes_tokens(path: &str) -> bool {
 }
 
 impl HttpRequest {
+    /// A `POST` to a valid path, without headers and body, whose response is not a stream.
+    pub fn post(path: &'static str) -> Self {
+        Self {
+            method: Method::POST,
+            target: PathAndQuery::from_static(path),
+            headers: HeaderMap::new(),
+            body: Bytes::new(),
+            is_stream: false,
+            wants_usage: false,
+            is_metered: false,
+            private_fields: &[],
+            upgrade: None,
+            continues: None,
+        }
+    }
+
     /// The kind of its endpoint. `None`: an endpoint that any server may have, such as one for tokens or files.
     pub fn kind(&self) -> Option<EndpointKind> {
         let path = self.target.path();
@@ -120,8 +136,8 @@ impl HttpRequest {
     }
 }
 
-/// Status and headers of a relayed response.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// Status and headers of a relayed response. Default: status 200, and nothing else.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ResponseHead {
     /// The status, below 400. 101 means that the server has switched to the protocol that the request asks for.
     pub status: StatusCode,

@@ -32,7 +32,7 @@ pub struct Request {
     pub attributes: RequestAttributes,
     /// Whether the router explains its decision in [`Tokens::explain`](super::Tokens::explain).
     pub explain: bool,
-    /// The group of choices that this request belongs to, when its client wants more than one for the prompt.
+    /// The group of choices that this request belongs to, when its client asks for more than one for the prompt.
     pub group: Option<RequestGroup>,
 }
 

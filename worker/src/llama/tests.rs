@@ -27,18 +27,18 @@ mod terms;
 mod unread;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn chunks_and_batch_mates_change_nothing() {
+async fn chunks_and_other_rows_change_nothing() {
     for (seed, mut rng) in cases() {
         let talk = Conversation::draw(&mut rng).await;
         for chunk in [64, 128, 256, 1024] {
             let harness = Harness::new(Shape { chunk, ..Shape::default() });
-            let mates: Vec<_> = (0..rng.within(0..8)).map(|_| rng.random_tokens(1..400)).collect();
-            let case = format!("seed {seed}, chunk {chunk}, {} others", mates.len());
-            let beside = join_all(mates.iter().map(|mate| harness.run(mate, 9)));
+            let others: Vec<_> = (0..rng.within(0..8)).map(|_| rng.random_tokens(1..400)).collect();
+            let case = format!("seed {seed}, chunk {chunk}, {} others", others.len());
+            let beside = join_all(others.iter().map(|other| harness.run(other, 9)));
             let (answer, beside) = futures::join!(harness.run(&talk.second, ANSWER), beside);
             answer.must_equal(&talk.answers[1], &case, None);
-            for (mate, answer) in mates.iter().zip(beside) {
-                let alone = Harness::new(Shape::default()).run(mate, 9).await;
+            for (other, answer) in others.iter().zip(beside) {
+                let alone = Harness::new(Shape::default()).run(other, 9).await;
                 answer.must_equal(&alone, &case, None);
             }
         }

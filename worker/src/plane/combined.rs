@@ -13,11 +13,11 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, Source, Topic};
+use super::{Discovery, Event, Events, Instance, Lease, Membership, PlaneError, RangeAnswer, Source, Topic};
 use crate::engine::Engine;
 use futures::future::{BoxFuture, ready};
 use futures::stream::{self, BoxStream, StreamExt};
-use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use kvbm::{Epoch, EventLog, Snapshot};
 use std::sync::Arc;
 
 /// The instances of two planes.
@@ -69,12 +69,7 @@ impl Events for CombinedEvents {
         self.shared.offer(source, log)
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         Box::pin(async move {
             // The local plane knows at once whether the source is one of its own.
             match self.local.range(source, epoch, after).await {

@@ -7,11 +7,11 @@
 //! Not here: which requests are admitted (the request server).
 
 use super::logs::{self, LogRequest, Message, Part};
-use crate::plane::{Event, Events, Lease, Offers, PlaneError, RANGE_MAX, Source, Topic};
+use crate::plane::{Event, Events, Lease, Offers, PlaneError, RANGE_MAX, RangeAnswer, Source, Topic};
 use bytes::{Bytes, BytesMut};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use kvbm::{Epoch, EventLog, Snapshot};
 use std::iter::once;
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,12 +122,7 @@ impl Events for ServedEvents {
         })
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         self.inner.range(source, epoch, after)
     }
 

@@ -97,6 +97,7 @@ impl Drop for Pair {
     }
 }
 
+/// Answers the requests for workers and logs over HTTP/2.
 async fn accept(listener: TcpListener, server: Arc<RequestServer>) {
     let mut connections = tokio::task::JoinSet::new();
     loop {
@@ -107,6 +108,9 @@ async fn accept(listener: TcpListener, server: Arc<RequestServer>) {
                 let server = Arc::clone(&server);
                 async move {
                     let (head, body) = request.into_parts();
+                    if let Some(log) = head.uri.path().strip_prefix("/logs/") {
+                        return Ok(server.respond_log(log, &head.headers).await);
+                    }
                     let mut path = head.uri.path().split('/').skip(2);
                     let worker = path.next().unwrap_or_default().to_owned();
                     if path.next() == Some("prefetch") {

@@ -184,7 +184,7 @@ async fn load(job: &LoadJob) {
             let (located, plan) = job.plan(ready, 0, now, |source| job.sources[source].throughput.speed(now));
             (located, Some((start, plan)))
         } else {
-            // Blocks without a free slot would be read and dropped, by each request that wants them.
+            // Blocks without a free slot would be read and dropped, by each request that needs them.
             let limit = prefetch.as_ref().map_or(0, SemaphorePermit::num_permits).min(onboarder.core.pool.available());
             let end = hashes.len().min(ready + limit);
             (locate(&onboarder.core, &job.sources, &hashes[ready..end], Instant::now()), None)

@@ -410,7 +410,7 @@ async fn keys_in_memory_outlive_an_outage_of_the_key_store() {
 }
 
 /// A process with another key store and the same master key.
-async fn stranger(harness: &Harness, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
+async fn with_other_key_store(harness: &Harness, tier: Arc<dyn Tier>) -> Arc<dyn Tier> {
     let source = KeySource::Env("KEYS".into());
     let keys = Keyring::open(Arc::new(InMemory::new()), "", source, MasterSource::of(&[1]).environment());
     encrypted(tier, keys.await.unwrap(), harness.metrics.clone())
@@ -432,7 +432,7 @@ async fn on_disk_a_block_without_a_known_key_is_stored_again_and_its_record_stay
     conformance::store(&*tier, blocks.clone()).await;
     drop(tier);
 
-    let tier = stranger(&harness, open()).await;
+    let tier = with_other_key_store(&harness, open()).await;
     assert_eq!((found(&tier).await, harness.undecryptable(), harness.shredded()), (0, 2, 0));
     assert_eq!(tier.holds(fingerprint(), &hashes(&blocks)), 0);
     drop(tier);
@@ -440,7 +440,7 @@ async fn on_disk_a_block_without_a_known_key_is_stored_again_and_its_record_stay
     assert_eq!(found(&tier).await, 2, "the key is back");
     drop(tier);
 
-    let tier = stranger(&harness, open()).await;
+    let tier = with_other_key_store(&harness, open()).await;
     assert_eq!(found(&tier).await, 0);
     conformance::store(&*tier, blocks.clone()).await;
     assert_eq!(found(&tier).await, 2);
@@ -465,7 +465,7 @@ async fn in_a_shared_store_a_block_without_a_known_key_is_stored_again_beside_th
 
     let other = open();
     other.wait_until_ready().await;
-    let other = stranger(&harness, other).await;
+    let other = with_other_key_store(&harness, other).await;
     assert_eq!((found(&other).await, harness.undecryptable()), (0, 2));
     assert_eq!(other.holds(fingerprint(), &hashes(&blocks)), 0);
     conformance::store(&*other, blocks.clone()).await;

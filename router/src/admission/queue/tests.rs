@@ -249,7 +249,7 @@ fn service_is_remembered_when_the_queue_drains() {
     for number in [first, again] {
         queue.leave(number);
     }
-    assert!(queue.tenants.is_empty(), "an idle fleet owes nothing");
+    assert!(queue.tenants.is_empty(), "no service is remembered of an idle fleet");
 }
 
 #[test]

@@ -263,7 +263,7 @@ async fn a_trial_without_an_outcome_is_followed_by_another() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_long_calm_closes_the_breaker_of_a_server() {
+async fn a_long_time_without_faults_closes_the_breaker_of_a_server() {
     let start = Instant::now();
     let mut health = awaits_trial(start);
     health.request_sent(start + FIRST_OPEN);

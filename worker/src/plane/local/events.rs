@@ -1,10 +1,10 @@
 //! Events in memory: one channel per topic, and the offered logs.
 
 use super::link::{Link, SentEvent, Subscription, wait};
-use crate::plane::{Event, Events, Lease, Offers, PlaneError, RANGE_MAX, Source, Topic};
+use crate::plane::{Event, Events, Lease, Offers, PlaneError, RANGE_MAX, RangeAnswer, Source, Topic};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
-use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use kvbm::{Epoch, EventLog, Snapshot};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::broadcast;
@@ -58,12 +58,7 @@ impl Events for LocalEvents {
         Lease::new(move || offers.withdraw(source, key))
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         Box::pin(async move {
             let log = self.offers.of_epoch(source, epoch)?;
             let kept = log.and_then(|log| log.after(after, RANGE_MAX).ok());

@@ -133,7 +133,7 @@ impl Connection {
         if self.is_connected() { self.leases.problems(Instant::now()) } else { Vec::new() }
     }
 
-    /// The subject for the answer to a request. `None`: the request wants no answer, or one outside of the inboxes of
+    /// The subject for the answer to a request. `None`: the request names no inbox for it, or one outside of those of
     /// the deployment. Every responder asks here, and answers nothing otherwise.
     pub(super) fn reply_to(&self, request: &Message) -> Option<Subject> {
         let reply = request.reply.as_ref()?;

@@ -8,10 +8,10 @@ use super::outbox::{Command, Outbox};
 use super::requests;
 use super::responder::Responder;
 use super::subscriptions::Subscriptions;
-use crate::plane::{Event, Events, Lease, Offers, PlaneError, Source, Topic};
+use crate::plane::{Event, Events, Lease, Offers, PlaneError, RangeAnswer, Source, Topic};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
-use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use kvbm::{Epoch, EventLog, Snapshot};
 use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -132,12 +132,7 @@ impl Events for NatsEvents {
         })
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         Box::pin(async move {
             self.sent().await?;
             requests::range(&self.connection, self.http.as_deref(), source, epoch, after).await

@@ -41,8 +41,8 @@ pub(super) enum Renewal {
     Failed,
 }
 
-/// What was refused: because of another protocol number, because it cannot be decoded, or because of who may have sent
-/// it.
+/// What was refused: because of another protocol number, because it cannot be decoded, or because its sender is not
+/// authenticated.
 #[derive(Clone, Copy)]
 pub(super) enum Refused {
     /// The record of an instance.

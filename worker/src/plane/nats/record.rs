@@ -59,7 +59,7 @@ pub(super) enum Unusable {
     Superseded(String),
 }
 
-/// Who wrote the last record of a worker, compared with a process and epoch that want to write it.
+/// Which process wrote the last record of a worker, compared with the process and epoch that are about to write it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Writer {
     /// The process itself, in this epoch or a former one.

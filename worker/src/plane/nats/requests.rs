@@ -11,7 +11,7 @@ use super::connection::{ANSWER_TIMEOUT, Connection};
 use super::http_logs::HttpLogs;
 use super::metrics::{Refused, Transport};
 use super::transfers;
-use crate::plane::{PlaneError, Source};
+use crate::plane::{PlaneError, RangeAnswer, Source};
 use async_nats::{HeaderMap, Message, Request, RequestErrorKind, StatusCode};
 use bytes::Bytes;
 use futures::StreamExt;
@@ -33,7 +33,7 @@ pub(super) async fn range(
     source: Source,
     epoch: Epoch,
     after: u64,
-) -> Result<Option<Vec<Numbered>>, PlaneError> {
+) -> RangeAnswer {
     if let Some(http) = http
         && let Some(offered) = send(connection, source, epoch, LogRequest::Epoch, ANSWER_TIMEOUT).await?
         && let Some(url) = http.url_in(offered.headers.as_ref(), source, epoch)
@@ -48,12 +48,7 @@ pub(super) async fn range(
     range.inspect(|_| connection.metrics.log_read(Transport::Nats))
 }
 
-async fn range_over_nats(
-    connection: &Connection,
-    source: Source,
-    epoch: Epoch,
-    after: u64,
-) -> Result<Option<Vec<Numbered>>, PlaneError> {
+async fn range_over_nats(connection: &Connection, source: Source, epoch: Epoch, after: u64) -> RangeAnswer {
     let request = LogRequest::Range { after };
     match ask(connection, source, epoch, request, ANSWER_TIMEOUT).await? {
         Some((LogAnswer::Range { events }, rest)) => decode_range(&rest, events).map(Some),

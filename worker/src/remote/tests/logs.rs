@@ -23,28 +23,8 @@ impl LogProcess {
         let address = Address(format!("http://{}", listener.local_addr().unwrap()));
         let required = secret.map(|secret| secret.required_at(&address.0));
         let server = RequestServer::new(required, Peers::default());
-        let accepting = tokio::spawn(accept_readers(listener, Arc::clone(&server)));
+        let accepting = tokio::spawn(accept(listener, Arc::clone(&server)));
         Self { address, server, _accepting: AbortOnDropHandle::new(accepting) }
-    }
-}
-
-async fn accept_readers(listener: TcpListener, server: Arc<RequestServer>) {
-    let mut connections = tokio::task::JoinSet::new();
-    loop {
-        let (socket, _) = listener.accept().await.unwrap();
-        let server = Arc::clone(&server);
-        connections.spawn(async move {
-            let service = service_fn(move |request: http::Request<hyper::body::Incoming>| {
-                let server = Arc::clone(&server);
-                async move {
-                    let (head, _) = request.into_parts();
-                    let log = head.uri.path().strip_prefix("/logs/").unwrap_or_default();
-                    Ok::<_, Infallible>(server.respond_log(log, &head.headers).await)
-                }
-            });
-            let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-            let _ = builder.serve_connection(TokioIo::new(socket), service).await;
-        });
     }
 }
 

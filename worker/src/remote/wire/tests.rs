@@ -114,19 +114,7 @@ fn errors_survive_encoding() {
 
 #[test]
 fn relayed_requests_are_not_sent() {
-    let http = HttpRequest {
-        method: http::Method::GET,
-        target: http::uri::PathAndQuery::from_static("/"),
-        headers: http::HeaderMap::new(),
-        body: Bytes::new(),
-        is_stream: false,
-        wants_usage: false,
-        is_metered: false,
-        private_fields: &[],
-        upgrade: None,
-        continues: None,
-    };
-    let relayed = Request { work: Work::Relay(Arc::new(http)), ..request() };
+    let relayed = Request { work: Work::Relay(Arc::new(HttpRequest::post("/"))), ..request() };
     assert_eq!(encode_request(&relayed, Instant::now()), Err(NotSent));
 }
 

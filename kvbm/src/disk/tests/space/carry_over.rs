@@ -104,11 +104,11 @@ async fn a_block_is_a_miss_while_it_is_spilled() {
     let found = Arc::new(Mutex::new(Vec::new()));
     let index = tier.shared.index.clone();
     let looks = found.clone();
-    let wants = move |fingerprint, name| {
+    let accepts = move |fingerprint, name| {
         looks.lock().push(index.get(fingerprint, name).is_some());
         false
     };
-    tier.spill(wants, mpsc::channel(1).0);
+    tier.spill(accepts, mpsc::channel(1).0);
     let used = chain(100, 14);
     store(&*tier, used.clone()).await;
     assert!(all(&load(&*tier, fingerprint(), hashes(&used)).await));

@@ -5,7 +5,7 @@ use crate::sim::network::Node;
 use crate::sim::world::{Rng, World};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
-use kvbm::{Epoch, EventLog, Numbered, Snapshot};
+use kvbm::{Epoch, EventLog, Snapshot};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use worker::plane::local::LocalEvents;
-use worker::plane::{Event, EventBody, Events, Lease, PlaneError, Source, Topic};
+use worker::plane::{Event, EventBody, Events, Lease, PlaneError, RangeAnswer, Source, Topic};
 
 /// The process that answers for a source.
 pub(in crate::sim) type Offered = Arc<Mutex<BTreeMap<Source, Node>>>;
@@ -177,12 +177,7 @@ impl Events for NodeEvents {
         lease
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         Box::pin(async move {
             let owner = self.ask(source).await?;
             let range = self.plane.range(source, epoch, after).await;

@@ -1,4 +1,4 @@
-//! Who may connect, and what each role may do.
+//! Which clients may connect, and what each role may do.
 
 use super::operator::Operator;
 use super::*;
@@ -51,7 +51,7 @@ fn user(server: &Server, user: &str) -> Settings {
     Settings { credentials, ..only(&server.url()) }
 }
 
-fn impatient(settings: Settings) -> Settings {
+fn with_short_connect_timeout(settings: Settings) -> Settings {
     Settings { connect_timeout: Duration::from_millis(600), ..settings }
 }
 
@@ -450,7 +450,7 @@ async fn servers_and_clients_are_verified_by_tls() {
     let client = ClientCertificate { cert_file: two.clone(), key_file: two_key };
     let settings = |ca: &PathBuf, client| {
         let tls = Some(Tls { ca_file: Some(ca.clone()), client });
-        impatient(Settings { tls, ..only(&server.tls_url()) })
+        with_short_connect_timeout(Settings { tls, ..only(&server.tls_url()) })
     };
     connect(settings(&one, Some(client.clone()))).await;
     let unknown_server = refused(settings(&two, Some(client))).await;
@@ -495,14 +495,14 @@ async fn an_old_server_is_refused_with_its_version() {
 async fn a_server_that_cannot_be_reached_is_named() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let url = format!("nats://127.0.0.1:{port}");
-    let error = refused(impatient(only(&url))).await;
+    let error = refused(with_short_connect_timeout(only(&url))).await;
     assert!(matches!(&error, ConnectError::Unreachable { servers, .. } if *servers == url), "{error}");
 }
 
 #[tokio::test]
 async fn a_server_without_jetstream_is_refused() {
     let Some(server) = Server::without_jetstream().await else { return };
-    let error = refused(impatient(only(&server.url()))).await;
+    let error = refused(with_short_connect_timeout(only(&server.url()))).await;
     assert!(error.to_string().contains("is JetStream enabled"), "{error}");
 }
 

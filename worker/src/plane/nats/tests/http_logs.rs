@@ -1,12 +1,12 @@
 //! Logs that are read over HTTP, and those that cannot be.
 
 use super::*;
-use crate::plane::{Event, Events, Lease, PlaneError, Source, StoreId, Topic, WorkerId};
+use crate::plane::{Event, Events, Lease, PlaneError, RangeAnswer, Source, StoreId, Topic, WorkerId};
 use crate::remote::tests::logs::LogProcess;
 use crate::remote::{RemoteLogs, Secret};
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use kvbm::{BlockEvent, Epoch, EventLog, Level, Numbered, SequenceHash, Snapshot};
+use kvbm::{BlockEvent, Epoch, EventLog, Level, SequenceHash, Snapshot};
 
 const STORE: Source = Source::Store(StoreId(1));
 
@@ -65,12 +65,7 @@ impl Events for Pair {
         self.worker.offer(source, log)
     }
 
-    fn range(
-        &self,
-        source: Source,
-        epoch: Epoch,
-        after: u64,
-    ) -> BoxFuture<'_, Result<Option<Vec<Numbered>>, PlaneError>> {
+    fn range(&self, source: Source, epoch: Epoch, after: u64) -> BoxFuture<'_, RangeAnswer> {
         Box::pin(async move {
             // The worker has handed to NATS what it offers.
             let _ = self.worker.range(NONE, Epoch(0), 0).await;
