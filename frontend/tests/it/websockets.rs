@@ -218,7 +218,7 @@ async fn http2_announces_no_websocket_and_opens_none() {
         literal(b"\0\x09:protocol", "websocket"),
     ];
     let request = frame(1, 4, 1, &head.concat());
-    let mut connection = TcpStream::connect(gateway.address).await.unwrap();
+    let mut connection = TcpStream::connect(gateway.server.address).await.unwrap();
     let preface = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &frame(4, 0, 0, &[])].concat();
     connection.write_all(&[preface, request].concat()).await.unwrap();
     loop {
