@@ -30,6 +30,7 @@ const NAME_MAX: usize = 17;
 
 /// Counts the bytes of output.
 #[derive(Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each says one thing of the byte or the line that is read")]
 pub(super) struct StreamText {
     /// Of the lines that have ended.
     output: usize,
