@@ -100,6 +100,26 @@ async fn request_and_response_pass_as_bytes() {
 }
 
 #[tokio::test]
+async fn a_request_that_comes_back_is_refused() {
+    let engine = relaying(vec![head(), part("x"), end()]);
+    let router = engine.router();
+    let body = r#"{"model":"org/tiny","prompt":"x"}"#;
+    assert_eq!(post(&router, "/v1/completions", body).await.status, StatusCode::CREATED);
+    let via = relayed(&engine.only()).headers["via"].clone();
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let request = HttpRequest::post(path).header("content-type", "application/json").header("via", via.clone());
+        let answer = send(&router, request.body(Body::from(body)).unwrap()).await;
+        let error = answer.json();
+        assert_eq!((answer.status.as_u16(), &error["error"]["code"]), (508, &json!("loop_detected")), "{path}");
+    }
+    assert_eq!(engine.seen.lock().len(), 1);
+    // Another gateway has another name, so a chain of gateways passes.
+    let request = HttpRequest::post("/v1/completions").header("content-type", "application/json").header("via", via);
+    let other = relaying(vec![head(), part("x"), end()]).router();
+    assert_eq!(send(&other, request.body(Body::from(body)).unwrap()).await.status, StatusCode::CREATED);
+}
+
+#[tokio::test]
 async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
     let engine = FakeEngine::new(|_| {
         Err(Error::Relayed(Arc::new(ErrorResponse {
