@@ -155,6 +155,20 @@ async fn a_stream_that_breaks_off_ends_with_an_event() {
 }
 
 #[tokio::test]
+async fn a_stream_in_which_the_server_sent_an_error_counts_as_failed() {
+    let failed = Step::Relay(Output::End(RelayReport { failed: true, ..RelayReport::default() }));
+    let error = part("data: {\"error\":{\"message\":\"m\"}}\n\ndata: [DONE]\n\n");
+    let router = relaying(vec![head_of("text/event-stream"), part("data: {}\n\n"), error, failed]).router();
+    let body = r#"{"model":"org/tiny","prompt":"x","stream":true}"#;
+    let answer = post(&router, "/v1/completions", body).await;
+    assert_eq!((answer.status, answer.events().len()), (StatusCode::CREATED, 3), "the client got the server's events");
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    let requests = r#"blockyard_frontend_requests_total{endpoint="/v1/completions",status="500"} 1"#;
+    assert!(metrics.contains(requests), "{metrics}");
+}
+
+#[tokio::test]
 async fn another_response_that_breaks_off_is_cut() {
     let router = relaying(vec![head(), part("{\"a\" : "), Step::Yield, broken()]).router();
     for stream in [true, false] {

@@ -112,7 +112,12 @@ impl Relay {
 
     fn finish(&mut self, report: RelayReport) {
         self.meter.finish(report);
-        self.context.stream_finished();
+        if report.failed {
+            let error = Error::Failed("the server sent an error in its stream, which the client got".into());
+            self.context.stream_failed(&error);
+        } else {
+            self.context.stream_finished();
+        }
     }
 
     fn fail(&mut self, error: &Error) {
