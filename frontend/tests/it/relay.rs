@@ -214,6 +214,19 @@ async fn a_relayed_response_ends_with_an_error_when_its_time_is_over() {
 }
 
 #[tokio::test]
+async fn a_response_without_a_body_is_finished() {
+    let router = relaying(vec![head(), end()]).router();
+    let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));
+    let response = router.clone().oneshot(request.unwrap()).await.unwrap();
+    // As hyper does with a body that is empty by the status or by `content-length`.
+    drop(response);
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    let requests = r#"blockyard_frontend_requests_total{endpoint="/v1/completions",status="201"} 1"#;
+    assert!(metrics.contains(requests), "{metrics}");
+}
+
+#[tokio::test]
 async fn a_client_that_disconnects_cancels_the_engine() {
     let engine = relaying(vec![head(), part("x"), Step::Hang]);
     let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));

@@ -127,8 +127,15 @@ impl Relay {
 }
 
 impl RelayBody {
-    pub(super) fn new(relay: Relay) -> Self {
-        Self { relay: Some(relay), cut: None }
+    /// A body that has ended already is finished here, because hyper does not poll one that the headers say is empty.
+    pub(super) fn new(mut relay: Relay) -> Self {
+        let relay = if let Some(Ok(Output::End(report))) = relay.ahead[0] {
+            relay.finish(report);
+            None
+        } else {
+            Some(relay)
+        };
+        Self { relay, cut: None }
     }
 
     fn finish(&mut self, report: RelayReport) {
