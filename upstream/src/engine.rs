@@ -71,8 +71,8 @@ pub struct UpstreamSettings {
     pub rank: Option<Rank>,
     /// Streams are followed, so that another server can continue them, and those of other servers are continued.
     pub continues_streams: bool,
-    /// Notified when the server cannot be reached or responds with status 404: it may have restarted with another
-    /// model.
+    /// Notified when the server cannot be reached or responds with status 404 or 401: it may have restarted with
+    /// another model, or with another key.
     pub may_have_changed: Arc<Notify>,
 }
 
@@ -161,7 +161,7 @@ impl UpstreamEngine {
     fn failed(&self, error: RelayError) -> Error {
         let changed = match &error {
             RelayError::Unreachable(_) => true,
-            RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
+            RelayError::Answered(answer) => [StatusCode::NOT_FOUND, StatusCode::UNAUTHORIZED].contains(&answer.status),
             RelayError::OutOfFiles
             | RelayError::Full(_)
             | RelayError::Http2Only

@@ -152,6 +152,7 @@ impl Server {
                 answer = self.ask(&client) => answer,
             };
             let has_answered = !matches!(answer, Err(DiscoverError::Ask(_)));
+            let is_refused = matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED)));
             let outcome = match answer {
                 Ok(answer) => {
                     let left_out = answer.left_out;
@@ -163,6 +164,10 @@ impl Server {
                 }
                 Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
+            // Requests would get 401 too, and clients would take that for an error of their own keys.
+            if is_refused && let Some(former) = registered.take() {
+                self.deregister(former);
+            }
             let error = outcome.err().unwrap_or_default();
             let is_registered = registered.is_some();
             // Once per reason: a server that loads its model is asked dozens of times.
@@ -398,6 +403,12 @@ impl Server {
         Ok((worker, reported))
     }
 
+    /// Deregisters all models until the server lists them again.
+    fn deregister(&self, registered: Registered) {
+        self.shared.known.send_modify(|known| drop(known.remove(&self.key)));
+        registered.models.into_values().for_each(|model| self.drain(model));
+    }
+
     /// Deregisters a model. Its running requests finish.
     fn drain(&self, RegisteredModel { workers, .. }: RegisteredModel) {
         for (worker, reported) in workers {
@@ -466,7 +477,7 @@ fn without_answer(is_registered: bool) -> &'static str {
 fn with_advice(error: &DiscoverError, has_key: bool) -> String {
     match error {
         DiscoverError::Status(StatusCode::UNAUTHORIZED) if has_key => {
-            format!("{error}; correct the key in api_key_file of [[upstreams]]")
+            format!("{error}; correct the key in api_key_file of [[upstreams]], and reload it: SIGHUP")
         }
         DiscoverError::Status(StatusCode::UNAUTHORIZED) => format!("{error}; set api_key_file in [[upstreams]]"),
         _ => error.to_string(),

@@ -278,6 +278,23 @@ async fn a_model_that_a_server_does_not_know_is_asked_about() {
 }
 
 #[tokio::test]
+async fn a_server_that_refuses_the_key_gets_no_requests_until_it_accepts_it() {
+    let server = any_server().await;
+    let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });
+    harness.apply(&[&server.uri().to_string()]);
+    let (former, engine) = harness.joined().await;
+    for path in ["/v1/models", "/v1/completions"] {
+        server.set_page(path, Script::json(401, &json!({ "error": "Unauthorized" })));
+    }
+    assert!(engine.generate(request()).await.is_err());
+    assert_eq!(harness.left().await, former.id);
+    assert_eq!(harness.upstreams.known(&server.uri().to_string()).servers, 0);
+    server.set_page("/v1/models", models(&["org/m"]));
+    let (again, _) = harness.joined().await;
+    assert_eq!(again.id, former.id);
+}
+
+#[tokio::test]
 async fn publishers_and_block_sizes_that_change_register_anew() {
     let server = any_server().await;
     let mut harness = Harness::new();
