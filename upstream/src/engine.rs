@@ -71,8 +71,8 @@ pub struct UpstreamSettings {
     pub rank: Option<Rank>,
     /// Streams are followed, so that another server can continue them, and those of other servers are continued.
     pub continues_streams: bool,
-    /// Notified when the server cannot be reached or responds with status 404 or 401: it may have restarted with
-    /// another model, or with another key.
+    /// Notified when the server cannot be reached or responds with status 404, 401 or 403: it may have restarted
+    /// with another model or another key.
     pub may_have_changed: Arc<Notify>,
 }
 
@@ -161,7 +161,9 @@ impl UpstreamEngine {
     fn failed(&self, error: RelayError) -> Error {
         let changed = match &error {
             RelayError::Unreachable(_) => true,
-            RelayError::Answered(answer) => [StatusCode::NOT_FOUND, StatusCode::UNAUTHORIZED].contains(&answer.status),
+            RelayError::Answered(answer) => {
+                matches!(answer.status, StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
+            }
             RelayError::OutOfFiles
             | RelayError::Full(_)
             | RelayError::Http2Only

@@ -152,7 +152,8 @@ impl Server {
                 answer = self.ask(&client) => answer,
             };
             let has_answered = !matches!(answer, Err(DiscoverError::Ask(_)));
-            let is_refused = matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED)));
+            let is_refused =
+                matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)));
             let outcome = match answer {
                 Ok(answer) => {
                     let left_out = answer.left_out;
@@ -164,7 +165,7 @@ impl Server {
                 }
                 Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
-            // Requests would get 401 too, and clients would take that for an error of their own keys.
+            // Requests would get this status too, and clients would take it for an error of their own keys.
             if is_refused && let Some(former) = registered.take() {
                 self.deregister(former);
             }

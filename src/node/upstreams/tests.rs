@@ -282,16 +282,19 @@ async fn a_server_that_refuses_the_key_gets_no_requests_until_it_accepts_it() {
     let server = any_server().await;
     let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });
     harness.apply(&[&server.uri().to_string()]);
-    let (former, engine) = harness.joined().await;
-    for path in ["/v1/models", "/v1/completions"] {
-        server.set_page(path, Script::json(401, &json!({ "error": "Unauthorized" })));
+    let (former, mut engine) = harness.joined().await;
+    for status in [401, 403] {
+        for path in ["/v1/models", "/v1/completions"] {
+            server.set_page(path, Script::json(status, &json!({ "error": "refused" })));
+        }
+        assert!(engine.generate(request()).await.is_err());
+        assert_eq!(harness.left().await, former.id);
+        assert_eq!(harness.upstreams.known(&server.uri().to_string()).servers, 0);
+        server.set_page("/v1/models", models(&["org/m"]));
+        let (again, next) = harness.joined().await;
+        assert_eq!(again.id, former.id);
+        engine = next;
     }
-    assert!(engine.generate(request()).await.is_err());
-    assert_eq!(harness.left().await, former.id);
-    assert_eq!(harness.upstreams.known(&server.uri().to_string()).servers, 0);
-    server.set_page("/v1/models", models(&["org/m"]));
-    let (again, _) = harness.joined().await;
-    assert_eq!(again.id, former.id);
 }
 
 #[tokio::test]
