@@ -44,6 +44,17 @@ impl Upstream {
         }
     }
 
+    /// One spelling of the URLs that mean the same: scheme and host in lower case, without a default port and a slash at
+    /// the end.
+    pub fn canonical_url(&self) -> String {
+        let url = &self.url;
+        let scheme = url.scheme_str().unwrap_or_default().to_lowercase();
+        let host = url.host().unwrap_or_default().to_lowercase();
+        let default = if scheme == "https" { 443 } else { 80 };
+        let port = url.port_u16().filter(|port| *port != default).map(|port| format!(":{port}")).unwrap_or_default();
+        format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
+    }
+
     /// How to connect to the server at these addresses; none: at those of its host. `authorities`: those that may sign
     /// its certificate; `None`: those of the operating system.
     pub fn connection(&self, addresses: Vec<IpAddr>, authorities: Option<&Authorities>) -> Settings {

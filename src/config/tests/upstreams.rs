@@ -90,6 +90,21 @@ fn a_url_has_no_part_that_would_be_ignored() {
 }
 
 #[test]
+fn a_server_is_listed_once_however_its_url_is_written() {
+    let load_urls = |urls: [&str; 2]| {
+        let file = file(&format!("upstreams = {urls:?}\n"));
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] }).map(|_| ())
+    };
+    for urls in [["http://a", "HTTP://A:80/"], ["https://a/b", "https://a:443/b/"], ["http://a:1", "http://a:1//"]] {
+        let error = load_urls(urls).unwrap_err();
+        assert!(error.contains("upstreams.1.url") && error.contains("is upstreams.0 already"), "{urls:?}: {error}");
+    }
+    for urls in [["http://a", "https://a"], ["http://a", "http://a/b"], ["http://a:1", "http://a:2"]] {
+        assert_eq!(load_urls(urls), Ok(()), "{urls:?}");
+    }
+}
+
+#[test]
 fn the_publishers_of_ranks_are_a_list_and_requests_name_the_rank() {
     let load_file = |text: &str| {
         let file = file(text);

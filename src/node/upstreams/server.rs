@@ -130,7 +130,7 @@ impl Server {
             Some(IpAddr::V4(address)) => address.to_string(),
             None => url.host().unwrap_or_default().to_owned(),
         };
-        let (key, canonical_url) = ((url.to_string(), first), canonical(url));
+        let (key, canonical_url) = ((url.to_string(), first), upstream.upstream.canonical_url());
         Self { shared, upstream, addresses, key, canonical_url, host, may_have_changed: Arc::default() }
     }
 
@@ -455,15 +455,6 @@ fn worker_id(url: &str, address: Option<IpAddr>, model: &str, rank: Option<u32>)
     WorkerId((hash >> 48) ^ (hash & 0xffff_ffff_ffff))
 }
 
-/// One spelling of the URLs that mean the same: scheme and host in lower case, no default port, no slash at the end.
-fn canonical(url: &http::Uri) -> String {
-    let scheme = url.scheme_str().unwrap_or_default().to_lowercase();
-    let host = url.host().unwrap_or_default().to_lowercase();
-    let default = if scheme == "https" { 443 } else { 80 };
-    let port = url.port_u16().filter(|port| *port != default).map(|port| format!(":{port}")).unwrap_or_default();
-    format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
-}
-
 /// What follows for a server whose models cannot be read.
 fn without_answer(is_registered: bool) -> &'static str {
     if is_registered {
@@ -488,6 +479,7 @@ fn with_advice(error: &DiscoverError, has_key: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Upstream;
 
     #[test]
     fn a_registered_server_without_an_answer_is_still_used() {
@@ -499,7 +491,7 @@ mod tests {
     fn an_id_is_of_the_url_however_it_is_written_the_address_the_model_and_the_rank() {
         let id = |url: &str, address: Option<&str>, model, rank| {
             let address = address.map(|address| address.parse().unwrap());
-            worker_id(&canonical(&url.parse().unwrap()), address, model, rank)
+            worker_id(&Upstream::new(url.parse().unwrap()).canonical_url(), address, model, rank)
         };
         let one = id("http://vllm:8000", Some("10.0.0.1"), "org/m", None);
         // The id of a former version, so that it stays the same over an update.
