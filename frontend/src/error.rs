@@ -185,8 +185,8 @@ pub(crate) enum Error {
     Unavailable(String),
     /// The request was relayed here before.
     #[error(
-        "The request is in a loop: it came back to a gateway that had relayed it. One of the gateway's upstreams is the \
-         gateway itself, or has it as an upstream."
+        "The request is in a loop: it came back to a gateway that had relayed it. One of the gateway's upstreams is \
+         the gateway itself, or has it as an upstream."
     )]
     Loop,
     /// The engine or this program failed.

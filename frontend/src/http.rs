@@ -1,4 +1,5 @@
-//! HTTP below the endpoints: connections, access checks, authentication, request bodies, request ids, loops and log lines.
+//! HTTP below the endpoints: connections, access checks, authentication, request bodies, request ids, loops and log
+//! lines.
 //!
 //! Not here: the routes (`api`), and the mapping of errors to statuses (`error`).
 
