@@ -146,6 +146,10 @@ impl UpstreamEngine {
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let mut items = relay.map_err(|error| self.failed(error))?;
+        // No engine answers with one, and a proxy answers at once, so it would get most requests.
+        if items.is_page() && http.kind().is_some() {
+            return Err(Error::Failed("the server answered with a page of HTML".to_owned()));
+        }
         let is_followed = transcript.is_some_and(|transcript| items.follow(transcript));
         if http.continues.is_some() && !is_followed {
             return Err(Error::Failed("the server did not continue a stream with a stream".to_owned()));
