@@ -183,6 +183,12 @@ pub(crate) enum Error {
     /// No worker can serve the request now.
     #[error("The service is unavailable: {0}")]
     Unavailable(String),
+    /// The request was relayed here before.
+    #[error(
+        "The request is in a loop: it came back to a gateway that had relayed it. One of the gateway's upstreams is \
+         the gateway itself, or has it as an upstream."
+    )]
+    Loop,
     /// The engine or this program failed.
     #[error("The server failed on this request: {0}")]
     Failed(String),
@@ -296,6 +302,7 @@ impl Error {
             Self::Overloaded(_) | Self::RateLimited { .. } => StatusCode::TOO_MANY_REQUESTS,
             Self::TooManyConnections | Self::ShuttingDown | Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::DeadlineExceeded | Self::RequestTimeExceeded(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::Loop => StatusCode::LOOP_DETECTED,
             Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Relayed(response) => response.status,
         }
@@ -336,6 +343,7 @@ impl Error {
             Self::WebSocketNotAllowed(_) | Self::WebSocketKeyEnded => Some("websocket_not_allowed"),
             Self::WebSocketIdle(_) => Some("websocket_idle"),
             Self::Unavailable(_) => Some("service_unavailable"),
+            Self::Loop => Some("loop_detected"),
             Self::Failed(_) => Some("internal_error"),
             Self::HostNotAllowed(_) => Some("host_not_allowed"),
             Self::OriginNotAllowed(_) => Some("origin_not_allowed"),

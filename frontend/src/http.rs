@@ -1,4 +1,5 @@
-//! HTTP below the endpoints: connections, access checks, authentication, request bodies, request ids and log lines.
+//! HTTP below the endpoints: connections, access checks, authentication, request bodies, request ids, loops and log
+//! lines.
 //!
 //! Not here: the routes (`api`), and the mapping of errors to statuses (`error`).
 
@@ -10,9 +11,11 @@ mod request_id;
 mod server;
 mod upgrade;
 pub(crate) mod upload;
+mod via;
 
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
 pub(crate) use server::ConnectionInfo;
 pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address};
 pub(crate) use upgrade::Upgrade;
+pub(crate) use via::Via;

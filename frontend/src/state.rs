@@ -1,6 +1,6 @@
 //! The state that all endpoints share.
 
-use crate::http::BodyMemory;
+use crate::http::{BodyMemory, Via};
 use crate::keys::ApiKeys;
 use crate::limits::{ChoiceLimits, CountedResponses, WorkQueues};
 use crate::metrics::Metrics;
@@ -26,6 +26,8 @@ pub(crate) struct AppState {
     pub(crate) choices: ChoiceLimits,
     pub(crate) counted_responses: Arc<CountedResponses>,
     pub(crate) domains: CacheDomains,
+    /// Keeps relayed requests out of loops.
+    pub(crate) via: Via,
     /// `None`: requests need no key.
     pub(crate) keys: Option<Arc<ApiKeys>>,
     pub(crate) settings: Settings,

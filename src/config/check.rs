@@ -4,7 +4,7 @@
 //! zero, negative, infinite and absurd values.
 
 use super::suggest::distance;
-use super::{Budget, ByteSize, Config, HumanDuration, Model, Origins};
+use super::{Budget, ByteSize, Config, HumanDuration, Model, Origins, Upstream};
 use router::{PlannerMode, Problem};
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -100,7 +100,9 @@ impl Config {
             }
         }
         for (nth, upstream) in self.upstreams.iter().enumerate() {
-            if let Some(first) = self.upstreams[..nth].iter().position(|other| other.url == upstream.url) {
+            // Servers of one canonical URL would be registered with one id.
+            let is_same = |other: &Upstream| other.canonical_url() == upstream.canonical_url();
+            if let Some(first) = self.upstreams[..nth].iter().position(is_same) {
                 let problem = format!("{} is upstreams.{first} already", upstream.shown_url());
                 problems.push(Problem::new(format!("upstreams.{nth}.url"), problem));
             }

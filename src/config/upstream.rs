@@ -4,6 +4,7 @@ use super::{CacheSalt, HttpVersion, KvEvents, KvSockets, Resolve, Upstream, Upst
 use ::upstream::Authorities;
 use ::upstream::kv_events::{Endpoint, Source};
 use ::upstream::relay::client::{Protocol, Settings};
+use http::uri::Authority;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -43,6 +44,17 @@ impl Upstream {
         }
     }
 
+    /// One spelling of the URLs that mean the same: scheme and host in lower case, no default port, and one slash at the
+    /// end.
+    pub fn canonical_url(&self) -> String {
+        let url = &self.url;
+        let scheme = url.scheme_str().unwrap_or_default().to_lowercase();
+        let host = url.host().unwrap_or_default().to_lowercase();
+        let default = if scheme == "https" { 443 } else { 80 };
+        let port = url.port_u16().filter(|port| *port != default).map(|port| format!(":{port}")).unwrap_or_default();
+        format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
+    }
+
     /// How to connect to the server at these addresses; none: at those of its host. `authorities`: those that may sign
     /// its certificate; `None`: those of the operating system.
     pub fn connection(&self, addresses: Vec<IpAddr>, authorities: Option<&Authorities>) -> Settings {
@@ -70,6 +82,22 @@ impl Upstream {
         let uri: http::Uri = url.parse().map_err(|error| expected(&format!("{error}")))?;
         if !matches!(uri.scheme_str(), Some("http" | "https")) {
             return Err(expected("no http:// or https:// at the start"));
+        }
+        let authority = uri.authority().map_or("", Authority::as_str);
+        if authority.contains('@') {
+            return Err(
+                "the user and the password in a URL are not sent; name the file with the server's key in api_key_file"
+                    .to_owned(),
+            );
+        }
+        // Without this check a port that is none would become that of the scheme.
+        let has_port = authority.len() > uri.host().map_or(0, str::len);
+        if has_port && uri.port_u16().is_none_or(|port| port == 0) {
+            return Err(expected("the port is not a number from 1 to 65535"));
+        }
+        // Both are lost: requests have paths and queries of their own. The parser removes a fragment.
+        if uri.query().is_some() || url.contains('#') {
+            return Err(expected("a query or a fragment, which no request would have"));
         }
         if uri.path().trim_end_matches('/').ends_with("/v1") {
             return Err(

@@ -71,8 +71,8 @@ pub struct UpstreamSettings {
     pub rank: Option<Rank>,
     /// Streams are followed, so that another server can continue them, and those of other servers are continued.
     pub continues_streams: bool,
-    /// Notified when the server cannot be reached or responds with status 404: it may have restarted with another
-    /// model.
+    /// Notified when the server cannot be reached or responds with status 404, 401 or 403: it may have restarted
+    /// with another model or another key.
     pub may_have_changed: Arc<Notify>,
 }
 
@@ -146,6 +146,10 @@ impl UpstreamEngine {
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let mut items = relay.map_err(|error| self.failed(error))?;
+        // No engine answers with one, and a proxy answers at once, so it would get most requests.
+        if items.is_page() && http.kind().is_some() {
+            return Err(Error::Failed("the server answered with a page of HTML".to_owned()));
+        }
         let is_followed = transcript.is_some_and(|transcript| items.follow(transcript));
         if http.continues.is_some() && !is_followed {
             return Err(Error::Failed("the server did not continue a stream with a stream".to_owned()));
@@ -161,7 +165,9 @@ impl UpstreamEngine {
     fn failed(&self, error: RelayError) -> Error {
         let changed = match &error {
             RelayError::Unreachable(_) | RelayError::NoAnswer(_) => true,
-            RelayError::Answered(answer) => answer.status == StatusCode::NOT_FOUND,
+            RelayError::Answered(answer) => {
+                matches!(answer.status, StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)
+            }
             RelayError::OutOfFiles
             | RelayError::Full(_)
             | RelayError::Http2Only

@@ -36,18 +36,24 @@ struct List {
     data: Vec<Listed>,
 }
 
+/// A model in the list. Only its id is needed. Servers differ in the other fields, such as a time with a fraction, and
+/// one of another type is like one that is missing.
 #[derive(Deserialize)]
 struct Listed {
     id: String,
-    created: Option<u64>,
-    max_model_len: Option<usize>,
-    owned_by: Option<String>,
+    #[serde(default)]
+    created: Value,
+    #[serde(default)]
+    max_model_len: Value,
+    #[serde(default)]
+    owned_by: Value,
     /// The model that an adapter is of.
-    parent: Option<String>,
-    /// Where vLLM has loaded the model from. Other servers may have anything here.
+    #[serde(default)]
+    parent: Value,
+    /// Where vLLM has loaded the model from.
     #[serde(default)]
     root: Value,
-    /// What llama.cpp says of the model. Other servers may have anything here.
+    /// What llama.cpp says of the model.
     #[serde(default)]
     meta: Value,
 }
@@ -80,17 +86,18 @@ pub async fn discover(client: &Client, api_key: Option<&HeaderValue>) -> Result<
 
 fn listed_model(Listed { id, created, max_model_len, owned_by, parent, root, meta }: Listed) -> ListedModel {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let context_of_slot = meta["n_ctx"].as_u64().and_then(|context| usize::try_from(context).ok());
-    let context = max_model_len.or(context_of_slot).unwrap_or(UNKNOWN_CONTEXT);
+    let length = |field: &Value| field.as_u64().and_then(|tokens| usize::try_from(tokens).ok()).filter(|len| *len > 0);
+    let text = |field: Value| field.as_str().map(str::to_owned);
+    let context = length(&max_model_len).or_else(|| length(&meta["n_ctx"])).unwrap_or(UNKNOWN_CONTEXT);
     let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
         identity: format!("upstream {id}"),
-        created: created.unwrap_or_else(now),
+        created: created.as_u64().unwrap_or_else(now),
         is_relayed: true,
         has_exact_blocks: false,
         ..ModelCard::new(&id, context, DEFAULT_BLOCK_SIZE.get() as usize)
     };
-    ListedModel { card, parent, root: root.as_str().map(str::to_owned), owned_by }
+    ListedModel { card, parent: text(parent), root: text(root), owned_by: text(owned_by) }
 }
 
 #[cfg(test)]
@@ -106,5 +113,16 @@ mod tests {
         assert_eq!(context(llama_cpp), 2048);
         assert_eq!(context(json!({ "id": "m", "meta": null })), UNKNOWN_CONTEXT);
         assert_eq!(context(json!({ "id": "m", "meta": "other", "root": {} })), UNKNOWN_CONTEXT);
+    }
+
+    #[test]
+    fn fields_of_another_type_are_like_missing_ones() {
+        for len in [json!(-1), json!("4096"), json!(0), json!(1e20), json!(null), json!([])] {
+            let fields = json!({ "id": "m", "max_model_len": len, "created": 1.5, "owned_by": 1, "parent": {} });
+            let model = listed_model(serde_json::from_value(fields).unwrap());
+            assert_eq!((model.card.id.as_str(), model.card.context), ("m", UNKNOWN_CONTEXT), "{len}");
+            assert_eq!((model.parent, model.owned_by), (None, None));
+        }
+        assert!(serde_json::from_value::<Listed>(json!({ "id": 1 })).is_err());
     }
 }

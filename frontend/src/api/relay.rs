@@ -91,15 +91,17 @@ pub(super) struct Incoming {
 
 impl Incoming {
     /// Chooses the model of a request that names `card`, reads what routing needs of the fields of its body, and
-    /// tokenizes the prompt with the model's local tokenizer, if it has one.
+    /// tokenizes the prompt with the model's local tokenizer, if it has one. A request that was relayed here before is
+    /// refused.
     pub(super) async fn read(
         state: &AppState,
         card: &Arc<ModelCard>,
-        parts: Parts,
+        mut parts: Parts,
         mut body: Bytes,
         contents: Contents,
         permit: WorkPermit,
     ) -> Result<Self, Error> {
+        state.via.add(&mut parts.headers)?;
         let context = RequestContext::of(&parts.extensions);
         let tenant = caller::tenant(state, &context, &parts.headers)?;
         let session = scheduling::header_session(&parts.headers);

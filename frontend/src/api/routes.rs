@@ -4,11 +4,11 @@ use super::chat::Chat;
 use super::completions::Completion;
 use super::{generate, operations, relay, tokenize};
 use crate::error::Error;
-use crate::http::BodyMemory;
 use crate::http::access::{self, AccessRules};
 use crate::http::authenticate::{Authentication, authenticate};
 use crate::http::request_context::{self, Observer};
 use crate::http::upload::{self, UploadLimits};
+use crate::http::{BodyMemory, Via};
 use crate::keys::{ApiKeys, KeyFileError};
 use crate::limits::{ChoiceLimits, WorkQueues};
 use crate::metrics::Metrics;
@@ -101,6 +101,7 @@ pub fn router_with(
         choices: ChoiceLimits::new(&settings),
         counted_responses: Arc::default(),
         domains,
+        via: Via::default(),
         keys,
         settings,
     });

@@ -92,6 +92,26 @@ async fn request_and_response_pass_as_bytes() {
 }
 
 #[tokio::test]
+async fn a_request_that_comes_back_is_refused() {
+    let engine = relaying(vec![head(), part("x"), end()]);
+    let router = engine.router();
+    let body = r#"{"model":"org/tiny","prompt":"x"}"#;
+    assert_eq!(post(&router, "/v1/completions", body).await.status, StatusCode::CREATED);
+    let via = relayed(&engine.only()).headers["via"].clone();
+    for path in ["/v1/completions", "/v1/embeddings"] {
+        let request = HttpRequest::post(path).header("content-type", "application/json").header("via", via.clone());
+        let answer = send(&router, request.body(Body::from(body)).unwrap()).await;
+        let error = answer.json();
+        assert_eq!((answer.status.as_u16(), &error["error"]["code"]), (508, &json!("loop_detected")), "{path}");
+    }
+    assert_eq!(engine.seen.lock().len(), 1);
+    // Another gateway has another name, so a chain of gateways passes.
+    let request = HttpRequest::post("/v1/completions").header("content-type", "application/json").header("via", via);
+    let other = relaying(vec![head(), part("x"), end()]).router();
+    assert_eq!(send(&other, request.body(Body::from(body)).unwrap()).await.status, StatusCode::CREATED);
+}
+
+#[tokio::test]
 async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
     let engine = FakeEngine::new(|_| {
         Err(Error::Relayed(Arc::new(ErrorResponse {
@@ -124,6 +144,20 @@ async fn a_stream_that_breaks_off_ends_with_an_event() {
         let event: Value = serde_json::from_str(event.trim_end()).unwrap();
         assert!(event["error"]["message"].as_str().unwrap().contains("the connection was reset"));
     }
+}
+
+#[tokio::test]
+async fn a_stream_in_which_the_server_sent_an_error_counts_as_failed() {
+    let failed = Step::Relay(Output::End(RelayReport { failed: true, ..RelayReport::default() }));
+    let error = part("data: {\"error\":{\"message\":\"m\"}}\n\ndata: [DONE]\n\n");
+    let router = relaying(vec![head_of("text/event-stream"), part("data: {}\n\n"), error, failed]).router();
+    let body = r#"{"model":"org/tiny","prompt":"x","stream":true}"#;
+    let answer = post(&router, "/v1/completions", body).await;
+    assert_eq!((answer.status, answer.events().len()), (StatusCode::CREATED, 3), "the client got the server's events");
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    let requests = r#"blockyard_frontend_requests_total{endpoint="/v1/completions",status="500"} 1"#;
+    assert!(metrics.contains(requests), "{metrics}");
 }
 
 #[tokio::test]
@@ -169,6 +203,19 @@ async fn a_relayed_response_ends_with_an_error_when_its_time_is_over() {
     let error: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     assert_eq!((&*events[0], &error["error"]["code"]), ("{}", &json!("request_time_exceeded")));
     assert_eq!(engine.open(), 0, "the engine is stopped");
+}
+
+#[tokio::test]
+async fn a_response_without_a_body_is_finished() {
+    let router = relaying(vec![head(), end()]).router();
+    let request = HttpRequest::post("/v1/completions").body(Body::from(r#"{"model":"org/tiny","prompt":"x"}"#));
+    let response = router.clone().oneshot(request.unwrap()).await.unwrap();
+    // As hyper does with a body that is empty by the status or by `content-length`.
+    drop(response);
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    let requests = r#"blockyard_frontend_requests_total{endpoint="/v1/completions",status="201"} 1"#;
+    assert!(metrics.contains(requests), "{metrics}");
 }
 
 #[tokio::test]

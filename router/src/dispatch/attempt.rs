@@ -5,7 +5,7 @@ use super::place::{Placement, RemotePrefill, comes_whole, stall_timeout};
 use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
-use crate::fleet::{Fleet, HealthSignal, Worker, WorkerRun};
+use crate::fleet::{Fleet, FleetSnapshot, HealthSignal, Worker, WorkerRun};
 use crate::load::{ModelStats, OutputEnd};
 use crate::state::Core;
 use crate::trace::RequestTrace;
@@ -36,6 +36,7 @@ pub(super) async fn attempt(
     // Not at its placement: admission may reject it, or place it again, before any worker gets it.
     core.metrics.requests.with_label_values(&[&*decode.name, *policy]).inc();
     let or_stalled = stalled(&core.fleet, decode, request, tried, *first_output);
+    let mut unanswered = Unanswered { fleet: &core.fleet, worker: decode, since: Instant::now(), has_outcome: false };
     let mut span = attempt_span(request, placement, tried.len() + 1);
     let sent = || {
         let mut sent = request.clone();
@@ -47,10 +48,36 @@ pub(super) async fn attempt(
         // Boxed, because few requests need its kilobytes.
         Some(remote) => Box::pin(after_prefill(core, sent(), placement, remote, or_stalled)).await,
     };
+    unanswered.has_outcome = true;
     if let Err(error) = &outcome {
         span.fail(error);
     }
     outcome.map(|first| FirstOutput { span, ..first })
+}
+
+/// An attempt without an outcome yet. If its client leaves and the server has sent no output of any request meanwhile,
+/// the server is checked: it may hang, and clients whose time limit is short leave before a request is overdue. While
+/// there is always another request, the server is not idle either.
+struct Unanswered<'a> {
+    fleet: &'a Fleet,
+    worker: &'a Worker,
+    since: Instant,
+    has_outcome: bool,
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        // The check of a worker would wait behind the requests of one that is overloaded, which clients leave too.
+        let is_free = || self.worker.engine.probed_server().is_some();
+        if !self.has_outcome && is_free() && !self.worker.active_since(self.since) {
+            current_entry(&self.fleet.snapshot(), self.worker).request_checks(Instant::now());
+        }
+    }
+}
+
+/// The entry of a worker in the list, which is replaced when its role or the view of its cache changes.
+fn current_entry<'a>(snapshot: &'a FleetSnapshot, worker: &'a Worker) -> &'a Worker {
+    snapshot.get(worker.id()).filter(|entry| entry.run() == worker.run()).map_or(worker, |entry| &**entry)
 }
 
 /// The span of one attempt, from its prefill to its last output.
@@ -107,9 +134,7 @@ async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[Wor
                 && (other.active_since(since) || free())
         };
         if !member.active_since(since) && snapshot.workers().find(is_better).is_some() {
-            // Its entry is replaced when its role or the view of its cache changes.
-            let current = snapshot.get(member.id()).filter(|worker| worker.run() == member.run());
-            let current = current.map_or(member, |worker| &**worker);
+            let current = current_entry(&snapshot, member);
             if !comes_whole(request) || current.has_failed_check() {
                 return member.record_failure(HealthSignal::TimedOut, &"no output in time");
             }

@@ -112,6 +112,25 @@ async fn a_response_that_comes_whole_is_asked_elsewhere_if_the_health_check_fail
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_server_that_hangs_is_found_although_its_clients_leave_early() {
+    let harness = Arc::new(defaults());
+    let server = harness.relayed_worker(1).await;
+    *server.server.lock() = Some(1);
+    server.set_behaviour(Behaviour::Hang);
+    let asking = Arc::clone(&harness);
+    let clients = tokio::spawn(async move {
+        // The server always has a request. No client leaves at the moment at which due checks are started.
+        for family in 0..20 {
+            let request = relayed_as(true, "/v1/completions", prompt(family, 100));
+            let _ = tokio::time::timeout(Duration::from_millis(1999), asking.answer(request)).await;
+        }
+    });
+    pass(&harness, &[&server], 30).await;
+    clients.abort();
+    assert!(probes(&server) > 0 && is_ejected(&harness, 1), "{} health checks", probes(&server));
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_router_is_not_ready_while_all_workers_are_down() {
     let (harness, a, b) = two().await;
     let states = |harness: &Harness| (harness.router.readiness() == Readiness::Ready, harness.router.degraded().len());

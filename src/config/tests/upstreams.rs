@@ -65,6 +65,46 @@ fn upstreams_are_urls_or_tables_and_printed_as_tables() {
 }
 
 #[test]
+fn a_url_has_no_part_that_would_be_ignored() {
+    let load_url = |url: &str| {
+        let file = file(&format!("upstreams = ['{url}']\n"));
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] }).map(|_| ())
+    };
+    for url in ["http://a", "http://a:1/", "https://a:65535/b/", "http://[::1]", "http://[::1]:8000/b"] {
+        assert_eq!(load_url(url), Ok(()), "{url}");
+    }
+    for (url, problem) in [
+        ("http://a:65536", "the port is not"),
+        ("http://a:80000/b", "the port is not"),
+        ("http://a:0", "the port is not"),
+        ("http://a:", "the port is not"),
+        ("http://[::1]:99999", "the port is not"),
+        ("http://ann:secret@a:8000", "api_key_file"),
+        ("http://ann@a", "api_key_file"),
+        ("http://a:8000/?tenant=b", "a query"),
+        ("http://a:8000/b#c", "a fragment"),
+    ] {
+        let error = load_url(url).unwrap_err();
+        assert!(error.contains("upstreams.0") && error.contains(problem), "{url}: {error}");
+    }
+}
+
+#[test]
+fn a_server_is_listed_once_however_its_url_is_written() {
+    let load_urls = |urls: [&str; 2]| {
+        let file = file(&format!("upstreams = {urls:?}\n"));
+        load(&Sources { file: Some(file.path().into()), environment: environment(&[]), flags: vec![] }).map(|_| ())
+    };
+    for urls in [["http://a", "HTTP://A:80/"], ["https://a/b", "https://a:443/b/"], ["http://a:1", "http://a:1//"]] {
+        let error = load_urls(urls).unwrap_err();
+        assert!(error.contains("upstreams.1.url") && error.contains("is upstreams.0 already"), "{urls:?}: {error}");
+    }
+    for urls in [["http://a", "https://a"], ["http://a", "http://a/b"], ["http://a:1", "http://a:2"]] {
+        assert_eq!(load_urls(urls), Ok(()), "{urls:?}");
+    }
+}
+
+#[test]
 fn the_publishers_of_ranks_are_a_list_and_requests_name_the_rank() {
     let load_file = |text: &str| {
         let file = file(text);

@@ -17,24 +17,16 @@ pub(super) fn worker_id(url: &str, address: Option<IpAddr>, model: &str, rank: O
     WorkerId((hash >> 48) ^ (hash & 0xffff_ffff_ffff))
 }
 
-/// One spelling of the URLs that mean the same: scheme and host in lower case, no default port, no slash at the end.
-pub(super) fn canonical(url: &http::Uri) -> String {
-    let scheme = url.scheme_str().unwrap_or_default().to_lowercase();
-    let host = url.host().unwrap_or_default().to_lowercase();
-    let default = if scheme == "https" { 443 } else { 80 };
-    let port = url.port_u16().filter(|port| *port != default).map(|port| format!(":{port}")).unwrap_or_default();
-    format!("{scheme}://{host}{port}{}/", url.path().trim_end_matches('/'))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Upstream;
 
     #[test]
     fn an_id_is_of_the_url_however_it_is_written_the_address_the_model_and_the_rank() {
         let id = |url: &str, address: Option<&str>, model, rank| {
             let address = address.map(|address| address.parse().unwrap());
-            worker_id(&canonical(&url.parse().unwrap()), address, model, rank)
+            worker_id(&Upstream::new(url.parse().unwrap()).canonical_url(), address, model, rank)
         };
         let one = id("http://vllm:8000", Some("10.0.0.1"), "org/m", None);
         // The id of a former version, so that it stays the same over an update.

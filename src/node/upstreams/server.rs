@@ -17,7 +17,7 @@
 //! ([`Engine::choosing_server`]).
 
 use super::api::Api;
-use super::ids::{canonical, worker_id};
+use super::ids::worker_id;
 use super::listed::{LeftOut, names_of_first, to_register};
 use super::{CheckedUpstream, Intervals, Problem, ServerKey, Shared};
 use crate::config::KvEvents;
@@ -131,7 +131,7 @@ impl Server {
             Some(IpAddr::V4(address)) => address.to_string(),
             None => url.host().unwrap_or_default().to_owned(),
         };
-        let (key, canonical_url) = ((url.to_string(), first), canonical(url));
+        let (key, canonical_url) = ((url.to_string(), first), upstream.upstream.canonical_url());
         Self { shared, upstream, addresses, key, canonical_url, host, may_have_changed: Arc::default() }
     }
 
@@ -153,6 +153,8 @@ impl Server {
                 answer = self.ask(&client) => answer,
             };
             let has_answered = !matches!(answer, Err(DiscoverError::Ask(_)));
+            let is_refused =
+                matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)));
             let outcome = match answer {
                 Ok(answer) => {
                     let left_out = answer.left_out;
@@ -164,6 +166,10 @@ impl Server {
                 }
                 Err(error) => Err(with_advice(&error, upstream.api_key_file.is_some())),
             };
+            // Requests would get this status too, and clients would take it for an error of their own keys.
+            if is_refused && let Some(former) = registered.take() {
+                self.deregister(former);
+            }
             let error = outcome.err().unwrap_or_default();
             let is_registered = registered.is_some();
             // Once per reason: a server that loads its model is asked dozens of times.
@@ -399,6 +405,12 @@ impl Server {
         Ok((worker, reported))
     }
 
+    /// Deregisters all models until the server lists them again.
+    fn deregister(&self, registered: Registered) {
+        self.shared.known.send_modify(|known| drop(known.remove(&self.key)));
+        registered.models.into_values().for_each(|model| self.drain(model));
+    }
+
     /// Deregisters a model. Its running requests finish.
     fn drain(&self, RegisteredModel { workers, .. }: RegisteredModel) {
         for (worker, reported) in workers {
@@ -444,7 +456,7 @@ fn without_answer(is_registered: bool) -> &'static str {
 fn with_advice(error: &DiscoverError, has_key: bool) -> String {
     match error {
         DiscoverError::Status(StatusCode::UNAUTHORIZED) if has_key => {
-            format!("{error}; correct the key in api_key_file of [[upstreams]]")
+            format!("{error}; correct the key in api_key_file of [[upstreams]], and reload it: SIGHUP")
         }
         DiscoverError::Status(StatusCode::UNAUTHORIZED) => format!("{error}; set api_key_file in [[upstreams]]"),
         _ => error.to_string(),

@@ -271,6 +271,26 @@ async fn a_model_that_a_server_does_not_know_is_asked_about() {
 }
 
 #[tokio::test]
+async fn a_server_that_refuses_the_key_gets_no_requests_until_it_accepts_it() {
+    let server = any_server().await;
+    let mut harness = Harness::with(Intervals { recheck: TIMEOUT * 60, ..QUICK });
+    harness.apply(&[&server.uri().to_string()]);
+    let (former, mut engine) = harness.joined().await;
+    for status in [401, 403] {
+        for path in ["/v1/models", "/v1/completions"] {
+            server.set_page(path, Script::json(status, &json!({ "error": "refused" })));
+        }
+        assert!(engine.generate(request()).await.is_err());
+        assert_eq!(harness.left().await, former.id);
+        assert_eq!(harness.upstreams.known(&server.uri().to_string()).servers, 0);
+        server.set_page("/v1/models", models(&["org/m"]));
+        let (again, next) = harness.joined().await;
+        assert_eq!(again.id, former.id);
+        engine = next;
+    }
+}
+
+#[tokio::test]
 async fn publishers_and_block_sizes_that_change_register_anew() {
     let server = any_server().await;
     let mut harness = Harness::new();

@@ -78,6 +78,19 @@ async fn a_server_that_does_not_answer_on_a_new_connection_either_is_not_healthy
 }
 
 #[tokio::test]
+async fn a_page_for_browsers_is_no_answer_of_an_engine() {
+    let (server, engine) = engine([]).await;
+    for path in ["/v1/completions", "/v1/other"] {
+        let page = Script::json(200, &json!("maintenance")).header(header::CONTENT_TYPE, "text/html; charset=utf-8");
+        server.set_page(path, page);
+    }
+    let of_engine = engine.generate(request("/v1/completions", "application/json", b"{}")).await;
+    assert!(matches!(of_engine, Err(Error::Failed(_))));
+    let other = engine.generate(request("/v1/other", "application/json", b"{}")).await;
+    assert!(other.is_ok(), "what else a server has may be a page");
+}
+
+#[tokio::test]
 async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
     (engine.settings.salted, engine.settings.has_tenants) = (SaltedEndpoints::All, true);

@@ -162,6 +162,13 @@ where
         }
     }
 
+    /// Whether the answer is a page for browsers, as of a proxy before the server that asks for a login.
+    pub fn is_page(&self) -> bool {
+        let value = self.head.as_ref().and_then(|head| head.headers.get(header::CONTENT_TYPE)?.to_str().ok());
+        let media_type = value.and_then(|value| value.split(';').next()).unwrap_or_default();
+        media_type.trim().eq_ignore_ascii_case("text/html")
+    }
+
     /// What was learned up to the latest item of an answer that may not be whole.
     pub fn so_far(&self) -> Report {
         match &self.content {

@@ -77,7 +77,7 @@ impl Error {
     }
 
     /// Whether the engine has computed nothing for the request: it could not be reached, had no room, or refused the
-    /// request. A proxy before a server that cannot be reached answers with 502.
+    /// request. A proxy before a server that cannot be reached answers with 502, and a gateway in a loop with 508.
     pub fn is_refusal(&self) -> bool {
         match self {
             Self::UnknownModel(_)
@@ -89,7 +89,10 @@ impl Error {
             Self::DeadlineExceeded | Self::Unread(_) | Self::NoAnswer(_) | Self::Failed(_) => false,
             Self::Relayed(response) => match response.kind {
                 ErrorKind::Request | ErrorKind::Busy(_) => true,
-                ErrorKind::Fault => [StatusCode::NOT_IMPLEMENTED, StatusCode::BAD_GATEWAY].contains(&response.status),
+                ErrorKind::Fault => {
+                    let refusals = [StatusCode::NOT_IMPLEMENTED, StatusCode::BAD_GATEWAY, StatusCode::LOOP_DETECTED];
+                    refusals.contains(&response.status)
+                }
             },
         }
     }
@@ -117,6 +120,7 @@ mod tests {
             (relayed(StatusCode::BAD_REQUEST, ErrorKind::Request), true),
             (relayed(StatusCode::SERVICE_UNAVAILABLE, ErrorKind::Busy(Duration::from_secs(1))), true),
             (relayed(StatusCode::BAD_GATEWAY, ErrorKind::Fault), true),
+            (relayed(StatusCode::LOOP_DETECTED, ErrorKind::Fault), true),
             (relayed(StatusCode::INTERNAL_SERVER_ERROR, ErrorKind::Fault), false),
             (relayed(StatusCode::GATEWAY_TIMEOUT, ErrorKind::Fault), false),
             (Error::DeadlineExceeded, false),

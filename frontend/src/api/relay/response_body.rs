@@ -112,7 +112,12 @@ impl Relay {
 
     fn finish(&mut self, report: RelayReport) {
         self.meter.finish(report);
-        self.context.stream_finished();
+        if report.failed {
+            let error = Error::Failed("the server sent an error in its stream, which the client got".into());
+            self.context.stream_failed(&error);
+        } else {
+            self.context.stream_finished();
+        }
     }
 
     fn fail(&mut self, error: &Error) {
@@ -122,8 +127,15 @@ impl Relay {
 }
 
 impl RelayBody {
-    pub(super) fn new(relay: Relay) -> Self {
-        Self { relay: Some(relay), cut: None }
+    /// A body that has ended already is finished here, because hyper does not poll one that the headers say is empty.
+    pub(super) fn new(mut relay: Relay) -> Self {
+        let relay = if let Some(Ok(Output::End(report))) = relay.ahead[0] {
+            relay.finish(report);
+            None
+        } else {
+            Some(relay)
+        };
+        Self { relay, cut: None }
     }
 
     fn finish(&mut self, report: RelayReport) {
