@@ -44,8 +44,8 @@ impl Upstream {
         }
     }
 
-    /// One spelling of the URLs that mean the same: scheme and host in lower case, no default port, and one slash at the
-    /// end.
+    /// One spelling of the URLs that mean the same: scheme and host in lower case, no default port, and one slash at
+    /// the end.
     pub fn canonical_url(&self) -> String {
         let url = &self.url;
         let scheme = url.scheme_str().unwrap_or_default().to_lowercase();

@@ -10,8 +10,8 @@
 //! One [`Runtime`] (weights, compute threads) serves any number of [`LlamaEngine`]s in a process.
 //!
 //! **Invariant**: a row's result depends only on its own inputs, not on chunk size, other rows of the batch, threads or
-//! the worker's role. So the KV of a block has the same bits on whichever worker it is computed, and reuse never changes
-//! an answer.
+//! the worker's role. So the KV of a block has the same bits on whichever worker it is computed, and reuse never
+//! changes an answer.
 
 mod engine;
 mod limits;
