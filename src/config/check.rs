@@ -99,10 +99,10 @@ impl Config {
                 problems.push(Problem::new(format!("frontend.allowed_hosts.{nth}"), problem));
             }
         }
+        // Servers of one canonical URL would be registered with one id.
+        let urls: Vec<_> = self.upstreams.iter().map(Upstream::canonical_url).collect();
         for (nth, upstream) in self.upstreams.iter().enumerate() {
-            // Servers of one canonical URL would be registered with one id.
-            let is_same = |other: &Upstream| other.canonical_url() == upstream.canonical_url();
-            if let Some(first) = self.upstreams[..nth].iter().position(is_same) {
+            if let Some(first) = urls[..nth].iter().position(|url| *url == urls[nth]) {
                 let problem = format!("{} is upstreams.{first} already", upstream.shown_url());
                 problems.push(Problem::new(format!("upstreams.{nth}.url"), problem));
             }
