@@ -289,6 +289,7 @@ mod tests {
         let nowhere = Address("http://127.0.0.1:1".to_owned());
         assert!(matches!(snapshot(&nowhere, 2000).await, Err(LogReadError::Unreachable(_))));
     }
+
     #[tokio::test]
     async fn a_process_that_accepts_and_sends_nothing_is_unreachable() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

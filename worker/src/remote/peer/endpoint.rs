@@ -2,7 +2,9 @@
 //!
 //! While packets to the process are lost, neither an attempt to connect nor a request over an idle connection fails:
 //! both time out. After a timeout no request waits for the process for a while, so that blocks are computed at once.
-//! Then it is connected to aside, while a request waits for much less than a timeout.
+//! Then it is connected to aside, while a request waits for much less than a timeout. A process may also accept the
+//! connection and answer nothing, as one that is frozen does. Until one request has an answer, the others go on not to
+//! wait.
 
 use super::connection::{Connection, Response};
 use crate::remote::connect::{Credentials, Endpoint};
@@ -20,7 +22,7 @@ use transport::Socket;
 pub(super) struct PeerEndpoint {
     endpoint: Endpoint,
     idle: Mutex<Vec<Connection<Socket>>>,
-    /// When the process may be connected to again, after a timeout.
+    /// When the process may be connected to again, after a timeout. `None`: it has answered since.
     retry_at: Mutex<Option<Instant>>,
     /// Limits log lines about reads that fail: there is one for each prompt while the process cannot be reached.
     failures: LogLimit,
@@ -96,6 +98,7 @@ impl PeerEndpoint {
         // A worker that rejects the client's certificate says so only now.
         let explained = |error: io::Error| io::Error::new(error.kind(), self.endpoint.explain(&error));
         let mut response = response.map_err(explained)?;
+        *self.retry_at.lock() = None;
         if response.status != 200 {
             let text = response.rest(MAX_ERROR_BYTES).await.unwrap_or_default();
             let text = String::from_utf8_lossy(&text);
@@ -126,11 +129,13 @@ impl PeerEndpoint {
         }
     }
 
-    /// Connects. A timeout begins a pause, and any other result ends it.
+    /// Connects. A timeout begins a pause, and any other error ends it. A connection does not: only an answer does.
     async fn open(&self) -> io::Result<Connection<Socket>> {
         let connected = self.endpoint.connect(b"http/1.1").await;
-        let is_timeout = matches!(&connected, Err(error) if error.kind() == io::ErrorKind::TimedOut);
-        *self.retry_at.lock() = is_timeout.then(|| Instant::now() + RETRY_PAUSE);
+        if let Err(error) = &connected {
+            let is_timeout = error.kind() == io::ErrorKind::TimedOut;
+            *self.retry_at.lock() = is_timeout.then(|| Instant::now() + RETRY_PAUSE);
+        }
         connected.map(Connection::new)
     }
 
@@ -185,6 +190,7 @@ impl PeerEndpoint {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokio::io::AsyncWriteExt;
     use tokio::net::TcpListener;
 
     /// A process that accepts connections, as the kernel does for it, and answers nothing.
@@ -210,6 +216,7 @@ mod tests {
         peer.log_failure(&io::ErrorKind::TimedOut.into(), "nothing can be read");
         assert_eq!(peer.failures.admit(), None);
     }
+
     #[tokio::test(start_paused = true)]
     async fn a_process_that_does_not_answer_is_left_alone_for_a_while() {
         let (_listener, peer) = silent().await;
@@ -230,15 +237,25 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_process_that_is_reached_after_a_pause_is_used_again() {
-        let (_listener, peer) = silent().await;
+    async fn a_process_that_answers_after_a_pause_is_used_again() {
+        let (listener, peer) = silent().await;
         *peer.retry_at.lock() = Some(Instant::now());
-        if peer.connect().await.is_err() {
-            // On a busy machine it takes longer than the request waits.
-            while peer.idle_connection().is_none() {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
+        if let Ok(connection) = peer.connect().await {
+            peer.keep_idle(connection);
         }
+        // On a busy machine it takes longer than the request waits.
+        while peer.idle.lock().is_empty() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_ne!(peer.begin_attempt(), Attempt::Own, "it has only accepted the connection");
+        let request = peer.request("GET", "/workers/1/handoffs/1", &[]);
+        let answer = async {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            socket.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+            socket
+        };
+        let (sent, _socket) = tokio::join!(peer.send(&request), answer);
+        assert!(sent.is_ok());
         assert_eq!(peer.begin_attempt(), Attempt::Own);
     }
 }
