@@ -1,3 +1,5 @@
+mod closed;
+
 use super::*;
 use crate::relay::chunk::Usage;
 use crate::relay::fake::{Connections, FakeEngine, Script};
@@ -93,87 +95,6 @@ async fn a_connection_is_used_again() {
     }
     let used: Vec<_> = engine.requests().iter().map(|request| (request.connection, request.version)).collect();
     assert_eq!(used, [[(0, Version::HTTP_11); 3], [(1, Version::HTTP_2); 3]].concat());
-}
-
-#[tokio::test]
-async fn a_request_on_a_closed_connection_is_sent_again() {
-    let engine = FakeEngine::start([Script::default(), Script::close(), Script::default()]).await.unwrap();
-    let client = client(&engine.uri(), Protocol::Negotiated);
-    assert_eq!(text(&client).await, text(&client).await);
-    let used: Vec<_> = engine.requests().iter().map(|request| request.connection).collect();
-    assert_eq!(used, [0, 0, 1]);
-}
-
-#[tokio::test]
-async fn a_request_is_sent_again_only_once() {
-    let engine = FakeEngine::start([Script::default(), Script::close(), Script::close()]).await.unwrap();
-    let client = client(&engine.uri(), Protocol::Negotiated);
-    text(&client).await;
-    assert!(matches!(relay(&client).await, Err(RelayError::NoAnswer(_))));
-    assert_eq!(engine.requests().len(), 3);
-}
-
-#[tokio::test]
-async fn an_engine_that_ends_with_a_request_may_have_computed_it() {
-    let scripts = [Script::default(), Script::default().after(Duration::from_hours(1))];
-    let engine = FakeEngine::start(scripts).await.unwrap();
-    let client = client(&engine.uri(), Protocol::Negotiated);
-    text(&client).await;
-    let asked = tokio::spawn(async move { relay(&client).await.err() });
-    while engine.requests().len() < 2 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-    engine.kill().await;
-    let error = timeout(SOON, asked).await.unwrap().unwrap();
-    assert!(matches!(error, Some(RelayError::NoAnswer(_))), "not only because nothing listens any more: {error:?}");
-}
-
-#[tokio::test]
-async fn an_engine_that_got_a_part_of_a_request_has_computed_nothing() {
-    use tokio::io::AsyncReadExt;
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
-    tokio::spawn(async move {
-        let (mut socket, _) = listener.accept().await.unwrap();
-        socket.read_exact(&mut [0; 100]).await.unwrap();
-    });
-    // More than the buffers of both sockets take.
-    let body = Bytes::from(vec![b' '; 32 << 20]);
-    let client = client(&address, Protocol::Negotiated);
-    let error = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body)).await.unwrap().unwrap_err();
-    assert!(matches!(error, RelayError::Unreachable(_)), "{error}");
-}
-
-#[tokio::test]
-async fn a_reset_stream_is_not_sent_again() {
-    let engine = FakeEngine::start([Script::default(), Script::close()]).await.unwrap();
-    let client = client(&engine.uri(), Protocol::Http2);
-    text(&client).await;
-    assert!(matches!(relay(&client).await, Err(RelayError::NoAnswer(_))));
-    assert_eq!(engine.requests().len(), 2);
-}
-
-#[tokio::test]
-async fn a_reset_connection_is_replaced() {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
-    tokio::spawn(async move {
-        while let Ok((socket, _)) = listener.accept().await {
-            let mut socket = BufReader::new(socket);
-            // The body ends with the only brace.
-            while socket.read_u8().await.unwrap() != b'}' {}
-            socket.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}").await.unwrap();
-            // The next request has begun. What is left unread of it makes the close a reset.
-            let _ = socket.read_u8().await;
-        }
-    });
-    let client = client(&address, Protocol::Negotiated);
-    for length in [1, 100_000, 1_000_000] {
-        let body = Bytes::from("x".repeat(length) + "}");
-        let response = timeout(SOON, client.send(Method::POST, &PATH, HeaderMap::new(), body)).await.unwrap();
-        assert_eq!(response.unwrap().collect().await.unwrap().to_bytes(), "{}");
-    }
 }
 
 /// What a client gets that asks a server with this answer to switch, and what the server gets after its answer.
@@ -338,13 +259,6 @@ async fn an_answer_may_come_before_the_request_was_read() {
         assert_eq!(response.status(), StatusCode::PAYLOAD_TOO_LARGE);
         assert_eq!(timeout(SOON, response.collect()).await.unwrap().unwrap().to_bytes(), "{}");
     }
-}
-
-#[tokio::test]
-async fn a_new_connection_that_closes_is_an_error() {
-    let engine = FakeEngine::start([Script::close()]).await.unwrap();
-    assert!(matches!(relay(&client(&engine.uri(), Protocol::Negotiated)).await, Err(RelayError::NoAnswer(_))));
-    assert_eq!(engine.requests().len(), 1);
 }
 
 #[tokio::test]
