@@ -7,6 +7,8 @@
 //!
 //! Not here: the list of workers (`fleet`), and what load means for a choice (`policy`).
 
+mod block_reuse;
+mod block_use_rate;
 mod demand;
 mod estimate;
 mod itl_target;
@@ -16,6 +18,7 @@ mod loom;
 mod model_stats;
 mod occupancy;
 mod output_lengths;
+mod pace;
 mod prefill_time;
 mod prefix_demand;
 mod prompt_flow;

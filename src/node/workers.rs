@@ -4,6 +4,7 @@ use super::health::Health;
 use super::sizes::Sizes;
 use super::stores::Stores;
 use crate::config::ByteSize;
+use crate::process::machine::boot_id;
 use anyhow::Context;
 use futures::future::BoxFuture;
 use kvbm::{BlockManager, Epoch, EventLog, HostTier, Quotas, Tier};
@@ -15,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use worker::engine::{Engine, ModelCard};
 use worker::handoff::Peers;
 use worker::llama::{Limits, LlamaEngine, Runtime, Settings};
-use worker::plane::{Instance, KvCache, PlaneError, Role, StoreId, WorkerId};
+use worker::plane::{DeviceId, Instance, KvCache, PlaneError, Role, StoreId, WorkerId};
 use worker::serve::{Cordon, Planes, Worker};
 
 /// Interval of attempts to register while another process has the registration.
@@ -134,7 +135,9 @@ impl Shared {
             self.settings,
         );
         let card = Arc::clone(engine.card());
-        let kv_cache = Some(KvCache { fingerprint, blocks: manager.capacity() as u64 });
+        let device = boot_id().map(DeviceId);
+        let host_blocks = self.sizes.g2.map_or(0, |bytes| bytes / block as u64);
+        let kv_cache = Some(KvCache { fingerprint, blocks: manager.capacity() as u64, host_blocks, device });
         let (model, stores) = (Arc::clone(&card), self.stores.clone());
         let instance = Instance { id, epoch, role, model, stores, kv_cache };
         let (load, limits) = (engine.load(), Arc::clone(engine.limits()));

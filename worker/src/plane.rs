@@ -15,7 +15,7 @@ pub mod nats;
 mod offers;
 
 pub use event::{Event, EventBody, Load, OnboardSpeed, ReservationUpdate, Topic};
-pub use id::{RouterId, Source, StoreId, WorkerId};
+pub use id::{DeviceId, RouterId, Source, StoreId, WorkerId};
 pub use kv_cache::KvCache;
 pub use lease::Lease;
 pub(crate) use offers::Offers;

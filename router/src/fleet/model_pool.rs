@@ -209,7 +209,7 @@ impl ModelPool {
         let text_slot = worker.text_slot.unwrap_or(slot);
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
-        load.set_model_stats(&self.stats);
+        load.set_model_stats(&self.stats, kv_cache.and_then(|cache| cache.device));
         let fingerprint = kv_cache.map(|cache| {
             let [a, b, c, d, e, f, g, h, ..] = *cache.fingerprint.as_bytes();
             u64::from_le_bytes([a, b, c, d, e, f, g, h])

@@ -80,6 +80,8 @@ impl Worker {
         let new_load = || if instance.model.is_relayed { WorkerLoad::of_server() } else { WorkerLoad::default() };
         let load = previous.map_or_else(|| Arc::new(new_load()), |worker| worker.load.clone());
         load.set_block_tokens(instance.model.block_size);
+        let memory_blocks = instance.kv_cache.map_or(0, |cache| cache.blocks.max(cache.host_blocks));
+        load.set_cache(memory_blocks, !instance.stores.is_empty());
         Self {
             name: instance.id.to_string().into(),
             instance,

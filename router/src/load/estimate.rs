@@ -17,7 +17,9 @@ pub(crate) struct ServiceEstimate {
     /// Seconds until the queued prompts are computed.
     pub(crate) queue: f64,
     /// Tokens of context that a step reads now: those of the sequences whose prompts are computed.
-    decoding_context: f64,
+    decoding_context: f32,
+    /// Blocks that are lost for each block that a request uses.
+    pub(crate) lost_share: f32,
     /// Sequences that decode now.
     decoding: u32,
     /// Blocks of a request up to which it waits neither for memory nor for a place in the batch.
@@ -40,6 +42,8 @@ pub(crate) struct ServiceEstimate {
     occupancy: Occupancy,
     /// Onboarding by source tier, from G2 on.
     transfers: [TierTransfer; LOWER_TIERS],
+    /// Seconds to load a block that memory has lost from a store; infinite without a store.
+    reload_per_block: f64,
     /// Seconds from the end of a remote prefill to the first token that do not depend on the transfer.
     pub(crate) handoff_overhead: f64,
     /// Seconds of the transfer that come after the end of the prefill, per estimated second of all of it.
@@ -96,7 +100,8 @@ impl ServiceEstimate {
         Self {
             seconds_per_token,
             queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * seconds_per_token),
-            decoding_context,
+            decoding_context: decoding_context as f32,
+            lost_share: stats.lost_share.or(0.0) as f32,
             decoding: decoding as u32,
             spare_blocks,
             occupancy,
@@ -107,6 +112,7 @@ impl ServiceEstimate {
             step_pace: stats.step_pace.or(1.0) as f32,
             prefill_pace: stats.prefill_pace.or(1.0) as f32,
             transfers: std::array::from_fn(transfer),
+            reload_per_block: reload_per_block(stats, block_bytes),
             handoff_overhead: speeds.handoff_overhead.or(defaults::HANDOFF_OVERHEAD),
             handoff_transfer: speeds.handoff_transfer.or(defaults::HANDOFF_TRANSFER),
             mean_duration,
@@ -132,7 +138,7 @@ impl ServiceEstimate {
     /// Seconds of a step of the sequences that decode here now. `average`: on an average worker.
     #[inline]
     pub(crate) fn step(&self, average: &StepTime) -> f64 {
-        average.seconds(self.decoding.into(), self.decoding_context) * self.step_pace()
+        average.seconds(self.decoding.into(), self.decoding_context.into()) * self.step_pace()
     }
 
     /// Waits for memory and for a place in the batch, of a request of `blocks` blocks of which `cached` are in G1.
@@ -156,11 +162,34 @@ impl ServiceEstimate {
         }
     }
 
+    /// Seconds that later requests lose because the memory will not hold what it would hold without a request of
+    /// `blocks` blocks, which take `compute` seconds to compute; compared with a worker that loses `least` of each block.
+    #[inline]
+    pub(crate) fn eviction(&self, blocks: u64, compute: f64, least: f32) -> f64 {
+        let lost_share = self.lost_share - least;
+        if lost_share <= 0.0 {
+            return 0.0;
+        }
+        f64::from(lost_share) * compute.min(blocks as f64 * self.reload_per_block)
+    }
+
     /// Seconds until the blocks that are queued at a tier are onboarded.
     #[inline]
     pub(crate) fn backlog(&self, level: Level) -> f64 {
         lower_tier(level).map_or(0.0, |at| self.transfers[at].backlog)
     }
+}
+
+/// Seconds to load a block from the fastest of the stores that were measured; infinite without a store.
+fn reload_per_block(stats: &LoadStats, block_bytes: f64) -> f64 {
+    if !stats.has_store {
+        return f64::INFINITY;
+    }
+    let stores = [Level::G3, Level::G3_5, Level::G4];
+    let measured = stores.iter().filter_map(|level| stats.speeds.from(*level)).map(|(_, bandwidth)| bandwidth);
+    let fastest = measured.fold(0.0, f64::max);
+    let (_, assumed) = defaults::ONBOARD[1];
+    block_bytes / if fastest > 0.0 { fastest } else { assumed }
 }
 
 /// Seconds until the first block, and bytes per second after it, that are assumed of a tier below G1 whose speed no

@@ -1,14 +1,18 @@
 //! What is learned of a model from all of its workers and requests: the durations of decode steps and of prompts,
-//! the lengths of outputs, and the demand for prefixes.
+//! the lengths of outputs, the demand for prefixes, and when blocks are asked for again.
 
+use super::block_reuse::BlockReuse;
 use super::itl_target::ItlTarget;
 use super::output_lengths::{ExpectedOutput, OutputEnd, OutputLengths};
+use super::pace::Pace;
 use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
 use super::prefix_demand::{PrefixDemand, SharedPrefix};
 use super::step_time::{StepTime, StepTimeFit};
 use super::timestamp::Timestamp;
 use parking_lot::Mutex;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use worker::plane::DeviceId;
 
 /// Measurements of one model, shared by the lists of its workers over time.
 #[derive(Debug, Default)]
@@ -17,6 +21,9 @@ pub(crate) struct ModelStats {
     prefills: Mutex<PrefillTimeFit>,
     outputs: Mutex<OutputLengths>,
     prefixes: Mutex<PrefixDemand>,
+    reuse: Mutex<BlockReuse>,
+    /// By device, as long as it has a worker.
+    paces: Mutex<BTreeMap<DeviceId, Weak<Mutex<Pace>>>>,
 }
 
 impl ModelStats {
@@ -30,6 +37,19 @@ impl ModelStats {
     /// Records the time of prompts. Returns it relative to the expected one, if there is one.
     pub(super) fn prefill_measured(&self, group: &PrefillGroup) -> Option<f64> {
         self.prefills.lock().add(group)
+    }
+
+    /// The pace of a device, which all of its workers share; a new one if the device is unknown.
+    pub(super) fn pace_of(&self, device: Option<DeviceId>) -> Arc<Mutex<Pace>> {
+        let Some(device) = device else { return Arc::default() };
+        let mut paces = self.paces.lock();
+        if let Some(pace) = paces.get(&device).and_then(Weak::upgrade) {
+            return pace;
+        }
+        paces.retain(|_, pace| pace.strong_count() > 0);
+        let pace = Arc::default();
+        paces.insert(device, Arc::downgrade(&pace));
+        pace
     }
 
     /// Duration of a decode step on an average worker.
@@ -68,7 +88,7 @@ impl ModelStats {
     }
 
     /// The prefix of a prompt that is worth most to have on another worker, if any is shared. Counts the demand for its
-    /// prefixes if the prompt `is_new`.
+    /// prefixes and the uses of its blocks if the prompt `is_new`.
     pub(crate) fn shared_prefix(
         &self,
         blocks: usize,
@@ -77,7 +97,19 @@ impl ModelStats {
         is_new: bool,
         now: Timestamp,
     ) -> Option<SharedPrefix> {
-        self.prefixes.lock().shared(blocks, block_size, hash, is_new, now)
+        let mut prefixes = self.prefixes.lock();
+        let shared = prefixes.shared(blocks, block_size, &hash, is_new, now);
+        if is_new {
+            let visible = prefixes.own_share();
+            drop(prefixes);
+            self.reuse.lock().used((0..blocks).map(hash), visible, now);
+        }
+        shared
+    }
+
+    /// Share of a used block that is lost on a worker that keeps the blocks of the last `seconds` uses.
+    pub(super) fn lost_share(&self, seconds: f64) -> f64 {
+        self.reuse.lock().lost_share().at(seconds)
     }
 
     /// Counts a prompt that another router has placed.

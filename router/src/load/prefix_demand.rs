@@ -108,8 +108,12 @@ impl PrefixDemand {
                 best = Some(prefix);
             }
         }
-        let of_all = (self.all_prompts + PRIOR_PROMPTS) / (self.own_prompts + PRIOR_PROMPTS);
-        best.map(|best| SharedPrefix { requests: best.requests * of_all, ..best })
+        best.map(|best| SharedPrefix { requests: best.requests / self.own_share(), ..best })
+    }
+
+    /// Share of this router's prompts in those of all routers.
+    pub(super) fn own_share(&self) -> f64 {
+        (self.own_prompts + PRIOR_PROMPTS) / (self.all_prompts + PRIOR_PROMPTS)
     }
 
     /// Counts a prompt that another router has placed.

@@ -30,7 +30,7 @@ pub(super) struct PublishedLoad {
     fresh: [AtomicU64; 3],
     stale: [AtomicU64; 3],
     /// Values that do not depend on the age of the report.
-    common: [AtomicU64; 5],
+    common: [AtomicU64; 6],
     /// Latency and bandwidth of onboarding, by source tier.
     onboard: [AtomicU64; LOWER_TIERS],
     /// Blocks queued for onboarding, by source tier.
@@ -47,7 +47,7 @@ impl PublishedLoad {
             let context = (context_tokens, from.waiting_seconds.bits());
             store(to, [(waiting_tokens, prompts), (sequences, active_blocks), context]);
         }
-        let LoadStats { total_blocks, sequences_max, rest_tokens, step_pace, prefill_pace, .. } = *fresh;
+        let LoadStats { total_blocks, sequences_max, rest_tokens, step_pace, prefill_pace, lost_share, .. } = *fresh;
         let Speeds { prefill, block_bytes, handoff_overhead, handoff_transfer, mean_duration, onboard } = fresh.speeds;
         let pair = |a: Measured, b: Measured| (a.bits(), b.bits());
         store(
@@ -58,6 +58,7 @@ impl PublishedLoad {
                 pair(handoff_overhead, mean_duration),
                 pair(step_pace, prefill_pace),
                 pair(rest_tokens, handoff_transfer),
+                pair(lost_share, Measured::NONE),
             ],
         );
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
@@ -116,6 +117,7 @@ impl PublishedLoad {
             (handoff_overhead, mean_duration),
             (step_pace, prefill_pace),
             (rest_tokens, handoff_transfer),
+            (lost_share, _),
         ] = load(&self.common);
         let [prefill, block_bytes, rest_tokens] = [prefill, block_bytes, rest_tokens].map(Measured::from_bits);
         let [handoff_overhead, handoff_transfer, mean_duration] =
@@ -139,8 +141,10 @@ impl PublishedLoad {
             waiting_seconds: Measured::from_bits(waiting_seconds),
             step_pace: Measured::from_bits(step_pace),
             prefill_pace: Measured::from_bits(prefill_pace),
-            // It does not change, so it is not published here.
+            lost_share: Measured::from_bits(lost_share),
+            // They do not change, so they are not published here.
             block_tokens: 0,
+            has_store: false,
             queued,
             speeds,
         }

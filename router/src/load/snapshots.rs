@@ -20,6 +20,8 @@ pub(crate) struct SnapshotCache {
     flow: PromptFlow,
     /// Means that replace missing measurements.
     fleet_means: FleetMeans,
+    /// The smallest lost share of all workers, computed with the means.
+    least_lost_share: f32,
 }
 
 /// Snapshot of one worker. The first cache line has what every decision reads of every worker, the next what it reads
@@ -87,6 +89,11 @@ impl SnapshotCache {
         self.flow.arrivals(self.all.len())
     }
 
+    /// Blocks that are lost for each one that is used, on the worker that loses least.
+    pub(crate) fn least_lost_share(&self) -> f32 {
+        self.least_lost_share
+    }
+
     #[inline]
     pub(crate) fn all(&self) -> &[WorkerSnapshot] {
         &self.all
@@ -94,7 +101,7 @@ impl SnapshotCache {
 
     /// `measured`: the set of measured fields may have changed.
     fn update_means(&mut self, measured: bool, now: Timestamp) {
-        let Self { all, fleet_means, .. } = self;
+        let Self { all, fleet_means, least_lost_share, .. } = self;
         let mut coverage = fleet_means.coverage();
         if measured {
             coverage = Coverage::default();
@@ -103,8 +110,10 @@ impl SnapshotCache {
             }
         }
         if fleet_means.update(coverage, now, || all.iter().map(|snapshot| snapshot.stats.speeds)) {
+            *least_lost_share = f32::INFINITY;
             for snapshot in all.iter_mut() {
                 snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
+                *least_lost_share = least_lost_share.min(snapshot.estimate.lost_share);
             }
         }
     }

@@ -52,7 +52,7 @@ pub(crate) fn lower_tier(level: Level) -> Option<usize> {
 const FIELDS: usize = SCALARS + 2 * LOWER_TIERS;
 const SCALARS: usize = 5;
 /// Tokens of a block when the model card does not say.
-const DEFAULT_BLOCK_TOKENS: u32 = 16;
+pub(super) const DEFAULT_BLOCK_TOKENS: u32 = 16;
 
 /// Load of a worker.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
@@ -73,6 +73,10 @@ pub(crate) struct LoadStats {
     pub(crate) sequences_max: u32,
     /// Tokens of a block, as the model card of the worker says; 0 when unknown.
     pub(crate) block_tokens: u32,
+    /// Blocks that are lost for each block that a request uses, because the memory will be full.
+    pub(crate) lost_share: Measured,
+    /// Whether lost blocks can be loaded from a store.
+    pub(crate) has_store: bool,
     /// Seconds in which the queued prompts are computed; unknown when the router has placed none of them.
     pub(crate) waiting_seconds: Measured,
     /// Duration of decode steps and of prompts, relative to those on an average worker.

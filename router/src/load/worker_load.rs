@@ -12,25 +12,32 @@ mod state;
 use super::demand::Demand;
 use super::model_stats::ModelStats;
 use super::output_lengths::ExpectedOutput;
+use super::pace::Pace;
 use super::published::PublishedLoad;
-use super::stats::{LoadStats, MeasuredMask};
+use super::stats::{DEFAULT_BLOCK_TOKENS, LoadStats, MeasuredMask};
 use super::timestamp::Timestamp;
 use parking_lot::{Mutex, MutexGuard};
-use state::{InReport, State, average, pace};
+use state::{InReport, State, average};
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::time::Instant;
-use worker::plane::Load;
+use worker::plane::{DeviceId, Load};
 
 /// Load of one worker, shared by the requests and the feed.
 pub(crate) struct WorkerLoad {
     state: Mutex<State>,
     /// What is learned of the model, once the worker serves one.
     model_stats: OnceLock<Arc<ModelStats>>,
+    /// How fast the device of the worker is.
+    pace: OnceLock<Arc<Mutex<Pace>>>,
     /// Tokens of a block; 0 when unknown.
     block_tokens: AtomicU32,
+    /// Blocks that the memory of the worker holds; 0 when only its reports say it.
+    memory_blocks: AtomicU64,
+    /// Whether the worker loads blocks from a store.
+    has_store: AtomicBool,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
 }
@@ -72,22 +79,39 @@ impl WorkerLoad {
         self.block_tokens.store(tokens as u32, Ordering::Relaxed);
     }
 
-    /// Sets where measurements of the worker are recorded: in the statistics of its model.
-    pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>) {
-        // A worker keeps its model.
+    /// Sets how many blocks the memory of the worker holds, 0 when only its reports say it, and whether it loads others
+    /// from a store.
+    pub(crate) fn set_cache(&self, memory_blocks: u64, has_store: bool) {
+        self.memory_blocks.store(memory_blocks, Ordering::Relaxed);
+        self.has_store.store(has_store, Ordering::Relaxed);
+    }
+
+    /// Sets where measurements of the worker are recorded: in the statistics of its model. `device`: which computes; with
+    /// `None` it has no other worker.
+    pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>, device: Option<DeviceId>) {
+        // A worker keeps its model and its device.
+        let _ = self.pace.set(stats.pace_of(device));
         let _ = self.model_stats.set(stats.clone());
+    }
+
+    fn pace(&self) -> Pace {
+        self.pace.get().map(|pace| *pace.lock()).unwrap_or_default()
     }
 
     /// Adds a booking. `cached_tokens`: of the prompt, if the worker computes the rest of it. Returns its number.
     pub(crate) fn book(&self, demand: Demand, cached_tokens: Option<u64>, output: ExpectedOutput, now: Instant) -> u64 {
-        self.lock().book(demand, cached_tokens, output, now, false)
+        let mut state = self.lock();
+        self.use_blocks(&mut state, &demand, now);
+        state.book(demand, cached_tokens, output, now, false)
     }
 
     /// Adds a booking of another router, whose output is expected to be as long as those of the model. Returns its
     /// number.
     pub(crate) fn book_remote(&self, demand: Demand, now: Instant) -> u64 {
         let output = self.model_stats.get().map(|model| model.expect_any_output()).unwrap_or_default();
-        self.lock().book(demand, None, output, now, true)
+        let mut state = self.lock();
+        self.use_blocks(&mut state, &demand, now);
+        state.book(demand, None, output, now, true)
     }
 
     /// Number of open bookings.
@@ -145,10 +169,11 @@ impl WorkerLoad {
     pub(crate) fn started(&self, number: u64, now: Instant) {
         let mut state = self.lock();
         if let Some(model) = self.model_stats.get()
-            && let Some(group) = state.prefilled(number, &model.step_time(), now)
+            && let Some(group) = state.prefilled(number, &model.step_time(), self.pace(), now)
             && let Some(ratio) = model.prefill_measured(&group)
+            && let Some(pace) = self.pace.get()
         {
-            pace(&mut state.prefill_pace, ratio);
+            pace.lock().prefill_measured(ratio);
         }
         state.change(number, |booking| {
             booking.demand = booking.demand.without_prompt();
@@ -192,10 +217,13 @@ impl WorkerLoad {
             && let Some(model) = self.model_stats.get()
         {
             let ratio = model.step_measured(sequences, context_tokens, seconds);
-            pace(&mut state.step_pace, ratio);
+            if let Some(pace) = self.pace.get() {
+                pace.lock().step_measured(ratio);
+            }
         }
         state.ended_since_report = Demand::default();
         state.report = Some((load, now));
+        self.use_blocks(&mut state, &Demand::default(), now);
     }
 
     /// Records a hand-over to the worker: the estimated seconds for all of its blocks, and those from the end of the
@@ -240,7 +268,11 @@ impl WorkerLoad {
         // A worker that never reported has no fresh report and is not silent.
         let stats = self.published.stats(age.is_some() && !older(STALE_AFTER));
         LoadReading {
-            stats: LoadStats { block_tokens: self.block_tokens.load(Ordering::Relaxed), ..stats },
+            stats: LoadStats {
+                block_tokens: self.block_tokens.load(Ordering::Relaxed),
+                has_store: self.has_store.load(Ordering::Relaxed),
+                ..stats
+            },
             measured: self.published.measured(),
             ejected: ejection_ends.is_some() || is_silent,
             temporarily_ejected: ejection_ends.is_some()
@@ -266,6 +298,25 @@ impl WorkerLoad {
         self.published.choose(nth);
     }
 
+    /// A request uses the blocks of its context. Estimates how many blocks one more use loses.
+    fn use_blocks(&self, state: &mut State, demand: &Demand, now: Instant) {
+        let block_tokens = match self.block_tokens.load(Ordering::Relaxed) {
+            0 => DEFAULT_BLOCK_TOKENS,
+            tokens => tokens,
+        };
+        let blocks = demand.blocks.max(demand.context_tokens / u64::from(block_tokens));
+        state.use_rate.used(blocks as f64, now.into());
+        let memory = match self.memory_blocks.load(Ordering::Relaxed) {
+            0 => state.report.as_ref().map_or(0, |(load, _)| load.total_blocks),
+            blocks => blocks,
+        };
+        state.lost_share = self
+            .model_stats
+            .get()
+            .filter(|_| memory > 0)
+            .map(|model| model.lost_share(memory as f64 / state.use_rate.per_second()));
+    }
+
     /// The state, for reading only: changes made through this guard are not published.
     fn state(&self) -> MutexGuard<'_, State> {
         // Sums and bookings change together, and nothing panics in between.
@@ -282,7 +333,10 @@ impl Default for WorkerLoad {
         let load = Self {
             state: Mutex::default(),
             model_stats: OnceLock::new(),
+            pace: OnceLock::new(),
             block_tokens: AtomicU32::new(0),
+            memory_blocks: AtomicU64::new(0),
+            has_store: AtomicBool::new(false),
             published: PublishedLoad::default(),
         };
         drop(load.lock());
@@ -313,7 +367,8 @@ impl DerefMut for WriteGuard<'_> {
 impl Drop for WriteGuard<'_> {
     fn drop(&mut self) {
         let reported = self.state.report.as_ref().map(|(_, at)| Timestamp::from(*at));
-        self.load.published.publish(reported, &self.state.stats(true), &self.state.stats(false));
+        let stats = |fresh| self.state.stats(self.load.pace(), fresh);
+        self.load.published.publish(reported, &stats(true), &stats(false));
     }
 }
 

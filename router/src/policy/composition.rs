@@ -100,6 +100,8 @@ pub enum Term {
     DecodeStall,
     /// Delay of later prompts on the same worker.
     QueueExternality,
+    /// Recomputing or reloading blocks of other requests.
+    Eviction,
     /// Number of sequences that decode on the worker.
     Sequences,
     /// Share of the worker's blocks in use, 0 to 1.
@@ -233,6 +235,7 @@ impl Features<'_> {
             Term::DecodeSlowdown => cost.decode_slowdown,
             Term::DecodeStall => cost.decode_stall,
             Term::QueueExternality => cost.queue_externality,
+            Term::Eviction => cost.eviction,
             Term::Sequences => stats.sequences.into(),
             Term::Memory => f64::from(stats.active_blocks) / f64::from(stats.total_blocks.max(1)),
         }

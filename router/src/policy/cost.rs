@@ -23,6 +23,8 @@ pub(crate) struct DecodePricing {
     pub(crate) others_delay: f64,
     /// Rate at which further prompts arrive.
     pub(crate) arrivals: PromptArrivals,
+    /// Blocks that are lost for each one that is used, on the worker that loses least.
+    pub(crate) least_lost_share: f32,
 }
 
 /// Remaining work for a prompt with a given cached prefix; the same for all workers with equal prefixes.
@@ -41,6 +43,10 @@ pub(crate) struct RemainingWork {
     steps: f64,
     /// Share of `uncached` that belongs to the shared prefix of the prompt; 0 if that is cached, or there is none.
     pub(crate) shared: f64,
+    /// Tokens of prompt and output, and the seconds to compute them on an average worker with nothing cached; `None`
+    /// before prompts were measured.
+    all_tokens: f64,
+    compute_all: Option<f64>,
     /// A bit for each tier below G1 with blocks to onboard.
     slower: u32,
 }
@@ -70,6 +76,8 @@ pub(crate) struct Cost {
     pub(crate) queue_externality: f64,
     /// Delay of decoding sequences while this prompt is computed.
     pub(crate) decode_stall: f64,
+    /// Recomputing blocks of other requests, or loading them again, that the memory would hold without this request.
+    pub(crate) eviction: f64,
     /// Probability that the worker is full.
     pub(crate) full_probability: f64,
     /// The part of `prefill` without the steps of the batch.
@@ -85,6 +93,7 @@ impl RemainingWork {
     /// of the shared prefix of the prompt.
     pub(crate) fn of(prompt: Prompt, held: WorkerOverlap, average: Option<PrefillTime>, shared_blocks: u32) -> Self {
         let slower = (1..LEVELS.len()).fold(0, |bits, at| bits | u32::from(held.per_level()[at] > 0) << at);
+        let all_tokens = (prompt.blocks * prompt.block_size) as f64;
         let (uncached, missing) = (prompt.uncached(held) as f64, shared_blocks.saturating_sub(held.total()));
         Self {
             prompt,
@@ -94,6 +103,8 @@ impl RemainingWork {
             compute: average.map(|average| average.compute(uncached, prompt.tokens as f64 - uncached)),
             steps: average.map_or(0.0, |average| average.per_token_steps) * uncached,
             shared: (f64::from(missing) * prompt.block_size as f64 / uncached).min(1.0),
+            all_tokens,
+            compute_all: average.map(|average| average.compute(all_tokens, 0.0)),
             slower,
         }
     }
@@ -131,6 +142,11 @@ impl Cost {
             tier_queue,
             decode,
             decode_slowdown,
+            eviction: estimate.eviction(
+                work.prompt.blocks,
+                estimate.compute(work.compute_all, work.all_tokens),
+                pricing.least_lost_share,
+            ),
             full_probability: wait.full_probability,
             compute,
             steps_and_compute,
@@ -172,14 +188,16 @@ impl Cost {
             decode: decode.decode,
             decode_slowdown: decode.decode_slowdown,
             decode_stall: 0.0,
+            // Both workers keep the blocks.
+            eviction: prefill.eviction + decode.eviction,
             ..*prefill
         }
     }
 
     /// Total cost.
     pub(crate) fn total(&self) -> f64 {
-        let Self { decode, decode_slowdown, decode_stall, queue_externality, replication, .. } = self;
-        self.first_token() + decode + decode_slowdown + decode_stall + queue_externality + replication
+        let Self { decode, decode_slowdown, decode_stall, queue_externality, eviction, replication, .. } = self;
+        self.first_token() + decode + decode_slowdown + decode_stall + queue_externality + eviction + replication
     }
 
     /// The request's own time to first token.
@@ -243,8 +261,14 @@ mod tests {
     const PROMPT: Prompt = Prompt { tokens: 1000, block_size: 10, blocks: 110, output_tokens: 100.0 };
     /// Steps of 10 ms, 1 ms more for each sequence and for each thousand tokens of context.
     const STEP: StepTime = StepTime { base: 0.01, per_sequence: 0.001, per_context_token: 1e-6 };
-    const PRICING: DecodePricing =
-        DecodePricing { step: STEP, prefill: None, own_steps: 20.0, others_delay: 0.2, arrivals: PromptArrivals::NONE };
+    const PRICING: DecodePricing = DecodePricing {
+        step: STEP,
+        prefill: None,
+        own_steps: 20.0,
+        others_delay: 0.2,
+        arrivals: PromptArrivals::NONE,
+        least_lost_share: 0.0,
+    };
 
     fn stats(waiting_tokens: u32) -> LoadStats {
         let speeds = Speeds { prefill: Measured::of(1000.0), block_bytes: Measured::of(1000.0), ..Speeds::default() };
@@ -273,7 +297,7 @@ mod tests {
     #[test]
     fn every_term_is_a_part_of_the_total() {
         type Term = fn(&mut Cost) -> &mut f64;
-        let parts: [(&str, Term); 12] = [
+        let parts: [(&str, Term); 13] = [
             ("queue", |cost| &mut cost.queue),
             ("memory_wait", |cost| &mut cost.memory_wait),
             ("batch_wait", |cost| &mut cost.batch_wait),
@@ -285,6 +309,7 @@ mod tests {
             ("decode_slowdown", |cost| &mut cost.decode_slowdown),
             ("decode_stall", |cost| &mut cost.decode_stall),
             ("queue_externality", |cost| &mut cost.queue_externality),
+            ("eviction", |cost| &mut cost.eviction),
             ("replication", |cost| &mut cost.replication),
         ];
         for (name, part) in parts {
@@ -400,6 +425,21 @@ mod tests {
     #[test]
     fn a_full_prompt_still_computes_one_token() {
         assert_eq!(PROMPT.uncached(WorkerOverlap::of([100, 0, 0, 0, 0])), 1);
+    }
+
+    #[test]
+    fn blocks_that_a_worker_loses_cost_their_computation() {
+        let cost = |lost_share, has_store| {
+            let mut lossy = LoadStats { lost_share: Measured::of(lost_share), has_store, ..stats(0) };
+            lossy.speeds.set_onboard(Level::G3, 0.01, 1e6);
+            aggregated([0; 5], &lossy)
+        };
+        assert!(cost(0.0, false).eviction.abs() < 1e-9);
+        // A quarter of 110 blocks: 275 tokens at 1,000 per second.
+        let lost = cost(0.25, false);
+        assert!((lost.eviction - 0.275).abs() < 1e-6 && (lost.total() - cost(0.0, false).total() - 0.275).abs() < 1e-6);
+        // A store loads a block in one millisecond.
+        assert!((cost(0.25, true).eviction - 0.0275).abs() < 1e-6);
     }
 
     #[test]

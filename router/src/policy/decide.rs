@@ -399,7 +399,8 @@ fn pricing(tuning: &Tuning, request: &PlacementRequest<'_>, fleet: &FleetView<'_
     let own_steps = decode_tokens * (1.0 - request.output_tokens.max(1.0).recip());
     let others_delay = decode_tokens / request.mean_output_tokens.max(1.0);
     let (step, prefill, arrivals) = (fleet.step_time(), fleet.prefill_time(), fleet.arrivals());
-    DecodePricing { step, prefill, own_steps, others_delay, arrivals }
+    let least_lost_share = fleet.least_lost_share();
+    DecodePricing { step, prefill, own_steps, others_delay, arrivals, least_lost_share }
 }
 
 /// The fields that the selection reads.

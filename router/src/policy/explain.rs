@@ -207,6 +207,7 @@ fn considered(row: &ScoredWorker<'_>, policy: &Policy, tokens: PromptTokens) -> 
         ("decode_slowdown", cost.decode_slowdown),
         ("decode_stall", decode_stall),
         ("queue_externality", cost.queue_externality),
+        ("eviction", cost.eviction),
         ("replication", cost.replication),
     ];
     Considered {

@@ -107,6 +107,11 @@ impl<'a> FleetView<'a> {
         self.pool.stats().prefill_time()
     }
 
+    /// Blocks that are lost for each one that is used, on the worker that loses least.
+    pub(crate) fn least_lost_share(&self) -> f32 {
+        self.snapshots.least_lost_share()
+    }
+
     /// Prompts that arrive.
     pub(crate) fn arrivals(&self) -> PromptArrivals {
         self.snapshots.arrivals()

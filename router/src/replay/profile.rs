@@ -1,7 +1,9 @@
 //! Speed and memory of a simulated worker.
 
 use super::trace::RequestSpec;
+use kvbm::Fingerprint;
 use serde::{Deserialize, Serialize};
+use worker::plane::KvCache;
 
 /// A worker: an engine and its memory. Times are in seconds, speeds are per second. A step takes
 ///
@@ -114,6 +116,12 @@ impl Profile {
     /// Blocks that fit into device memory.
     pub(super) fn blocks(&self) -> u64 {
         self.kv_cache_bytes / self.block_bytes()
+    }
+
+    /// What the record of such a worker says of its memory.
+    pub(super) fn kv_cache(&self) -> KvCache {
+        let host_blocks = self.host.map_or(0, |host| host.capacity_bytes / self.block_bytes());
+        KvCache { fingerprint: Fingerprint::from_bytes([0; 32]), blocks: self.blocks(), host_blocks, device: None }
     }
 
     /// Seconds to compute `chunk` prompt tokens that follow `before` others.

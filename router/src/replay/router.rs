@@ -135,11 +135,13 @@ impl SimulatedRouter {
         let has_copies = settings.prefetch && baseline.is_none() && options.profile.host.is_some();
         let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
         let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
+        let stores: Vec<StoreId> = options.profile.shared.iter().map(|_| STORE).collect();
+        let kv_cache = Some(options.profile.kv_cache());
         let ids = (0..worker_count as u64).map(WorkerId);
         let slots = index.join_all(ids.clone(), &[STORE]);
         let worker = |((id, slot), role): ((WorkerId, HolderId), &Role)| {
-            let (model, stores) = (card.clone(), vec![STORE]);
-            let instance = Instance { id, epoch: EPOCH, role: *role, model, stores, kv_cache: None };
+            let (model, stores) = (card.clone(), stores.clone());
+            let instance = Instance { id, epoch: EPOCH, role: *role, model, stores, kv_cache };
             Arc::new(Worker::new(Arc::new(instance), Arc::new(StubEngine), slot, None))
         };
         let workers: Vec<Arc<Worker>> = ids.zip(slots).zip(&options.workers).map(worker).collect();

@@ -302,7 +302,12 @@ impl Harness {
 
     /// Adds a worker of which this is the fingerprint.
     pub(crate) async fn worker_with_fingerprint(&self, id: u64, role: Role, fingerprint: u8) -> Arc<FakeEngine> {
-        let kv_cache = KvCache { fingerprint: Fingerprint::from_bytes([fingerprint; 32]), blocks: 100 };
+        let kv_cache = KvCache {
+            fingerprint: Fingerprint::from_bytes([fingerprint; 32]),
+            blocks: 100,
+            host_blocks: 0,
+            device: None,
+        };
         let (id, epoch, model) = (WorkerId(id), Epoch(1), Arc::new(card(MODEL)));
         self.join_as(Instance { id, epoch, role, model, stores: vec![], kv_cache: Some(kv_cache) }).await
     }

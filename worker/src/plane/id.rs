@@ -13,6 +13,10 @@ impl fmt::Display for WorkerId {
     }
 }
 
+/// Identifies what computes: workers with the same one share its speed. For engines on the CPU it is the machine.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct DeviceId(pub u64);
+
 /// Identifies a shared store (the SSD log of a process, the object store of a fleet) in every process that reaches it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct StoreId(pub u64);

@@ -1,17 +1,24 @@
 //! What other processes need to know of the KV cache of a worker.
 
-use super::Instance;
+use super::{DeviceId, Instance};
 use kvbm::Fingerprint;
 use serde::{Deserialize, Serialize};
 
-/// The KV cache of a worker in device memory (G1).
+/// The KV cache of a worker in its own memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct KvCache {
     /// Fingerprint of the blocks that the worker computes and can load; 64 hexadecimal digits.
     #[serde(with = "hex")]
     pub fingerprint: Fingerprint,
-    /// Capacity in blocks.
+    /// Capacity of device memory (G1) in blocks.
     pub blocks: u64,
+    /// Capacity of host memory (G2) in blocks, which has copies of the blocks of G1; 0 without G2, and in the records of
+    /// older workers.
+    #[serde(default)]
+    pub host_blocks: u64,
+    /// The device that has it and computes; `None` when unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<DeviceId>,
 }
 
 impl Instance {
@@ -44,9 +51,10 @@ mod tests {
 
     #[test]
     fn a_fingerprint_is_written_as_hexadecimal_digits() {
-        let cache = KvCache { fingerprint: Fingerprint::from_bytes([0xa5; 32]), blocks: 9 };
+        let cache =
+            KvCache { fingerprint: Fingerprint::from_bytes([0xa5; 32]), blocks: 9, host_blocks: 20, device: None };
         let json = serde_json::to_value(cache).unwrap();
-        assert_eq!(json, serde_json::json!({ "fingerprint": "a5".repeat(32), "blocks": 9 }));
+        assert_eq!(json, serde_json::json!({ "fingerprint": "a5".repeat(32), "blocks": 9, "host_blocks": 20 }));
         assert_eq!(serde_json::from_value::<KvCache>(json).unwrap(), cache);
         for wrong in ["a5", "", &"zz".repeat(32)] {
             let json = serde_json::json!({ "fingerprint": wrong, "blocks": 9 });
@@ -57,7 +65,12 @@ mod tests {
     #[test]
     fn workers_with_other_fingerprints_share_no_blocks() {
         let with = |fingerprint: Option<u8>| {
-            let cache = |byte| KvCache { fingerprint: Fingerprint::from_bytes([byte; 32]), blocks: 9 };
+            let cache = |byte| KvCache {
+                fingerprint: Fingerprint::from_bytes([byte; 32]),
+                blocks: 9,
+                host_blocks: 0,
+                device: None,
+            };
             Instance { kv_cache: fingerprint.map(cache), ..instance(1, 1) }
         };
         assert!(with(Some(1)).can_share_blocks(&with(Some(1))));

@@ -2,9 +2,11 @@
 //!
 //! Not here: the lock, and what is published of it.
 
+use crate::load::block_use_rate::BlockUseRate;
 use crate::load::demand::Demand;
 use crate::load::least_squares::LeastSquares;
 use crate::load::output_lengths::ExpectedOutput;
+use crate::load::pace::Pace;
 use crate::load::prefill_time::{PrefillGroup, PrefillWork};
 use crate::load::stats::{LOWER_TIERS, LoadStats, Speeds, lower_tier};
 use crate::load::step_time::StepTime;
@@ -29,9 +31,6 @@ pub(super) struct State {
     /// Sum over bookings that the latest report may contain and that have ended since. Without prefill: it is unknown
     /// how much of it was left to compute at the time of the report.
     pub(super) ended_since_report: Demand,
-    /// Duration of decode steps and of prompts, relative to those on an average worker.
-    pub(super) step_pace: Option<f64>,
-    pub(super) prefill_pace: Option<f64>,
     /// The prompts that were done last.
     prefills: Option<PrefillGroup>,
     /// Mean of what the sequences had still to generate, at the latest report.
@@ -42,6 +41,9 @@ pub(super) struct State {
     /// hundred count: they are rarer than steps, and networks change.
     pub(super) handoffs: LeastSquares<2, 256>,
     pub(super) mean_duration: Option<f64>,
+    /// Blocks that requests use on the worker, and how many of them are lost for each one more.
+    pub(super) use_rate: BlockUseRate,
+    pub(super) lost_share: Option<f64>,
     /// The worker is a server of another program. Its reports contain the requests of other routers late, or not at
     /// all.
     pub(super) is_server: bool,
@@ -74,15 +76,10 @@ pub(super) enum InReport {
 
 /// Weight of a new measurement in the exponentially weighted moving averages: about the last ten count.
 const EWMA_WEIGHT: f64 = 0.1;
-/// The same for the pace of a worker: about the last hundred count, because one step or prompt says more of itself than
-/// of the worker.
-const PACE_WEIGHT: f64 = 0.01;
-/// Range of a measured pace: beyond it the measurement is wrong.
-const PACES: (f64, f64) = (0.05, 20.0);
 
 impl State {
     /// The load, computed with a fresh (`true`) or a stale (`false`) report.
-    pub(super) fn stats(&self, fresh: bool) -> LoadStats {
+    pub(super) fn stats(&self, pace: Pace, fresh: bool) -> LoadStats {
         let Self { total, rest_tokens, handoffs, mean_duration, .. } = self;
         let handoff = handoffs.coefficients();
         let mut stats = LoadStats {
@@ -93,8 +90,9 @@ impl State {
             context_tokens: count(total.context_tokens),
             rest_tokens: (*rest_tokens).into(),
             waiting_seconds: total.waiting_seconds(total.prefill_tokens),
-            step_pace: self.step_pace.into(),
-            prefill_pace: self.prefill_pace.into(),
+            step_pace: pace.step.into(),
+            prefill_pace: pace.prefill.into(),
+            lost_share: self.lost_share.into(),
             queued: [0; LOWER_TIERS],
             speeds: Speeds {
                 handoff_overhead: handoff.map(|[overhead, _]| overhead).into(),
@@ -177,8 +175,8 @@ impl State {
     }
 
     /// Records that a prompt is done. Returns the prompts that were done before it, if that group is complete.
-    /// `step`: of an average worker.
-    pub(super) fn prefilled(&mut self, number: u64, step: &StepTime, now: Instant) -> Option<PrefillGroup> {
+    /// `step`: of an average worker, and `pace`, of this one relative to it.
+    pub(super) fn prefilled(&mut self, number: u64, step: &StepTime, pace: Pace, now: Instant) -> Option<PrefillGroup> {
         let booking = self.open.get(&number)?;
         let (sent, cached_tokens) = (booking.sent?, booking.cached_tokens?);
         let work = PrefillWork::of(booking.demand.prefill_tokens, cached_tokens);
@@ -192,7 +190,7 @@ impl State {
             return None;
         }
         let (sequences, context_tokens) = self.total.decoding();
-        let step = step.seconds(sequences, context_tokens) * self.step_pace.unwrap_or(1.0);
+        let step = step.seconds(sequences, context_tokens) * pace.step.unwrap_or(1.0);
         PrefillGroup::add(&mut self.prefills, work, step, sent, now)
     }
 
@@ -240,11 +238,6 @@ impl State {
         change(booking);
         sums(booking, Demand::add);
     }
-}
-
-pub(super) fn pace(value: &mut Option<f64>, measured: f64) {
-    let (measured, before) = (measured.clamp(PACES.0, PACES.1), value.unwrap_or(1.0));
-    *value = Some(before + (measured - before) * PACE_WEIGHT);
 }
 
 /// The count as decisions read it, saturated at `u32::MAX`.

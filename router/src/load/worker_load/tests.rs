@@ -1,4 +1,5 @@
 use super::*;
+use crate::hash::splitmix64;
 use crate::load::OutputEnd;
 
 const REQUEST: Demand = Demand {
@@ -61,12 +62,57 @@ async fn reservations_of_others_count_beside_the_reports_of_a_server() {
 #[tokio::test(start_paused = true)]
 async fn requests_of_other_routers_have_outputs_as_long_as_those_of_the_model() {
     let (load, model) = (WorkerLoad::default(), Arc::new(ModelStats::default()));
-    load.set_model_stats(&model);
+    load.set_model_stats(&model, None);
     (0..600).for_each(|_| model.output_ended(&"a".into(), 4000, OutputEnd::Complete));
     load.book_remote(REQUEST, Instant::now());
     load.report(Load { running: 1, decode_step_seconds: Some(0.01), ..report(0) }, Instant::now());
     let rest = load.stats(Instant::now()).rest_tokens.or(0.0);
     assert!((3000.0..5000.0).contains(&rest), "{rest}");
+}
+
+/// A worker of a memory of 1,000 blocks, of a model with conversations that use 60 blocks every 10 seconds.
+async fn lost_share(conversations: u64) -> f64 {
+    let (load, model) = (WorkerLoad::default(), Arc::new(ModelStats::default()));
+    load.set_model_stats(&model, None);
+    load.set_block_tokens(16);
+    load.set_cache(1_000, false);
+    let request = Demand { context_tokens: 60 * 16, ..REQUEST };
+    for _ in 0..30 {
+        for conversation in 0..conversations {
+            let now = Instant::now();
+            model.shared_prefix(60, 16, |at| splitmix64(conversation << 32 | at as u64), true, now.into());
+            load.release(load.book(request, None, ExpectedOutput::default(), now), 0, now);
+        }
+        tokio::time::advance(Duration::from_secs(10)).await;
+    }
+    load.report(report(0), Instant::now());
+    load.stats(Instant::now()).lost_share.or(9.0)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_loses_blocks_if_conversations_use_more_than_its_memory() {
+    let (fit, too_many) = (lost_share(8).await, lost_share(32).await);
+    assert!(fit < 0.1 && too_many > 0.5, "{fit} {too_many}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn workers_on_one_device_have_one_pace() {
+    let model = Arc::new(ModelStats::default());
+    let loads = [Some(DeviceId(1)), Some(DeviceId(1)), Some(DeviceId(2)), None].map(|device| {
+        let load = WorkerLoad::default();
+        load.set_model_stats(&model, device);
+        load
+    });
+    let step = |load: &WorkerLoad, seconds| {
+        load.book(REQUEST, None, ExpectedOutput::default(), Instant::now());
+        load.report(Load { running: 1, decode_step_seconds: Some(seconds), ..report(0) }, Instant::now());
+    };
+    (0..200).for_each(|nth| step(&loads[2], 0.01 + f64::from(nth) * 1e-9));
+    (0..50).for_each(|nth| step(&loads[0], 0.03 + f64::from(nth) * 1e-9));
+    loads.iter().for_each(|load| load.report(report(0), Instant::now()));
+    let paces = loads.map(|load| load.stats(Instant::now()).step_pace);
+    assert!(paces[0].or(0.0) > 1.2 && paces[0] == paces[1], "{paces:?}");
+    assert!(paces[2].or(9.0) < 1.1 && paces[3].get().is_none(), "{paces:?}");
 }
 
 #[tokio::test(start_paused = true)]

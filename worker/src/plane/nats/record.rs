@@ -167,7 +167,7 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plane::KvCache;
+    use crate::plane::{DeviceId, KvCache};
     use crate::plane::contract::instance;
     use crate::plane::nats::RecordKey;
     use kvbm::Fingerprint;
@@ -196,7 +196,12 @@ mod tests {
 
     #[test]
     fn records_of_versions_with_fewer_or_more_fields_are_read() {
-        let kv_cache = Some(KvCache { fingerprint: Fingerprint::from_bytes([7; 32]), blocks: 9 });
+        let kv_cache = Some(KvCache {
+            fingerprint: Fingerprint::from_bytes([7; 32]),
+            blocks: 9,
+            host_blocks: 0,
+            device: Some(DeviceId(3)),
+        });
         let full = Instance { kv_cache, ..instance(7, 1) };
         let written = Record::new(&full, &Address("http://host:1".into()), "p").0;
         let mut json: serde_json::Value = serde_json::from_slice(&written.encode()).unwrap();
