@@ -144,7 +144,7 @@ impl Server {
             Err(error) => return tracing::error!(upstream = %self.name(), %error, "upstream cannot be used"),
         };
         let problem = Problem { shared: Arc::clone(&self.shared), key: self.key.clone() };
-        let mut registered = None;
+        let (mut registered, mut was_forbidden) = (None, false);
         let (mut last_error, mut last_left_out) = (String::new(), LeftOut::default());
         loop {
             let answer = tokio::select! {
@@ -153,8 +153,11 @@ impl Server {
                 answer = self.ask(&client) => answer,
             };
             let has_answered = !matches!(answer, Err(DiscoverError::Ask(_)));
+            let is_forbidden = matches!(answer, Err(DiscoverError::Status(StatusCode::FORBIDDEN)));
+            // Proxies also limit rates with 403, so one of these says nothing.
             let is_refused =
-                matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN)));
+                is_forbidden && was_forbidden || matches!(answer, Err(DiscoverError::Status(StatusCode::UNAUTHORIZED)));
+            was_forbidden = is_forbidden;
             let outcome = match answer {
                 Ok(answer) => {
                     let left_out = answer.left_out;

@@ -52,7 +52,7 @@ struct Messages {
 /// The head of a response is sent before the log is read. It may wait two seconds for other responses. The rest of the
 /// ten seconds of a router is left for a read over NATS. The body may take as long as making a snapshot of tens of
 /// millions of blocks.
-const MAX_SILENCE: MaxSilence = MaxSilence { head: Duration::from_secs(4), body: Duration::from_secs(8) };
+const MAX_SILENCE: MaxSilence = MaxSilence { head: Duration::from_secs(3), body: Duration::from_secs(6) };
 
 /// Largest accepted snapshot: 32 million blocks.
 const MAX_SNAPSHOT_BYTES: u64 = 512 << 20;
