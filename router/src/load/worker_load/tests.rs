@@ -109,7 +109,9 @@ async fn workers_on_one_device_have_one_pace() {
     };
     (0..200).for_each(|nth| step(&loads[2], 0.01 + f64::from(nth) * 1e-9));
     (0..50).for_each(|nth| step(&loads[0], 0.03 + f64::from(nth) * 1e-9));
-    loads.iter().for_each(|load| load.report(report(0), Instant::now()));
+    for load in &loads {
+        load.report(report(0), Instant::now());
+    }
     let paces = loads.map(|load| load.stats(Instant::now()).step_pace);
     assert!(paces[0].or(0.0) > 1.2 && paces[0] == paces[1], "{paces:?}");
     assert!(paces[2].or(9.0) < 1.1 && paces[3].get().is_none(), "{paces:?}");

@@ -167,9 +167,9 @@ fn shortened(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plane::{DeviceId, KvCache};
     use crate::plane::contract::instance;
     use crate::plane::nats::RecordKey;
+    use crate::plane::{DeviceId, KvCache};
     use kvbm::Fingerprint;
 
     fn record(epoch: u64) -> Record {
