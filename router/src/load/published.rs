@@ -30,12 +30,15 @@ pub(super) struct PublishedLoad {
     fresh: [AtomicU64; 3],
     stale: [AtomicU64; 3],
     /// Values that do not depend on the age of the report.
-    common: [AtomicU64; 6],
+    common: [AtomicU64; 5],
     /// Latency and bandwidth of onboarding, by source tier.
     onboard: [AtomicU64; LOWER_TIERS],
-    /// Blocks queued for onboarding, by source tier.
+    /// Blocks queued for onboarding, by source tier, and in the half of the last word that is left the lost share.
     queued: [AtomicU64; LOWER_TIERS.div_ceil(2)],
 }
+
+/// The lost share takes the place of a number of blocks.
+const _: () = assert!(LOWER_TIERS % 2 == 1);
 
 impl PublishedLoad {
     /// Publishes the load. `fresh` and `stale` differ in their counts only.
@@ -58,11 +61,10 @@ impl PublishedLoad {
                 pair(handoff_overhead, mean_duration),
                 pair(step_pace, prefill_pace),
                 pair(rest_tokens, handoff_transfer),
-                pair(lost_share, Measured::NONE),
             ],
         );
         store(&self.onboard, onboard.map(|Onboard { latency, bandwidth }| pair(latency, bandwidth)));
-        let queued = |at: usize| fresh.queued.get(at).copied().unwrap_or_default();
+        let queued = |at: usize| fresh.queued.get(at).copied().unwrap_or(lost_share.bits());
         store(&self.queued, std::array::from_fn(|at| (queued(2 * at), queued(2 * at + 1))));
         self.raise();
     }
@@ -117,7 +119,6 @@ impl PublishedLoad {
             (handoff_overhead, mean_duration),
             (step_pace, prefill_pace),
             (rest_tokens, handoff_transfer),
-            (lost_share, _),
         ] = load(&self.common);
         let [prefill, block_bytes, rest_tokens] = [prefill, block_bytes, rest_tokens].map(Measured::from_bits);
         let [handoff_overhead, handoff_transfer, mean_duration] =
@@ -128,6 +129,7 @@ impl PublishedLoad {
         });
         let speeds = Speeds { prefill, block_bytes, handoff_overhead, handoff_transfer, mean_duration, onboard };
         let pairs: [_; LOWER_TIERS.div_ceil(2)] = load(&self.queued);
+        let (_, lost_share) = pairs[LOWER_TIERS / 2];
         let queued = std::array::from_fn(|at| if at % 2 == 0 { pairs[at / 2].0 } else { pairs[at / 2].1 });
         LoadStats {
             waiting_tokens,
