@@ -1,6 +1,6 @@
 """Prompt tokens that are computed for conversations: one process beside frontends and workers as processes.
 
-    bench_cluster.py BLOCKYARD [--json] [--conversations N] [--turns N] [--think SECONDS]
+    bench_cluster.py BLOCKYARD [--json] [--conversations N] [--turns N] [--think SECONDS] [--model NAME] [--memory SIZE]
 
 The same script runs against `serve` with four workers, and against two frontends and four workers over NATS, whose
 frontends take turns within each conversation. All conversations share a system prompt of 500 tokens; a turn adds 200
@@ -23,13 +23,14 @@ import time
 from deployment import Process, deployment, fetch
 from ports import free_port
 
-MODEL = "small"
 WORKERS = 4
 FRONTENDS = 2
 SYSTEM, USER, REPLY = 500, 200, 100
 ANSWER = 16
 BLOCK = 16
-# Of G1, and of G2, per worker: 58,000 tokens. The conversations have 143,000 tokens, so that nothing is evicted.
+# The memory is that of G1, and of G2, per worker: 58,000 tokens. The conversations have 143,000 tokens, so that nothing
+# is evicted if they are spread evenly. With the model tiny, 56MiB hold as many.
+MODEL = "small"
 MEMORY = "256MiB"
 THINK_SECONDS = 0.1
 GOAL = 1.02
@@ -68,11 +69,11 @@ def lower_bound(script):
     return computed
 
 
-def converse(steps, urls, started, errors):
+def converse(model, steps, urls, started, errors):
     try:
         for turn, (thinking, prompt) in enumerate(steps):
             time.sleep(thinking)
-            body = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+            body = {"model": model, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
             fetch(f"{urls[turn % len(urls)]}/v1/completions", body, timeout=300)
             started.set()
     except OSError as error:
@@ -81,12 +82,12 @@ def converse(steps, urls, started, errors):
         started.set()
 
 
-def run_script(script, urls):
+def run_script(model, script, urls):
     """Each conversation starts after the first answer of the one before it; then all run at the same time."""
     threads, errors, began = [], [], time.monotonic()
     for steps in script:
         started = threading.Event()
-        threads.append(threading.Thread(target=converse, args=(steps, urls, started, errors)))
+        threads.append(threading.Thread(target=converse, args=(model, steps, urls, started, errors)))
         threads[-1].start()
         started.wait()
     for thread in threads:
@@ -105,35 +106,35 @@ def computed(processes):
     return found
 
 
-def one_process(program, script):
+def one_process(program, script, model, memory):
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="blockyard-serve-") as folder:
         url = f"http://127.0.0.1:{port}"
-        command = [program, "serve", "--model", MODEL, "--listen", f"127.0.0.1:{port}", "--data-dir", f"{folder}/data"]
-        command += ["--workers", f"both:{WORKERS}", "--set", f"tiers.g1={MEMORY}", "--set", f"tiers.g2={MEMORY}"]
+        command = [program, "serve", "--model", model, "--listen", f"127.0.0.1:{port}", "--data-dir", f"{folder}/data"]
+        command += ["--workers", f"both:{WORKERS}", "--set", f"tiers.g1={memory}", "--set", f"tiers.g2={memory}"]
         command += ["--set", "tiers.g3=off", "--set", "frontend.shutdown_delay=0s"]
         process = Process(folder, "serve", url, command, {"HOME": folder})
         try:
             process.until_ready()
-            seconds = run_script(script, [url])
+            seconds = run_script(model, script, [url])
             return computed([process]), seconds
         finally:
             process.process.kill()
 
 
-def many_processes(program, script):
-    with deployment(program, WORKERS, FRONTENDS, model=MODEL, memory=MEMORY, shared_store=False) as processes:
+def many_processes(program, script, model, memory):
+    with deployment(program, WORKERS, FRONTENDS, model=model, memory=memory, shared_store=False) as processes:
         processes.start()
-        seconds = run_script(script, [frontend.url for frontend in processes.frontends])
+        seconds = run_script(model, script, [frontend.url for frontend in processes.frontends])
         return computed(processes.workers), seconds
 
 
-def main(program, as_json, count, turns, seed, think):
+def main(program, as_json, count, turns, seed, think, model, memory):
     script = conversations(count, turns, seed, think)
     bound = lower_bound(script)
     rows = []
     for name, arm in (("one process", one_process), ("frontends and workers", many_processes)):
-        per_worker, seconds = arm(program, script)
+        per_worker, seconds = arm(program, script, model, memory)
         total = sum(per_worker)
         rows.append({"arm": name, "computed_tokens": total, "times_bound": round(total / bound, 4)})
         rows[-1] |= {"computed_per_worker": per_worker, "seconds": round(seconds, 1)}
@@ -142,6 +143,7 @@ def main(program, as_json, count, turns, seed, think):
     ratio = rows[1]["computed_tokens"] / rows[0]["computed_tokens"]
     met = ratio <= GOAL
     report = {"conversations": count, "turns": turns, "seed": seed, "think_seconds": think, "lower_bound_tokens": bound}
+    report |= {"model": model, "memory": memory}
     report |= {"arms": rows, "processes_to_one": round(ratio, 4), "goal": GOAL, "met": met}
     if as_json:
         print(json.dumps(report, indent=2))
@@ -159,6 +161,9 @@ if __name__ == "__main__":
     parser.add_argument(
         "--think", type=float, default=THINK_SECONDS, help="mean pause before a turn, seconds; sets the load"
     )
+    parser.add_argument("--model", default=MODEL, help="built-in model: small or tiny")
+    parser.add_argument("--memory", default=MEMORY, help="size of G1, and of G2, of each worker")
     arguments = parser.parse_args()
     program = str(pathlib.Path(arguments.program).resolve())
-    main(program, arguments.json, arguments.conversations, arguments.turns, arguments.seed, arguments.think)
+    settings = (arguments.conversations, arguments.turns, arguments.seed, arguments.think)
+    main(program, arguments.json, *settings, arguments.model, arguments.memory)
