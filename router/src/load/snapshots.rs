@@ -20,7 +20,7 @@ pub(crate) struct SnapshotCache {
     flow: PromptFlow,
     /// Means that replace missing measurements.
     fleet_means: FleetMeans,
-    /// The smallest lost share of all workers, computed with the means.
+    /// The smallest lost share of all workers, computed as often as the means.
     least_lost_share: f32,
 }
 
@@ -109,13 +109,16 @@ impl SnapshotCache {
                 coverage.add(snapshot.measured);
             }
         }
+        if !fleet_means.is_due(coverage, now) {
+            return;
+        }
+        // Means that all workers have measured themselves replace nothing. The lost shares change all the same.
         if fleet_means.update(coverage, now, || all.iter().map(|snapshot| snapshot.stats.speeds)) {
-            *least_lost_share = f32::INFINITY;
             for snapshot in all.iter_mut() {
                 snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
-                *least_lost_share = least_lost_share.min(snapshot.estimate.lost_share);
             }
         }
+        *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
     }
 }
 
@@ -152,9 +155,11 @@ mod tests {
     use super::*;
     use crate::hash::splitmix64;
     use crate::load::demand::Demand;
+    use crate::load::model_stats::ModelStats;
     use crate::load::output_lengths::ExpectedOutput;
     use crate::load::stats::MEANS_MAX_AGE;
     use std::collections::HashSet;
+    use std::sync::Arc;
     use std::time::Duration;
     use tokio::time::Instant;
     use worker::plane::Load;
@@ -202,5 +207,28 @@ mod tests {
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
         assert_eq!(ejected.len(), 2, "some were silent or ejected");
+    }
+
+    #[test]
+    fn the_least_lost_share_follows_workers_that_have_measured_the_same() {
+        let (model, start) = (Arc::new(ModelStats::default()), Instant::now());
+        let fleet = [(), ()].map(|()| {
+            let load = WorkerLoad::default();
+            load.set_model_stats(&model, None);
+            load.set_cache(100, false);
+            load
+        });
+        let mut snapshots = SnapshotCache::default();
+        let mut least = |blocks, now: Instant| {
+            for load in &fleet {
+                let demand = Demand { blocks, ..Demand::default() };
+                load.release(load.book(demand, None, ExpectedOutput::default(), now), 0, now);
+                load.report(Load { prefill_tokens_per_second: Some(1_000.0), ..Load::default() }, now);
+            }
+            snapshots.refresh(fleet.iter(), now.into());
+            snapshots.least_lost_share()
+        };
+        assert!(least(0, start) < 0.01, "nothing is used");
+        assert!(least(1_000, start + 2 * MEANS_MAX_AGE) > 0.5, "a memory of 100 blocks is full within a second");
     }
 }

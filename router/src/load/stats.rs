@@ -252,15 +252,20 @@ impl FleetMeans {
         self.coverage
     }
 
-    /// Computes the means again if the coverage changed or they are too old. Returns whether they may have changed.
+    /// Whether the coverage changed or the means are too old.
+    pub(crate) fn is_due(&self, coverage: Coverage, now: Timestamp) -> bool {
+        let is_old = |at: Timestamp| now.bits().saturating_sub(at.bits()) >= MEANS_MAX_AGE.as_nanos() as u64;
+        self.coverage != coverage || self.computed_at.is_none_or(is_old)
+    }
+
+    /// Computes the means again if that is due. Returns whether they may have changed.
     pub(crate) fn update<I: Iterator<Item = Speeds>>(
         &mut self,
         coverage: Coverage,
         now: Timestamp,
         fleet: impl Fn() -> I,
     ) -> bool {
-        let fresh = |at: &Timestamp| now.bits().saturating_sub(at.bits()) < MEANS_MAX_AGE.as_nanos() as u64;
-        if self.coverage == coverage && self.computed_at.as_ref().is_some_and(fresh) {
+        if !self.is_due(coverage, now) {
             return false;
         }
         let changed = self.coverage != coverage || coverage.any != coverage.all;
