@@ -54,7 +54,7 @@ pub(crate) struct LostShare {
 const BUCKETS: usize = 51;
 const PER_DOUBLING: f64 = 4.0;
 const MIN_INTERVAL: f64 = 0.1;
-/// Longest interval, the end of the last bucket. The memory of a worker is filled within minutes, or its price is low.
+/// Longest interval, which is in the last bucket. The memory of a worker is filled within minutes, or its price is low.
 const MAX_SECONDS: u64 = 586;
 /// Slots of the table: 256 KiB.
 const SLOTS: usize = 16_384;
@@ -66,8 +66,8 @@ const FIRST_THRESHOLD: u64 = u64::MAX / 4;
 /// Time constant in seconds of the decay of what was observed.
 const MEMORY_SECONDS: f64 = 600.0;
 /// Weight of what is expected before it was observed: half of an observation. Of the blocks the same share is asked for
-/// again as of those observed so far, all of them before the first one, since that is what a cache is for; of these, half
-/// within [`HORIZON`], and the later, the longer a block was not asked for (`1 − F(t) = h / (h + t)`, the Lomax
+/// again as of those observed so far, all of them before the first one, since that is what a cache is for; of these,
+/// half within [`HORIZON`], and the later, the longer a block was not asked for (`1 − F(t) = h / (h + t)`, the Lomax
 /// distribution with exponent 1).
 const PRIOR: f64 = 0.5;
 /// The uses per second of the next minute are known to about a factor of √2 either way. The lost share is the mean over
@@ -153,13 +153,17 @@ impl BlockReuse {
             self.ended[BUCKETS - 1] += f64::from(std::mem::take(&mut self.open[(at % MAX_SECONDS) as usize]));
         }
         if self.open.iter().sum::<u32>() > MAX_OPEN {
-            self.threshold /= 2;
-            self.forget_unsampled(second);
+            self.halve_sample(second);
         }
     }
 
-    /// Removes the blocks that are not sampled any more.
-    fn forget_unsampled(&mut self, second: u64) {
+    /// Samples half as many blocks from now on, and removes the others. What was observed before counts half: each
+    /// observation stands for twice as many blocks from now on.
+    fn halve_sample(&mut self, second: u64) {
+        self.threshold /= 2;
+        for observed in self.reused.iter_mut().chain(&mut self.ended) {
+            *observed /= 2.0;
+        }
         for last in self.table.iter_mut().filter(|last| last.hash >= self.threshold) {
             let at = second_of(std::mem::take(last).at);
             if at != 0 && second - at < MAX_SECONDS {
@@ -276,6 +280,22 @@ mod tests {
         };
         let (all, half) = (observed(|_| true, 1.0), observed(|draw| draw % 2 == 0, 0.5));
         assert!((half / all - 1.0).abs() < 0.15, "{half} {all}");
+    }
+
+    #[test]
+    fn a_smaller_sample_gives_the_same_curve() {
+        let (mut reuse, start) = (BlockReuse::default(), Instant::now());
+        // Of the blocks of a second, a tenth is used again after ten seconds.
+        for second in 0..60_u64 {
+            let again = second.checked_sub(10).into_iter().flat_map(|before| (0..20).map(move |block| (before, block)));
+            let hashes =
+                (0..200).map(|block| (second, block)).chain(again).map(|(of, block)| splitmix64(of << 16 | block));
+            reuse.used(hashes, 1.0, (start + Duration::from_secs(second)).into());
+        }
+        let before = reuse.estimate(1.0).at(5.0);
+        reuse.halve_sample(second_of(reuse.latest));
+        let after = reuse.estimate(1.0).at(5.0);
+        assert!(before > 0.1 && (after / before - 1.0).abs() < 0.1, "{before} {after}");
     }
 
     #[test]

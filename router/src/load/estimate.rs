@@ -163,7 +163,8 @@ impl ServiceEstimate {
     }
 
     /// Seconds that later requests lose because the memory will not hold what it would hold without a request of
-    /// `blocks` blocks, which take `compute` seconds to compute; compared with a worker that loses `least` of each block.
+    /// `blocks` blocks, which take `compute` seconds to compute; compared with a worker that loses `least` of each
+    /// block.
     #[inline]
     pub(crate) fn eviction(&self, blocks: u64, compute: f64, least: f32) -> f64 {
         let lost_share = self.lost_share - least;

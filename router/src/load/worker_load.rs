@@ -86,8 +86,8 @@ impl WorkerLoad {
         self.has_store.store(has_store, Ordering::Relaxed);
     }
 
-    /// Sets where measurements of the worker are recorded: in the statistics of its model. `device`: which computes; with
-    /// `None` it has no other worker.
+    /// Sets where measurements of the worker are recorded: in the statistics of its model. `device`: what computes; its
+    /// workers share a pace. A worker whose device is not known has a pace of its own.
     pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>, device: Option<DeviceId>) {
         // A worker keeps its model and its device.
         let _ = self.pace.set(stats.pace_of(device));
