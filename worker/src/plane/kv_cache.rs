@@ -56,6 +56,9 @@ mod tests {
         let json = serde_json::to_value(cache).unwrap();
         assert_eq!(json, serde_json::json!({ "fingerprint": "a5".repeat(32), "blocks": 9, "host_blocks": 20 }));
         assert_eq!(serde_json::from_value::<KvCache>(json).unwrap(), cache);
+        let json = serde_json::json!({ "fingerprint": "a5".repeat(32), "blocks": 9 });
+        let older = KvCache { host_blocks: 0, ..cache };
+        assert_eq!(serde_json::from_value::<KvCache>(json).unwrap(), older, "the record of an older worker");
         for wrong in ["a5", "", &"zz".repeat(32)] {
             let json = serde_json::json!({ "fingerprint": wrong, "blocks": 9 });
             assert!(serde_json::from_value::<KvCache>(json).is_err(), "{wrong:?}");
