@@ -18,7 +18,7 @@ pub(crate) struct ServiceEstimate {
     pub(crate) queue: f64,
     /// Tokens of context that a step reads now: those of the sequences whose prompts are computed.
     decoding_context: f32,
-    /// Blocks that are lost for each block that a request uses.
+    /// Blocks that are lost for each block that a request uses; infinite when unknown.
     pub(crate) lost_share: f32,
     /// Sequences that decode now.
     decoding: u32,
@@ -101,7 +101,7 @@ impl ServiceEstimate {
             seconds_per_token,
             queue: stats.waiting_seconds.or(f64::from(*waiting_tokens) * seconds_per_token),
             decoding_context: decoding_context as f32,
-            lost_share: stats.lost_share.or(0.0) as f32,
+            lost_share: stats.lost_share.or(f64::INFINITY) as f32,
             decoding: decoding as u32,
             spare_blocks,
             occupancy,
@@ -167,11 +167,14 @@ impl ServiceEstimate {
     /// block.
     #[inline]
     pub(crate) fn eviction(&self, blocks: u64, compute: f64, least: f32) -> f64 {
-        let lost_share = self.lost_share - least;
-        if lost_share <= 0.0 {
-            return 0.0;
-        }
-        f64::from(lost_share) * compute.min(blocks as f64 * self.reload_per_block)
+        let more = self.lost_share - least;
+        // An unknown share counts as the least one: not a number, or infinite.
+        if more > 0.0 && more.is_finite() { f64::from(more) * self.reload(blocks, compute) } else { 0.0 }
+    }
+
+    /// Seconds to have `blocks` again that memory has lost, which take `compute` seconds to compute.
+    pub(crate) fn reload(&self, blocks: u64, compute: f64) -> f64 {
+        compute.min(blocks as f64 * self.reload_per_block)
     }
 
     /// Seconds until the blocks that are queued at a tier are onboarded.

@@ -188,8 +188,8 @@ impl Cost {
             decode: decode.decode,
             decode_slowdown: decode.decode_slowdown,
             decode_stall: 0.0,
-            // Both workers keep the blocks.
-            eviction: prefill.eviction + decode.eviction,
+            // Both workers keep the blocks, and one of them would in any case.
+            eviction: prefill.eviction + decode.eviction + pricing.least_eviction(work, estimate),
             ..*prefill
         }
     }
@@ -222,6 +222,15 @@ impl DecodePricing {
         let own_context = prompt.tokens as f64 + prompt.output_tokens / 2.0;
         let added = self.step.per_sequence + self.step.per_context_token * own_context;
         added * (self.own_steps + self.others_delay * prompt.output_tokens) / 2.0
+    }
+
+    /// Seconds that later requests lose on the worker that loses least.
+    fn least_eviction(&self, work: &RemainingWork, estimate: &ServiceEstimate) -> f64 {
+        if !self.least_lost_share.is_finite() {
+            return 0.0;
+        }
+        let compute = estimate.compute(work.compute_all, work.all_tokens);
+        f64::from(self.least_lost_share) * estimate.reload(work.prompt.blocks, compute)
     }
 
     /// The request's own longer steps, and those of the sequences beside it.
@@ -440,6 +449,29 @@ mod tests {
         assert!((lost.eviction - 0.275).abs() < 1e-6 && (lost.total() - cost(0.0, false).total() - 0.275).abs() < 1e-6);
         // A store loads a block in one millisecond.
         assert!((cost(0.25, true).eviction - 0.0275).abs() < 1e-6);
+    }
+
+    #[test]
+    fn with_a_prefill_worker_two_workers_lose_blocks() {
+        let load = LoadStats { lost_share: Measured::of(0.5), ..stats(0) };
+        let pricing = DecodePricing { least_lost_share: 0.25, ..PRICING };
+        let (work, estimate) =
+            (RemainingWork::of(PROMPT, WorkerOverlap::default(), None, 0), ServiceEstimate::of(&load));
+        let prefill = Cost::aggregated(&work, &estimate, &pricing);
+        let cost = Cost::disaggregated(&prefill, &work, &estimate, &pricing);
+        // Half of 1,100 tokens on each, less a quarter that the best worker would lose of one copy.
+        assert!((prefill.eviction - 0.275).abs() < 1e-6, "{prefill:?}");
+        assert!((cost.eviction - 0.825).abs() < 1e-6, "{cost:?}");
+    }
+
+    #[test]
+    fn a_worker_of_unknown_memory_costs_as_the_one_that_loses_least() {
+        let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, 0);
+        for least_lost_share in [0.25, f32::INFINITY] {
+            let pricing = DecodePricing { least_lost_share, ..PRICING };
+            let cost = Cost::aggregated(&work, &ServiceEstimate::of(&stats(0)), &pricing);
+            assert!(cost.eviction.abs() < 1e-9, "{cost:?}");
+        }
     }
 
     #[test]
