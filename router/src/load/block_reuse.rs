@@ -83,6 +83,11 @@ fn end_of(bucket: usize) -> f64 {
     MIN_INTERVAL * ((bucket + 1) as f64 / PER_DOUBLING).exp2()
 }
 
+/// Weight of what was observed this many seconds ago, also of uses that were not followed by another one yet.
+fn decay(seconds: u64) -> f64 {
+    (-(seconds as f64) / MEMORY_SECONDS).exp()
+}
+
 /// The second of a time in nanoseconds.
 const fn second_of(at: u64) -> u64 {
     at / NANOSECONDS
@@ -145,12 +150,13 @@ impl BlockReuse {
     /// Time has passed: ends the blocks that were not used for the longest interval, and decays what was observed.
     fn advance(&mut self, before: u64, second: u64) {
         let passed = second - before;
-        let keep = (-(passed as f64) / MEMORY_SECONDS).exp();
+        let keep = decay(passed);
         for observed in self.reused.iter_mut().chain(&mut self.ended) {
             *observed *= keep;
         }
         for at in before + 1..=before + passed.min(MAX_SECONDS) {
-            self.ended[BUCKETS - 1] += f64::from(std::mem::take(&mut self.open[(at % MAX_SECONDS) as usize]));
+            let ended = std::mem::take(&mut self.open[(at % MAX_SECONDS) as usize]);
+            self.ended[BUCKETS - 1] += f64::from(ended) * decay(MAX_SECONDS);
         }
         if self.open.iter().sum::<u32>() > MAX_OPEN {
             self.halve_sample(second);
@@ -179,7 +185,7 @@ impl BlockReuse {
         let second = second_of(self.latest);
         for age in 0..MAX_SECONDS.min(second) {
             let open = self.open[((second - age) % MAX_SECONDS) as usize];
-            ended[bucket_of(age * NANOSECONDS)] += f64::from(open);
+            ended[bucket_of(age * NANOSECONDS)] += f64::from(open) * decay(age);
         }
         let [again, not_again] = [&self.reused, &ended].map(|observed| observed.iter().sum::<f64>());
         let share = (again + PRIOR) / (again + not_again + PRIOR);
