@@ -189,7 +189,7 @@ impl Server {
             let pause = async {
                 let Intervals { retry, recheck, .. } = self.shared.intervals;
                 sleep(retry).await;
-                if is_registered {
+                if is_registered && !was_forbidden {
                     // Ends at once if it was notified meanwhile. An error means that the time is over.
                     let _ = timeout(recheck.saturating_sub(retry), self.may_have_changed.notified()).await;
                 }
