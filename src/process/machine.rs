@@ -33,8 +33,8 @@ impl Machine {
     }
 }
 
-/// A number that all processes on this machine read, also in containers, until it is started again; `None` if the system
-/// does not report one.
+/// A number that all processes on this machine read, also in containers, until it is started again; `None` if the
+/// system does not report one.
 pub fn boot_id() -> Option<u64> {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let digits: String = id.chars().filter(char::is_ascii_hexdigit).take(16).collect();

@@ -12,8 +12,8 @@ pub struct KvCache {
     pub fingerprint: Fingerprint,
     /// Capacity of device memory (G1) in blocks.
     pub blocks: u64,
-    /// Capacity of host memory (G2) in blocks, which has copies of the blocks of G1; 0 without G2, and in the records of
-    /// older workers.
+    /// Capacity of host memory (G2) in blocks, which has copies of the blocks of G1; 0 without G2, and in the records
+    /// of older workers.
     #[serde(default)]
     pub host_blocks: u64,
     /// The device that has it and computes; `None` when unknown.
