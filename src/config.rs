@@ -11,6 +11,7 @@ mod check;
 mod cluster;
 mod error;
 mod file;
+mod http_url;
 mod load;
 mod print;
 mod suggest;

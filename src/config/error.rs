@@ -3,6 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
+/// What stands for the user and the password of a URL in a message.
+const HIDDEN: &str = "***";
+
 /// All errors of a configuration; at least one.
 #[derive(Debug)]
 pub struct Errors(pub Vec<Error>);
@@ -29,7 +32,7 @@ pub enum Error {
         error: String,
     },
     /// The key does not exist.
-    #[error("unknown key `{key}` ({origin}){}", .meant.as_ref().map(|meant| format!("; {meant}")).unwrap_or_default())]
+    #[error("unknown key `{key}` ({}){}", without_password(.origin), .meant.as_ref().map(|meant| format!("; {meant}")).unwrap_or_default())]
     UnknownKey {
         /// The key as it was written.
         key: String,
@@ -39,7 +42,7 @@ pub enum Error {
         meant: Option<String>,
     },
     /// The value is invalid.
-    #[error("{key} = {value} ({origin}): {problem}")]
+    #[error("{key} = {} ({}): {problem}", without_password(.value), without_password(.origin))]
     Value {
         /// The key.
         key: String,
@@ -80,5 +83,47 @@ impl std::error::Error for Errors {}
 impl From<Error> for Errors {
     fn from(error: Error) -> Self {
         Self(vec![error])
+    }
+}
+
+/// The text without the users and passwords of its URLs: messages are logged. A user without a password is kept where
+/// it can be a name, as the container in `abfss://container@account`.
+fn without_password(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find("://") {
+        let (before, after) = rest.split_at(at + "://".len());
+        shown.push_str(before);
+        let is_authority = |c: char| !matches!(c, '/' | '?' | '#' | '"' | '\'' | ',' | '\\') && !c.is_whitespace();
+        let authority = &after[..after.find(|c| !is_authority(c)).unwrap_or(after.len())];
+        rest = after;
+        if let Some((user, _)) = authority.rsplit_once('@')
+            && (user.contains(':') || before.ends_with("http://") || before.ends_with("https://"))
+        {
+            shown.push_str(HIDDEN);
+            rest = &after[user.len()..];
+        }
+    }
+    shown + rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_password;
+
+    #[test]
+    fn passwords_of_urls_are_hidden() {
+        for (text, shown) in [
+            ("http://ann:secret@a:8000/b@c", "http://***@a:8000/b@c"),
+            ("[\"https://secret@a\", \"http://b:p@ss@c\"]", "[\"https://***@a\", \"http://***@c\"]"),
+            ("--set upstreams=[http://ann:secret@a]", "--set upstreams=[http://***@a]"),
+            ("nats://ann:secret@a:4222,nats://b", "nats://***@a:4222,nats://b"),
+            ("abfss://container@account.dfs.core.windows.net/a", "abfss://container@account.dfs.core.windows.net/a"),
+            ("http://a/?to=ann@b", "http://a/?to=ann@b"),
+            ("a:b@c", "a:b@c"),
+            ("://", "://"),
+        ] {
+            assert_eq!(without_password(text), shown);
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Where spans of traces are sent, and how many traces are recorded.
 
-use super::Secret;
+use super::{Secret, http_url};
 use router::Problem;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -78,13 +78,18 @@ impl Tracing {
 
     /// All invalid values.
     pub(super) fn problems(&self) -> Vec<Problem> {
-        let is_url = |text: &String| {
-            let uri = text.parse::<http::Uri>().ok();
-            uri.is_some_and(|uri| matches!(uri.scheme_str(), Some("http" | "https")) && uri.host().is_some())
-        };
-        let endpoint = self.endpoint.as_ref().filter(|text| !is_url(text)).map(|_| {
+        let endpoint = self.endpoint.as_ref().and_then(|text| {
             let expected = "expected the URL of a collector that takes OTLP over HTTP, like http://127.0.0.1:4318";
-            Problem::new("tracing.endpoint", expected)
+            let problem = match text.parse::<http::Uri>() {
+                // The exporter does not send them.
+                Ok(url) if http_url::has_user(&url) => {
+                    "the user and the password in a URL are not sent; write them as a header in tracing.headers_file"
+                        .to_owned()
+                }
+                Ok(url) => format!("{}; {expected}", http_url::check(&url).err()?),
+                Err(error) => format!("{error}; {expected}"),
+            };
+            Some(Problem::new("tracing.endpoint", problem))
         });
         let ratio = Problem::unless_within("tracing.sample_ratio", self.sample_ratio, 0.0..=1.0);
         let name = self.service_name.as_ref().filter(|name| name.is_empty());

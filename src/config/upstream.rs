@@ -1,10 +1,9 @@
 //! An upstream as text: a URL, or a table with a URL.
 
-use super::{CacheSalt, HttpVersion, KvEvents, KvSockets, Resolve, Upstream, UpstreamRole};
+use super::{CacheSalt, HttpVersion, KvEvents, KvSockets, Resolve, Upstream, UpstreamRole, http_url};
 use ::upstream::Authorities;
 use ::upstream::kv_events::{Endpoint, Source};
 use ::upstream::relay::client::{Protocol, Settings};
-use http::uri::Authority;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -80,21 +79,13 @@ impl Upstream {
     fn of_url(url: &str) -> Result<http::Uri, String> {
         let expected = |problem: &str| format!("{problem}; expected a URL like http://10.0.0.1:8000");
         let uri: http::Uri = url.parse().map_err(|error| expected(&format!("{error}")))?;
-        if !matches!(uri.scheme_str(), Some("http" | "https")) {
-            return Err(expected("no http:// or https:// at the start"));
-        }
-        let authority = uri.authority().map_or("", Authority::as_str);
-        if authority.contains('@') {
+        if http_url::has_user(&uri) {
             return Err(
                 "the user and the password in a URL are not sent; name the file with the server's key in api_key_file"
                     .to_owned(),
             );
         }
-        // Without this check a port that is none would become that of the scheme.
-        let has_port = authority.len() > uri.host().map_or(0, str::len);
-        if has_port && uri.port_u16().is_none_or(|port| port == 0) {
-            return Err(expected("the port is not a number from 1 to 65535"));
-        }
+        http_url::check(&uri).map_err(expected)?;
         // Both are lost: requests have paths and queries of their own. The parser removes a fragment.
         if uri.query().is_some() || url.contains('#') {
             return Err(expected("a query or a fragment, which no request would have"));

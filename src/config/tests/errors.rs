@@ -5,7 +5,10 @@ use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
-    let cases: [(&str, &[&str]); 17] = [
+    let cases: [(&str, &[&str]); 20] = [
+        ("tracing.endpoint=collector:4318", &["tracing.endpoint", "OTLP over HTTP"]),
+        ("tracing.endpoint=http://collector:99999", &["tracing.endpoint", "65535", "OTLP over HTTP"]),
+        ("tracing.endpoint=http://ann:pass@collector", &["http://***@collector", "tracing.headers_file"]),
         ("tiers.g4=s3://kv/a", &["tiers.g4.url = \"s3://kv/a\"", "3 to 63"]),
         ("tiers.g4.endpoint=minio", &["tiers.g4.endpoint = \"minio\"", "https://"]),
         ("tiers.g2=4Gb of it", &["tiers.g2 = \"4Gb of it\"", "(--set tiers.g2=4Gb of it)", "4GiB", "off"]),

@@ -86,6 +86,7 @@ fn a_url_has_no_part_that_would_be_ignored() {
     ] {
         let error = load_url(url).unwrap_err();
         assert!(error.contains("upstreams.0") && error.contains(problem), "{url}: {error}");
+        assert!(!error.contains("secret"), "{url}: {error}");
     }
 }
 
