@@ -87,7 +87,14 @@ fn is_one_word(text: &str) -> bool {
     !text.is_empty() && !text.contains(|character: char| character.is_whitespace() || "\"'\\".contains(character))
 }
 
-/// A value whose text has no control characters.
+/// Whether a character controls the terminal: control characters, and those that change the direction of text
+/// (bidirectional formatting), with which a line can show other words than it has.
+pub fn controls_terminal(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// A value whose text has no characters that control the terminal.
 struct Escaped<'a>(&'a dyn Debug);
 
 impl Debug for Escaped<'_> {
@@ -96,13 +103,13 @@ impl Debug for Escaped<'_> {
     }
 }
 
-/// Escapes control characters of what is written.
+/// Escapes the characters that control the terminal.
 struct Escaping<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
 impl Write for Escaping<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        for part in text.split_inclusive(char::is_control) {
-            match part.chars().next_back().filter(|last| last.is_control()) {
+        for part in text.split_inclusive(controls_terminal) {
+            match part.chars().next_back().filter(|last| controls_terminal(*last)) {
                 Some(last) => {
                     self.0.write_str(part.strip_suffix(last).unwrap_or_default())?;
                     write!(self.0, "{}", last.escape_default())?;
@@ -141,7 +148,7 @@ mod tests {
         let (mut reader, writer) = io::pipe().unwrap();
         let log = tracing_subscriber::fmt().with_ansi(false).with_target(false).without_time();
         let log = log.fmt_fields(EscapedFields).with_writer(Mutex::new(writer)).finish();
-        let foreign = "org/ü\n2026 INFO forged\r\t\u{1b}[31m\u{9b}";
+        let foreign = "org/ü\n2026 INFO forged\r\t\u{1b}[31m\u{9b}\u{202e}";
         tracing::subscriber::with_default(log, || {
             let _span = tracing::info_span!("request", name = %foreign).entered();
             tracing::info!(model = %foreign, list = ?[foreign], text = foreign, number = 7, "message {foreign}");
@@ -151,10 +158,10 @@ mod tests {
         });
         let mut text = String::new();
         reader.read_to_string(&mut text).unwrap();
-        assert!(text.chars().all(|character| character == '\n' || !character.is_control()), "{text:?}");
+        assert!(text.chars().all(|character| character == '\n' || !controls_terminal(character)), "{text:?}");
         let lines: Vec<&str> = text.lines().collect();
         let [line, failed] = &lines[..] else { panic!("{text:?}") };
-        let escaped = r"org/ü\n2026 INFO forged\r\t\u{1b}[31m\u{9b}";
+        let escaped = r"org/ü\n2026 INFO forged\r\t\u{1b}[31m\u{9b}\u{202e}";
         for part in [
             format!("request{{name={escaped}}}: message {escaped} model={escaped} "),
             format!("list=[\"{escaped}\"] text=\"{escaped}\" number=7"),

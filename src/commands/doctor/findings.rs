@@ -1,6 +1,7 @@
 //! The results of checks, and how they are printed.
 
 use crate::commands::output::count;
+use crate::process::log_fields::controls_terminal;
 use serde::Serialize;
 use std::fmt::Write;
 use std::time::SystemTime;
@@ -129,7 +130,7 @@ pub(super) fn table(checks: &[Check], is_terminal: bool) -> String {
 }
 
 fn printable(text: &str) -> String {
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+    text.chars().map(|char| if controls_terminal(char) { ' ' } else { char }).collect()
 }
 
 #[cfg(test)]
