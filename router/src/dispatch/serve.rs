@@ -10,10 +10,15 @@ use crate::fleet::HealthSignal;
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::StreamExt;
+use spans::LogLimit;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use worker::engine::{Error, OutputStream, Request, Work};
+
+/// Failed attempts that are logged per second: enough to see which workers and why, few enough when all workers of a
+/// fleet are busy.
+static FAILED: LogLimit = LogLimit::new(50, Duration::from_secs(1));
 
 /// A request whose first output has arrived.
 struct Served {
@@ -71,14 +76,17 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                     return Err(error);
                 }
                 retry_reason = Some(if matches!(verdict, HealthSignal::Busy(_)) { "busy" } else { "error" });
-                let address = failed.engine.address();
-                // Without the span of the request, which has its id too.
-                tracing::info!(
-                    parent: None,
-                    request_id = %request.id,
-                    trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
-                    worker = %failed.id(), address = address.as_deref(), %error, "request failed on a worker"
-                );
+                if let Some(suppressed) = FAILED.admit() {
+                    let address = failed.engine.address();
+                    // Without the span of the request, which has its id too.
+                    tracing::info!(
+                        parent: None,
+                        request_id = %request.id,
+                        trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
+                        worker = %failed.id(), address = address.as_deref(), %error, suppressed,
+                        "request failed on a worker"
+                    );
+                }
                 last = Some(preferred_error(last, error));
             }
         }
