@@ -1,12 +1,14 @@
 //! Which servers there are, how they are reached, and which one gets a request.
 
+use super::super::process::client;
 use super::{Gateway, TIMEOUT, chat, completions, models, server};
 use blockyard::config::{Config, HttpVersion, Listen, Upstream};
 use blockyard::node::{Node, Process};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, sleep, timeout};
 use upstream::relay::fake::{FakeEngine, Script};
 
 #[tokio::test]
@@ -53,6 +55,42 @@ async fn servers_of_one_model_may_have_different_endpoints() {
         assert_eq!(chatted.json::<Value>().await.unwrap()["object"], "/v1/chat/completions");
     }
     assert_eq!((completions(&generates).len(), completions(&pools).len()), (4, 4));
+}
+
+#[tokio::test]
+async fn gateways_that_are_upstreams_of_each_other_do_not_relay_without_end() {
+    let server = server([]).await;
+    server.set_page("/v1/chat/completions", Script::json(500, &json!({ "error": "broken" })));
+    // The first gateway needs the address of the second one before that is known.
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let second_url = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let upstreams = vec![Upstream::new(server.uri()), Upstream::new(second_url)];
+    let listen = Listen { host: "127.0.0.1".into(), port: 0 };
+    let config = Config { upstreams, listen, ..Config::with_cache(Path::new("/nonexistent")) };
+    let node = Node::start(&config).await.unwrap();
+    let url = format!("http://{}", node.address());
+    let second = Gateway::of(vec![Upstream::new(url.parse().unwrap())]).await;
+    let second_address = second.node.address();
+    tokio::spawn(async move {
+        while let Ok((mut from, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let mut to = TcpStream::connect(second_address).await?;
+                tokio::io::copy_bidirectional(&mut from, &mut to).await
+            });
+        }
+    });
+    let first = Gateway { node, url, http: client() };
+    let both_registered = async {
+        while first.metric("blockyard_router_workers") < 2 {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(TIMEOUT, both_registered).await.expect("the gateways know each other");
+
+    let answer = timeout(TIMEOUT, first.post("/v1/chat/completions", &chat("hello", false))).await;
+    let status = answer.expect("an answer").status();
+    assert!(status.is_server_error(), "{status}");
+    assert_eq!(completions(&server).len(), 1, "what came back to the first gateway was refused");
 }
 
 #[tokio::test]
