@@ -23,6 +23,8 @@ pub(crate) struct BlockReuse {
     table: Box<[LastUse]>,
     /// A block is sampled if its hash is below this.
     threshold: u64,
+    /// The second in which the threshold was last changed.
+    resized: u64,
     /// Sampled blocks by the second of their last use, modulo [`MAX_SECONDS`].
     open: Box<[u32]>,
     /// The first use. Times count from a second before it, so that nothing depends on when the process was started.
@@ -61,7 +63,9 @@ const SLOTS: usize = 16_384;
 /// Sampled blocks above which fewer are sampled: with a quarter of the slots in use, an eighth of the blocks is ended
 /// early.
 const MAX_OPEN: u32 = SLOTS as u32 / 4;
-/// One in four blocks is sampled at first.
+/// Sampled blocks below which more are sampled again: after a burst. Twice as many are still far below the maximum.
+const MIN_OPEN: u32 = MAX_OPEN / 8;
+/// One in four blocks is sampled at first, and at most.
 const FIRST_THRESHOLD: u64 = u64::MAX / 4;
 /// Time constant in seconds of the decay of what was observed.
 const MEMORY_SECONDS: f64 = 600.0;
@@ -103,6 +107,7 @@ impl Default for BlockReuse {
         let mut reuse = Self {
             table: vec![LastUse::default(); SLOTS].into(),
             threshold: FIRST_THRESHOLD,
+            resized: 0,
             open: vec![0; MAX_SECONDS as usize].into(),
             first: None,
             latest: 0,
@@ -158,15 +163,18 @@ impl BlockReuse {
             let ended = std::mem::take(&mut self.open[(at % MAX_SECONDS) as usize]);
             self.ended[BUCKETS - 1] += f64::from(ended) * decay(MAX_SECONDS);
         }
-        if self.open.iter().sum::<u32>() > MAX_OPEN {
+        let open = self.open.iter().sum::<u32>();
+        if open > MAX_OPEN {
             self.halve_sample(second);
+        } else if open < MIN_OPEN && self.threshold < FIRST_THRESHOLD && second - self.resized >= MAX_SECONDS {
+            self.double_sample(second);
         }
     }
 
     /// Samples half as many blocks from now on, and removes the others. What was observed before counts half: each
     /// observation stands for twice as many blocks from now on.
     fn halve_sample(&mut self, second: u64) {
-        self.threshold /= 2;
+        (self.threshold, self.resized) = (self.threshold / 2, second);
         for observed in self.reused.iter_mut().chain(&mut self.ended) {
             *observed /= 2.0;
         }
@@ -175,6 +183,16 @@ impl BlockReuse {
             if at != 0 && second - at < MAX_SECONDS {
                 self.open[(at % MAX_SECONDS) as usize] -= 1;
             }
+        }
+    }
+
+    /// Samples twice as many blocks from now on. What was observed before counts twice, since each observation stands
+    /// for half as many blocks from now on. It is done at most once in the longest interval: until then the sampled
+    /// blocks that are open are fewer than they will be.
+    fn double_sample(&mut self, second: u64) {
+        (self.threshold, self.resized) = (self.threshold.saturating_mul(2).min(FIRST_THRESHOLD), second);
+        for observed in self.reused.iter_mut().chain(&mut self.ended) {
+            *observed *= 2.0;
         }
     }
 
@@ -315,5 +333,11 @@ mod tests {
         assert!((MAX_OPEN / 4..=MAX_OPEN + 500).contains(&open), "{open}");
         let live = reuse.table.iter().filter(|last| last.at != 0).count();
         assert!(live <= SLOTS && reuse.threshold < FIRST_THRESHOLD, "{live}");
+
+        // After the burst one block is used per second.
+        for second in 1_200..9_000_u64 {
+            reuse.used(std::iter::once(splitmix64(second << 16)), 1.0, (start + Duration::from_secs(second)).into());
+        }
+        assert!(reuse.threshold > FIRST_THRESHOLD / 2, "the sample is as large as before");
     }
 }
