@@ -128,6 +128,11 @@ impl ModelPool {
         self.is_relayed
     }
 
+    /// Whether workers of the deployment have different weights. Servers of other programs do not say which they have.
+    pub(super) fn has_different_weights(&self) -> bool {
+        !self.is_relayed && self.schemes.windows(2).any(|cards| cards[0].identity != cards[1].identity)
+    }
+
     pub(crate) fn entries(&self) -> &[WorkerEntry] {
         &self.entries
     }
