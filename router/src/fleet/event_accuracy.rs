@@ -10,7 +10,7 @@
 //! ```
 //! The cache of a worker with inaccurate events is estimated from the prompts sent to it, see
 //! [`AssumedCache`](super::assumed_cache::AssumedCache). Its events are still followed, so that it can recover. Where
-//! events have stopped, as when the plane is away, the last ones count too: the blocks are there until they are evicted.
+//! events have stopped, as when the plane is away, the last ones count too: blocks are there until they are evicted.
 
 use super::assumed_cache::MAX_AGE;
 use std::time::Duration;

@@ -133,8 +133,8 @@ impl Bucket {
                 tracing::warn!(
                     bucket = settings.bucket,
                     problem = error,
-                    "the bucket can neither be opened nor created yet; trying again until nats.connect_timeout is over; \
-                     the first worker creates it"
+                    "the bucket can neither be opened nor created yet; trying again until nats.connect_timeout is \
+                     over; the first worker creates it"
                 );
             }
             tokio::time::sleep(OPEN_DELAY).await;
