@@ -146,7 +146,8 @@ impl EventAccuracy {
 
     /// The new cache view, if it changes.
     pub(crate) fn evaluate(&mut self, now: Instant) -> Option<CacheView> {
-        let due_for = |time| self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= time);
+        let due_for =
+            |time: Duration| self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= time);
         let (wrong, silent) = (self.wrong.count_ones(), due_for(SILENT_AFTER));
         let mostly_more = 2 * self.more.count_ones() >= wrong;
         let cache_view = match self.cache_view {
