@@ -40,6 +40,13 @@ fn is_metric(word: &str) -> bool {
 /// Labels that Prometheus adds, and the bounds of buckets.
 const ADDED_LABELS: [&str; 4] = ["instance", "job", "namespace", "le"];
 
+/// The labels that selectors compare, `{label="value"}`. No value in these files contains a comma.
+fn matched_labels(expression: &str) -> Vec<&str> {
+    let selectors = expression.split('{').skip(1).filter_map(|rest| rest.split('}').next());
+    let matchers = selectors.flat_map(|selector| selector.split(','));
+    matchers.filter_map(|matcher| Some(matcher.split_once(['=', '!'])?.0.trim())).collect()
+}
+
 fn check(expression: &str) {
     let documented = documented();
     let metrics: Vec<String> = words(expression).into_iter().filter(|word| is_metric(word)).collect();
@@ -60,6 +67,10 @@ fn check(expression: &str) {
         labels += ",";
     }
     let labels: Vec<&str> = labels.split(',').map(str::trim).collect();
+    for label in matched_labels(expression) {
+        let is_known = labels.contains(&label) || ADDED_LABELS.contains(&label);
+        assert!(is_known, "no label {label}:\n  {expression}");
+    }
     let groups = [" by (", " without ("].into_iter().flat_map(|word| expression.split(word).skip(1));
     for group in groups.filter_map(|rest| rest.split(')').next()) {
         for label in group.split(',').map(str::trim) {
@@ -114,6 +125,12 @@ fn every_recording_rule_asks_for_series_that_exist() {
 #[should_panic(expected = "no label roles")]
 fn a_wrong_label_is_found() {
     check("sum without (roles) (blockyard_router_workers)");
+}
+
+#[test]
+#[should_panic(expected = "no label rolle")]
+fn a_wrong_label_of_a_selector_is_found() {
+    check(r#"sum(blockyard_router_workers{rolle!="both"})"#);
 }
 
 #[test]

@@ -464,6 +464,15 @@ def test_prometheus_accepts_the_rules_and_the_alerts_fire():
     run(promtool(), "test", "rules", folder / "tests.yaml")
 
 
+def test_every_alert_is_seen_to_fire():
+    folder = DEPLOY / "prometheus"
+    groups = yaml.safe_load((folder / "alerts.yaml").read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    cases = yaml.safe_load((folder / "tests.yaml").read_text())["tests"]
+    expected = [test for case in cases for test in case.get("alert_rule_test", []) if test.get("exp_alerts")]
+    assert {test["alertname"] for test in expected} == alerts
+
+
 @pytest.mark.parametrize("name", ["compose", "compose-tls", "compose-vllm", "kubernetes"])
 def test_prometheus_accepts_the_configuration(name, tmp_path):
     text = (DEPLOY / "prometheus" / f"{name}.yaml").read_text()

@@ -83,7 +83,8 @@ def show(processes, say):
     messages.append({"role": "user", "content": "after the restart"})
     prompt, cached = turn(processes.frontends[0], messages)
     loaded = sum(worker.metric("blockyard_worker_prompt_tokens_cached_total", 'tier="g4"') for worker in processes.workers)
-    say(f"started again: {cached} of {prompt} prompt tokens cached, {loaded:.0f} of them from the object store")
+    say(f"started again: {cached} of {prompt} prompt tokens cached")
+    say(f"{loaded:.0f} tokens were loaded from the object store, by the prefill worker and by the decode worker")
     if loaded == 0:
         sys.exit("demo: nothing was loaded from the object store")
     return {

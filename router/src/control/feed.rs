@@ -38,6 +38,8 @@ pub(crate) struct Feed {
     followed: BTreeMap<Source, Followed>,
     /// Models that workers and servers of other programs serve under one name, which is logged once.
     named_twice: BTreeSet<String>,
+    /// Models whose workers have different weights, which is logged once.
+    mixed: BTreeSet<String>,
     /// Workers have joined or left since [`members_changed`](Self::members_changed).
     has_changed: bool,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
@@ -114,6 +116,7 @@ impl Feed {
             events,
             followed: BTreeMap::new(),
             named_twice: BTreeSet::new(),
+            mixed: BTreeSet::new(),
             has_changed: false,
             resyncs: FuturesUnordered::new(),
             request_seq: 0,
@@ -218,6 +221,7 @@ impl Feed {
         // Of a model that has left, too.
         self.metrics.output_tokens.reset();
         self.check_names();
+        self.check_weights();
         self.gauges();
     }
 
@@ -235,6 +239,22 @@ impl Feed {
             tracing::info!(model, "workers and upstreams no longer serve a model of the same name");
         }
         self.named_twice = now;
+    }
+
+    /// Logs the models whose workers have different weights: what a client gets depends on the worker.
+    fn check_weights(&mut self) {
+        let now = self.fleet.snapshot().mixed_models();
+        for model in now.difference(&self.mixed) {
+            tracing::warn!(
+                model,
+                "workers have different weights under this name, so answers depend on the worker; unless an update is \
+                 in progress, compare --model of the workers, whose fingerprints are in GET /admin/workers"
+            );
+        }
+        for model in self.mixed.difference(&now) {
+            tracing::info!(model, "all workers of the model have the same weights again");
+        }
+        self.mixed = now;
     }
 
     fn event(&mut self, Event { source, epoch, body }: Event) {

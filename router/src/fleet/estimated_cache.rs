@@ -101,7 +101,9 @@ impl EstimatedCache {
 /// The stores that the estimate of a worker contains. Where the worker's own events are inaccurate, those of its stores
 /// may be the cause.
 pub(crate) fn reachable_stores<T>(cache_view: CacheView, stores: &[T]) -> &[T] {
-    if cache_view == CacheView::Estimated(EstimateReason::NoEvents) { stores } else { &[] }
+    let are_right =
+        matches!(cache_view, CacheView::Estimated(EstimateReason::NoEvents | EstimateReason::StoppedEvents));
+    if are_right { stores } else { &[] }
 }
 
 fn forget(index: &Index, holder: Holder, blocks: Vec<SequenceHash>) {

@@ -1,14 +1,18 @@
 //! Accuracy of a worker's KV events: compares the cache hits that the worker reports with its events. Pure.
 //!
 //! ```text
-//!            reports hits, but publishes no event for what it computed ──▶ estimated: no events
-//!   events ──                                                        │ an event arrives ──▶ events
+//!            has published no event, and none for what it computed ──▶ estimated: no events
+//!            │                                                       │ an event arrives ──▶ events
+//!   events ──┤ publishes no further event for what it computed ──▶ estimated: stopped events ──▶ estimated: no events
+//!            │                                                       │ an event arrives ──▶ events
 //!            half of its last reports differ from its events ──▶ estimated: wrong or missing events
 //!                                                                   │ they agree again ──▶ events
 //! ```
 //! The cache of a worker with inaccurate events is estimated from the prompts sent to it, see
-//! [`AssumedCache`](super::assumed_cache::AssumedCache). Its events are still followed, so that it can recover.
+//! [`AssumedCache`](super::assumed_cache::AssumedCache). Its events are still followed, so that it can recover. Where
+//! events have stopped, as when the plane is away, the last ones count too: blocks are there until they are evicted.
 
+use super::assumed_cache::MAX_AGE;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -28,6 +32,8 @@ pub(crate) enum CacheView {
 pub(crate) enum EstimateReason {
     /// The worker publishes no events.
     NoEvents,
+    /// Its events no longer arrive.
+    StoppedEvents,
     /// The worker reports hits on blocks that no event contained: the events are lost, or use another block size.
     MissingEvents,
     /// The worker reports no hits on blocks that its events contained.
@@ -62,9 +68,10 @@ const WRONG_MAX_TO_RECOVER: u32 = 2;
 
 impl CacheView {
     /// All views.
-    pub(crate) const ALL: [Self; 4] = [
+    pub(crate) const ALL: [Self; 5] = [
         Self::Events,
         Self::Estimated(EstimateReason::NoEvents),
+        Self::Estimated(EstimateReason::StoppedEvents),
         Self::Estimated(EstimateReason::MissingEvents),
         Self::Estimated(EstimateReason::WrongEvents),
     ];
@@ -74,6 +81,7 @@ impl CacheView {
         match self {
             Self::Events => ["events", ""],
             Self::Estimated(EstimateReason::NoEvents) => ["estimated", "no_events"],
+            Self::Estimated(EstimateReason::StoppedEvents) => ["estimated", "stopped_events"],
             Self::Estimated(EstimateReason::MissingEvents) => ["estimated", "missing_events"],
             Self::Estimated(EstimateReason::WrongEvents) => ["estimated", "wrong_events"],
         }
@@ -84,6 +92,9 @@ impl CacheView {
         match self {
             Self::Events => None,
             Self::Estimated(EstimateReason::NoEvents) => Some("estimated: publishes no KV events"),
+            Self::Estimated(EstimateReason::StoppedEvents) => {
+                Some("estimated: no further KV events arrive; the last ones count, and the prompts since")
+            }
             Self::Estimated(EstimateReason::MissingEvents) => {
                 Some("estimated: reports hits on blocks that its KV events do not contain; check its block size")
             }
@@ -135,17 +146,28 @@ impl EventAccuracy {
 
     /// The new cache view, if it changes.
     pub(crate) fn evaluate(&mut self, now: Instant) -> Option<CacheView> {
-        let silent = self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= SILENT_AFTER);
-        let wrong = self.wrong.count_ones();
+        let due_for =
+            |time: Duration| self.event_due_since.is_some_and(|since| now.saturating_duration_since(since) >= time);
+        let (wrong, silent) = (self.wrong.count_ones(), due_for(SILENT_AFTER));
+        let mostly_more = 2 * self.more.count_ones() >= wrong;
         let cache_view = match self.cache_view {
-            CacheView::Events if silent || (wrong >= WRONG_MIN && self.has_no_event()) => {
+            CacheView::Events if self.has_no_event() && (silent || wrong >= WRONG_MIN) => {
                 CacheView::Estimated(EstimateReason::NoEvents)
             }
-            CacheView::Events if wrong >= WRONG_MIN && 2 * self.more.count_ones() >= wrong => {
+            CacheView::Events if silent => CacheView::Estimated(EstimateReason::StoppedEvents),
+            // The reports differ from the events because of those that are due.
+            CacheView::Events if self.event_due_since.is_some() => CacheView::Events,
+            // The last events say too little about the cache by now.
+            CacheView::Estimated(EstimateReason::StoppedEvents)
+                if due_for(MAX_AGE) || (wrong >= WRONG_MIN && !mostly_more) =>
+            {
+                CacheView::Estimated(EstimateReason::NoEvents)
+            }
+            CacheView::Events if wrong >= WRONG_MIN && mostly_more => {
                 CacheView::Estimated(EstimateReason::MissingEvents)
             }
             CacheView::Events if wrong >= WRONG_MIN => CacheView::Estimated(EstimateReason::WrongEvents),
-            CacheView::Estimated(EstimateReason::NoEvents)
+            CacheView::Estimated(EstimateReason::NoEvents | EstimateReason::StoppedEvents)
                 if self.event_due_since.is_none() && !self.has_no_event() =>
             {
                 CacheView::Events
@@ -229,5 +251,37 @@ mod tests {
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER), Some(CacheView::Events));
         accuracy.blocks_computed(now, now + SILENT_AFTER * 2);
         assert_eq!(accuracy.evaluate(now + SILENT_AFTER * 4), None, "the event came while the prompt was computed");
+    }
+
+    /// One whose events have stopped, and the time.
+    fn stopped() -> (EventAccuracy, Instant) {
+        let (mut accuracy, now) = (with_event(), Instant::now() + SILENT_AFTER);
+        accuracy.blocks_computed(now, now);
+        // What was computed since then is cached, and no event says so.
+        (0..WINDOW).for_each(|_| accuracy.hits_reported(0, 160, 16));
+        assert_eq!(accuracy.evaluate(now), None, "an event is due");
+        let now = now + SILENT_AFTER;
+        assert_eq!(accuracy.evaluate(now), Some(CacheView::Estimated(EstimateReason::StoppedEvents)));
+        (accuracy, now)
+    }
+
+    #[test]
+    fn the_last_events_count_until_another_one_arrives() {
+        let (mut accuracy, now) = stopped();
+        (0..WINDOW).for_each(|_| accuracy.hits_reported(0, 160, 16));
+        assert_eq!(accuracy.evaluate(now), None);
+        accuracy.event_arrived(now);
+        assert_eq!(accuracy.evaluate(now), Some(CacheView::Events));
+    }
+
+    #[test]
+    fn the_last_events_do_not_count_once_they_are_wrong_or_old() {
+        let (mut accuracy, now) = stopped();
+        (0..WRONG_MIN).for_each(|_| accuracy.hits_reported(160, 0, 16));
+        assert_eq!(accuracy.evaluate(now), Some(CacheView::Estimated(EstimateReason::NoEvents)));
+        let (mut accuracy, now) = stopped();
+        assert_eq!(accuracy.evaluate(now + MAX_AGE), Some(CacheView::Estimated(EstimateReason::NoEvents)));
+        accuracy.event_arrived(now + MAX_AGE);
+        assert_eq!(accuracy.evaluate(now + MAX_AGE), Some(CacheView::Events));
     }
 }

@@ -1,6 +1,7 @@
 //! The workers of one model: their entries for decisions, and what they have in common.
 
 use super::endpoints::{self, Endpoints};
+use super::event_accuracy::{CacheView, EstimateReason};
 use super::worker_state::Worker;
 use crate::index::HolderId;
 use crate::load::{ItlTarget, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
@@ -25,6 +26,8 @@ pub(crate) enum PromptTokens {
 #[derive(Default)]
 pub(crate) struct ModelPool {
     entries: Vec<WorkerEntry>,
+    /// Those of them whose events have stopped.
+    stopped_events: Vec<StoppedEvents>,
     /// Whether they are servers of other programs.
     is_relayed: bool,
     /// The distinct hash schemes of their blocks, one card each; nearly always one.
@@ -60,6 +63,17 @@ pub(crate) struct WorkerEntry {
     pub(crate) role: Role,
     pub(crate) context: usize,
     only: Option<EndpointKind>,
+}
+
+/// A worker whose KV events have stopped: decisions use its last events and the estimate of its cache, whichever have
+/// more of a prompt.
+pub(crate) struct StoppedEvents {
+    /// Index of its hash scheme in [`ModelPool::schemes`].
+    pub(crate) scheme: u32,
+    /// Index slot of its estimate.
+    pub(crate) estimate: HolderId,
+    /// Index slot of its events.
+    pub(crate) events: HolderId,
 }
 
 /// What a request needs that only some of the workers have.
@@ -114,8 +128,18 @@ impl ModelPool {
         self.is_relayed
     }
 
+    /// Whether workers of the deployment have different weights. Servers of other programs do not say which they have.
+    pub(super) fn has_different_weights(&self) -> bool {
+        !self.is_relayed && self.schemes.windows(2).any(|cards| cards[0].identity != cards[1].identity)
+    }
+
     pub(crate) fn entries(&self) -> &[WorkerEntry] {
         &self.entries
+    }
+
+    /// The workers whose events have stopped.
+    pub(crate) fn stopped_events(&self) -> &[StoppedEvents] {
+        &self.stopped_events
     }
 
     /// Whether they can serve a request, as far as that depends on its kind.
@@ -207,6 +231,9 @@ impl ModelPool {
         }
         let (id, slot, scheme) = (worker.id(), worker.slot, scheme as u32);
         let text_slot = worker.text_slot.unwrap_or(slot);
+        if worker.cache_view == CacheView::Estimated(EstimateReason::StoppedEvents) {
+            self.stopped_events.push(StoppedEvents { scheme, estimate: slot, events: worker.events_slot });
+        }
         self.has_prefill_workers |= *role == Role::Prefill;
         let (worker, load) = (worker.clone(), worker.load.clone());
         load.set_model_stats(&self.stats, kv_cache.and_then(|cache| cache.device));

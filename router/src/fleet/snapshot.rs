@@ -53,6 +53,12 @@ impl FleetSnapshot {
         unused.map(|worker| worker.instance.model.id.clone()).collect()
     }
 
+    /// The models whose workers have different weights.
+    pub(crate) fn mixed_models(&self) -> BTreeSet<String> {
+        let mixed = self.pools().filter(|(_, pool)| pool.has_different_weights());
+        mixed.map(|(model, _)| model.to_owned()).collect()
+    }
+
     /// All workers, in the order of their ids.
     pub(crate) fn workers(&self) -> impl Iterator<Item = &Arc<Worker>> {
         self.workers.values()

@@ -29,6 +29,20 @@ impl Overlap {
         self.overlaps.index_of.get(holder_id.index()).map_or(0, |index| *index as usize)
     }
 
+    /// Gives a holder the overlap of another one where that is more: more leading blocks, or as many of which more are
+    /// in faster levels.
+    pub(crate) fn raise(&mut self, holder_id: HolderId, other: HolderId) {
+        let rank = |overlap: WorkerOverlap| (overlap.total(), overlap.in_memory(), overlap.in_g1());
+        if rank(self.at(other)) <= rank(self.at(holder_id)) {
+            return;
+        }
+        let index_of = &mut self.overlaps.index_of;
+        let Some(index) = index_of.get(other.index()).copied() else { return };
+        if let Some(own) = index_of.get_mut(holder_id.index()) {
+            *own = index;
+        }
+    }
+
     /// Extends the overlap of a worker to this many leading blocks, if it has fewer. The additional blocks count as G1.
     pub(crate) fn extend(&mut self, holder_id: HolderId, blocks: u32) {
         let WorkerOverlaps { distinct, index_of, .. } = &mut self.overlaps;

@@ -176,7 +176,13 @@ impl Overlaps {
             let hashes = hash_cache.hashes(root(domain, &card.identity), cached, card.block_size);
             HashScheme::new(card.block_size, hashes, index)
         };
-        Self { tokens: known, schemes: pool.schemes().iter().map(scheme).collect() }
+        let mut schemes: Vec<HashScheme> = pool.schemes().iter().map(scheme).collect();
+        for worker in pool.stopped_events() {
+            if let Some(scheme) = schemes.get_mut(worker.scheme as usize) {
+                scheme.overlap.raise(worker.estimate, worker.events);
+            }
+        }
+        Self { tokens: known, schemes }
     }
 
     /// The overlaps under a single hash scheme.

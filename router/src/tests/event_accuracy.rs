@@ -212,6 +212,34 @@ async fn the_first_event_of_a_worker_replaces_its_estimate() {
     assert_eq!(harness.router.core.index.entries(), 0);
 }
 
+/// As while the event plane is away.
+#[tokio::test(start_paused = true)]
+async fn the_last_events_count_when_no_further_ones_arrive() {
+    let harness = defaults();
+    let worker = harness.worker(1, Role::Both).await;
+    let announced = &names(&prompt(1, 1600))[..99];
+    worker.cache_blocks(announced);
+    harness.announce(&worker, stored(Level::G1, announced), true);
+    tokio::time::sleep(EVALUATION).await;
+    harness.answer(prompt(2, 1600)).await.unwrap();
+    tokio::time::sleep(EVALUATION).await;
+    assert_eq!(index_labels(&harness, "w1"), ["estimated", "stopped_events"]);
+    harness.answer(prompt(3, 1600)).await.unwrap();
+    let remark = "estimated: no further KV events arrive; the last ones count, and the prompts since";
+    for family in [1, 3] {
+        let explained = harness.explain(prompt(family, 1600)).await;
+        assert_eq!(explained["cached_tokens"], 1584, "family {family}: {explained}");
+        assert_eq!(index_remark(&explained, "w1").as_deref(), Some(remark));
+    }
+    harness.announce(&worker, stored(Level::G1, &names(&prompt(2, 1600))[..10]), true);
+    tokio::time::sleep(EVALUATION).await;
+    assert_eq!(index_labels(&harness, "w1"), ["events", ""]);
+    assert_eq!(
+        [cached_blocks(&harness, &prompt(1, 1600)).await, cached_blocks(&harness, &prompt(2, 1600)).await],
+        [99, 10]
+    );
+}
+
 #[tokio::test(start_paused = true)]
 async fn events_with_a_wrong_block_size_are_replaced_by_estimates() {
     let harness = defaults();

@@ -115,6 +115,10 @@ async fn workers_with_other_weights_under_one_name_share_no_block_and_no_stream(
     let workers = [worker(0).await, worker(1).await];
     let frontend = cluster.frontend().await;
     until_workers(&frontend, 2).await;
+    // The log is written by another thread.
+    while !frontend.log().contains("workers have different weights under this name") {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     for _ in 0..3 {
         for seed in 0..4 {
             let (text, _) = ask(&frontend, seed).await;

@@ -55,6 +55,10 @@ const MAX_DELAY: Duration = Duration::from_secs(1);
 /// connection and ends it within milliseconds.
 const STABLE: Duration = Duration::from_secs(5);
 
+/// What to change if the server refuses a process without credentials.
+const NO_CREDENTIALS: &str = "this process has no credentials: set nats.user and nats.password_file, nats.token_file, \
+                              nats.nkey_file or nats.credentials_file";
+
 /// Interval at which files of TLS that cannot be used are read again.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -146,7 +150,8 @@ impl Attempts {
         let files = if has(&["certificate", "tls error", "fatal alert"]) {
             self.tls.as_ref().map(tls::files).unwrap_or_default()
         } else if has(&["authorization", "authentication", "credentials", "signing nonce"]) {
-            self.credentials.file().map(|file| (self.credentials.key(), file)).into_iter().collect()
+            let Some(file) = self.credentials.file() else { return format!("{error}; {NO_CREDENTIALS}") };
+            vec![(self.credentials.key(), file)]
         } else {
             Vec::new()
         };
@@ -268,6 +273,8 @@ mod tests {
         let tls = Some(Tls { ca_file: Some("/etc/ca.pem".into()), client: None });
         let credentials = Credentials::Token("/etc/token".into());
         let attempts = Attempts::new(&Settings { tls, credentials, ..Settings::default() });
+        let anonymous = Attempts::new(&Settings::default());
+        assert_eq!(anonymous.explain("authorization violation"), format!("authorization violation; {NO_CREDENTIALS}"));
         for (error, expected) in [
             ("invalid peer certificate: UnknownIssuer", "; check nats.ca_file = \"/etc/ca.pem\""),
             ("authorization violation", "; check nats.token_file = \"/etc/token\""),

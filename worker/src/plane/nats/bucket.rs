@@ -116,6 +116,7 @@ impl Bucket {
             ..kv::Config::default()
         };
         let problem = |problem| ConnectError::Bucket { bucket: settings.bucket.clone(), problem };
+        let mut is_logged = false;
         loop {
             let error = match open_or_create(&jetstream, &config).await {
                 Ok(stream) => {
@@ -125,8 +126,16 @@ impl Bucket {
                 Err(error) => error,
             };
             if Instant::now() + OPEN_DELAY >= deadline {
-                let hint = "; is JetStream enabled on the server and allowed for the account?";
-                return Err(problem(error + hint));
+                return Err(problem(format!("{error}; {}", hint(&error))));
+            }
+            // Otherwise the log of a frontend that waits for the first worker has violations of permissions only.
+            if !std::mem::replace(&mut is_logged, true) {
+                tracing::warn!(
+                    bucket = settings.bucket,
+                    problem = error,
+                    "the bucket can neither be opened nor created yet; trying again until nats.connect_timeout is \
+                     over; the first worker creates it"
+                );
             }
             tokio::time::sleep(OPEN_DELAY).await;
         }
@@ -232,6 +241,15 @@ async fn open_or_create(jetstream: &Context, config: &kv::Config) -> Result<Stre
         }
     };
     Ok(store.stream)
+}
+
+/// What to change if the bucket cannot be opened. To a request that its permissions deny a client gets no answer.
+fn hint(error: &str) -> &'static str {
+    if error.contains("stream not found") && error.contains("timed out") {
+        "start a worker, which creates the bucket, or allow this user of NATS to create it"
+    } else {
+        "is JetStream enabled on the server and allowed for the account?"
+    }
 }
 
 fn check(stream: &Stream, lease: Duration) -> Result<(), String> {

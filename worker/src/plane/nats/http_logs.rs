@@ -161,8 +161,9 @@ impl HttpLogs {
         if unreachable.insert(url.clone(), Instant::now() + RETRY_AFTER).is_none() {
             tracing::warn!(
                 url = ?url.0, problem,
-                "the logs of this process cannot be read over HTTP and are read over NATS, which takes longer; allow \
-                 requests from this process to the URL, and check that packets of any size arrive both ways"
+                "the logs of this process cannot be read over HTTP and are read over NATS, which takes longer; unless \
+                 the problem is a secret or a certificate, allow requests from this process to the URL, and check that \
+                 packets of any size arrive both ways"
             );
         }
     }

@@ -18,7 +18,7 @@ use crate::plane::{Instance, Membership, WorkerId};
 use async_nats::jetstream::Message;
 use async_nats::jetstream::consumer::push::Ordered;
 use futures::StreamExt;
-use spans::LogLimit;
+use spans::{FaultLog, LogLimit};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,7 @@ pub(super) struct Watcher {
     /// of them.
     warnings: LogLimit,
     /// Limits log lines about attempts to follow the bucket that fail.
-    failures: LogLimit,
+    failures: FaultLog,
     texts: TextsCache,
     /// Unbounded, because the contract forbids loss; workers register and leave rarely.
     changes: mpsc::UnboundedSender<Membership>,
@@ -84,7 +84,7 @@ impl Watcher {
             records: BTreeMap::new(),
             refused: BTreeMap::new(),
             warnings,
-            failures: LogLimit::default(),
+            failures: FaultLog::default(),
             texts: TextsCache::default(),
             changes,
         }
@@ -108,10 +108,15 @@ impl Watcher {
                 None => self.connection.bucket.follow().await,
             };
             let ended = match follow {
-                Ok((keys, messages)) => self.follow(keys, messages, &mut state).await,
+                Ok((keys, messages)) => {
+                    if self.failures.ended() {
+                        tracing::info!("the registrations of workers are followed again");
+                    }
+                    self.follow(keys, messages, &mut state).await
+                }
                 Err(error) => {
                     let error = self.connection.explain(error);
-                    if let Some(suppressed) = self.failures.admit() {
+                    if let Some(suppressed) = self.failures.failed() {
                         tracing::warn!(
                             error,
                             suppressed,
