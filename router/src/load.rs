@@ -9,10 +9,12 @@
 
 mod block_reuse;
 mod block_use_rate;
+mod change_groups;
 mod demand;
 mod estimate;
 mod itl_target;
 mod least_squares;
+mod load_changes;
 #[cfg(test)]
 mod loom;
 mod model_stats;

@@ -200,7 +200,7 @@ impl ModelPool {
     pub(crate) fn snapshots(&self, now: Timestamp) -> MutexGuard<'_, SnapshotCache> {
         // A refresh does not panic half-way.
         let mut snapshots = self.snapshots.lock();
-        snapshots.refresh(self.entries.iter().map(|entry| &*entry.load), now);
+        snapshots.refresh(self.entries.len(), |at| &self.entries[at].load, now);
         snapshots
     }
 

@@ -1,7 +1,8 @@
-//! Loom test of `published.rs`: every interleaving of one reader and its writers.
+//! Loom test of `published.rs` and `load_changes.rs`: every interleaving of one reader and its writers.
 
 use super::stats::{self, LoadStats};
 use super::timestamp::{self, Timestamp};
+use load_changes::LoadChanges;
 use loom::sync::Arc;
 use loom::thread;
 use published::PublishedLoad;
@@ -14,6 +15,10 @@ mod sync {
 #[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and not all of it in a test")]
 #[path = "published.rs"]
 mod published;
+
+#[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
+#[path = "load_changes.rs"]
+mod load_changes;
 
 /// Two preemptions are enough for nearly every ordering error.
 fn explore(model: impl Fn() + Sync + Send + 'static) {
@@ -52,6 +57,25 @@ fn an_unchanged_version_means_the_latest_ejection_was_read() {
         chosen.join().unwrap();
         if published.version() == version {
             assert_eq!(seen, (now.bits(), 5));
+        }
+    });
+}
+
+#[test]
+fn an_unchanged_version_of_a_group_means_the_latest_change_was_read() {
+    explore(|| {
+        let (published, changes) = (Arc::new(PublishedLoad::default()), Arc::new(LoadChanges::default()));
+        let group = changes.next_group();
+        let (load, raised) = (published.clone(), changes.clone());
+        let chosen = thread::spawn(move || {
+            load.choose(5);
+            raised.raise(group);
+        });
+        let before = changes.version(group);
+        let seen = (published.version(), published.chosen());
+        chosen.join().unwrap();
+        if changes.version(group) == before {
+            assert_eq!(seen, (published.version(), 5));
         }
     });
 }

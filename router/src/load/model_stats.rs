@@ -3,6 +3,7 @@
 
 use super::block_reuse::BlockReuse;
 use super::itl_target::ItlTarget;
+use super::load_changes::LoadChanges;
 use super::output_lengths::{ExpectedOutput, OutputEnd, OutputLengths};
 use super::pace::Pace;
 use super::prefill_time::{PrefillGroup, PrefillTime, PrefillTimeFit};
@@ -24,6 +25,8 @@ pub(crate) struct ModelStats {
     reuse: Mutex<BlockReuse>,
     /// By device, as long as it has a worker.
     paces: Mutex<BTreeMap<DeviceId, Weak<Mutex<Pace>>>>,
+    /// Of the load of its workers.
+    changes: Arc<LoadChanges>,
 }
 
 impl ModelStats {
@@ -50,6 +53,11 @@ impl ModelStats {
         let pace = Arc::default();
         paces.insert(device, Arc::downgrade(&pace));
         pace
+    }
+
+    /// In which groups of its workers the load has changed.
+    pub(super) fn changes(&self) -> &Arc<LoadChanges> {
+        &self.changes
     }
 
     /// Duration of a decode step on an average worker.

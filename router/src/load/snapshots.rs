@@ -3,6 +3,7 @@
 //! A decision refreshes a few of a thousand snapshots. It holds the cache until it is made, explained and booked, so
 //! the explanation shows the values that made the decision.
 
+use super::change_groups::ChangeGroups;
 use super::estimate::ServiceEstimate;
 use super::prompt_flow::{PromptArrivals, PromptFlow};
 use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
@@ -13,6 +14,10 @@ use super::worker_load::{LoadReading, WorkerLoad};
 #[derive(Default)]
 pub(crate) struct SnapshotCache {
     keys: Vec<CacheKey>,
+    /// Where changes are found.
+    groups: ChangeGroups,
+    /// No snapshot expires before, as [`Timestamp::bits`].
+    expire: u64,
     all: Vec<WorkerSnapshot>,
     /// Workers with queued prompts.
     busy: u64,
@@ -56,27 +61,44 @@ impl CacheKey {
 }
 
 impl SnapshotCache {
-    /// Refreshes the snapshots that are out of date.
-    pub(crate) fn refresh<'a>(&mut self, load: impl ExactSizeIterator<Item = &'a WorkerLoad>, now: Timestamp) {
-        self.keys.resize(load.len(), CacheKey::EMPTY);
-        self.all.resize(load.len(), WorkerSnapshot::default());
+    /// Refreshes the snapshots that are out of date. `load`: of each of a number of `workers`, which stay the same.
+    pub(crate) fn refresh<'a>(&mut self, workers: usize, load: impl Fn(usize) -> &'a WorkerLoad, now: Timestamp) {
+        if self.keys.len() != workers {
+            self.all.resize(workers, WorkerSnapshot::default());
+            self.keys.resize(workers, CacheKey::EMPTY);
+            self.groups = ChangeGroups::of((0..workers).map(&load));
+            self.expire = 0;
+        }
         let mut measured = false;
-        for (at, (load, key)) in load.zip(&mut self.keys).enumerate() {
-            let version = load.version();
-            if version == key.version && now.bits() < key.until {
-                continue;
-            }
-            // A change after this read raises the version again.
-            let reading = load.read(now);
-            *key = CacheKey { version, until: reading.until.map_or(u64::MAX, Timestamp::bits) };
-            let snapshot = &mut self.all[at];
-            measured |= reading.measured != snapshot.measured;
-            self.busy += u64::from(reading.stats.prompts > 0);
-            self.busy -= u64::from(snapshot.stats.prompts > 0);
-            *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
+        if now.bits() < self.expire {
+            let mut groups = std::mem::take(&mut self.groups);
+            groups.changed(|at| self.refresh_worker(at, load(at), now, &mut measured));
+            self.groups = groups;
+        } else {
+            self.groups.all_seen();
+            (0..workers).for_each(|at| self.refresh_worker(at, load(at), now, &mut measured));
+            self.expire = self.keys.iter().map(|key| key.until).fold(u64::MAX, u64::min);
         }
         self.update_means(measured, now);
         self.prompt_arrived(now);
+    }
+
+    /// `measured`: set if the set of measured fields has changed.
+    #[inline]
+    fn refresh_worker(&mut self, at: usize, load: &WorkerLoad, now: Timestamp, measured: &mut bool) {
+        let (version, key) = (load.version(), &mut self.keys[at]);
+        if version == key.version && now.bits() < key.until {
+            return;
+        }
+        // A change after this read raises the version again.
+        let reading = load.read(now);
+        *key = CacheKey { version, until: reading.until.map_or(u64::MAX, Timestamp::bits) };
+        self.expire = self.expire.min(key.until);
+        let snapshot = &mut self.all[at];
+        *measured |= reading.measured != snapshot.measured;
+        self.busy += u64::from(reading.stats.prompts > 0);
+        self.busy -= u64::from(snapshot.stats.prompts > 0);
+        *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
     }
 
     /// Counts a prompt that was placed, by this router or by another one.
@@ -167,13 +189,16 @@ mod tests {
     /// A cache filled from scratch.
     fn anew(fleet: &[WorkerLoad], now: Instant) -> SnapshotCache {
         let mut snapshots = SnapshotCache::default();
-        snapshots.refresh(fleet.iter(), now.into());
+        snapshots.refresh(fleet.len(), |at| &fleet[at], now.into());
         snapshots
     }
 
     #[test]
     fn refreshed_snapshots_equal_new_ones() {
         let (fleet, mut kept) = ((0..8).map(|_| WorkerLoad::default()).collect::<Vec<_>>(), SnapshotCache::default());
+        // Two workers are in no group.
+        let model = Arc::new(ModelStats::default());
+        fleet[2..].iter().for_each(|load| load.set_model_stats(&model, None));
         let (start, mut open, mut ejected) = (Instant::now(), Vec::new(), HashSet::new());
         for round in 0..1_000 {
             let draw = splitmix64(round);
@@ -201,7 +226,7 @@ mod tests {
                 5 => load.eject_until(Some(Timestamp::from(now + Duration::from_millis(draw >> 16 & 2047)))),
                 _ => {}
             }
-            kept.refresh(fleet.iter(), now.into());
+            kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
@@ -225,7 +250,7 @@ mod tests {
                 load.release(load.book(demand, None, ExpectedOutput::default(), now), 0, now);
                 load.report(Load { prefill_tokens_per_second: Some(1_000.0), ..Load::default() }, now);
             }
-            snapshots.refresh(fleet.iter(), now.into());
+            snapshots.refresh(fleet.len(), |at| &fleet[at], now.into());
             snapshots.least_lost_share()
         };
         assert!(least(0, start) < 0.01, "nothing is used");

@@ -10,6 +10,7 @@
 mod state;
 
 use super::demand::Demand;
+use super::load_changes::LoadChanges;
 use super::model_stats::ModelStats;
 use super::output_lengths::ExpectedOutput;
 use super::pace::Pace;
@@ -40,6 +41,8 @@ pub(crate) struct WorkerLoad {
     has_store: AtomicBool,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
+    /// Where changes of `published` are counted, once the worker serves a model.
+    change_group: OnceLock<(Arc<LoadChanges>, usize)>,
 }
 
 /// The load of a worker as one decision reads it.
@@ -90,6 +93,7 @@ impl WorkerLoad {
     /// workers share a pace. A worker whose device is not known has a pace of its own.
     pub(crate) fn set_model_stats(&self, stats: &Arc<ModelStats>, device: Option<DeviceId>) {
         // A worker keeps its model and its device.
+        self.change_group.get_or_init(|| (stats.changes().clone(), stats.changes().next_group()));
         let _ = self.pace.set(stats.pace_of(device));
         let _ = self.model_stats.set(stats.clone());
     }
@@ -258,6 +262,18 @@ impl WorkerLoad {
         self.published.version()
     }
 
+    /// The group of the worker, once it serves a model: its version changes, too, whenever [`Self::version`] does.
+    pub(super) fn change_group(&self) -> Option<&(Arc<LoadChanges>, usize)> {
+        self.change_group.get()
+    }
+
+    /// Counts a change that was published.
+    fn count_change(&self) {
+        if let Some((changes, group)) = self.change_group.get() {
+            changes.raise(*group);
+        }
+    }
+
     /// Reads all that a decision needs.
     pub(crate) fn read(&self, now: Timestamp) -> LoadReading {
         let (age, ejected_until) = (self.published.age(now), self.published.ejected_until());
@@ -291,11 +307,13 @@ impl WorkerLoad {
     /// Ejects the worker until then; `None` ends the ejection.
     pub(crate) fn eject_until(&self, until: Option<Timestamp>) {
         self.published.set_ejected_until(until);
+        self.count_change();
     }
 
     /// Records the number of the choice that chose the worker.
     pub(crate) fn choose(&self, nth: u64) {
         self.published.choose(nth);
+        self.count_change();
     }
 
     /// A request uses the blocks of its context. Estimates how many blocks one more use loses.
@@ -338,6 +356,7 @@ impl Default for WorkerLoad {
             memory_blocks: AtomicU64::new(0),
             has_store: AtomicBool::new(false),
             published: PublishedLoad::default(),
+            change_group: OnceLock::new(),
         };
         drop(load.lock());
         load
@@ -369,6 +388,7 @@ impl Drop for WriteGuard<'_> {
         let reported = self.state.report.as_ref().map(|(_, at)| Timestamp::from(*at));
         let stats = |fresh| self.state.stats(self.load.pace(), fresh);
         self.load.published.publish(reported, &stats(true), &stats(false));
+        self.load.count_change();
     }
 }
 
