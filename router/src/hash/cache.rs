@@ -107,8 +107,7 @@ impl HashCache {
         for slot in self.pair(pair) {
             let Some(mut slot) = slot.try_lock() else { continue };
             if !std::mem::take(&mut slot.is_used) {
-                let hashes = hashes[first..].into();
-                slot.segment = Some(Box::new(Segment { tokens: *tokens, before, after, hashes }));
+                slot.keep(tokens, before, after, &hashes[first..]);
                 break;
             }
         }
@@ -117,6 +116,20 @@ impl HashCache {
 
     fn pair(&self, pair: usize) -> &[Mutex<Slot>] {
         &self.slots[pair * 2..pair * 2 + 2]
+    }
+}
+
+impl Slot {
+    /// Keeps a segment, in the memory of the one before it.
+    fn keep(&mut self, tokens: &[u32; SEGMENT_TOKENS], before: ChainKey, after: ChainKey, hashes: &[SequenceHash]) {
+        match &mut self.segment {
+            Some(segment) if segment.hashes.len() == hashes.len() => {
+                segment.tokens = *tokens;
+                (segment.before, segment.after) = (before, after);
+                segment.hashes.copy_from_slice(hashes);
+            }
+            segment => *segment = Some(Box::new(Segment { tokens: *tokens, before, after, hashes: hashes.into() })),
+        }
     }
 }
 
@@ -129,11 +142,12 @@ impl Segment {
 /// The pair of slots of a segment: by a fast hash of its tokens that need not resist collisions, because segments are
 /// compared.
 fn pair_of(before: &ChainKey, tokens: &[u32; SEGMENT_TOKENS]) -> usize {
-    // Four hashes of every fourth pair of tokens, whose multiplications do not wait for each other.
+    // Four hashes of every fourth pair of tokens, whose multiplications do not wait for each other. The first token of a
+    // pair is the low half, so that a pair is one load.
     let mut lanes = [before.hash().short(); 4];
     for chunk in tokens.as_chunks::<8>().0 {
-        for (lane, at) in lanes.iter_mut().zip([0, 2, 4, 6]) {
-            let two = u64::from(chunk[at]) << 32 | u64::from(chunk[at + 1]);
+        for (lane, [low, high]) in lanes.iter_mut().zip(chunk.as_chunks::<2>().0) {
+            let two = u64::from(*low) | u64::from(*high) << 32;
             *lane = (*lane ^ two).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         }
     }
