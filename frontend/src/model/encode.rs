@@ -31,6 +31,8 @@ use worker::engine::Domain;
 
 /// Memory for the tokens of recent pieces: of 30 MB of text, or a thousand conversations of 8,000 tokens.
 const CACHE_BYTES: usize = 64 << 20;
+/// Bytes of text per token, of which most texts have more.
+const BYTES_PER_TOKEN: usize = 3;
 /// Minimum size of a piece whose tokens are kept. A shorter one is tokenized in 20 µs.
 const MIN_CACHED: usize = 64;
 
@@ -133,7 +135,10 @@ impl Encoder {
     ) -> Result<Vec<u32>, EncodeError> {
         self.check(text, limit)?;
         let Some((before, after)) = &self.added else { return Ok(ids(&self.tokenizer, text, special)?) };
-        let mut tokens = if special { before.clone() } else { Vec::new() };
+        let mut tokens = Vec::with_capacity((text.len() / BYTES_PER_TOKEN).min(limit));
+        if special {
+            tokens.extend(before);
+        }
         let (segments, whole) = match &self.segments {
             Some(added) => (Some(added.segments(text)), None),
             None => (None, Some(text)),
