@@ -25,6 +25,7 @@ use parking_lot::{Mutex, RwLock};
 use spans::LogLimit;
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
+use std::hash::{Hash, Hasher};
 use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,10 +61,17 @@ pub struct CacheEvents {
 }
 
 /// The hash of a block, and which of the server's models it is of.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct ModelHash {
     model: u32,
     hash: SequenceHash,
+}
+
+impl Hash for ModelHash {
+    /// One word, because the hash of a block is random in each, and differs between models.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash.short());
+    }
 }
 
 /// Maximum number of ranks of one server that are followed. A node has eight or sixteen devices.

@@ -4,9 +4,10 @@
 //! generations, as in a copying collector: an entry that is used moves to the young one, and when the young one has
 //! half of the capacity, the old one is dropped.
 
+use foldhash::fast::{FixedState, RandomState};
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::mem;
 use std::sync::Arc;
 use worker::engine::Domain;
@@ -16,18 +17,22 @@ const ENTRY_BYTES: usize = 192;
 
 /// Tokens by key.
 pub(crate) struct TokenCache {
-    /// Seeded, so that no client can choose keys that collide.
+    /// Of the whole text of a prompt, so a fast one. It is seeded, and a client that finds keys that collide has only
+    /// that the tokens of one of them are not kept.
     hasher: RandomState,
     generations: Mutex<Generations>,
     capacity: usize,
 }
 
+/// Entries by the hash of their key.
+type Entries = HashMap<u64, Entry, FixedState>;
+
 #[derive(Default)]
 struct Generations {
-    young: HashMap<u64, Entry>,
+    young: Entries,
     /// Bytes of the young entries.
     bytes: usize,
-    old: HashMap<u64, Entry>,
+    old: Entries,
 }
 
 struct Entry {
@@ -49,7 +54,7 @@ impl Entry {
 impl TokenCache {
     /// A cache of at most `capacity` bytes.
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { hasher: RandomState::new(), generations: Mutex::default(), capacity }
+        Self { hasher: RandomState::default(), generations: Mutex::default(), capacity }
     }
 
     /// The tokens of this key in a domain.
@@ -97,8 +102,8 @@ impl TokenCache {
 
 impl Generations {
     /// Adds an entry to the young generation of at most `limit` bytes. Returns what is no longer needed.
-    fn insert(&mut self, hash: u64, entry: Entry, limit: usize) -> HashMap<u64, Entry> {
-        let mut dropped = HashMap::new();
+    fn insert(&mut self, hash: u64, entry: Entry, limit: usize) -> Entries {
+        let mut dropped = Entries::default();
         if self.bytes + entry.bytes() > limit {
             dropped = mem::replace(&mut self.old, mem::take(&mut self.young));
             self.bytes = 0;

@@ -42,7 +42,7 @@ fn message_as_rendered(message: Value, format: ContentFormat, left: &mut usize) 
         ContentFormat::Parts if !is_tool => {
             texts.into_iter().map(|text| json!({ "type": "text", "text": text })).collect()
         }
-        _ => Value::String(texts.join("\n")),
+        _ => Value::String(joined(texts)),
     };
     let mut rendered = Map::new();
     rendered.insert("role".into(), role.as_str().into());
@@ -73,6 +73,14 @@ fn message_as_rendered(message: Value, format: ContentFormat, left: &mut usize) 
         rendered.insert("name".into(), name);
     }
     Some(rendered.into())
+}
+
+/// The texts of a message as one. That of most messages is one already, and it may be long.
+fn joined(mut texts: Vec<String>) -> String {
+    match texts.len() {
+        1 => texts.pop().unwrap_or_default(),
+        _ => texts.join("\n"),
+    }
 }
 
 /// The texts of a message's content: a string, or parts of text without further fields.

@@ -315,7 +315,8 @@ fn tokens(reader: &mut Reader<'_>) -> Result<(Vec<u32>, bool), WireError> {
         _ => return Err(WireError::Unexpected("token_ids")),
     };
     let (mut tokens, mut foreign) = (Vec::with_capacity(len), false);
-    for _ in 0..len {
+    reader.small_numbers(len, &mut tokens);
+    for _ in tokens.len()..len {
         let token = match reader.head()? {
             // SGLang hashes pairs of a token and the next one for EAGLE.
             Head::Array(2) => {

@@ -69,6 +69,22 @@ impl<'a> Reader<'a> {
         })
     }
 
+    /// Appends numbers of up to 32 bits, at most `max`, up to the first value that is something else. Most bytes of an
+    /// event are such numbers, and this takes a third of the instructions of their heads.
+    pub(super) fn small_numbers(&mut self, max: usize, to: &mut Vec<u32>) {
+        for _ in 0..max {
+            let (number, rest) = match self.0 {
+                [number @ 0..=0x7f, rest @ ..] => (u32::from(*number), rest),
+                [0xcc, number, rest @ ..] => (u32::from(*number), rest),
+                [0xcd, high, low, rest @ ..] => (u32::from(u16::from_be_bytes([*high, *low])), rest),
+                [0xce, a, b, c, d, rest @ ..] => (u32::from_be_bytes([*a, *b, *c, *d]), rest),
+                _ => return,
+            };
+            self.0 = rest;
+            to.push(number);
+        }
+    }
+
     /// Skips the next value with all it contains. Without recursion, so nesting needs no limit.
     pub(super) fn skip(&mut self) -> Result<(), WireError> {
         let head = self.head()?;

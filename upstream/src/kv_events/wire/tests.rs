@@ -275,6 +275,31 @@ fn token_ids_beyond_u32_are_foreign() {
 }
 
 #[test]
+fn token_ids_may_be_encoded_in_any_way() {
+    // 127, 128, 300 and 70,000, as short as they can be, as signed numbers, and 5 in eight bytes.
+    let short = [&[0x7f][..], &[0xcc, 128], &[0xcd, 1, 44], &[0xce, 0, 1, 0x11, 0x70]];
+    let long = [&[0xd0, 127][..], &[0xd1, 0, 128], &[0xd2, 0, 0, 1, 44], &[0xd3, 0, 0, 0, 0, 0, 1, 0x11, 0x70]];
+    let five = [&[0xcf, 0, 0, 0, 0, 0, 0, 0, 5][..]];
+    for encodings in [[&short[..], &long, &five], [&long, &short, &five], [&five, &short, &long]] {
+        let mut bytes = Vec::new();
+        Array(vec![Int(1), Array(vec![Map(vec![("type", Text("BlockStored")), ("block_hashes", ints(&[1]))])])])
+            .encode(&mut bytes);
+        // The map is the last value, so a field can be added to it.
+        let fields = bytes.windows(3).rposition(|header| header == [0xde, 0, 2]).unwrap();
+        bytes[fields + 2] = 3;
+        Text("token_ids").encode(&mut bytes);
+        bytes.extend([0xdc, 0, 9]);
+        bytes.extend(encodings.concat().concat());
+        let events = Batch::decode(&bytes).unwrap().events;
+        let [Event::Stored(stored)] = &events[..] else { panic!("{events:?}") };
+        let numbers = [127, 128, 300, 70_000];
+        let expected: Vec<u32> =
+            encodings.iter().flat_map(|one| if one.len() == 1 { vec![5] } else { numbers.to_vec() }).collect();
+        assert_eq!(stored.tokens, expected);
+    }
+}
+
+#[test]
 fn events_that_are_not_understood_are_skipped() {
     let removed = || Map(vec![("block_hashes", ints(&[1])), ("type", Text("BlockRemoved"))]);
     let batch = batch(vec![

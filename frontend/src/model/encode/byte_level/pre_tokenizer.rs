@@ -4,10 +4,13 @@
 //! belongs to the word. A DFA has no look-ahead. So the run is matched by a second pattern `\s+`, which comes after all
 //! others as before, and gives its last character back where a word follows.
 //!
-//! The time is linear in the text for patterns that match at every position, which those of language models do.
+//! The time is linear in the text for patterns that match at every position, which those of language models do. The
+//! states are walked here: the library's search takes a slow path at each byte at which a match may end, and in a word
+//! that is every byte.
 
 use super::Unsupported;
 use parking_lot::Mutex;
+use regex_automata::hybrid::LazyStateID;
 use regex_automata::hybrid::dfa::{Cache, DFA};
 use regex_automata::nfa::thompson::NFA;
 use regex_automata::{Anchored, Input};
@@ -35,7 +38,7 @@ pub(super) struct PreTokenizer {
     patterns: Vec<Pattern>,
 }
 
-struct Pattern {
+pub(super) struct Pattern {
     dfa: DFA,
     /// Text between two matches is a word too.
     keeps_gaps: bool,
@@ -99,6 +102,11 @@ impl Pattern {
     }
 
     fn new(pattern: &str, keeps_gaps: bool) -> Result<Self, Unsupported> {
+        Self::within(pattern, keeps_gaps, DFA_BYTES)
+    }
+
+    /// A pattern with this memory for the states of a DFA.
+    pub(super) fn within(pattern: &str, keeps_gaps: bool, dfa_bytes: usize) -> Result<Self, Unsupported> {
         let unsupported = || Unsupported::feature(format!("the pattern {pattern:?}"));
         let patterns = match pattern.strip_suffix(SPACES) {
             Some(first) => vec![first, r"\s+"],
@@ -111,7 +119,7 @@ impl Pattern {
         if nfa.has_empty() || !nfa.look_set_any().is_empty() {
             return Err(unsupported());
         }
-        let config = DFA::config().cache_capacity(DFA_BYTES).skip_cache_capacity_check(true);
+        let config = DFA::config().cache_capacity(dfa_bytes).skip_cache_capacity_check(true);
         let dfa = DFA::builder().configure(config).build_from_nfa(nfa).map_err(|_| unsupported())?;
         let mut found = Self { dfa, keeps_gaps, first: [true; 256], idle: Mutex::default() };
         found.first = found.first_bytes().ok_or_else(unsupported)?;
@@ -121,7 +129,7 @@ impl Pattern {
     /// The bytes that a match may begin with.
     fn first_bytes(&self) -> Option<[bool; 256]> {
         let mut cache = self.dfa.create_cache();
-        let start = self.dfa.start_state_forward(&mut cache, &Input::new("").anchored(Anchored::Yes)).ok()?;
+        let start = start_state(&self.dfa, &mut cache).ok()?;
         let mut first = [false; 256];
         for (byte, is_first) in (0..=u8::MAX).zip(&mut first) {
             *is_first = !self.dfa.next_state(&mut cache, start, byte).ok()?.is_dead();
@@ -130,14 +138,14 @@ impl Pattern {
     }
 
     /// Calls `word` for each match, and for the text between them if that is kept.
-    fn matches<'a>(&self, text: &'a str, mut word: impl FnMut(&'a str)) -> Option<()> {
-        let mut cache = self.idle.lock().pop().unwrap_or_else(|| self.dfa.create_cache());
+    pub(super) fn matches<'a>(&self, text: &'a str, mut word: impl FnMut(&'a str)) -> Option<()> {
+        let cache = self.idle.lock().pop().unwrap_or_else(|| self.dfa.create_cache());
+        let mut search = Search::new(&self.dfa, cache).ok()?;
         let bytes = text.as_bytes();
         let (mut end, mut at) = (0, 0);
         while at < bytes.len() {
-            let input = Input::new(text).range(at..).anchored(Anchored::Yes);
-            let found = self.first[usize::from(bytes[at])].then(|| self.dfa.try_search_fwd(&mut cache, &input));
-            let Some(found) = found.transpose().ok()?.flatten() else {
+            let found = if self.first[usize::from(bytes[at])] { search.at(bytes, at).ok()? } else { None };
+            let Some(found) = found else {
                 at += 1;
                 while !text.is_char_boundary(at) {
                     at += 1;
@@ -150,8 +158,8 @@ impl Pattern {
             if self.keeps_gaps && end < at {
                 word(&text[end..at]);
             }
-            end = found.offset();
-            let is_space = found.pattern().as_usize() == 1;
+            end = found.end;
+            let is_space = found.pattern == 1;
             if is_space && end - at > MAX_RUN {
                 return None;
             }
@@ -168,10 +176,78 @@ impl Pattern {
         }
         let mut idle = self.idle.lock();
         if idle.len() < MAX_IDLE {
-            idle.push(cache);
+            idle.push(search.cache);
         }
         Some(())
     }
+}
+
+/// A match, without its beginning.
+struct Match {
+    end: usize,
+    /// Number of its pattern.
+    pattern: usize,
+}
+
+/// Finds the matches at positions of a text.
+struct Search<'a> {
+    dfa: &'a DFA,
+    cache: Cache,
+    /// The state before a match, the same at every position, because the patterns do not look around.
+    start: LazyStateID,
+    /// How often the cache had been cleared when `start` was found. States do not outlive that.
+    cleared: usize,
+}
+
+/// A DFA has no memory for its next state.
+struct GaveUp;
+
+impl<'a> Search<'a> {
+    fn new(dfa: &'a DFA, mut cache: Cache) -> Result<Self, GaveUp> {
+        let start = start_state(dfa, &mut cache)?;
+        let cleared = cache.clear_count();
+        Ok(Self { dfa, cache, start, cleared })
+    }
+
+    /// The match that begins at a position, if there is one.
+    fn at(&mut self, text: &[u8], at: usize) -> Result<Option<Match>, GaveUp> {
+        let Self { dfa, cache, start, cleared } = self;
+        if cache.clear_count() != *cleared {
+            *start = start_state(dfa, cache)?;
+            *cleared = cache.clear_count();
+        }
+        let mut state = *start;
+        let mut last = None;
+        for (end, byte) in (at..).zip(&text[at..]) {
+            state = dfa.next_state(cache, state, *byte).map_err(|_| GaveUp)?;
+            if state.is_tagged() {
+                // A state is one byte ahead of the match that ends there.
+                if state.is_match() {
+                    last = Some((end, state));
+                } else if state.is_dead() {
+                    break;
+                }
+            }
+        }
+        if !state.is_dead() {
+            state = dfa.next_eoi_state(cache, state).map_err(|_| GaveUp)?;
+            if state.is_match() {
+                last = Some((text.len(), state));
+            }
+        }
+        let Some((end, state)) = last else { return Ok(None) };
+        if cache.clear_count() == *cleared {
+            return Ok(Some(Match { end, pattern: dfa.match_pattern(cache, state, 0).as_usize() }));
+        }
+        // The state of the match may be gone.
+        let input = Input::new(text).range(at..).anchored(Anchored::Yes);
+        let found = dfa.try_search_fwd(cache, &input).map_err(|_| GaveUp)?;
+        Ok(found.map(|found| Match { end: found.offset(), pattern: found.pattern().as_usize() }))
+    }
+}
+
+fn start_state(dfa: &DFA, cache: &mut Cache) -> Result<LazyStateID, GaveUp> {
+    dfa.start_state_forward(cache, &Input::new("").anchored(Anchored::Yes)).map_err(|_| GaveUp)
 }
 
 /// Whether a pattern means the same here as in the library, whose engine knows more syntax.

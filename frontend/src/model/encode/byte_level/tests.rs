@@ -1,4 +1,5 @@
 use super::normalization::is_inert;
+use super::pre_tokenizer::Pattern;
 use super::*;
 use crate::model::encode::tests::{PATTERNS, byte_level, families, pieces, with_added_tokens};
 use proptest::prelude::*;
@@ -218,6 +219,20 @@ proptest! {
             let [library, words] = words(tokenizer, byte_level, &text);
             prop_assert_eq!(words, library, "{}: {:?}", name, text);
         }
+    }
+}
+
+#[test]
+fn words_do_not_depend_on_the_memory_of_the_dfa() {
+    let text: String = ('\u{20}'..'\u{3000}').flat_map(|c| [c, 'a', c, ' ', ' ', c, '1', '\n', ' ', c]).collect();
+    for pattern in &PATTERNS[..3] {
+        // Without memory the states are dropped within most words.
+        let [enough, none] = [1 << 26, 0].map(|bytes| {
+            let (pattern, mut words) = (Pattern::within(pattern, true, bytes).unwrap(), Vec::new());
+            pattern.matches(&text, |word| words.push(word)).unwrap();
+            words
+        });
+        assert!(enough == none, "{pattern}");
     }
 }
 
