@@ -145,11 +145,6 @@ impl CheckedTokenizer {
         is_used.then(|| self.tokenizer.tokens(fields, self.format, job)).flatten()
     }
 
-    /// Whether it is fast enough for longer prompts on async threads.
-    pub(crate) fn is_fast(&self) -> bool {
-        self.tokenizer.is_fast()
-    }
-
     /// Used for all prompts, without a comparison.
     fn unchecked(tokenizer: &Arc<LocalTokenizer>) -> Self {
         let (tokenizer, format) = (Arc::clone(tokenizer), ContentFormat::Text);

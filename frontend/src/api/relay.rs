@@ -23,7 +23,6 @@ use crate::output::{BodyKind, OutputText, RelayMeter, StoredResponse};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::settings::RelayPath;
 use crate::state::AppState;
-use crate::tokenizers::CheckedTokenizer;
 use axum::body::{Body, HttpBody};
 use axum::extract::{Request as AxumRequest, State};
 use axum::http::Method;
@@ -120,8 +119,7 @@ impl Incoming {
                 let has_exact_blocks = card.has_exact_blocks;
                 let tokenizers = state.tokenizers.of(&card).filter(|of| of.local.is_some() || has_exact_blocks);
                 if let Some(tokenizers) = tokenizers {
-                    let path = parts.uri.path().to_owned();
-                    let is_fast = tokenizers.local.as_ref().map(CheckedTokenizer::is_fast);
+                    let (path, is_tokenized) = (parts.uri.path().to_owned(), tokenizers.local.is_some());
                     let is_converted = PromptFields::are_converted(&path);
                     // When the client disconnects, this future is dropped, which cancels the work.
                     let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
@@ -136,9 +134,9 @@ impl Incoming {
                             prompt.filter(|_| is_asked).and_then(|prompt| prompt.tokenize_body(&tokenizers.id));
                         Ok(Routing { tokenize_body, ..Routing::read(fields, tokens) })
                     };
-                    if let Some(is_fast) = is_fast {
+                    if is_tokenized {
                         let mut span = context.trace().span("tokenize", Kind::Internal);
-                        let routing = permit.tokenize(is_fast, read).await?;
+                        let routing = permit.run(read).await?;
                         routing.describe(&mut span);
                         routing
                     } else if is_converted {

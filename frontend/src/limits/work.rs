@@ -1,8 +1,7 @@
 //! Limits on how much text is parsed, rendered and tokenized at the same time.
 //!
 //! ```text
-//!   below 8 KiB    immediately, on the async thread; with a fast tokenizer below 20 KiB; without tokenizing, below 64
-//!                  KiB
+//!   below 8 KiB    immediately, on the async thread; without tokenizing, below 64 KiB
 //!   up to 256 KiB  short queue: as many at the same time as there are processors
 //!   above          long queue: weighted by bytes, at most half as many at the same time
 //! ```
@@ -15,10 +14,6 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bodies below this size are processed on the async thread, which takes about a millisecond.
 const MIN_OFFLOADED_BYTES: usize = 8 << 10;
-/// Bodies below this size are tokenized on the async thread by a fast tokenizer. New text takes a quarter of a
-/// millisecond, words without tokens of their own one or two, and known text far less. A blocking thread takes 20 µs to
-/// wake up, and has neither the body nor the tokens in its processor's cache.
-const MIN_OFFLOADED_FAST_BYTES: usize = 20 << 10;
 /// Bodies below this size are read through on the async thread, which takes about 0.1 ms; a blocking thread takes 20 µs
 /// to wake up.
 const MIN_OFFLOADED_SCAN_BYTES: usize = 64 << 10;
@@ -89,16 +84,6 @@ impl WorkPermit {
         self.run_from(MIN_OFFLOADED_BYTES, work).await
     }
 
-    /// Runs work that tokenizes the body, as [`run`](Self::run) does. `is_fast`: the tokenizer's speed allows it on the
-    /// async thread for larger bodies.
-    pub(crate) async fn tokenize<T: Send + 'static>(
-        &self,
-        is_fast: bool,
-        work: impl FnOnce() -> Result<T, Error> + Send + 'static,
-    ) -> Result<T, Error> {
-        self.run_from(if is_fast { MIN_OFFLOADED_FAST_BYTES } else { MIN_OFFLOADED_BYTES }, work).await
-    }
-
     /// Runs work that reads the body a few times and does nothing else, as [`run`](Self::run) does.
     pub(crate) async fn scan<T: Send + 'static>(
         &self,
@@ -143,18 +128,6 @@ mod tests {
         assert!(queues.acquire(100, None).now_or_never().is_some());
         long.pop();
         assert!(queues.acquire(MIN_LONG_BYTES, None).now_or_never().is_some());
-    }
-
-    #[tokio::test]
-    async fn a_fast_tokenizer_has_prompts_below_20_kib_on_the_async_thread() {
-        let here = std::thread::current().id();
-        for (bytes, is_fast, expected) in
-            [(16 << 10, true, true), (16 << 10, false, false), (20 << 10, true, false), (1 << 10, false, true)]
-        {
-            let permit = WorkQueues::default().acquire(bytes, None).await;
-            let thread = permit.tokenize(is_fast, || Ok(std::thread::current().id())).await.unwrap();
-            assert_eq!(thread == here, expected, "{bytes} bytes, {is_fast}");
-        }
     }
 
     #[tokio::test]

@@ -119,12 +119,6 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// Whether no text needs the tokenizer library, which takes ten times as long, but one with a long run of white
-    /// space.
-    pub(crate) fn is_fast(&self) -> bool {
-        self.byte_level.as_ref().is_some_and(ByteLevel::takes_added_tokens)
-    }
-
     /// Rejects a text that certainly has more than `limit` tokens.
     pub(crate) fn check(&self, text: &str, limit: usize) -> Result<(), EncodeError> {
         self.bound.as_ref().map_or(Ok(()), |bound| bound.check(text, limit))

@@ -117,11 +117,6 @@ impl LocalTokenizer {
         self.encoder.encode(text, false, usize::MAX, &EncodeJob::default()).map_err(|error| error.to_string())
     }
 
-    /// Whether prompts are tokenized without the tokenizer library, which takes ten times as long.
-    pub(crate) fn is_fast(&self) -> bool {
-        self.encoder.is_fast()
-    }
-
     /// Texts of the added tokens, by their ids.
     pub(crate) fn added_tokens(&self) -> &[String] {
         &self.added

@@ -112,11 +112,6 @@ impl ByteLevel {
         Ok(())
     }
 
-    /// Whether it takes texts with any added token.
-    pub(super) fn takes_added_tokens(&self) -> bool {
-        self.added.ids.iter().all(Option::is_some) && !self.normalization.has_added_tokens()
-    }
-
     /// Adds the tokens of a text. `false`: only the library has them, and nothing was added.
     pub(super) fn encode(&self, text: &str, tokens: &mut Vec<u32>) -> bool {
         let known = tokens.len();

@@ -30,11 +30,6 @@ impl Normalization {
         Ok(found)
     }
 
-    /// Whether added tokens are searched in normalized text, which is left to the library if it has one.
-    pub(super) fn has_added_tokens(&self) -> bool {
-        self.added.is_some()
-    }
-
     /// The normalized text; `None` if it has an added token, or the normalizer fails.
     pub(super) fn apply<'a>(&self, text: &'a str) -> Option<Cow<'a, str>> {
         let normalized = match &self.normalizer {
