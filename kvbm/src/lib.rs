@@ -111,5 +111,5 @@ pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
 pub use table::{HashIndex, Prefetcher, hugepages, prefetch, splitmix, swar};
-pub use tier::{Faults, Faulty, LoadError, Loaded, Quota, Quotas, StoreError, Tier, Usage};
+pub use tier::{BlockReceiver, Faults, Faulty, LoadError, Loaded, Quota, Quotas, StoreError, Tier, Usage};
 pub use transform::{codec, crypt};

@@ -30,6 +30,7 @@ use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use std::io;
+use std::sync::Arc;
 
 /// A tier that stores blocks: host memory, a log on SSD, an object store, a peer's memory.
 ///
@@ -37,6 +38,8 @@ use std::io;
 /// - `holds` MUST NOT wait or access a device. It is a hint: a block that it counts may be missing when it is loaded.
 /// - `load` MUST yield every index of `hashes` exactly once, in any order, and end. A missing block is `Ok(None)`,
 ///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; the caller does.
+/// - `load_into` MUST do what `load` does, except that it does not yield the indexes of blocks that its receiver has
+///   taken. It MUST offer a block at most once.
 /// - `store` MUST resolve only when the bytes are as durable as the tier specifies, and only then announce them.
 ///   Storing a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot
 ///   accept a block now MUST answer [`StoreError::Busy`] or [`StoreError::Unavailable`] soon instead of waiting.
@@ -60,6 +63,18 @@ pub trait Tier: Send + Sync + 'static {
 
     /// Reads blocks.
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded>;
+
+    /// Reads blocks, and offers each one to `receiver` first. For tiers that read on several threads, where the bytes
+    /// of a block that has just arrived are in the cache of a processor. By default nothing is offered.
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        drop(receiver);
+        self.load(fingerprint, hashes)
+    }
 
     /// Writes blocks. The results are in the order of the blocks.
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>>;
@@ -86,6 +101,13 @@ pub trait Tier: Send + Sync + 'static {
 
     /// Current fill level.
     fn usage(&self) -> Usage;
+}
+
+/// Takes blocks on the threads that read them: [`Tier::load_into`].
+pub trait BlockReceiver: Send + Sync + 'static {
+    /// Takes a block that was not verified, by its index in the load, or returns it, to be yielded. It is called on an
+    /// async thread, so it MUST take no longer than copying the block does.
+    fn take(&self, index: usize, block: Block) -> Option<Block>;
 }
 
 /// One item of [`Tier::load`]: index of a requested hash, and the result for it.

@@ -7,11 +7,11 @@
 //! Raw TCP: threads that write the bytes from memory, each to a connection of its own, and as many threads that read
 //! them into a buffer of 1 MiB, which stays in the cache, or, as "bytes kept", into as much memory as there are bytes.
 //! The peer: a server and a client with as many runtime threads each. Every block is verified (hash, fingerprint,
-//! checksum). Its source is host memory (G2), whose checksums are known, or device memory (G1), of which the server
-//! computes them. `onboard`: the blocks are also written to the device memory of the client and registered. `mTLS`:
-//! server and client show each other certificates, and the bytes are encrypted. All are measured in turns; the results
-//! are medians, those of plaintext reads beside their goal. The processor time is that of both sides: with all cores
-//! busy, it decides.
+//! checksum) by the task that reads it, as in onboarding. Its source is host memory (G2), whose checksums are known, or
+//! device memory (G1), of which the server computes them. `onboard`: the blocks are also written to the device memory
+//! of the client and registered. `mTLS`: server and client show each other certificates, and the bytes are encrypted.
+//! All are measured in turns; the results are medians, those of plaintext reads beside their goal. The processor time
+//! is that of both sides: with all cores busy, it decides.
 
 #[path = "../../transport/src/tests/authority.rs"]
 #[expect(clippy::unwrap_used, reason = "shared with tests, where it is allowed")]
@@ -24,7 +24,8 @@ use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use kvbm::{
-    BlockAttrs, BlockManager, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics, SequenceHash, Tier,
+    Block, BlockAttrs, BlockManager, BlockReceiver, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics,
+    SequenceHash, Tier,
 };
 use serde_json::{Value, json};
 use std::convert::Infallible;
@@ -32,6 +33,7 @@ use std::error::Error as StdError;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Instant;
@@ -205,17 +207,50 @@ fn raw(memory: &[u8], into: &mut [Vec<u8>]) -> Result<f64> {
     Ok((share * connections) as f64 / began.elapsed().as_secs_f64())
 }
 
+/// Verifies blocks as they arrive, like onboarding, and drops them.
+struct Verified {
+    fingerprint: Fingerprint,
+    hashes: Vec<SequenceHash>,
+    blocks: AtomicUsize,
+    bytes: AtomicUsize,
+}
+
+impl Verified {
+    fn new(fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> Self {
+        Self { fingerprint, hashes, blocks: AtomicUsize::new(0), bytes: AtomicUsize::new(0) }
+    }
+
+    fn add(&self, block: &Block) {
+        self.blocks.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(block.payload.len(), Ordering::Relaxed);
+    }
+}
+
+impl BlockReceiver for Verified {
+    fn take(&self, index: usize, block: Block) -> Option<Block> {
+        if block.check(self.hashes[index], self.fingerprint).is_err() {
+            return Some(block);
+        }
+        self.add(&block);
+        None
+    }
+}
+
 /// Bytes per second of reading and verifying all blocks.
 async fn read(peer: Arc<dyn Tier>, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> Result<f64> {
     // On a thread of the runtime, beside the tasks that read.
     let reading = tokio::spawn(async move {
-        let (began, mut bytes, mut blocks) = (Instant::now(), 0, peer.load(fingerprint, hashes.clone()));
+        let (began, verified) = (Instant::now(), Arc::new(Verified::new(fingerprint, hashes.clone())));
+        let mut blocks = peer.load_into(fingerprint, hashes.clone(), Arc::clone(&verified) as _);
         while let Some((index, loaded)) = blocks.next().await {
             let block = loaded.map_err(|error| error.to_string())?.ok_or("a block is missing")?;
-            bytes += block.payload.len();
             block.check(hashes[index], fingerprint).map_err(|error| error.to_string())?;
+            verified.add(&block);
         }
-        Ok::<_, String>(bytes as f64 / began.elapsed().as_secs_f64())
+        if verified.blocks.load(Ordering::Relaxed) < hashes.len() {
+            return Err("a block is missing".to_owned());
+        }
+        Ok::<_, String>(verified.bytes.load(Ordering::Relaxed) as f64 / began.elapsed().as_secs_f64())
     });
     Ok(reading.await??)
 }

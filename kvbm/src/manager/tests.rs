@@ -20,6 +20,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 mod host_copy;
+mod inbox;
 mod never_slower;
 mod offload;
 mod onboard;

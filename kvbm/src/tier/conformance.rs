@@ -2,13 +2,14 @@
 //!
 //! A test module calls `conformance::suite!(async || Subject::new(tier, log))` with a closure that makes an empty tier.
 
-use super::{StoreError, Tier};
+use super::{BlockReceiver, StoreError, Tier};
 use crate::block::{
     Block, BlockAttrs, BlockRetention, Date, DomainId, Fingerprint, Level, Priority, SequenceHash, Verified,
 };
 use crate::event::{BlockEvent, EventLog};
 use bytes::Bytes;
 use futures::StreamExt;
+use parking_lot::Mutex;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -45,6 +46,7 @@ macro_rules! suite {
             $crate::tier::conformance::suite!(@tests $make;
                 stored_blocks_come_back_as_they_were
                 load_answers_every_index_once
+                load_into_yields_what_its_receiver_has_not_taken
                 holds_counts_the_prefix
                 fingerprints_are_separate
                 domain_and_retention_come_back
@@ -196,6 +198,42 @@ pub(crate) async fn load_answers_every_index_once(subject: Subject) {
         assert_eq!(block.is_some(), index % 3 != 0, "index {index}");
     }
     assert_eq!(answered, vec![1; requested.len()]);
+}
+
+/// Takes the blocks with an even index.
+#[derive(Default)]
+struct TakesEven(Mutex<Vec<(usize, Block)>>);
+
+impl BlockReceiver for TakesEven {
+    fn take(&self, index: usize, block: Block) -> Option<Block> {
+        if index % 2 == 1 {
+            return Some(block);
+        }
+        self.0.lock().push((index, block));
+        None
+    }
+}
+
+pub(crate) async fn load_into_yields_what_its_receiver_has_not_taken(subject: Subject) {
+    let (here, never) = (chain(1, 6), chain(2, 6));
+    store(&*subject.tier, here.clone()).await;
+    let requested: Vec<Block> = here.iter().zip(&never).flat_map(|(a, b)| [b.clone(), a.clone(), a.clone()]).collect();
+    let receiver = Arc::new(TakesEven::default());
+    let mut loading = subject.tier.load_into(fingerprint(), hashes(&requested), Arc::clone(&receiver) as _);
+    let mut answers = BTreeMap::new();
+    while let Some((index, answer)) = within(loading.next()).await {
+        let block = answer.expect("a miss is not an error");
+        assert!(answers.insert(index, block).is_none(), "index {index} answered twice");
+    }
+    for (index, block) in receiver.0.lock().drain(..) {
+        assert!(answers.insert(index, Some(block)).is_none(), "index {index} taken and answered");
+    }
+    assert_eq!(answers.len(), requested.len(), "every index is taken or answered");
+    for (index, block) in answers {
+        assert_eq!(block.is_some(), index % 3 != 0, "index {index}");
+        let Some(block) = block else { continue };
+        assert!(block.verify(requested[index].header.hash, fingerprint()).is_ok(), "index {index}");
+    }
 }
 
 pub(crate) async fn holds_counts_the_prefix(subject: Subject) {

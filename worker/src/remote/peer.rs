@@ -1,8 +1,9 @@
 //! The memory of a worker in another process, as a tier to read from: `POST /workers/<id>/blocks` over HTTP/1.1.
 //!
-//! Blocks are read over several connections at a time, each by a task of its own, and verified by the caller, like
-//! those of any tier. Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
-//! `GET /workers/<id>/handoffs/<handoff>`.
+//! Blocks are read over several connections at a time, each by a task of its own. The task offers a block to the
+//! receiver of the load, which verifies and copies it while its bytes are in the processor's cache. Other blocks are
+//! verified by the caller, like those of any tier. Dropping the stream closes its connections. Which blocks of a
+//! prefill are computed is read from `GET /workers/<id>/handoffs/<handoff>`.
 
 mod connection;
 mod endpoint;
@@ -18,7 +19,8 @@ use endpoint::PeerEndpoint;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream};
-use kvbm::{Block, Date, Fingerprint, Header, Level, LoadError, Loaded, SequenceHash, StoreError, Tier, Usage};
+use kvbm::{Block, BlockReceiver, Date, Fingerprint, Header, Level, LoadError, Loaded, SequenceHash};
+use kvbm::{StoreError, Tier, Usage};
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::io;
@@ -66,6 +68,33 @@ impl RemotePeer {
     pub fn with_connections(self, max_connections: usize) -> Self {
         Self { max_connections: max_connections.max(1), ..self }
     }
+
+    /// Reads blocks over several connections.
+    fn read(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: &[SequenceHash],
+        receiver: Option<&Arc<dyn BlockReceiver>>,
+    ) -> BoxStream<'static, Loaded> {
+        if hashes.is_empty() {
+            return stream::empty().boxed();
+        }
+        let (sender, arriving) = mpsc::channel(MAX_ARRIVED);
+        let read = |indexes: Vec<usize>| {
+            let wanted: Vec<SequenceHash> = indexes.iter().map(|index| hashes[*index]).collect();
+            let request = self.endpoint.request("POST", &self.blocks_path, &encode_request(fingerprint, &wanted));
+            let (endpoint, missing) = (Arc::clone(&self.endpoint), vec![true; indexes.len()]);
+            let part = Part { endpoint, request, indexes, missing, receiver: receiver.cloned() };
+            AbortOnDropHandle::new(tokio::spawn(part.read(sender.clone())))
+        };
+        let reading: Vec<_> = stripes(hashes.len(), self.max_connections).into_iter().map(read).collect();
+        ReceiverStream::new(arriving)
+            .inspect(move |_| {
+                // Dropped with the stream.
+                let _ = &reading;
+            })
+            .boxed()
+    }
 }
 
 /// Blocks that are read over one connection, with their indexes in the load.
@@ -75,6 +104,8 @@ struct Part {
     indexes: Vec<usize>,
     /// Which of them have not arrived yet.
     missing: Vec<bool>,
+    /// Takes blocks as they arrive.
+    receiver: Option<Arc<dyn BlockReceiver>>,
 }
 
 impl Part {
@@ -101,7 +132,16 @@ impl Part {
                 return Err(io::ErrorKind::InvalidData.into());
             }
             self.missing[at] = false;
-            if into.send((self.indexes[at], Ok(block))).await.is_err() {
+            let index = self.indexes[at];
+            let block = match (block, &self.receiver) {
+                (Some(block), Some(receiver)) => match receiver.take(index, block) {
+                    // The buffer is free to be used again.
+                    None => continue,
+                    block => block,
+                },
+                (block, _) => block,
+            };
+            if into.send((index, Ok(block))).await.is_err() {
                 // The load was dropped.
                 return Ok(());
             }
@@ -186,24 +226,16 @@ impl Tier for RemotePeer {
     }
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
-        if hashes.is_empty() {
-            return stream::empty().boxed();
-        }
-        let (sender, receiver) = mpsc::channel(MAX_ARRIVED);
-        let read = |indexes: Vec<usize>| {
-            let wanted: Vec<SequenceHash> = indexes.iter().map(|index| hashes[*index]).collect();
-            let request = self.endpoint.request("POST", &self.blocks_path, &encode_request(fingerprint, &wanted));
-            let missing = vec![true; indexes.len()];
-            let part = Part { endpoint: Arc::clone(&self.endpoint), request, indexes, missing };
-            AbortOnDropHandle::new(tokio::spawn(part.read(sender.clone())))
-        };
-        let reading: Vec<_> = stripes(hashes.len(), self.max_connections).into_iter().map(read).collect();
-        ReceiverStream::new(receiver)
-            .inspect(move |_| {
-                // Dropped with the stream.
-                let _ = &reading;
-            })
-            .boxed()
+        self.read(fingerprint, &hashes, None)
+    }
+
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        self.read(fingerprint, &hashes, Some(&receiver))
     }
 
     fn store(&self, blocks: Vec<Block>) -> BoxFuture<'_, Vec<Result<(), StoreError>>> {

@@ -1,5 +1,5 @@
-//! One load in progress: concurrent streams of all tiers; blocks are verified and written on blocking threads, and
-//! registered at once. The phases are those of [`super::phase`].
+//! One load in progress: concurrent streams of all tiers; blocks are verified and written on blocking threads, or by the
+//! tasks that have read them ([`inbox`]), and registered at once. The phases are those of [`super::phase`].
 //!
 //! While the engine waits, the plan is made again every [`WaitBudget::BASE`] with what the tiers have shown meanwhile:
 //! the rest of a tier that was not measured before, or that has become slow, may better be loaded from the end.
@@ -7,6 +7,7 @@
 //! A block that one tier fails to deliver is requested from the next. Dropping a load stops its reads, and still
 //! records the measurements: a tier that hangs is detected even by clients that do not wait for it.
 
+mod inbox;
 mod requests;
 mod writes;
 
@@ -17,9 +18,11 @@ use crate::manager::inflight::LoadClaim;
 use crate::manager::locate::{Located, located_len};
 use crate::manager::plan::{Plan, WaitBudget};
 use futures::stream::{BoxStream, FuturesUnordered, SelectAll, StreamExt};
+use inbox::Written;
 use requests::{Answer, SourceStats};
 use std::collections::VecDeque;
 use std::panic::resume_unwind;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
@@ -34,10 +37,14 @@ pub(super) struct Loading<'a> {
     begun: Instant,
     streams: SelectAll<BoxStream<'static, Answer>>,
     writes: FuturesUnordered<JoinHandle<Vec<WriteResult>>>,
-    /// Number of blocks in `writes`.
+    /// Number of blocks in `writes` and `arrived`.
     writing: usize,
     /// Blocks that were delivered and are not being written yet.
     delivered: Vec<Delivered>,
+    /// Blocks that were written by the tasks that have read them.
+    written: Arc<Written>,
+    /// Those of them that were received and are not registered yet.
+    arrived: Vec<WriteResult>,
     /// The status of each of the job's blocks.
     statuses: Vec<BlockStatus>,
     /// Number of leading blocks that are in G1.
@@ -93,6 +100,8 @@ impl<'a> Loading<'a> {
             writes: FuturesUnordered::new(),
             writing: 0,
             delivered: Vec::new(),
+            written: Arc::default(),
+            arrived: Vec::new(),
             statuses,
             ready_prefix: ready,
             last_arrival: begun,
@@ -114,6 +123,7 @@ impl<'a> Loading<'a> {
         let limit = sleep_until(self.begun + FOREVER);
         tokio::pin!(limit);
         loop {
+            self.register_written();
             self.proceed_if_ready();
             self.request();
             if !self.delivered.is_empty() && self.writes.len() < MAX_CONCURRENT_WRITES {
@@ -142,6 +152,7 @@ impl<'a> Loading<'a> {
                         Err(_) => return,
                     },
                 },
+                () = self.written.notified(), if !self.streams.is_empty() => {}
                 answer = self.streams.next(), if !self.streams.is_empty() && self.delivered.len() < batch => {
                     // `None`: all calls have ended, and the load may be done.
                     if let Some(answer) = answer {
@@ -232,7 +243,7 @@ impl<'a> Loading<'a> {
     /// Whether no block is under way or to be requested. Before the engine waits, the latter may change.
     fn is_done(&self) -> bool {
         let met = self.job.shared.computed() >= self.statuses.len();
-        let idle = self.streams.is_empty() && self.delivered.is_empty() && self.writes.is_empty();
+        let idle = self.streams.is_empty() && self.delivered.is_empty() && self.writing == 0;
         !self.phase().is_unplanned() && (met || idle)
     }
 

@@ -1,8 +1,9 @@
 //! A client's HTTP/1.1 connection for responses with large bodies.
 //!
-//! The kernel copies a body into few large buffers, and its parts are split off without another copy. A buffer is used
-//! again once all of its parts are dropped, so that its pages are mapped once. A general HTTP client yields a body in
-//! pieces of its own sizes, from which a block has to be copied together, and maps a new buffer for each of them.
+//! The kernel copies a body into few buffers, and its parts are split off without another copy. A buffer is used again
+//! once all of its parts are dropped, so that its pages are mapped once. While parts are dropped before more is read,
+//! one buffer is enough, and it stays in the processor's cache. A general HTTP client yields a body in pieces of its
+//! own sizes, from which a block has to be copied together, and maps a new buffer for each of them.
 //!
 //! Not here: HTTP in general. One request at a time, and no trailers, upgrades or interim responses.
 
@@ -41,11 +42,14 @@ enum Framing {
     Ended,
 }
 
-/// Size of a buffer. A part that does not fit into the rest of one is moved to the next, so a buffer has several times
-/// the size of a block of most models.
-const BUFFER_BYTES: usize = 2 << 20;
+/// Size of a buffer for parts of at most half the size. Those of all connections of a load stay in the second-level
+/// cache of a processor, and larger reads save few system calls. With 2 MiB the processor time is a third more.
+const BUFFER_BYTES: usize = 256 << 10;
 /// Free bytes of a buffer below which it is not read into: smaller reads cost more system calls.
 const MIN_READ_BYTES: usize = 64 << 10;
+/// Bytes that are moved to the beginning of their buffer although it has room behind them: few, so that a copy of them
+/// costs less than the smaller reads at the end of a buffer.
+const MAX_MOVED_BYTES: usize = 4 << 10;
 /// Buffers of a connection that are kept to be used again.
 const MAX_USED: usize = 3;
 /// Largest head of a response.
@@ -88,6 +92,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
     async fn fill(&mut self, bytes: usize) -> io::Result<()> {
         while self.arrived.len() < bytes {
             let missing = bytes - self.arrived.len();
+            if self.arrived.len() < MAX_MOVED_BYTES {
+                // Else there is still room behind it, or another buffer is used.
+                let _ = self.begin_again(bytes);
+            }
             if self.arrived.capacity() - self.arrived.len() < missing.max(MIN_READ_BYTES) {
                 self.next_buffer(bytes);
             }
@@ -98,9 +106,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
         Ok(())
     }
 
+    /// Moves what has arrived to the beginning of its buffer, if all parts before it are dropped and the buffer has
+    /// room for this many bytes.
+    fn begin_again(&mut self, bytes: usize) -> bool {
+        self.arrived.try_reclaim(buffer_bytes(bytes) - self.arrived.len())
+    }
+
     /// Moves what has arrived to another buffer with room for this many bytes.
     fn next_buffer(&mut self, bytes: usize) {
-        let size = bytes.max(BUFFER_BYTES);
+        if self.begin_again(bytes) {
+            return;
+        }
+        let size = buffer_bytes(bytes);
         let free = self.used.front_mut().is_some_and(|oldest| oldest.try_reclaim(size));
         let free = if free { self.used.pop_front() } else { None };
         let mut next = free.unwrap_or_else(|| BytesMut::with_capacity(size));
@@ -209,6 +226,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Response<S> {
         };
         Ok(self.connection.arrived.split_to(bytes).freeze())
     }
+}
+
+/// Size of a buffer for a part of this many bytes. It has room for what comes before and behind the part, so that a
+/// large part is not moved because a little of it came with the one before.
+fn buffer_bytes(part: usize) -> usize {
+    BUFFER_BYTES.max(part.saturating_add(BUFFER_BYTES / 2))
 }
 
 /// What is used of the head of a response.

@@ -9,7 +9,7 @@ use crate::handoff::{HandoffId, HandoffTicket, OtherProcesses, PeerTicket, Peers
 use crate::llama::tests::harness::unless_stalled;
 use crate::plane::WorkerId;
 use authority::Authority;
-use kvbm::{Block, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
+use kvbm::{Block, BlockReceiver, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
 use tokio::io::AsyncReadExt;
 use tokio_util::task::AbortOnDropHandle;
 use transport::{CertificateMetrics, ClientFiles, ClientTls, Identity, NamedFile, ServerFiles, ServerTls, Socket};
@@ -127,6 +127,38 @@ async fn every_block_arrives_once_over_a_few_connections() {
     assert_eq!(connections.load(Ordering::SeqCst), 3);
     let many: Vec<Loaded> = peer.load(fingerprint(), hashes(250)).collect().await;
     assert_eq!((many.len(), connections.load(Ordering::SeqCst)), (250, 4));
+}
+
+/// Takes every other block.
+#[derive(Default)]
+struct TakesEven(parking_lot::Mutex<Vec<(usize, Block)>>);
+
+impl BlockReceiver for TakesEven {
+    fn take(&self, index: usize, block: Block) -> Option<Block> {
+        if index % 2 == 1 {
+            return Some(block);
+        }
+        self.0.lock().push((index, block));
+        None
+    }
+}
+
+#[tokio::test]
+async fn a_block_is_yielded_unless_it_was_taken_when_it_arrived() {
+    let (url, ..) = serve(memory(true), None).await;
+    let peer = RemotePeer::new(WorkerId(1), &url, None);
+    let receiver = Arc::new(TakesEven::default());
+    let yielded: Vec<Loaded> = peer.load_into(fingerprint(), hashes(40), Arc::clone(&receiver) as _).collect().await;
+    let taken = std::mem::take(&mut *receiver.0.lock());
+    let mut indexes: Vec<usize> = yielded.iter().map(|(index, _)| *index).collect();
+    assert!(yielded.iter().all(|(index, block)| (index % 2 == 1 || index % 3 == 2) && block.is_ok()));
+    assert!(taken.iter().all(|(index, _)| index % 2 == 0 && index % 3 != 2));
+    indexes.extend(taken.iter().map(|(index, _)| *index));
+    indexes.sort_unstable();
+    assert_eq!(indexes, (0..40).collect::<Vec<_>>(), "each once");
+    for (index, block) in taken {
+        block.verify(hashes(40)[index], fingerprint()).unwrap();
+    }
 }
 
 #[tokio::test(start_paused = true)]

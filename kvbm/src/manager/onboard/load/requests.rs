@@ -1,7 +1,8 @@
 //! Requests to tiers, and their answers.
 
+use super::writes::WriteResult;
 use super::{BlockStatus, Delivered, Loading};
-use crate::block::Block;
+use crate::block::{Block, SequenceHash};
 use crate::manager::onboard::phase::{Phase, Wait};
 use crate::manager::plan::TierSpeed;
 use crate::manager::sources::Source;
@@ -115,7 +116,8 @@ impl Loading<'_> {
         for index in &indices {
             self.statuses[*index] = BlockStatus::Requested(source);
         }
-        let hashes = indices.iter().map(|index| self.job.hashes[*index]).collect();
+        let hashes: Vec<SequenceHash> = indices.iter().map(|index| self.job.hashes[*index]).collect();
+        let inbox = self.inbox(source, &indices, &hashes);
         let answer = move |(at, found): (usize, Result<Option<Block>, LoadError>)| {
             // An index that was not requested breaks the tier's contract; the block stays unanswered.
             let index = *indices.get(at)?;
@@ -127,7 +129,7 @@ impl Loading<'_> {
         };
         let answer = move |loaded| future::ready(answer(loaded));
         let fingerprint = self.job.onboarder.core.device.fingerprint();
-        let stream = self.job.sources[source].tier.load(fingerprint, hashes).filter_map(answer);
+        let stream = self.job.sources[source].tier.load_into(fingerprint, hashes, inbox).filter_map(answer);
         self.streams.push(stream.chain(stream::iter([Answer::EndOfCall(source)])).boxed());
     }
 
@@ -192,7 +194,7 @@ impl Loading<'_> {
         }
     }
 
-    fn count_answer(&mut self, source: usize) {
+    pub(super) fn count_answer(&mut self, source: usize) {
         let stats = &mut self.stats[source];
         if stats.answered < stats.requested {
             stats.answer(self.begun.elapsed(), self.job.sources[source].throughput.answered());
@@ -218,8 +220,10 @@ impl Loading<'_> {
     /// Drops all open requests. Their blocks can be requested again.
     pub(super) fn cancel(&mut self) {
         self.streams.clear();
+        self.close_inboxes();
         self.record();
-        let delivered: Vec<usize> = self.delivered.iter().map(|delivered| delivered.index).collect();
+        let delivered = self.delivered.iter().map(|delivered| delivered.index);
+        let delivered: Vec<usize> = delivered.chain(self.arrived.iter().map(WriteResult::index)).collect();
         for (index, status) in self.statuses.iter_mut().enumerate() {
             if let BlockStatus::Requested(source) = *status
                 && !delivered.contains(&index)

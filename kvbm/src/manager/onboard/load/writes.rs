@@ -34,6 +34,20 @@ pub(super) enum WriteResult {
     },
 }
 
+impl WriteResult {
+    pub(super) fn source(&self) -> usize {
+        match self {
+            Self::Written { source, .. } | Self::Corrupt { source, .. } | Self::Expired { source, .. } => *source,
+        }
+    }
+
+    pub(super) fn index(&self) -> usize {
+        match self {
+            Self::Written { index, .. } | Self::Corrupt { index, .. } | Self::Expired { index, .. } => *index,
+        }
+    }
+}
+
 impl Loading<'_> {
     /// Verifies and writes delivered blocks that the engine has not computed meanwhile, on a blocking thread.
     pub(super) fn write(&mut self) {
@@ -58,11 +72,7 @@ impl Loading<'_> {
     pub(super) fn register(&mut self, mut results: Vec<WriteResult>) {
         self.writing -= results.len();
         // In order, so that a run of one chain is announced as one event.
-        results.sort_by_key(|result| match result {
-            WriteResult::Written { index, .. }
-            | WriteResult::Corrupt { index, .. }
-            | WriteResult::Expired { index, .. } => *index,
-        });
+        results.sort_by_key(WriteResult::index);
         let (mut blocks, mut levels) = (Vec::new(), Vec::new());
         for result in results {
             match result {
@@ -127,8 +137,8 @@ impl Loading<'_> {
 }
 
 impl Core {
-    /// Writes a block into the device if it is the requested one. Runs on a blocking thread.
-    fn write(&self, delivered: Delivered, hash: SequenceHash, slot: PartialBlock) -> WriteResult {
+    /// Writes a block into the device if it is the requested one. Blocks for the time of the copy.
+    pub(super) fn write(&self, delivered: Delivered, hash: SequenceHash, slot: PartialBlock) -> WriteResult {
         let Delivered { source, index, block } = delivered;
         if block.payload.len() != self.device.block_bytes() {
             return WriteResult::Corrupt { source, index, why: Corrupt::Length };

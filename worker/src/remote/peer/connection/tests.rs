@@ -166,6 +166,21 @@ async fn buffers_are_used_again_once_their_parts_are_dropped() {
     assert!(buffers.len() <= 8, "30 MB through {} buffers", buffers.len());
 }
 
+#[tokio::test]
+async fn parts_that_are_dropped_at_once_come_through_one_buffer() {
+    for (size, buffer) in [(70 << 10, BUFFER_BYTES), (3 << 20, 3 << 20)] {
+        let part = vec![7; size];
+        let mut response = serve(chunked(&vec![part.clone(); 40], usize::MAX), 1 << 20).send(b"GET ").await.unwrap();
+        let mut addresses = Vec::new();
+        for _ in 0..40 {
+            addresses.push(response.take(size).await.unwrap().unwrap().as_ptr() as usize);
+        }
+        // The first one may begin in the buffer of the head.
+        let (least, most) = (addresses[2..].iter().min().unwrap(), addresses[2..].iter().max().unwrap());
+        assert!(most - least < buffer, "parts of {size} bytes are {} bytes apart", most - least);
+    }
+}
+
 proptest! {
     #[test]
     fn arbitrary_bytes_are_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {

@@ -1,0 +1,120 @@
+//! Blocks that a tier offers as they arrive are written at once.
+
+use super::*;
+use crate::tier::BlockReceiver;
+use futures::future;
+use std::sync::atomic::AtomicUsize;
+
+/// Device memory that is plain memory.
+struct Plain(Arc<InMemory>);
+
+impl DeviceBlocks for Plain {
+    fn capacity(&self) -> usize {
+        self.0.capacity()
+    }
+    fn block_bytes(&self) -> usize {
+        self.0.block_bytes()
+    }
+    fn fingerprint(&self) -> Fingerprint {
+        self.0.fingerprint()
+    }
+    fn read(&self, slot: BlockId, into: &mut [u8]) {
+        self.0.read(slot, into);
+    }
+    fn write(&self, slot: BlockId, from: &[u8]) {
+        self.0.write(slot, from);
+    }
+    fn bytes(&self, slot: BlockId) -> Option<&[u8]> {
+        let mut bytes = vec![0; self.block_bytes()];
+        self.read(slot, &mut bytes);
+        Some(bytes.leak())
+    }
+}
+
+/// A manager without lower tiers.
+fn harness(slots: usize, is_plain: bool) -> Harness {
+    let (log, registry) = (log(), Registry::new());
+    let device = InMemory::new(slots, SIZE, fingerprint());
+    let memory: Arc<dyn DeviceBlocks> =
+        if is_plain { Arc::new(Plain(device.clone())) } else { Arc::clone(&device) as _ };
+    let metrics = Metrics::new(&registry).unwrap();
+    let manager = BlockManager::new(memory, None, vec![], log.clone(), metrics);
+    Harness { device, manager, host: None, log, registry }
+}
+
+/// Offers each block to the receiver.
+struct Offering {
+    tier: Arc<dyn Tier>,
+    taken: Arc<AtomicUsize>,
+}
+
+impl Tier for Offering {
+    delegate!(tier: level, holds, load, store, discard, withdraw, expire_one, expire, usage);
+
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        let taken = Arc::clone(&self.taken);
+        let offer = move |(index, loaded): Loaded| {
+            let Ok(Some(block)) = loaded else { return Some((index, loaded)) };
+            let left = receiver.take(index, block);
+            taken.fetch_add(usize::from(left.is_none()), Ordering::Relaxed);
+            left.map(|block| (index, Ok(Some(block))))
+        };
+        self.load(fingerprint, hashes).filter_map(move |loaded| future::ready(offer(loaded))).boxed()
+    }
+}
+
+/// A tier with eight blocks and faults, as one that offers them, and the number of blocks that are taken.
+async fn offering(faults: Faults) -> (Arc<dyn Tier>, Arc<AtomicUsize>) {
+    let filled = placed(Level::Peer, 0, 1);
+    filled.fill(0..8).await;
+    let (tier, taken) = (Arc::new(Faulty::new(filled, 1, faults)), Arc::default());
+    (Arc::new(Offering { tier, taken: Arc::clone(&taken) }), taken)
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_are_written_as_they_arrive_where_device_memory_is_plain() {
+    for (is_plain, expected) in [(true, 8), (false, 0)] {
+        let (harness, (peer, taken)) = (harness(32, is_plain), offering(Faults::default()).await);
+        let onboarded = harness.manager.onboard_from(&peer, &hashes(10), ms(1000), &UNTRACED).await;
+        assert_eq!(onboarded.from, [(Level::Peer, 8)]);
+        harness.assert_sound(&onboarded.blocks);
+        assert_eq!(taken.load(Ordering::Relaxed), expected, "plain memory: {is_plain}");
+        assert_eq!(harness.manager.speeds()[0].level, Level::Peer, "its speed is measured");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_is_corrupt_when_it_arrives_is_not_registered() {
+    for faults in [
+        Faults { corrupt: 1.0, ..Faults::default() },
+        Faults { short: 1.0, ..Faults::default() },
+        Faults { wrong: 1.0, ..Faults::default() },
+    ] {
+        let (harness, (peer, taken)) = (harness(32, true), offering(faults).await);
+        let onboarded = harness.manager.onboard_from(&peer, &hashes(8), ms(1000), &UNTRACED).await;
+        assert!(onboarded.blocks.is_empty());
+        // The engine computes from the first one on, and the load ends.
+        assert!(taken.load(Ordering::Relaxed) > 0);
+        assert!(harness.counter("corrupt_blocks_total", Level::Peer) > 0);
+        drop(onboarded);
+        assert!(harness.manager.allocate(32).is_some(), "their slots are free");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_without_a_free_slot_are_not_taken() {
+    let (harness, (peer, taken)) = (harness(4, true), offering(Faults::default()).await);
+    let held = harness.compute(20..24);
+    let onboarded = harness.manager.prefetch_from(&peer, &hashes(8), &UNTRACED).await;
+    assert!(onboarded.blocks.is_empty());
+    assert_eq!(taken.load(Ordering::Relaxed), 0);
+    drop(held);
+    let onboarded = harness.manager.prefetch_from(&peer, &hashes(4), &UNTRACED).await;
+    assert_eq!(onboarded.from, [(Level::Peer, 4)]);
+    harness.assert_sound(&onboarded.blocks);
+}
