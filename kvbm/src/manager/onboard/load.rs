@@ -180,8 +180,12 @@ impl<'a> Loading<'a> {
         let now = Instant::now();
         // Blocks in G1 are held, blocks that are being written have a slot: neither needs a free one.
         let ready = self.statuses[self.ready_prefix..].iter().filter(|status| **status == BlockStatus::Ready).count();
-        let owned = ready + self.writing;
-        let (located, plan) = self.job.plan(self.ready_prefix, owned, now, |source| self.speed(source, now));
+        let (located, plan) = {
+            // No slot may be allocated for an arriving block between this count and that of the free slots.
+            let slots = self.written.slots();
+            let owned = ready + self.writing + slots.count();
+            self.job.plan(self.ready_prefix, owned, now, |source| self.speed(source, now))
+        };
         let end = self.ready_prefix + located_len(&located);
         self.unrequested.iter_mut().for_each(VecDeque::clear);
         let (goal, tail) = (self.ready_prefix + plan.head, end - plan.tail);

@@ -5,8 +5,8 @@ use crate::tier::BlockReceiver;
 use futures::future;
 use std::sync::atomic::AtomicUsize;
 
-/// Device memory that is plain memory.
-struct Plain(Arc<InMemory>);
+/// Device memory that is plain memory, and the time that a write takes.
+struct Plain(Arc<InMemory>, Duration);
 
 impl DeviceBlocks for Plain {
     fn capacity(&self) -> usize {
@@ -22,6 +22,7 @@ impl DeviceBlocks for Plain {
         self.0.read(slot, into);
     }
     fn write(&self, slot: BlockId, from: &[u8]) {
+        std::thread::sleep(self.1);
         self.0.write(slot, from);
     }
     fn bytes(&self, slot: BlockId) -> Option<&[u8]> {
@@ -33,10 +34,13 @@ impl DeviceBlocks for Plain {
 
 /// A manager without lower tiers.
 fn harness(slots: usize, is_plain: bool) -> Harness {
+    harness_with(slots, |device| if is_plain { Arc::new(Plain(device, Duration::ZERO)) } else { device })
+}
+
+fn harness_with(slots: usize, memory: impl FnOnce(Arc<InMemory>) -> Arc<dyn DeviceBlocks>) -> Harness {
     let (log, registry) = (log(), Registry::new());
     let device = InMemory::new(slots, SIZE, fingerprint());
-    let memory: Arc<dyn DeviceBlocks> =
-        if is_plain { Arc::new(Plain(device.clone())) } else { Arc::clone(&device) as _ };
+    let memory = memory(device.clone());
     let metrics = Metrics::new(&registry).unwrap();
     let manager = BlockManager::new(memory, None, vec![], log.clone(), metrics);
     Harness { device, manager, host: None, log, registry }
@@ -117,4 +121,56 @@ async fn blocks_without_a_free_slot_are_not_taken() {
     let onboarded = harness.manager.prefetch_from(&peer, &hashes(4), &UNTRACED).await;
     assert_eq!(onboarded.from, [(Level::Peer, 4)]);
     harness.assert_sound(&onboarded.blocks);
+}
+
+/// Offers blocks on a thread of its own, one after the other. Counts its loads.
+struct OnThread {
+    tier: Arc<dyn Tier>,
+    loads: Arc<AtomicUsize>,
+}
+
+impl Tier for OnThread {
+    delegate!(tier: level, holds, load, store, discard, withdraw, expire_one, expire, usage);
+
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        self.loads.fetch_add(1, Ordering::Relaxed);
+        let blocks = self.load(fingerprint, hashes);
+        let (sender, left) = futures::channel::mpsc::unbounded();
+        tokio::spawn(async move {
+            let blocks: Vec<Loaded> = blocks.collect().await;
+            std::thread::spawn(move || {
+                for (index, loaded) in blocks {
+                    let left = match loaded {
+                        Ok(Some(block)) => receiver.take(index, block).map(|block| Ok(Some(block))),
+                        other => Some(other),
+                    };
+                    if let Some(left) = left
+                        && sender.unbounded_send((index, left)).is_err()
+                    {
+                        return;
+                    }
+                }
+            });
+        });
+        left.boxed()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_plan_counts_the_slots_of_blocks_that_are_being_written() {
+    let filled = placed(Level::Peer, 0, 1);
+    filled.fill(0..8).await;
+    let loads = Arc::new(AtomicUsize::new(0));
+    let peer: Arc<dyn Tier> = Arc::new(OnThread { tier: filled, loads: Arc::clone(&loads) });
+    // A write takes longer than it takes until the plan is made again. All slots are needed.
+    let harness = harness_with(8, |device| Arc::new(Plain(device, Duration::from_millis(150))));
+    let onboarded = harness.manager.prefetch_from(&peer, &hashes(8), &UNTRACED).await;
+    assert_eq!(onboarded.from, [(Level::Peer, 8)]);
+    harness.assert_sound(&onboarded.blocks);
+    assert_eq!(loads.load(Ordering::Relaxed), 1, "no block was requested twice");
 }

@@ -10,8 +10,9 @@ use super::{Delivered, Loading};
 use crate::block::{Block, SequenceHash};
 use crate::manager::onboard::shared::Shared;
 use crate::manager::shared::Core;
+use crate::pool::PartialBlock;
 use crate::tier::BlockReceiver;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::sync::Arc;
 use tokio::sync::Notify;
 
@@ -19,17 +20,62 @@ use tokio::sync::Notify;
 /// other tasks of an async thread.
 const MAX_BLOCK_BYTES: usize = 2 << 20;
 
-/// What was written and is not registered yet.
+/// What was written and is not received yet.
 #[derive(Default)]
 pub(super) struct Written {
-    results: Mutex<Vec<WriteResult>>,
+    slots: Mutex<Slots>,
+    /// A block was written.
+    ended: Condvar,
     arrived: Notify,
+}
+
+/// Slots of G1 that were allocated for blocks of open calls.
+#[derive(Default)]
+pub(super) struct Slots {
+    results: Vec<WriteResult>,
+    /// Blocks that are being written.
+    writing: usize,
+    is_closed: bool,
+}
+
+/// A block that is being written, and its result. It ends also if the copy panics.
+struct Writing<'a> {
+    written: &'a Written,
+    result: Option<WriteResult>,
 }
 
 impl Written {
     /// Resolves when blocks were written since the last call.
     pub(super) async fn notified(&self) {
         self.arrived.notified().await;
+    }
+
+    /// The slots, of which none is allocated or received while the guard is held.
+    pub(super) fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock()
+    }
+
+    /// Accepts no further blocks, and waits for those that are being written: for the time of a copy, so that no slot
+    /// stays allocated.
+    fn close(&self) {
+        let mut slots = self.slots.lock();
+        slots.is_closed = true;
+        self.ended.wait_while(&mut slots, |slots| slots.writing > 0);
+    }
+}
+
+impl Slots {
+    pub(super) fn count(&self) -> usize {
+        self.writing + self.results.len()
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        let mut slots = self.written.slots();
+        slots.results.extend(self.result.take());
+        slots.writing -= 1;
+        self.written.ended.notify_all();
     }
 }
 
@@ -49,15 +95,27 @@ impl BlockReceiver for Inbox {
         if block.payload.len() > MAX_BLOCK_BYTES || index < self.shared.computed() {
             return Some(block);
         }
-        let Some(slot) = self.core.pool.allocate(1).and_then(|mut slots| slots.pop()) else { return Some(block) };
-        if self.core.device.bytes(slot.slot()).is_none() {
-            // Copies to other memory than the processor's are not made on async threads.
-            return Some(block);
-        }
-        let result = self.core.write(Delivered { source: self.source, index, block }, hash, slot);
-        self.written.results.lock().push(result);
+        let Some(slot) = self.allocate() else { return Some(block) };
+        let mut writing = Writing { written: &self.written, result: None };
+        writing.result = Some(self.core.write(Delivered { source: self.source, index, block }, hash, slot));
+        drop(writing);
         self.written.arrived.notify_one();
         None
+    }
+}
+
+impl Inbox {
+    /// A slot, if blocks are still accepted and there is a free one that is plain memory. To be followed by [`Writing`].
+    fn allocate(&self) -> Option<PartialBlock> {
+        let mut slots = self.written.slots();
+        if slots.is_closed {
+            return None;
+        }
+        let slot = self.core.pool.allocate(1)?.pop()?;
+        // Copies to other memory than the processor's are not made on async threads.
+        self.core.device.bytes(slot.slot())?;
+        slots.writing += 1;
+        Some(slot)
     }
 }
 
@@ -80,12 +138,13 @@ impl Loading<'_> {
 
     /// Stops to accept blocks of the open calls. Those that were written before are registered later.
     pub(super) fn close_inboxes(&mut self) {
+        self.written.close();
         self.receive_written();
         self.written = Arc::default();
     }
 
     fn receive_written(&mut self) {
-        let results = std::mem::take(&mut *self.written.results.lock());
+        let results = std::mem::take(&mut self.written.slots().results);
         for result in &results {
             self.count_answer(result.source());
         }
