@@ -32,7 +32,11 @@ pub enum Error {
         error: String,
     },
     /// The key does not exist.
-    #[error("unknown key `{key}` ({}){}", without_password(.origin), .meant.as_ref().map(|meant| format!("; {meant}")).unwrap_or_default())]
+    #[error(
+        "unknown key `{key}` ({}){}",
+        without_password(.origin),
+        .meant.as_ref().map(|meant| format!("; {meant}")).unwrap_or_default()
+    )]
     UnknownKey {
         /// The key as it was written.
         key: String,

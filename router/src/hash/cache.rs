@@ -142,8 +142,8 @@ impl Segment {
 /// The pair of slots of a segment: by a fast hash of its tokens that need not resist collisions, because segments are
 /// compared.
 fn pair_of(before: &ChainKey, tokens: &[u32; SEGMENT_TOKENS]) -> usize {
-    // Four hashes of every fourth pair of tokens, whose multiplications do not wait for each other. The first token of a
-    // pair is the low half, so that a pair is one load.
+    // Four hashes of every fourth pair of tokens, whose multiplications do not wait for each other. The first token of
+    // a pair is the low half, so that a pair is one load.
     let mut lanes = [before.hash().short(); 4];
     for chunk in tokens.as_chunks::<8>().0 {
         for (lane, [low, high]) in lanes.iter_mut().zip(chunk.as_chunks::<2>().0) {

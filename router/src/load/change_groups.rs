@@ -44,11 +44,15 @@ impl ChangeGroups {
                 let version = changes.version(nth);
                 if version != group.seen {
                     group.seen = version;
-                    group.members.iter().for_each(|at| visit(*at as usize));
+                    for at in &group.members {
+                        visit(*at as usize);
+                    }
                 }
             }
         }
-        others.iter().for_each(|at| visit(*at as usize));
+        for at in others {
+            visit(*at as usize);
+        }
     }
 
     /// All workers are about to be looked at.

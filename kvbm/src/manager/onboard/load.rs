@@ -1,5 +1,5 @@
-//! One load in progress: concurrent streams of all tiers; blocks are verified and written on blocking threads, or by the
-//! tasks that have read them ([`inbox`]), and registered at once. The phases are those of [`super::phase`].
+//! One load in progress: concurrent streams of all tiers; blocks are verified and written on blocking threads, or by
+//! the tasks that have read them ([`inbox`]), and registered at once. The phases are those of [`super::phase`].
 //!
 //! While the engine waits, the plan is made again every [`WaitBudget::BASE`] with what the tiers have shown meanwhile:
 //! the rest of a tier that was not measured before, or that has become slow, may better be loaded from the end.

@@ -105,7 +105,8 @@ impl BlockReceiver for Inbox {
 }
 
 impl Inbox {
-    /// A slot, if blocks are still accepted and there is a free one that is plain memory. To be followed by [`Writing`].
+    /// A slot, if blocks are still accepted and there is a free one that is plain memory. To be followed by
+    /// [`Writing`].
     fn allocate(&self) -> Option<PartialBlock> {
         let mut slots = self.written.slots();
         if slots.is_closed {
