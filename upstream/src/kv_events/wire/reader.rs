@@ -74,8 +74,7 @@ impl<'a> Reader<'a> {
     pub(super) fn small_numbers(&mut self, max: usize, to: &mut Vec<u32>) {
         for _ in 0..max {
             let (number, rest) = match self.0 {
-                [number @ 0..=0x7f, rest @ ..] => (u32::from(*number), rest),
-                [0xcc, number, rest @ ..] => (u32::from(*number), rest),
+                [number @ 0..=0x7f, rest @ ..] | [0xcc, number, rest @ ..] => (u32::from(*number), rest),
                 [0xcd, high, low, rest @ ..] => (u32::from(u16::from_be_bytes([*high, *low])), rest),
                 [0xce, a, b, c, d, rest @ ..] => (u32::from_be_bytes([*a, *b, *c, *d]), rest),
                 _ => return,
