@@ -298,8 +298,8 @@ mod tests {
         assert_eq!(attempts.cause().as_deref(), Some("a:4222: refused"));
         attempts.connected();
         assert_eq!(attempts.cause(), None);
-        attempts.server_reported("User Authentication Expired");
+        attempts.server_reported("maximum connections exceeded");
         attempts.disconnected();
-        assert_eq!(attempts.cause().as_deref(), Some("User Authentication Expired"));
+        assert_eq!(attempts.cause().as_deref(), Some("maximum connections exceeded"));
     }
 }
