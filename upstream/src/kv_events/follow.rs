@@ -87,7 +87,7 @@ const MAX_HELD: usize = 4096;
 /// Maximum size of held batches in bytes. A batch takes a few KiB.
 const MAX_HELD_BYTES: usize = 64 << 20;
 
-/// Bytes of a batch by which it is told from that of another process: its time, and the hashes of its first blocks.
+/// Bytes of a batch that its digest covers: the time at which it was made, and the hashes of its first blocks.
 const DIGESTED: usize = 512;
 
 impl Follower {
@@ -268,7 +268,7 @@ impl Replaying {
     }
 }
 
-/// Tells batches of two processes apart: a batch begins with the time at which it was made.
+/// Differs between batches of two processes: a batch begins with the time at which it was made.
 fn digest(payload: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     payload.len().hash(&mut hasher);
