@@ -18,8 +18,11 @@ TARGETS := --locked --workspace --tests
 # cargo-nextest where it is installed; plain `cargo test` runs the same tests.
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 ifeq ($(NEXTEST),yes)
+# Processors, or fewer where a container has a quota of processor time.
+CORES := $(shell n=$$(getconf _NPROCESSORS_ONLN); q=max; read -r q p 2>/dev/null </sys/fs/cgroup/cpu.max; \
+  if [ "$$q" != max ] && [ "$$(( (q + p - 1) / p ))" -lt "$$n" ]; then n=$$(( (q + p - 1) / p )); fi; echo "$$n")
 RUST_TESTS := cargo nextest run $(TARGETS) --no-fail-fast \
-  --profile make --test-threads $(shell expr 3 '*' "$$(getconf _NPROCESSORS_ONLN)")
+  --profile make --test-threads $(shell expr 3 '*' "$(CORES)")
 else
 RUST_TESTS := cargo test $(TARGETS) --no-fail-fast
 endif
