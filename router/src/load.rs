@@ -14,6 +14,7 @@ mod demand;
 mod estimate;
 mod itl_target;
 mod least_squares;
+mod least_times;
 mod load_changes;
 #[cfg(test)]
 mod loom;
@@ -36,6 +37,7 @@ mod worker_load;
 pub(crate) use demand::Demand;
 pub(crate) use estimate::{ServiceEstimate, assumed_speed, prefill_speed};
 pub(crate) use itl_target::ItlTarget;
+pub(crate) use least_times::LeastTimes;
 pub(crate) use model_stats::ModelStats;
 pub(crate) use output_lengths::{ExpectedOutput, OutputEnd};
 pub(crate) use prefill_time::PrefillTime;

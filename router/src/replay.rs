@@ -32,7 +32,7 @@ mod runs;
 mod simulation;
 #[cfg(test)]
 mod slo_tests;
-mod stub_engine;
+pub(crate) mod stub_engine;
 mod trace;
 mod traffic;
 mod workload;

@@ -188,7 +188,7 @@ fn describe(span: &mut Span, policy: &str, decision: &Decision<'_>) {
     let row = &decision.chosen;
     span.set("blockyard.routing.policy", policy);
     span.set("blockyard.routing.reason", decision.why.name());
-    span.set("blockyard.routing.candidates", decision.candidates.len());
+    span.set("blockyard.routing.candidates", decision.candidate_count);
     span.set("blockyard.routing.predicted_cached_tokens", row.cached());
     span.set("blockyard.routing.cost_s", row.cost().total());
     span.set("blockyard.worker", &row.worker().name);

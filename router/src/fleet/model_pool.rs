@@ -36,6 +36,8 @@ pub(crate) struct ModelPool {
     card: Option<Arc<ModelCard>>,
     /// The longest context of any of them, in tokens.
     context: usize,
+    /// The shortest context of an entry, in tokens; `None` without entries.
+    min_context: Option<usize>,
     /// Whether any of them has the role to prefill.
     has_prefill_workers: bool,
     /// Their endpoints, and those of cordoned workers, which are away for a time.
@@ -83,6 +85,13 @@ pub(crate) struct Needs<'a> {
     endpoint: Option<EndpointKind>,
     /// The request, if a worker must not refuse it.
     refused_by_some: Option<&'a Request>,
+}
+
+impl Needs<'_> {
+    /// Whether every worker has what a request needs.
+    pub(crate) fn is_met_by_all(&self) -> bool {
+        self.endpoint.is_none() && self.refused_by_some.is_none()
+    }
 }
 
 impl WorkerEntry {
@@ -161,6 +170,11 @@ impl ModelPool {
     /// The longest prompt plus output that any of them takes, in tokens.
     pub(crate) fn context(&self) -> usize {
         self.context
+    }
+
+    /// The shortest context of an entry, in tokens.
+    pub(crate) fn min_context(&self) -> usize {
+        self.min_context.unwrap_or(0)
     }
 
     /// Whether any of them prefills for others.
@@ -242,6 +256,7 @@ impl ModelPool {
             u64::from_le_bytes([a, b, c, d, e, f, g, h])
         });
         let (role, context) = (*role, card.context);
+        self.min_context = Some(self.min_context.map_or(context, |min| min.min(context)));
         self.entries.push(WorkerEntry { id, worker, load, slot, text_slot, scheme, fingerprint, role, context, only });
     }
 }

@@ -119,6 +119,14 @@ impl ServiceEstimate {
         }
     }
 
+    /// Whether all times that a cost adds are numbers of at least 0. What a worker reports is not checked.
+    pub(super) fn is_regular(&self) -> bool {
+        let paces = [self.step_pace, self.prefill_pace, self.rest_tokens, self.decoding_context].map(f64::from);
+        let times = [self.queue, self.seconds_per_token, self.reload_per_block, self.mean_duration];
+        let transfers = self.transfers.iter().flat_map(|tier| [tier.latency, tier.seconds_per_block, tier.backlog]);
+        transfers.chain(times).chain(paces).all(|time| time >= 0.0)
+    }
+
     /// Duration of this worker's decode steps, relative to that of an average worker with the same batch.
     #[inline]
     pub(crate) fn step_pace(&self) -> f64 {

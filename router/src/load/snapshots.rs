@@ -5,6 +5,7 @@
 
 use super::change_groups::ChangeGroups;
 use super::estimate::ServiceEstimate;
+use super::least_times::LeastTimes;
 use super::prompt_flow::{PromptArrivals, PromptFlow};
 use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
 use super::timestamp::Timestamp;
@@ -19,8 +20,12 @@ pub(crate) struct SnapshotCache {
     /// No snapshot expires before, as [`Timestamp::bits`].
     expire: u64,
     all: Vec<WorkerSnapshot>,
+    /// Lower bounds of the service times in `all`.
+    least_times: Vec<LeastTimes>,
     /// Workers with queued prompts.
     busy: u64,
+    /// Workers that are ejected.
+    ejected: usize,
     /// Prompts that arrive: one per decision of this router or of another one.
     flow: PromptFlow,
     /// Means that replace missing measurements.
@@ -64,7 +69,9 @@ impl SnapshotCache {
     /// Refreshes the snapshots that are out of date. `load`: of each of a number of `workers`, which stay the same.
     pub(crate) fn refresh<'a>(&mut self, workers: usize, load: impl Fn(usize) -> &'a WorkerLoad, now: Timestamp) {
         if self.keys.len() != workers {
-            self.all.resize(workers, WorkerSnapshot::default());
+            let default = WorkerSnapshot::default();
+            self.all.resize(workers, default);
+            self.least_times.resize(workers, LeastTimes::of(&default.estimate));
             self.keys.resize(workers, CacheKey::EMPTY);
             self.groups = ChangeGroups::of((0..workers).map(&load));
             self.expire = 0;
@@ -98,7 +105,10 @@ impl SnapshotCache {
         *measured |= reading.measured != snapshot.measured;
         self.busy += u64::from(reading.stats.prompts > 0);
         self.busy -= u64::from(snapshot.stats.prompts > 0);
+        self.ejected += usize::from(reading.ejected);
+        self.ejected -= usize::from(snapshot.ejected);
         *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
+        self.least_times[at] = LeastTimes::of(&snapshot.estimate);
     }
 
     /// Counts a prompt that was placed, by this router or by another one.
@@ -121,9 +131,20 @@ impl SnapshotCache {
         &self.all
     }
 
+    /// Lower bounds of the service times, in the same order.
+    #[inline]
+    pub(crate) fn least_times(&self) -> &[LeastTimes] {
+        &self.least_times
+    }
+
+    /// Whether any worker is ejected.
+    pub(crate) fn is_any_ejected(&self) -> bool {
+        self.ejected > 0
+    }
+
     /// `measured`: the set of measured fields may have changed.
     fn update_means(&mut self, measured: bool, now: Timestamp) {
-        let Self { all, fleet_means, least_lost_share, .. } = self;
+        let Self { all, least_times, fleet_means, least_lost_share, .. } = self;
         let mut coverage = fleet_means.coverage();
         if measured {
             coverage = Coverage::default();
@@ -136,8 +157,9 @@ impl SnapshotCache {
         }
         // Means that all workers have measured themselves replace nothing. The lost shares change all the same.
         if fleet_means.update(coverage, now, || all.iter().map(|snapshot| snapshot.stats.speeds)) {
-            for snapshot in all.iter_mut() {
+            for (snapshot, least_times) in all.iter_mut().zip(least_times) {
                 snapshot.estimate = estimate(snapshot.stats, snapshot.measured, fleet_means);
+                *least_times = LeastTimes::of(&snapshot.estimate);
             }
         }
         *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
@@ -229,6 +251,7 @@ mod tests {
             kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
+            assert_eq!((&kept.least_times, kept.ejected), (&new.least_times, new.ejected), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
         assert_eq!(ejected.len(), 2, "some were silent or ejected");

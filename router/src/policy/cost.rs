@@ -108,6 +108,11 @@ impl RemainingWork {
             slower,
         }
     }
+
+    /// Seconds to compute the tokens on an average worker, or their number before prompts were measured.
+    pub(crate) fn average_compute(&self) -> f64 {
+        self.compute.unwrap_or(self.uncached)
+    }
 }
 
 impl Cost {

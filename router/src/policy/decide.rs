@@ -1,7 +1,9 @@
 //! The routing decision: a view of the fleet in, one decision out. It reserves nothing and reads no clock.
 //!
-//! All workers are scored in one pass that keeps a few numbers of each. The terms of a cost are computed again from the
-//! same inputs for the few workers that need them.
+//! A pass over all workers keeps a few numbers of each: the costs, or lower bounds of them, of which only the lowest are
+//! computed in full. The terms of a cost are computed again from the same inputs for the few workers that need them.
+
+mod shortlist;
 
 use super::composition::{Features, Policy};
 use super::copy_ahead::{self, CopyAhead, Place};
@@ -16,6 +18,8 @@ use super::tuning::{Disaggregation, Tuning};
 use crate::fleet::{PromptTokens, Worker, WorkerEntry};
 use crate::index::{Overlap, WorkerOverlap};
 use crate::load::{Demand, ItlTarget, SharedPrefix, WorkerSnapshot};
+use shortlist::Shortlist;
+use std::borrow::Cow;
 use std::sync::Arc;
 use tokio::time::Instant;
 use worker::engine::{ModelCard, Request, Work};
@@ -63,8 +67,10 @@ pub(crate) struct ScoredWorker<'a> {
 /// A decision, before its reservation.
 pub(crate) struct Decision<'a> {
     context: DecisionContext<'a>,
-    /// The workers that could decode.
-    pub(crate) candidates: &'a [Candidate],
+    /// The workers that could decode, of which those are left out that cost more than all that matter.
+    candidates: &'a [Candidate],
+    /// Number of workers that could decode.
+    pub(crate) candidate_count: usize,
     pub(crate) chosen: ScoredWorker<'a>,
     pub(crate) why: SelectionReason,
     /// The best prefill worker, whether it is used or not.
@@ -77,6 +83,7 @@ pub(crate) struct Scratch {
     remaining: Vec<RemainingWork>,
     prefill_candidates: Vec<Candidate>,
     candidates: Vec<Candidate>,
+    shortlist: Shortlist,
 }
 
 /// Everything that the scoring of workers reads.
@@ -124,7 +131,7 @@ pub(crate) fn decide<'a>(
     scratch: &'a mut Scratch,
     selection: SelectionContext,
 ) -> Option<Decision<'a>> {
-    let (Scratch { remaining, prefill_candidates, candidates }, pool) = (scratch, fleet.pool());
+    let (Scratch { remaining, prefill_candidates, candidates, shortlist }, pool) = (scratch, fleet.pool());
     remaining.clear();
     let (pricing, shared) = (pricing(tuning, &request, &fleet), request.shared.map_or(0, |shared| shared.blocks));
     let prompt_in = |(scheme, card): (usize, &Arc<ModelCard>)| {
@@ -149,24 +156,20 @@ pub(crate) fn decide<'a>(
     let prefill = select(&tuning.policy, prefill_candidates, selection)
         .map(|(at, _)| context.row(prefill_candidates[at].entry as usize, None));
 
-    context.score_candidates(matches!(request.work, Work::Prefill), prefill.as_ref(), candidates);
-    // Workers that meet the deadline or target are preferred to all others.
-    if let Some(within) = request.within {
-        let in_time = |it: &Candidate| context.row(it.entry as usize, prefill.as_ref()).cost().first_token() <= within;
-        if candidates.iter().any(in_time) {
-            candidates.retain(in_time);
-        }
-    }
-    // Of these, workers that keep the target of the time between tokens.
-    if let Some(itl) = context.itl_target(&request) {
-        let keeps = |it: &Candidate| !context.misses_itl(itl, it);
-        if candidates.iter().any(keeps) {
-            candidates.retain(keeps);
-        }
-    }
+    let itl = context.itl_target(&request);
+    let scored = if prefill.is_none() && itl.is_none() && context.may_shortlist(&request, selection) {
+        context.shortlist(shortlist, candidates)
+    } else {
+        None
+    };
+    let candidate_count = scored.unwrap_or_else(|| {
+        context.score_candidates(matches!(request.work, Work::Prefill), prefill.as_ref(), candidates);
+        context.retain_targets(&request, itl, prefill.as_ref(), candidates);
+        candidates.len()
+    });
     let (at, why) = select(&tuning.policy, candidates, selection)?;
     let chosen = context.row(candidates[at].entry as usize, prefill.as_ref());
-    Some(Decision { context, candidates, chosen, why, prefill })
+    Some(Decision { context, candidates, candidate_count, chosen, why, prefill })
 }
 
 impl<'a> Decision<'a> {
@@ -243,6 +246,17 @@ impl<'a> Decision<'a> {
         Some(CopyAhead { to, from, blocks: shared.blocks, seconds: planned.seconds, saved: planned.saved })
     }
 
+    /// All workers that could decode, in the order of the pool's entries. Computed again if some were left out.
+    pub(crate) fn all_candidates(&self) -> Cow<'a, [Candidate]> {
+        if self.candidates.len() == self.candidate_count && self.candidates.is_sorted_by_key(|it| it.nth) {
+            return Cow::Borrowed(self.candidates);
+        }
+        let mut all = Vec::new();
+        // A decision that leaves some out has neither a prefill worker nor targets.
+        self.context.score_candidates(false, None, &mut all);
+        Cow::Owned(all)
+    }
+
     /// The lowest cost in seconds among the candidates that were not chosen.
     pub(crate) fn runner_up(&self) -> f64 {
         let others = self.candidates.iter().filter(|other| other.entry as usize != self.chosen.at);
@@ -288,6 +302,33 @@ impl<'a> DecisionContext<'a> {
         self.score_all(|_, eligibility| eligibility != Eligibility::Excluded, prefill, into);
     }
 
+    /// Leaves the workers that meet the targets of the request, if there are any.
+    fn retain_targets(
+        &self,
+        request: &PlacementRequest<'_>,
+        itl: Option<ItlTarget>,
+        prefill: Option<&ScoredWorker<'_>>,
+        candidates: &mut Vec<Candidate>,
+    ) {
+        // Workers that meet the deadline or target are preferred to all others.
+        if let Some(within) = request.within {
+            let in_time = |it: &Candidate| self.row(it.entry as usize, prefill).cost().first_token() <= within;
+            if candidates.iter().any(in_time) {
+                candidates.retain(in_time);
+            }
+        }
+        // Of these, workers that keep the target of the time between tokens.
+        if let Some(itl) = itl {
+            let keeps = |it: &Candidate| !self.misses_itl(itl, it);
+            if candidates.iter().any(keeps) {
+                candidates.retain(keeps);
+            }
+        }
+        for (nth, candidate) in candidates.iter_mut().enumerate() {
+            candidate.nth = nth as u32;
+        }
+    }
+
     /// Scores the workers that the filter accepts.
     fn score_all(
         &self,
@@ -303,18 +344,22 @@ impl<'a> DecisionContext<'a> {
             if !wanted(entry, self.fleet.eligibility(entry, snapshot)) {
                 continue;
             }
-            if plain {
+            let candidate = if plain {
                 let cost = self.aggregated(entry, self.work(entry), snapshot);
-                into.push(candidate(at, entry, snapshot, cost.total(), cost.load()));
+                candidate(at, entry, snapshot, cost.total(), cost.load())
             } else {
-                into.push(self.scored(at, prefill));
-            }
+                self.scored(at, prefill)
+            };
+            into.push(Candidate { nth: into.len() as u32, ..candidate });
         }
     }
 
     /// The copies of a shared prefix.
     fn replication(&self, shared: SharedPrefix) -> Replication {
-        let all = self.entries.iter().zip(self.fleet.snapshots());
+        // Of most prefixes no worker has all blocks.
+        let is_held = self.remaining.iter().any(|work| work.shared <= 0.0);
+        let entries = if is_held { self.entries } else { &[] };
+        let all = entries.iter().zip(self.fleet.snapshots());
         let holders = all.filter(|(entry, _)| self.work(entry).shared <= 0.0).map(|(_, snapshot)| &snapshot.estimate);
         let per_sequence = self.prompts.first().map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
         Replication::of(shared, holders, self.entries.len(), per_sequence)
@@ -334,8 +379,14 @@ impl<'a> DecisionContext<'a> {
     /// Remaining work for the prompt on one worker.
     #[inline]
     fn work(&self, entry: &WorkerEntry) -> &RemainingWork {
+        &self.remaining[self.work_at(entry)]
+    }
+
+    /// Index of it in `remaining`.
+    #[inline]
+    fn work_at(&self, entry: &WorkerEntry) -> usize {
         let (_, from) = self.prompts[entry.scheme as usize];
-        &self.remaining[from + self.fleet.overlap_index(entry)]
+        from + self.fleet.overlap_index(entry)
     }
 
     /// The target of the time between tokens, if it is configured and the request has such a time.
@@ -406,7 +457,7 @@ fn pricing(tuning: &Tuning, request: &PlacementRequest<'_>, fleet: &FleetView<'_
 /// The fields that the selection reads.
 #[inline]
 fn candidate(at: usize, entry: &WorkerEntry, snapshot: &WorkerSnapshot, cost: f64, load: f64) -> Candidate {
-    Candidate { entry: at as u32, passes: 0, worker: entry.id.0, cost, load, chosen: snapshot.chosen }
+    Candidate { entry: at as u32, nth: 0, passes: 0, worker: entry.id.0, cost, load, chosen: snapshot.chosen }
 }
 
 impl<'a> ScoredWorker<'a> {

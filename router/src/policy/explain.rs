@@ -30,7 +30,8 @@ pub(crate) fn line(
     copying: u32,
     output: &ExpectedOutput,
 ) -> Arc<str> {
-    let Decision { candidates, chosen: row, why, prefill, .. } = decision;
+    let Decision { chosen: row, why, prefill, .. } = decision;
+    let candidates = decision.all_candidates();
     // The chosen worker first, then by cost: entries at the end may be omitted.
     let mut order: Vec<&Candidate> = candidates.iter().collect();
     order.sort_by(|a, b| {

@@ -6,7 +6,7 @@ use crate::booking::InflightPrefixes;
 use crate::fleet::{ModelPool, Needs, PromptTokens, WorkerEntry, WorkerRun};
 use crate::hash::HashCache;
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
-use crate::load::{PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
+use crate::load::{LeastTimes, PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
@@ -95,6 +95,19 @@ impl<'a> FleetView<'a> {
         } else {
             Eligibility::Eligible
         }
+    }
+
+    /// Whether all workers are candidates.
+    pub(crate) fn are_all_eligible(&self) -> bool {
+        let pool = self.pool;
+        let is_refused_by_none = self.excluded.is_empty() && self.needs.is_met_by_all();
+        self.tokens < pool.min_context() && is_refused_by_none && !self.snapshots.is_any_ejected()
+    }
+
+    /// Lower bounds of the service times, in the order of the pool's entries.
+    #[inline]
+    pub(crate) fn least_times(&self) -> &[LeastTimes] {
+        self.snapshots.least_times()
     }
 
     /// Duration of a decode step on an average worker.

@@ -63,12 +63,21 @@ impl Replication {
         -self.saved(estimate).min(caused)
     }
 
+    /// The most that later requests save on any worker: on one without load.
+    pub(crate) fn max_saved(&self) -> f64 {
+        if self.may_copy() { self.saved_at(0.0, 0.0) } else { 0.0 }
+    }
+
     /// Seconds that later requests save when a worker with this load has a copy.
     pub(crate) fn saved(&self, estimate: &ServiceEstimate) -> f64 {
-        let fewer = (self.holder_sequences - f64::from(estimate.sequences)).max(0.0);
+        self.saved_at(estimate.sequences.into(), estimate.queue)
+    }
+
+    fn saved_at(&self, sequences: f64, queue: f64) -> f64 {
+        let fewer = (self.holder_sequences - sequences).max(0.0);
         // The holders' queue stays longer for as many seconds as it is longer now, and the difference shrinks in that
         // time: the requests that come then save half of it on average.
-        let shorter = (self.holder_queue - estimate.queue).max(0.0);
+        let shorter = (self.holder_queue - queue).max(0.0);
         self.per_sequence * fewer + self.rate * shorter * shorter / 2.0
     }
 }

@@ -12,6 +12,8 @@ use std::cmp::Ordering;
 pub(crate) struct Candidate {
     /// Index of the worker's entry in the pool.
     pub(crate) entry: u32,
+    /// Number of candidates before it.
+    pub(crate) nth: u32,
     /// A bit for each filter of a composition that the worker passes.
     pub(crate) passes: u32,
     /// Id of the worker.
@@ -128,11 +130,16 @@ fn least(
     reason: SelectionReason,
 ) -> (usize, SelectionReason) {
     let best = lowest(among.clone().map(|at| of(&candidates[at])));
-    let limit = best + (best * TIE_FRACTION).clamp(TIE_SECONDS.0, TIE_SECONDS.1);
+    let limit = tie_limit(best);
     let mut tied = 0;
     let among = among.filter(|at| of(&candidates[*at]) <= limit).inspect(|_| tied += 1);
     let at = least_recently_chosen(candidates, among, random);
     (at, if tied > 1 { SelectionReason::Tie } else { reason })
+}
+
+/// The highest cost that ties with the lowest one.
+pub(super) fn tie_limit(lowest: f64) -> f64 {
+    lowest + (lowest * TIE_FRACTION).clamp(TIE_SECONDS.0, TIE_SECONDS.1)
 }
 
 /// The lesser of two random candidates.
@@ -192,7 +199,7 @@ fn required(candidates: &[Candidate], filters: usize) -> u32 {
 fn least_recently_chosen(candidates: &[Candidate], among: impl Iterator<Item = usize>, random: u64) -> usize {
     // Workers that were never chosen come in random order, so that routers that start together differ.
     let chosen = |at: usize| candidates[at].chosen;
-    let tie_break = |at: usize| splitmix64(random ^ at as u64);
+    let tie_break = |at: usize| splitmix64(random ^ u64::from(candidates[at].nth));
     among
         .reduce(|a, b| match chosen(a).cmp(&chosen(b)).then_with(|| tie_break(b).cmp(&tie_break(a))) {
             Ordering::Greater => b,
@@ -218,7 +225,7 @@ mod tests {
     use crate::hash::hash_str;
 
     fn at(cost: f64, load: f64) -> Candidate {
-        Candidate { entry: 0, passes: 0, worker: 0, cost, load, chosen: 0 }
+        Candidate { entry: 0, nth: 0, passes: 0, worker: 0, cost, load, chosen: 0 }
     }
 
     fn context(random: u64) -> SelectionContext {
@@ -227,6 +234,7 @@ mod tests {
 
     /// Chooses `n` times and counts the choices of each candidate.
     fn spread(policy: &Policy, mut candidates: Vec<Candidate>, n: u64) -> Vec<u64> {
+        candidates.iter_mut().zip(0..).for_each(|(candidate, nth)| candidate.nth = nth);
         let mut counts = vec![0; candidates.len()];
         for nth in 1..=n {
             let (chosen, _) = select(policy, &candidates, context(splitmix64(nth))).unwrap();

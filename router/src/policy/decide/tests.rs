@@ -37,7 +37,7 @@ async fn reports_during_a_decision_count_for_the_next_one() {
     let busy = Load { waiting_tokens: 50_000, running: 30, prefill_tokens_per_second: Some(10.0), ..Load::default() };
     pool.entries().iter().for_each(|entry| entry.load.report(busy.clone(), Instant::now()));
     assert_eq!(explain::line(&tuning.policy, &decision, &[], 0, &output), line);
-    for candidate in decision.candidates {
+    for candidate in decision.all_candidates().iter() {
         let row = decision.row(candidate.entry);
         assert!((row.cost().total() - candidate.cost).abs() < f64::EPSILON, "the explanation shows the scored cost");
     }
