@@ -194,6 +194,7 @@ async fn decisions_are_those_from_the_costs_of_all_workers() {
             core.fleet.choose(&workers[chosen]);
         }
     }
-    assert!(scored * 2 < of, "{scored} of {of} candidates were scored");
+    // Few workers are alike here, and some report impossible times, so that they are always scored.
+    assert!(scored * 4 < of * 3, "{scored} of {of} candidates were scored");
     assert!(reasons.len() == 2 && reasons.values().all(|times| *times > 50), "{reasons:?}");
 }
