@@ -13,7 +13,7 @@ const FOUND: [u64; 1] = [324];
 const FRESH_TIME: Duration = Duration::from_secs(8);
 
 fn check(seed: u64) {
-    let outcome = sim::run(seed, false);
+    let outcome = sim::run(seed, None, false);
     assert_valid(seed, &outcome);
 }
 
@@ -43,7 +43,7 @@ fn fresh_seeds_keep_all_invariants() {
 #[test]
 fn streams_survive_more_than_two_drains() {
     let moves = FIXED.take(3).map(|seed| {
-        let outcome = sim::run_kind(seed, Some(sim::Kind::LongStreams), false);
+        let outcome = sim::run(seed, Some(sim::Kind::LongStreams), false);
         assert_valid(seed, &outcome);
         outcome.moves
     });
@@ -52,8 +52,15 @@ fn streams_survive_more_than_two_drains() {
 }
 
 #[test]
+fn a_skipped_removal_is_found() {
+    let violations = sim::run(0, Some(sim::Kind::SkippedRemovals), false).violations;
+    let first = violations.first().map(String::as_str).unwrap_or_default();
+    assert!(first.contains("other blocks than there were then"), "{violations:?}");
+}
+
+#[test]
 fn a_seed_replays_byte_for_byte() {
     for seed in FIXED.take(6) {
-        assert_eq!(sim::run(seed, false), sim::run(seed, false), "seed {seed}");
+        assert_eq!(sim::run(seed, None, false), sim::run(seed, None, false), "seed {seed}");
     }
 }
