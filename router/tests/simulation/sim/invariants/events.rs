@@ -7,18 +7,23 @@
 //! - While events are missing, the index stays at the last one before the gap: early ones wait.
 //! - While a snapshot is on its way, the index stays at the last event. The snapshot takes effect at one instant.
 //! - A new epoch begins without blocks. The index has blocks of one epoch only.
-//! - In an epoch the index goes back to no event but the first: when the worker has left and joins again.
+//! - In an epoch the index never goes back, but to its beginning, when the worker has left and joins again.
+//! - An index goes back to an older epoch only with a snapshot of it, which overrides what arrived before. It shows that
+//!   a process with the id of another is not registered yet.
 //!
 //! A worker in turn announces each change at the instant at which it changes its blocks.
 
 use crate::sim::cluster::Cluster;
+use crate::sim::network::Node;
 use crate::sim::world::World;
 use kvbm::{BlockEvent, CacheDigest, Epoch, EventLog, Level, SequenceHash, SetDigest};
 use router::IndexedEvents;
 use router::index::Holder;
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use tokio::time::Instant;
+use worker::plane::Source;
 
 /// The events of all workers and of the store so far, and how far each router has applied them.
 #[derive(Default)]
@@ -120,9 +125,11 @@ impl EventWatch {
             }
             watch.indexed.resize(holders.len(), Indexed::default());
             for (holder, indexed) in holders.iter().zip(&mut watch.indexed) {
-                let problem = indexed.update(process.router.indexed_events(*holder), histories, *holder);
-                if let Some(problem) = problem {
-                    cluster.world.violated(format_args!("r{number}: {problem}"));
+                let (world, source) = (&cluster.world, source(*holder));
+                let has_snapshot = |epoch| world.has_snapshot_now(Node::Router(*number), source, epoch);
+                let now = process.router.indexed_events(*holder);
+                if let Some(problem) = indexed.update(now, histories, *holder, has_snapshot) {
+                    world.violated(format_args!("r{number}: {problem}"));
                 }
             }
         }
@@ -159,13 +166,18 @@ impl Indexed {
         now: Option<IndexedEvents>,
         histories: &BTreeMap<(Holder, Epoch), History>,
         holder: Holder,
+        has_snapshot: impl Fn(Epoch) -> bool,
     ) -> Option<String> {
         if now == self.last {
             return None;
         }
         let before = std::mem::replace(&mut self.last, now);
         let IndexedEvents { epoch, number, digest } = now?;
-        let at = |events: IndexedEvents| (events.epoch, events.number);
+        let goes_back = |before: IndexedEvents| match epoch.cmp(&before.epoch) {
+            Ordering::Less => !has_snapshot(epoch),
+            Ordering::Equal => number < before.number,
+            Ordering::Greater => false,
+        };
         let expected = match number {
             0 => Some(CacheDigest::default()),
             _ => histories.get(&(holder, epoch)).and_then(|history| history.digests.get(number as usize)).copied(),
@@ -175,7 +187,7 @@ impl Indexed {
         // An index that has evicted blocks has no digest.
         } else if digest.is_some() && digest != expected {
             "and has other blocks than there were then"
-        } else if number > 0 && before.is_some_and(|before| (epoch, number) < at(before)) {
+        } else if number > 0 && before.is_some_and(goes_back) {
             "an older one than before"
         } else {
             self.is_reported = false;
@@ -185,6 +197,14 @@ impl Indexed {
         is_new.then(|| {
             format!("the index of {holder:?} is at event {number} of {epoch:?}, {problem}; before: {before:?}")
         })
+    }
+}
+
+/// The source of the events of a holder.
+fn source(holder: Holder) -> Source {
+    match holder {
+        Holder::Worker(id) | Holder::Estimate(id) => Source::Worker(id),
+        Holder::Store(id) => Source::Store(id),
     }
 }
 

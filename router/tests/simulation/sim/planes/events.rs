@@ -198,6 +198,9 @@ impl Events for NodeEvents {
             let owner = self.ask(source).await?;
             let snapshot = self.plane.snapshot(source).await;
             self.answer(owner).await?;
+            if let Ok(snapshot) = &snapshot {
+                self.world.snapshot_arrives(self.node, source, snapshot.epoch);
+            }
             let number =
                 snapshot.as_ref().map(|snapshot| (snapshot.epoch.0, snapshot.number, snapshot.blocks().count()));
             self.world.log(format_args!("{} gets snapshot of {source}: {number:?}", self.node));
