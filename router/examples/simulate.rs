@@ -5,7 +5,8 @@
 //! cargo run --release -p router --example simulate -- --seeds 17 --trace
 //! ```
 //! Prints each seed that violates an invariant, and how to replay it. `--trace` prints the log of events of each seed,
-//! `--twice` runs each seed twice and compares the logs, `--threads N` runs seeds side by side.
+//! `--twice` runs each seed twice and compares the logs, `--threads N` runs seeds side by side. With `--skip-removals`
+//! routers skip removals of blocks, a fault that the checks must find.
 
 #[path = "../tests/simulation/sim/mod.rs"]
 mod sim;
@@ -21,6 +22,7 @@ struct Options {
     is_traced: bool,
     is_repeated: bool,
     threads: usize,
+    kind: Option<sim::Kind>,
 }
 
 #[derive(Default)]
@@ -32,7 +34,7 @@ struct Totals {
 }
 
 fn options() -> Result<Options, String> {
-    let mut options = Options { seeds: 0..100, is_traced: false, is_repeated: false, threads: 1 };
+    let mut options = Options { seeds: 0..100, is_traced: false, is_repeated: false, threads: 1, kind: None };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or_else(|| format!("{argument} needs a value"));
@@ -41,7 +43,11 @@ fn options() -> Result<Options, String> {
             "--threads" => options.threads = value()?.parse().map_err(|_| "--threads: expected a number".to_owned())?,
             "--trace" => options.is_traced = true,
             "--twice" => options.is_repeated = true,
-            _ => return Err(format!("unknown argument {argument}; expected --seeds, --trace, --twice or --threads")),
+            "--skip-removals" => options.kind = Some(sim::Kind::SkippedRemovals),
+            _ => {
+                let known = "--seeds, --trace, --twice, --skip-removals or --threads";
+                return Err(format!("unknown argument {argument}; expected {known}"));
+            }
         }
     }
     Ok(options)
@@ -58,12 +64,12 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 }
 
 fn run(seed: u64, options: &Options, totals: &Mutex<Totals>) {
-    let outcome = sim::run(seed, options.is_traced);
-    let is_replayed = !options.is_repeated || sim::run(seed, false) == outcome;
+    let outcome = sim::run(seed, options.kind, options.is_traced);
+    let is_replayed = !options.is_repeated || sim::run(seed, options.kind, false) == outcome;
     if !outcome.violations.is_empty() || !is_replayed {
-        println!(
-            "seed {seed} FAILED; replay: cargo run --release -p router --example simulate -- --seeds {seed} --trace"
-        );
+        let kind = if options.kind.is_some() { " --skip-removals" } else { "" };
+        let replay = "cargo run --release -p router --example simulate --";
+        println!("seed {seed} FAILED; replay: {replay} --seeds {seed} --trace{kind}");
         outcome.violations.iter().for_each(|violation| println!("  {violation}"));
         if !is_replayed {
             println!("  another log of events when it ran again");

@@ -18,7 +18,8 @@
 //! last block of a run matches the prompt, the lookup counts the whole run. A holder that publishes wrong chains gets
 //! wrong hints for the blocks that it stored first.
 //!
-//! Not here: sequence numbers and epochs. `control::feed` decides which event to apply.
+//! Not here: sequence numbers and epochs, but for a note of the last event. `control::feed` decides which event to
+//! apply.
 
 mod apply;
 mod arena;
@@ -32,6 +33,7 @@ mod holder_state;
 mod holders;
 mod insert;
 mod key;
+mod last_event;
 mod lookup;
 mod membership;
 mod overlap;

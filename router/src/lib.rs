@@ -62,7 +62,7 @@ pub use admission::{LateRequests, Settings as Admission, Tenant};
 pub use policy::planner::{Mode as PlannerMode, Outlook, PlanStatus, Settings as PlannerSettings};
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
 pub use problem::Problem;
-pub use router::{NoSuchWorker, Outstanding, Router, WorkerStatus};
+pub use router::{IndexedEvents, NoSuchWorker, Outstanding, Router, WorkerStatus};
 pub use settings::{Overrides, Settings};
 pub use slo::Slo;
 pub use state::Error;

@@ -10,6 +10,7 @@ mod outstanding;
 mod tasks;
 
 pub use cordon::{NoSuchWorker, WorkerStatus};
+pub use digests::IndexedEvents;
 pub use outstanding::Outstanding;
 
 use crate::policy::planner::PlanStatus;

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use transport::{ClientFiles, Identity, NamedFile, ServerFiles, TlsError};
-use worker::plane::nats::{ClientCertificate, Credentials, Settings, Tls};
+use worker::plane::nats::{ClientCertificate, Credentials, Process, Settings, Tls};
 
 /// Requests between frontends and workers.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -130,6 +130,7 @@ impl Nats {
             replicas: self.replicas,
             lease: self.lease.0,
             connect_timeout: self.connect_timeout.0,
+            process: Process::default(),
         }
     }
 

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use transport::{CertificateMetrics, ClientTls};
 use worker::plane::combined::{CombinedDiscovery, CombinedEvents};
 use worker::plane::local::{LocalDiscovery, LocalEvents};
-use worker::plane::nats::{Address, Connection, Connector, HttpLogs, Metrics, NatsDiscovery, NatsEvents};
+use worker::plane::nats::{
+    Address, Connection, Connector, HttpLogs, Metrics, NatsDiscovery, NatsEvents, Process, Settings,
+};
 use worker::remote::{Credentials, RemoteEngine, RemoteLogs, Secret, SecretMetrics};
 use worker::serve::Planes;
 
@@ -44,7 +46,9 @@ pub(super) async fn open(
     credentials: Credentials,
     registry: &Registry,
 ) -> anyhow::Result<NatsPlanes> {
-    let connection = Connection::open(config.nats.settings(), Metrics::new(registry)?).await?;
+    let process = if address.is_some() { Process::Worker } else { Process::Frontend };
+    let settings = Settings { process, ..config.nats.settings() };
+    let connection = Connection::open(settings, Metrics::new(registry)?).await?;
     let keys = credentials.secret.as_ref().map(Secret::record_keys);
     let logs = HttpLogs::new(address.clone(), keys.clone(), Arc::new(RemoteLogs::new(credentials.clone())));
     let connector: Connector =

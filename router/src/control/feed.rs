@@ -9,13 +9,13 @@ pub(super) mod cursor;
 
 use crate::admission::Admission;
 use crate::fleet::{CacheView, EstimateReason, Fleet, Worker, reachable_stores};
-use crate::index::{Holder, Index, LEVELS};
+use crate::index::{Holder, Index};
 use crate::metrics::Metrics;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Run, Snapshot};
+use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Snapshot};
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
@@ -170,6 +170,7 @@ impl Feed {
         }
         if self.followed.get(&source).and_then(|followed| followed.cursor.epoch()) != Some(instance.epoch) {
             self.index.clear(holder);
+            self.index.note_event(holder, instance.epoch, 0);
             self.followed.insert(source, Followed { holder, cursor: SourceCursor::new(Some(instance.epoch)) });
             self.advance_source(source, 0);
         }
@@ -273,9 +274,15 @@ impl Feed {
         let outcome = cursor.event(epoch, number, event);
         self.metrics.events.with_label_values(&[outcome.name()]).inc();
         match outcome {
-            Outcome::Apply(event) => self.index.apply(*holder, &event),
+            Outcome::Apply(event) => {
+                self.index.apply(*holder, &event);
+                self.index.note_event(*holder, epoch, number);
+            }
             Outcome::Gap => tracing::debug!(%source, sequence = number, "gap in KV events"),
-            Outcome::NewEpoch => self.index.clear(*holder),
+            Outcome::NewEpoch => {
+                self.index.clear(*holder);
+                self.index.note_event(*holder, epoch, 0);
+            }
             Outcome::Buffered | Outcome::Duplicate | Outcome::Stale => return,
         }
         self.advance_source(source, 0);
@@ -287,7 +294,7 @@ impl Feed {
         let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         // Stores send digests but no load reports.
         cursor.behind(epoch, number, Instant::now());
-        if cursor.is_at(epoch, number) && index_digest(&self.index, *holder).is_some_and(|indexed| indexed != digest) {
+        if cursor.is_at(epoch, number) && self.index.cache_digest(*holder).is_some_and(|indexed| indexed != digest) {
             tracing::warn!(%source, sequence = number, "index diverges from the source; requesting a snapshot");
             self.metrics.divergences.inc();
             cursor.invalidate();
@@ -316,6 +323,9 @@ impl Feed {
         let Some(Followed { holder, cursor }) = self.followed.get_mut(&source) else { return };
         while let Some(event) = cursor.next() {
             self.index.apply(*holder, &event);
+            if let Some(epoch) = cursor.epoch() {
+                self.index.note_event(*holder, epoch, cursor.number());
+            }
         }
         let Some(request) = cursor.next_request(self.request_seq + 1) else { return };
         self.request_seq += 1;
@@ -369,7 +379,7 @@ impl Feed {
                 let holder = *holder;
                 self.apply_snapshot(
                     holder,
-                    snapshot.runs,
+                    snapshot,
                     ResyncResult { source, request_seq, attempt, answer, request_permit, apply_permit },
                 );
                 return;
@@ -392,10 +402,13 @@ impl Feed {
     }
 
     /// Replaces the blocks of a holder in the index by a snapshot, then reports back.
-    fn apply_snapshot(&self, holder: Holder, runs: Vec<Run>, result: ResyncResult) {
+    fn apply_snapshot(&self, holder: Holder, snapshot: Snapshot, result: ResyncResult) {
         let index = self.index.clone();
         self.resyncs.push(Box::pin(async move {
-            let apply_snapshot = move || index.replace(holder, &runs);
+            let apply_snapshot = move || {
+                index.replace(holder, &snapshot.runs);
+                index.note_event(holder, snapshot.epoch, snapshot.number);
+            };
             if result.apply_permit.is_some() {
                 tokio::task::spawn_blocking(apply_snapshot)
                     .await
@@ -491,12 +504,4 @@ async fn send_request(request: ResyncRequest, events: &dyn Events, source: Sourc
         }
         ResyncRequest::Snapshot => events.snapshot(source).await.map_or_else(Answer::Failed, Answer::Snapshot),
     }
-}
-
-/// Digest of the blocks of a holder in the index, to be compared with that of its source; `None` if the index evicted
-/// some.
-fn index_digest(index: &Index, holder: Holder) -> Option<CacheDigest> {
-    let add = |all: CacheDigest, level| Some(all.with(level, index.digest(holder, level)?.sum));
-    let digest = LEVELS.into_iter().try_fold(CacheDigest::default(), add)?;
-    index.is_complete(holder).then_some(digest)
 }

@@ -11,7 +11,7 @@
 
 use super::holder::LEVELS;
 use super::sync::{AtomicU8, AtomicU64, Ordering, fence};
-use kvbm::SetDigest;
+use kvbm::{CacheDigest, SetDigest};
 
 /// The digests of one holder. Levels are given by their index in [`LEVELS`].
 pub(super) struct HolderDigests {
@@ -87,6 +87,13 @@ impl HolderDigests {
             blocks: blocks.load(Ordering::Acquire).wrapping_sub(evicted.0),
             sum: sum.load(Ordering::Acquire).wrapping_sub(evicted.1),
         }
+    }
+
+    /// Digest of the blocks at all levels. `None` if blocks were evicted, or are being replaced.
+    pub(super) fn all(&self) -> Option<CacheDigest> {
+        let levels = LEVELS.into_iter().enumerate();
+        let all = levels.fold(CacheDigest::default(), |all, (at, level)| all.with(level, self.at(at).sum));
+        self.is_complete().then_some(all)
     }
 
     /// Number of blocks at all levels.

@@ -3,6 +3,7 @@
 use super::holder::{Holder, HolderId, LEVELS};
 use super::holder_digests::HolderDigests;
 use super::holder_set::InternCache;
+use super::last_event::LastEvent;
 use super::position::Position;
 use super::removals::Removals;
 use kvbm::splitmix::splitmix64;
@@ -19,6 +20,7 @@ pub(super) struct HolderState {
     pub(super) id: HolderId,
     pages: Mutex<HolderPages>,
     pub(super) digests: HolderDigests,
+    pub(super) last_event: LastEvent,
     /// Number of evicted pages that may still be in its page sets.
     evicted_pages: AtomicUsize,
 }
@@ -55,7 +57,13 @@ const PRUNE_RATIO: usize = 4;
 
 impl HolderState {
     pub(super) fn new(id: HolderId) -> Self {
-        Self { id, pages: Mutex::default(), digests: HolderDigests::new(), evicted_pages: AtomicUsize::new(0) }
+        Self {
+            id,
+            pages: Mutex::default(),
+            digests: HolderDigests::new(),
+            last_event: LastEvent::default(),
+            evicted_pages: AtomicUsize::new(0),
+        }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, HolderPages> {

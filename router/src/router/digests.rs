@@ -2,8 +2,19 @@
 
 use crate::index::{Holder, LEVELS};
 use crate::router::Router;
-use kvbm::{Level, SetDigest};
+use kvbm::{CacheDigest, Epoch, Level, SetDigest};
 use std::collections::BTreeSet;
+
+/// The blocks of a worker or a store in the index, as far as its events were applied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct IndexedEvents {
+    /// Epoch of the last event that the index includes.
+    pub epoch: Epoch,
+    /// Number of that event; 0 before the first.
+    pub number: u64,
+    /// Digest of the indexed blocks at all levels; `None` if the index evicted some.
+    pub digest: Option<CacheDigest>,
+}
 
 impl Router {
     /// Digest of the index, for each worker and each store that a worker reaches, at each level with indexed blocks.
@@ -19,5 +30,12 @@ impl Router {
             Some((holder, level, self.core.index.is_complete(holder).then_some(digest)))
         };
         holders.flat_map(each).filter_map(indexed).collect()
+    }
+
+    /// What the index has of a worker or a store, as of which of its events. `None` for an unknown one. Exact while no
+    /// event is being applied: digest and number are read one after the other.
+    pub fn indexed_events(&self, holder: Holder) -> Option<IndexedEvents> {
+        let (epoch, number, digest) = self.core.index.last_event(holder)?;
+        Some(IndexedEvents { epoch, number, digest })
     }
 }

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Seeds of every run.
 const FIXED: std::ops::Range<u64> = 0..20;
 /// Seeds that found a fault: with 324, a stream was continued on a worker with other weights, which had joined since
-/// the first worker of the stream failed.
-const FOUND: [u64; 1] = [324];
+/// the first worker of the stream failed. With 1553 the check was wrong: a process with the id of another is not
+/// registered yet, its snapshot begins a new epoch, and the next one is of the other process again.
+const FOUND: [u64; 2] = [324, 1553];
 /// Time for fresh seeds: the tests of the other crates take longer.
 const FRESH_TIME: Duration = Duration::from_secs(8);
 
 fn check(seed: u64) {
-    let outcome = sim::run(seed, false);
+    let outcome = sim::run(seed, None, false);
     assert_valid(seed, &outcome);
 }
 
@@ -43,7 +44,7 @@ fn fresh_seeds_keep_all_invariants() {
 #[test]
 fn streams_survive_more_than_two_drains() {
     let moves = FIXED.take(3).map(|seed| {
-        let outcome = sim::run_kind(seed, Some(sim::Kind::LongStreams), false);
+        let outcome = sim::run(seed, Some(sim::Kind::LongStreams), false);
         assert_valid(seed, &outcome);
         outcome.moves
     });
@@ -52,8 +53,15 @@ fn streams_survive_more_than_two_drains() {
 }
 
 #[test]
+fn a_skipped_removal_is_found() {
+    let violations = sim::run(0, Some(sim::Kind::SkippedRemovals), false).violations;
+    let first = violations.first().map(String::as_str).unwrap_or_default();
+    assert!(first.contains("other blocks than there were then"), "{violations:?}");
+}
+
+#[test]
 fn a_seed_replays_byte_for_byte() {
     for seed in FIXED.take(6) {
-        assert_eq!(sim::run(seed, false), sim::run(seed, false), "seed {seed}");
+        assert_eq!(sim::run(seed, None, false), sim::run(seed, None, false), "seed {seed}");
     }
 }

@@ -45,6 +45,14 @@ pub struct Tokens {
     pub explain: Option<Arc<str>>,
 }
 
+impl Tokens {
+    /// Number of generated tokens, as `usage` counts them: with the one that ended the request.
+    pub fn generated(&self) -> usize {
+        let has_end = matches!(self.finish, Some(FinishReason::Stop | FinishReason::StopToken(_)));
+        self.ids.len() + usize::from(has_end)
+    }
+}
+
 /// Log-probabilities (natural logarithm) at one position, from the distribution before temperature and filters.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Logprobs {

@@ -46,7 +46,7 @@ pub use discovery::NatsDiscovery;
 pub use events::NatsEvents;
 pub use http_logs::{HttpLogs, LogReadError, LogReader};
 pub use metrics::Metrics;
-pub use settings::{ClientCertificate, Credentials, Settings, Tls};
+pub use settings::{ClientCertificate, Credentials, Process, Settings, Tls};
 
 use super::Instance;
 use crate::engine::Engine;

@@ -62,7 +62,7 @@ impl ServedRequest {
     pub(super) fn output(&mut self, output: &Result<Output, Error>) {
         match output {
             Ok(Output::Tokens(tokens)) => {
-                self.completion_tokens += tokens.ids.len();
+                self.completion_tokens += tokens.generated();
                 if tokens.prompt.is_some() {
                     self.report.clone_from(&tokens.prompt);
                 }
@@ -121,5 +121,25 @@ impl Drop for ServedRequest {
             self.span.set("gen_ai.usage.output_tokens", self.completion_tokens);
         }
         self.log();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Tokens;
+
+    #[test]
+    fn completion_tokens_include_the_token_that_ended_the_request() {
+        for (finish, expected) in [(FinishReason::Stop, 4), (FinishReason::StopToken(9), 4), (FinishReason::Length, 3)]
+        {
+            let mut request = Request::greedy("r1", "m", &[1, 2], 8);
+            let mut served = ServedRequest::begin(&Tracer::off(), &HeaderMap::new(), WorkerId(1), &mut request);
+            let tokens =
+                |ids: &[u32], finish| Ok(Output::Tokens(Tokens { ids: ids.to_vec(), finish, ..Tokens::default() }));
+            served.output(&tokens(&[5, 6, 7], None));
+            served.output(&tokens(&[], Some(finish)));
+            assert_eq!(served.completion_tokens, expected, "{finish:?}");
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Both sides over real sockets.
 
+mod frames;
 pub(crate) mod logs;
 mod peers;
 mod prefetch;

@@ -127,6 +127,11 @@ impl SourceCursor {
         self.epoch
     }
 
+    /// Number of the last event applied to the index.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
     /// Takes an event. Afterwards, as after every other change, call [`next`](Self::next) and
     /// [`next_request`](Self::next_request).
     pub(crate) fn event(&mut self, epoch: Epoch, number: u64, event: BlockEvent) -> Outcome {

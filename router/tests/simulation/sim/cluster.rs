@@ -13,6 +13,7 @@ use super::store::SharedStore;
 use super::world::World;
 use kvbm::{Epoch, EventLog};
 use parking_lot::Mutex;
+use router::index::Holder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,6 +38,8 @@ pub(super) struct Cluster {
     pub(super) routers: Mutex<BTreeMap<u64, RouterProcess>>,
     /// When workers last died or left, with the epoch.
     pub(super) ended: Mutex<BTreeMap<WorkerId, (u64, Instant)>>,
+    /// The events of each worker that ever ran, and of the store.
+    pub(super) logs: Mutex<Vec<(Holder, Arc<EventLog>)>>,
     /// Workers of which a displaced process runs.
     pub(super) displaced: Mutex<Vec<WorkerId>>,
     /// Counts processes, so that each has a number of its own.
@@ -51,8 +54,9 @@ impl Cluster {
         let store = scenario.store_blocks.map(|blocks| SharedStore::new(log.clone(), blocks));
         let publisher = store.as_ref().map(|_| {
             let events = NodeEvents::new(world, Node::Store, 0, &plane, &offered, CancellationToken::new());
-            EventPublisher::start(events, Source::Store(STORE), log)
+            EventPublisher::start(events, Source::Store(STORE), log.clone())
         });
+        let logs = store.iter().map(|_| (Holder::Store(STORE), log.clone())).collect();
         Arc::new(Self {
             world: world.clone(),
             scenario,
@@ -63,6 +67,7 @@ impl Cluster {
             workers: Mutex::default(),
             routers: Mutex::default(),
             ended: Mutex::default(),
+            logs: Mutex::new(logs),
             displaced: Mutex::default(),
             lives: AtomicU64::new(0),
             _publisher: publisher,

@@ -1,15 +1,17 @@
 //! What must hold at any time, and what must hold once all is quiet.
 //!
-//! Limits and membership are checked at the end of each instant: when no task can run any more, before the virtual
-//! clock goes on. That is after each event of the scheduler that another process can observe. Processes affect each
-//! other by messages only, each of which takes time (`network.rs`), so the states between two tasks of one instant are
-//! internal to a process.
+//! Limits, membership, and the index against the events are checked at the end of each instant: when no task can run any
+//! more, before the virtual clock goes on. That is after each event of the scheduler that another process can observe.
+//! Processes affect each other by messages only, each of which takes time (`network.rs`), so the states between two
+//! tasks of one instant are internal to a process.
 
+mod events;
 mod index;
 
 use super::cluster::{Cluster, STORE};
 use super::network::Node;
 use super::planes::{LEASE, RENEWAL};
+use events::EventWatch;
 use index::IndexWatch;
 use kvbm::{Level, SetDigest, Tier};
 use parking_lot::Mutex;
@@ -43,31 +45,37 @@ struct Watched {
     cluster: Weak<Cluster>,
     /// Since when each router has been connected to the planes.
     connected: BTreeMap<u64, Instant>,
+    events: EventWatch,
 }
 
 impl InstantCheck {
     pub(super) fn start(&self, cluster: &Arc<Cluster>) {
-        *self.0.lock() = Some(Watched { cluster: Arc::downgrade(cluster), connected: BTreeMap::new() });
+        *self.0.lock() = Some(Watched {
+            cluster: Arc::downgrade(cluster),
+            connected: BTreeMap::new(),
+            events: EventWatch::default(),
+        });
     }
 
     /// Called when no task can run. No lock of the simulation is held then, because none is held across an await.
     pub(super) fn run(&self) {
         let mut watched = self.0.lock();
-        let Some(Watched { cluster, connected }) = &mut *watched else { return };
+        let Some(Watched { cluster, connected, events }) = &mut *watched else { return };
         if let Some(cluster) = cluster.upgrade().filter(|cluster| cluster.world.keeps_violations()) {
             check_limits(&cluster);
             check_membership(&cluster, connected);
+            check_readiness(&cluster);
+            events.check(&cluster);
         }
     }
 }
 
-/// Moves the clocks of all workers, forever, and checks what takes too long for each instant.
+/// Moves the clocks of all workers, forever, and compares the index of holders that are at rest.
 pub(super) async fn watch(cluster: Arc<Cluster>) {
     let mut index = IndexWatch::default();
     loop {
         sleep(INTERVAL).await;
         cluster.set_clocks();
-        check_readiness(&cluster);
         index.check(&cluster);
     }
 }
@@ -94,7 +102,7 @@ fn check_limits(cluster: &Cluster) {
     }
 }
 
-/// A task of a router that has panicked stays failed, so it is enough to look from time to time.
+/// No task of a router has panicked or ended.
 fn check_readiness(cluster: &Cluster) {
     let world = &cluster.world;
     for (number, process) in &*cluster.routers.lock() {

@@ -59,13 +59,9 @@ thread_local! {
     static PANICS: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs a seed. Prints its log of events if `is_printed`.
-pub(crate) fn run(seed: u64, is_printed: bool) -> Outcome {
-    run_kind(seed, None, is_printed)
-}
-
-/// Runs a seed as a scenario of this kind; `None`: of the kind that the seed draws.
-pub(crate) fn run_kind(seed: u64, kind: Option<Kind>, is_printed: bool) -> Outcome {
+/// Runs a seed as a scenario of this kind; `None`: of the kind that the seed draws. Prints its log of events if
+/// `is_printed`.
+pub(crate) fn run(seed: u64, kind: Option<Kind>, is_printed: bool) -> Outcome {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = std::panic::take_hook();

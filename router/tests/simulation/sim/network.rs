@@ -42,13 +42,15 @@ pub(super) struct Quality {
     pub(super) loss: f64,
     pub(super) duplication: f64,
     pub(super) reordering: f64,
+    /// Whether removals of blocks arrive without the blocks: a fault of the product, to see that the checks find it.
+    pub(super) skips_removals: bool,
 }
 
 impl Default for Quality {
     /// One data centre.
     fn default() -> Self {
         let delay = Duration::from_micros(100)..Duration::from_millis(2);
-        Self { delay, loss: 0.0, duplication: 0.0, reordering: 0.0 }
+        Self { delay, loss: 0.0, duplication: 0.0, reordering: 0.0, skips_removals: false }
     }
 }
 

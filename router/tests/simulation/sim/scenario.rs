@@ -44,6 +44,8 @@ pub(crate) enum Kind {
     OneFault,
     /// Anything.
     Chaos,
+    /// Never drawn: routers skip removals of blocks and count them as applied, which the checks must find.
+    SkippedRemovals,
 }
 
 #[derive(Clone)]
@@ -155,6 +157,10 @@ impl Scenario {
                 let limit = rng.millis(1_500..3_000);
                 vec![(rng.duration(&ms(0..5_000)), Fault::RollingRestart(2, Some(limit)))]
             }
+            Kind::SkippedRemovals => {
+                let quality = Quality { skips_removals: true, ..Quality::default() };
+                vec![(Duration::ZERO, Fault::Quality(quality, self.length))]
+            }
             Kind::LossyPlanes => vec![(Duration::ZERO, Fault::Quality(bad_quality(rng), self.length))],
             Kind::OneFault => {
                 let at = rng.duration(&(Duration::ZERO..self.length));
@@ -252,7 +258,7 @@ fn bad_quality(rng: &mut Rng) -> Quality {
     let mut some = |most: f64| if rng.chance(0.5) { most * (rng.within(0..100) as f64 / 100.0) } else { 0.0 };
     let (loss, duplication, reordering) = (some(0.4), some(0.3), some(0.3));
     let slowest = rng.within(2..600);
-    Quality { delay: ms(1..1 + slowest), loss, duplication, reordering }
+    Quality { delay: ms(1..1 + slowest), loss, duplication, reordering, skips_removals: false }
 }
 
 fn bad_tier(rng: &mut Rng) -> Faults {

@@ -3,7 +3,7 @@
 
 use super::network::{Network, Node};
 use kvbm::splitmix::{SplitMix64, splitmix64};
-use kvbm::{DomainId, SequenceHash, Tier};
+use kvbm::{DomainId, Epoch, SequenceHash, Tier};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use worker::engine::{Request, Work};
 use worker::handoff::Peers;
-use worker::plane::WorkerId;
+use worker::plane::{Source, WorkerId};
 
 /// Shared by all parts of one simulation.
 pub(super) struct World {
@@ -29,6 +29,8 @@ pub(super) struct World {
     pub(super) memories: Mutex<BTreeMap<WorkerId, Memory>>,
     /// The cache domain of each block that any worker computed.
     owners: Mutex<BTreeMap<SequenceHash, DomainId>>,
+    /// The last snapshot that each process has received of each source: its epoch, and when.
+    snapshots: Mutex<BTreeMap<(Node, Source), (Epoch, Instant)>>,
 }
 
 /// The faults at present.
@@ -73,6 +75,7 @@ impl World {
             network: Network::new(),
             memories: Mutex::default(),
             owners: Mutex::default(),
+            snapshots: Mutex::default(),
         })
     }
 
@@ -140,6 +143,16 @@ impl World {
     pub(super) fn is_undisturbed_for(&self, time: Duration) -> bool {
         let faults = self.faults.lock();
         faults.active == 0 && faults.ended.is_none_or(|ended| ended.elapsed() >= time)
+    }
+
+    /// Records that a process receives a snapshot.
+    pub(super) fn snapshot_arrives(&self, node: Node, source: Source, epoch: Epoch) {
+        self.snapshots.lock().insert((node, source), (epoch, Instant::now()));
+    }
+
+    /// Whether a process has received a snapshot of this epoch at this instant.
+    pub(super) fn has_snapshot_now(&self, node: Node, source: Source, epoch: Epoch) -> bool {
+        self.snapshots.lock().get(&(node, source)) == Some(&(epoch, Instant::now()))
     }
 
     /// Records that a worker accepts a request.

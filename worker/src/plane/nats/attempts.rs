@@ -6,12 +6,13 @@
 //!
 //! Not here: the first connection, which fails with its error ([`Connection::open`](super::Connection::open)).
 
-use super::settings::{Credentials, Settings, Tls};
+use super::settings::{Credentials, Process, Settings, Tls};
 use super::tls;
 use async_nats::{ConnectOptions, Server};
 use kvbm::splitmix::SplitMix64;
 use parking_lot::Mutex;
 use spans::LogLimit;
+use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +22,7 @@ use tokio::time::{Instant, sleep};
 pub(super) struct Attempts {
     tls: Option<Tls>,
     credentials: Credentials,
+    process: Process,
     state: Mutex<State>,
     /// Limits log lines about causes. Two causes that alternate count as new each time.
     causes: LogLimit,
@@ -75,6 +77,7 @@ impl Attempts {
         Arc::new(Self {
             tls: settings.tls.clone(),
             credentials: settings.credentials.clone(),
+            process: settings.process,
             state: Mutex::default(),
             causes: limit(CAUSES_PER_MINUTE),
             losses: limit(LOSSES_PER_MINUTE),
@@ -130,10 +133,11 @@ impl Attempts {
         if let Some(suppressed) = self.losses.admit() {
             state.is_loss_logged = true;
             drop(state);
+            let without_nats = self.process.without_nats();
             tracing::warn!(
                 problem = server_error,
                 suppressed,
-                "the connection to NATS is lost; until it is made again, the last view of workers and caches is used"
+                "the connection to NATS is lost; until it is made again, {without_nats}"
             );
         }
     }
@@ -141,6 +145,12 @@ impl Attempts {
     /// Why there is no connection, as far as it is known.
     pub(super) fn cause(&self) -> Option<String> {
         self.state.lock().cause.clone()
+    }
+
+    /// Why the process has no current view, or publishes nothing.
+    pub(super) fn problem(&self) -> String {
+        let cause = self.cause().map(|cause| format!(" ({cause})")).unwrap_or_default();
+        format!("not connected to NATS{cause}; {}", self.process.without_nats())
     }
 
     /// The text of an error, with the files that it may be about.
@@ -226,9 +236,18 @@ fn failures(servers: &[Server]) -> Vec<String> {
     let failed = servers.iter().filter(|server| server.failed_attempts > 0);
     let text = |server: &Server| {
         let (host, port) = (server.addr.host(), server.addr.port());
-        server.last_error.as_ref().map(|error| format!("{host}:{port}: {error}"))
+        server.last_error.as_ref().map(|error| format!("{host}:{port}: {}", error_text(error)))
     };
     failed.filter_map(text).collect()
+}
+
+/// The text of an error of the library, which may say the same as its kind and again in the words of the server:
+/// `authorization violation: nats: authorization violation`.
+pub(super) fn error_text(error: &impl Display) -> String {
+    let text = error.to_string();
+    let mut parts: Vec<&str> = text.split(": ").filter(|part| *part != "nats").collect();
+    parts.dedup_by(|part, before| part.eq_ignore_ascii_case(before));
+    parts.join(": ")
 }
 
 /// Doubles from milliseconds, with jitter: after an outage all processes reconnect at once.
@@ -283,6 +302,28 @@ mod tests {
         ] {
             assert_eq!(attempts.explain(error), format!("{error}{expected}"));
         }
+    }
+
+    #[test]
+    fn an_error_says_each_thing_once() {
+        for (error, expected) in [
+            ("authorization violation: nats: authorization violation", "authorization violation"),
+            ("nats: authorization violation", "authorization violation"),
+            ("IO error: Connection refused (os error 111)", "IO error: Connection refused (os error 111)"),
+        ] {
+            assert_eq!(error_text(&error), expected);
+        }
+    }
+
+    #[test]
+    fn a_worker_claims_no_view_of_workers() {
+        let problem = |process| Attempts::new(&Settings { process, ..Settings::default() }).problem();
+        assert_eq!(problem(Process::Frontend), "not connected to NATS; the last view of workers and caches is used");
+        assert_eq!(
+            problem(Process::Worker),
+            "not connected to NATS; requests of frontends that know this worker are served, and changes of its cache \
+             are published later"
+        );
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! The connection to NATS: options, checks of the server, and the state of the connection.
 
 use super::ConnectError;
-use super::attempts::Attempts;
+use super::attempts::{Attempts, error_text};
 use super::bucket::Bucket;
 use super::credentials;
 use super::lease_health::LeaseHealth;
@@ -119,13 +119,9 @@ impl Connection {
         self.state.borrow().connected
     }
 
-    /// Why the planes have their last view and not the current one. `None` while the process is connected.
+    /// Why the planes are not up to date, and what holds meanwhile. `None` while the process is connected.
     pub fn problem(&self) -> Option<String> {
-        if self.is_connected() {
-            return None;
-        }
-        let cause = self.attempts.cause().map(|cause| format!(" ({cause})")).unwrap_or_default();
-        Some(format!("not connected to NATS{cause}; the last view of workers and caches is used"))
+        (!self.is_connected()).then(|| self.attempts.problem())
     }
 
     /// Which leases are not renewed although the process is connected, and what to check.
@@ -241,7 +237,7 @@ fn with_callbacks(
             Event::ServerError(error) => {
                 let problem = match &error {
                     ServerError::Other(problem) => problem.clone(),
-                    error => error.to_string(),
+                    error => error_text(error),
                 };
                 if let Some(suppressed) = errors.admit() {
                     tracing::warn!(problem, suppressed, "NATS server reports an error");
@@ -273,7 +269,7 @@ async fn connect(
             Ok(client) => return Ok(client),
             Err(error) => error,
         };
-        let problem = attempts.explain(&error.to_string());
+        let problem = attempts.explain(&error_text(&error));
         if matches!(
             error.kind(),
             ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication | ConnectErrorKind::Tls

@@ -72,6 +72,8 @@ struct HeldRegistration {
     revision: u64,
     renewed_at: Instant,
     renew_at: Instant,
+    /// The log has a line that the last renewal failed.
+    is_failure_logged: bool,
     /// Cancelled when another process has registered the worker.
     lost: CancellationToken,
     /// Serves the texts of its model.
@@ -180,6 +182,7 @@ impl Registrar {
             revision,
             renewed_at: Instant::now(),
             renew_at: self.next_renewal(),
+            is_failure_logged: false,
             lost: lost.clone(),
             _texts: texts,
         };
@@ -234,9 +237,12 @@ impl Registrar {
                     (held.revision, held.renewed_at, held.renew_at) = (revision, Instant::now(), next);
                     metrics.renewal(outcome);
                     self.connection.leases.clear(id);
+                    let was_failing = std::mem::take(&mut held.is_failure_logged);
                     if matches!(outcome, Renewal::Registered) {
                         let why = "the lease had expired, or the record was overwritten; the worker registered again";
                         tracing::info!(worker = %id, "{why}");
+                    } else if was_failing {
+                        tracing::info!(worker = %id, "the lease is renewed again");
                     }
                 }
                 (Renewed::Failed(error), Some(held)) => {
@@ -245,6 +251,7 @@ impl Registrar {
                     let error = self.connection.explain(error);
                     self.connection.leases.renewal_failed(id, held.renewed_at, &error);
                     if let Some(suppressed) = self.failures.admit() {
+                        held.is_failure_logged = true;
                         tracing::warn!(worker = %id, error, suppressed, "the lease cannot be renewed now");
                     }
                 }

@@ -25,6 +25,30 @@ pub struct Settings {
     pub lease: Duration,
     /// How long [`Connection::open`](super::Connection::open) tries to reach a server.
     pub connect_timeout: Duration,
+    /// What the process does with the planes.
+    pub process: Process,
+}
+
+/// What a process does with the planes, for its log lines.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Process {
+    /// It follows workers.
+    #[default]
+    Frontend,
+    /// It registers workers and publishes their events.
+    Worker,
+}
+
+impl Process {
+    /// What holds while NATS cannot be reached.
+    pub(super) fn without_nats(self) -> &'static str {
+        match self {
+            Self::Frontend => "the last view of workers and caches is used",
+            Self::Worker => {
+                "requests of frontends that know this worker are served, and changes of its cache are published later"
+            }
+        }
+    }
 }
 
 /// TLS of the connection. The files are read at each connection.
@@ -79,6 +103,7 @@ impl Default for Settings {
             // Two renewals may be lost before an instance expires, and a death is noticed within seconds.
             lease: Duration::from_secs(6),
             connect_timeout: Duration::from_secs(30),
+            process: Process::default(),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! own, start the program themselves.
 
 mod access;
+mod captured_log;
 mod http_logs;
 mod messages;
 mod operator;

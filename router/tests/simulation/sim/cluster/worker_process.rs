@@ -8,6 +8,7 @@ use crate::sim::network::Node;
 use crate::sim::scenario::WorkerShape;
 use crate::sim::world::Memory;
 use kvbm::{BlockManager, Clock, Date, Epoch, EventLog, Faults, Faulty, HostTier, Tier};
+use router::index::Holder;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
@@ -89,6 +90,7 @@ impl Cluster {
             worker: None,
             dead: dead.clone(),
         };
+        self.logs.lock().push((Holder::Worker(id), log.clone()));
         self.workers.lock().insert(id, process);
         let planes = self.planes(node, epoch, &dead);
         let stores = self.store.iter().map(|_| STORE).collect();

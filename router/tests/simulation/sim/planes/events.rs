@@ -5,7 +5,7 @@ use crate::sim::network::Node;
 use crate::sim::world::{Rng, World};
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
-use kvbm::{Epoch, EventLog, Snapshot};
+use kvbm::{BlockEvent, Epoch, EventLog, Snapshot};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -113,7 +113,12 @@ impl Subscription {
                 biased;
                 () = sleep_until(first.unwrap_or_else(Instant::now)), if first.is_some() => {
                     self.world.network.thawed(self.node).await;
-                    let (_, event) = self.on_the_way.pop_first()?;
+                    let (_, mut event) = self.on_the_way.pop_first()?;
+                    if let EventBody::Block { event: BlockEvent::Removed { blocks, .. }, .. } = &mut event.body
+                        && self.world.network.quality().skips_removals
+                    {
+                        blocks.clear();
+                    }
                     if !self.world.network.is_cut(Node::Broker, self.node) {
                         return Some(event);
                     }
@@ -193,6 +198,9 @@ impl Events for NodeEvents {
             let owner = self.ask(source).await?;
             let snapshot = self.plane.snapshot(source).await;
             self.answer(owner).await?;
+            if let Ok(snapshot) = &snapshot {
+                self.world.snapshot_arrives(self.node, source, snapshot.epoch);
+            }
             let number =
                 snapshot.as_ref().map(|snapshot| (snapshot.epoch.0, snapshot.number, snapshot.blocks().count()));
             self.world.log(format_args!("{} gets snapshot of {source}: {number:?}", self.node));
@@ -210,9 +218,9 @@ impl std::fmt::Display for Brief<'_> {
         write!(f, "{source}/{} ", epoch.0)?;
         match body {
             EventBody::Block { number, event } => match event {
-                kvbm::BlockEvent::Stored { level, blocks, .. } => write!(f, "{number} stored {} {level}", blocks.len()),
-                kvbm::BlockEvent::Removed { level, blocks } => write!(f, "{number} removed {} {level}", blocks.len()),
-                kvbm::BlockEvent::Cleared { level } => write!(f, "{number} cleared {level}"),
+                BlockEvent::Stored { level, blocks, .. } => write!(f, "{number} stored {} {level}", blocks.len()),
+                BlockEvent::Removed { level, blocks } => write!(f, "{number} removed {} {level}", blocks.len()),
+                BlockEvent::Cleared { level } => write!(f, "{number} cleared {level}"),
             },
             EventBody::Digest { number, .. } => write!(f, "digest at {number}"),
             EventBody::Load(load) => write!(

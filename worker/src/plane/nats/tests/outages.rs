@@ -1,5 +1,6 @@
 //! Servers that stop: the view stays, and is compared with the bucket afterwards.
 
+use super::captured_log::CapturedLog;
 use super::processes::Process;
 use super::*;
 use crate::plane::contract::{engine, instance, next};
@@ -82,6 +83,23 @@ async fn leases_that_cannot_be_renewed_are_reported_and_a_registration_may_be_re
     until("the lease is renewed", async || worker.is_connected() && worker.lease_problems().is_empty()).await;
     until("the renewal is seen", async || frontend.is_connected() && frontend.lease_problems().is_empty()).await;
     assert!(is_quiet(&mut watch, settings.lease * 2).await, "the worker never left");
+}
+
+#[tokio::test]
+async fn an_outage_shorter_than_a_lease_ends_with_a_line_of_the_log() {
+    let Some(mut server) = Server::start(&[]).await else { return };
+    let log = CapturedLog::start();
+    // A renewal fails after six seconds.
+    let settings =
+        Settings { lease: Duration::from_secs(12), process: settings::Process::Worker, ..settings(&server.url()) };
+    let connection = connect(settings).await;
+    let _lease = discovery_of(&connection).register(instance(1, 1), engine()).await.unwrap();
+    server.stop();
+    until("the loss is logged", async || log.has("requests of frontends that know this worker are served")).await;
+    until("a renewal fails", async || log.has("the lease cannot be renewed now")).await;
+    server.start_again().await;
+    until("the lease is renewed", async || log.has("the lease is renewed again")).await;
+    assert!(!log.has("the last view of workers"), "{:?}", log.lines());
 }
 
 #[tokio::test]
