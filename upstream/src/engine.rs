@@ -325,7 +325,7 @@ fn outputs(
     mut followed: Option<Followed>,
 ) -> OutputStream {
     // The speeds of a server are not those of a response that several have generated.
-    let is_timed = http.is_stream && http.continues.is_none();
+    let (is_stream, is_timed) = (http.is_stream, http.is_stream && http.continues.is_none());
     // The error that follows the request for the rest.
     let mut broken_off = None;
     let progress = http.is_metered.then(Arc::<RelayProgress>::default);
@@ -346,7 +346,7 @@ fn outputs(
         if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
             progress.set(relay_report(items.so_far()));
         }
-        let output = |item| output(item, &counted, is_timed, progress.as_ref());
+        let output = |item| output(item, &counted, is_stream, is_timed, progress.as_ref());
         Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
     });
     outputs.boxed()
@@ -355,7 +355,7 @@ fn outputs(
 /// The stream of a connection that has switched to another protocol: its head, and then nothing until it is dropped.
 fn tunnel(switched: Switched, counted: Arc<Counted>) -> OutputStream {
     let Switched { headers, received, socket, place } = switched;
-    counted.first_output();
+    counted.first_output(true);
     let mut head = Some(ResponseHead {
         status: StatusCode::SWITCHING_PROTOCOLS,
         headers: headers::response(headers, headers::Body::Changed),
@@ -413,10 +413,16 @@ fn json(text: &str) -> String {
 }
 
 /// `is_timed`: speeds are learned from it. `progress`: what the response reports before its end.
-fn output(item: Item, counted: &Counted, is_timed: bool, progress: Option<&Arc<RelayProgress>>) -> Output {
+fn output(
+    item: Item,
+    counted: &Counted,
+    is_stream: bool,
+    is_timed: bool,
+    progress: Option<&Arc<RelayProgress>>,
+) -> Output {
     match item {
         Item::Head(head) => {
-            counted.first_output();
+            counted.first_output(is_stream);
             Output::Head(Box::new(ResponseHead {
                 status: head.status,
                 headers: head.headers,

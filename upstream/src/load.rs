@@ -156,6 +156,16 @@ impl Shared {
         self.load.send_replace(state.load());
         result
     }
+
+    /// The same, for a change that tasks need not be woken for.
+    fn change_quietly(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.state.lock();
+        change(&mut state);
+        self.load.send_if_modified(|load| {
+            *load = state.load();
+            false
+        });
+    }
 }
 
 impl State {
@@ -176,16 +186,22 @@ impl State {
 }
 
 impl Counted {
-    /// Records the first output.
-    pub(crate) fn first_output(&self) {
+    /// Records the first output. `is_stream`: more is computed. The rest of another response follows at once, so its
+    /// end announces this change too: each announcement takes the locks of eight lists of waiting tasks.
+    pub(crate) fn first_output(&self, is_stream: bool) {
         let mut first_output = self.first_output.lock();
         if first_output.is_none() {
             *first_output = Some(Instant::now());
-            self.shared.change(|state| {
+            let change = |state: &mut State| {
                 state.own.waiting -= 1;
                 state.own.waiting_tokens -= self.tokens;
                 state.own.running += self.choices;
-            });
+            };
+            if is_stream {
+                self.shared.change(change);
+            } else {
+                self.shared.change_quietly(change);
+            }
         }
     }
 

@@ -147,9 +147,10 @@ impl AccessRules {
 
     /// Checks a request. There is a response already if it is rejected, or a preflight.
     fn begin(&self, request: &Request) -> (Page<'_>, Option<Response>) {
-        let origin = request.headers().get(ORIGIN).cloned();
-        let allowed_origin = origin.filter(|origin| self.allows(origin.as_bytes()));
-        let response = match self.check(request, allowed_origin.is_some()) {
+        let origin = request.headers().get(ORIGIN);
+        let allowed_origin = origin.filter(|origin| self.allows(origin.as_bytes())).cloned();
+        let other_origin = origin.filter(|_| allowed_origin.is_none());
+        let response = match self.check(request, other_origin, allowed_origin.is_some()) {
             Err(error) => Some(error.into_response()),
             Ok(()) if allowed_origin.is_some() && is_preflight(request) => Some(preflight(request.headers())),
             Ok(()) => None,
@@ -162,12 +163,12 @@ impl AccessRules {
         self.origins.iter().any(|Origin(known)| known == "*" || known.as_bytes().eq_ignore_ascii_case(origin))
     }
 
-    fn check(&self, request: &Request, origin_allowed: bool) -> Result<(), Error> {
+    /// `origin`: that of the page, unless it is allowed.
+    fn check(&self, request: &Request, origin: Option<&HeaderValue>, origin_allowed: bool) -> Result<(), Error> {
         if request.headers().len() > MAX_HEADERS {
             return Err(Error::HeadersTooLarge(self.max_headers));
         }
         let connection = ConnectionInfo::of(request.extensions());
-        let origin = request.headers().get(ORIGIN).filter(|_| !origin_allowed);
         let header = only_host(request);
         let known = connection.and_then(|connection| connection.allowed_host.get());
         let is_known = header.is_some_and(|header| known.is_some_and(|known| **known == *header));

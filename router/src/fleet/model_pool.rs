@@ -7,9 +7,13 @@ use crate::index::HolderId;
 use crate::load::{ItlTarget, ModelStats, SnapshotCache, Timestamp, WorkerLoad};
 use kvbm::Domain;
 use parking_lot::{Mutex, MutexGuard};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use worker::engine::{EndpointKind, ModelCard, Request, Work};
 use worker::plane::{Instance, Role, WorkerId};
+
+/// The domain of requests without a tenant and a salt. Kept, because its key is derived by hashing, and every request is
+/// compared with it.
+static SHARED_DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::shared);
 
 /// Whether the tokens of a prompt are those that its worker will compute.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -188,7 +192,7 @@ impl ModelPool {
         let endpoint = self.endpoints.required(request);
         // Other requests than those with a tenant or a salt, and those for the rest of a stream, are not refused.
         let is_rest = matches!(&request.work, Work::Relay(http) if http.continues.is_some());
-        let may_be_refused = self.is_relayed && (is_rest || request.domain != Domain::shared());
+        let may_be_refused = self.is_relayed && (is_rest || request.domain != *SHARED_DOMAIN);
         let is_refused_by_some = may_be_refused && {
             let workers = || self.entries.iter().map(|entry| &entry.worker).chain(&self.cordoned);
             workers().any(|worker| worker.engine.refuses(request)) && workers().any(|worker| worker.takes(request))

@@ -386,8 +386,8 @@ impl DerefMut for WriteGuard<'_> {
 impl Drop for WriteGuard<'_> {
     fn drop(&mut self) {
         let reported = self.state.report.as_ref().map(|(_, at)| Timestamp::from(*at));
-        let stats = |fresh| self.state.stats(self.load.pace(), fresh);
-        self.load.published.publish(reported, &stats(true), &stats(false));
+        let [fresh, stale] = self.state.stats(self.load.pace());
+        self.load.published.publish(reported, &fresh, &stale);
         self.load.count_change();
     }
 }

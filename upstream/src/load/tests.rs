@@ -13,11 +13,26 @@ fn a_request_waits_until_its_first_output_and_then_runs() {
     let one = counter.start(100, 4);
     let other = counter.start(50, 1);
     assert_eq!(counts(&load), (2, 150, 0));
-    one.first_output();
-    one.first_output();
+    one.first_output(true);
+    one.first_output(true);
     assert_eq!(counts(&load), (1, 50, 4));
     drop((one, other));
     assert_eq!(*load.borrow(), Load::default());
+}
+
+#[test]
+fn only_the_first_output_of_a_stream_is_announced() {
+    let counter = LoadCounter::new();
+    let (stream, whole) = (counter.start(0, 1), counter.start(0, 1));
+    let mut load = counter.watch();
+    load.mark_unchanged();
+    whole.first_output(false);
+    assert_eq!((load.has_changed().unwrap(), counts(&load)), (false, (1, 0, 1)), "a report has it all the same");
+    stream.first_output(true);
+    assert!(load.has_changed().unwrap());
+    load.mark_unchanged();
+    drop(whole);
+    assert!(load.has_changed().unwrap(), "its end is announced");
 }
 
 #[test]
@@ -30,7 +45,7 @@ fn what_a_server_reports_beyond_the_own_requests_is_of_others() {
         counter.reported(report);
     };
     let one = counter.start(100, 1);
-    one.first_output();
+    one.first_output(true);
     let other = counter.start(50, 1);
     ask(report(5, 3));
     assert_eq!(counts(&load), (3, 50, 5), "the own ones are one of each");
@@ -88,7 +103,7 @@ async fn the_size_of_the_batch_is_learned_while_requests_wait() {
 async fn stream(counter: &LoadCounter, uncached: u32, output: u32) {
     let counted = counter.start(u64::from(uncached), 1);
     tokio::time::advance(Duration::from_millis(u64::from(uncached))).await;
-    counted.first_output();
+    counted.first_output(true);
     tokio::time::advance(Duration::from_millis(10) * (output - 1)).await;
     counted.streamed(&RelayReport {
         prompt_tokens: Some(uncached + 64),
@@ -110,7 +125,7 @@ async fn speeds_are_learned_from_streams() {
     let _waits = counter.start(100, 1);
     let behind = counter.start(100, 1);
     tokio::time::advance(Duration::from_mins(1)).await;
-    behind.first_output();
+    behind.first_output(true);
     behind.streamed(&RelayReport { prompt_tokens: Some(100), cached_tokens: Some(0), ..RelayReport::default() });
     assert!(near(load.borrow().prefill_tokens_per_second, 1000.0));
 }

@@ -467,8 +467,8 @@ impl Content {
 fn is_readable_stream(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
     let media_type = text(header::CONTENT_TYPE).and_then(|value| value.split(';').next()).unwrap_or_default();
-    let plain = text(header::CONTENT_ENCODING).is_none_or(|encoding| encoding.eq_ignore_ascii_case("identity"));
-    media_type.trim().eq_ignore_ascii_case("text/event-stream") && plain
+    let is_plain = || text(header::CONTENT_ENCODING).is_none_or(|encoding| encoding.eq_ignore_ascii_case("identity"));
+    media_type.trim().eq_ignore_ascii_case("text/event-stream") && is_plain()
 }
 
 /// Whether the engine says what a body consists of, or has compressed it.

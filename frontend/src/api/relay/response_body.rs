@@ -30,6 +30,9 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// Time for the end of an engine's response after [`DONE`]. It is the next packet.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Media types of one JSON object per line.
+const LINES: [&str; 3] = ["application/x-ndjson", "application/ndjson", "application/jsonl"];
+
 /// Outputs that were read before the response to the client was started, in order.
 pub(super) type ReadAhead = [Option<Result<Output, Error>>; 2];
 
@@ -60,21 +63,32 @@ pub(super) struct RelayBody {
 /// object, and one that asks for none in a way that only the engine knows with a stream.
 pub(super) fn kind_of(headers: &HeaderMap) -> BodyKind {
     let content_type = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let media_type = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let media_type = content_type.split(';').next().unwrap_or_default().trim();
+    let is = |name: &str| media_type.eq_ignore_ascii_case(name);
+    let begins_with = |part: &str| media_type.get(..part.len()).is_some_and(|head| head.eq_ignore_ascii_case(part));
+    let ends_with = |part: &str| {
+        let at = media_type.len().checked_sub(part.len());
+        at.and_then(|at| media_type.get(at..)).is_some_and(|tail| tail.eq_ignore_ascii_case(part))
+    };
     let is_compressed = headers.get(CONTENT_ENCODING).is_some_and(|coding| {
         let coding = coding.as_bytes().trim_ascii();
         !coding.is_empty() && !coding.eq_ignore_ascii_case(b"identity")
     });
-    match media_type.as_str() {
-        _ if is_compressed => BodyKind::Other,
-        "text/event-stream" => BodyKind::Events,
-        "application/json" => BodyKind::Json,
-        text if text.starts_with("text/") => BodyKind::Text,
-        json if json.ends_with("+json") => BodyKind::Json,
-        "application/x-ndjson" | "application/ndjson" | "application/jsonl" => BodyKind::Lines,
-        // What begins like JSON or events has got its type from the engine's connection.
-        "" => BodyKind::Text,
-        _ => BodyKind::Other,
+    if is_compressed {
+        BodyKind::Other
+    } else if is("application/json") {
+        BodyKind::Json
+    } else if is("text/event-stream") {
+        BodyKind::Events
+    // What begins like JSON or events has got its type from the engine's connection.
+    } else if begins_with("text/") || media_type.is_empty() {
+        BodyKind::Text
+    } else if ends_with("+json") {
+        BodyKind::Json
+    } else if LINES.iter().any(|name| is(name)) {
+        BodyKind::Lines
+    } else {
+        BodyKind::Other
     }
 }
 
@@ -219,6 +233,27 @@ impl Drop for RelayBody {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_media_type_says_what_a_body_consists_of() {
+        let kind = |text: &str| kind_of(&HeaderMap::from_iter([(CONTENT_TYPE, text.parse().unwrap())]));
+        for (text, expected) in [
+            ("", BodyKind::Text),
+            ("application/json", BodyKind::Json),
+            (" Application/JSON ; charset=utf-8", BodyKind::Json),
+            ("application/problem+Json", BodyKind::Json),
+            ("Text/Event-Stream", BodyKind::Events),
+            ("text/plain", BodyKind::Text),
+            ("TEXT/x+json", BodyKind::Text),
+            ("application/jsonl", BodyKind::Lines),
+            ("application/x-NDJSON", BodyKind::Lines),
+            ("audio/wav", BodyKind::Other),
+            ("json", BodyKind::Other),
+        ] {
+            assert_eq!(kind(text), expected, "{text:?}");
+        }
+        assert_eq!(kind_of(&HeaderMap::new()), BodyKind::Text);
+    }
 
     #[test]
     fn a_body_is_of_another_kind_only_if_it_is_compressed() {

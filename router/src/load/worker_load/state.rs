@@ -78,8 +78,8 @@ pub(super) enum InReport {
 const EWMA_WEIGHT: f64 = 0.1;
 
 impl State {
-    /// The load, computed with a fresh (`true`) or a stale (`false`) report.
-    pub(super) fn stats(&self, pace: Pace, fresh: bool) -> LoadStats {
+    /// The load, computed with a fresh report and with a stale one. They differ in their counts only.
+    pub(super) fn stats(&self, pace: Pace) -> [LoadStats; 2] {
         let Self { total, rest_tokens, handoffs, mean_duration, .. } = self;
         let handoff = handoffs.coefficients();
         let mut stats = LoadStats {
@@ -102,14 +102,17 @@ impl State {
             },
             ..LoadStats::default()
         };
-        if let Some((load, _)) = &self.report {
-            self.add_report(load, fresh, &mut stats);
-        }
-        stats
+        let Some((load, _)) = &self.report else { return [stats; 2] };
+        add_measured(load, &mut stats);
+        [true, false].map(|fresh| {
+            let mut stats = stats;
+            self.add_counts(load, fresh, &mut stats);
+            stats
+        })
     }
 
-    /// Combines what the bookings say with a report.
-    fn add_report(&self, load: &Load, fresh: bool, stats: &mut LoadStats) {
+    /// Combines the counts of the bookings with those of a fresh (`true`) or a stale (`false`) report.
+    fn add_counts(&self, load: &Load, fresh: bool, stats: &mut LoadStats) {
         let Self { total, not_in_report, maybe_in_report, ended_since_report, .. } = self;
         // A stale report may still be larger than the bookings, which do not contain other routers' running requests.
         let join = |reported: u64, of: fn(&Demand) -> u64| {
@@ -136,20 +139,10 @@ impl State {
         // Requests that wait for the batch hold no blocks yet, but are before any new one.
         let waiting = (total.blocks * u64::from(load.waiting)).checked_div(total.sequences).unwrap_or(0);
         stats.active_blocks = stats.active_blocks.saturating_add(count(waiting));
-        stats.total_blocks = count(load.total_blocks);
         // The bookings know the contexts; sequences of others are taken to have as much each.
         if total.sequences > 0 {
             let each = total.context_tokens as f64 / total.sequences as f64;
             stats.context_tokens = count((each * f64::from(stats.sequences)) as u64);
-        }
-        stats.sequences_max = load.sequences_max;
-        stats.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0).into();
-        stats.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
-        for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
-            stats.speeds.set_onboard(speed.level, speed.latency_seconds, speed.bytes_per_second);
-            if let Some(queued) = lower_tier(speed.level).and_then(|at| stats.queued.get_mut(at)) {
-                *queued = count(speed.queued_blocks);
-            }
         }
     }
 
@@ -237,6 +230,20 @@ impl State {
         sums(booking, Demand::sub);
         change(booking);
         sums(booking, Demand::add);
+    }
+}
+
+/// Adds what a report says whatever its age.
+fn add_measured(load: &Load, stats: &mut LoadStats) {
+    stats.total_blocks = count(load.total_blocks);
+    stats.sequences_max = load.sequences_max;
+    stats.speeds.prefill = load.prefill_tokens_per_second.filter(|speed| *speed > 0.0).into();
+    stats.speeds.block_bytes = Some(load.block_bytes as f64).filter(|bytes| *bytes > 0.0).into();
+    for speed in load.onboard.iter().filter(|speed| speed.bytes_per_second > 0.0) {
+        stats.speeds.set_onboard(speed.level, speed.latency_seconds, speed.bytes_per_second);
+        if let Some(queued) = lower_tier(speed.level).and_then(|at| stats.queued.get_mut(at)) {
+            *queued = count(speed.queued_blocks);
+        }
     }
 }
 
