@@ -18,6 +18,7 @@ pub mod sizes;
 pub(crate) mod aliases;
 pub mod banner;
 mod cache_audit;
+mod drain_copies;
 pub(crate) mod gc;
 mod health;
 mod http_server;
@@ -378,7 +379,7 @@ impl Process for Node {
         self.process.http.close(drain, limit).await;
         let stores = match self.native {
             // The HTTP server has ended the requests.
-            Some(native) => Some(native.drain(deadline, deadline, || ()).await),
+            Some(native) => Some(native.drain(deadline, deadline, None, || ()).await),
             None => None,
         };
         if let Some(upstreams) = self.upstreams {

@@ -103,7 +103,9 @@ pub use block::{
 };
 pub use disk::DiskTier;
 pub use event::{BlockEvent, CacheDigest, Epoch, EventLog, Gap, Numbered, Run, SetDigest, Snapshot};
-pub use manager::{BlockManager, Copied, NoRoom, Onboarded, Onboarding, Recompute, Speed};
+pub use manager::{
+    BlockManager, Copied, NoRoom, Onboarded, Onboarding, Recompute, ReusedPrefix, ReusedPrefixes, Speed,
+};
 pub use metrics::Metrics;
 pub use object::ObjectTier;
 pub use pool::device;

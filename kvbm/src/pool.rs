@@ -30,6 +30,7 @@ mod state;
 
 pub(crate) use block_pool::BlockPool;
 pub use device::{BlockId, DeviceBlocks};
+pub(crate) use evict::BlockUse;
 pub use handles::{BlockRef, CachedBlock, CachedBlocks, WeakBlock};
 pub use host::HostTier;
 pub use slot::{FullBlock, PartialBlock};

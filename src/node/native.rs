@@ -1,6 +1,7 @@
 //! The native engine and its tiers: the model, the stores, and the workers.
 
 use super::banner::NativeFacts;
+use super::drain_copies::OtherWorkers;
 use super::health::Health;
 use super::scope::Scope;
 use super::sizes::{self, Disk, Needs, ShortContext, Shortage, Sizes};
@@ -12,7 +13,7 @@ use crate::config::{Config, Model};
 use crate::process::machine::{self, Machine, Space};
 use crate::process::with_causes;
 use anyhow::{Context, anyhow};
-use futures::future::join_all;
+use futures::future::{OptionFuture, join, join_all};
 use kvbm::{BlockManager, Level, permissions};
 use prometheus::Registry;
 use spans::Tracer;
@@ -21,6 +22,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout_at};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use worker::handoff::Peers;
 use worker::llama::Limits;
@@ -135,11 +137,28 @@ impl Native {
     }
 
     /// Deregisters the workers, waits for running requests until `end_requests`, and writes blocks until `deadline`.
-    /// `end` ends the requests that run longer. Returns the stores, which the router's index still follows.
-    pub(super) async fn drain(self, end_requests: Instant, deadline: Instant, end: impl FnOnce()) -> Stores {
+    /// Meanwhile `others` copy prefixes, if there are workers of other processes. `end` ends the requests that run
+    /// longer. Returns the stores, which the router's index still follows.
+    pub(super) async fn drain(
+        self,
+        end_requests: Instant,
+        deadline: Instant,
+        others: Option<OtherWorkers>,
+        end: impl FnOnce(),
+    ) -> Stores {
+        let draining = self.workers.iter().map(|worker| (worker.instance(), worker.blocks().1)).collect();
         let (serving, managers): (Vec<_>, Vec<_>) = self.workers.into_iter().map(RunningWorker::into_parts).unzip();
-        let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
-        if timeout_at(end_requests, drained).await.is_err() {
+        let ended = CancellationToken::new();
+        let drained = async {
+            let drained = join_all(serving.into_iter().map(worker::serve::Worker::drain));
+            let drained = timeout_at(end_requests, drained).await;
+            ended.cancel();
+            drained
+        };
+        let copied: OptionFuture<_> =
+            others.map(|others| others.copy_from(draining, end_requests, ended.clone())).into();
+        let (drained, _) = join(drained, copied).await;
+        if drained.is_err() {
             tracing::warn!("{}", ended_requests(&self.scope));
             end();
         }

@@ -8,10 +8,12 @@
 //!                  ── GET /workers/<id>/handoffs/<id> ──▶  └────▶ progress of a prefill
 //! ```
 //!
-//! Shutdown deregisters the workers first, so that routers choose others, and closes the HTTP server last.
+//! Shutdown deregisters the workers first, so that routers choose others. Then workers of other processes copy prefixes
+//! from them. The HTTP server is closed last.
 
 use super::banner::{Banner, Serves, WorkerFacts, worker_warnings};
 use super::cache_audit::CacheAudit;
+use super::drain_copies::OtherWorkers;
 use super::health::Health;
 use super::http_server::{self, HttpServer, listen};
 use super::native::Native;
@@ -54,6 +56,8 @@ pub struct WorkerNode {
     native: Native,
     discovery: Arc<NatsDiscovery>,
     requests: Arc<RequestServer>,
+    /// The URL at which other processes reach this one.
+    url: String,
     shutdown_timeout: Duration,
     /// Sends the spans of the process, if there is a collector.
     exporter: Option<Exporter>,
@@ -123,7 +127,7 @@ impl WorkerNode {
         let facts = WorkerFacts {
             native: native.facts.clone(),
             ids: native.managers().into_iter().map(|(id, _)| id).collect(),
-            url,
+            url: url.clone(),
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
         };
@@ -134,6 +138,7 @@ impl WorkerNode {
             native,
             discovery,
             requests,
+            url,
             shutdown_timeout: config.shutdown_timeout.0,
             exporter,
         })
@@ -178,7 +183,8 @@ impl Process for WorkerNode {
             tracing::info!(%worker, "worker is being deregistered; its running requests finish");
         }
         let (end_requests, requests) = (now + self.shutdown_timeout.mul_f64(REQUEST_SHARE), self.requests);
-        let stores = self.native.drain(end_requests, deadline, || requests.end_requests()).await;
+        let others = OtherWorkers { discovery: Arc::clone(&self.discovery), url: self.url };
+        let stores = self.native.drain(end_requests, deadline, Some(others), || requests.end_requests()).await;
         if timeout_at(deadline, self.discovery.wait_until_deregistered()).await.is_err() {
             tracing::warn!("NATS does not answer; the workers leave when their leases expire");
         }

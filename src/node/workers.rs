@@ -48,6 +48,8 @@ pub(super) struct Shared {
 /// A running worker, with its block manager.
 pub(super) struct RunningWorker {
     id: WorkerId,
+    /// As it was registered first.
+    instance: Instance,
     card: Arc<ModelCard>,
     serving: Worker,
     manager: BlockManager,
@@ -142,12 +144,13 @@ impl Shared {
         let instance = Instance { id, epoch, role, model, stores, kv_cache };
         let (load, limits) = (engine.load(), Arc::clone(engine.limits()));
         let engine = engine as Arc<dyn Engine>;
+        let first = instance.clone();
         let serving = register(id, self.lease, health, || -> BoxFuture<'_, Result<Worker, PlaneError>> {
             let (instance, engine, log) = (instance.clone(), Arc::clone(&engine), Arc::clone(&log));
             Box::pin(Worker::start(&self.planes, instance, engine, log, load.clone()))
         });
         let serving = serving.await.with_context(|| format!("worker {id} cannot be registered"))?;
-        Ok(RunningWorker { id, card, serving, manager, limits })
+        Ok(RunningWorker { id, instance: first, card, serving, manager, limits })
     }
 }
 
@@ -214,6 +217,11 @@ impl RunningWorker {
     /// Takes the worker out of service and back.
     pub(super) fn cordon(&self) -> (WorkerId, Cordon) {
         (self.id, self.serving.cordon().clone())
+    }
+
+    /// The instance, with the role that it has now.
+    pub(super) fn instance(&self) -> Instance {
+        Instance { role: self.serving.cordon().role(), ..self.instance.clone() }
     }
 
     pub(super) fn into_parts(self) -> (Worker, BlockManager) {

@@ -14,14 +14,17 @@
 //! A [`Worker`] keeps the lease in the task that reports, so a worker that stops reporting is deregistered. When a
 //! router asks for another role, the worker registers again in the same epoch, and its requests go on. An
 //! [`EventPublisher`] publishes the log of a shared store, whose blocks outlive the workers that wrote them.
+//! [`DrainCopies`] has other workers copy the prefixes of one that drains.
 //!
 //! Not here: measuring load. The engine measures it.
 
 mod cordon;
+mod drain_copies;
 mod publisher;
 mod worker;
 
 pub use cordon::Cordon;
+pub use drain_copies::{Copies, DrainCopies};
 pub use publisher::EventPublisher;
 pub use worker::{Planes, Worker};
 

@@ -6,9 +6,11 @@ use super::locate::{locate, located_len};
 use super::offload::{OffloadRequest, OffloadWorkers};
 use super::onboard::{Onboarded, Onboarder, Onboarding, Recompute, onboard, prefetch};
 use super::peer::Peer;
+use super::reuse::{ReusedPrefixes, reused_prefixes};
 use super::shared::Core;
 use super::sources::{Source, Sources, Speed};
 use crate::block::{BlockAttrs, Clock, DomainId, Level, Retention, SequenceHash};
+use crate::blocking;
 use crate::event::{EventLog, SetDigest};
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock};
@@ -270,6 +272,22 @@ impl BlockManager {
     /// dropped.
     pub fn peer(&self) -> Arc<dyn Tier> {
         Arc::new(Peer::new(&self.0.core))
+    }
+
+    /// The prefixes in G1 and G2 that requests have used again. Reads each slot: for a worker that stops.
+    pub async fn reused_prefixes(&self) -> ReusedPrefixes {
+        let core = Arc::clone(&self.0.core);
+        let prefixes = blocking::spawn(move || reused_prefixes(&core));
+        // The error of a runtime that shuts down.
+        prefixes.await.unwrap_or_default()
+    }
+
+    /// Whether the object store has all of `hashes`, as far as is known, and answers.
+    pub fn is_in_object_store(&self, hashes: &[SequenceHash]) -> bool {
+        let (fingerprint, now) = (self.0.core.device.fingerprint(), Instant::now());
+        let stores = self.0.sources().iter().filter(|source| source.tier.level() == Level::G4);
+        let mut available = stores.filter(|source| source.throughput.is_available(now));
+        available.any(|source| source.tier.holds(fingerprint, hashes) == hashes.len())
     }
 
     /// A function that removes all blocks of a domain from G1 and G2, including those that are being loaded or

@@ -25,6 +25,7 @@ mod never_slower;
 mod offload;
 mod onboard;
 mod purge;
+mod reuse;
 mod sharing;
 mod soak;
 mod terms;

@@ -26,6 +26,7 @@ use node::{Children, Leaf, Node};
 use parents::Parent;
 use rank::EvictionRank;
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// The blocks of one pool, by slot.
 pub(super) struct EvictionIndex {
@@ -52,6 +53,17 @@ struct Group {
     resident: usize,
     /// Blocks that may be evicted now, in order: resident, not held, without a resident child.
     leaves: BTreeSet<Leaf>,
+}
+
+/// How often a resident block was used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct BlockUse {
+    pub(crate) hash: SequenceHash,
+    pub(crate) parent: Option<SequenceHash>,
+    /// At most 15, halved from time to time. The computation of the block is the first use.
+    pub(crate) uses: u8,
+    /// The time of its last release, in changes of the pool.
+    pub(crate) released: u64,
 }
 
 /// The result of [`EvictionIndex::remove`].
@@ -151,6 +163,22 @@ impl EvictionIndex {
     /// Every block that can be found by hash.
     pub(super) fn hashes(&self) -> impl Iterator<Item = SequenceHash> {
         self.nodes.iter().filter(|node| node.resident).map(|node| node.hash)
+    }
+
+    /// The uses of the blocks that can be found by hash in a range of slots.
+    pub(super) fn uses(&self, slots: Range<usize>) -> impl Iterator<Item = BlockUse> {
+        let nodes = self.nodes.get(slots.start..slots.end.min(self.nodes.len())).unwrap_or_default();
+        nodes.iter().filter(|node| node.resident).map(|node| BlockUse {
+            hash: node.hash,
+            parent: node.parent,
+            uses: self.frequency.decayed(node.uses, node.rank.aged_frequency()),
+            released: node.rank.time(),
+        })
+    }
+
+    /// The estimated uses of a block that was evicted.
+    pub(super) fn former_uses(&self, hash: &SequenceHash) -> u8 {
+        self.frequency.estimate(hash)
     }
 
     /// Inserts a block into an empty slot, not held. Its hash must not be resident yet. The insertion counts as a use.

@@ -10,7 +10,7 @@
 mod arena;
 
 use super::device::BlockId;
-use super::{BlockPool, BlockRef, CachedBlock, CachedBlocks, PartialBlock};
+use super::{BlockPool, BlockRef, BlockUse, CachedBlock, CachedBlocks, PartialBlock};
 use crate::block::{
     Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified,
 };
@@ -101,6 +101,11 @@ impl HostTier {
     /// Splits `hashes` into resident and missing ones.
     pub(crate) fn partition(&self, hashes: &[SequenceHash]) -> (Vec<SequenceHash>, Vec<SequenceHash>) {
         self.pool.partition(hashes)
+    }
+
+    /// The uses of all resident blocks: loads, not lookups.
+    pub(crate) fn uses(&self) -> Vec<BlockUse> {
+        self.pool.uses()
     }
 
     /// Copies device blocks into slots and returns the hashes that are resident afterwards. `read` writes the bytes of

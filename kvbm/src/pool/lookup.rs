@@ -1,9 +1,13 @@
-//! Lookups of blocks by hash: with or without a hold, with or without counting a use.
+//! Lookups of blocks by hash: with or without a hold, with or without counting a use; and the counted uses.
 
 use super::BlockPool;
+use super::evict::BlockUse;
 use super::handles::{BlockRef, CachedBlock, CachedBlocks};
 use crate::block::SequenceHash;
 use crate::table::{BATCH, Prefetcher};
+
+/// Blocks that are read under one lock when all are read: tens of microseconds.
+const SCAN_BATCH: usize = 1024;
 
 impl BlockPool {
     /// Holds the resident prefix of `hashes`, and counts a use of each block.
@@ -94,5 +98,25 @@ impl BlockPool {
             found.map(|at| batch * BATCH + at)
         };
         hashes.chunks(BATCH).enumerate().find_map(within)
+    }
+
+    /// The uses of all blocks that can be found by hash. In batches, so that the lock is not held for long: blocks may
+    /// come and go meanwhile.
+    pub(crate) fn uses(&self) -> Vec<BlockUse> {
+        let mut uses = Vec::with_capacity(self.resident());
+        for start in (0..self.0.capacity).step_by(SCAN_BATCH) {
+            uses.extend(self.0.lock_and_expire().index.uses(start..start + SCAN_BATCH));
+        }
+        uses
+    }
+
+    /// The estimated uses of blocks that were evicted, or were never here.
+    pub(crate) fn former_uses(&self, hashes: &[SequenceHash]) -> Vec<u8> {
+        let mut uses = Vec::with_capacity(hashes.len());
+        for batch in hashes.chunks(SCAN_BATCH) {
+            let state = self.0.lock();
+            uses.extend(batch.iter().map(|hash| state.index.former_uses(hash)));
+        }
+        uses
     }
 }

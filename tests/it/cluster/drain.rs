@@ -74,6 +74,31 @@ async fn a_stream_outlives_each_worker_of_a_rolling_restart() {
     assert!(fleet.moves("failed").await < 1.0);
 }
 
+/// Without G3 and G4 only the memory of the worker has the blocks.
+#[tokio::test(flavor = "multi_thread")]
+async fn prefixes_that_were_used_again_are_on_another_worker_when_theirs_has_ended() {
+    let Some(cluster) = Cluster::new() else { return };
+    let memory_only = ["--set", "tiers.g3=off"];
+    let mut first = cluster.worker_at(&cluster.seat("a"), &memory_only).await;
+    let frontend = cluster.frontend().await;
+    let client = &frontend.client;
+    let (choice, cached) = client.complete(&prompt(1)).await.unwrap();
+    assert_eq!(cached, 0);
+    for _ in 0..2 {
+        assert_eq!(client.complete(&prompt(1)).await.unwrap().1, 288);
+    }
+    client.complete(&prompt(2)).await.unwrap();
+    let second = cluster.worker_at(&cluster.seat("b"), &memory_only).await;
+    until_workers(&frontend, 2).await;
+    tokio::task::block_in_place(|| first.stop());
+    let log = first.log();
+    assert!(log.contains("prefixes copied to other workers"), "{log}");
+    let (again, cached) = client.complete(&prompt(1)).await.unwrap();
+    assert_eq!((again["text"].clone(), cached), (choice["text"].clone(), 288), "{log}");
+    assert_eq!(client.complete(&prompt(2)).await.unwrap().1, 0, "one that was used once was not copied");
+    assert!(second.client.metric("blockyard_worker_prefetches_total", "complete").await >= 1.0, "{log}");
+}
+
 /// Frontends, as a load balancer knows them.
 type Balanced = Arc<Mutex<Vec<Client>>>;
 

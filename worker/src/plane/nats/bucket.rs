@@ -8,7 +8,7 @@
 use super::ConnectError;
 use super::authentication::StoredRecord;
 use super::settings::Settings;
-use super::subjects::Subjects;
+use super::subjects::{self, Subjects};
 use crate::plane::WorkerId;
 use async_nats::HeaderMap;
 use async_nats::header::{
@@ -18,9 +18,10 @@ use async_nats::jetstream::consumer::DeliverPolicy;
 use async_nats::jetstream::consumer::push::{Ordered, OrderedConfig};
 use async_nats::jetstream::context::PublishErrorKind;
 use async_nats::jetstream::kv;
-use async_nats::jetstream::stream::{LastRawMessageErrorKind, Stream};
+use async_nats::jetstream::stream::{InfoError, LastRawMessageErrorKind, Stream};
 use async_nats::jetstream::{Context, ErrorCode};
 use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -161,6 +162,16 @@ impl Bucket {
             }
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    /// The workers that have a key, whatever is in it. Needs no consumer, which only frontends may create.
+    pub(super) async fn workers(&self) -> Result<Vec<WorkerId>, String> {
+        let keys =
+            self.stream.info_with_subjects(self.subjects.instances()).await.map_err(|error| error.to_string())?;
+        let worker = |key: Result<(String, usize), _>| async move {
+            key.map(|(subject, _)| subjects::worker(&subject)).map_err(|error: InfoError| error.to_string()).transpose()
+        };
+        keys.filter_map(worker).try_collect().await
     }
 
     /// Writes a record that expires. Returns the new revision.

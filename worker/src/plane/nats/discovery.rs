@@ -2,6 +2,7 @@
 
 use super::authentication::RecordKeys;
 use super::connection::Connection;
+use super::record::Record;
 use super::registrar::{Command, Commands, Registrar};
 use super::watcher::Watcher;
 use super::{Address, Connector};
@@ -12,6 +13,9 @@ use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream};
 use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot};
+
+/// Records that [`NatsDiscovery::registered`] reads at a time: each takes a round trip.
+const CONCURRENT_READS: usize = 32;
 
 /// Discovery on NATS.
 pub struct NatsDiscovery {
@@ -28,6 +32,31 @@ impl NatsDiscovery {
     pub fn new(connection: Arc<Connection>, address: Address, connector: Connector, keys: Option<RecordKeys>) -> Self {
         let registrar = Registrar::start(Arc::clone(&connection), address, keys.clone());
         Self { connection, connector, keys, registrar }
+    }
+
+    /// The instances that are registered now, without the texts of their models, and an engine for each. Records that
+    /// cannot be used are left out. Unlike [`watch`](Discovery::watch), it needs only the permissions of a worker.
+    pub async fn registered(&self) -> Result<Vec<(Arc<Instance>, Arc<dyn Engine>)>, PlaneError> {
+        if !self.connection.is_connected() {
+            return Err(self.unavailable("not connected to NATS".to_owned()));
+        }
+        let workers = self.connection.bucket.workers().await.map_err(|error| self.unavailable(error))?;
+        let records = stream::iter(workers).map(|id| async move { (id, self.connection.bucket.last(id).await) });
+        let mut records = records.buffer_unordered(CONCURRENT_READS);
+        let mut registered = Vec::new();
+        while let Some((id, last)) = records.next().await {
+            let Some(stored) = last.map_err(|error| self.unavailable(error))?.value else { continue };
+            let Ok(record) = Record::admit(id, &stored, self.keys.as_ref()) else { continue };
+            let address = record.address.clone();
+            let instance = Arc::new(record.into_instance(None));
+            let engine = (self.connector)(&instance, &address);
+            registered.push((instance, engine));
+        }
+        Ok(registered)
+    }
+
+    fn unavailable(&self, error: String) -> PlaneError {
+        PlaneError::Unavailable(self.connection.explain(error))
     }
 
     /// Waits until dropped leases are deregistered. To be called before the process ends; otherwise its instances are

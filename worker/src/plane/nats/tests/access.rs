@@ -68,6 +68,26 @@ fn block(source: Source) -> Event {
 }
 
 #[tokio::test]
+async fn a_worker_finds_the_registered_workers_with_its_permissions() {
+    let Some(server) = documented().await else { return };
+    let (one, two) = (connect(user(&server, "worker")).await, connect(user(&server, "worker")).await);
+    let (own, other) = (discovery_of(&one), discovery_of(&two));
+    let first = own.register(instance(1, 1), engine()).await.unwrap();
+    let left = other.register(instance(2, 1), engine()).await.unwrap();
+    let third = other.register(instance(3, 5), engine()).await.unwrap();
+    drop(left);
+    other.wait_until_deregistered().await;
+    let found = own.registered().await.unwrap();
+    let mut found: Vec<_> = found.iter().map(|(instance, _)| (instance.id.0, instance.epoch.0)).collect();
+    found.sort_unstable();
+    assert_eq!(found, [(1, 1), (3, 5)]);
+    let keys = RecordKeys::fixed([RecordKey::derive(b"0123456789abcdef")]);
+    let signed_only = discovery_with_keys(&one, Some(keys)).registered().await.unwrap();
+    assert!(signed_only.is_empty(), "without its secret a worker is not sent anything");
+    drop((first, third));
+}
+
+#[tokio::test]
 async fn the_documented_permissions_suffice_and_separate_the_roles() {
     let Some(server) = documented().await else { return };
     let (worker, frontend) = (connect(user(&server, "worker")).await, connect(user(&server, "frontend")).await);
