@@ -4,8 +4,10 @@
 
 #[cfg(any(test, feature = "contract"))]
 pub mod conformance;
+mod copy;
 
 use crate::block::Fingerprint;
+pub use copy::copy_observed;
 
 /// A slot of device memory that holds one block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -56,20 +58,5 @@ pub trait DeviceBlocks: Send + Sync + 'static {
     fn write_observed(&self, slot: BlockId, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
         self.write(slot, from);
         observe(from);
-    }
-}
-
-/// Copies between slices of one length and passes the bytes to `observe`. With a checksum as the observer this takes no
-/// longer than the copy alone: the checksum reads ahead, and the copy finds its bytes in the first-level cache.
-///
-/// # Panics
-/// When the lengths differ.
-pub fn copy_observed(from: &[u8], into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
-    /// Much smaller pieces make the checksum slow; twice the size makes `memcpy` choose a slower path.
-    const PIECE: usize = 4 << 10;
-    assert_eq!(from.len(), into.len(), "one block on both sides");
-    for (from, into) in from.chunks(PIECE).zip(into.chunks_mut(PIECE)) {
-        observe(from);
-        into.copy_from_slice(from);
     }
 }

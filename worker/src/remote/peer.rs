@@ -83,8 +83,8 @@ impl RemotePeer {
         let read = |indexes: Vec<usize>| {
             let wanted: Vec<SequenceHash> = indexes.iter().map(|index| hashes[*index]).collect();
             let request = self.endpoint.request("POST", &self.blocks_path, &encode_request(fingerprint, &wanted));
-            let (endpoint, missing) = (Arc::clone(&self.endpoint), vec![true; indexes.len()]);
-            let part = Part { endpoint, request, indexes, missing, receiver: receiver.cloned() };
+            let (endpoint, missing, left) = (Arc::clone(&self.endpoint), vec![true; indexes.len()], indexes.len());
+            let part = Part { endpoint, request, indexes, missing, left, receiver: receiver.cloned() };
             AbortOnDropHandle::new(tokio::spawn(part.read(sender.clone())))
         };
         let reading: Vec<_> = stripes(hashes.len(), self.max_connections).into_iter().map(read).collect();
@@ -104,6 +104,8 @@ struct Part {
     indexes: Vec<usize>,
     /// Which of them have not arrived yet.
     missing: Vec<bool>,
+    /// Number of those.
+    left: usize,
     /// Takes blocks as they arrive.
     receiver: Option<Arc<dyn BlockReceiver>>,
 }
@@ -112,7 +114,7 @@ impl Part {
     /// Reads the blocks. Those that cannot be read are errors.
     async fn read(mut self, into: mpsc::Sender<Loaded>) {
         let Err(error) = self.read_all(&into).await else { return };
-        if self.missing.iter().all(|missing| *missing) {
+        if self.left == self.indexes.len() {
             let what = "the memory of another worker cannot be read; its blocks are recomputed";
             self.endpoint.log_failure(&error, what);
         }
@@ -126,12 +128,13 @@ impl Part {
 
     async fn read_all(&mut self, into: &mpsc::Sender<Loaded>) -> io::Result<()> {
         let mut response = self.endpoint.send(&self.request).await?;
-        while self.missing.contains(&true) {
+        while self.left > 0 {
             let (at, block) = next_block(&mut response).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
             if self.missing.get(at) != Some(&true) {
                 return Err(io::ErrorKind::InvalidData.into());
             }
             self.missing[at] = false;
+            self.left -= 1;
             let index = self.indexes[at];
             let block = match (block, &self.receiver) {
                 (Some(block), Some(receiver)) => match receiver.take(index, block) {

@@ -181,6 +181,39 @@ async fn parts_that_are_dropped_at_once_come_through_one_buffer() {
     }
 }
 
+#[test]
+fn the_last_end_of_a_part_is_found_once_one_was_read() {
+    let mut ends = PartEnds::default();
+    assert_eq!(ends.last_end(BUFFER_BYTES), None);
+    ends.since += 50;
+    ends.used(70_000);
+    assert_eq!(
+        (ends.last_end(70_049), ends.last_end(70_050), ends.last_end(BUFFER_BYTES)),
+        (None, Some(70_050), Some(3 * 70_050))
+    );
+    ends.used(50);
+    assert_eq!(ends.last_end(BUFFER_BYTES), Some(3 * 70_050 - 50));
+    ends.used(70_050);
+    assert_eq!(ends.last_end(BUFFER_BYTES), Some(3 * 70_100), "the parts are larger now");
+}
+
+#[tokio::test]
+async fn a_buffer_ends_with_a_part_if_all_have_one_size() {
+    let part = vec![7; 72 << 10];
+    let mut response = serve(chunked(&vec![part.clone(); 60], usize::MAX), 1 << 20).send(b"GET ").await.unwrap();
+    let (mut begin, mut end) = (usize::MAX, 0);
+    for nth in 0..60 {
+        let taken = response.take(part.len()).await.unwrap().unwrap();
+        // After the first ones, whose distance was unknown.
+        if nth >= 6 {
+            begin = begin.min(taken.as_ptr() as usize);
+            end = end.max(taken.as_ptr() as usize + part.len() + response.connection.arrived.len());
+        }
+    }
+    let parts = BUFFER_BYTES / part.len();
+    assert!(end - begin < parts * (part.len() + 20), "{} bytes are more than {parts} parts", end - begin);
+}
+
 proptest! {
     #[test]
     fn arbitrary_bytes_are_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
