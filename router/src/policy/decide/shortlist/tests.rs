@@ -84,7 +84,7 @@ impl Fleet {
         for id in 0..WORKERS {
             let draw = splitmix64(seed.rotate_left(32) ^ id);
             for (level, blocks) in [(Level::G1, draw % 64), (Level::G2, draw >> 8 & 63)] {
-                let blocks = if draw >> 16 & 3 == 0 { hashes[..blocks as usize].to_vec() } else { continue };
+                let blocks = if (draw >> 16).is_multiple_of(4) { hashes[..blocks as usize].to_vec() } else { continue };
                 core.index.apply(Holder::Worker(WorkerId(id)), &BlockEvent::Stored { level, parent: None, blocks });
             }
         }
@@ -103,7 +103,7 @@ impl Fleet {
                 let few = draw >> 11 & 1 == 0;
                 let onboard = OnboardSpeed {
                     level: Level::G4,
-                    latency_seconds: if draw >> 12 & 63 == 0 { -1.0 } else { 0.001 },
+                    latency_seconds: if (draw >> 12).is_multiple_of(64) { -1.0 } else { 0.001 },
                     bytes_per_second: 5e9,
                     queued_blocks: draw >> 13 & 15,
                 };
@@ -137,7 +137,7 @@ impl Fleet {
                 load.sent(number, now);
                 self.open.push((at, number));
             }
-            6 if draw >> 16 & 7 == 0 => {
+            6 if (draw >> 16).is_multiple_of(8) => {
                 load.eject_until(Some(Timestamp::from(now + Duration::from_millis(draw >> 20 & 2047))));
             }
             _ => {}
@@ -163,7 +163,7 @@ async fn decisions_are_those_from_the_costs_of_all_workers() {
             let Fleet { core, workers, request, now, .. } = &fleet;
             let (snapshot, resolved) = (core.fleet.snapshot(), core.settings());
             let pool = snapshot.pool(MODEL).unwrap();
-            let tokens = &request.tokens[..if draw & 3 == 0 { 100 } else { request.tokens.len() }];
+            let tokens = &request.tokens[..if draw.is_multiple_of(4) { 100 } else { request.tokens.len() }];
             let overlaps =
                 Overlaps::of(tokens, PromptTokens::Known, &request.domain, pool, &core.hash_cache, &core.index);
             let mut tuning = resolved.of(MODEL).clone();
@@ -173,7 +173,7 @@ async fn decisions_are_those_from_the_costs_of_all_workers() {
                 shared: (draw >> 16 & 1 == 0).then_some(shared),
                 ..PlacementRequest::of(request, None, (draw >> 20 & 63) as f64 * 8.0, 256.0, *now)
             };
-            let tried = if draw >> 26 & 7 == 0 { vec![workers[0].run()] } else { vec![] };
+            let tried = if (draw >> 26).is_multiple_of(8) { vec![workers[0].run()] } else { vec![] };
             let view = FleetView::new(pool, &overlaps, tokens.len(), Needs::default(), &tried, *now);
             let (mut scratch, selection) = (Scratch::default(), SelectionContext { random: draw, session: None });
             let decision = decide(&tuning, placement, view, &mut scratch, selection).unwrap();
