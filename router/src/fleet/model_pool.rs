@@ -11,8 +11,8 @@ use std::sync::{Arc, LazyLock};
 use worker::engine::{EndpointKind, ModelCard, Request, Work};
 use worker::plane::{Instance, Role, WorkerId};
 
-/// The domain of requests without a tenant and a salt. Kept, because its key is derived by hashing, and every request is
-/// compared with it.
+/// The domain of requests without a tenant and a salt. Kept, because its key is derived by hashing, and every request
+/// is compared with it.
 static SHARED_DOMAIN: LazyLock<Domain> = LazyLock::new(Domain::shared);
 
 /// Whether the tokens of a prompt are those that its worker will compute.

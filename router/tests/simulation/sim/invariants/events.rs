@@ -8,8 +8,8 @@
 //! - While a snapshot is on its way, the index stays at the last event. The snapshot takes effect at one instant.
 //! - A new epoch begins without blocks. The index has blocks of one epoch only.
 //! - In an epoch the index never goes back, but to its beginning, when the worker has left and joins again.
-//! - An index goes back to an older epoch only with a snapshot of it, which overrides what arrived before. It shows that
-//!   a process with the id of another is not registered yet.
+//! - An index goes back to an older epoch only with a snapshot of it, which overrides what arrived before. It shows
+//!   that a process with the id of another is not registered yet.
 //!
 //! A worker in turn announces each change at the instant at which it changes its blocks.
 
