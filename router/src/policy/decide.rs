@@ -1,7 +1,8 @@
 //! The routing decision: a view of the fleet in, one decision out. It reserves nothing and reads no clock.
 //!
 //! A pass over all workers keeps a few numbers of each: the costs, or lower bounds of them, of which only the lowest
-//! are computed in full. The terms of a cost are computed again from the same inputs for the few workers that need them.
+//! are computed in full. The terms of a cost are computed again from the same inputs for the few workers that need
+//! them.
 
 mod shortlist;
 

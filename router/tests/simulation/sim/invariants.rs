@@ -1,9 +1,9 @@
 //! What must hold at any time, and what must hold once all is quiet.
 //!
 //! Limits, membership, and the index against the events are checked at the end of each instant: when no task can run
-//! any more, before the virtual clock goes on. That is after each event of the scheduler that another process can observe.
-//! Processes affect each other by messages only, each of which takes time (`network.rs`), so the states between two
-//! tasks of one instant are internal to a process.
+//! any more, before the virtual clock goes on. That is after each event of the scheduler that another process can
+//! observe. Processes affect each other by messages only, each of which takes time (`network.rs`), so the states
+//! between two tasks of one instant are internal to a process.
 
 mod events;
 mod index;
