@@ -226,7 +226,6 @@ def check_other_api(gateway, source, path, request, report, seeds):
     before = gateway.metric(counted, f'tokens="{source}"', default=0)
     reported = 0
     # A gateway that was just started reads earlier events of the servers first.
-    time.sleep(1)
     settle(gateway)
     for turn in range(4 * len(texts)):
         at = turn % len(texts)

@@ -34,6 +34,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use upstream::kv_events::Source;
 use upstream::relay::client::Client;
 use upstream::{
     CacheEvents, DEFAULT_BLOCK_SIZE, DiscoverError, KvSources, ListedModel, LoadReports, ModelLog, Program, Rank,
@@ -93,6 +94,8 @@ struct Registered {
 struct Cache {
     rank: Option<Rank>,
     events: Arc<CacheEvents>,
+    /// Its publishers, until they are followed.
+    unfollowed: Vec<Source>,
 }
 
 struct RegisteredModel {
@@ -118,6 +121,26 @@ impl Registered {
         let name = parent.unwrap_or(id);
         let at = self.names.iter().position(|known| known == name).unwrap_or_default();
         &self.caches[at]
+    }
+
+    /// Creates the event logs of a model, one for each of its caches. The caches add their events from now on.
+    fn add_logs(&self, card: &ModelCard, facts: &ModelFacts) -> Vec<Arc<EventLog>> {
+        let log = |cache: &Cache| {
+            let log = Arc::new(EventLog::new(epoch_now()));
+            if facts.gets_events {
+                let adapter = facts.parent.is_some().then(|| card.id.clone());
+                cache.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
+            }
+            log
+        };
+        self.caches_of(&card.id, facts.parent.as_deref()).iter().map(log).collect()
+    }
+
+    /// Follows the KV events of the caches that are not followed yet.
+    fn follow(&mut self) {
+        for cache in self.caches.iter_mut().flatten().filter(|cache| !cache.unfollowed.is_empty()) {
+            self.following.spawn(Arc::clone(&cache.events).follow(std::mem::take(&mut cache.unfollowed)));
+        }
     }
 }
 
@@ -276,10 +299,12 @@ impl Server {
             tracing::info!(upstream = %self.name(), model = id, "the server no longer has this model");
             current.models.remove(&id).into_iter().for_each(|model| self.drain(model));
         }
-        for (card, facts) in listed {
-            if !current.models.contains_key(&card.id) {
-                self.register(client, current, card, facts).await;
-            }
+        let new = listed.into_iter().filter(|(card, _)| !current.models.contains_key(&card.id));
+        let new: Vec<_> = new.map(|(card, facts)| (current.add_logs(&card, &facts), card, facts)).collect();
+        // Only now: a publisher replays its events once, and those of models without a log would be lost.
+        current.follow();
+        for (logs, card, facts) in new {
+            self.register(client, current, logs, card, facts).await;
         }
         for model in current.models.values() {
             model.tokenizer.recheck().await;
@@ -296,7 +321,7 @@ impl Server {
         Ok(())
     }
 
-    /// Follows the KV events and the load reports of a server that has no models yet.
+    /// Follows the load reports of a server that has no models yet, and prepares to follow its KV events.
     fn start(&self, client: &Client, program: Program, kv: KvSources, names: Vec<String>, api: Api) -> Registered {
         if kv.sources.is_empty() {
             let remedy = match (&self.upstream.upstream.kv_events, program) {
@@ -314,41 +339,40 @@ impl Server {
         let reports = Arc::new(LoadReports::default());
         let mut following = JoinSet::new();
         following.spawn(Arc::clone(&reports).follow(client.clone(), self.upstream.api_key.clone(), block_size));
-        let mut caches = vec![self.follow(&self.name(), &kv, block_size, &mut following)];
+        let mut caches = vec![self.caches(&self.name(), &kv, block_size)];
         // The blocks of each name have hashes of their own, so each name reads the events by itself.
         for name in names.iter().skip(1) {
-            caches.push(self.follow(&format!("{} as {name}", self.name()), &kv, block_size, &mut following));
+            caches.push(self.caches(&format!("{} as {name}", self.name()), &kv, block_size));
         }
         Registered { program, kv, api, models: BTreeMap::new(), names, caches, reports, following }
     }
 
-    /// Follows the KV events of the ranks for one name of the model. `server`: the server in logs.
-    fn follow(&self, server: &str, kv: &KvSources, block_size: u32, following: &mut JoinSet<Infallible>) -> Vec<Cache> {
-        let cache = |rank: Option<Rank>| {
+    /// The caches of the ranks for one name of the model. `server`: the server in logs.
+    fn caches(&self, server: &str, kv: &KvSources, block_size: u32) -> Vec<Cache> {
+        let cache = |rank: Option<Rank>, unfollowed: Vec<Source>| {
             let name = rank.map_or_else(|| server.to_owned(), |rank| format!("{server} rank {}", rank.number));
             let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
             let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
             let events = Arc::new(events);
             self.shared.watch_events(&events);
-            Cache { rank, events }
+            Cache { rank, events, unfollowed }
         };
-        let mut caches = Vec::new();
-        for ((position, number), source) in (0..).zip(&kv.ranks).zip(&kv.sources) {
-            let cache = cache(Some(Rank { position, number: *number }));
-            following.spawn(Arc::clone(&cache.events).follow(vec![source.clone()]));
-            caches.push(cache);
-        }
-        if caches.is_empty() {
-            let cache = cache(None);
-            if !kv.sources.is_empty() {
-                following.spawn(Arc::clone(&cache.events).follow(kv.sources.clone()));
-            }
-            caches.push(cache);
-        }
-        caches
+        let ranks = (0..).zip(&kv.ranks).zip(&kv.sources);
+        let caches = ranks
+            .map(|((position, number), source)| cache(Some(Rank { position, number: *number }), vec![source.clone()]));
+        let caches: Vec<Cache> = caches.collect();
+        if caches.is_empty() { vec![cache(None, kv.sources.clone())] } else { caches }
     }
 
-    async fn register(&self, client: &Client, to: &mut Registered, mut card: ModelCard, facts: ModelFacts) {
+    /// Registers a model with its event logs, one for each of its caches.
+    async fn register(
+        &self,
+        client: &Client,
+        to: &mut Registered,
+        logs: Vec<Arc<EventLog>>,
+        mut card: ModelCard,
+        facts: ModelFacts,
+    ) {
         card.block_size = to.kv.block_size.unwrap_or(DEFAULT_BLOCK_SIZE).get() as usize;
         card.has_exact_blocks = facts.gets_events;
         let (id, card) = (card.id.clone(), Arc::new(card));
@@ -358,8 +382,8 @@ impl Server {
         let tokenizer = self.shared.tokenizers.add_server(&card, facts.parent.as_deref(), Arc::new(tokenizer)).await;
         let mut workers = Vec::new();
         let mut failure = None;
-        for cache in to.caches_of(&card.id, facts.parent.as_deref()) {
-            match self.start_worker(client, to, cache, &card, facts.parent.is_some()).await {
+        for (cache, log) in to.caches_of(&card.id, facts.parent.as_deref()).iter().zip(logs) {
+            match self.start_worker(client, to, cache.rank, &card, log).await {
                 Ok(worker) => workers.push(worker),
                 Err(error) => failure = Some(error),
             }
@@ -377,15 +401,10 @@ impl Server {
         &self,
         client: &Client,
         of: &Registered,
-        cache: &Cache,
+        rank: Option<Rank>,
         card: &Arc<ModelCard>,
-        is_adapter: bool,
+        log: Arc<EventLog>,
     ) -> Result<(Worker, ReportedLoad), PlaneError> {
-        let log = Arc::new(EventLog::new(epoch_now()));
-        if card.has_exact_blocks {
-            let adapter = is_adapter.then(|| card.id.clone());
-            cache.events.set_model(ModelLog { identity: card.identity.clone(), adapter, log: Arc::clone(&log) });
-        }
         let settings = UpstreamSettings {
             address: Some(self.name()),
             server: Some(self.worker_id("", None).0),
@@ -394,14 +413,14 @@ impl Server {
             salted: of.api.salted.clone(),
             has_tenants: self.upstream.has_tenants,
             only: of.api.only,
-            rank: cache.rank,
+            rank,
             continues_streams: of.api.continues_streams,
             may_have_changed: Arc::clone(&self.may_have_changed),
         };
         let metrics = self.shared.metrics.clone();
         let engine = Arc::new(UpstreamEngine::new(client.clone(), settings, Arc::clone(card), metrics));
         let (load, reported) = (engine.load(), engine.add_reports(&of.reports));
-        let (id, epoch) = (self.worker_id(&card.id, cache.rank), log.epoch());
+        let (id, epoch) = (self.worker_id(&card.id, rank), log.epoch());
         let (model, stores) = (Arc::clone(card), Vec::new());
         let instance = Instance { id, epoch, role: Role::Both, model, stores, kv_cache: None };
         let worker = Worker::start(&self.shared.planes, instance, engine as Arc<dyn Engine>, log, load).await?;

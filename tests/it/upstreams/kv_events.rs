@@ -1,10 +1,11 @@
 //! Servers that publish KV events, and prompts that are routed by them.
 
-use super::{Gateway, TIMEOUT, chat, completions, models, server};
-use blockyard::config::{KvEvents, KvSockets, Upstream};
+use super::{Gateway, TIMEOUT, chat, completions, models, server, tokenizer_folder};
+use blockyard::config::{Config, KvEvents, KvSockets, Upstream};
 use serde_json::{Value, json};
 use std::net::Ipv4Addr;
 use std::num::NonZero;
+use std::path::Path;
 use std::time::Duration;
 use tokio::time::sleep;
 use upstream::kv_events::fake::FakePublisher;
@@ -249,6 +250,28 @@ async fn what_subscribers_miss_is_replayed() {
     publish(&publisher, MESSAGES.lines().next().unwrap());
     until_predicted(&gateway, longer, 96).await;
     until_predicted(&gateway, 100..200, 96).await;
+}
+
+#[tokio::test]
+async fn events_are_replayed_once_each_model_has_its_log() {
+    let publisher = FakePublisher::start_at(0, Some(0)).await.unwrap();
+    let [live, replay] = [publisher.port(), publisher.replay_port().unwrap()];
+    let [endpoint, replay_endpoint] = [live, replay].map(|port| format!("tcp://*:{port}"));
+    publish(&publisher, MESSAGES.lines().next().unwrap());
+    let server = server([]).await;
+    let source = json!([{ "endpoint": endpoint, "replay_endpoint": replay_endpoint, "block_size": 32 }]);
+    server.set_page("/kv_event_sources", Script::json(200, &source));
+    // The comparison of the local tokenizer takes longer than the replay.
+    server.set_page("/tokenize", Script::json(404, &json!({})).after(Duration::from_millis(500)));
+    let folder = tokenizer_folder();
+    let gateway = Gateway::with(Config {
+        upstreams: vec![Upstream::new(server.uri())],
+        tokenizers: [("org/m".to_owned(), folder.path().to_owned())].into(),
+        ..Config::with_cache(Path::new("/nonexistent"))
+    });
+    let gateway = gateway.await;
+    until_predicted(&gateway, 100..200, 96).await;
+    assert_eq!(gateway.metric("blockyard_upstream_kv_blocks_ignored_total"), 0, "the cache is not an estimate");
 }
 
 /// What SGLang 0.5.23 publishes after a prompt of the tokens 1 to 128 with pages of 64: signed hashes, no fields that
