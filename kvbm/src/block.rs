@@ -9,6 +9,7 @@
 //! block without decoding it; `verify` accepts only a payload in the engine's own format.
 
 mod corrupt;
+mod crc;
 mod date;
 mod hash;
 mod header;

@@ -22,10 +22,11 @@
 //! | 120 | 8 | CRC-64/NVME over bytes 0 to 120 and the payload |
 
 use super::corrupt::Corrupt;
+use super::crc::combine;
 use super::date::Date;
 use super::hash::{DomainId, Fingerprint, SequenceHash};
 use super::retention::{BlockAttrs, BlockRetention, Priority};
-use crc_fast::{CrcAlgorithm, Digest, checksum, checksum_combine};
+use crc_fast::{CrcAlgorithm, Digest, checksum};
 use std::fmt;
 
 const MAGIC: [u8; 8] = *b"BLKYARD2";
@@ -194,6 +195,29 @@ impl Header {
         Self { checksum: header.checksum_while_copying(copy), ..header }
     }
 
+    /// Describes a raw payload of `length` bytes whose own checksum is known: its bytes are not read.
+    pub(crate) fn of_known_payload(
+        hash: SequenceHash,
+        parent: Option<SequenceHash>,
+        fingerprint: Fingerprint,
+        attrs: BlockAttrs,
+        (length, payload_checksum): (usize, u64),
+    ) -> Self {
+        let header = Self::new_while_copying(hash, parent, fingerprint, attrs, length, |_| {});
+        // So far the checksum is that of the fields alone.
+        Self { checksum: header.checksum_with(header.checksum, payload_checksum), ..header }
+    }
+
+    /// The checksum of the payload alone, from that of the fields and the payload.
+    pub(crate) fn payload_checksum(&self) -> u64 {
+        self.checksum ^ self.checksum_with(checksum(CrcAlgorithm::Crc64Nvme, &self.checksummed()), 0)
+    }
+
+    /// The checksum of the fields and the payload, from those of each.
+    fn checksum_with(&self, fields: u64, payload: u64) -> u64 {
+        combine(fields, payload, self.length)
+    }
+
     /// Domain and retention.
     pub fn attrs(&self) -> BlockAttrs {
         BlockAttrs { domain: self.domain, retention: self.retention }
@@ -215,12 +239,8 @@ impl Header {
     /// corrupt payload is still detected.
     pub(crate) fn with_retention(self, retention: BlockRetention) -> Self {
         let changed = Self { retention, ..self };
-        // A CRC is linear: the effect of a changed header depends on the header and the length of what follows only.
-        let part = |header: &Self| {
-            let sum = checksum(CrcAlgorithm::Crc64Nvme, &header.checksummed());
-            checksum_combine(CrcAlgorithm::Crc64Nvme, sum, 0, self.length)
-        };
-        Self { checksum: self.checksum ^ part(&self) ^ part(&changed), ..changed }
+        let fields = checksum(CrcAlgorithm::Crc64Nvme, &changed.checksummed());
+        Self { checksum: self.checksum_with(fields, self.payload_checksum()), ..changed }
     }
 
     /// The encoded fields that the checksum covers.

@@ -75,6 +75,19 @@ fn with_retention_keeps_the_checksum_valid() {
 }
 
 #[test]
+fn a_header_with_a_known_checksum_is_that_of_the_payload() {
+    for length in [0, 1, 300, 70_000] {
+        let (hash, parent) = (SequenceHash::from_bytes([3; 16]), Some(SequenceHash::from_bytes([2; 16])));
+        let (fingerprint, payload) = (Fingerprint::from_bytes([9; 32]), vec![5; length]);
+        let header = Header::new(hash, parent, fingerprint, attrs(), &payload);
+        let known = (length, header.payload_checksum());
+        assert_eq!(Header::of_known_payload(hash, parent, fingerprint, attrs(), known), header);
+        let without_parent = Header::new(hash, None, fingerprint, BlockAttrs::default(), &payload);
+        assert_eq!(without_parent.payload_checksum(), header.payload_checksum());
+    }
+}
+
+#[test]
 fn a_header_of_another_version_is_rejected() {
     let mut older = block().header.encode();
     older[7] = b'1';

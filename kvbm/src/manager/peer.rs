@@ -2,15 +2,20 @@
 //! worker.
 //!
 //! A block is held while it is read, and gets its header with a checksum then, so it is verified like any other tier's.
-//! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. A peer does not keep
-//! the manager alive; once its last handle is dropped, the peer is empty.
+//! The checksum of a block's bytes is computed once: a block that was onboarded has the one that it arrived with, and
+//! another keeps that of its first reader. So a later change of the bytes, by a fault of the memory, is found by each
+//! reader.
+//!
+//! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. They are read for a
+//! checksum when the block is taken from the stream, so that its next reader, the socket, finds them in the cache of the
+//! processor. A peer does not keep the manager alive; once its last handle is dropped, the peer is empty.
 //!
 //! Not here: storing. A peer is read-only.
 
 use super::shared::Core;
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::blocking;
-use crate::pool::{CachedBlock, DeviceBlocks};
+use crate::pool::{BlockId, CachedBlock, DeviceBlocks};
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -22,8 +27,8 @@ use std::sync::{Arc, Weak};
 pub(super) struct Peer(Weak<Core>);
 
 impl Peer {
-    /// Bytes read per task on a blocking thread: enough to hide the cost of the thread switch, few enough to begin
-    /// early.
+    /// Bytes that are looked up at a time, and read per task on a blocking thread: enough to hide the cost of the
+    /// thread switch, few enough to begin early.
     const BATCH_BYTES: usize = 4 << 20;
     /// Tasks at a time for one reader: one batch gets its headers while it reads another.
     const CONCURRENT_BATCHES: usize = 2;
@@ -49,35 +54,69 @@ impl Core {
     /// Copies a block out of device memory, and makes its header. Blocks for the time of the copy.
     pub(super) fn read(&self, held: &CachedBlock) -> Block {
         let mut bytes = vec![0; self.device.block_bytes()];
+        if let Some(checksum) = held.checksum() {
+            self.device.read(held.slot(), &mut bytes);
+            return Block { header: self.header(held, checksum), payload: Bytes::from(bytes) };
+        }
         let (length, fingerprint, attrs) = (bytes.len(), self.device.fingerprint(), held.attrs());
         let header = Header::new_while_copying(held.hash(), held.parent(), fingerprint, attrs, length, |observe| {
             self.device.read_observed(held.slot(), &mut bytes, observe);
         });
+        held.set_checksum(header.payload_checksum());
         Block { header, payload: Bytes::from(bytes) }
+    }
+
+    /// The header of a block in device memory, the checksum of whose bytes is known.
+    fn header(&self, held: &CachedBlock, checksum: u64) -> Header {
+        let payload = (self.device.block_bytes(), checksum);
+        Header::of_known_payload(held.hash(), held.parent(), self.device.fingerprint(), held.attrs(), payload)
     }
 
     /// Makes the header of a block. Its bytes are those of the device if that is plain memory, and hold the block.
     fn share(&self, held: CachedBlock) -> Block {
         let Some(bytes) = self.device.bytes(held.slot()) else { return self.read(&held) };
-        let (parent, fingerprint) = (held.parent(), self.device.fingerprint());
-        let header = Header::new(held.hash(), parent, fingerprint, held.attrs(), bytes);
+        let header = if let Some(checksum) = held.checksum() {
+            self.header(&held, checksum)
+        } else {
+            let (parent, fingerprint) = (held.parent(), self.device.fingerprint());
+            let header = Header::new(held.hash(), parent, fingerprint, held.attrs(), bytes);
+            held.set_checksum(header.payload_checksum());
+            header
+        };
         Block { header, payload: Bytes::from_owner(HeldBytes { device: Arc::clone(&self.device), held }) }
     }
 
     /// Blocks from this process's memory, to be kept.
     pub(super) fn in_memory(&self, hashes: &[SequenceHash]) -> Vec<Option<Block>> {
-        self.find(hashes, |held| self.read(&held))
+        let read = |found: Option<Found>| found.map(|found| found.block(|held| self.read(&held)));
+        self.find(hashes).into_iter().map(read).collect()
     }
 
-    /// Blocks from this process's memory, G2's copies first: their checksums are known.
-    fn find(&self, hashes: &[SequenceHash], read: impl Fn(CachedBlock) -> Block) -> Vec<Option<Block>> {
-        let mut found = self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes));
+    /// Where this process's memory has blocks, G2's copies first: their checksums are known.
+    fn find(&self, hashes: &[SequenceHash]) -> Vec<Option<Found>> {
+        let in_host = self.host.as_ref().map_or_else(|| vec![None; hashes.len()], |host| host.get(hashes));
+        let mut found: Vec<Option<Found>> = in_host.into_iter().map(|block| block.map(Found::InHost)).collect();
         let missing: Vec<usize> = (0..hashes.len()).filter(|index| found[*index].is_none()).collect();
         let held = self.pool.get_each(&missing.iter().map(|index| hashes[*index]).collect::<Vec<_>>());
         for (index, held) in missing.into_iter().zip(held) {
-            found[index] = held.map(&read);
+            found[index] = held.map(Found::InDevice);
         }
         found
+    }
+}
+
+/// A block that is held in this process's memory.
+enum Found {
+    InHost(Block),
+    InDevice(CachedBlock),
+}
+
+impl Found {
+    fn block(self, read: impl FnOnce(CachedBlock) -> Block) -> Block {
+        match self {
+            Self::InHost(block) => block,
+            Self::InDevice(held) => read(held),
+        }
     }
 }
 
@@ -97,15 +136,43 @@ impl Tier for Peer {
 
     fn load(&self, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> BoxStream<'static, Loaded> {
         let core = self.0.clone();
-        let size = self.0.upgrade().map_or(1, |core| (Self::BATCH_BYTES / core.device.block_bytes().max(1)).max(1));
+        let own = move || core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
+        let (size, is_plain) = own().map_or((1, false), |core| {
+            let size = (Self::BATCH_BYTES / core.device.block_bytes().max(1)).max(1);
+            let has_slots = core.pool.capacity() > 0;
+            (size, size > 1 && has_slots && core.device.bytes(BlockId(0)).is_some())
+        });
         let batches: Vec<(usize, Vec<SequenceHash>)> =
             hashes.chunks(size).enumerate().map(|(batch, hashes)| (batch * size, hashes.to_vec())).collect();
+        let find = |core: Option<Arc<Core>>, hashes: &[SequenceHash]| {
+            core.map_or_else(|| hashes.iter().map(|_| None).collect(), |core| core.find(hashes))
+        };
+        if is_plain {
+            // Without copies, a batch takes microseconds, and each block those of its checksum.
+            let of_block = own.clone();
+            let each = move |(at, found): (usize, Option<Found>)| {
+                let block = found.zip(of_block()).map(|(found, core)| found.block(|held| core.share(held)));
+                (at, Ok(block))
+            };
+            let batch = move |(first, hashes): (usize, Vec<SequenceHash>)| {
+                let (own, each) = (own.clone(), each.clone());
+                async move {
+                    if first > 0 {
+                        // The checksums of a batch may have taken most of a millisecond.
+                        tokio::task::yield_now().await;
+                    }
+                    stream::iter((first..).zip(find(own(), &hashes)).map(each))
+                }
+            };
+            return stream::iter(batches).then(batch).flatten().boxed();
+        }
         let read = move |(first, hashes): (usize, Vec<SequenceHash>)| {
-            let core = core.upgrade().filter(|core| core.device.fingerprint() == fingerprint);
+            let core = own();
             blocking::spawn(move || -> Vec<Loaded> {
-                let shared = |core: Arc<Core>| core.find(&hashes, |held| core.share(held));
-                let found = core.map_or_else(|| vec![None; hashes.len()], shared);
-                found.into_iter().enumerate().map(|(at, block)| (first + at, Ok(block))).collect()
+                let found = find(core.clone(), &hashes);
+                let shared = |core: &Core, found: Found| found.block(|held| core.share(held));
+                let block = |found: Option<Found>| found.zip(core.as_deref()).map(|(found, core)| shared(core, found));
+                found.into_iter().enumerate().map(|(at, found)| (first + at, Ok(block(found)))).collect()
             })
         };
         stream::iter(batches)

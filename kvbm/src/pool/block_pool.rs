@@ -111,7 +111,7 @@ impl BlockPool {
             if let Some(next) = cached.get(at + PREFETCH_DISTANCE) {
                 state.index.prefetch_insert(&next.hash);
             }
-            let FullBlock { slot, hash, parent, attrs } = block;
+            let FullBlock { slot, hash, parent, attrs, checksum } = block;
             debug_assert!(slot.is_of(&self.0), "a block of another pool");
             if let Some(id) = state.index.find(hash) {
                 cached[at].id = id;
@@ -119,7 +119,9 @@ impl BlockPool {
                 state.extend_retention(id, attrs.retention);
             } else {
                 stored.push(hash, parent);
-                state.insert(slot.keep(), hash, parent, attrs);
+                let slot = slot.keep();
+                state.insert(slot, hash, parent, attrs);
+                checksum.into_iter().for_each(|checksum| state.set_checksum(slot, checksum));
             }
             state.index.hold(cached[at].id);
         }

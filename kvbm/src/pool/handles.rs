@@ -71,6 +71,16 @@ impl CachedBlock {
         self.pool.lock().retention.of(self.block.id)
     }
 
+    /// The checksum of the block's bytes, if it is known. The bytes do not change while the block can be found.
+    pub(crate) fn checksum(&self) -> Option<u64> {
+        self.pool.lock().checksum(self.block.id)
+    }
+
+    /// Notes the checksum of the block's bytes.
+    pub(crate) fn set_checksum(&self, checksum: u64) {
+        self.pool.lock().set_checksum(self.block.id, checksum);
+    }
+
     /// Releases the block and returns a weak handle.
     pub fn downgrade(&self) -> WeakBlock {
         WeakBlock { pool: Arc::downgrade(&self.pool), hash: self.block.hash }

@@ -45,7 +45,7 @@ impl PartialBlock {
 
     /// Declares the slot full, and gives its content a hash.
     pub fn complete(self, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) -> FullBlock {
-        FullBlock { slot: self.0, hash, parent, attrs }
+        FullBlock { slot: self.0, hash, parent, attrs, checksum: None }
     }
 }
 
@@ -56,9 +56,16 @@ pub struct FullBlock {
     pub(super) hash: SequenceHash,
     pub(super) parent: Option<SequenceHash>,
     pub(super) attrs: BlockAttrs,
+    /// The checksum of its bytes, if it is known.
+    pub(super) checksum: Option<u64>,
 }
 
 impl FullBlock {
+    /// The block with the checksum of its bytes, which need not be read for it again.
+    pub(crate) fn with_checksum(self, checksum: u64) -> Self {
+        Self { checksum: Some(checksum), ..self }
+    }
+
     /// The slot with the block's bytes.
     pub fn slot(&self) -> BlockId {
         BlockId(self.slot.id)

@@ -28,6 +28,8 @@ pub(super) struct State {
     pub(super) index: EvictionIndex,
     pub(super) division: TierQuotas,
     pub(super) retention: RetentionTable,
+    /// The checksums of the blocks' bytes by slot, where they are known. Empty until one is.
+    checksums: Vec<Option<u64>>,
     /// Rejected pins that are not in the metric yet.
     pub(super) rejected_pins: u64,
     /// Number of purges, and for each purged domain the number of its last purge.
@@ -43,6 +45,7 @@ impl State {
             index: EvictionIndex::new(capacity),
             division: TierQuotas::default(),
             retention: RetentionTable::new(capacity),
+            checksums: Vec::new(),
             rejected_pins: 0,
             purges: 0,
             purged: HashMap::new(),
@@ -56,9 +59,25 @@ impl State {
 
     /// Makes the block in the slot findable by hash.
     pub(super) fn insert(&mut self, slot: u32, hash: SequenceHash, parent: Option<SequenceHash>, attrs: BlockAttrs) {
+        if let Some(former) = self.checksums.get_mut(slot as usize) {
+            *former = None;
+        }
         self.index.insert(slot, (hash, parent), attrs.retention.priority, self.division.group(attrs.domain));
         let pin = self.retention.insert(slot, attrs);
         self.pin(slot, pin);
+    }
+
+    /// The checksum of the bytes in a slot, if it is known.
+    pub(super) fn checksum(&self, slot: u32) -> Option<u64> {
+        self.checksums.get(slot as usize).copied().flatten()
+    }
+
+    /// Notes the checksum of the bytes in a slot, whose block is held or was just inserted.
+    pub(super) fn set_checksum(&mut self, slot: u32, checksum: u64) {
+        if self.checksums.len() <= slot as usize {
+            self.checksums.resize(slot as usize + 1, None);
+        }
+        self.checksums[slot as usize] = Some(checksum);
     }
 
     /// Extends the retention of a block. Returns its former attributes if they changed.

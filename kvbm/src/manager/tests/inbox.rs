@@ -33,7 +33,7 @@ impl DeviceBlocks for Plain {
 }
 
 /// A manager without lower tiers.
-fn harness(slots: usize, is_plain: bool) -> Harness {
+pub(super) fn harness(slots: usize, is_plain: bool) -> Harness {
     harness_with(slots, |device| if is_plain { Arc::new(Plain(device, Duration::ZERO)) } else { device })
 }
 

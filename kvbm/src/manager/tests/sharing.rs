@@ -1,6 +1,7 @@
 //! Blocks of other managers: handed over, shared, or stored by an earlier process.
 
 use super::*;
+use crate::block::Corrupt;
 use crate::disk::{self, DiskTier};
 use crate::object::{self, ObjectTier};
 
@@ -45,6 +46,62 @@ async fn a_peer_is_another_source_of_an_onboarding() {
     decode.assert_sound(&held);
     assert!((4..8).all(|nth| onboarding.loaded_from(&hash(nth)) == Some(Level::Peer)));
     drop(kept);
+}
+
+/// The blocks of a peer, in the order of their indices.
+async fn loaded(peer: &Arc<dyn Tier>, hashes: Vec<SequenceHash>) -> Vec<Block> {
+    let mut blocks: Vec<_> = peer.load(fingerprint(), hashes).collect().await;
+    blocks.sort_by_key(|(at, _)| *at);
+    blocks.into_iter().map(|(_, block)| block.unwrap().expect("it is in memory")).collect()
+}
+
+#[tokio::test]
+async fn each_reader_finds_that_the_bytes_have_changed_since_the_first_one() {
+    for is_plain in [false, true] {
+        let owner = inbox::harness(4, is_plain);
+        let (kept, peer) = (owner.compute(0..3), owner.manager.peer());
+        for (block, hash) in loaded(&peer, hashes(2)).await.iter().zip(hashes(2)) {
+            assert_eq!(block.check(hash, fingerprint()), Ok(()));
+            assert_eq!(block.payload, content(hash));
+        }
+        for block in &kept {
+            owner.device.write(block.slot(), &[1; SIZE]);
+        }
+        let [one, two, first_read] = loaded(&peer, hashes(3)).await.try_into().unwrap();
+        for (block, hash) in [(one, hash(0)), (two, hash(1))] {
+            assert_eq!(block.check(hash, fingerprint()), Err(Corrupt::Checksum));
+        }
+        assert_eq!(first_read.check(hash(2), fingerprint()), Ok(()), "nothing is known of its former bytes");
+        // Another block in the same slots.
+        drop((kept, first_read));
+        drop(owner.manager.allocate(4));
+        let kept = owner.compute(10..14);
+        let reused: Vec<_> = (10..14).map(hash).collect();
+        for (block, hash) in loaded(&peer, reused.clone()).await.iter().zip(reused) {
+            assert_eq!(block.check(hash, fingerprint()), Ok(()));
+        }
+        drop(kept);
+    }
+}
+
+#[tokio::test]
+async fn an_onboarded_block_is_served_with_the_checksum_that_it_arrived_with() {
+    for is_plain in [false, true] {
+        let (first, second) = (inbox::harness(4, is_plain), inbox::harness(4, is_plain));
+        let kept = first.compute(0..4);
+        let onboarded = second.manager.onboard_from(&first.manager.peer(), &hashes(4), ms(10), &UNTRACED).await;
+        let peer = second.manager.peer();
+        let (sent, served) = (loaded(&first.manager.peer(), hashes(4)).await, loaded(&peer, hashes(4)).await);
+        let headers = |blocks: &[Block]| blocks.iter().map(|block| block.header).collect::<Vec<_>>();
+        assert_eq!(headers(&sent), headers(&served));
+        for block in &onboarded.blocks {
+            second.device.write(block.slot(), &[1; SIZE]);
+        }
+        for (block, hash) in loaded(&peer, hashes(4)).await.iter().zip(hashes(4)) {
+            assert_eq!(block.check(hash, fingerprint()), Err(Corrupt::Checksum));
+        }
+        drop(kept);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! Delivered blocks: verified, written into the device and registered, or discarded.
 
 use super::{BlockStatus, Delivered, Loading};
-use crate::block::{Corrupt, Header, SequenceHash};
+use crate::block::{Corrupt, SequenceHash};
 use crate::blocking;
 use crate::manager::shared::Core;
 use crate::pool::{FullBlock, PartialBlock};
@@ -152,8 +152,9 @@ impl Core {
                 WriteResult::Expired { source, index }
             }
             Ok(block) => {
-                let Header { parent, .. } = *block.header();
-                let block = slot.complete(hash, parent, block.header().attrs());
+                let header = block.header();
+                let full = slot.complete(hash, header.parent, header.attrs());
+                let block = full.with_checksum(header.payload_checksum());
                 WriteResult::Written { source, index, block }
             }
             Err(why) => WriteResult::Corrupt { source, index, why },
