@@ -14,7 +14,7 @@
 //! A [`Worker`] keeps the lease in the task that reports, so a worker that stops reporting is deregistered. When a
 //! router asks for another role, the worker registers again in the same epoch, and its requests go on. An
 //! [`EventPublisher`] publishes the log of a shared store, whose blocks outlive the workers that wrote them.
-//! [`DrainCopies`] has other workers copy the prefixes of one that drains.
+//! [`DrainCopies`] requests other workers to copy the prefixes of one that drains.
 //!
 //! Not here: measuring load. The engine measures it.
 
