@@ -382,7 +382,9 @@ impl From<engine::Error> for Error {
             engine::Error::Overloaded { retry_after } => Self::Overloaded(retry_after),
             engine::Error::DeadlineExceeded => Self::DeadlineExceeded,
             engine::Error::Unread(time) => Self::StreamNotRead(time),
-            engine::Error::Unavailable(why) | engine::Error::NoAnswer(why) => Self::Unavailable(why),
+            engine::Error::Unavailable(why) | engine::Error::NoAnswer(why) | engine::Error::Unresponsive(why) => {
+                Self::Unavailable(why)
+            }
             engine::Error::OutOfFiles => Self::Unavailable(error.to_string()),
             engine::Error::Failed(why) => Self::Failed(why),
             engine::Error::Relayed(response) => Self::Relayed(response),

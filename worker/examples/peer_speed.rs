@@ -8,10 +8,10 @@
 //! them into a buffer of 1 MiB, which stays in the cache, or, as "bytes kept", into as much memory as there are bytes.
 //! The peer: a server and a client with as many runtime threads each. Every block is verified (hash, fingerprint,
 //! checksum) by the task that reads it, as in onboarding. Its source is host memory (G2), whose checksums are known, or
-//! device memory (G1), of which the server computes them at the first read of a block: "first" and "again". `onboard`: the blocks are also written to the device memory
-//! of the client and registered. `mTLS`: server and client show each other certificates, and the bytes are encrypted.
-//! All are measured in turns; the results are medians, those of plaintext reads beside their goal. The processor time
-//! is that of both sides: with all cores busy, it decides.
+//! device memory (G1), of which the server computes them at the first read of a block: "first" and "again". `onboard`:
+//! the blocks are also written to the device memory of the client and registered. `mTLS`: server and client show each
+//! other certificates, and the bytes are encrypted. All are measured in turns; the results are medians, those of
+//! plaintext reads beside their goal. The processor time is that of both sides: with all cores busy, it decides.
 
 #[path = "../../transport/src/tests/authority.rs"]
 #[expect(clippy::unwrap_used, reason = "shared with tests, where it is allowed")]
@@ -359,7 +359,8 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates:
     let [raw, from_g2, from_g1, from_g1_again, onboard, from_g2_tls, raw_kept] = &samples;
     Ok(json!({
         "connections": connections, "block_bytes": model.block_bytes(), "bytes": BYTES, "goal_ratio": GOAL,
-        "raw": of(raw, raw), "from_g2": of(from_g2, raw), "from_g1": of(from_g1, raw), "from_g1_again": of(from_g1_again, raw),
+        "raw": of(raw, raw), "from_g2": of(from_g2, raw), "from_g1": of(from_g1, raw),
+        "from_g1_again": of(from_g1_again, raw),
         "onboard": of(onboard, raw), "from_g2_tls": of(from_g2_tls, raw), "raw_kept": of(raw_kept, raw),
         "onboard_to_raw_kept": of(onboard, raw_kept)["ratio"],
     }))

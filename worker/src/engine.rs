@@ -65,10 +65,11 @@ use std::time::Duration;
 ///   [`Error::PromptTooLong`], [`Error::Invalid`], [`Error::DeadlineExceeded`] and [`Error::Unread`] are caused by
 ///   the request and say nothing about the engine, and [`Error::OutOfFiles`] is caused by this process.
 ///   [`Error::Overloaded`] is back-pressure: the caller waits, and the engine does not count as faulty.
-///   [`Error::Unavailable`], [`Error::NoAnswer`] and [`Error::Failed`] are faults. An [`Error::Relayed`] says its
-///   kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one second; other statuses below 500
-///   are caused by the request. `Unavailable` is a server that cannot be reached, `NoAnswer` one that got the request
-///   and closed the connection.
+///   [`Error::Unavailable`], [`Error::NoAnswer`], [`Error::Unresponsive`] and [`Error::Failed`] are faults. An
+///   [`Error::Relayed`] says its kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one
+///   second; other statuses below 500 are caused by the request. `Unavailable` is a server that cannot be reached,
+///   `NoAnswer` one that got the request and closed the connection, and `Unresponsive` one that answers nothing: any
+///   other request to it would wait, too.
 /// - An engine that sends requests to other engines MUST count them in [`RequestAttributes::attempts`].
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.

@@ -277,6 +277,7 @@ async fn an_engines_refusal_has_its_status() {
         (Error::DeadlineExceeded, 504, "deadline_exceeded", Value::Null),
         (Error::Unavailable("no worker".into()), 503, "service_unavailable", Value::Null),
         (Error::NoAnswer("connection closed".into()), 503, "service_unavailable", Value::Null),
+        (Error::Unresponsive("no answer".into()), 503, "service_unavailable", Value::Null),
         (Error::Failed("out of order".into()), 500, "internal_error", Value::Null),
         (Error::UnknownModel("org/tiny".into()), 404, "model_not_found", json!("model")),
         (Error::PromptTooLong { prompt: 9, context: 8 }, 400, "context_length_exceeded", json!("messages")),

@@ -2,8 +2,8 @@
 //!
 //! A CRC is the remainder of a polynomial over GF(2). Bytes that follow multiply the polynomial of those before them by
 //! a power of x, so the remainder of both parts is that of the first one, multiplied by this power, plus that of the
-//! second one. The library computes the power as a matrix, which takes 0.3 ms, about as long as reading a block; here it
-//! is the product of powers of two from a table, in less than a microsecond.
+//! second one. The library computes the power as a matrix, which takes 0.3 ms, longer than reading a small block; here
+//! it is a product of at most 64 powers from a table, in about a microsecond.
 
 /// The polynomial. In this and all numbers here, the most significant bit is the coefficient of the lowest power.
 const POLYNOMIAL: u64 = 0xAD93_D235_94C9_3659_u64.reverse_bits();

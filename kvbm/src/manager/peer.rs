@@ -7,8 +7,8 @@
 //! reader.
 //!
 //! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. They are read for a
-//! checksum when the block is taken from the stream, so that its next reader, the socket, finds them in the cache of the
-//! processor. A peer does not keep the manager alive; once its last handle is dropped, the peer is empty.
+//! checksum when the block is taken from the stream, so that its next reader, the socket, finds them in the processor's
+//! cache. A peer does not keep the manager alive; once its last handle is dropped, the peer is empty.
 //!
 //! Not here: storing. A peer is read-only.
 

@@ -183,7 +183,7 @@ async fn probe(checked: Vec<Arc<Worker>>, fleet: &Fleet, admission: &Admission, 
             Err(_) => (HealthSignal::TimedOut, Some(format!("no answer within {} s", TIMEOUT.as_secs()))),
         },
     };
-    let failed = matches!(signal, HealthSignal::Fault | HealthSignal::TimedOut);
+    let failed = signal.is_failure();
     if failed {
         // What changes is logged below, once.
         let (address, error) = (worker.engine.address(), error.as_deref());

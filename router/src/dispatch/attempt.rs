@@ -186,7 +186,7 @@ impl Generation {
             Ok(Output::End(report)) if report.failed => Some(OutputEnd::Censored),
             Ok(Output::End(_)) => Some(OutputEnd::Complete),
             Ok(_) => return false,
-            Err(error) if self.is_continued && HealthSignal::of(error) == HealthSignal::Fault => None,
+            Err(error) if self.is_continued && HealthSignal::of(error).is_failure() => None,
             Err(_) => Some(OutputEnd::Censored),
         };
         true

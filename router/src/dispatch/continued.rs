@@ -90,7 +90,7 @@ impl Continued {
     /// Whether another worker may continue after this error of a worker; counts it.
     fn may_move(&mut self, error: &Error, from: WorkerRun, drained: bool) -> bool {
         let is_possible = matches!(self.request.work, Work::Generate) || self.relay_rest.is_some();
-        if HealthSignal::of(error) != HealthSignal::Fault || self.permit.is_none() || !is_possible {
+        if !HealthSignal::of(error).is_failure() || self.permit.is_none() || !is_possible {
             return false;
         }
         if drained && !self.stopped.contains(&from) && !self.core.fleet.snapshot().has(from) {

@@ -101,7 +101,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
 /// address, which is for the log only.
 fn without_address(error: Error, request: &Request) -> Error {
     match error {
-        Error::Unavailable(_) | Error::NoAnswer(_) => {
+        Error::Unavailable(_) | Error::NoAnswer(_) | Error::Unresponsive(_) => {
             Error::Unavailable(format!("no worker of the model `{}` answers now", request.model))
         }
         other => other,

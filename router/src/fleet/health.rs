@@ -88,7 +88,7 @@ pub(crate) enum HealthSignal {
     Busy(Duration),
     /// The worker failed.
     Fault,
-    /// The worker did not answer within the longest expected time.
+    /// The worker did not answer within the longest expected time, or answers nothing.
     TimedOut,
 }
 
@@ -134,12 +134,18 @@ impl HealthSignal {
             | Error::OutOfFiles => Self::Neutral,
             Error::Overloaded { retry_after } => Self::Busy(*retry_after),
             Error::Unavailable(_) | Error::NoAnswer(_) | Error::Failed(_) => Self::Fault,
+            Error::Unresponsive(_) => Self::TimedOut,
             Error::Relayed(response) => match response.kind {
                 ErrorKind::Request => Self::Neutral,
                 ErrorKind::Busy(wait) => Self::Busy(wait),
                 ErrorKind::Fault => Self::Fault,
             },
         }
+    }
+
+    /// Whether the worker failed or did not answer.
+    pub(crate) fn is_failure(self) -> bool {
+        matches!(self, Self::Fault | Self::TimedOut)
     }
 }
 

@@ -165,10 +165,7 @@ impl Worker {
 
     /// The change to log after an outcome: also that of before, if the rate limit did not admit its line.
     fn to_log(&self, transition: Option<Transition>, signal: HealthSignal) -> Option<Transition> {
-        let is_unlogged = || {
-            let failed = matches!(signal, HealthSignal::Fault | HealthSignal::TimedOut);
-            failed && !self.faults.is_logged() && self.is_failing()
-        };
+        let is_unlogged = || signal.is_failure() && !self.faults.is_logged() && self.is_failing();
         transition.or_else(|| is_unlogged().then_some(Transition::Opened))
     }
 

@@ -94,7 +94,7 @@ async fn a_worker_that_leaves_with_a_request_may_have_computed_it() {
 #[tokio::test(start_paused = true)]
 async fn the_address_of_a_worker_does_not_reach_the_client() {
     let unreachable = "worker w1: 10.0.0.7:22101: Connection refused (os error 111)";
-    for error in [Error::Unavailable(unreachable.to_owned()), Error::NoAnswer(unreachable.to_owned())] {
+    for error in [Error::Unavailable, Error::NoAnswer, Error::Unresponsive].map(|kind| kind(unreachable.to_owned())) {
         let harness = defaults();
         for id in [1, 2] {
             let worker = harness.worker(id, Role::Both).await;

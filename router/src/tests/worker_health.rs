@@ -176,6 +176,31 @@ async fn an_ejected_worker_is_probed_before_it_gets_requests() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_that_answers_nothing_gets_no_request_until_it_answers() {
+    let (harness, a, b) = two().await;
+    // Streams on it end without an answer to a check.
+    a.set_behaviour(Behaviour::BreakLater(Error::Unresponsive("no answer".to_owned())));
+    let mut families = 0..;
+    let mut answer = async || harness.answer(prompt(families.next().unwrap(), 10)).await.unwrap();
+    while a.requests() == 0 {
+        answer().await;
+    }
+    a.set_behaviour(Behaviour::Hang);
+    for _ in 0..20 {
+        answer().await;
+        pass(&harness, &[&a, &b], 1).await;
+    }
+    assert_eq!(a.requests(), 1, "the others do not wait for it");
+    a.set_behaviour(Behaviour::Serve);
+    // Its next health check is answered.
+    pass(&harness, &[&a, &b], 19).await;
+    for _ in 0..2 {
+        answer().await;
+    }
+    assert_eq!(a.requests(), 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn health_checks_find_an_idle_worker_that_stalls() {
     let (harness, a, b) = two().await;
     pass(&harness, &[&a, &b], 300).await;

@@ -121,6 +121,41 @@ async fn a_stream_goes_on_when_its_worker_freezes_and_the_worker_comes_back() {
     }
 }
 
+/// Its lease does not end.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_freezes_while_nats_is_away_gets_no_request_until_it_answers() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let cluster = Cluster::at(format!("nats://127.0.0.1:{}", nats.port));
+    let fleet = Fleet::start(&cluster, 2, &[]).await;
+    let frontend = &fleet.frontend;
+    nats.stop();
+    while frontend.client.metric("blockyard_nats_connected", "").await > 0.0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let stream = fleet.begun(&greedy(1, 1500)).await;
+    let frozen = &fleet.workers[fleet.busy().await];
+    frozen.signal("STOP");
+    let texts = stream.read_to_the_end().await;
+    let log = frontend.log();
+    assert!(log.contains("no answer to GET /live"), "found by a check of its connection: {log}");
+    assert!(fleet.moves("continued").await > 0.0);
+    let mut prompts = (2..).map(prompt);
+    for prompt in prompts.by_ref().take(8) {
+        frontend.client.complete(&prompt).await.unwrap();
+    }
+    let retries = frontend.client.metric("blockyard_router_retries_total", "").await;
+    assert!(retries < 1.0, "{retries} requests waited for it: {}", frontend.log());
+    assert!(frontend.client.metric("blockyard_nats_connected", "").await < 1.0, "it was away for all of this");
+    frozen.signal("CONT");
+    let computed = async || frozen.client.metric("blockyard_worker_prompt_tokens_computed_total", "").await;
+    let before = computed().await;
+    // Health checks have one token each.
+    while computed().await < before + 200.0 {
+        frontend.client.complete(&prompts.next().unwrap()).await.unwrap();
+    }
+    fleet.assert_undisturbed(&greedy(1, 1500), &texts).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_stop_computing_for_a_frontend_that_was_killed_and_streams_of_another_go_on() {
     let Some(cluster) = Cluster::new() else { return };

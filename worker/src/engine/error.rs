@@ -51,6 +51,10 @@ pub enum Error {
     /// computed the request.
     #[error("no answer: {0}")]
     NoAnswer(String),
+    /// The engine's process has answered nothing for seconds, not even a check that computes nothing. It may have
+    /// computed the request.
+    #[error("unresponsive: {0}")]
+    Unresponsive(String),
     /// This process has reached its limit of open files and cannot connect to an engine.
     #[error("no connection to another server can be opened: the limit of open files is reached")]
     OutOfFiles,
@@ -86,7 +90,9 @@ impl Error {
             | Self::Overloaded { .. }
             | Self::Unavailable(_)
             | Self::OutOfFiles => true,
-            Self::DeadlineExceeded | Self::Unread(_) | Self::NoAnswer(_) | Self::Failed(_) => false,
+            Self::DeadlineExceeded | Self::Unread(_) | Self::NoAnswer(_) | Self::Unresponsive(_) | Self::Failed(_) => {
+                false
+            }
             Self::Relayed(response) => match response.kind {
                 ErrorKind::Request | ErrorKind::Busy(_) => true,
                 ErrorKind::Fault => {
@@ -116,6 +122,7 @@ mod tests {
             (Error::Overloaded { retry_after: Duration::from_secs(1) }, true),
             (Error::Unavailable("connection refused".to_owned()), true),
             (Error::NoAnswer("connection closed".to_owned()), false),
+            (Error::Unresponsive("no answer within 10 s".to_owned()), false),
             (Error::OutOfFiles, true),
             (relayed(StatusCode::BAD_REQUEST, ErrorKind::Request), true),
             (relayed(StatusCode::SERVICE_UNAVAILABLE, ErrorKind::Busy(Duration::from_secs(1))), true),

@@ -15,7 +15,7 @@ use crate::engine::{
 use crate::plane::nats::Address;
 use crate::plane::{Instance, WorkerId};
 use bytes::Bytes;
-use connections::{ConnectError, Connections};
+use connections::{ConnectError, ConnectionError, Connections};
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use http::header::AUTHORIZATION;
@@ -68,12 +68,15 @@ impl RemoteEngine {
     async fn send(&self, request: Request) -> Result<OutputStream, Error> {
         let body = wire::encode_request(&request, Instant::now())
             .map_err(|wire::NotSent| self.unavailable("relayed requests cannot be sent to it"))?;
-        let connection = self.connections.get().await.map_err(|error| match error {
+        let stream = self.connections.get().await.map_err(|error| match error {
             ConnectError::OutOfFiles => Error::out_of_files(),
             ConnectError::Failed(problem) => self.unavailable(problem),
         })?;
         let message = self.request(&self.path, body, &request.attributes.trace);
-        let (response, stream) = connection.send(message).await.map_err(|error| self.unavailable(error))?;
+        let (response, stream) = stream.send(message).await.map_err(|error| match error {
+            ConnectionError::Unresponsive(problem) => Error::Unresponsive(format!("worker {}: {problem}", self.worker)),
+            ConnectionError::Failed(problem) => self.unavailable(problem),
+        })?;
         match response.status() {
             StatusCode::OK => Ok(outputs::stream(self.worker, response.into_body(), stream).boxed()),
             StatusCode::UNPROCESSABLE_ENTITY => Err(match error_body(response.into_body()).await {
@@ -92,8 +95,8 @@ impl RemoteEngine {
     async fn send_prefetch(&self, body: Bytes) -> Result<Prefetched, PrefetchError> {
         let failed = |problem: String| PrefetchError::Failed(format!("worker {}: {problem}", self.worker));
         let message = self.request(&self.prefetch_path, body, &spans::Context::none());
-        let connection = self.connections.get().await.map_err(|error| failed(error.to_string()))?;
-        let (response, _stream) = connection.send(message).await.map_err(failed)?;
+        let stream = self.connections.get().await.map_err(|error| failed(error.to_string()))?;
+        let (response, _stream) = stream.send(message).await.map_err(|error| failed(error.to_string()))?;
         let status = response.status();
         let body = error_body(response.into_body()).await.map_err(failed)?;
         match status {
@@ -141,7 +144,8 @@ impl Engine for RemoteEngine {
         self.connections.endpoint().address()
     }
 
-    /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after a ping.
+    /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after the
+    /// next check.
     fn on_left(&self) {
         self.connections.check(self.worker);
     }

@@ -107,7 +107,9 @@ impl ServedRequest {
             };
         }
         match (&self.end, error) {
-            (_, Some(Error::Failed(_) | Error::NoAnswer(_) | Error::Unavailable(_))) => line!(warn, "request failed"),
+            (_, Some(Error::Failed(_) | Error::NoAnswer(_) | Error::Unresponsive(_) | Error::Unavailable(_))) => {
+                line!(warn, "request failed");
+            }
             (_, Some(_)) => line!(info, "request rejected"),
             (Some(_), None) => line!(info, "request finished"),
             (None, None) => line!(info, "request cancelled"),

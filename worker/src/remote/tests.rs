@@ -1,6 +1,7 @@
 //! Both sides over real sockets.
 
 mod frames;
+mod frozen;
 pub(crate) mod logs;
 mod peers;
 mod prefetch;
@@ -22,7 +23,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -248,72 +249,6 @@ async fn requests_that_the_process_ends_are_not_computed_further() {
     until("the engine stops", || engine.running.load(Ordering::SeqCst) == 0).await;
     let later = pair.remote.generate(request(&pair.remote, &[1], 1)).await;
     assert!(matches!(later.err(), Some(Error::Failed(_))), "a late request is not computed");
-}
-
-/// Generates one token, and blocks the thread of its process when it is polled again, for as long as this is set.
-struct Freezes(Arc<AtomicBool>);
-
-impl Engine for Freezes {
-    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        let tokens = stream::unfold((Arc::clone(&self.0), false), async |(frozen, generated)| {
-            // The first token is sent before the second blocks.
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            while generated && frozen.load(Ordering::SeqCst) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            let token = Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() });
-            Some((Ok(token), (frozen, true)))
-        });
-        async { Ok(tokens.boxed()) }.boxed()
-    }
-
-    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
-        vec![crate::plane::contract::instance(1, 1).model]
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::Ready
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
-    let frozen = Arc::new(AtomicBool::new(true));
-    let (sender, receiver) = tokio::sync::oneshot::channel();
-    // A thread that serves, as a process of its own does.
-    let (engine, stop) = (Arc::new(Freezes(Arc::clone(&frozen))), Arc::new(tokio::sync::Notify::new()));
-    let process = std::thread::spawn({
-        let stop = Arc::clone(&stop);
-        move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-            runtime.block_on(async {
-                let pair = Pair::open(engine).await;
-                sender.send((pair.instance.clone(), pair.address.clone())).ok().unwrap();
-                stop.notified().await;
-            });
-        }
-    });
-    let (instance, address) = receiver.await.unwrap();
-    let remote = RemoteEngine::new(&instance, &address, None);
-    let mut outputs = remote.generate(request(&remote, &[1], 9)).await.unwrap();
-    assert!(outputs.next().await.unwrap().is_ok());
-    remote.on_left();
-    let failed = outputs.next().await.unwrap();
-    assert!(matches!(&failed, Err(Error::Failed(text)) if text.contains("w7")), "{failed:?}");
-    stop.notify_one();
-    frozen.store(false, Ordering::SeqCst);
-    process.join().unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn streams_of_a_process_that_left_go_on_if_it_answers() {
-    let pair = Pair::open(Arc::new(Endless::default())).await;
-    let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
-    pair.remote.on_left();
-    let until = tokio::time::Instant::now() + Duration::from_secs(3);
-    while tokio::time::Instant::now() < until {
-        assert!(outputs.next().await.unwrap().is_ok());
-    }
 }
 
 /// The response of each endpoint to a request with these headers.

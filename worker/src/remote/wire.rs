@@ -285,7 +285,7 @@ impl WireError {
             Error::Unread(time) => Self::Unread(time),
             Error::Unavailable(why) => Self::Unavailable(why),
             // For its caller that process has answered.
-            Error::NoAnswer(_) | Error::Relayed(_) => Self::Failed(error.to_string()),
+            Error::NoAnswer(_) | Error::Unresponsive(_) | Error::Relayed(_) => Self::Failed(error.to_string()),
             // A limit of that process, so for its caller it is not available.
             Error::OutOfFiles => Self::Unavailable(error.to_string()),
             Error::Failed(why) => Self::Failed(why),

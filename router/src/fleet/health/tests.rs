@@ -145,6 +145,13 @@ async fn unavailable_and_failed_engines_are_faults() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_engine_that_answers_nothing_opens_the_breaker_at_once() {
+    let (mut health, now) = (closed(), Instant::now());
+    health.record_outcome(HealthSignal::of(&Error::Unresponsive("no answer".into())), now);
+    assert!(!health.is_closed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn half_of_sixteen_opens_though_every_other_request_is_served() {
     let (mut health, now) = (closed(), Instant::now());
     for n in 1..=8 {

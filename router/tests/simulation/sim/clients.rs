@@ -272,6 +272,7 @@ fn check_error(cluster: &Cluster, id: &str, error: &Error) {
         | Error::Invalid { .. }
         | Error::Unread(_)
         | Error::NoAnswer(_)
+        | Error::Unresponsive(_)
         | Error::OutOfFiles
         | Error::Relayed(_) => false,
     };

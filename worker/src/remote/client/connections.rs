@@ -13,28 +13,34 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper::rt::Executor;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
-use std::sync::{Arc, OnceLock};
+use std::pin::pin;
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 /// Connections to one process.
 pub(super) struct Connections {
     endpoint: Arc<Endpoint>,
-    open: Mutex<Vec<Connection>>,
+    open: Mutex<Vec<Arc<Connection>>>,
     /// Held while a connection is made, so that requests that come at the same time share it.
     connecting: tokio::sync::Mutex<()>,
 }
 
-#[derive(Clone)]
-pub(super) struct Connection {
+struct Connection {
     endpoint: Arc<Endpoint>,
     sender: SendRequest<Full<Bytes>>,
     /// Cloned by each stream.
-    streams: Stream,
+    streams: Arc<()>,
     /// Cancelled to close the connection, which fails its streams.
     closed: CancellationToken,
     end: Arc<End>,
+}
+
+/// Room for a request on a connection. It counts as one of its streams until dropped.
+pub(super) struct Stream {
+    connection: Arc<Connection>,
+    _counted: Arc<()>,
 }
 
 /// Why there is no connection.
@@ -47,30 +53,43 @@ pub(super) enum ConnectError {
     Failed(String),
 }
 
+/// Why a connection has failed, or a request on it.
+#[derive(Clone, Debug, thiserror::Error)]
+pub(super) enum ConnectionError {
+    /// The process has not answered a check, so the connection was closed.
+    #[error("{0}")]
+    Unresponsive(String),
+    #[error("{0}")]
+    Failed(String),
+}
+
 /// How a connection has ended.
 #[derive(Default)]
 struct End {
     /// Cancelled at its end.
     ended: CancellationToken,
-    /// The problem for error messages, if the connection has failed.
-    problem: OnceLock<String>,
+    /// Why, if it has failed. Set before its streams fail if the process has not answered a check.
+    error: OnceLock<ConnectionError>,
 }
-
-/// Counts a stream of a connection until dropped.
-#[derive(Clone)]
-pub(super) struct Stream(Arc<()>);
 
 /// Streams on a connection.
 const MAX_STREAMS: usize = 100;
 /// Bytes that a stream may send before they are read: thousands of tokens.
 const STREAM_WINDOW: u32 = 64 << 10;
-/// Interval and timeout of pings. They show that a process was frozen or its machine is gone, also in mid-stream.
-const PING: Duration = Duration::from_secs(10);
 /// A path that every process answers without computing anything.
 const LIVE: &str = "/live";
-/// Time for the answer of a process that has left discovery. Workers are near, and compute on other threads than those
-/// that answer. If this time is too short, a stream is interrupted and continued on another worker; it loses no text.
-const LIVE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval at which a process is checked on a connection that has streams. It shows that the process was frozen or its
+/// machine is gone, also in mid-stream.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// Seconds for the answer to a check: long enough for a process that is only slow.
+const CHECK_SECONDS: u32 = 10;
+/// Seconds for the answer of a process that has left discovery. Workers are near, and compute on other threads than
+/// those that answer. If this time is too short, a stream is interrupted and continued on another worker; it loses no
+/// text.
+const LEFT_SECONDS: u32 = 2;
+/// Interval of the pings of HTTP/2, and half of their timeout. A process that shuts down takes no request on the
+/// connection, so no check. Other processes are found by a check, which is earlier.
+const PING: Duration = Duration::from_secs(10);
 
 impl Connections {
     /// Connections to a process.
@@ -83,70 +102,117 @@ impl Connections {
         &self.endpoint
     }
 
-    /// A connection that can take a request; a new one if there is none.
-    pub(super) async fn get(&self) -> Result<Connection, ConnectError> {
-        if let Some(connection) = self.open() {
-            return Ok(connection);
+    /// Room for a request; on a new connection if there is none.
+    pub(super) async fn get(&self) -> Result<Stream, ConnectError> {
+        if let Some(stream) = self.open() {
+            return Ok(stream);
         }
         let _connecting = self.connecting.lock().await;
-        if let Some(connection) = self.open() {
-            return Ok(connection);
+        if let Some(stream) = self.open() {
+            return Ok(stream);
         }
-        let connection = connect(&self.endpoint).await?;
-        self.open.lock().push(connection.clone());
-        Ok(connection)
+        let connection = Arc::new(connect(&self.endpoint).await?);
+        tokio::spawn(check_while_open(Arc::downgrade(&connection)));
+        let stream = Stream::on(&connection);
+        self.open.lock().push(connection);
+        Ok(stream)
     }
 
-    /// Asks the process on each of its connections whether it is alive, and closes those that it does not answer. A new
-    /// connection would not show it: the kernel accepts it for a frozen process, and another process may listen now.
+    /// Checks a process that has left discovery on each of its connections. A new connection would not show that it is
+    /// frozen: the kernel accepts it, and another process may listen now.
     pub(super) fn check(&self, worker: WorkerId) {
-        for connection in self.open.lock().iter().cloned() {
-            let mut request = Request::new(Full::default());
-            *request.uri_mut() = self.endpoint.uri(LIVE);
+        for connection in self.open.lock().iter() {
+            let connection = Arc::clone(connection);
             tokio::spawn(async move {
-                let closed = connection.closed.clone();
-                let problem = match timeout(LIVE_TIMEOUT, connection.send(request)).await {
-                    // Any status is an answer.
-                    Ok(Ok(_)) => return,
-                    Ok(Err(problem)) => problem,
-                    Err(_) => format!("no answer within {LIVE_TIMEOUT:?}"),
-                };
-                tracing::warn!(%worker, problem, "the worker has left and does not answer; its requests are given up");
-                closed.cancel();
+                if let Err(problem) = connection.check(LEFT_SECONDS).await {
+                    let problem = problem.to_string();
+                    tracing::warn!(%worker, problem, "the worker has left and does not answer; its requests fail");
+                }
             });
         }
     }
 
-    /// An open connection with room. The first one is preferred, so that the others end when they are idle.
-    fn open(&self) -> Option<Connection> {
+    /// Room on an open connection. The first one is preferred, so that the others end when they are idle.
+    fn open(&self) -> Option<Stream> {
         let mut open = self.open.lock();
         open.retain(|connection| !connection.sender.is_closed());
-        open.iter().find(|connection| Arc::strong_count(&connection.streams.0) <= MAX_STREAMS).cloned()
+        open.iter().find(|connection| connection.streams() < MAX_STREAMS).map(Stream::on)
+    }
+}
+
+impl Stream {
+    fn on(connection: &Arc<Connection>) -> Self {
+        Self { connection: Arc::clone(connection), _counted: Arc::clone(&connection.streams) }
+    }
+
+    /// Sends a request. Returns its response, with the guard that counts its stream.
+    pub(super) async fn send(
+        self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<(Response<Incoming>, Self), ConnectionError> {
+        let response = self.connection.send(request).await?;
+        Ok((response, self))
+    }
+
+    /// Why the connection has ended, if that is known.
+    pub(super) fn connection_error(&self) -> Option<&ConnectionError> {
+        self.connection.end.error.get()
     }
 }
 
 impl Connection {
-    /// Sends a request. Returns its response, with the guard that counts its stream.
-    pub(super) async fn send(mut self, request: Request<Full<Bytes>>) -> Result<(Response<Incoming>, Stream), String> {
-        let sent = match self.sender.ready().await {
-            Ok(()) => self.sender.send_request(request).await,
+    fn streams(&self) -> usize {
+        Arc::strong_count(&self.streams) - 1
+    }
+
+    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, ConnectionError> {
+        let mut sender = self.sender.clone();
+        let sent = match sender.ready().await {
+            Ok(()) => sender.send_request(request).await,
             Err(error) => Err(error),
         };
         match sent {
-            Ok(response) => Ok((response, self.streams)),
+            Ok(response) => Ok(response),
             Err(error) => Err(self.explain(&error).await),
         }
     }
 
     /// Why a request has failed. One that was not sent does not know why its connection has ended.
-    async fn explain(&self, error: &hyper::Error) -> String {
+    async fn explain(&self, error: &hyper::Error) -> ConnectionError {
         if error.is_canceled() || error.is_closed() {
             self.end.ended.cancelled().await;
-            if let Some(problem) = self.end.problem.get() {
-                return problem.clone();
+        }
+        let error = || ConnectionError::Failed(self.endpoint.explain(error));
+        self.end.error.get().cloned().unwrap_or_else(error)
+    }
+
+    /// Asks the process whether it is alive, and closes the connection if it does not answer.
+    async fn check(&self, seconds: u32) -> Result<(), ConnectionError> {
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = self.endpoint.uri(LIVE);
+        let mut answer = pin!(self.send(request));
+        // Second by second, so that the time for which this process itself is frozen counts as one.
+        for _ in 0..seconds {
+            // Any status is an answer. A request that was not sent says nothing.
+            if timeout(Duration::from_secs(1), &mut answer).await.is_ok() {
+                return Ok(());
             }
         }
-        self.endpoint.explain(error)
+        let error = ConnectionError::Unresponsive(format!("no answer to GET {LIVE} within {seconds} s"));
+        let _ = self.end.error.set(error.clone());
+        self.closed.cancel();
+        Err(error)
+    }
+}
+
+/// Checks the process of a connection while it has streams.
+async fn check_while_open(connection: Weak<Connection>) {
+    loop {
+        sleep(CHECK_INTERVAL).await;
+        let Some(connection) = connection.upgrade().filter(|connection| !connection.sender.is_closed()) else { return };
+        if connection.streams() > 0 && connection.check(CHECK_SECONDS).await.is_err() {
+            return;
+        }
     }
 }
 
@@ -169,7 +235,7 @@ async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
     })?;
     let closed = CancellationToken::new();
     let mut builder = Builder::new(UntilClosed(closed.clone()));
-    builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(PING);
+    builder.timer(TokioTimer::new()).keep_alive_interval(PING).keep_alive_timeout(2 * PING);
     builder.initial_stream_window_size(STREAM_WINDOW);
     builder.initial_connection_window_size(STREAM_WINDOW * (MAX_STREAMS as u32 + 1));
     let handshake = builder.handshake(TokioIo::new(socket)).await;
@@ -182,10 +248,10 @@ async fn connect(endpoint: &Arc<Endpoint>) -> Result<Connection, ConnectError> {
         async move {
             let _ended = ended;
             if let Some(Err(error)) = closed.run_until_cancelled(connection).await {
-                let _ = end.problem.set(endpoint.explain(&error));
+                let _ = end.error.set(ConnectionError::Failed(endpoint.explain(&error)));
             }
         }
     });
     let endpoint = Arc::clone(endpoint);
-    Ok(Connection { endpoint, sender, streams: Stream(Arc::new(())), closed, end })
+    Ok(Connection { endpoint, sender, streams: Arc::default(), closed, end })
 }

@@ -4,7 +4,7 @@
 //! before it is decoded; dropping a read resets its stream, and the worker stops sending. A process that sends nothing
 //! for some time is unreachable: a firewall may drop the packets of connections that it has let through.
 
-use super::connections::{Connection, Connections, Stream};
+use super::connections::{Connections, Stream};
 use super::error_body;
 use crate::plane::Source;
 use crate::plane::nats::{Address, LogReadError, LogReader};
@@ -74,8 +74,8 @@ impl RemoteLogs {
 
     async fn open(&self, at: &Address, request: LogRequest, max_bytes: u64) -> Result<Messages, LogReadError> {
         let connections = Connections::new(Endpoint::new(&at.0, self.credentials.clone()));
-        let connection = connections.get().await.map_err(|error| LogReadError::Unreachable(error.to_string()))?;
-        let sent = send(connection, connections.endpoint(), request);
+        let stream = connections.get().await.map_err(|error| LogReadError::Unreachable(error.to_string()))?;
+        let sent = send(stream, connections.endpoint(), request);
         let (response, stream) = in_time(self.silence.head, sent).await??;
         let content_type = response.headers().get(header::CONTENT_TYPE);
         match response.status() {
@@ -106,7 +106,7 @@ impl RemoteLogs {
 }
 
 async fn send(
-    connection: Connection,
+    stream: Stream,
     endpoint: &Endpoint,
     request: LogRequest,
 ) -> Result<(http::Response<Incoming>, Stream), LogReadError> {
@@ -115,7 +115,7 @@ async fn send(
     let headers = message.headers_mut();
     headers.insert(PROTOCOL_HEADER, HeaderValue::from(u16::from(PROTOCOL)));
     headers.extend(endpoint.authorization().map(|secret| (AUTHORIZATION, secret)));
-    connection.send(message).await.map_err(LogReadError::Unreachable)
+    stream.send(message).await.map_err(|error| LogReadError::Unreachable(error.to_string()))
 }
 
 impl Messages {

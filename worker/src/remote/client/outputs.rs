@@ -1,7 +1,7 @@
 //! The outputs of a response.
 
 use super::super::wire;
-use super::connections::Stream as StreamGuard;
+use super::connections::{ConnectionError, Stream as StreamGuard};
 use crate::engine::{Error, Output};
 use crate::plane::WorkerId;
 use bytes::BytesMut;
@@ -14,7 +14,7 @@ struct Outputs {
     body: Incoming,
     arrived: BytesMut,
     ended: bool,
-    _stream: StreamGuard,
+    stream: StreamGuard,
 }
 
 /// The outputs in `body`. Dropping them resets the stream, which cancels the request.
@@ -23,7 +23,7 @@ pub(super) fn stream(
     body: Incoming,
     stream: StreamGuard,
 ) -> impl Stream<Item = Result<Output, Error>> + Send {
-    let outputs = Outputs { worker, body, arrived: BytesMut::new(), ended: false, _stream: stream };
+    let outputs = Outputs { worker, body, arrived: BytesMut::new(), ended: false, stream };
     futures::stream::unfold(outputs, async |mut outputs| {
         let next = outputs.next().await?;
         Some((next, outputs))
@@ -58,7 +58,14 @@ impl Outputs {
                         self.arrived.extend_from_slice(&data);
                     }
                 }
-                Some(Err(error)) => return Err(failed(self.worker, format!("the connection ended: {error}"))),
+                Some(Err(error)) => {
+                    return Err(match self.stream.connection_error() {
+                        Some(ConnectionError::Unresponsive(problem)) => {
+                            Error::Unresponsive(format!("worker {}: {problem}", self.worker))
+                        }
+                        _ => failed(self.worker, format!("the connection ended: {error}")),
+                    });
+                }
                 None => return Err(failed(self.worker, "the response ended before the last output".to_owned())),
             }
         }
