@@ -181,6 +181,9 @@ impl WorkerLoad {
         }
         state.change(number, |booking| {
             booking.demand = booking.demand.without_prompt();
+            // The message that another router has sent the request may have been lost. Without this, the request would
+            // count beside all reports.
+            booking.sent.get_or_insert(now);
             booking.started = Some(now);
             booking.remote = false;
         });

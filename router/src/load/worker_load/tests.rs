@@ -141,6 +141,21 @@ async fn an_unsent_booking_counts_beside_any_report() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_started_request_is_in_the_next_report() {
+    let load = WorkerLoad::default();
+    // The message that it was sent was lost, and so is that of its end.
+    let number = load.book_remote(REQUEST, Instant::now());
+    load.started(number, Instant::now());
+    tokio::time::advance(IN_REPORT_AFTER).await;
+    load.report(Load { running: 1, active_blocks: 10, ..report(0) }, Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.sequences, stats.active_blocks), (1, 10), "it counts once");
+    load.report(report(0), Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.sequences, stats.active_blocks), (0, 0), "it has ended");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_stale_report_leaves_the_bookings_to_count() {
     let load = WorkerLoad::default();
     load.report(report(0), Instant::now());
