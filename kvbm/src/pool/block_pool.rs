@@ -121,7 +121,9 @@ impl BlockPool {
                 stored.push(hash, parent);
                 let slot = slot.keep();
                 state.insert(slot, hash, parent, attrs);
-                checksum.into_iter().for_each(|checksum| state.set_checksum(slot, checksum));
+                if let Some(checksum) = checksum {
+                    state.set_checksum(slot, checksum);
+                }
             }
             state.index.hold(cached[at].id);
         }
