@@ -181,8 +181,8 @@ impl WorkerLoad {
         }
         state.change(number, |booking| {
             booking.demand = booking.demand.without_prompt();
-            // The message that another router has sent the request may have been lost. Without this, the request would
-            // count beside all reports.
+            // Of another router's request, the message that it was sent may have been lost. The further choices of a
+            // relayed response are part of the first one's request. A decode worker may answer before the prefill ends.
             booking.sent.get_or_insert(now);
             booking.started = Some(now);
             booking.remote = false;

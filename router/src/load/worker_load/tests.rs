@@ -156,6 +156,25 @@ async fn a_started_request_is_in_the_next_report() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn choices_of_one_response_and_the_report_of_them_count_once() {
+    let load = WorkerLoad::of_server();
+    let choice = REQUEST.without_prompt();
+    let choices = [REQUEST, choice, choice].map(|demand| load.book(demand, None, <_>::default(), Instant::now()));
+    load.sent(choices[0], Instant::now());
+    tokio::time::advance(IN_REPORT_AFTER).await;
+    for number in choices {
+        load.started(number, Instant::now());
+    }
+    load.report(Load { running: 3, active_blocks: 30, ..report(0) }, Instant::now());
+    let stats = load.stats(Instant::now());
+    assert_eq!((stats.sequences, stats.active_blocks), (3, 30), "the report contains the choices");
+    for number in choices {
+        load.release(number, 0, Instant::now());
+    }
+    assert_eq!(load.stats(Instant::now()).sequences, 0, "all have ended since the report");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_stale_report_leaves_the_bookings_to_count() {
     let load = WorkerLoad::default();
     load.report(report(0), Instant::now());
