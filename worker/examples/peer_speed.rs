@@ -331,7 +331,7 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates:
         (vec![vec![0; RAW_BYTES]; connections], vec![vec![0; BYTES / connections]; connections]);
     let mut samples: [Vec<Sample>; 7] = Default::default();
     for round in 0..=ROUNDS {
-        // Blocks that nobody has read.
+        // Registered anew, so their checksums are not known.
         in_g1.empty()?;
         server.block_on(in_g1.fill(&hashes))?;
         let measured = client.block_on(async {
