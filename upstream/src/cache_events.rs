@@ -21,7 +21,7 @@ use crate::kv_events::{Batch, Chain, Change, Ignored, Medium, Root, Sink, Source
 use crate::metrics::Metrics;
 use crate::salts::Salts;
 use kvbm::{BlockEvent, ChainKey, Domain, EventLog, Level, SequenceHash};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use spans::LogLimit;
 use std::collections::{BTreeMap, HashMap};
 use std::convert::Infallible;
@@ -54,8 +54,8 @@ pub struct CacheEvents {
     /// Notified when the engine has restarted.
     restarted: Arc<Notify>,
     metrics: Metrics,
-    /// The ranks that have a block, one bit for each.
-    held: Mutex<HashMap<(Level, ModelHash), u64>>,
+    /// The ranks that have a block, one bit for each. `None`: there is one rank, and the logs have its blocks.
+    held: Option<Mutex<HashMap<(Level, ModelHash), u64>>>,
     /// The ranks whose batches cannot be decoded, with the reason.
     undecodable: Mutex<BTreeMap<usize, String>>,
 }
@@ -85,9 +85,16 @@ const REPORT_INTERVAL: Duration = Duration::from_mins(1);
 const UNDECODABLE_BATCHES: u32 = 3;
 
 impl CacheEvents {
-    /// The cache of a server whose models have cards with this block size. It has no model yet.
-    pub fn new(server: String, salts: Arc<Salts>, block_size: u32, restarted: Arc<Notify>, metrics: Metrics) -> Self {
-        let (models, held, undecodable) = (RwLock::default(), Mutex::default(), Mutex::default());
+    /// The cache of a server whose models have cards with this block size, with as many ranks. It has no model yet.
+    pub fn new(
+        server: String,
+        salts: Arc<Salts>,
+        block_size: u32,
+        ranks: usize,
+        restarted: Arc<Notify>,
+        metrics: Metrics,
+    ) -> Self {
+        let (models, held, undecodable) = (RwLock::default(), (ranks > 1).then(Mutex::default), Mutex::default());
         Self { server, models, salts, block_size, restarted, metrics, held, undecodable }
     }
 
@@ -128,15 +135,14 @@ impl CacheEvents {
 
     /// Announces changes of one rank.
     fn announce(&self, rank: usize, changes: &mut Vec<Change<ModelHash>>) {
-        let bit = 1 << rank;
         // Held to the end, so that the logs get the changes of all ranks in the order in which they were made.
-        let held = &mut *self.held.lock();
+        let mut held = self.held.as_ref().map(|held| Held { blocks: held.lock(), bit: 1 << rank });
         for change in changes.drain(..) {
             match change {
                 Change::Stored { medium, parent, blocks } => {
                     let Some(level) = level(medium) else { continue };
-                    for block in &blocks {
-                        *held.entry((level, *block)).or_default() |= bit;
+                    if let Some(held) = &mut held {
+                        held.insert(level, &blocks);
                     }
                     let Some(ModelHash { model, .. }) = blocks.first().copied() else { continue };
                     let parent = parent.map(|parent| parent.hash);
@@ -145,27 +151,19 @@ impl CacheEvents {
                 }
                 Change::Removed { medium, mut blocks } => {
                     let Some(level) = level(medium) else { continue };
-                    blocks.retain(|block| {
-                        let Some(ranks) = held.get_mut(&(level, *block)) else { return false };
-                        *ranks &= !bit;
-                        *ranks == 0 && held.remove(&(level, *block)).is_some()
-                    });
+                    if let Some(held) = &mut held {
+                        blocks.retain(|block| held.remove(level, *block));
+                    }
                     self.removed(level, blocks);
                 }
                 Change::Cleared { medium } => {
                     let Some(level) = level(medium) else { continue };
-                    let mut blocks = Vec::new();
-                    held.retain(|(at, block), ranks| {
-                        if *at == level && *ranks == bit {
-                            blocks.push(*block);
-                            return false;
-                        }
-                        if *at == level {
-                            *ranks &= !bit;
-                        }
-                        true
-                    });
-                    self.removed(level, blocks);
+                    match &mut held {
+                        Some(held) => self.removed(level, held.clear(level)),
+                        None => self.models.read().iter().for_each(|model| {
+                            model.log.announce(BlockEvent::Cleared { level });
+                        }),
+                    }
                 }
             }
         }
@@ -179,6 +177,44 @@ impl CacheEvents {
             let log = &models[blocks[0].model as usize].log;
             log.announce(BlockEvent::Removed { level, blocks: blocks.iter().map(|block| block.hash).collect() });
         }
+    }
+}
+
+/// The blocks of all ranks while one of them changes.
+struct Held<'a> {
+    blocks: MutexGuard<'a, HashMap<(Level, ModelHash), u64>>,
+    /// The rank that changes.
+    bit: u64,
+}
+
+impl Held<'_> {
+    fn insert(&mut self, level: Level, blocks: &[ModelHash]) {
+        for block in blocks {
+            *self.blocks.entry((level, *block)).or_default() |= self.bit;
+        }
+    }
+
+    /// Removes a block of the rank. Returns whether no rank has it now.
+    fn remove(&mut self, level: Level, block: ModelHash) -> bool {
+        let Some(ranks) = self.blocks.get_mut(&(level, block)) else { return false };
+        *ranks &= !self.bit;
+        *ranks == 0 && self.blocks.remove(&(level, block)).is_some()
+    }
+
+    /// Removes all blocks of the rank. Returns those that no rank has now.
+    fn clear(&mut self, level: Level) -> Vec<ModelHash> {
+        let (mut blocks, bit) = (Vec::new(), self.bit);
+        self.blocks.retain(|(at, block), ranks| {
+            if *at == level && *ranks == bit {
+                blocks.push(*block);
+                return false;
+            }
+            if *at == level {
+                *ranks &= !bit;
+            }
+            true
+        });
+        blocks
     }
 }
 

@@ -89,6 +89,9 @@ impl State {
         let part = |block: &SequenceHash| SetDigest::term(block.short());
         match event {
             BlockEvent::Stored { level, parent, blocks } => {
+                // These lookups do not wait for each other's cache misses, as those of the loop do.
+                let new = blocks.iter().filter(|block| !announced.contains_key(block)).count();
+                announced.reserve(new);
                 let mut before = *parent;
                 for block in blocks {
                     let known = announced.entry(*block).or_insert(Announced { parent: before, levels: 0 });

@@ -352,7 +352,8 @@ impl Server {
         let cache = |rank: Option<Rank>, unfollowed: Vec<Source>| {
             let name = rank.map_or_else(|| server.to_owned(), |rank| format!("{server} rank {}", rank.number));
             let (salts, restarted) = (Arc::clone(&self.shared.salts), Arc::clone(&self.may_have_changed));
-            let events = CacheEvents::new(name, salts, block_size, restarted, self.shared.metrics.clone());
+            let (ranks, metrics) = (unfollowed.len(), self.shared.metrics.clone());
+            let events = CacheEvents::new(name, salts, block_size, ranks, restarted, metrics);
             let events = Arc::new(events);
             self.shared.watch_events(&events);
             Cache { rank, events, unfollowed }

@@ -24,7 +24,7 @@ impl Server {
         };
         let registry = Registry::new();
         let metrics = Metrics::new(&registry).unwrap();
-        let cache = Arc::new(CacheEvents::new("http://a".into(), Arc::default(), 2, Arc::default(), metrics));
+        let cache = Arc::new(CacheEvents::new("http://a".into(), Arc::default(), 2, ranks, Arc::default(), metrics));
         cache.set_model(model(MODEL, None));
         cache.set_model(model(ADAPTER, Some("sql")));
         let ranks = (0..ranks).map(|rank| Rank::new(Arc::clone(&cache), rank)).collect();
@@ -143,7 +143,8 @@ fn each_medium_has_its_level() {
         assert_eq!(server.news()[0], [at(level, None, &own)]);
     }
     server.tell(0, Event::Cleared);
-    assert_eq!(server.news()[0], levels.map(|(_, level)| gone(level, &own)));
+    let cleared = levels.map(|(_, level)| BlockEvent::Cleared { level }).to_vec();
+    assert_eq!(server.news(), [cleared.clone(), cleared], "of all models");
 }
 
 #[test]
@@ -158,7 +159,7 @@ fn a_block_is_cached_while_any_rank_has_it() {
     assert_eq!(server.news()[0], [gone(Level::G1, &own[1..])]);
     server.tell(1, Event::Cleared);
     assert_eq!(server.news()[0], [gone(Level::G1, &own[..1])]);
-    assert!(server.cache.held.lock().is_empty());
+    assert!(server.cache.held.as_ref().unwrap().lock().is_empty());
 }
 
 #[test]
@@ -168,7 +169,7 @@ fn a_restart_and_lost_events_remove_all_blocks_of_a_rank() {
     for lose in lose {
         server.tell(0, stored(prompt(10, &[1, 2])));
         lose(&mut server.ranks[0]);
-        assert_eq!(server.news()[0], [at(Level::G1, None, &own), gone(Level::G1, &own)]);
+        assert_eq!(server.news()[0], [at(Level::G1, None, &own), BlockEvent::Cleared { level: Level::G1 }]);
         server.tell(0, removed(Medium::G1, 10));
         assert_eq!(server.news()[0], [], "it is not known any more");
     }

@@ -8,9 +8,9 @@
 //!   same prompt do, is removed after two removals.
 //! - **Nothing is guessed.** A block whose parent is not known is ignored, and so are its children. [`Ignored`] counts
 //!   what is ignored, by reason.
-//! - **Memory is bounded**: [`View::BYTES_PER_BLOCK`] (81 in `cache_events`) in a table that is between 7/16 and 7/8
-//!   full, so 93 to 185 bytes per block, for at most the number of blocks that the caller allows. While the table
-//!   grows, the old one takes half as much again.
+//! - **Memory is bounded**: [`View::BYTES_PER_BLOCK`] (72 in `cache_events`) in an array that is between half full and
+//!   full, and 17 in a table that is between 7/16 and 7/8 full, so 91 to 183 bytes per block, for at most the number of
+//!   blocks that the caller allows. While one of them grows, the old one takes half as much again.
 //!
 //! Two engine hashes may stand for one of our hashes: SGLang's pairs of tokens for EAGLE include the token after the
 //! block. They are counted apart, so the first removal announces the removal of a block that the engine still has.
@@ -19,11 +19,11 @@
 //! ([`View::engine_block_size`]).
 
 mod entry;
+mod table;
 
 use super::wire::{EngineHash, Event, ExtraKey, GroupKind, Medium, Removed, Stored};
 use entry::{Entry, Holder, Holders};
-use std::collections::HashMap;
-use std::collections::hash_map;
+use table::Table;
 
 /// Computes our chained block hashes.
 pub trait Chain {
@@ -130,13 +130,13 @@ pub struct View<C: Chain> {
     /// The group of a hybrid model that feeds the view: the first one with full attention.
     group: Option<u32>,
     holders: Holders,
-    blocks: HashMap<EngineHash, Entry<C::Key, C::Hash>>,
+    blocks: Table<Entry<C::Key, C::Hash>>,
     ignored: Ignored,
 }
 
 impl<C: Chain> View<C> {
-    /// Size of a known block in the table, with its control byte.
-    pub const BYTES_PER_BLOCK: usize = size_of::<(EngineHash, Entry<C::Key, C::Hash>)>() + 1;
+    /// Size of a known block, without its hash and position in the table.
+    pub const BYTES_PER_BLOCK: usize = size_of::<Entry<C::Key, C::Hash>>();
 
     /// An empty view for blocks of `block_size` tokens, of at most `max_blocks` blocks.
     pub fn new(chain: C, block_size: u32, max_blocks: usize) -> Self {
@@ -147,7 +147,7 @@ impl<C: Chain> View<C> {
             engine_block_size: None,
             group: None,
             holders: Holders::default(),
-            blocks: HashMap::new(),
+            blocks: Table::default(),
             ignored: Ignored::default(),
         }
     }
@@ -164,7 +164,7 @@ impl<C: Chain> View<C> {
 
     /// Whether no block is known.
     pub fn is_empty(&self) -> bool {
-        self.blocks.is_empty()
+        self.len() == 0
     }
 
     /// What was ignored so far.
@@ -183,7 +183,7 @@ impl<C: Chain> View<C> {
 
     /// Forgets all blocks: the engine cleared its cache, or which blocks it has is not known any more.
     pub fn clear(&mut self, changes: &mut Vec<Change<C::Hash>>) {
-        self.blocks = HashMap::new();
+        self.blocks = Table::default();
         changes.extend(self.holders.clear().map(|medium| Change::Cleared { medium }));
     }
 
@@ -226,7 +226,7 @@ impl<C: Chain> View<C> {
     /// A placeholder: known blocks are at one more medium.
     fn attach(&mut self, stored: &Stored, holder: Holder, mut run: Run<'_, C::Hash>) {
         for hash in &stored.blocks {
-            let Some(entry) = self.blocks.get_mut(hash) else {
+            let Some(entry) = self.blocks.get_mut(*hash) else {
                 self.ignored.unknown_block += 1;
                 continue;
             };
@@ -250,7 +250,7 @@ impl<C: Chain> View<C> {
                 (root, None)
             }
             Some(hash) => {
-                let Some(known) = self.blocks.get(&hash) else {
+                let Some(known) = self.blocks.get(hash) else {
                     self.ignored.unknown_parent += all as u64;
                     return;
                 };
@@ -259,22 +259,24 @@ impl<C: Chain> View<C> {
         };
         let usable = keys.usable.min(all);
         self.ignored.content += (all - usable) as u64;
+        let room = self.max_blocks.saturating_sub(self.blocks.len());
+        self.blocks.prepare(&stored.blocks[..usable], room);
         let tokens = stored.tokens.chunks_exact(self.block_size as usize);
         for (at, (hash, tokens)) in stored.blocks[..usable].iter().zip(tokens).enumerate() {
             key = self.chain.child(&key, tokens);
             let own = self.chain.hash(&key);
             let full = self.blocks.len() >= self.max_blocks;
-            let entry = match self.blocks.entry(*hash) {
-                hash_map::Entry::Occupied(known) if self.chain.hash(&known.get().key) != own => {
+            let entry = match self.blocks.get_mut(*hash) {
+                Some(known) if self.chain.hash(&known.key) != own => {
                     self.ignored.conflict += (usable - at) as u64;
                     break;
                 }
-                hash_map::Entry::Occupied(known) => known.into_mut(),
-                hash_map::Entry::Vacant(_) if full => {
+                Some(known) => known,
+                None if full => {
                     self.ignored.over_capacity += (usable - at) as u64;
                     break;
                 }
-                hash_map::Entry::Vacant(new) => new.insert(Entry::new(key, parent)),
+                None => self.blocks.insert(*hash, Entry::new(key, parent)),
             };
             if self.holders.add(&mut entry.counts, holder) {
                 run.push(own, parent);
@@ -296,15 +298,14 @@ impl<C: Chain> View<C> {
         };
         let mut blocks = Vec::new();
         for hash in &removed.blocks {
-            let hash_map::Entry::Occupied(mut known) = self.blocks.entry(*hash) else {
+            let Some(entry) = self.blocks.get_mut(*hash) else {
                 self.ignored.unknown_block += 1;
                 continue;
             };
-            let entry = known.get_mut();
             if self.holders.remove(&mut entry.counts, holder) {
                 blocks.push(self.chain.hash(&entry.key));
                 if entry.is_unused() {
-                    known.remove();
+                    self.blocks.remove(*hash);
                 }
             }
         }
