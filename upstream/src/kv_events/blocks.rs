@@ -21,7 +21,7 @@
 mod entry;
 mod table;
 
-use super::wire::{EngineHash, Event, ExtraKey, GroupKind, Medium, Removed, Stored};
+use super::wire::{Event, ExtraKey, GroupKind, Medium, Removed, Stored};
 use entry::{Entry, Holder, Holders};
 use table::Table;
 

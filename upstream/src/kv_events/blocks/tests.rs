@@ -1,6 +1,7 @@
 mod captured;
 
 use super::*;
+use crate::kv_events::wire::EngineHash;
 use proptest::prelude::*;
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
