@@ -3,7 +3,8 @@
 //!
 //! A probe of a worker is a request of one token: it shows that the engine computes, not only that the process runs.
 //! A server of another program has a health check of its own, which costs nothing, so it is asked more often: one
-//! check is for all of its models that are idle.
+//! check is for all of its models that are idle. A worker whose load reports have stopped is asked as often: while the
+//! event plane is away, its lease does not show that it has ended or is frozen.
 //!
 //! **No worker keeps another one from its checks.** Those that are longest overdue come first, and those that fail have
 //! a limit of their own, because each of their checks may take its full time. In a fleet that is larger than the rate
@@ -35,9 +36,10 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// A worker without requests for this long is probed: two tokens a minute cost nothing, and a worker that ends is found
 /// by its lease.
 const IDLE_TIME: Duration = Duration::from_secs(30);
-/// The same of a server, whose check computes no token, and whose end shows in nothing else. Bounds: each router has
-/// another time between them, so that many routers do not ask a server at the same moment.
-const SERVER_IDLE_TIMES: [Duration; 2] = [Duration::from_secs(3), Duration::from_secs(5)];
+/// The same of a server, whose check computes no token, and of a worker that has stopped to report its load: the end of
+/// both shows in nothing else while the planes are away. Bounds: each router has another time between them, so that many
+/// routers do not ask a server or a worker at the same moment.
+const SHORT_IDLE_TIMES: [Duration; 2] = [Duration::from_secs(3), Duration::from_secs(5)];
 /// A worker that takes longer for one token has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Concurrent probes of workers, and of workers that fail: each takes a token of a GPU, so a large idle fleet is probed
@@ -54,15 +56,14 @@ impl Target {
         worker.engine.probed_server().map_or(Self::Worker(worker.id()), Self::Server)
     }
 
-    /// Time without requests after which a router probes it.
-    fn idle_time(self, router: RouterId) -> Duration {
-        match self {
-            Self::Worker(_) => IDLE_TIME,
-            Self::Server(server) => {
-                let [shortest, longest] = SERVER_IDLE_TIMES;
-                shortest + longest.saturating_sub(shortest).mul_f64(SplitMix64::new(router.0 ^ server).uniform())
-            }
-        }
+    /// Time without requests after which a router probes it. `is_silent`: a worker has stopped to report its load.
+    fn idle_time(self, router: RouterId, is_silent: bool) -> Duration {
+        let number = match self {
+            Self::Worker(_) if !is_silent => return IDLE_TIME,
+            Self::Worker(WorkerId(number)) | Self::Server(number) => number,
+        };
+        let [shortest, longest] = SHORT_IDLE_TIMES;
+        shortest + longest.saturating_sub(shortest).mul_f64(SplitMix64::new(router.0 ^ number).uniform())
     }
 }
 
@@ -141,7 +142,7 @@ fn start_due(
     running: &mut Running,
     now: Instant,
 ) -> BTreeMap<Target, Vec<Arc<Worker>>> {
-    let idle = |worker: &Worker| Target::of(worker).idle_time(router);
+    let idle = |worker: &Worker| Target::of(worker).idle_time(router, worker.load.is_silent(now));
     let mut due: Vec<(Instant, &Arc<Worker>)> =
         workers.workers().filter_map(|worker| Some((worker.probe_due(idle(worker), now)?, worker))).collect();
     due.sort_by_key(|(at, _)| *at);
@@ -231,9 +232,11 @@ mod tests {
     }
 
     #[test]
-    fn each_router_has_another_interval_for_an_idle_server() {
-        let times: BTreeSet<_> = (0..100).map(|id| Target::Server(7).idle_time(RouterId(id))).collect();
-        let [shortest, longest] = SERVER_IDLE_TIMES;
-        assert!(times.len() > 90 && times.iter().all(|time| (shortest..=longest).contains(time)), "{times:?}");
+    fn each_router_has_another_interval_for_an_idle_server_or_silent_worker() {
+        for (target, is_silent) in [(Target::Server(7), false), (Target::Worker(WorkerId(7)), true)] {
+            let times: BTreeSet<_> = (0..100).map(|id| target.idle_time(RouterId(id), is_silent)).collect();
+            let [shortest, longest] = SHORT_IDLE_TIMES;
+            assert!(times.len() > 90 && times.iter().all(|time| (shortest..=longest).contains(time)), "{times:?}");
+        }
     }
 }

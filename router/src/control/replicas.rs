@@ -5,8 +5,9 @@
 //!   Booking ──▶ ReplicaOutbox ──▶ events ──▶ PeerRouters ──▶ load and inflight prefixes, as if booked here
 //! ```
 //! Reports of workers soon contain the same requests, so this only bridges the time until they do: messages have no
-//! sequence numbers and are not resent. A router without a message for some seconds has ended, and its bookings with
-//! it; a booking whose end was lost expires after a while. Without peers only heartbeats are sent.
+//! sequence numbers, and of the changes only the end of a booking is sent again, with the next heartbeats. A router
+//! without a message for some seconds has ended, and its bookings with it; a booking whose end was lost each time
+//! expires after a while. Without peers only heartbeats are sent.
 
 use crate::booking::{InflightPrefix, InflightPrefixes, ReplicaOutbox};
 use crate::fleet::Fleet;
@@ -47,8 +48,8 @@ struct PeerBooking {
 pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
 /// A router without a message for this long has ended: three missed heartbeats.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(3);
-/// A booking of another router expires after this time: reports contain the request by then, and its end may have been
-/// lost.
+/// A booking of another router expires after this time: reports contain the request by then, and its end and all repeats
+/// of it may have been lost.
 const BOOKING_TIMEOUT: Duration = Duration::from_mins(1);
 
 impl PeerRouters {
@@ -109,6 +110,7 @@ impl PeerRouters {
                     booking.load.started(booking.number, now);
                     booking.inflight = None;
                 }),
+                // Repeated, so it may be of a booking that has ended, or whose placement was lost or comes later.
                 ReservationUpdate::Released(number) => {
                     if let Some(booking) = peer.open.remove(&number) {
                         booking.release(now);
@@ -189,7 +191,7 @@ pub(crate) async fn run(
                 outbox.set_has_peers(peers.count() > 0);
                 replicas.set(peers.count() as i64 + 1);
                 is_leader.store(peers.first().is_none_or(|first| id < first), Ordering::Relaxed);
-                publish(outbox.take());
+                publish(outbox.take_heartbeat());
             }
         }
     }

@@ -9,7 +9,7 @@ use super::least_times::LeastTimes;
 use super::prompt_flow::{PromptArrivals, PromptFlow};
 use super::stats::{Coverage, FleetMeans, LoadStats, MeasuredMask};
 use super::timestamp::Timestamp;
-use super::worker_load::{LoadReading, WorkerLoad};
+use super::worker_load::{LoadReading, Reports, WorkerLoad};
 
 /// Snapshots of the workers of a model, by index of the worker's entry.
 #[derive(Default)]
@@ -26,6 +26,9 @@ pub(crate) struct SnapshotCache {
     busy: u64,
     /// Workers that are ejected.
     ejected: usize,
+    /// Workers that report their load, and workers that have stopped to.
+    reporting: usize,
+    silent: usize,
     /// Prompts that arrive: one per decision of this router or of another one.
     flow: PromptFlow,
     /// Means that replace missing measurements.
@@ -40,8 +43,10 @@ pub(crate) struct SnapshotCache {
 #[repr(C, align(64))]
 pub(crate) struct WorkerSnapshot {
     /// The worker is passed over while others are available.
-    pub(crate) ejected: bool,
-    /// The same until a known time: it is preferred to other ejected workers.
+    ejected: bool,
+    /// Whether the worker reports its load.
+    reports: Reports,
+    /// The worker is ejected until a known time: it is preferred to other ejected workers.
     pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
     pub(crate) chosen: u64,
@@ -107,6 +112,10 @@ impl SnapshotCache {
         self.busy -= u64::from(snapshot.stats.prompts > 0);
         self.ejected += usize::from(reading.ejected);
         self.ejected -= usize::from(snapshot.ejected);
+        for (count, state) in [(&mut self.reporting, Reports::Current), (&mut self.silent, Reports::Stopped)] {
+            *count += usize::from(reading.reports == state);
+            *count -= usize::from(snapshot.reports == state);
+        }
         *snapshot = WorkerSnapshot::of(&reading, &self.fleet_means);
         self.least_times[at] = LeastTimes::of(&snapshot.estimate);
     }
@@ -137,9 +146,21 @@ impl SnapshotCache {
         &self.least_times
     }
 
-    /// Whether any worker is ejected.
-    pub(crate) fn is_any_ejected(&self) -> bool {
-        self.ejected > 0
+    /// Whether any worker is passed over.
+    pub(crate) fn is_any_passed_over(&self) -> bool {
+        self.ejected > 0 || self.silent > 0 && self.reporting > 0
+    }
+
+    /// Whether a worker is passed over while others are available: it is ejected, or silent while others report. If all
+    /// are silent, the event plane is away, and that says nothing about any of them.
+    #[inline]
+    pub(crate) fn is_passed_over(&self, snapshot: &WorkerSnapshot) -> bool {
+        snapshot.ejected || self.is_unusually_silent(snapshot)
+    }
+
+    #[inline]
+    pub(crate) fn is_unusually_silent(&self, snapshot: &WorkerSnapshot) -> bool {
+        snapshot.reports == Reports::Stopped && self.reporting > 0
     }
 
     /// `measured`: the set of measured fields may have changed.
@@ -168,9 +189,9 @@ impl SnapshotCache {
 
 impl WorkerSnapshot {
     fn of(reading: &LoadReading, fleet_means: &FleetMeans) -> Self {
-        let LoadReading { stats, measured, ejected, temporarily_ejected, chosen, .. } = *reading;
+        let LoadReading { stats, measured, ejected, reports, temporarily_ejected, chosen, .. } = *reading;
         let estimate = estimate(stats, measured, fleet_means);
-        Self { ejected, temporarily_ejected, chosen, estimate, measured, stats }
+        Self { ejected, reports, temporarily_ejected, chosen, estimate, measured, stats }
     }
 }
 
@@ -187,6 +208,7 @@ impl Default for WorkerSnapshot {
             estimate: ServiceEstimate::of(&stats),
             chosen: 0,
             ejected: false,
+            reports: Reports::Never,
             temporarily_ejected: false,
             measured: MeasuredMask::default(),
             stats,
@@ -251,10 +273,31 @@ mod tests {
             kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
-            assert_eq!((&kept.least_times, kept.ejected), (&new.least_times, new.ejected), "round {round}");
+            let counts = |cache: &SnapshotCache| [cache.ejected, cache.reporting, cache.silent];
+            assert_eq!((&kept.least_times, counts(&kept)), (&new.least_times, counts(&new)), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
-        assert_eq!(ejected.len(), 2, "some were silent or ejected");
+        assert_eq!(ejected.len(), 2, "some were ejected");
+    }
+
+    #[test]
+    fn a_silent_worker_is_passed_over_only_while_others_report() {
+        let (fleet, start) = ([(), (), ()].map(|()| WorkerLoad::default()), Instant::now());
+        fleet[..2].iter().for_each(|load| load.report(Load::default(), start));
+        let passed_over = |now: Instant| {
+            let snapshots = anew(&fleet, now);
+            let each: Vec<bool> = snapshots.all().iter().map(|snapshot| snapshots.is_passed_over(snapshot)).collect();
+            assert_eq!(snapshots.is_any_passed_over(), each.contains(&true));
+            each
+        };
+        assert_eq!(passed_over(start), [false; 3]);
+        let later = start + Duration::from_secs(6);
+        assert_eq!(passed_over(later), [false; 3], "no reports arrive");
+        fleet[0].report(Load::default(), later);
+        assert_eq!(passed_over(later), [false, true, false]);
+        let last = later + Duration::from_secs(6);
+        fleet[0].eject_until(Some((last + Duration::from_secs(1)).into()));
+        assert_eq!(passed_over(last), [true, false, false], "its circuit breaker says more");
     }
 
     #[test]

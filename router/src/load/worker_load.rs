@@ -45,12 +45,25 @@ pub(crate) struct WorkerLoad {
     change_group: OnceLock<(Arc<LoadChanges>, usize)>,
 }
 
+/// Whether a worker reports its load.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(crate) enum Reports {
+    /// It never has.
+    #[default]
+    Never,
+    Current,
+    /// The worker is silent: it used to.
+    Stopped,
+}
+
 /// The load of a worker as one decision reads it.
 pub(crate) struct LoadReading {
     pub(crate) stats: LoadStats,
     pub(crate) measured: MeasuredMask,
-    /// The worker is ejected: it is silent, or its circuit breaker is not closed.
+    /// The worker is ejected: its circuit breaker is not closed, or it asked for no requests.
     pub(crate) ejected: bool,
+    /// Whether the worker reports its load.
+    pub(crate) reports: Reports,
     /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
     pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
@@ -283,7 +296,11 @@ impl WorkerLoad {
         let older = |than: Duration| age.is_some_and(|age| age > than.as_nanos() as u64);
         let becomes_older = |than: Duration| Some(now.after((than.as_nanos() as u64 + 1).checked_sub(age?)?));
         let ejection_ends = (now.bits() < ejected_until).then(|| now.after(ejected_until - now.bits()));
-        let is_silent = older(SILENT_AFTER);
+        let reports = match age {
+            None => Reports::Never,
+            Some(_) if older(SILENT_AFTER) => Reports::Stopped,
+            Some(_) => Reports::Current,
+        };
         // A worker that never reported has no fresh report and is not silent.
         let stats = self.published.stats(age.is_some() && !older(STALE_AFTER));
         LoadReading {
@@ -293,9 +310,9 @@ impl WorkerLoad {
                 ..stats
             },
             measured: self.published.measured(),
-            ejected: ejection_ends.is_some() || is_silent,
+            ejected: ejection_ends.is_some(),
+            reports,
             temporarily_ejected: ejection_ends.is_some()
-                && !is_silent
                 && ejected_until - now.bits() <= MAX_TEMPORARY_EJECTION.as_nanos() as u64,
             chosen: self.published.chosen(),
             until: [ejection_ends, becomes_older(STALE_AFTER), becomes_older(SILENT_AFTER)].into_iter().flatten().min(),
@@ -304,7 +321,8 @@ impl WorkerLoad {
 
     /// Whether the worker is to be passed over while others are available.
     pub(crate) fn is_ejected(&self, now: impl Into<Timestamp>) -> bool {
-        self.read(now.into()).ejected
+        let reading = self.read(now.into());
+        reading.ejected || reading.reports == Reports::Stopped
     }
 
     /// Ejects the worker until then; `None` ends the ejection.

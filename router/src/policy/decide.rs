@@ -235,7 +235,7 @@ impl<'a> Decision<'a> {
                 held: context.work(entry).held,
                 is_on_the_way: receivers.contains(&entry.id),
                 may_receive: is_known && is_free && fleet.eligibility(entry, snapshot) == Eligibility::Eligible,
-                may_send: is_known && !snapshot.ejected && has_all,
+                may_send: is_known && !fleet.is_passed_over(snapshot) && has_all,
             });
         }
         let per_sequence = context.pricing.per_sequence(prompt);

@@ -88,20 +88,25 @@ impl<'a> FleetView<'a> {
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
         if self.tokens >= entry.context || self.was_tried(entry) || !entry.meets(&self.needs) {
             Eligibility::Excluded
-        } else if snapshot.temporarily_ejected {
-            Eligibility::TemporarilyEjected
-        } else if snapshot.ejected {
-            Eligibility::Ejected
-        } else {
+        } else if !self.snapshots.is_passed_over(snapshot) {
             Eligibility::Eligible
+        } else if snapshot.temporarily_ejected && !self.snapshots.is_unusually_silent(snapshot) {
+            Eligibility::TemporarilyEjected
+        } else {
+            Eligibility::Ejected
         }
+    }
+
+    /// Whether a worker is passed over while others are available.
+    pub(crate) fn is_passed_over(&self, snapshot: &WorkerSnapshot) -> bool {
+        self.snapshots.is_passed_over(snapshot)
     }
 
     /// Whether all workers are candidates.
     pub(crate) fn are_all_eligible(&self) -> bool {
         let pool = self.pool;
         let is_refused_by_none = self.excluded.is_empty() && self.needs.is_met_by_all();
-        self.tokens < pool.min_context() && is_refused_by_none && !self.snapshots.is_any_ejected()
+        self.tokens < pool.min_context() && is_refused_by_none && !self.snapshots.is_any_passed_over()
     }
 
     /// Lower bounds of the service times, in the order of the pool's entries.

@@ -29,6 +29,21 @@ async fn only_long_prompts_are_prefilled_on_another_worker() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn prompts_are_prefilled_on_another_worker_while_no_reports_arrive() {
+    let harness = defaults();
+    let (p, d) = (harness.worker(1, Role::Prefill).await, harness.worker(2, Role::Decode).await);
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    harness.answer(prompt(1, 3000)).await.unwrap();
+    assert_eq!((p.requests(), d.requests()), (1, 1));
+    // Only the prefill worker is silent.
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    harness.report(&d, Load::default());
+    settle().await;
+    harness.answer(prompt(2, 3000)).await.unwrap();
+    assert_eq!((p.requests(), d.requests()), (1, 2));
+}
+
+#[tokio::test(start_paused = true)]
 async fn nothing_is_handed_over_to_a_worker_that_cannot_load_the_blocks() {
     let settings = || Settings { disaggregation: Disaggregation::Always, ..Settings::default() };
     for (fingerprint, handed_over) in [(1, 1), (2, 0)] {

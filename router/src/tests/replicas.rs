@@ -4,12 +4,13 @@ use super::harness::{BLOCK, FakeEngine, Harness, MODEL, SPEED, prompt, settle};
 use crate::control::replicas::{HEARTBEAT, PEER_TIMEOUT};
 use crate::load::Demand;
 use crate::{PlannerMode, PlannerSettings, Router, Settings};
+use kvbm::Epoch;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use worker::engine::{Engine, Request, RequestGroup};
 use worker::plane::local::Link;
-use worker::plane::{EventBody, Events, Load, Role, RouterId, Topic, WorkerId};
+use worker::plane::{Event, EventBody, Events, Load, ReservationUpdate, Role, RouterId, Source, Topic, WorkerId};
 
 /// A prompt short enough that the next one need not wait in the router.
 const PROMPT: usize = 1_600;
@@ -88,6 +89,48 @@ async fn reservations_of_another_router_count_until_they_end() {
     sent.abort();
     settle().await;
     settle().await;
+    assert_eq!(harness.load(1), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_whose_end_was_lost_ends_with_a_heartbeat() {
+    let (harness, routers, _engines) = harness(1, 2).await;
+    let stream = routers[1].generate(prompt(1, PROMPT)).await.unwrap();
+    settle().await;
+    settle().await;
+    assert_eq!(harness.load(1).1, 1);
+    drop(stream);
+    let lost = routers[1].core.outbox.take();
+    assert!(matches!(lost[..], [ReservationUpdate::Released(_)]), "{lost:?}");
+    tokio::time::sleep(2 * HEARTBEAT).await;
+    assert_eq!(harness.load(1), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_repeated_end_ends_a_reservation_that_was_placed_late() {
+    let (harness, _routers, _engines) = harness(1, 1).await;
+    let placed = ReservationUpdate::Placed {
+        number: 1,
+        worker: WorkerId(1),
+        prefill_tokens: 100,
+        blocks: 7,
+        decodes: true,
+        context_tokens: 100,
+        anchors: vec![5],
+    };
+    let inflight = &harness.router.core.inflight;
+    for (change, sequences) in [
+        (ReservationUpdate::Released(1), 0),
+        (placed, 1),
+        (ReservationUpdate::Released(2), 1),
+        (ReservationUpdate::Released(1), 0),
+        (ReservationUpdate::Released(1), 0),
+    ] {
+        let body = EventBody::Reservations(vec![change]);
+        harness.events.publish(Event { source: Source::Router(RouterId(9)), epoch: Epoch(0), body });
+        settle().await;
+        assert_eq!((harness.load(1).1, inflight.anchor_count()), (sequences, sequences as usize));
+    }
     assert_eq!(harness.load(1), (0, 0, 0));
 }
 

@@ -215,6 +215,27 @@ async fn health_checks_find_an_idle_worker_that_stalls() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn idle_workers_are_checked_more_often_while_no_reports_arrive() {
+    let (harness, a, b) = two().await;
+    pass(&harness, &[&a, &b], 10).await;
+    let before = probes(&b);
+    // Nothing arrives any more, and discovery has its last view.
+    a.set_behaviour(Behaviour::Hang);
+    pass(&harness, &[], 22).await;
+    assert!(harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().fails_health_checks());
+    assert!(probes(&b) >= before + 3, "{} health checks", probes(&b) - before);
+    let started = Instant::now();
+    for family in 0..4 {
+        harness.answer(prompt(family, 10)).await.unwrap();
+    }
+    assert_eq!((a.requests(), b.requests(), started.elapsed().as_secs()), (0, 4, 0), "no request waits for it");
+    pass(&harness, &[&a, &b], 40).await;
+    let before = probes(&b);
+    pass(&harness, &[&a, &b], 300).await;
+    assert!(probes(&b) <= before + 10, "{} in five minutes with reports", probes(&b) - before);
+}
+
+#[tokio::test(start_paused = true)]
 async fn one_health_check_is_for_all_idle_models_of_a_server() {
     let harness = defaults();
     let (model, adapter) = (harness.relayed_worker(1).await, harness.relayed_worker(2).await);

@@ -39,7 +39,7 @@ pub enum EventBody {
     /// The current load of a worker. Not numbered: only the latest counts. From workers only.
     Load(Load),
     /// Changes of a router's reservations, for the other routers. Not numbered: load reports soon cover what is lost
-    /// here. Sent at least once a second, as a heartbeat.
+    /// here, and the next heartbeats repeat ends. Sent at least once a second, as a heartbeat.
     Reservations(Vec<ReservationUpdate>),
     /// A router asks a worker to change its role. Not numbered: the request is repeated while it holds.
     RoleRequest {
@@ -86,7 +86,7 @@ pub enum ReservationUpdate {
     },
     /// The first token was received.
     Started(u64),
-    /// The request has ended.
+    /// The request has ended. Sent several times: the receiver ignores it if it has no such reservation.
     Released(u64),
 }
 

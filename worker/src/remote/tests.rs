@@ -28,8 +28,25 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-/// Generates one token each time it is polled, without end, and counts.
-#[derive(Default)]
+/// An engine of one model, whose streams this function makes.
+struct Streams<F>(F);
+
+impl<F: Fn() -> OutputStream + Send + Sync + 'static> Engine for Streams<F> {
+    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        async { Ok((self.0)()) }.boxed()
+    }
+
+    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
+        vec![crate::plane::contract::instance(1, 1).model]
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+}
+
+/// Counts of an engine that generates one token each time it is polled, without end.
+#[derive(Clone, Default)]
 struct Endless {
     generated: Arc<AtomicUsize>,
     running: Arc<AtomicUsize>,
@@ -44,24 +61,19 @@ impl Drop for Running {
     }
 }
 
-impl Engine for Endless {
-    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        self.running.fetch_add(1, Ordering::SeqCst);
-        let (running, generated) = (Running(Arc::clone(&self.running)), Arc::clone(&self.generated));
-        let tokens = stream::repeat_with(move || {
-            let _ = &running;
-            let id = generated.fetch_add(1, Ordering::SeqCst) as u32;
-            Ok(Output::Tokens(Tokens { ids: vec![id], ..Tokens::default() }))
-        });
-        async { Ok(tokens.boxed()) }.boxed()
-    }
-
-    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
-        vec![crate::plane::contract::instance(1, 1).model]
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::Ready
+impl Endless {
+    fn engine(&self) -> Arc<dyn Engine> {
+        let Self { generated, running } = self.clone();
+        Arc::new(Streams(move || {
+            running.fetch_add(1, Ordering::SeqCst);
+            let (running, generated) = (Running(Arc::clone(&running)), Arc::clone(&generated));
+            let tokens = stream::repeat_with(move || {
+                let _ = &running;
+                let id = generated.fetch_add(1, Ordering::SeqCst) as u32;
+                Ok(Output::Tokens(Tokens { ids: vec![id], ..Tokens::default() }))
+            });
+            tokens.boxed()
+        }))
     }
 }
 
@@ -158,24 +170,24 @@ async fn a_remote_engine_keeps_the_contract() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dropped_stream_stops_the_engine() {
-    let engine = Arc::new(Endless::default());
-    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let endless = Endless::default();
+    let pair = Pair::open(endless.engine()).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     assert!(outputs.next().await.unwrap().is_ok());
     drop(outputs);
-    until("the engine stops", || engine.running.load(Ordering::SeqCst) == 0).await;
+    until("the engine stops", || endless.running.load(Ordering::SeqCst) == 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_output_that_is_not_read_delays_no_other() {
-    let engine = Arc::new(Endless::default());
-    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let endless = Endless::default();
+    let pair = Pair::open(endless.engine()).await;
     let mut unread = Vec::new();
     // More than fit on one connection.
     for _ in 0..120 {
         unread.push(pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap());
     }
-    let (generated, before) = (&engine.generated, AtomicUsize::new(usize::MAX));
+    let (generated, before) = (&endless.generated, AtomicUsize::new(usize::MAX));
     // All windows are full when nothing is generated for a while.
     until("generation stops", || {
         std::thread::sleep(Duration::from_millis(200));
@@ -184,13 +196,13 @@ async fn an_output_that_is_not_read_delays_no_other() {
     .await;
     let read = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     assert_eq!(read.take(20_000).filter(|output| futures::future::ready(output.is_ok())).count().await, 20_000);
-    until("the others are kept", || engine.running.load(Ordering::SeqCst) == 120).await;
+    until("the others are kept", || endless.running.load(Ordering::SeqCst) == 120).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
-    let engine = Arc::new(Endless::default());
-    let mut pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let endless = Endless::default();
+    let mut pair = Pair::open(endless.engine()).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     assert!(outputs.next().await.unwrap().is_ok());
     pair.accepting.abort();
@@ -204,7 +216,7 @@ async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
     let server = RequestServer::new(None, Peers::default());
     let listener = TcpListener::bind(&pair.address.0["http://".len()..]).await.unwrap();
     let discovery = server.discovery(Arc::new(LocalDiscovery::default()));
-    pair.lease = discovery.register(pair.instance.clone(), engine).await.unwrap();
+    pair.lease = discovery.register(pair.instance.clone(), endless.engine()).await.unwrap();
     pair.accepting = tokio::spawn(accept(listener, server));
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     assert!(outputs.next().await.unwrap().is_ok());
@@ -214,20 +226,20 @@ async fn a_process_that_ends_fails_its_streams_and_is_found_again() {
 async fn requests_without_the_secret_are_rejected() {
     let (ours, other) = ("0123456789abcdef", "another-secret-of-16");
     for (theirs, accepted) in [(Some(secret(ours)), true), (Some(secret(other)), false), (None, false)] {
-        let engine = Arc::new(Endless::default());
-        let pair = Pair::of(Arc::clone(&engine) as Arc<dyn Engine>, Some(secret(ours)), theirs).await;
+        let endless = Endless::default();
+        let pair = Pair::of(endless.engine(), Some(secret(ours)), theirs).await;
         if accepted {
             assert!(pair.remote.generate(request(&pair.remote, &[1], 1)).await.is_ok());
         } else {
             assert!(failure(&pair.remote).await.ends_with(&format!("status 401: {NO_SECRET}")));
-            assert_eq!(engine.generated.load(Ordering::SeqCst), 0);
+            assert_eq!(endless.generated.load(Ordering::SeqCst), 0);
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_that_left_takes_no_requests() {
-    let mut pair = Pair::open(Arc::new(Endless::default())).await;
+    let mut pair = Pair::open(Endless::default().engine()).await;
     let mut running = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     pair.lease = Lease::new(|| ());
     assert!(failure(&pair.remote).await.contains("status 404"));
@@ -236,8 +248,8 @@ async fn a_worker_that_left_takes_no_requests() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn requests_that_the_process_ends_are_not_computed_further() {
-    let engine = Arc::new(Endless::default());
-    let pair = Pair::open(Arc::clone(&engine) as Arc<dyn Engine>).await;
+    let endless = Endless::default();
+    let pair = Pair::open(endless.engine()).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     assert!(outputs.next().await.unwrap().is_ok());
     pair.server.end_requests();
@@ -246,7 +258,7 @@ async fn requests_that_the_process_ends_are_not_computed_further() {
         last = Some(output);
     }
     assert!(matches!(&last, Some(Err(Error::Failed(text))) if text.contains("shutdown_timeout")), "{last:?}");
-    until("the engine stops", || engine.running.load(Ordering::SeqCst) == 0).await;
+    until("the engine stops", || endless.running.load(Ordering::SeqCst) == 0).await;
     let later = pair.remote.generate(request(&pair.remote, &[1], 1)).await;
     assert!(matches!(later.err(), Some(Error::Failed(_))), "a late request is not computed");
 }

@@ -6,29 +6,12 @@ use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// Its only stream has the outputs that a test sends.
-struct Sent(Mutex<Option<OutputStream>>);
-
-impl Engine for Sent {
-    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        let outputs = self.0.lock().take().ok_or_else(|| Error::Failed("the stream was taken".to_owned()));
-        async { outputs }.boxed()
-    }
-
-    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
-        vec![crate::plane::contract::instance(1, 1).model]
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::Ready
-    }
-}
-
 #[tokio::test]
 async fn the_outputs_of_a_step_are_one_frame() {
     let (sender, receiver) = mpsc::unbounded_channel();
     let outputs = stream::unfold(receiver, async |mut receiver| Some((receiver.recv().await?, receiver)));
-    let pair = Pair::open(Arc::new(Sent(Mutex::new(Some(outputs.boxed()))))).await;
+    let outputs = Mutex::new(Some(outputs.boxed()));
+    let pair = Pair::open(Arc::new(Streams(move || outputs.lock().take().expect("one request")))).await;
     let request = wire::encode_request(&request(&pair.remote, &[1], 9), Instant::now()).unwrap();
     let headers = with_protocol(&PROTOCOL.to_string());
     let mut body = pair.server.respond("7", &headers, Full::new(request)).await.into_body();

@@ -5,51 +5,47 @@ use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
 use tokio::sync::{Notify, oneshot};
 
-/// Generates one token, and blocks the thread of its process when it is polled again, until the freeze is over.
+/// The freeze of an engine that generates one token, and blocks the thread of its process when it is polled again,
+/// until the freeze is over.
 #[derive(Clone, Default)]
-struct Freezes {
+struct Freeze {
     has_begun: Arc<AtomicBool>,
     is_over: Arc<AtomicBool>,
 }
 
-impl Engine for Freezes {
-    fn generate(&self, _request: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
-        let tokens = stream::unfold((self.clone(), false), async |(freeze, generated)| {
-            // The first token is sent before the second blocks.
-            tokio::time::sleep(Duration::from_millis(20)).await;
-            while generated && !freeze.is_over.load(Ordering::SeqCst) {
-                freeze.has_begun.store(true, Ordering::SeqCst);
-                thread::sleep(Duration::from_millis(5));
-            }
-            let token = Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() });
-            Some((Ok(token), (freeze, true)))
-        });
-        async { Ok(tokens.boxed()) }.boxed()
-    }
-
-    fn models(&self) -> Vec<Arc<crate::engine::ModelCard>> {
-        vec![crate::plane::contract::instance(1, 1).model]
-    }
-
-    fn readiness(&self) -> Readiness {
-        Readiness::Ready
+impl Freeze {
+    fn engine(&self) -> Arc<dyn Engine> {
+        let freeze = self.clone();
+        Arc::new(Streams(move || {
+            let tokens = stream::unfold((freeze.clone(), false), async |(freeze, generated)| {
+                // The first token is sent before the second blocks.
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                while generated && !freeze.is_over.load(Ordering::SeqCst) {
+                    freeze.has_begun.store(true, Ordering::SeqCst);
+                    thread::sleep(Duration::from_millis(5));
+                }
+                let token = Output::Tokens(Tokens { ids: vec![1], ..Tokens::default() });
+                Some((Ok(token), (freeze, true)))
+            });
+            tokens.boxed()
+        }))
     }
 }
 
 /// A thread that serves, as a process of its own does, and is frozen by the first request.
 struct Process {
     remote: RemoteEngine,
-    freeze: Freezes,
+    freeze: Freeze,
     stop: Arc<Notify>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Process {
     async fn start() -> Self {
-        let (freeze, stop) = (Freezes::default(), Arc::new(Notify::new()));
+        let (freeze, stop) = (Freeze::default(), Arc::new(Notify::new()));
         let (sender, receiver) = oneshot::channel();
         let thread = thread::spawn({
-            let (engine, stop) = (Arc::new(freeze.clone()), Arc::clone(&stop));
+            let (engine, stop) = (freeze.engine(), Arc::clone(&stop));
             move || {
                 let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(async {
@@ -106,7 +102,7 @@ async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_of_a_process_that_left_go_on_if_it_answers() {
-    let pair = Pair::open(Arc::new(Endless::default())).await;
+    let pair = Pair::open(Endless::default().engine()).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
     pair.remote.on_left();
     let until = tokio::time::Instant::now() + Duration::from_secs(3);

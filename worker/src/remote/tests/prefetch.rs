@@ -94,7 +94,7 @@ async fn a_copy_needs_the_secret_and_a_registered_worker() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_engine_that_never_copies_declines() {
-    let pair = Pair::open(Arc::new(Endless::default())).await;
+    let pair = Pair::open(Endless::default().engine()).await;
     assert_eq!(pair.remote.prefetch(copy()).await, Err(PrefetchError::Unsupported));
 }
 
