@@ -3,8 +3,8 @@
 //!
 //! A block is held while it is read, and gets its header with a checksum then, so it is verified like any other tier's.
 //! The checksum of a block's bytes is computed once: a block that was onboarded has the one that it arrived with, and
-//! another keeps that of its first reader. So a later change of the bytes, by a fault of the memory, is found by each
-//! reader.
+//! another keeps that of its first reader or of its copy in G2. So a later change of the bytes, by a fault of the
+//! memory, is found by each reader.
 //!
 //! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. They are read for a
 //! checksum when the block is taken from the stream, so that its next reader, the socket, finds them in the processor's
@@ -62,7 +62,7 @@ impl Core {
         let header = Header::new_while_copying(held.hash(), held.parent(), fingerprint, attrs, length, |observe| {
             self.device.read_observed(held.slot(), &mut bytes, observe);
         });
-        held.set_checksum(header.payload_checksum());
+        held.note_checksum(header.payload_checksum());
         Block { header, payload: Bytes::from(bytes) }
     }
 
@@ -80,7 +80,7 @@ impl Core {
         } else {
             let (parent, fingerprint) = (held.parent(), self.device.fingerprint());
             let header = Header::new(held.hash(), parent, fingerprint, held.attrs(), bytes);
-            held.set_checksum(header.payload_checksum());
+            held.note_checksum(header.payload_checksum());
             header
         };
         Block { header, payload: Bytes::from_owner(HeldBytes { device: Arc::clone(&self.device), held }) }

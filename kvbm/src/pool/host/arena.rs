@@ -65,15 +65,17 @@ impl Arena {
         self.slot_bytes
     }
 
-    /// Fills a slot; `fill` returns the header of what it wrote.
-    pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) {
+    /// Fills a slot; `fill` returns the header of what it wrote. Returns this header.
+    pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) -> Header {
         let id = slot.slot().0 as usize;
         let at = self.at(id);
         // SAFETY: in bounds (`at` checks), initialised (zeroed by the allocation), and exclusive: a `PartialBlock` is
         // the only owner of its slot, the caller has it by `&mut`, and no `Reading` of a slot is left when it is
         // allocated again.
         let bytes = unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) };
-        *self.headers[id].lock() = Some(fill(bytes));
+        let header = fill(bytes);
+        *self.headers[id].lock() = Some(header);
+        header
     }
 
     pub(super) fn header(&self, block: &CachedBlock) -> Header {
