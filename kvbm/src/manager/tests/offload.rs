@@ -54,7 +54,9 @@ async fn a_block_whose_bytes_have_changed_in_the_device_is_not_copied() {
     let host = harness.host.clone().unwrap();
     let held = harness.compute(0..4);
     harness.manager.flush().await;
-    hashes(4).into_iter().for_each(|hash| host.discard(fingerprint(), hash));
+    for hash in hashes(4) {
+        host.discard(fingerprint(), hash);
+    }
     corrupt_second(&harness, &held);
     // Computed again by another request, and so offloaded again.
     drop(harness.compute(0..4));
@@ -78,7 +80,9 @@ async fn a_copy_compares_with_the_noted_checksum_or_notes_one() {
         let copy =
             || host.copy_from_device(&held, 0, |slot, into, observe| harness.device.read_observed(slot, into, observe));
         assert!(copy().corrupt.is_empty(), "their checksums were not known");
-        hashes(4).into_iter().for_each(|hash| host.discard(fingerprint(), hash));
+        for hash in hashes(4) {
+            host.discard(fingerprint(), hash);
+        }
         corrupt_second(&harness, &held);
         let copied = copy();
         assert_eq!((copied.resident, copied.corrupt), ([0, 2, 3].map(hash).to_vec(), vec![hash(1)]));
