@@ -9,10 +9,10 @@
 
 mod arena;
 
-use super::device::BlockId;
+use super::device::{BlockId, copy_observed};
 use super::{BlockPool, BlockRef, BlockUse, CachedBlock, CachedBlocks, FullBlock, PartialBlock};
 use crate::block::{
-    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified,
+    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
 };
 use crate::blocking;
 use crate::event::{EventLog, SetDigest};
@@ -208,9 +208,32 @@ impl HostTier {
         self.pool.hashes()
     }
 
-    /// Stores a verified block that was read after `since` [purges](Self::purges). Blocks for the time of the copy.
-    pub(crate) fn store_verified(&self, block: &Verified, since: u64) -> Result<(), StoreError> {
-        self.store_payload(block.header(), block.payload(), since)
+    /// A slot for a block, which does not displace its parent, unless no other slot can be evicted.
+    pub(crate) fn allocate_for(&self, parent: Option<SequenceHash>) -> Result<PartialBlock, StoreError> {
+        let held = parent.map(|parent| self.pool.get_each(&[parent]));
+        let slots = self.pool.allocate(1).or_else(|| {
+            drop(held);
+            self.pool.allocate(1)
+        });
+        let full = if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy };
+        // Busy: all slots are being read; some will be free soon.
+        slots.and_then(|mut slots| slots.pop()).ok_or(full)
+    }
+
+    /// Copies a part of a block into its slot, from the byte `at` on, and passes it to `observe`.
+    pub(crate) fn write_part(&self, slot: &mut PartialBlock, at: usize, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
+        copy_observed(from, &mut self.arena.bytes(slot)[at..][..from.len()], observe);
+    }
+
+    /// Declares a slot full, with the header of what was written into it.
+    pub(crate) fn complete(&self, mut slot: PartialBlock, header: &Header) -> FullBlock {
+        self.arena.set_header(&mut slot, *header);
+        slot.complete(header.hash, header.parent, header.attrs())
+    }
+
+    /// Registers blocks that were read after `since` [purges](Self::purges).
+    pub(crate) fn insert(&self, blocks: Vec<FullBlock>, since: u64) {
+        self.pool.insert_loaded(blocks, since);
     }
 
     fn store_payload(&self, header: &Header, payload: &[u8], since: u64) -> Result<(), StoreError> {
@@ -238,16 +261,7 @@ impl HostTier {
         if self.pool.holds(&[hash]) == 1 {
             return Ok(());
         }
-        // A block must not displace its parent, unless no other slot can be evicted.
-        let held = parent.map(|parent| self.pool.get_each(&[parent]));
-        let slots = self.pool.allocate(1).or_else(|| {
-            drop(held);
-            self.pool.allocate(1)
-        });
-        let Some(mut slot) = slots.and_then(|mut slots| slots.pop()) else {
-            // All slots are being read; some will be free soon.
-            return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
-        };
+        let mut slot = self.allocate_for(parent)?;
         if !fill(&mut slot) {
             return Err(StoreError::Io(io::ErrorKind::InvalidData.into()));
         }
