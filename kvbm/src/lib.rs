@@ -96,7 +96,7 @@ pub mod tier;
 mod transform;
 
 // For other crates. Inside this one, imports come from the room that owns the type.
-pub use block::{Block, Codec, Corrupt, Header, KeyId, Verified};
+pub use block::{Block, Codec, Corrupt, Header, KeyId, PieceVerifier, Verified};
 pub use block::{
     BlockAttrs, BlockRetention, ChainKey, Clock, Date, Domain, DomainId, Fingerprint, Level, Priority, Retention,
     SequenceHash,
@@ -113,5 +113,7 @@ pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
 pub use table::{HashIndex, Prefetcher, hugepages, prefetch, splitmix, swar};
-pub use tier::{BlockReceiver, Faults, Faulty, LoadError, Loaded, Quota, Quotas, StoreError, Tier, Usage};
+pub use tier::{
+    BlockReceiver, Faults, Faulty, LoadError, Loaded, PieceReceiver, Quota, Quotas, StoreError, Tier, Usage,
+};
 pub use transform::{codec, crypt};

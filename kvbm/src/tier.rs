@@ -26,7 +26,7 @@ pub use quota::{Quota, Quotas};
 pub(crate) use write_claims::{WriteClaim, WriteClaims};
 pub(crate) use write_health::{Change, WriteHealth};
 
-use crate::block::{Block, Date, Fingerprint, Level, SequenceHash};
+use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use std::io;
@@ -39,7 +39,8 @@ use std::sync::Arc;
 /// - `load` MUST yield every index of `hashes` exactly once, in any order, and end. A missing block is `Ok(None)`,
 ///   never an error. Dropping the stream MUST stop the work. It need not verify payloads; the caller does.
 /// - `load_into` MUST do what `load` does, except that it does not yield the indexes of blocks that its receiver has
-///   taken. It MUST offer a block at most once.
+///   taken. It MUST offer a block at most once, as a whole or in pieces; a block that ends in the middle of its pieces
+///   is an error, as if it had not been offered.
 /// - `store` MUST resolve only when the bytes are as durable as the tier specifies, and only then announce them.
 ///   Storing a block again is `Ok`. A full tier evicts older blocks, children before parents. A tier that cannot
 ///   accept a block now MUST answer [`StoreError::Busy`] or [`StoreError::Unavailable`] soon instead of waiting.
@@ -108,6 +109,23 @@ pub trait BlockReceiver: Send + Sync + 'static {
     /// Takes a block that was not verified, by its index in the load, or returns it, to be yielded. It is called on an
     /// async thread, so it MUST take no longer than copying the block does.
     fn take(&self, index: usize, block: Block) -> Option<Block>;
+
+    /// Takes a large block whose payload is about to arrive, by its index in the load, or returns `None`: then the block
+    /// is offered to [`take`](Self::take) once it is there. By default none is taken.
+    fn begin(&self, _index: usize, _header: &Header) -> Option<Box<dyn PieceReceiver>> {
+        None
+    }
+}
+
+/// Takes the payload of one block as it arrives, so that its bytes are read while they are in the processor's cache:
+/// [`BlockReceiver::begin`]. When it is dropped before its end, the block was not taken.
+pub trait PieceReceiver: Send {
+    /// Takes the next bytes, like [`BlockReceiver::take`] in no longer than copying them takes. `false`: the load was
+    /// dropped, and nothing more of it is needed.
+    fn write(&mut self, bytes: &[u8]) -> bool;
+
+    /// All bytes of the payload were taken. They are not verified by the tier.
+    fn end(self: Box<Self>);
 }
 
 /// One item of [`Tier::load`]: index of a requested hash, and the result for it.

@@ -151,10 +151,11 @@ pub trait Engine: Send + Sync + 'static {
         Box::pin(std::future::ready(Err(PrefetchError::Unsupported)))
     }
 
-    /// Discovery says that the engine has left. Its running requests may go on: a worker that drains, or cannot renew
-    /// its lease, finishes them. An engine in another process checks at once whether that process still answers, and
-    /// fails the requests if it does not. MUST NOT wait.
-    fn on_left(&self) {}
+    /// The engine may be in a process that is frozen, or whose machine is gone: discovery says that it has left, or an
+    /// answer is late. Its running requests may go on: a worker that drains, or cannot renew its lease, finishes them. An
+    /// engine in another process checks at once whether that process still answers, and fails the requests if it does
+    /// not. MUST NOT wait.
+    fn check_process(&self) {}
 
     /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is
     /// wrong.

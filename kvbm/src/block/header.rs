@@ -218,6 +218,17 @@ impl Header {
         combine(fields, payload, self.length)
     }
 
+    /// Checks that this is the requested block of the engine.
+    pub(super) fn check_names(&self, hash: SequenceHash, fingerprint: Fingerprint) -> Result<(), Corrupt> {
+        if self.hash != hash {
+            return Err(Corrupt::OtherBlock);
+        }
+        if self.fingerprint != fingerprint {
+            return Err(Corrupt::OtherFingerprint);
+        }
+        Ok(())
+    }
+
     /// Domain and retention.
     pub fn attrs(&self) -> BlockAttrs {
         BlockAttrs { domain: self.domain, retention: self.retention }

@@ -47,12 +47,7 @@ impl Block {
         fingerprint: Fingerprint,
         copy: impl FnOnce(&[u8], &mut dyn FnMut(&[u8])),
     ) -> Result<(), Corrupt> {
-        if self.header.hash != hash {
-            return Err(Corrupt::OtherBlock);
-        }
-        if self.header.fingerprint != fingerprint {
-            return Err(Corrupt::OtherFingerprint);
-        }
+        self.header.check_names(hash, fingerprint)?;
         if self.header.length != self.payload.len() as u64 {
             return Err(Corrupt::Length);
         }

@@ -2,19 +2,22 @@
 //!
 //! Unlike an onboarding, a copy takes no slot of G1, and no request waits for it. It proceeds in batches of a few
 //! megabytes. Before each batch it waits while requests load blocks from one of its tiers, and while its caller has
-//! other work. A block is verified before it is stored, and again when a request onboards it.
+//! other work. A block is verified while it is stored ([`inbox`]), and again when a request onboards it.
 //!
 //! Not here: which blocks are worth a copy, and from which tier. The router decides that.
+
+mod inbox;
 
 use super::locate::locate;
 use super::shared::Core;
 use super::sources::Source;
-use crate::block::{Block, Corrupt, Date, Fingerprint, SequenceHash};
+use crate::block::SequenceHash;
 use crate::blocking;
 use crate::metrics::Direction;
 use crate::pool::HostTier;
 use crate::tier::LoadError;
 use futures::StreamExt;
+use inbox::HostInbox;
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
@@ -108,25 +111,33 @@ async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[S
     let mut end = BatchEnd::default();
     for (source, range) in locate(core, sources, batch, Instant::now()) {
         let (tier, begun, hashes) = (&sources[source].tier, Instant::now(), batch[range].to_vec());
-        let mut blocks: Vec<Option<Block>> = vec![None; hashes.len()];
-        let (mut answers, mut first) = (tier.load(fingerprint, hashes.clone()), None);
+        let inbox = HostInbox::new(host.clone(), fingerprint, hashes.clone());
+        let (mut yielded, mut first) = (Vec::new(), None);
+        let mut answers = tier.load_into(fingerprint, hashes.clone(), inbox.receiver());
         while let Some((at, answer)) = answers.next().await {
-            first.get_or_insert_with(|| begun.elapsed());
+            first.get_or_insert_with(Instant::now);
             // An index that was not requested breaks the contract of the tier.
-            let (Some(hash), Some(slot)) = (hashes.get(at), blocks.get_mut(at)) else { continue };
+            let Some(hash) = hashes.get(at) else { continue };
             match answer {
-                Ok(block) => *slot = block,
+                Ok(block) => yielded.extend(block.map(|block| (at, block))),
                 Err(LoadError::Corrupt(why)) => core.discard_corrupt(tier, *hash, why),
                 Err(error) => tracing::debug!(tier = %tier.level(), %error, "cannot load a block"),
             }
         }
         drop(answers);
-        end.first += first.unwrap_or_default();
+        let first = [first, inbox.first()].into_iter().flatten().min();
+        end.first += first.map(|first| first - begun).unwrap_or_default();
         end.all += begun.elapsed();
-        let (host, wanted, now) = (host.clone(), hashes.clone(), core.clock.now());
-        let stored = blocking::spawn(move || store(&host, blocks, &wanted, (fingerprint, now, since)));
+        let now = core.clock.now();
+        let registered = blocking::spawn(move || {
+            for (at, block) in yielded {
+                // Without a slot the copy ends there.
+                let _ = inbox.write(at, block);
+            }
+            inbox.register(now, since)
+        });
         // The error of a runtime that shuts down.
-        let Ok((stored, corrupt)) = stored.await else { return end };
+        let Ok((stored, corrupt)) = registered.await else { return end };
         if let Some(why) = corrupt {
             core.discard_corrupt(tier, hashes[stored], why);
         }
@@ -140,26 +151,4 @@ async fn copy_batch(core: &Core, host: &HostTier, sources: &[Source], batch: &[S
         }
     }
     end
-}
-
-/// Verifies and stores leading blocks. Returns their number, and what is wrong with the next one if it is corrupt. Runs
-/// on a blocking thread.
-fn store(
-    host: &HostTier,
-    blocks: Vec<Option<Block>>,
-    hashes: &[SequenceHash],
-    (fingerprint, now, since): (Fingerprint, Date, u64),
-) -> (usize, Option<Corrupt>) {
-    for (at, (block, hash)) in blocks.into_iter().zip(hashes).enumerate() {
-        let Some(block) = block else { return (at, None) };
-        let block = match block.verify(*hash, fingerprint) {
-            Ok(block) if block.payload().len() == host.block_bytes() => block,
-            Ok(_) => return (at, Some(Corrupt::Length)),
-            Err(why) => return (at, Some(why)),
-        };
-        if block.header().retention.is_expired(now) || host.store_verified(&block, since).is_err() {
-            return (at, None);
-        }
-    }
-    (hashes.len(), None)
 }

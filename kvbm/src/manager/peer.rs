@@ -3,8 +3,8 @@
 //!
 //! A block is held while it is read, and gets its header with a checksum then, so it is verified like any other tier's.
 //! The checksum of a block's bytes is computed once: a block that was onboarded has the one that it arrived with, and
-//! another keeps that of its first reader. So a later change of the bytes, by a fault of the memory, is found by each
-//! reader.
+//! another keeps that of its first reader or of its copy in G2. So a later change of the bytes, by a fault of the
+//! memory, is found by each reader.
 //!
 //! Where device memory is plain memory, the reader gets the block's own bytes and no copy of them. They are read for a
 //! checksum when the block is taken from the stream, so that its next reader, the socket, finds them in the processor's
@@ -16,6 +16,7 @@ use super::shared::Core;
 use crate::block::{Block, Date, Fingerprint, Header, Level, SequenceHash};
 use crate::blocking;
 use crate::pool::{BlockId, CachedBlock, DeviceBlocks};
+use crate::table::prefetch::prefetch;
 use crate::tier::{Loaded, StoreError, Tier, Usage};
 use bytes::Bytes;
 use futures::future::BoxFuture;
@@ -62,7 +63,7 @@ impl Core {
         let header = Header::new_while_copying(held.hash(), held.parent(), fingerprint, attrs, length, |observe| {
             self.device.read_observed(held.slot(), &mut bytes, observe);
         });
-        held.set_checksum(header.payload_checksum());
+        held.note_checksum(header.payload_checksum());
         Block { header, payload: Bytes::from(bytes) }
     }
 
@@ -79,8 +80,11 @@ impl Core {
             self.header(&held, checksum)
         } else {
             let (parent, fingerprint) = (held.parent(), self.device.fingerprint());
-            let header = Header::new(held.hash(), parent, fingerprint, held.attrs(), bytes);
-            held.set_checksum(header.payload_checksum());
+            let (attrs, length) = (held.attrs(), bytes.len());
+            let header = Header::new_while_copying(held.hash(), parent, fingerprint, attrs, length, |update| {
+                read_ahead(bytes, update);
+            });
+            held.note_checksum(header.payload_checksum());
             header
         };
         Block { header, payload: Bytes::from_owner(HeldBytes { device: Arc::clone(&self.device), held }) }
@@ -102,6 +106,24 @@ impl Core {
             found[index] = held.map(Found::InDevice);
         }
         found
+    }
+}
+
+/// Bytes that are requested from memory while as many before them are read: a third of a first-level cache.
+const READ_AHEAD: usize = 16 << 10;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// Passes bytes that are in no cache to `update`. A processor alone does not fetch far enough ahead of a checksum, which
+/// then waits for memory.
+fn read_ahead(bytes: &[u8], update: &mut dyn FnMut(&[u8])) {
+    let fetch = |piece: &[u8]| piece.iter().step_by(LINE).for_each(prefetch);
+    let mut pieces = bytes.chunks(READ_AHEAD).peekable();
+    pieces.peek().copied().into_iter().for_each(fetch);
+    while let Some(piece) = pieces.next() {
+        pieces.peek().copied().into_iter().for_each(fetch);
+        update(piece);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The state that a manager shares with its background tasks and its peers.
 
-use crate::block::{Clock, Corrupt, DomainId, SequenceHash};
+use crate::block::{Clock, Corrupt, DomainId, Level, SequenceHash};
 use crate::metrics::Metrics;
 use crate::pool::{BlockPool, DeviceBlocks, HostTier};
 use crate::tier::Tier;
@@ -39,16 +39,23 @@ impl Core {
 
     /// Deletes a block that a tier returned and that failed verification.
     pub(super) fn discard_corrupt(&self, tier: &Arc<dyn Tier>, hash: SequenceHash, why: Corrupt) {
-        if let Some(others) = self.corrupt_log.admit() {
-            tracing::warn!(
-                tier = %tier.level(), block = %hash, reason = %why, suppressed = others,
-                "corrupt block deleted"
-            );
-        } else {
-            tracing::debug!(tier = %tier.level(), block = %hash, reason = %why, "corrupt block deleted");
-        }
-        self.metrics.corrupt(tier.level());
+        self.count_corrupt(tier.level(), hash, why);
         tier.discard(self.device.fingerprint(), hash);
+    }
+
+    /// Removes a block from G1 whose bytes have changed. Requests that hold it go on with it.
+    pub(super) fn discard_corrupt_in_device(&self, hash: SequenceHash) {
+        self.count_corrupt(Level::G1, hash, Corrupt::Checksum);
+        self.pool.discard(hash);
+    }
+
+    fn count_corrupt(&self, level: Level, hash: SequenceHash, why: Corrupt) {
+        if let Some(others) = self.corrupt_log.admit() {
+            tracing::warn!(tier = %level, block = %hash, reason = %why, suppressed = others, "corrupt block deleted");
+        } else {
+            tracing::debug!(tier = %level, block = %hash, reason = %why, "corrupt block deleted");
+        }
+        self.metrics.corrupt(level);
     }
 
     pub(super) fn purge(&self, domain: DomainId) -> usize {

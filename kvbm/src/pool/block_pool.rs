@@ -122,7 +122,7 @@ impl BlockPool {
                 let slot = slot.keep();
                 state.insert(slot, hash, parent, attrs);
                 if let Some(checksum) = checksum {
-                    state.set_checksum(slot, checksum);
+                    state.note_checksum(slot, checksum);
                 }
             }
             state.index.hold(cached[at].id);

@@ -76,9 +76,9 @@ impl CachedBlock {
         self.pool.lock().checksum(self.block.id)
     }
 
-    /// Notes the checksum of the block's bytes.
-    pub(crate) fn set_checksum(&self, checksum: u64) {
-        self.pool.lock().set_checksum(self.block.id, checksum);
+    /// Notes the checksum of the block's bytes, if none is noted.
+    pub(crate) fn note_checksum(&self, checksum: u64) {
+        self.pool.lock().note_checksum(self.block.id, checksum);
     }
 
     /// Releases the block and returns a weak handle.
@@ -133,6 +133,24 @@ impl CachedBlocks {
         let Some(pool) = &self.pool else { return Vec::new() };
         let state = pool.lock();
         self.blocks.iter().map(|block| state.index.block(block.id).1).collect()
+    }
+
+    /// The checksum of each block's bytes, if it is known.
+    pub(super) fn checksums(&self) -> Vec<Option<u64>> {
+        let Some(pool) = &self.pool else { return Vec::new() };
+        let state = pool.lock();
+        self.blocks.iter().map(|block| state.checksum(block.id)).collect()
+    }
+
+    /// Notes the checksums of the blocks' bytes, in their order, where none is noted.
+    pub(super) fn note_checksums(&self, checksums: &[Option<u64>]) {
+        let Some(pool) = &self.pool else { return };
+        let mut state = pool.lock();
+        for (block, checksum) in self.blocks.iter().zip(checksums) {
+            if let Some(checksum) = checksum {
+                state.note_checksum(block.id, *checksum);
+            }
+        }
     }
 
     /// Appends the blocks of `more`, which must be of the same pool.

@@ -9,10 +9,10 @@
 
 mod arena;
 
-use super::device::BlockId;
-use super::{BlockPool, BlockRef, BlockUse, CachedBlock, CachedBlocks, PartialBlock};
+use super::device::{BlockId, copy_observed};
+use super::{BlockPool, BlockRef, BlockUse, CachedBlock, CachedBlocks, FullBlock, PartialBlock};
 use crate::block::{
-    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash, Verified,
+    Block, BlockAttrs, BlockRetention, Clock, Date, DomainId, Fingerprint, Header, Level, SequenceHash,
 };
 use crate::blocking;
 use crate::event::{EventLog, SetDigest};
@@ -24,6 +24,14 @@ use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream, StreamExt};
 use std::sync::Arc;
 use std::{fmt, io};
+
+/// What was copied from the device.
+pub(crate) struct DeviceCopies {
+    /// The blocks that are resident now.
+    pub(crate) resident: Vec<SequenceHash>,
+    /// The blocks whose bytes have changed since their checksum was noted. They were not copied.
+    pub(crate) corrupt: Vec<SequenceHash>,
+}
 
 /// Host memory as a tier. Clones share it.
 #[derive(Clone)]
@@ -108,10 +116,12 @@ impl HostTier {
         self.pool.uses()
     }
 
-    /// Copies device blocks into slots and returns the hashes that are resident afterwards. `read` writes the bytes of
-    /// a device block into a slot and passes them to an observer on the way. Blocks for the time of the copies. All
-    /// slots are allocated at once, and a chain is announced as one event; if that allocation fails, blocks are copied
-    /// one by one.
+    /// Copies device blocks into slots. `read` writes the bytes of a device block into a slot and passes them to an
+    /// observer on the way. Blocks for the time of the copies. All slots are allocated at once, and a chain is announced
+    /// as one event; if that allocation fails, blocks are copied one by one.
+    ///
+    /// The checksum of a copy is that of the bytes that were read. It is compared with the one that is noted for the
+    /// device block, and noted where there is none: bytes that have changed since get no valid checksum.
     ///
     /// `since`: the number of [purges](Self::purges) when the blocks were looked up.
     pub(crate) fn copy_from_device(
@@ -119,31 +129,45 @@ impl HostTier {
         blocks: &CachedBlocks,
         since: u64,
         read: impl Fn(BlockId, &mut [u8], &mut dyn FnMut(&[u8])),
-    ) -> Vec<SequenceHash> {
-        let (parents, attrs) = (blocks.parents(), blocks.attrs());
+    ) -> DeviceCopies {
+        let (parents, attrs, mut checksums) = (blocks.parents(), blocks.attrs(), blocks.checksums());
+        let mut corrupt = Vec::new();
         let each = || blocks.iter().zip(parents.iter().copied().zip(attrs.iter().copied()));
-        let copy = |block: &BlockRef, (parent, attrs), slot: &mut PartialBlock| {
-            self.arena.write(slot, |bytes| {
+        // Returns whether the bytes are still those of the noted checksum.
+        let mut copy = |block: &BlockRef, (parent, attrs), noted: &mut Option<u64>, slot: &mut PartialBlock| {
+            let header = self.arena.write(slot, |bytes| {
                 Header::new_while_copying(block.hash(), parent, self.fingerprint, attrs, bytes.len(), |observe| {
                     read(block.slot(), bytes, observe);
                 })
             });
+            let checksum = header.payload_checksum();
+            let is_intact = *noted.get_or_insert(checksum) == checksum;
+            if !is_intact {
+                corrupt.push(block.hash());
+            }
+            is_intact
         };
         // Hold the parents, so that the allocation does not evict them.
         let held = self.pool.get_present(&parents.iter().copied().flatten().collect::<Vec<_>>());
         if let Some(slots) = self.pool.allocate(blocks.len()) {
-            let full = each().zip(slots).map(|((block, attributes), mut slot)| {
-                copy(block, attributes, &mut slot);
-                slot.complete(block.hash(), attributes.0, attributes.1)
+            let full = each().zip(&mut checksums).zip(slots).filter_map(|(((block, attributes), noted), mut slot)| {
+                let is_intact = copy(block, attributes, noted, &mut slot);
+                is_intact.then(|| slot.complete(block.hash(), attributes.0, attributes.1))
             });
-            self.pool.insert_loaded(full.collect(), since);
-            return blocks.iter().map(BlockRef::hash).collect();
+            let full: Vec<FullBlock> = full.collect();
+            let resident = full.iter().map(FullBlock::hash).collect();
+            self.pool.insert_loaded(full, since);
+            blocks.note_checksums(&checksums);
+            return DeviceCopies { resident, corrupt };
         }
         drop(held);
-        let kept = each().filter(|(block, (parent, attrs))| {
-            self.insert_copy(block.hash(), *parent, *attrs, since, |slot| copy(block, (*parent, *attrs), slot)).is_ok()
+        let kept = each().zip(&mut checksums).filter_map(|((block, (parent, attrs)), noted)| {
+            let fill = |slot: &mut PartialBlock| copy(block, (parent, attrs), noted, slot);
+            self.insert_copy(block.hash(), parent, attrs, since, fill).is_ok().then(|| block.hash())
         });
-        kept.map(|(block, _)| block.hash()).collect()
+        let resident = kept.collect();
+        blocks.note_checksums(&checksums);
+        DeviceCopies { resident, corrupt }
     }
 
     /// Blocks without a copy of their bytes: each holds its slot. Not counted as a use; see [`Tier::load`].
@@ -184,9 +208,32 @@ impl HostTier {
         self.pool.hashes()
     }
 
-    /// Stores a verified block that was read after `since` [purges](Self::purges). Blocks for the time of the copy.
-    pub(crate) fn store_verified(&self, block: &Verified, since: u64) -> Result<(), StoreError> {
-        self.store_payload(block.header(), block.payload(), since)
+    /// A slot for a block, which does not displace its parent, unless no other slot can be evicted.
+    pub(crate) fn allocate_for(&self, parent: Option<SequenceHash>) -> Result<PartialBlock, StoreError> {
+        let held = parent.map(|parent| self.pool.get_each(&[parent]));
+        let slots = self.pool.allocate(1).or_else(|| {
+            drop(held);
+            self.pool.allocate(1)
+        });
+        let full = if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy };
+        // Busy: all slots are being read; some will be free soon.
+        slots.and_then(|mut slots| slots.pop()).ok_or(full)
+    }
+
+    /// Copies a part of a block into its slot, from the byte `at` on, and passes it to `observe`.
+    pub(crate) fn write_part(&self, slot: &mut PartialBlock, at: usize, from: &[u8], observe: &mut dyn FnMut(&[u8])) {
+        copy_observed(from, &mut self.arena.bytes(slot)[at..][..from.len()], observe);
+    }
+
+    /// Declares a slot full, with the header of what was written into it.
+    pub(crate) fn complete(&self, mut slot: PartialBlock, header: &Header) -> FullBlock {
+        self.arena.set_header(&mut slot, *header);
+        slot.complete(header.hash, header.parent, header.attrs())
+    }
+
+    /// Registers blocks that were read after `since` [purges](Self::purges).
+    pub(crate) fn insert(&self, blocks: Vec<FullBlock>, since: u64) {
+        self.pool.insert_loaded(blocks, since);
     }
 
     fn store_payload(&self, header: &Header, payload: &[u8], since: u64) -> Result<(), StoreError> {
@@ -198,31 +245,26 @@ impl HostTier {
                 bytes[..payload.len()].copy_from_slice(payload);
                 *header
             });
+            true
         })
     }
 
+    /// `fill` returns whether the bytes that it wrote are to be kept.
     fn insert_copy(
         &self,
         hash: SequenceHash,
         parent: Option<SequenceHash>,
         attrs: BlockAttrs,
         since: u64,
-        fill: impl FnOnce(&mut PartialBlock),
+        fill: impl FnOnce(&mut PartialBlock) -> bool,
     ) -> Result<(), StoreError> {
         if self.pool.holds(&[hash]) == 1 {
             return Ok(());
         }
-        // A block must not displace its parent, unless no other slot can be evicted.
-        let held = parent.map(|parent| self.pool.get_each(&[parent]));
-        let slots = self.pool.allocate(1).or_else(|| {
-            drop(held);
-            self.pool.allocate(1)
-        });
-        let Some(mut slot) = slots.and_then(|mut slots| slots.pop()) else {
-            // All slots are being read; some will be free soon.
-            return Err(if self.pool.capacity() == 0 { StoreError::Full } else { StoreError::Busy });
-        };
-        fill(&mut slot);
+        let mut slot = self.allocate_for(parent)?;
+        if !fill(&mut slot) {
+            return Err(StoreError::Io(io::ErrorKind::InvalidData.into()));
+        }
         self.pool.insert_loaded(vec![slot.complete(hash, parent, attrs)], since);
         Ok(())
     }

@@ -72,12 +72,13 @@ impl State {
         self.checksums.get(slot as usize).copied().flatten()
     }
 
-    /// Notes the checksum of the bytes in a slot, whose block is held or was just inserted.
-    pub(super) fn set_checksum(&mut self, slot: u32, checksum: u64) {
+    /// Notes the checksum of the bytes in a slot, whose block is held or was just inserted. The first one stays: bytes
+    /// with another one have changed.
+    pub(super) fn note_checksum(&mut self, slot: u32, checksum: u64) {
         if self.checksums.len() <= slot as usize {
             self.checksums.resize(slot as usize + 1, None);
         }
-        self.checksums[slot as usize] = Some(checksum);
+        self.checksums[slot as usize].get_or_insert(checksum);
     }
 
     /// Extends the retention of a block. Returns its former attributes if they changed.

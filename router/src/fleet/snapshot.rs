@@ -178,7 +178,7 @@ impl Fleet {
             && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
         {
             previous.lease_ended.cancel();
-            previous.engine.on_left();
+            previous.engine.check_process();
         }
         *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
     }

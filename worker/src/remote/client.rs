@@ -144,9 +144,8 @@ impl Engine for RemoteEngine {
         self.connections.endpoint().address()
     }
 
-    /// A process that is frozen, or whose machine is gone, does not answer. Its streams fail now, and not after the
-    /// next check.
-    fn on_left(&self) {
+    /// The streams of a process that does not answer fail now, and not after the next check.
+    fn check_process(&self) {
         self.connections.check(self.worker);
     }
 }

@@ -1,8 +1,8 @@
 //! The memory of a worker in another process, as a tier to read from: `POST /workers/<id>/blocks` over HTTP/1.1.
 //!
 //! Blocks are read over several connections at a time, each by a task of its own. The task offers a block to the
-//! receiver of the load, which verifies and copies it while its bytes are in the processor's cache. Other blocks are
-//! verified by the caller, like those of any tier. Dropping the stream closes its connections. Which blocks of a
+//! receiver of the load, which verifies and copies it while its bytes are in the processor's cache: a small block when it
+//! has arrived, a large one piece by piece. Other blocks are verified by the caller, like those of any tier. Dropping the stream closes its connections. Which blocks of a
 //! prefill are computed is read from `GET /workers/<id>/handoffs/<handoff>`.
 
 mod connection;
@@ -14,13 +14,13 @@ use super::progress;
 use crate::handoff::{HandoffId, Progress, ProgressStream, RemoteMemory};
 use crate::plane::WorkerId;
 use bytes::{Bytes, BytesMut};
-use connection::Response;
+use connection::{MAX_CACHED_PART_BYTES, Response};
 use endpoint::PeerEndpoint;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{self, BoxStream};
 use kvbm::{Block, BlockReceiver, Date, Fingerprint, Header, Level, LoadError, Loaded, SequenceHash};
-use kvbm::{StoreError, Tier, Usage};
+use kvbm::{PieceReceiver, StoreError, Tier, Usage};
 use parking_lot::Mutex;
 use std::collections::HashSet;
 use std::io;
@@ -129,13 +129,27 @@ impl Part {
     async fn read_all(&mut self, into: &mpsc::Sender<Loaded>) -> io::Result<()> {
         let mut response = self.endpoint.send(&self.request).await?;
         while self.left > 0 {
-            let (at, block) = next_block(&mut response).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+            let (at, header) = next_header(&mut response).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
             if self.missing.get(at) != Some(&true) {
                 return Err(io::ErrorKind::InvalidData.into());
             }
-            self.missing[at] = false;
-            self.left -= 1;
             let index = self.indexes[at];
+            if let Some(header) = &header
+                && header.length > MAX_CACHED_PART_BYTES as u64
+                && let Some(pieces) = self.receiver.as_ref().and_then(|receiver| receiver.begin(index, header))
+            {
+                if !take_pieces(&mut response, header.length, pieces).await? {
+                    // The load was dropped.
+                    return Ok(());
+                }
+                self.arrived(at);
+                continue;
+            }
+            let block = match header {
+                Some(header) => Some(take_block(&mut response, header).await?),
+                None => None,
+            };
+            self.arrived(at);
             let block = match (block, &self.receiver) {
                 (Some(block), Some(receiver)) => match receiver.take(index, block) {
                     // The buffer is free to be used again.
@@ -154,12 +168,17 @@ impl Part {
         }
         Ok(())
     }
+
+    fn arrived(&mut self, at: usize) {
+        self.missing[at] = false;
+        self.left -= 1;
+    }
 }
 
-/// The next block of a response, which the server may not have found. `None` at its end.
-async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
+/// The header of the next block of a response, which the server may not have found. `None` at its end.
+async fn next_header<S: AsyncRead + AsyncWrite + Unpin>(
     response: &mut Response<S>,
-) -> io::Result<Option<(usize, Option<Block>)>> {
+) -> io::Result<Option<(usize, Option<Header>)>> {
     let Some(prefix) = response.take(PREFIX).await? else { return Ok(None) };
     let prefix = prefix.first_chunk().expect("so many bytes were taken");
     let (index, is_found) = decode_prefix(*prefix).map_err(io::Error::other)?;
@@ -169,11 +188,37 @@ async fn next_block<S: AsyncRead + AsyncWrite + Unpin>(
     let header = response.take(Header::LEN).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
     let header = header.first_chunk().expect("so many bytes were taken");
     let header = decode_header(header, Header::MAX_LENGTH).map_err(io::Error::other)?;
+    Ok(Some((index, Some(header))))
+}
+
+/// The block of a header.
+async fn take_block<S: AsyncRead + AsyncWrite + Unpin>(
+    response: &mut Response<S>,
+    header: Header,
+) -> io::Result<Block> {
     let payload = match header.length {
         0 => Bytes::new(),
         length => response.take(length as usize).await?.ok_or(io::ErrorKind::UnexpectedEof)?,
     };
-    Ok(Some((index, Some(Block { header, payload }))))
+    Ok(Block { header, payload })
+}
+
+/// Passes a payload on as it arrives. Returns whether its receiver has taken it: it may have been dropped.
+async fn take_pieces<S: AsyncRead + AsyncWrite + Unpin>(
+    response: &mut Response<S>,
+    length: u64,
+    mut receiver: Box<dyn PieceReceiver>,
+) -> io::Result<bool> {
+    let mut left = length as usize;
+    while left > 0 {
+        let piece = response.take_piece(left).await?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        if !receiver.write(&piece) {
+            return Ok(false);
+        }
+        left -= piece.len();
+    }
+    receiver.end();
+    Ok(true)
 }
 
 /// The indexes of a load for each connection.

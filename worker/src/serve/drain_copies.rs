@@ -98,8 +98,12 @@ const MAX_COPIES: usize = 4;
 /// A drain takes at most one in this many blocks of G2 of another worker, which declines larger copies, too. The others
 /// are of requests that were served there.
 const MAX_SHARE: u64 = 4;
-/// A receiver has given up a copy by then: the native engine does after 10 s.
+/// A receiver has given up a copy by then: the native engine does after 10 s, most of which it waits for its queue.
 const COPY_TIMEOUT: Duration = Duration::from_secs(11);
+/// Interval at which the process of a receiver is checked during a copy, which fails if it does not answer for two
+/// seconds. So a receiver that is frozen, or whose machine is gone, does not delay the end of an idle worker by
+/// [`COPY_TIMEOUT`].
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause of a receiver that has declined because it had a queue, or made another copy.
 const PAUSE: Duration = Duration::from_millis(250);
 /// A receiver that declines so often in a row, for two seconds, has no time for copies.
@@ -211,7 +215,7 @@ impl DrainCopies {
         let (engine, copy) =
             (Arc::clone(&receiver.engine), PrefixCopy { blocks: prefix[..].into(), peer: Some(self.source.clone()) });
         async move {
-            let answer = timeout(COPY_TIMEOUT, engine.prefetch(copy)).await.unwrap_or(Err(PrefetchError::TimedOut));
+            let answer = timeout(COPY_TIMEOUT, prefetch(&*engine, copy)).await.unwrap_or(Err(PrefetchError::TimedOut));
             Ended { receiver: at, prefix, answer }
         }
     }
@@ -251,6 +255,17 @@ impl DrainCopies {
 impl Receiver {
     fn is_free(&self, now: Instant) -> bool {
         !self.is_done && !self.is_copying && self.retry_at.is_none_or(|at| at <= now)
+    }
+}
+
+/// Has an engine copy a prefix, and checks its process meanwhile.
+async fn prefetch(engine: &dyn Engine, copy: PrefixCopy) -> Result<Prefetched, PrefetchError> {
+    let mut answer = engine.prefetch(copy);
+    loop {
+        match timeout(CHECK_INTERVAL, &mut answer).await {
+            Ok(answer) => return answer,
+            Err(_) => engine.check_process(),
+        }
     }
 }
 

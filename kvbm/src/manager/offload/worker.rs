@@ -168,9 +168,12 @@ impl Core {
         let since = host.purges();
         let (start, before) = (Instant::now(), stored.len());
         let held = self.pool.get_present(&missing);
-        stored.extend(
-            host.copy_from_device(&held, since, |slot, into, observe| self.device.read_observed(slot, into, observe)),
-        );
+        let copies =
+            host.copy_from_device(&held, since, |slot, into, observe| self.device.read_observed(slot, into, observe));
+        stored.extend(copies.resident);
+        for hash in copies.corrupt {
+            self.discard_corrupt_in_device(hash);
+        }
         self.metrics.offload_dropped(Level::G2, wanted - stored.len());
         if stored.len() > before {
             let bytes = (stored.len() - before) * self.device.block_bytes();

@@ -259,6 +259,7 @@ impl<'a> Loading<'a> {
 impl Drop for Loading<'_> {
     /// Records measurements and counts, and offloads loaded blocks to tiers that lack them.
     fn drop(&mut self) {
+        self.written.stop();
         self.record();
         self.job.shared.offload(&self.job.onboarder.offload);
     }

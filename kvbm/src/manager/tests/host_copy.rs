@@ -38,6 +38,35 @@ async fn blocks_are_copied_from_the_memory_of_another_manager() {
     drop(kept);
 }
 
+#[tokio::test]
+async fn blocks_are_stored_as_they_arrive() {
+    for in_pieces in [false, true] {
+        let (peer, taken) = if in_pieces {
+            inbox::offering_pieces(Faults::default(), 4).await
+        } else {
+            inbox::offering(Faults::default()).await
+        };
+        let harness = Harness::new(16, 64, vec![]);
+        assert_eq!(harness.manager.copy_to_host(Some(&peer), &hashes(9), || true).await, Ok(copied(9, 8)));
+        assert_eq!(taken.load(Ordering::Relaxed), 8, "in pieces: {in_pieces}");
+        let onboarded = harness.manager.onboard(&hashes(8), ms(100)).await;
+        assert_eq!(onboarded.from, [(Level::G2, 8)]);
+        harness.assert_sound(&onboarded.blocks);
+    }
+}
+
+#[tokio::test]
+async fn a_block_that_is_corrupt_or_cut_when_it_arrives_is_not_stored() {
+    let corrupt = || Faults { corrupt: 1.0, ..Faults::default() };
+    let (whole, pieces) = (inbox::offering(corrupt()).await.0, inbox::offering_pieces(corrupt(), 4).await.0);
+    for (peer, counted) in [(whole, 1), (pieces, 1), (inbox::offering_pieces(Faults::default(), 2).await.0, 0)] {
+        let harness = Harness::new(16, 64, vec![]);
+        assert_eq!(harness.manager.copy_to_host(Some(&peer), &hashes(8), || true).await, Ok(copied(8, 0)));
+        assert!(harness.host.as_ref().unwrap().hashes().is_empty());
+        assert_eq!(harness.counter("corrupt_blocks_total", Level::Peer), counted);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_copy_gives_way_until_it_may_go_on() {
     let store = placed(Level::G4, 0, 0);

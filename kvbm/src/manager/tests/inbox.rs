@@ -1,7 +1,7 @@
 //! Blocks that a tier offers as they arrive are written at once.
 
 use super::*;
-use crate::tier::BlockReceiver;
+use crate::tier::{BlockReceiver, PieceReceiver};
 use futures::future;
 use std::sync::atomic::AtomicUsize;
 
@@ -24,6 +24,9 @@ impl DeviceBlocks for Plain {
     fn write(&self, slot: BlockId, from: &[u8]) {
         std::thread::sleep(self.1);
         self.0.write(slot, from);
+    }
+    fn write_part(&self, slot: BlockId, at: usize, from: &[u8], observe: &mut dyn FnMut(&[u8])) -> bool {
+        self.0.write_part(slot, at, from, observe)
     }
     fn bytes(&self, slot: BlockId) -> Option<&[u8]> {
         let mut bytes = vec![0; self.block_bytes()];
@@ -73,7 +76,7 @@ impl Tier for Offering {
 }
 
 /// A tier with eight blocks and faults, as one that offers them, and the number of blocks that are taken.
-async fn offering(faults: Faults) -> (Arc<dyn Tier>, Arc<AtomicUsize>) {
+pub(super) async fn offering(faults: Faults) -> (Arc<dyn Tier>, Arc<AtomicUsize>) {
     let filled = placed(Level::Peer, 0, 1);
     filled.fill(0..8).await;
     let (tier, taken) = (Arc::new(Faulty::new(filled, 1, faults)), Arc::default());
@@ -108,6 +111,128 @@ async fn a_block_that_is_corrupt_when_it_arrives_is_not_registered() {
         drop(onboarded);
         assert!(harness.manager.allocate(32).is_some(), "their slots are free");
     }
+}
+
+/// Offers each block in pieces of 300 bytes, of which so many are passed on.
+struct OfferingPieces {
+    tier: Arc<dyn Tier>,
+    pieces: usize,
+    taken: Arc<AtomicUsize>,
+}
+
+impl Tier for OfferingPieces {
+    delegate!(tier: level, holds, load, store, discard, withdraw, expire_one, expire, usage);
+
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        let (taken, pieces) = (Arc::clone(&self.taken), self.pieces);
+        let offer = move |(index, loaded): Loaded| {
+            let Ok(Some(block)) = loaded else { return Some((index, loaded)) };
+            let Some(mut writer) = receiver.begin(index, &block.header) else { return Some((index, Ok(Some(block)))) };
+            assert!(block.payload.chunks(300).take(pieces).all(|piece| writer.write(piece)));
+            if pieces * 300 < block.payload.len() {
+                let error = std::io::ErrorKind::UnexpectedEof.into();
+                return Some((index, Err(crate::tier::LoadError::Io(error))));
+            }
+            writer.end();
+            taken.fetch_add(1, Ordering::Relaxed);
+            None
+        };
+        self.load(fingerprint, hashes).filter_map(move |loaded| future::ready(offer(loaded))).boxed()
+    }
+}
+
+/// A tier with eight blocks and faults, which offers so many pieces of each, and the number of blocks that are taken.
+pub(super) async fn offering_pieces(faults: Faults, pieces: usize) -> (Arc<dyn Tier>, Arc<AtomicUsize>) {
+    let filled = placed(Level::Peer, 0, 1);
+    filled.fill(0..8).await;
+    let (tier, taken) = (Arc::new(Faulty::new(filled, 1, faults)), Arc::default());
+    (Arc::new(OfferingPieces { tier, pieces, taken: Arc::clone(&taken) }), taken)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_in_pieces_is_written_as_they_arrive() {
+    for (is_plain, expected) in [(true, 8), (false, 0)] {
+        let (harness, (peer, taken)) = (harness(32, is_plain), offering_pieces(Faults::default(), 4).await);
+        let onboarded = harness.manager.onboard_from(&peer, &hashes(10), ms(1000), &UNTRACED).await;
+        assert_eq!(onboarded.from, [(Level::Peer, 8)]);
+        harness.assert_sound(&onboarded.blocks);
+        assert_eq!(taken.load(Ordering::Relaxed), expected, "plain memory: {is_plain}");
+        // The checksum that it arrived with is noted.
+        let served: Vec<Loaded> = harness.manager.peer().load(fingerprint(), hashes(8)).collect().await;
+        for (index, block) in served {
+            assert_eq!(block.unwrap().unwrap().check(hash(index), fingerprint()), Ok(()));
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_in_pieces_that_is_corrupt_is_not_registered() {
+    for faults in [Faults { corrupt: 1.0, ..Faults::default() }, Faults { wrong: 1.0, ..Faults::default() }] {
+        let (harness, (peer, _)) = (harness(32, true), offering_pieces(faults, 4).await);
+        let onboarded = harness.manager.onboard_from(&peer, &hashes(8), ms(1000), &UNTRACED).await;
+        assert!(onboarded.blocks.is_empty());
+        assert!(harness.counter("corrupt_blocks_total", Level::Peer) > 0);
+        drop(onboarded);
+        assert!(harness.manager.allocate(32).is_some(), "their slots are free");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_that_ends_in_the_middle_of_its_pieces_is_not_registered() {
+    let (harness, (peer, _)) = (harness(32, true), offering_pieces(Faults::default(), 2).await);
+    let onboarded = harness.manager.onboard_from(&peer, &hashes(8), ms(1000), &UNTRACED).await;
+    assert!(onboarded.blocks.is_empty());
+    drop(onboarded);
+    assert!(harness.manager.allocate(32).is_some(), "their slots are free");
+}
+
+/// Offers the first piece of a block, and keeps its receiver.
+struct Stalling {
+    tier: Arc<dyn Tier>,
+    begun: Arc<Mutex<Vec<Box<dyn PieceReceiver>>>>,
+}
+
+impl Tier for Stalling {
+    delegate!(tier: level, holds, load, store, discard, withdraw, expire_one, expire, usage);
+
+    fn load_into(
+        &self,
+        fingerprint: Fingerprint,
+        hashes: Vec<SequenceHash>,
+        receiver: Arc<dyn BlockReceiver>,
+    ) -> BoxStream<'static, Loaded> {
+        let begun = Arc::clone(&self.begun);
+        let offer = move |(index, loaded): Loaded| {
+            let Ok(Some(block)) = loaded else { return Some((index, loaded)) };
+            let mut writer = receiver.begin(index, &block.header)?;
+            assert!(writer.write(&block.payload[..300]));
+            begun.lock().push(writer);
+            None
+        };
+        self.load(fingerprint, hashes)
+            .filter_map(move |loaded| future::ready(offer(loaded)))
+            .chain(futures::stream::pending())
+            .boxed()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_load_that_stops_frees_the_slots_of_blocks_that_are_still_arriving() {
+    let filled = placed(Level::Peer, 0, 1);
+    filled.fill(0..8).await;
+    let begun = Arc::new(Mutex::new(Vec::new()));
+    let (harness, peer) = (harness(16, true), Arc::new(Stalling { tier: filled, begun: Arc::clone(&begun) }));
+    let onboarded = harness.manager.onboard_from(&(peer as Arc<dyn Tier>), &hashes(8), ms(10), &UNTRACED).await;
+    assert!(onboarded.blocks.is_empty() && !begun.lock().is_empty());
+    drop(onboarded);
+    // The receivers are still there, as they are until their connection is closed.
+    assert!(harness.manager.allocate(16).is_some(), "their slots are free");
+    assert!(begun.lock().iter_mut().all(|writer| !writer.write(&[0; 300])), "nothing is written to them any more");
 }
 
 #[tokio::test(start_paused = true)]

@@ -43,6 +43,53 @@ async fn a_trickle_to_a_shared_store_is_batched() {
     assert!((20..90).contains(&written), "{written} requests for 1,800 blocks, {requested} in all");
 }
 
+/// Changes the bytes of the second of these blocks.
+fn corrupt_second(harness: &Harness, blocks: &CachedBlocks) {
+    harness.device.write(blocks.iter().nth(1).unwrap().slot(), &[1; SIZE]);
+}
+
+#[tokio::test]
+async fn a_block_whose_bytes_have_changed_in_the_device_is_not_copied() {
+    let harness = Harness::new(16, 16, vec![]);
+    let host = harness.host.clone().unwrap();
+    let held = harness.compute(0..4);
+    harness.manager.flush().await;
+    for hash in hashes(4) {
+        host.discard(fingerprint(), hash);
+    }
+    corrupt_second(&harness, &held);
+    // Computed again by another request, and so offloaded again.
+    drop(harness.compute(0..4));
+    harness.manager.flush().await;
+    let in_order = |mut hashes: Vec<SequenceHash>| {
+        hashes.sort();
+        hashes
+    };
+    let intact = [0, 2, 3].map(hash);
+    assert_eq!(in_order(host.hashes()), intact);
+    assert_eq!(in_order(harness.manager.0.core.pool.hashes()), intact, "nor is it found in the device");
+    assert_eq!(harness.counter("corrupt_blocks_total", Level::G1), 1);
+}
+
+#[tokio::test]
+async fn a_copy_compares_with_the_noted_checksum_or_notes_one() {
+    // In G2 there is room for all blocks, or for one after the other.
+    for room in [16, 3] {
+        let (harness, other) = (Harness::new(16, 0, vec![]), Harness::new(0, room, vec![]));
+        let (held, host) = (harness.compute(0..4), other.host.unwrap());
+        let copy =
+            || host.copy_from_device(&held, 0, |slot, into, observe| harness.device.read_observed(slot, into, observe));
+        assert!(copy().corrupt.is_empty(), "their checksums were not known");
+        for hash in hashes(4) {
+            host.discard(fingerprint(), hash);
+        }
+        corrupt_second(&harness, &held);
+        let copied = copy();
+        assert_eq!((copied.resident, copied.corrupt), ([0, 2, 3].map(hash).to_vec(), vec![hash(1)]));
+        assert_eq!(host.holds(fingerprint(), &[hash(1)]), 0);
+    }
+}
+
 #[tokio::test]
 async fn without_g2_blocks_are_offloaded_from_the_device() {
     let ssd = placed(Level::G3, 0, 0);

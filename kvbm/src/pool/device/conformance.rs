@@ -38,6 +38,18 @@ pub fn check(device: &dyn DeviceBlocks) {
     device.read_observed(first, &mut bytes, &mut |piece| observed.extend_from_slice(piece));
     assert!(bytes == pattern(1) && observed == bytes, "what is read is observed, once and in order");
 
+    // Parts, which need not be aligned.
+    if device.write_part(first, 0, &[], &mut |_| {}) {
+        let (begin, end) = (&pattern(2)[..size / 3], &pattern(2)[size / 3..]);
+        observed.clear();
+        assert!(device.write_part(first, 0, begin, &mut |piece| observed.extend_from_slice(piece)));
+        assert!(device.write_part(first, begin.len(), end, &mut |piece| observed.extend_from_slice(piece)));
+        device.read(first, &mut bytes);
+        assert!(bytes == pattern(2) && observed == bytes, "parts that follow each other are the whole");
+        device.read(BlockId(capacity as u32 - 1), &mut bytes);
+        assert!(capacity == 1 || bytes == pattern(capacity - 1), "a part is within its slot");
+    }
+
     // The first and the last byte belong to the slot.
     let middle = BlockId((capacity / 2) as u32);
     for at in [0, size - 1] {
@@ -103,6 +115,12 @@ impl DeviceBlocks for InMemory {
     fn write(&self, slot: BlockId, from: &[u8]) {
         // `try_lock`: a second user of a slot that is being written breaks the rule, and panics here.
         self.slot(slot).try_lock().expect("a slot that is written has no other user").copy_from_slice(from);
+    }
+
+    fn write_part(&self, slot: BlockId, at: usize, from: &[u8], observe: &mut dyn FnMut(&[u8])) -> bool {
+        let mut into = self.slot(slot).try_lock().expect("a slot that is written has no other user");
+        copy_observed(from, &mut into[at..][..from.len()], observe);
+        true
     }
 
     fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {

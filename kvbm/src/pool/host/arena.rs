@@ -65,15 +65,25 @@ impl Arena {
         self.slot_bytes
     }
 
-    /// Fills a slot; `fill` returns the header of what it wrote.
-    pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) {
-        let id = slot.slot().0 as usize;
-        let at = self.at(id);
+    /// Fills a slot; `fill` returns the header of what it wrote. Returns this header.
+    pub(super) fn write(&self, slot: &mut PartialBlock, fill: impl FnOnce(&mut [u8]) -> Header) -> Header {
+        let header = fill(self.bytes(slot));
+        self.set_header(slot, header);
+        header
+    }
+
+    /// The bytes of a slot, to be written.
+    pub(super) fn bytes<'a>(&'a self, slot: &'a mut PartialBlock) -> &'a mut [u8] {
+        let at = self.at(slot.slot().0 as usize);
         // SAFETY: in bounds (`at` checks), initialised (zeroed by the allocation), and exclusive: a `PartialBlock` is
-        // the only owner of its slot, the caller has it by `&mut`, and no `Reading` of a slot is left when it is
-        // allocated again.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) };
-        *self.headers[id].lock() = Some(fill(bytes));
+        // the only owner of its slot, the caller has it by `&mut` while the slice lives, and no `Reading` of a slot is
+        // left when it is allocated again.
+        unsafe { std::slice::from_raw_parts_mut(at, self.slot_bytes) }
+    }
+
+    /// Sets the header of what was written into a slot.
+    pub(super) fn set_header(&self, slot: &mut PartialBlock, header: Header) {
+        *self.headers[slot.slot().0 as usize].lock() = Some(header);
     }
 
     pub(super) fn header(&self, block: &CachedBlock) -> Header {

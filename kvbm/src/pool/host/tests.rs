@@ -95,7 +95,7 @@ fn a_copied_chain_has_headers_and_is_one_event() {
         bytes.fill(slot.0 as u8);
         bytes.chunks(1_500).for_each(observe);
     };
-    assert_eq!(host.copy_from_device(&blocks, 0, fill), names);
+    assert_eq!(host.copy_from_device(&blocks, 0, fill).resident, names);
     for (block, found) in blocks.iter().zip(host.get(&names)) {
         let found = found.unwrap().verify(block.hash(), conformance::fingerprint()).unwrap();
         assert!(found.payload() == [block.slot().0 as u8; 4_000]);

@@ -161,6 +161,17 @@ impl DeviceBlocks for KvCache {
         Some(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) })
     }
 
+    fn write_part(&self, slot: BlockId, at: usize, from: &[u8], observe: &mut dyn FnMut(&[u8])) -> bool {
+        assert!(at + from.len() <= self.block_bytes(), "a part is within its slot");
+        // SAFETY: the range is within the slot, whose bytes are initialised, and by the contract the caller owns it.
+        copy_observed(
+            from,
+            unsafe { std::slice::from_raw_parts_mut(self.bytes_of(slot).add(at), from.len()) },
+            observe,
+        );
+        true
+    }
+
     fn read_observed(&self, slot: BlockId, into: &mut [u8], observe: &mut dyn FnMut(&[u8])) {
         // SAFETY: the slot's bytes are initialised, and by the contract the slot is not written now.
         copy_observed(unsafe { std::slice::from_raw_parts(self.bytes_of(slot), self.block_bytes()) }, into, observe);

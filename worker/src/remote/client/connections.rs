@@ -83,7 +83,7 @@ const LIVE: &str = "/live";
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Seconds for the answer to a check: long enough for a process that is only slow.
 const CHECK_SECONDS: u32 = 10;
-/// Seconds for the answer of a process that has left discovery. Workers are near, and compute on other threads than
+/// Seconds for the answer of a process that has left discovery, or is late. Workers are near, and compute on other threads than
 /// those that answer. If this time is too short, a stream is interrupted and continued on another worker; it loses no
 /// text.
 const LEFT_SECONDS: u32 = 2;
@@ -118,15 +118,15 @@ impl Connections {
         Ok(stream)
     }
 
-    /// Checks a process that has left discovery on each of its connections. A new connection would not show that it is
-    /// frozen: the kernel accepts it, and another process may listen now.
+    /// Checks a process that has left discovery, or whose answer is late, on each of its connections. A new connection
+    /// would not show that it is frozen: the kernel accepts it, and another process may listen now.
     pub(super) fn check(&self, worker: WorkerId) {
         for connection in self.open.lock().iter() {
             let connection = Arc::clone(connection);
             tokio::spawn(async move {
                 if let Err(problem) = connection.check(LEFT_SECONDS).await {
                     let problem = problem.to_string();
-                    tracing::warn!(%worker, problem, "the worker has left and does not answer; its requests fail");
+                    tracing::warn!(%worker, problem, "the worker has left or is late, and does not answer; its requests fail");
                 }
             });
         }

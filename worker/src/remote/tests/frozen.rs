@@ -1,6 +1,7 @@
 //! Processes that are frozen, or do not answer for another reason.
 
 use super::*;
+use crate::engine::{PrefetchError, PrefixCopy};
 use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
 use tokio::sync::{Notify, oneshot};
@@ -96,15 +97,28 @@ async fn a_process_that_answers_nothing_is_unresponsive_to_all_of_its_requests()
 async fn streams_of_a_process_that_left_fail_if_it_does_not_answer() {
     let process = Process::start().await;
     let mut outputs = process.stream().await;
-    process.remote.on_left();
+    process.remote.check_process();
     assert!(is_unresponsive(&outputs.next().await.unwrap()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_to_a_process_that_does_not_answer_fails_when_it_is_checked() {
+    let process = Process::start().await;
+    let _outputs = process.stream().await;
+    let copy = PrefixCopy { blocks: [].into(), peer: None };
+    let (copied, ()) = tokio::join!(process.remote.prefetch(copy), async {
+        // The request is on its way first.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        process.remote.check_process();
+    });
+    assert!(matches!(copied, Err(PrefetchError::Failed(_))));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_of_a_process_that_left_go_on_if_it_answers() {
     let pair = Pair::open(Endless::default().engine()).await;
     let mut outputs = pair.remote.generate(request(&pair.remote, &[1], 1)).await.unwrap();
-    pair.remote.on_left();
+    pair.remote.check_process();
     let until = tokio::time::Instant::now() + Duration::from_secs(3);
     while tokio::time::Instant::now() < until {
         assert!(outputs.next().await.unwrap().is_ok());

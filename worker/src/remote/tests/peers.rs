@@ -9,7 +9,11 @@ use crate::handoff::{HandoffId, HandoffTicket, OtherProcesses, PeerTicket, Peers
 use crate::llama::tests::harness::unless_stalled;
 use crate::plane::WorkerId;
 use authority::Authority;
-use kvbm::{Block, BlockReceiver, Date, Fingerprint, Level, Loaded, SequenceHash, StoreError, Tier, Usage};
+use kvbm::{
+    Block, BlockReceiver, Date, Fingerprint, Header, Level, Loaded, PieceReceiver, SequenceHash, StoreError, Tier,
+    Usage,
+};
+use std::collections::BTreeMap;
 use tokio::io::AsyncReadExt;
 use tokio_util::task::AbortOnDropHandle;
 use transport::{CertificateMetrics, ClientFiles, ClientTls, Identity, NamedFile, ServerFiles, ServerTls, Socket};
@@ -159,6 +163,70 @@ async fn a_block_is_yielded_unless_it_was_taken_when_it_arrived() {
     for (index, block) in taken {
         block.verify(hashes(40)[index], fingerprint()).unwrap();
     }
+}
+
+/// Takes every other block in pieces, but no more than so many bytes of one.
+struct TakesPieces {
+    at_most: usize,
+    taken: Arc<parking_lot::Mutex<BTreeMap<usize, Vec<u8>>>>,
+}
+
+struct Pieces {
+    index: usize,
+    at_most: usize,
+    bytes: Vec<u8>,
+    taken: Arc<parking_lot::Mutex<BTreeMap<usize, Vec<u8>>>>,
+}
+
+impl BlockReceiver for TakesPieces {
+    fn take(&self, _: usize, block: Block) -> Option<Block> {
+        Some(block)
+    }
+
+    fn begin(&self, index: usize, header: &Header) -> Option<Box<dyn PieceReceiver>> {
+        assert_eq!(header.hash, hashes(40)[index]);
+        let (at_most, taken) = (self.at_most, Arc::clone(&self.taken));
+        index.is_multiple_of(2).then(|| Box::new(Pieces { index, at_most, bytes: Vec::new(), taken }) as _)
+    }
+}
+
+impl PieceReceiver for Pieces {
+    fn write(&mut self, bytes: &[u8]) -> bool {
+        self.bytes.extend_from_slice(bytes);
+        self.bytes.len() <= self.at_most
+    }
+
+    fn end(self: Box<Self>) {
+        let before = self.taken.lock().insert(self.index, self.bytes);
+        assert!(before.is_none(), "block {} was taken twice", self.index);
+    }
+}
+
+#[tokio::test]
+async fn large_blocks_are_taken_in_pieces_and_the_others_are_yielded() {
+    let (url, ..) = serve(memory(true), None).await;
+    let peer = RemotePeer::new(WorkerId(1), &url, None);
+    let receiver = TakesPieces { at_most: usize::MAX, taken: Arc::default() };
+    let taken = Arc::clone(&receiver.taken);
+    let yielded: Vec<Loaded> = peer.load_into(fingerprint(), hashes(40), Arc::new(receiver)).collect().await;
+    let taken = taken.lock();
+    for (index, bytes) in &*taken {
+        assert!(*bytes == block(hashes(40)[*index]).payload, "block {index}");
+    }
+    let mut indexes: Vec<usize> = yielded.iter().map(|(index, _)| *index).chain(taken.keys().copied()).collect();
+    indexes.sort_unstable();
+    assert_eq!(indexes, (0..40).collect::<Vec<_>>(), "each once");
+    assert!(yielded.iter().all(|(index, block)| (index % 2 == 1 || index % 3 == 2) && block.is_ok()));
+}
+
+#[tokio::test]
+async fn a_receiver_that_needs_no_more_pieces_ends_the_load() {
+    let (url, ..) = serve(memory(true), None).await;
+    let peer = RemotePeer::new(WorkerId(1), &url, None);
+    let receiver = TakesPieces { at_most: 100_000, taken: Arc::default() };
+    let taken = Arc::clone(&receiver.taken);
+    let yielded: Vec<Loaded> = peer.load_into(fingerprint(), hashes(8), Arc::new(receiver)).collect().await;
+    assert!(yielded.is_empty() && taken.lock().is_empty(), "the first block is not taken, and nothing follows");
 }
 
 #[tokio::test(start_paused = true)]

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use kvbm::Fingerprint;
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
+use tokio::sync::Notify;
 use tokio::time::sleep;
 
 /// Prefixes, of which some are in a store.
@@ -155,6 +156,48 @@ async fn a_worker_that_cannot_copy_is_asked_once_and_its_prefix_goes_elsewhere()
     let mut copies = copies(listed(&prefixes), &[(&older, 400), (&other, 400)]);
     copies.run(std::future::ready(())).await;
     assert_eq!((older.orders.lock().len(), copies.copied().blocks), (1, 8));
+}
+
+/// A worker in a process that is frozen: a copy fails two seconds after the process was checked.
+#[derive(Default)]
+struct Frozen(Notify);
+
+impl Engine for Frozen {
+    fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+        unreachable!("no request is sent")
+    }
+
+    fn models(&self) -> Vec<Arc<ModelCard>> {
+        Vec::new()
+    }
+
+    fn readiness(&self) -> Readiness {
+        Readiness::Ready
+    }
+
+    fn prefetch(&self, _: PrefixCopy) -> BoxFuture<'_, Result<Prefetched, PrefetchError>> {
+        Box::pin(async {
+            self.0.notified().await;
+            sleep(Duration::from_secs(2)).await;
+            Err(PrefetchError::Failed("it does not answer".to_owned()))
+        })
+    }
+
+    fn check_process(&self) {
+        self.0.notify_one();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_prefix_of_a_frozen_worker_goes_to_another_one_long_before_the_timeout() {
+    let (frozen, other) = (Arc::new(Frozen::default()), Arc::<Copying>::default());
+    let mut copies = copies(listed(&[blocks(1, 0..4), blocks(2, 0..4)]), &[(&other, 400)]);
+    let instance = Arc::new(with_memory(3, 400));
+    copies.receivers.splice(0..0, receivers(&with_memory(1, 64), &[(instance, frozen as _)], &[]));
+    let began = Instant::now();
+    copies.run(std::future::ready(())).await;
+    assert_eq!(copies.copied().blocks, 8);
+    assert!(began.elapsed() < COPY_TIMEOUT / 2, "{:?}", began.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,18 +1,23 @@
 //! Blocks that are verified and written by the task that has read them, while their bytes are in the processor's cache.
 //!
-//! A tier that reads on several threads offers each block as it arrives ([`Tier::load_into`]). A block that is not
-//! taken here, because G1 has no free slot or the engine has computed it meanwhile, goes the way of all other blocks.
+//! A tier that reads on several threads offers each block as it arrives ([`Tier::load_into`]), and of a large one each
+//! piece ([`pieces`]). A block that is not taken here, because G1 has no free slot or the engine has computed it
+//! meanwhile, goes the way of all other blocks.
 //!
 //! [`Tier::load_into`]: crate::tier::Tier::load_into
 
+mod pieces;
+
 use super::writes::WriteResult;
 use super::{Delivered, Loading};
-use crate::block::{Block, SequenceHash};
+use crate::block::{Block, Header, SequenceHash};
 use crate::manager::onboard::shared::Shared;
 use crate::manager::shared::Core;
 use crate::pool::PartialBlock;
-use crate::tier::BlockReceiver;
+use crate::tier::{BlockReceiver, PieceReceiver};
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use pieces::Arriving;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::Notify;
 
@@ -35,13 +40,16 @@ pub(super) struct Slots {
     results: Vec<WriteResult>,
     /// Blocks that are being written.
     writing: usize,
+    /// Slots of blocks whose next piece has not arrived yet, by their index in the job.
+    arriving: BTreeMap<usize, PartialBlock>,
     is_closed: bool,
 }
 
-/// A block that is being written, and its result. It ends also if the copy panics.
+/// A block, or a piece of one, that is being written, and its result or its slot. It ends also if the copy panics.
 struct Writing<'a> {
     written: &'a Written,
     result: Option<WriteResult>,
+    arriving: Option<(usize, PartialBlock)>,
 }
 
 impl Written {
@@ -55,18 +63,26 @@ impl Written {
         self.slots.lock()
     }
 
-    /// Accepts no further blocks, and waits for those that are being written: for the time of a copy, so that no slot
-    /// stays allocated.
+    /// Accepts no further blocks and pieces, and waits for those that are being written: for the time of a copy, so that
+    /// no slot stays allocated.
     fn close(&self) {
+        self.stop();
+        self.ended.wait_while(&mut self.slots.lock(), |slots| slots.writing > 0);
+    }
+
+    /// Accepts no further blocks and pieces, and frees the slots of those that are still arriving.
+    pub(super) fn stop(&self) {
         let mut slots = self.slots.lock();
         slots.is_closed = true;
-        self.ended.wait_while(&mut slots, |slots| slots.writing > 0);
+        let arriving = std::mem::take(&mut slots.arriving);
+        drop(slots);
+        drop(arriving);
     }
 }
 
 impl Slots {
     pub(super) fn count(&self) -> usize {
-        self.writing + self.results.len()
+        self.writing + self.arriving.len() + self.results.len()
     }
 }
 
@@ -74,6 +90,9 @@ impl Drop for Writing<'_> {
     fn drop(&mut self) {
         let mut slots = self.written.slots();
         slots.results.extend(self.result.take());
+        if !slots.is_closed {
+            slots.arriving.extend(self.arriving.take());
+        }
         slots.writing -= 1;
         self.written.ended.notify_all();
     }
@@ -95,19 +114,31 @@ impl BlockReceiver for Inbox {
         if block.payload.len() > MAX_BLOCK_BYTES || index < self.shared.computed() {
             return Some(block);
         }
-        let Some(slot) = self.allocate() else { return Some(block) };
-        let mut writing = Writing { written: &self.written, result: None };
+        let Some(slot) = self.allocate(|slots, slot| {
+            slots.writing += 1;
+            slot
+        }) else {
+            return Some(block);
+        };
+        let mut writing = Writing { written: &self.written, result: None, arriving: None };
         writing.result = Some(self.core.write(Delivered { source: self.source, index, block }, hash, slot));
         drop(writing);
         self.written.arrived.notify_one();
         None
     }
+
+    fn begin(&self, index: usize, header: &Header) -> Option<Box<dyn PieceReceiver>> {
+        let &(index, hash) = self.requested.get(index)?;
+        if index < self.shared.computed() {
+            return None;
+        }
+        Some(Box::new(Arriving::begin(self, index, header, hash)?))
+    }
 }
 
 impl Inbox {
-    /// A slot, if blocks are still accepted and there is a free one that is plain memory. To be followed by
-    /// [`Writing`].
-    fn allocate(&self) -> Option<PartialBlock> {
+    /// Allocates a slot for `keep`, if blocks are still accepted and there is a free one that is plain memory.
+    fn allocate<T>(&self, keep: impl FnOnce(&mut Slots, PartialBlock) -> T) -> Option<T> {
         let mut slots = self.written.slots();
         if slots.is_closed {
             return None;
@@ -115,8 +146,7 @@ impl Inbox {
         let slot = self.core.pool.allocate(1)?.pop()?;
         // Copies to other memory than the processor's are not made on async threads.
         self.core.device.bytes(slot.slot())?;
-        slots.writing += 1;
-        Some(slot)
+        Some(keep(&mut slots, slot))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Delivered blocks: verified, written into the device and registered, or discarded.
 
 use super::{BlockStatus, Delivered, Loading};
-use crate::block::{Corrupt, SequenceHash};
+use crate::block::{Corrupt, Header, SequenceHash};
 use crate::blocking;
 use crate::manager::shared::Core;
 use crate::pool::{FullBlock, PartialBlock};
@@ -147,13 +147,21 @@ impl Core {
         let copy = |bytes: &[u8], observe: &mut dyn FnMut(&[u8])| {
             self.device.write_observed(slot.slot(), bytes, observe);
         };
-        match block.verify_while_copying(hash, self.device.fingerprint(), copy) {
-            Ok(block) if block.header().retention.is_expired(self.clock.now()) => {
-                WriteResult::Expired { source, index }
-            }
-            Ok(block) => {
-                let header = block.header();
-                let full = slot.complete(hash, header.parent, header.attrs());
+        let verified = block.verify_while_copying(hash, self.device.fingerprint(), copy);
+        self.written((source, index), verified.map(|block| *block.header()), slot)
+    }
+
+    /// The result of a block that was written, with its header if it is the requested one.
+    pub(super) fn written(
+        &self,
+        (source, index): (usize, usize),
+        verified: Result<Header, Corrupt>,
+        slot: PartialBlock,
+    ) -> WriteResult {
+        match verified {
+            Ok(header) if header.retention.is_expired(self.clock.now()) => WriteResult::Expired { source, index },
+            Ok(header) => {
+                let full = slot.complete(header.hash, header.parent, header.attrs());
                 let block = full.with_checksum(header.payload_checksum());
                 WriteResult::Written { source, index, block }
             }

@@ -181,6 +181,32 @@ async fn parts_that_are_dropped_at_once_come_through_one_buffer() {
     }
 }
 
+#[tokio::test]
+async fn a_large_part_in_pieces_comes_through_one_small_buffer() {
+    let part: Vec<u8> = (0..3 << 20).map(|at: usize| (at / 7) as u8).collect();
+    for (chunk, sent) in [(usize::MAX, 1 << 20), (100_000, 70_001)] {
+        let mut response = serve(chunked(&vec![part.clone(); 9], chunk), sent).send(b"GET ").await.unwrap();
+        let (mut begin, mut end) = (usize::MAX, 0);
+        for nth in 0..9 {
+            // The header of a block.
+            let mut at = response.take(133).await.unwrap().unwrap().len();
+            while at < part.len() {
+                let piece = response.take_piece(part.len() - at).await.unwrap().unwrap();
+                assert!(piece == part[at..at + piece.len()], "byte {at}");
+                at += piece.len();
+                // After the first one, which may begin in the buffer of the head.
+                if nth > 0 {
+                    begin = begin.min(piece.as_ptr() as usize);
+                    end = end.max(piece.as_ptr() as usize + piece.len());
+                }
+            }
+        }
+        assert!(end - begin <= BUFFER_BYTES, "{} bytes", end - begin);
+        assert_eq!(response.take_piece(1).await.unwrap(), None);
+        assert!(response.into_connection().unwrap().is_open());
+    }
+}
+
 #[test]
 fn the_last_end_of_a_part_is_found_once_one_was_read() {
     let mut ends = PartEnds::default();

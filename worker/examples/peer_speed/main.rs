@@ -1,7 +1,7 @@
 //! How fast the memory of a worker is read over HTTP/1.1, compared with raw loopback TCP.
 //!
 //! ```text
-//! cargo run --release -p worker --example peer_speed [-- --json]
+//! cargo run --release -p worker --example peer_speed [-- --block-kib 72 --block-kib 2048] [--json]
 //! ```
 //!
 //! Raw TCP: threads that write the bytes from memory, each to a connection of its own, and as many threads that read
@@ -9,23 +9,27 @@
 //! The peer: a server and a client with as many runtime threads each. Every block is verified (hash, fingerprint,
 //! checksum) by the task that reads it, as in onboarding. Its source is host memory (G2), whose checksums are known, or
 //! device memory (G1), of which the server computes them at the first read of a block: "first" and "again". `onboard`:
-//! the blocks are also written to the device memory of the client and registered. `mTLS`: server and client show each
+//! the blocks are also written to the device memory of the client and registered. `copy`: into the host memory of the
+//! client, which is what a worker that stops has others do. `mTLS`: server and client show each
 //! other certificates, and the bytes are encrypted. All are measured in turns; the results are medians, those of
 //! plaintext reads beside their goal. The processor time is that of both sides: with all cores busy, it decides.
+//! All is repeated for several sizes of blocks: those of the built-in model `small`, and those of real models.
 
-#[path = "../../transport/src/tests/authority.rs"]
+#[path = "../../../transport/src/tests/authority.rs"]
 #[expect(clippy::unwrap_used, reason = "shared with tests, where it is allowed")]
 mod authority;
+mod device;
 
 use authority::Authority;
+use device::Device;
 use futures::StreamExt;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use kvbm::{
-    Block, BlockAttrs, BlockManager, BlockReceiver, DeviceBlocks, Epoch, EventLog, Fingerprint, HostTier, Metrics,
-    SequenceHash, Tier,
+    Block, BlockAttrs, BlockManager, BlockReceiver, DeviceBlocks, Epoch, EventLog, Fingerprint, Header, HostTier,
+    Metrics, PieceReceiver, PieceVerifier, SequenceHash, Tier,
 };
 use serde_json::{Value, json};
 use std::convert::Infallible;
@@ -40,7 +44,6 @@ use std::time::Instant;
 use tokio::runtime::{Builder, Runtime as Tokio};
 use transport::{CertificateMetrics, ClientFiles, ClientTls, Identity, NamedFile, ServerFiles, ServerTls, Socket};
 use worker::handoff::Peers;
-use worker::llama::{Builtin, ModelSource, Runtime};
 use worker::plane::WorkerId;
 use worker::remote::{Credentials, RemotePeer, RequestServer};
 
@@ -50,6 +53,8 @@ type Result<T, E = Box<dyn StdError>> = std::result::Result<T, E>;
 const BYTES: usize = 192 << 20;
 const ROUNDS: usize = 7;
 const CONNECTIONS: [usize; 2] = [1, 4];
+/// Sizes of blocks in KiB, unless others are named: `small`, and models with 32 and 128 KiB for each token.
+const BLOCK_KIB: [usize; 3] = [72, 512, 2048];
 /// Bytes of one system call of raw TCP.
 const RAW_BYTES: usize = 1 << 20;
 
@@ -59,21 +64,23 @@ const GOAL: f64 = 0.8;
 const IN_G1: WorkerId = WorkerId(1);
 const IN_G2: WorkerId = WorkerId(2);
 
-/// A manager with room for all blocks, and its device.
+/// A manager with room for all blocks, its device, and its host memory if there is one.
 struct Memory {
     manager: BlockManager,
     device: Arc<dyn DeviceBlocks>,
+    host: Option<HostTier>,
 }
 
 impl Memory {
-    fn new(runtime: &Runtime, blocks: usize, has_host: bool) -> Result<Self> {
+    /// `host`: how many times as many blocks host memory has.
+    fn new(block: usize, blocks: usize, host: u64) -> Result<Self> {
         let metrics = Metrics::new(&prometheus::Registry::new())?;
-        let (device, log) = (runtime.memory(blocks)?.device(), Arc::new(EventLog::new(Epoch(1))));
-        let (block, bytes) = (runtime.block_bytes(), (blocks * runtime.block_bytes()) as u64);
-        let host = has_host.then(|| HostTier::new(2 * bytes, block, device.fingerprint(), log.clone(), &metrics));
-        let host = host.transpose()?;
-        let manager = BlockManager::new(Arc::clone(&device), host, Vec::new(), log, metrics);
-        Ok(Self { manager, device })
+        let device = Arc::new(Device::new(blocks, block)?) as Arc<dyn DeviceBlocks>;
+        let (log, bytes) = (Arc::new(EventLog::new(Epoch(1))), (blocks * block) as u64);
+        let new = || HostTier::new(host * bytes, block, device.fingerprint(), log.clone(), &metrics);
+        let host = (host > 0).then(new).transpose()?;
+        let manager = BlockManager::new(Arc::clone(&device), host.clone(), Vec::new(), log.clone(), metrics);
+        Ok(Self { manager, device, host })
     }
 
     /// Fills all slots.
@@ -211,18 +218,20 @@ fn raw(memory: &[u8], into: &mut [Vec<u8>]) -> Result<f64> {
 struct Verified {
     fingerprint: Fingerprint,
     hashes: Vec<SequenceHash>,
+    total: Arc<Total>,
+}
+
+/// What was verified.
+#[derive(Default)]
+struct Total {
     blocks: AtomicUsize,
     bytes: AtomicUsize,
 }
 
-impl Verified {
-    fn new(fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> Self {
-        Self { fingerprint, hashes, blocks: AtomicUsize::new(0), bytes: AtomicUsize::new(0) }
-    }
-
-    fn add(&self, block: &Block) {
+impl Total {
+    fn add(&self, bytes: usize) {
         self.blocks.fetch_add(1, Ordering::Relaxed);
-        self.bytes.fetch_add(block.payload.len(), Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 
@@ -231,8 +240,32 @@ impl BlockReceiver for Verified {
         if block.check(self.hashes[index], self.fingerprint).is_err() {
             return Some(block);
         }
-        self.add(&block);
+        self.total.add(block.payload.len());
         None
+    }
+
+    fn begin(&self, index: usize, header: &Header) -> Option<Box<dyn PieceReceiver>> {
+        let verifier = PieceVerifier::new(header, self.hashes[index], self.fingerprint).ok()?;
+        Some(Box::new(Pieces { verifier, total: Arc::clone(&self.total) }))
+    }
+}
+
+/// A large block, verified piece by piece.
+struct Pieces {
+    verifier: PieceVerifier,
+    total: Arc<Total>,
+}
+
+impl PieceReceiver for Pieces {
+    fn write(&mut self, bytes: &[u8]) -> bool {
+        self.verifier.update(bytes);
+        true
+    }
+
+    fn end(self: Box<Self>) {
+        if let Ok(header) = self.verifier.verify() {
+            self.total.add(header.length as usize);
+        }
     }
 }
 
@@ -240,17 +273,18 @@ impl BlockReceiver for Verified {
 async fn read(peer: Arc<dyn Tier>, fingerprint: Fingerprint, hashes: Vec<SequenceHash>) -> Result<f64> {
     // On a thread of the runtime, beside the tasks that read.
     let reading = tokio::spawn(async move {
-        let (began, verified) = (Instant::now(), Arc::new(Verified::new(fingerprint, hashes.clone())));
-        let mut blocks = peer.load_into(fingerprint, hashes.clone(), Arc::clone(&verified) as _);
+        let (began, total) = (Instant::now(), Arc::<Total>::default());
+        let verified = Arc::new(Verified { fingerprint, hashes: hashes.clone(), total: Arc::clone(&total) });
+        let mut blocks = peer.load_into(fingerprint, hashes.clone(), verified);
         while let Some((index, loaded)) = blocks.next().await {
             let block = loaded.map_err(|error| error.to_string())?.ok_or("a block is missing")?;
             block.check(hashes[index], fingerprint).map_err(|error| error.to_string())?;
-            verified.add(&block);
+            total.add(block.payload.len());
         }
-        if verified.blocks.load(Ordering::Relaxed) < hashes.len() {
+        if total.blocks.load(Ordering::Relaxed) < hashes.len() {
             return Err("a block is missing".to_owned());
         }
-        Ok::<_, String>(verified.bytes.load(Ordering::Relaxed) as f64 / began.elapsed().as_secs_f64())
+        Ok::<_, String>(total.bytes.load(Ordering::Relaxed) as f64 / began.elapsed().as_secs_f64())
     });
     Ok(reading.await??)
 }
@@ -266,6 +300,21 @@ async fn onboard(peer: &Arc<dyn Tier>, into: &Memory, hashes: &[SequenceHash]) -
         return Err(format!("{} of {} blocks were loaded", onboarded.blocks.len(), hashes.len()).into());
     }
     Ok((hashes.len() * into.device.block_bytes()) as f64 / took)
+}
+
+/// Bytes per second of copying all blocks into host memory, as a worker does for one that stops.
+async fn copy(peer: &Arc<dyn Tier>, into: &Memory, hashes: &[SequenceHash]) -> Result<f64> {
+    let host = into.host.as_ref().ok_or("there is no host memory")?;
+    for hash in hashes {
+        host.discard(into.device.fingerprint(), *hash);
+    }
+    let began = Instant::now();
+    let copied = into.manager.copy_to_host(Some(peer), hashes, || true).await?;
+    let took = began.elapsed().as_secs_f64();
+    if copied.blocks < hashes.len() {
+        return Err(format!("{} of {} blocks were copied", copied.blocks, hashes.len()).into());
+    }
+    Ok(copied.bytes as f64 / took)
 }
 
 /// One measurement.
@@ -296,15 +345,16 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// The rates with a number of connections and threads, in bytes per second.
-fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates: &Certificates) -> Result<Value> {
+/// The rates with a number of connections and threads and blocks of so many bytes, in bytes per second.
+fn measure(block: usize, connections: usize, raw_memory: &[u8], certificates: &Certificates) -> Result<Value> {
     let (server, client) = (runtime(connections)?, runtime(connections)?);
-    let hashes = hashes(BYTES / model.block_bytes());
-    let (in_g1, in_g2, into) = {
+    let hashes = hashes(BYTES / block);
+    let (in_g1, in_g2, into, into_host) = {
         let _runtime = server.enter();
-        let (in_g1, in_g2) = (Memory::new(model, hashes.len(), false)?, Memory::new(model, hashes.len(), true)?);
+        let (in_g1, in_g2) = (Memory::new(block, hashes.len(), 0)?, Memory::new(block, hashes.len(), 2)?);
         let _runtime = client.enter();
-        (in_g1, in_g2, Memory::new(model, hashes.len(), false)?)
+        // A copy takes at most a quarter of host memory.
+        (in_g1, in_g2, Memory::new(block, hashes.len(), 0)?, Memory::new(block, hashes.len(), 4)?)
     };
     server.block_on(async {
         in_g1.fill(&hashes).await?;
@@ -329,7 +379,7 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates:
     // For raw TCP: memory that stays in the cache, and as much as arrives.
     let (mut cached, mut kept) =
         (vec![vec![0; RAW_BYTES]; connections], vec![vec![0; BYTES / connections]; connections]);
-    let mut samples: [Vec<Sample>; 7] = Default::default();
+    let mut samples: [Vec<Sample>; 8] = Default::default();
     for round in 0..=ROUNDS {
         // Registered anew, so their checksums are not known.
         in_g1.empty()?;
@@ -341,6 +391,7 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates:
                 sample(read(Arc::clone(&g1), fingerprint, hashes.clone())).await?,
                 sample(read(Arc::clone(&g1), fingerprint, hashes.clone())).await?,
                 sample(onboard(&g2, &into, &hashes)).await?,
+                sample(copy(&g2, &into_host, &hashes)).await?,
                 sample(read(Arc::clone(&g2_tls), fingerprint, hashes.clone())).await?,
                 sample(async { raw(raw_memory, &mut kept) }).await?,
             ])
@@ -356,26 +407,56 @@ fn measure(model: &Runtime, connections: usize, raw_memory: &[u8], certificates:
         let cpu = samples.iter().map(|sample| sample.cpu).sum::<f64>() / (samples.len() * BYTES) as f64;
         json!({ "bytes_per_second": rate, "ratio": ratio, "cpu_seconds_per_gigabyte": cpu * 1e9 })
     };
-    let [raw, from_g2, from_g1, from_g1_again, onboard, from_g2_tls, raw_kept] = &samples;
+    let [raw, from_g2, from_g1, from_g1_again, onboard, copy, from_g2_tls, raw_kept] = &samples;
     Ok(json!({
-        "connections": connections, "block_bytes": model.block_bytes(), "bytes": BYTES, "goal_ratio": GOAL,
+        "connections": connections, "block_bytes": block, "bytes": BYTES, "goal_ratio": GOAL,
         "raw": of(raw, raw), "from_g2": of(from_g2, raw), "from_g1": of(from_g1, raw),
         "from_g1_again": of(from_g1_again, raw),
-        "onboard": of(onboard, raw), "from_g2_tls": of(from_g2_tls, raw), "raw_kept": of(raw_kept, raw),
+        "onboard": of(onboard, raw), "copy": of(copy, raw), "from_g2_tls": of(from_g2_tls, raw), "raw_kept": of(raw_kept, raw),
         "onboard_to_raw_kept": of(onboard, raw_kept)["ratio"],
     }))
+}
+
+/// What the command line asks for.
+struct Arguments {
+    block_kib: Vec<usize>,
+    is_json: bool,
+}
+
+impl Arguments {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut parsed = Self { block_kib: Vec::new(), is_json: false };
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--json" => parsed.is_json = true,
+                "--block-kib" => {
+                    let kib = arguments.next().ok_or("--block-kib needs a number")?.parse()?;
+                    if !(1..=BYTES >> 13).contains(&kib) {
+                        return Err(format!("--block-kib {kib} is not between 1 and {}", BYTES >> 13).into());
+                    }
+                    parsed.block_kib.push(kib);
+                }
+                other => return Err(format!("unknown argument {other}").into()),
+            }
+        }
+        if parsed.block_kib.is_empty() {
+            parsed.block_kib = BLOCK_KIB.to_vec();
+        }
+        Ok(parsed)
+    }
 }
 
 fn main() -> Result<()> {
     // As in the program: otherwise memory of large buffers would stay mapped between loads only here.
     kvbm::heap::return_large_allocations();
     let folder = tempfile::tempdir()?;
-    let model = Runtime::open(&ModelSource::Builtin(Builtin::Small), folder.path(), 1, &|_, _| {})?;
     let raw_memory: Vec<u8> = (0..BYTES).map(|at| (at * 31) as u8).collect();
     let certificates = Certificates::new(folder.path())?;
-    let rows = CONNECTIONS.map(|connections| measure(&model, connections, &raw_memory, &certificates));
-    let rows = rows.into_iter().collect::<Result<Vec<Value>>>()?;
-    if std::env::args().any(|argument| argument == "--json") {
+    let Arguments { block_kib, is_json } = Arguments::parse(std::env::args().skip(1))?;
+    let cases = block_kib.into_iter().flat_map(|kib| CONNECTIONS.map(|connections| (kib << 10, connections)));
+    let rows = cases.map(|(block, connections)| measure(block, connections, &raw_memory, &certificates));
+    let rows = rows.collect::<Result<Vec<Value>>>()?;
+    if is_json {
         println!("{:#}", json!(rows));
         return Ok(());
     }
@@ -391,6 +472,7 @@ fn main() -> Result<()> {
             ("read from G1, first", "from_g1", true),
             ("read from G1, again", "from_g1_again", true),
             ("onboard from G2", "onboard", false),
+            ("copy from G2 to G2", "copy", false),
             ("read from G2, mTLS", "from_g2_tls", false),
             ("raw TCP, bytes kept", "raw_kept", false),
         ] {
