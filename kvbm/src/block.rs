@@ -4,10 +4,10 @@
 //! Not here: where a block is stored (`tier`, `pool`), and the events about it (`event`).
 //!
 //! A stored block is a header and an opaque payload. Verification is in the type: a tier returns a [`Block`], and only
-//! [`Block::verify`] turns it into a [`Verified`], which may be copied to device memory. A payload that arrives in pieces
-//! goes through a [`PieceVerifier`]. A stored payload may be compressed, encrypted, or both. The checksum covers the
-//! stored payload, so that a tier can [check](Block::check) a block without decoding it; `verify` accepts only a payload
-//! in the engine's own format.
+//! [`Block::verify`] turns it into a [`Verified`], which may be copied to device memory. A payload that arrives in
+//! pieces goes through a [`PieceVerifier`]. A stored payload may be compressed, encrypted, or both. The checksum covers
+//! the stored payload, so that a tier can [check](Block::check) a block without decoding it; `verify` accepts only a
+//! payload in the engine's own format.
 
 mod corrupt;
 mod crc;

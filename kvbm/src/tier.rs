@@ -110,8 +110,8 @@ pub trait BlockReceiver: Send + Sync + 'static {
     /// async thread, so it MUST take no longer than copying the block does.
     fn take(&self, index: usize, block: Block) -> Option<Block>;
 
-    /// Takes a large block whose payload is about to arrive, by its index in the load, or returns `None`: then the block
-    /// is offered to [`take`](Self::take) once it is there. By default none is taken.
+    /// Takes a large block whose payload is about to arrive, by its index in the load, or returns `None`: then the
+    /// block is offered to [`take`](Self::take) once it is there. By default none is taken.
     fn begin(&self, _index: usize, _header: &Header) -> Option<Box<dyn PieceReceiver>> {
         None
     }

@@ -152,9 +152,9 @@ pub trait Engine: Send + Sync + 'static {
     }
 
     /// The engine may be in a process that is frozen, or whose machine is gone: discovery says that it has left, or an
-    /// answer is late. Its running requests may go on: a worker that drains, or cannot renew its lease, finishes them. An
-    /// engine in another process checks at once whether that process still answers, and fails the requests if it does
-    /// not. MUST NOT wait.
+    /// answer is late. Its running requests may go on: a worker that drains, or cannot renew its lease, finishes them.
+    /// An engine in another process checks at once whether that process still answers, and fails the requests if it
+    /// does not. MUST NOT wait.
     fn check_process(&self) {}
 
     /// What does not work although requests are served, as text for an operator. Answers may be slower, but none is

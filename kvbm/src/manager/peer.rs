@@ -115,8 +115,8 @@ const READ_AHEAD: usize = 16 << 10;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Passes bytes that are in no cache to `update`. A processor alone does not fetch far enough ahead of a checksum, which
-/// then waits for memory.
+/// Passes bytes that are in no cache to `update`. A processor alone does not fetch far enough ahead of a checksum,
+/// which then waits for memory.
 fn read_ahead(bytes: &[u8], update: &mut dyn FnMut(&[u8])) {
     let fetch = |piece: &[u8]| piece.iter().step_by(LINE).for_each(prefetch);
     let mut pieces = bytes.chunks(READ_AHEAD).peekable();

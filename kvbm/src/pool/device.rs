@@ -21,8 +21,8 @@ pub struct BlockId(pub u32);
 /// - `read_observed` and `write_observed` MUST pass every byte that they copy to `observe`, once and in order, in
 ///   pieces of any size.
 /// - `bytes` MUST return the bytes that `read` would copy, or nothing, for all slots alike.
-/// - `write_part` MUST copy where it returns `true`, and do so for all slots and parts alike. Parts of a slot that follow
-///   each other MUST have the effect of one `write_observed`.
+/// - `write_part` MUST copy where it returns `true`, and do so for all slots and parts alike. Parts of a slot that
+///   follow each other MUST have the effect of one `write_observed`.
 /// - `read` and `write` MAY block for the time of the copy; they are called off the async threads. Only where `bytes`
 ///   returns the slot, a block of a few MiB may be written on one.
 /// - The caller MUST NOT write a slot that another thread reads or writes at the same time. kvbm keeps this by

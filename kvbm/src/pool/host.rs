@@ -117,8 +117,8 @@ impl HostTier {
     }
 
     /// Copies device blocks into slots. `read` writes the bytes of a device block into a slot and passes them to an
-    /// observer on the way. Blocks for the time of the copies. All slots are allocated at once, and a chain is announced
-    /// as one event; if that allocation fails, blocks are copied one by one.
+    /// observer on the way. Blocks for the time of the copies. All slots are allocated at once, and a chain is
+    /// announced as one event; if that allocation fails, blocks are copied one by one.
     ///
     /// The checksum of a copy is that of the bytes that were read. It is compared with the one that is noted for the
     /// device block, and noted where there is none: bytes that have changed since get no valid checksum.

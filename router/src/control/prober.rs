@@ -37,8 +37,8 @@ const INTERVAL: Duration = Duration::from_millis(250);
 /// by its lease.
 const IDLE_TIME: Duration = Duration::from_secs(30);
 /// The same of a server, whose check computes no token, and of a worker that has stopped to report its load: the end of
-/// both shows in nothing else while the planes are away. Bounds: each router has another time between them, so that many
-/// routers do not ask a server or a worker at the same moment.
+/// both shows in nothing else while the planes are away. Bounds: each router has another time between them, so that
+/// many routers do not ask a server or a worker at the same moment.
 const SHORT_IDLE_TIMES: [Duration; 2] = [Duration::from_secs(3), Duration::from_secs(5)];
 /// A worker that takes longer for one token has failed.
 const TIMEOUT: Duration = Duration::from_secs(10);

@@ -48,8 +48,8 @@ struct PeerBooking {
 pub(crate) const HEARTBEAT: Duration = Duration::from_secs(1);
 /// A router without a message for this long has ended: three missed heartbeats.
 pub(crate) const PEER_TIMEOUT: Duration = Duration::from_secs(3);
-/// A booking of another router expires after this time: reports contain the request by then, and its end and all repeats
-/// of it may have been lost.
+/// A booking of another router expires after this time: reports contain the request by then, and its end and all
+/// repeats of it may have been lost.
 const BOOKING_TIMEOUT: Duration = Duration::from_mins(1);
 
 impl PeerRouters {

@@ -412,7 +412,8 @@ fn measure(block: usize, connections: usize, raw_memory: &[u8], certificates: &C
         "connections": connections, "block_bytes": block, "bytes": BYTES, "goal_ratio": GOAL,
         "raw": of(raw, raw), "from_g2": of(from_g2, raw), "from_g1": of(from_g1, raw),
         "from_g1_again": of(from_g1_again, raw),
-        "onboard": of(onboard, raw), "copy": of(copy, raw), "from_g2_tls": of(from_g2_tls, raw), "raw_kept": of(raw_kept, raw),
+        "onboard": of(onboard, raw), "copy": of(copy, raw), "from_g2_tls": of(from_g2_tls, raw),
+        "raw_kept": of(raw_kept, raw),
         "onboard_to_raw_kept": of(onboard, raw_kept)["ratio"],
     }))
 }

@@ -1,9 +1,10 @@
 //! The memory of a worker in another process, as a tier to read from: `POST /workers/<id>/blocks` over HTTP/1.1.
 //!
 //! Blocks are read over several connections at a time, each by a task of its own. The task offers a block to the
-//! receiver of the load, which verifies and copies it while its bytes are in the processor's cache: a small block when it
-//! has arrived, a large one piece by piece. Other blocks are verified by the caller, like those of any tier. Dropping the stream closes its connections. Which blocks of a
-//! prefill are computed is read from `GET /workers/<id>/handoffs/<handoff>`.
+//! receiver of the load, which verifies and copies it while its bytes are in the processor's cache: a small block when
+//! it has arrived, a large one piece by piece. Other blocks are verified by the caller, like those of any tier.
+//! Dropping the stream closes its connections. Which blocks of a prefill are computed is read from
+//! `GET /workers/<id>/handoffs/<handoff>`.
 
 mod connection;
 mod endpoint;

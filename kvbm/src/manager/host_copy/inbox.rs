@@ -1,5 +1,5 @@
-//! Blocks of one batch that are verified and written into G2: by the tasks that have read them, while their bytes are in
-//! the processor's cache, or on a blocking thread. They are registered together, when the batch has ended.
+//! Blocks of one batch that are verified and written into G2: by the tasks that have read them, while their bytes are
+//! in the processor's cache, or on a blocking thread. They are registered together, when the batch has ended.
 
 use crate::block::{Block, Corrupt, Date, Fingerprint, Header, PieceVerifier, SequenceHash};
 use crate::pool::{FullBlock, HostTier, PartialBlock};

@@ -83,9 +83,9 @@ const LIVE: &str = "/live";
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 /// Seconds for the answer to a check: long enough for a process that is only slow.
 const CHECK_SECONDS: u32 = 10;
-/// Seconds for the answer of a process that has left discovery, or is late. Workers are near, and compute on other threads than
-/// those that answer. If this time is too short, a stream is interrupted and continued on another worker; it loses no
-/// text.
+/// Seconds for the answer of a process that has left discovery, or is late. Workers are near, and compute on other
+/// threads than those that answer. If this time is too short, a stream is interrupted and continued on another worker;
+/// it loses no text.
 const LEFT_SECONDS: u32 = 2;
 /// Interval of the pings of HTTP/2, and half of their timeout. A process that shuts down takes no request on the
 /// connection, so no check. Other processes are found by a check, which is earlier.
@@ -126,7 +126,8 @@ impl Connections {
             tokio::spawn(async move {
                 if let Err(problem) = connection.check(LEFT_SECONDS).await {
                     let problem = problem.to_string();
-                    tracing::warn!(%worker, problem, "the worker has left or is late, and does not answer; its requests fail");
+                    let event = "the worker has left or is late, and does not answer; its requests fail";
+                    tracing::warn!(%worker, problem, "{event}");
                 }
             });
         }

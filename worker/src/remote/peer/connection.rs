@@ -55,8 +55,8 @@ enum Framing {
 /// Size of a buffer for parts of at most half the size. Those of all connections of a load stay in the second-level
 /// cache of a processor, and larger reads save few system calls. With 2 MiB the processor time is a third more.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Largest part that is read as a whole into a buffer of this size. Larger ones leave the cache before they are used, so
-/// they are better taken in pieces.
+/// Largest part that is read as a whole into a buffer of this size. Larger ones leave the cache before they are used,
+/// so they are better taken in pieces.
 pub(super) const MAX_CACHED_PART_BYTES: usize = BUFFER_BYTES / 2;
 /// Bytes of a piece at least, except at the end of its part: a checksum of less is slower.
 const MIN_PIECE_BYTES: usize = 32 << 10;

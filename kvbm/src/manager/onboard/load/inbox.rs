@@ -63,8 +63,8 @@ impl Written {
         self.slots.lock()
     }
 
-    /// Accepts no further blocks and pieces, and waits for those that are being written: for the time of a copy, so that
-    /// no slot stays allocated.
+    /// Accepts no further blocks and pieces, and waits for those that are being written: for the time of a copy, so
+    /// that no slot stays allocated.
     fn close(&self) {
         self.stop();
         self.ended.wait_while(&mut self.slots.lock(), |slots| slots.writing > 0);

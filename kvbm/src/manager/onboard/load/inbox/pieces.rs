@@ -22,8 +22,8 @@ pub(super) struct Arriving {
 }
 
 impl Arriving {
-    /// A block of the engine, with a slot that can be written in parts. `None`: the block is taken as a whole, or refused
-    /// then.
+    /// A block of the engine, with a slot that can be written in parts. `None`: the block is taken as a whole, or
+    /// refused then.
     pub(super) fn begin(inbox: &Inbox, index: usize, header: &Header, hash: SequenceHash) -> Option<Self> {
         let device = &inbox.core.device;
         if header.length != device.block_bytes() as u64 {
