@@ -160,9 +160,11 @@ impl CacheEvents {
                     let Some(level) = level(medium) else { continue };
                     match &mut held {
                         Some(held) => self.removed(level, held.clear(level)),
-                        None => self.models.read().iter().for_each(|model| {
-                            model.log.announce(BlockEvent::Cleared { level });
-                        }),
+                        None => {
+                            for model in self.models.read().iter() {
+                                model.log.announce(BlockEvent::Cleared { level });
+                            }
+                        }
                     }
                 }
             }
