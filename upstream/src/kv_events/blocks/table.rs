@@ -43,15 +43,12 @@ impl<E> Table<E> {
 
     /// Adds a block that is not known.
     pub(super) fn insert(&mut self, hash: EngineHash, entry: E) -> &mut E {
-        let position = match self.free.pop() {
-            Some(position) => {
-                self.entries[position as usize] = entry;
-                position
-            }
-            None => {
-                self.entries.push(entry);
-                self.entries.len() as u32 - 1
-            }
+        let position = if let Some(position) = self.free.pop() {
+            self.entries[position as usize] = entry;
+            position
+        } else {
+            self.entries.push(entry);
+            self.entries.len() as u32 - 1
         };
         self.positions.insert(hash, position);
         &mut self.entries[position as usize]
