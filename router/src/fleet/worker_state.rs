@@ -50,9 +50,15 @@ pub(crate) struct Worker {
     pub(crate) load: Arc<WorkerLoad>,
     /// Cancelled when its lease ends.
     pub(crate) lease_ended: CancellationToken,
+    run_state: Arc<RunState>,
+}
+
+/// What all entries of one run of a worker share. An entry is replaced when the role or the view of the cache changes;
+/// the outcomes of the requests that it has sent count for the next one.
+struct RunState {
     health: Mutex<Health>,
     /// Limits the log lines about it.
-    faults: Arc<FaultLog>,
+    faults: FaultLog,
     /// Time of its last output, in nanoseconds since `first_seen`.
     last_output: AtomicU64,
     /// Time until which it is checked although it has requests, in the same unit.
@@ -67,6 +73,20 @@ pub(crate) struct Worker {
 /// Time for which a worker is checked after a request for it: longer than the interval at which a request that is
 /// overdue asks again.
 const CHECKED_FOR: Duration = Duration::from_secs(3);
+
+impl RunState {
+    fn new() -> Self {
+        Self {
+            health: Mutex::default(),
+            faults: FaultLog::default(),
+            last_output: AtomicU64::new(0),
+            checked_until: AtomicU64::new(0),
+            max_num_seqs: AtomicU64::new(0),
+            has_measured_prefill: AtomicBool::new(false),
+            first_seen: Instant::now(),
+        }
+    }
+}
 
 impl Worker {
     /// A worker. `previous`: the same worker and epoch, joined earlier; its requests are still running.
@@ -93,13 +113,7 @@ impl Worker {
             estimated_cache: previous.map(|worker| worker.estimated_cache.clone()).unwrap_or_default(),
             load,
             lease_ended: previous.map(|worker| worker.lease_ended.clone()).unwrap_or_default(),
-            health: Mutex::new(previous.map(Self::health).unwrap_or_default()),
-            faults: previous.map(|worker| worker.faults.clone()).unwrap_or_default(),
-            last_output: AtomicU64::new(previous.map_or(0, |worker| worker.last_output.load(Ordering::Relaxed))),
-            checked_until: AtomicU64::new(previous.map_or(0, |worker| worker.checked_until.load(Ordering::Relaxed))),
-            max_num_seqs: AtomicU64::new(previous.map_or(0, Self::max_num_seqs)),
-            has_measured_prefill: AtomicBool::new(previous.is_some_and(Self::has_measured_prefill)),
-            first_seen: previous.map_or_else(Instant::now, |worker| worker.first_seen),
+            run_state: previous.map_or_else(|| Arc::new(RunState::new()), |worker| worker.run_state.clone()),
         }
     }
 
@@ -165,13 +179,13 @@ impl Worker {
 
     /// The change to log after an outcome: also that of before, if the rate limit did not admit its line.
     fn to_log(&self, transition: Option<Transition>, signal: HealthSignal) -> Option<Transition> {
-        let is_unlogged = || signal.is_failure() && !self.faults.is_logged() && self.is_failing();
+        let is_unlogged = || signal.is_failure() && !self.run_state.faults.is_logged() && self.is_failing();
         transition.or_else(|| is_unlogged().then_some(Transition::Opened))
     }
 
     /// The limit of log lines about it.
     pub(crate) fn faults(&self) -> &FaultLog {
-        &self.faults
+        &self.run_state.faults
     }
 
     /// Records a first output.
@@ -182,23 +196,23 @@ impl Worker {
 
     /// Records an output.
     pub(crate) fn record_output(&self, now: Instant) {
-        self.last_output.store(self.nanoseconds(now), Ordering::Relaxed);
+        self.run_state.last_output.store(self.nanoseconds(now), Ordering::Relaxed);
     }
 
     /// Time since it was seen first.
     fn nanoseconds(&self, at: Instant) -> u64 {
-        at.saturating_duration_since(self.first_seen).as_nanos() as u64
+        at.saturating_duration_since(self.run_state.first_seen).as_nanos() as u64
     }
 
     /// Whether it has returned an output since then.
     pub(crate) fn active_since(&self, then: Instant) -> bool {
-        self.first_seen + Duration::from_nanos(self.last_output.load(Ordering::Relaxed)) > then
+        self.run_state.first_seen + Duration::from_nanos(self.run_state.last_output.load(Ordering::Relaxed)) > then
     }
 
     /// Records the values of a report that the admission queue reads.
     pub(crate) fn reported(&self, load: &Load) {
-        self.max_num_seqs.store(load.sequences_max.into(), Ordering::Relaxed);
-        self.has_measured_prefill.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
+        self.run_state.max_num_seqs.store(load.sequences_max.into(), Ordering::Relaxed);
+        self.run_state.has_measured_prefill.store(load.prefill_tokens_per_second.is_some(), Ordering::Relaxed);
     }
 
     /// Whether a new request waits neither for queued prompts nor for blocks.
@@ -209,22 +223,22 @@ impl Worker {
 
     /// Sequences that it decodes at a time (`max_num_seqs`); 0 when unknown.
     pub(crate) fn max_num_seqs(&self) -> u64 {
-        self.max_num_seqs.load(Ordering::Relaxed)
+        self.run_state.max_num_seqs.load(Ordering::Relaxed)
     }
 
     /// Whether it has measured its prefill speed.
     pub(crate) fn has_measured_prefill(&self) -> bool {
-        self.has_measured_prefill.load(Ordering::Relaxed)
+        self.run_state.has_measured_prefill.load(Ordering::Relaxed)
     }
 
     /// Has it checked for the next seconds although it has requests, as often as if it were idle: one of them is
     /// overdue.
     pub(crate) fn request_checks(&self, now: Instant) {
-        self.checked_until.store(self.nanoseconds(now + CHECKED_FOR), Ordering::Relaxed);
+        self.run_state.checked_until.store(self.nanoseconds(now + CHECKED_FOR), Ordering::Relaxed);
     }
 
     fn has_requested_checks(&self, now: Instant) -> bool {
-        self.nanoseconds(now) < self.checked_until.load(Ordering::Relaxed)
+        self.nanoseconds(now) < self.run_state.checked_until.load(Ordering::Relaxed)
     }
 
     /// Whether its last health check has failed, and there was no output since.
@@ -246,7 +260,7 @@ impl Worker {
 
     /// When the health check that is due became due; `None` if none is. Those that were due first come first.
     pub(crate) fn probe_due(&self, idle: Duration, now: Instant) -> Option<Instant> {
-        let due = || self.health().probe_due(idle).unwrap_or(self.first_seen + idle);
+        let due = || self.health().probe_due(idle).unwrap_or(self.run_state.first_seen + idle);
         self.wants_probe(idle, now).then(due)
     }
 
@@ -275,7 +289,7 @@ impl Worker {
             let LoadStats { sequences, prompts, .. } = self.load.stats(now);
             sequences > 0 || prompts > 0
         };
-        self.first_seen <= since && !self.active_since(since) && !has_requests()
+        self.run_state.first_seen <= since && !self.active_since(since) && !has_requests()
     }
 
     /// Records the start of a health check.
@@ -315,11 +329,11 @@ impl Worker {
     }
 
     fn health(&self) -> Health {
-        *self.health.lock()
+        *self.run_state.health.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut Health)) -> Option<Transition> {
-        let mut health = self.health.lock();
+        let mut health = self.run_state.health.lock();
         let was_closed = health.is_closed();
         change(&mut health);
         // Decisions read the published load instead of taking this lock.

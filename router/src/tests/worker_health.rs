@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
-use worker::engine::{Engine, Error, Output, Readiness, Request, StopConditions};
+use worker::engine::{Engine, Error, Output, OutputStream, Readiness, Request, StopConditions};
 use worker::plane::{Event, EventBody, Events, Instance, Load, Role, RouterId, Source, WorkerId};
 use worker::serve::{Planes, Worker};
 
@@ -372,24 +372,40 @@ async fn models_are_listed_and_served_while_a_worker_is_down() {
     assert_eq!(b.requests(), 1);
 }
 
+/// A stream on the first of two workers. It is a real `Worker` around its engine, which changes its role when asked; the
+/// second one is busy, so that requests go to the first.
+async fn on_a_worker_with_roles(
+    harness: &Harness,
+    first: &Arc<FakeEngine>,
+    second: &Arc<FakeEngine>,
+) -> (Worker, watch::Sender<Load>, OutputStream) {
+    harness.report(second, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
+    let planes = Planes { discovery: harness.discovery.clone(), events: harness.events.clone() };
+    let (id, epoch, model) = (WorkerId(1), Epoch(1), first.models()[0].clone());
+    let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![], kv_cache: None };
+    let (reports, load) = watch::channel(Load::default());
+    let worker = Worker::start(&planes, instance, first.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
+    settle().await;
+    let stream = harness.ask(prompt(1, 100)).await.unwrap();
+    (worker, reports, stream)
+}
+
+/// Requests another role of the first worker.
+async fn change_role(harness: &Harness, role: Role) {
+    let body = EventBody::RoleRequest { worker: WorkerId(1), role };
+    harness.events.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
+    settle().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     let (harness, a, b) = two().await;
-    // The second worker is busy, so requests go to the first, which is a real `Worker` around its engine.
-    harness.report(&b, Load { waiting_tokens: 5000, running: 1, ..Load::default() });
-    let planes = Planes { discovery: harness.discovery.clone(), events: harness.events.clone() };
-    let (id, epoch, model) = (WorkerId(1), Epoch(1), a.models()[0].clone());
-    let instance = Instance { id, epoch, role: Role::Both, model, stores: vec![], kv_cache: None };
-    let (_load, load) = watch::channel(Load::default());
-    let _worker = Worker::start(&planes, instance, a.clone(), Arc::new(EventLog::new(epoch)), load).await.unwrap();
-    settle().await;
-    let mut stream = harness.ask(prompt(1, 100)).await.unwrap();
+    let (_worker, _reports, mut stream) = on_a_worker_with_roles(&harness, &a, &b).await;
+    let id = WorkerId(1);
     let (runs, role) = (harness.load(1), || harness.router.core.fleet.snapshot().get(id).unwrap().instance.role);
     assert_eq!((a.open(), b.open(), runs.1, role()), (1, 0, 1, Role::Both));
     for to in [Role::Prefill, Role::Decode] {
-        let body = EventBody::RoleRequest { worker: id, role: to };
-        harness.events.publish(Event { source: Source::Router(RouterId(0)), epoch: Epoch(0), body });
-        settle().await;
+        change_role(&harness, to).await;
         assert_eq!((role(), harness.load(1), a.open()), (to, runs, 1), "running requests continue and stay booked");
     }
     let mut ids = Vec::new();
@@ -400,6 +416,21 @@ async fn a_worker_that_changes_its_role_keeps_streams_and_load() {
     drop(stream);
     assert_eq!((ids, a.open(), harness.load(1)), (vec![1, 2], 0, (0, 0, 0)), "the booking ends with the stream");
     assert_eq!((is_ejected(&harness, 1), harness.metric("blockyard_router_retries_total")), (false, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fault_of_a_request_that_was_sent_before_a_change_of_the_role_counts() {
+    let (harness, a, b) = two().await;
+    a.set_behaviour(Behaviour::BreakLater(Error::Unresponsive("no answer".to_owned())));
+    let (_worker, _reports, stream) = on_a_worker_with_roles(&harness, &a, &b).await;
+    change_role(&harness, Role::Decode).await;
+    assert!(stream.all(async |item| item.is_ok()).await, "it is continued on the other one");
+    assert_eq!((a.requests(), b.requests()), (1, 1));
+    let worker = harness.router.core.fleet.snapshot().get(WorkerId(1)).unwrap().clone();
+    assert_eq!((worker.instance.role, worker.is_failing()), (Role::Decode, true));
+    // A check of the worker, as it is now, begins.
+    worker.probe_started(Instant::now());
+    assert!(is_ejected(&harness, 1));
 }
 
 /// Two servers, whose health checks compute nothing.
