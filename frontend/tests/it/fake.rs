@@ -247,6 +247,16 @@ pub(crate) async fn send(router: &Router, request: HttpRequest<Body>) -> TestRes
     TestResponse { status, headers, body: to_bytes(response.into_body(), usize::MAX).await.unwrap().to_vec() }
 }
 
+/// The answer to a health check, once the tokenizer is loaded: a busy machine takes longer than a check waits.
+pub(crate) async fn ready(router: &Router) -> TestResponse {
+    loop {
+        let answer = send(router, HttpRequest::get("/ready").body(Body::empty()).unwrap()).await;
+        if !String::from_utf8_lossy(&answer.body).contains("is being loaded") {
+            return answer;
+        }
+    }
+}
+
 /// A chat request with these fields besides a message.
 pub(crate) fn chat(fields: Value) -> HttpRequest<Body> {
     let mut body = serde_json::json!({ "model": "org/tiny", "messages": [{ "role": "user", "content": "hello" }] });

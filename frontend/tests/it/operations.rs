@@ -1,6 +1,6 @@
 //! Endpoints for operators.
 
-use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, say, send};
+use crate::fake::{FakeEngine, Step, TestResponse, card, chat, completion, first, last, ready, say, send};
 use async_openai::types::models::{ListModelResponse, Model};
 use axum::Router;
 use axum::body::Body;
@@ -36,7 +36,8 @@ async fn models_are_listed_and_found_by_an_id_with_a_slash() {
 async fn readiness_has_a_reason_and_liveness_is_independent() {
     let engine = FakeEngine::with_steps(vec![]);
     let router = engine.router();
-    for path in ["/live", "/ready", "/health", "/ping"] {
+    assert_eq!(ready(&router).await.status, 200);
+    for path in ["/live", "/health", "/ping"] {
         assert_eq!(get(&router, path).await.status, 200);
     }
     assert_eq!(get(&router, "/version").await.json()["version"], env!("CARGO_PKG_VERSION"));

@@ -1,7 +1,7 @@
 //! Changes of the key file, and files without keys.
 
-use super::setup::{engine, get};
-use crate::fake::send;
+use super::setup::engine;
+use crate::fake::ready;
 use crate::key_file::Keys;
 use crate::test_server::TestServer;
 use frontend::KeyFile;
@@ -70,9 +70,9 @@ async fn a_key_file_without_keys_is_listed_as_degraded() {
     let keys = Keys::new();
     fs::write(keys.path(), "").unwrap();
     let router = engine().router_with(keys.settings());
-    let ready = send(&router, get("/ready")).await;
-    let degraded = ready.json()["degraded"].to_string();
-    assert_eq!(ready.status, 200);
+    let answer = ready(&router).await;
+    let degraded = answer.json()["degraded"].to_string();
+    assert_eq!(answer.status, 200);
     assert!(degraded.contains("frontend.api_keys_file has no keys"), "{degraded}");
 }
 

@@ -1,7 +1,7 @@
 //! What a key allows: endpoints, models, and its tenant.
 
 use super::setup::{code, engine, get, server};
-use crate::fake::{chat, completion, post, send};
+use crate::fake::{chat, completion, post, ready, send};
 use crate::key_file::{Keys, with_key};
 use crate::relay::relayed;
 use axum::body::Body;
@@ -15,7 +15,8 @@ async fn every_endpoint_but_health_and_metrics_needs_a_key() {
     let keys = Keys::new();
     let key = keys.add("ci", |_| ());
     let router = engine().router_with(keys.settings());
-    for path in ["/live", "/ready", "/health", "/ping", "/metrics"] {
+    assert_eq!(ready(&router).await.status, 200);
+    for path in ["/live", "/health", "/ping", "/metrics"] {
         assert_eq!(send(&router, get(path)).await.status, 200, "{path}");
     }
     let paths = ["/v1/models", "/v1/models/org/tiny", "/version", "/v1/nothing", "/", "/metrics/", "/%6detrics"];
