@@ -112,7 +112,7 @@ pub use pool::device;
 pub use pool::{
     BlockId, BlockRef, CachedBlock, CachedBlocks, DeviceBlocks, FullBlock, HostTier, PartialBlock, WeakBlock,
 };
-pub use table::{HashIndex, Prefetcher, hugepages, prefetch, splitmix, swar};
+pub use table::{HashIndex, Prefetcher, hugepages, lazy_lines, prefetch, splitmix, swar};
 pub use tier::{
     BlockReceiver, Faults, Faulty, LoadError, Loaded, PieceReceiver, Quota, Quotas, StoreError, Tier, Usage,
 };

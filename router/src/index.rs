@@ -12,7 +12,7 @@
 //! token. A block has one position, however many holders hold it; a block that a holder lacks is a zero bit in that
 //! holder's mask. Lookups take no lock and do not wait: they read one `IndexSnapshot` (RCU), and each page under its
 //! seqlock. Events of one holder are applied in order. Events of different holders are applied concurrently; they
-//! contend for a page, or for a shard while its table is resized.
+//! contend for a page, or for a shard of the table.
 //!
 //! **Trust.** An event states that each of its blocks follows the one before it, and a lookup relies on this: if the
 //! last block of a run matches the prompt, the lookup counts the whole run. A holder that publishes wrong chains gets
@@ -26,6 +26,7 @@ mod arena;
 mod bits;
 mod digest;
 mod evict;
+mod group;
 mod holder;
 mod holder_digests;
 mod holder_set;
@@ -43,6 +44,7 @@ mod partition;
 mod position;
 mod publish;
 mod removals;
+mod resize;
 mod run;
 mod seqlock;
 mod sharded_table;
@@ -114,13 +116,12 @@ impl Index {
             directory: PageDirectory::default(),
             holders: Arc::default(),
         };
-        let table_bytes = snapshot.tables.iter().map(|table| table.bytes()).sum();
         Self {
             snapshot: ArcSwap::from_pointee(snapshot),
             update_lock: Mutex::default(),
             sharded_table,
             arena: Arena::new(),
-            bytes: Bytes { tables: AtomicUsize::new(table_bytes), ..Bytes::default() },
+            bytes: Bytes::default(),
             memory_limit: AtomicUsize::new(bytes),
             clock_hand: Mutex::default(),
             evicted_pages: AtomicU64::new(0),

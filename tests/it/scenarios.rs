@@ -312,14 +312,14 @@ async fn a_client_that_disconnects_stops_the_computation(layout: Layout) {
     assert!(generated < 10_000.0, "{generated} tokens were generated for a client that was gone");
 }
 
-/// The prompt of this seed begins with no block of another one of these tests.
+/// The prompts of this seed and of the next hundred begin with no block of another one of these tests.
 const HOT_SEED: u32 = 200;
 /// More than the 1,024 tokens of which demand is counted.
 const HOT_TOKENS: u32 = 1100;
 /// Blocks of the prefix that is copied.
 const SHARED_BLOCKS: u64 = 64;
 
-/// Two workers, of which a request gets the one of its session.
+/// Two workers, of which a request gets the one of its session, unless that is overloaded.
 fn two_workers(worker: &[&str], frontend: &[&str]) -> Options {
     let owned =
         |arguments: &[&str]| -> Vec<String> { arguments.iter().map(|argument| (*argument).to_owned()).collect() };
@@ -327,7 +327,7 @@ fn two_workers(worker: &[&str], frontend: &[&str]) -> Options {
     Options { roles: vec!["both:1", "both:1"], worker: owned(worker), frontend: owned(&frontend) }
 }
 
-/// Two workers: one that serves all requests for a prompt, and an idle one.
+/// Two workers: one that serves the requests for a prompt, and an idle one.
 struct Imbalance<'a> {
     deployment: &'a Deployment,
     /// The session of the first.
@@ -349,33 +349,54 @@ impl<'a> Imbalance<'a> {
         Self { deployment, busy, idle: sessions.pop_first().unwrap() }
     }
 
-    /// Asks for the prompt, twelve requests at a time, until the condition holds. With fewer, the steps of the busy
-    /// worker are little longer than those of an idle one, and a copy saves little.
-    async fn ask_until(&self, what: &str, condition: impl AsyncFn() -> bool) {
-        let mut body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 100, &self.busy);
-        body["stream"] = true.into();
-        for _ in 0..100 {
-            let mut streams = Vec::new();
-            for _ in 0..12 {
-                streams.push(Streamed::start(&self.deployment.api, &body).await);
-            }
-            for stream in streams {
-                stream.read_to_the_end().await;
-            }
-            if condition().await {
-                return;
+    /// Asks for one prompt after the other, until a copy of one has this outcome and the idle worker was not asked for
+    /// it. Returns that prompt. On a machine with much other load the steps of the busy worker may take so long that a
+    /// request of its session goes to the idle one, which then has the prompt in G1: as a copy, or as computed there.
+    async fn ask_until_copy(&self, outcome: &str) -> Vec<u32> {
+        for nth in 0..100 {
+            let counts = async || (self.copies(outcome).await, self.requests_to_idle().await);
+            let hot = prompt(HOT_SEED + nth, HOT_TOKENS);
+            let (copies, to_idle) = counts().await;
+            self.ask(&hot).await;
+            let (copies_after, to_idle_after) = counts().await;
+            if copies_after > copies && to_idle_after <= to_idle {
+                return hot;
             }
         }
-        panic!("{what}, after 1,200 requests");
+        panic!("no copy is {outcome}, after 1,200 requests for 100 prompts");
     }
 
-    /// The blocks of the prompt that the router knows to be in the host memory of the idle worker.
-    async fn copied_blocks(&self) -> u64 {
-        let body = for_session(&prompt(HOT_SEED, HOT_TOKENS), 1, &self.busy);
-        let (explained, _) = explained(self.deployment, &body).await;
+    /// Asks for a prompt, twelve requests at a time, and waits for the ends of these and of the copies that they
+    /// caused. With fewer, the steps of the busy worker are little longer than those of an idle one, and a copy saves
+    /// little.
+    async fn ask(&self, prompt: &[u32]) {
+        let mut body = for_session(prompt, 100, &self.busy);
+        body["stream"] = true.into();
+        let mut streams = Vec::new();
+        for _ in 0..12 {
+            streams.push(Streamed::start(&self.deployment.api, &body).await);
+        }
+        for stream in streams {
+            stream.read_to_the_end().await;
+        }
+        // Each copy is counted when it starts, and when it ends.
+        let counted = async || self.deployment.client().metric("blockyard_router_prefix_copies_total", "").await;
+        let all_ended = async || counted().await >= 2.0 * self.copies("started").await;
+        within_minutes("the copies end", all_ended).await;
+    }
+
+    /// The blocks of a prompt that the router knows to be in the host memory of the idle worker.
+    async fn copied_blocks(&self, prompt: &[u32]) -> u64 {
+        let (explained, _) = explained(self.deployment, &for_session(prompt, 1, &self.busy)).await;
         let candidates = explained["candidates"].as_array().unwrap();
         let idle = candidates.iter().find(|candidate| candidate["worker"] == self.idle.0.as_str());
         idle.map_or(0, |idle| idle["cached_blocks"]["g2"].as_u64().unwrap_or(0))
+    }
+
+    /// Requests that the router has sent to the idle worker.
+    async fn requests_to_idle(&self) -> f64 {
+        let label = format!("worker=\"{}\"", self.idle.0);
+        self.deployment.client().metric("blockyard_router_requests_total", &label).await
     }
 
     /// Copies that the router has counted with this outcome.
@@ -401,11 +422,10 @@ async fn explained(deployment: &Deployment, body: &Value) -> (Value, Value) {
 async fn a_hot_prefix_is_copied_to_an_idle_worker_before_a_request_needs_it(layout: Layout) {
     let Some(deployment) = Deployment::start(layout, two_workers(&[], &[])).await else { return };
     let load = Imbalance::new(&deployment).await;
-    load.ask_until("a copy is made", async || load.copies("complete").await > 0.0).await;
-    within_minutes("the router learns of the copy", async || load.copied_blocks().await >= SHARED_BLOCKS).await;
+    let hot = load.ask_until_copy("complete").await;
+    within_minutes("the router learns of the copy", async || load.copied_blocks(&hot).await >= SHARED_BLOCKS).await;
     let prefetched = deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await;
     assert!(prefetched >= SHARED_BLOCKS as f64, "{prefetched}");
-    let hot = prompt(HOT_SEED, HOT_TOKENS);
     let (_, there) = explained(&deployment, &for_session(&hot, 24, &load.busy)).await;
     let (decision, here) = explained(&deployment, &for_session(&hot, 24, &load.idle.1)).await;
     assert_eq!(decision["chosen"], load.idle.0.as_str(), "{decision}");
@@ -418,7 +438,7 @@ async fn a_worker_without_host_memory_gets_no_copy(layout: Layout) {
     let options = two_workers(&["--set", "tiers.g2=off"], &[]);
     let Some(deployment) = Deployment::start(layout, options).await else { return };
     let load = Imbalance::new(&deployment).await;
-    load.ask_until("a worker declines a copy", async || load.copies("no_memory").await > 0.0).await;
+    load.ask_until_copy("no_memory").await;
     assert!(load.copies("complete").await < 1.0);
     assert!(deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await < 1.0);
 }
@@ -428,11 +448,12 @@ async fn no_prefix_is_copied_ahead_of_demand_when_that_is_off(layout: Layout) {
     let Some(deployment) = Deployment::start(layout, options).await else { return };
     let load = Imbalance::new(&deployment).await;
     // More than a copy takes that is made.
+    let hot = prompt(HOT_SEED, HOT_TOKENS);
     for _ in 0..3 {
-        load.ask_until("once", async || true).await;
+        load.ask(&hot).await;
     }
-    assert_eq!(load.copied_blocks().await, 0);
     assert!(load.copies("started").await < 1.0);
+    assert!(deployment.worker_metric("blockyard_worker_prefetched_blocks_total", "").await < 1.0);
 }
 
 /// Longest difference in cost of workers that are taken as equal, in seconds.

@@ -18,14 +18,15 @@ const CHECKED: usize = 2000;
 /// Sparse memory is measured with every block removed except one in this many.
 const PUNCHED: u64 = 9;
 
-/// Millions of block operations per second until the last one is visible: filling an empty index, and churn.
+/// Millions of block operations per second until the last one is visible, and nanoseconds of CPU time of all threads
+/// per block operation: filling an empty index, and churn.
 pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
     let index = I::new(size);
     let lanes = if I::QUEUES { 1 } else { size.threads };
-    let rate = |events: &[Event]| {
+    let measure = |events: &[Event]| {
         let lane = |lane| events.iter().filter(move |event| event.worker as usize % lanes == lane).copied();
         let lanes: Vec<Vec<Event>> = (0..lanes).map(|at| lane(at).collect()).collect();
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), cpu_seconds());
         std::thread::scope(|scope| {
             for lane in &lanes[1..] {
                 scope.spawn(|| lane.iter().for_each(|event| workload.apply(&index, event)));
@@ -33,10 +34,17 @@ pub(crate) fn apply<I: Index>(workload: &Workload, size: Size) -> Value {
             lanes[0].iter().for_each(|event| workload.apply(&index, event));
         });
         index.drain();
-        Workload::operations(events) as f64 / start.elapsed().as_secs_f64() / 1e6
+        let operations = Workload::operations(events) as f64;
+        (operations / start.elapsed().as_secs_f64() / 1e6, (cpu_seconds() - cpu) / operations * 1e9)
     };
     let (fill, churn) = workload.events.split_at(workload.churn);
-    json!({ "fill_mops": rate(fill), "churn_mops": rate(churn) })
+    let ((fill_mops, fill_cpu_ns), (churn_mops, churn_cpu_ns)) = (measure(fill), measure(churn));
+    json!({
+        "fill_mops": fill_mops,
+        "fill_cpu_ns": fill_cpu_ns,
+        "churn_mops": churn_mops,
+        "churn_cpu_ns": churn_cpu_ns,
+    })
 }
 
 /// Latency of lookups of recent prompts while nothing else runs.
@@ -196,6 +204,14 @@ pub(crate) fn resident() -> Result<i64> {
     let statm = std::fs::read_to_string("/proc/self/statm").context("/proc/self/statm")?;
     let pages: i64 = statm.split(' ').nth(1).context("statm has a second field")?.parse()?;
     Ok(pages * page_bytes())
+}
+
+/// CPU time of all threads of this process so far, in seconds.
+fn cpu_seconds() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the function writes to `time`, which is valid. This clock always exists on Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 fn page_bytes() -> i64 {

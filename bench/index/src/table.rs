@@ -6,13 +6,19 @@ use serde_json::{Value, json};
 /// A row: title, measurement, names of the values, number of decimals.
 type Row = (&'static str, What, &'static [&'static str], usize);
 
-const ROWS: [Row; 16] = [
+const ROWS: [Row; 22] = [
     ("apply, fill, 1 thread, M block ops/s", What::Apply1, &["fill_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Apply1, &["fill_cpu_ns"], 1),
     ("apply, fill, 2 threads, M block ops/s", What::Apply2, &["fill_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Apply2, &["fill_cpu_ns"], 1),
     ("apply, churn, 1 thread, M block ops/s", What::Apply1, &["churn_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Apply1, &["churn_cpu_ns"], 1),
     ("apply, churn, 2 threads, M block ops/s", What::Apply2, &["churn_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Apply2, &["churn_cpu_ns"], 1),
     ("churn, evicted one by one, 1 thread, M ops/s", What::Singles1, &["churn_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Singles1, &["churn_cpu_ns"], 1),
     ("churn, evicted one by one, 2 threads, M ops/s", What::Singles2, &["churn_mops"], 1),
+    ("  the same, ns of CPU time per op", What::Singles2, &["churn_cpu_ns"], 1),
     ("lookup at rest, p50 / p99 / p99.9 µs", What::Lookup, &["p50_us", "p99_us", "p999_us"], 1),
     ("lookup in churn, p50 / p99 / p99.9 µs", What::Concurrent, &["p50_us", "p99_us", "p999_us"], 1),
     ("lookups in churn, 1000/s", What::Concurrent, &["lookups_per_s"], 0),

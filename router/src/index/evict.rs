@@ -22,7 +22,6 @@ const BATCH: usize = 8;
 #[derive(Default)]
 #[repr(align(128))]
 pub(super) struct Bytes {
-    pub(super) tables: AtomicUsize,
     pub(super) holder_sets: AtomicUsize,
     pub(super) holder_pages: AtomicUsize,
 }
@@ -48,7 +47,7 @@ impl Index {
 
     /// Allocated bytes, including unused space in tables and chunks.
     pub fn bytes(&self) -> usize {
-        self.arena.bytes() + self.bytes.tables.load(Ordering::Relaxed) + self.bytes.other()
+        self.arena.bytes() + self.sharded_table.bytes() + self.bytes.other()
     }
 
     /// Evicts pages until the index is within its limit or is empty. Returns the number of evicted pages.
@@ -121,7 +120,7 @@ impl Index {
     /// Bytes in use. Tables count as allocated, and at least with what their entries need.
     fn used_bytes(&self) -> usize {
         let entries = self.sharded_table.entries() * ENTRY_BYTES;
-        self.arena.used() * PAGE_BYTES + entries.max(self.bytes.tables.load(Ordering::Relaxed)) + self.bytes.other()
+        self.arena.used() * PAGE_BYTES + entries.max(self.sharded_table.bytes()) + self.bytes.other()
     }
 
     /// Updates the byte counter after a change of a holder's page sets, and prunes evicted pages if there are many.

@@ -22,7 +22,7 @@ const NEW_PAGE_MIN: usize = 16;
 
 impl Index {
     /// Appends new hashes to pages and enters them in the tables. Returns the hashes that a concurrent writer entered
-    /// first.
+    /// first. Hashes for which a table has no space are left out, as evicted ones are.
     pub(super) fn insert(
         &self,
         state: &HolderState,
@@ -38,20 +38,18 @@ impl Index {
         let same = |hash, position: Position| {
             self.snapshot.load().page(position.page()).is_some_and(|page| page.has(position.offset(), hash))
         };
-        let refused = self.sharded_table.insert(
-            &self.snapshot.load(),
-            &entries,
-            same,
-            |positions| self.hashes_at(positions),
-            |shard, table| self.set_table(shard, table),
-        );
+        let refused = self.sharded_table.insert(&entries, same, |positions| self.hashes_at(positions));
         let snapshot = self.snapshot.load();
-        for Entry { position, .. } in &refused {
+        for Entry { position, .. } in refused.known.iter().chain(&refused.full) {
             let Some(page) = snapshot.page(position.page()) else { continue };
             let _guard = page.lock();
             // The entry was refused, so lookups never reached this position and no other holder is a holder of it.
             let dead = self.take(state, pages, holder_level, (position.page(), page), 1 << position.offset());
             page.set_unindexed(dead);
+        }
+        if !refused.full.is_empty() {
+            // The holder has these blocks, and the index does not.
+            state.digests.evict(holder_level.level(), 0, 0);
         }
         for number in pinned {
             let Some(page) = snapshot.page(number) else { continue };
@@ -60,7 +58,7 @@ impl Index {
             page.set_clock(ClockState::Cold);
             self.reclaim_page(number, page);
         }
-        refused.into_iter().map(|entry| entry.hash).collect()
+        refused.known.into_iter().map(|entry| entry.hash).collect()
     }
 
     /// Appends new hashes to pages, and adds an entry for each of them. Returns the numbers of these pages, which stay

@@ -1,7 +1,6 @@
 //! The key of a block hash in the hash tables: its shard, and the bits that are compared within it.
 
-/// Number of shards. Writers seldom contend for one of eight, resizing one is short, and each soon is large enough for
-/// huge pages.
+/// Number of shards. Writers seldom contend for one of eight, and each soon is large enough for huge pages.
 pub(super) const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 3;
 

@@ -7,15 +7,56 @@ use loom::thread;
 use seqlock::SeqLock;
 use spin_lock::SpinLock;
 use sync::{AtomicU64, Ordering};
-use table::Table;
+use table::{Inserted, Table};
 
 mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const MAX_READ_ATTEMPTS: usize = 2;
-    pub(crate) const HUGE_PAGE: usize = 1 << 21;
+    pub(crate) const BUCKET_BITS: u32 = 1;
+    /// Tags change when the only bucket is divided, and not when two are.
+    pub(crate) const TAG_LEVELS: u32 = 2;
+    /// One bucket, so that each becomes accessible by itself.
+    pub(crate) const HUGE_PAGE: usize = size_of::<CacheLine>() << BUCKET_BITS;
 
-    pub(crate) fn advise_hugepages<T>(_memory: *const [T]) {}
+    /// As `kvbm::lazy_lines`, with other atomics.
+    pub(crate) struct CacheLine {
+        pub(crate) words: [AtomicU64; 3],
+        pub(crate) halves: [AtomicU32; 10],
+    }
+
+    /// A few lines that are always accessible.
+    pub(crate) struct LazyLines(Vec<CacheLine>);
+
+    impl LazyLines {
+        pub(crate) fn reserve(_len: usize, min: usize) -> Self {
+            let line = || CacheLine {
+                words: std::array::from_fn(|_| AtomicU64::new(0)),
+                halves: std::array::from_fn(|_| AtomicU32::new(0)),
+            };
+            Self((0..3 * min).map(|_| line()).collect())
+        }
+
+        pub(crate) fn allow(&self, len: usize) -> bool {
+            len <= self.0.len()
+        }
+
+        pub(crate) fn collapse(&self, range: std::ops::Range<usize>) {
+            assert!(range.end <= self.0.len(), "the lines are in the array");
+        }
+
+        pub(crate) fn release(&self, range: std::ops::Range<usize>) {
+            assert!(range.end <= self.0.len(), "the lines are in the array");
+        }
+    }
+
+    impl std::ops::Deref for LazyLines {
+        type Target = [CacheLine];
+
+        fn deref(&self) -> &[CacheLine] {
+            &self.0
+        }
+    }
 
     pub(crate) fn prefetch_for_write<T>(_value: &T) {}
 
@@ -24,9 +65,17 @@ mod sync {
     }
 }
 
+#[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
+#[path = "group.rs"]
+mod group;
+
 #[expect(clippy::duplicate_mod, dead_code, reason = "the same text over other atomics, and not all of it in a test")]
 #[path = "table.rs"]
 mod table;
+
+#[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
+#[path = "resize.rs"]
+mod resize;
 
 #[expect(clippy::duplicate_mod, reason = "the same text over other atomics")]
 #[path = "seqlock.rs"]
@@ -89,18 +138,23 @@ fn a_spin_lock_is_exclusive_and_orders_its_holders() {
     });
 }
 
+/// Inserts an entry that the table does not have.
+fn put(table: &Table, key: u64, position: u32) -> Inserted {
+    table.insert(table.state(Ordering::Relaxed).place(key), position, |_| false)
+}
+
 #[test]
 fn an_entry_is_found_while_its_neighbours_change() {
     explore(|| {
-        let table = Arc::new(Table::new(0));
+        let table = Arc::new(Table::new());
         // These fill the home group, so the last of eleven overflows.
         for position in 64..75 {
-            table.insert(7, position, |_| false);
+            put(&table, 7, position);
         }
         let writer = table.clone();
         let writer = thread::spawn(move || {
-            assert!(writer.remove(7, 66));
-            assert!(writer.insert(7, 100, |_| false));
+            assert!(writer.remove(writer.state(Ordering::Relaxed).place(7), 66));
+            assert_eq!(put(&writer, 7, 100), Inserted::New);
         });
         assert_eq!(table.find(7, |position| position == 74), Some(74));
         writer.join().unwrap();
@@ -108,14 +162,80 @@ fn an_entry_is_found_while_its_neighbours_change() {
     });
 }
 
+/// The key of a position in a table whose buckets are divided by this address bit: odd positions belong to the second
+/// half.
+fn key_of(position: u32, bit: u32) -> u64 {
+    u64::from(position % 2) << (u64::BITS - 8 - sync::BUCKET_BITS + bit)
+}
+
+fn keys(positions: &[u32], bit: u32) -> Vec<u64> {
+    positions.iter().map(|position| key_of(*position, bit)).collect()
+}
+
+/// Divides the first of `1 << level` buckets while a reader looks for an entry of each half.
+fn divide_under_a_reader(level: u32) {
+    explore(move || {
+        let table = Arc::new(Table::new());
+        (0..level).for_each(|_| table.grow(|positions| keys(positions, level)));
+        for position in [64, 65] {
+            assert_eq!(put(&table, key_of(position, level), position), Inserted::New);
+        }
+        let writer = table.clone();
+        let writer = thread::spawn(move || writer.grow(|positions| keys(positions, level)));
+        for position in [65, 64] {
+            assert_eq!(table.find(key_of(position, level), |here| here == position), Some(position));
+        }
+        writer.join().unwrap();
+        assert_eq!(table.buckets(), (1 << level) + 1);
+        for position in [65, 64] {
+            assert_eq!(table.find(key_of(position, level), |_| true), Some(position));
+        }
+    });
+}
+
+/// Merges that bucket again.
+fn merge_under_a_reader(level: u32) {
+    explore(move || {
+        let table = Arc::new(Table::new());
+        put(&table, key_of(65, level), 65);
+        (0..=level).for_each(|_| table.grow(|positions| keys(positions, level)));
+        let writer = table.clone();
+        let writer = thread::spawn(move || assert!(writer.shrink(|positions| keys(positions, level))));
+        assert_eq!(table.find(key_of(65, level), |here| here == 65), Some(65));
+        writer.join().unwrap();
+        assert_eq!(table.buckets(), 1 << level);
+        assert_eq!(table.find(key_of(65, level), |_| true), Some(65));
+    });
+}
+
+#[test]
+fn an_entry_is_found_while_its_bucket_is_divided_and_tags_change() {
+    divide_under_a_reader(0);
+}
+
+#[test]
+fn an_entry_is_found_while_its_bucket_is_divided_by_tags() {
+    divide_under_a_reader(1);
+}
+
+#[test]
+fn an_entry_is_found_while_its_bucket_is_merged_and_tags_change() {
+    merge_under_a_reader(0);
+}
+
+#[test]
+fn an_entry_is_found_while_its_bucket_is_merged_by_tags() {
+    merge_under_a_reader(1);
+}
+
 #[test]
 fn a_block_is_written_before_its_entry() {
     explore(|| {
-        let shared = Arc::new((Table::new(0), AtomicU64::new(0)));
+        let shared = Arc::new((Table::new(), AtomicU64::new(0)));
         let writer = shared.clone();
         let writer = thread::spawn(move || {
             writer.1.store(5, Ordering::Relaxed);
-            writer.0.insert(7, 64, |_| false);
+            put(&writer.0, 7, 64);
         });
         if shared.0.find(7, |_| true).is_some() {
             assert_eq!(shared.1.load(Ordering::Relaxed), 5);

@@ -5,21 +5,12 @@ use super::arena::ChunkChange;
 use super::holder::Holder;
 use super::holder_state::HolderState;
 use super::snapshot::IndexSnapshot;
-use super::table::Table;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 impl Index {
     /// The state of a registered holder.
     pub(super) fn holder_state(&self, holder: Holder) -> Option<Arc<HolderState>> {
         self.snapshot.load().holders.get(holder).cloned()
-    }
-
-    /// Replaces the table of a shard.
-    pub(super) fn set_table(&self, shard: usize, table: Arc<Table>) {
-        let bytes = table.bytes();
-        let former = self.update(|snapshot| std::mem::replace(&mut snapshot.tables[shard], table)).bytes();
-        self.bytes.tables.fetch_add(bytes.wrapping_sub(former), Ordering::Relaxed);
     }
 
     /// Adds or removes a chunk of pages.

@@ -1,24 +1,24 @@
 //! The immutable state that a lookup reads (RCU: readers load a pointer to it, writers replace it).
 //!
-//! Large parts are shared between successive snapshots. A snapshot is replaced when a table is resized, a chunk of
-//! pages is allocated or freed, or a holder joins or leaves. A reader of an old snapshot may miss newer blocks. It
+//! Large parts are shared between successive snapshots; the tables change in place. A snapshot is replaced when a chunk
+//! of pages is allocated or freed, or a holder joins or leaves. A reader of an old snapshot may miss newer blocks. It
 //! never returns a removed block, because it compares the hash at each position that it reads.
 
 use super::bits::Bits;
 use super::holder::{Holder, HolderId};
 use super::holder_state::{HolderMap, HolderState};
-use super::key::{Key, SHARDS};
+use super::key::Key;
 use super::page::{ClockState, Hashes, Head, LINE_HASHES, Page};
 use super::position::Position;
-use super::sync::prefetch;
-use super::table::Table;
+use super::sharded_table::Tables;
+use super::sync::{Ordering, prefetch};
 use std::sync::Arc;
 use worker::plane::StoreId;
 
 /// A snapshot of the index.
 #[derive(Clone)]
 pub(super) struct IndexSnapshot {
-    pub(super) tables: [Arc<Table>; SHARDS],
+    pub(super) tables: Arc<Tables>,
     pub(super) directory: PageDirectory,
     pub(super) holders: Arc<HolderDirectory>,
 }
@@ -127,7 +127,8 @@ impl IndexSnapshot {
     /// Prefetches the table entry of a hash.
     pub(super) fn prefetch(&self, hash: u64) {
         let key = Key::of(hash);
-        self.tables[key.shard].prefetch(key.bits);
+        let table = &self.tables[key.shard];
+        table.prefetch(table.state(Ordering::Acquire).place(key.bits));
     }
 
     /// Loads the page lines of hashes whose table entries were [prefetched](Self::prefetch).

@@ -1,271 +1,288 @@
-//! A hash table from block hashes to positions, which is read without a lock while one thread writes.
+//! A hash table from block hashes to positions, which is read without a lock while one thread writes, and which grows
+//! and shrinks in place, one bucket at a time (linear hashing, Litwin 1980).
 //!
-//! Slots form groups of ten, one cache line each, with a 16-bit tag per slot (as in Swiss tables and F14): fifteen bits
-//! of the key, and one bit that is set for every used slot. One SIMD-within-a-register comparison of all tags finds the
-//! slots that may match, or an empty slot; a false match is rare. An entry is in the group that its key selects (its
-//! home), or in one of the following groups if that one is full. Beside the tags each group counts the entries that
-//! overflowed it; a reader probes the next group only if there are any. An entry has a position and no hash: the reader
-//! compares the hash at that position.
+//! A bucket is a memory page of [groups](Group). The key selects a bucket, and a group in it (its home). An entry is in
+//! its home or, if that is full, in one of the following groups of the bucket, around its end. Each group counts the
+//! entries that overflowed it; a reader probes the next group only if there are any.
 //!
-//! **Resizing.** A table is replaced by one of twice or half the size. The bits of a tag are the bits of the key below
-//! those that select the group. So the tag decides which of two new groups an entry goes to, without reading its hash;
-//! this costs one known bit of the tag. Entries that may have overflowed must be inserted again by hash. If too few
-//! bits of the tags are known, all entries must.
+//! **Size.** A table at level *n* has 2^*n* buckets, and some more: the buckets before `split` were divided in two, of
+//! which the second is 2^*n* buckets further. Once all are divided, the level rises. The lowest *n* address bits of a
+//! key are its bucket at level *n*. See [`resize`](super::resize) for the division of a bucket.
 //!
-//! **Ordering.** A slot is one word. The writer stores the block at a position, then the slot, then the tag, the latter
-//! two with release; the reader loads both with acquire. A reader sees a slot without a tag only if it loaded an older
-//! tag, and then it compares the hash. Overflow counters are raised before an entry is inserted and lowered after it
-//! was removed, and an entry never moves within a table. So a reader finds each entry that is there when it starts and
-//! is not removed meanwhile. Writers are serialized by a lock of the caller.
+//! **Tags.** A tag has sixteen address bits of the key. Among the first [`TAG_LEVELS`] of them is the bit that decides
+//! where the entry goes when its bucket is divided, so that is known without reading its hash. The bits before that one
+//! are the same in the whole bucket. Where they would become too many, each entry gets a tag of later bits when its
+//! bucket is divided: the window of a bucket's tags depends on its level.
+//!
+//! **Ordering.** Overflow counters are raised before an entry is inserted and lowered after it was removed. An entry
+//! moves only while its bucket is divided or merged, which the state says from before the first change until after the
+//! last. It is then at its new place before it is gone from the old one, so a reader looks at the old place, then at
+//! the new one. A reader that finds nothing loads the state again, and starts again if the state has changed: whoever
+//! sees an entry gone sees the state that announced the move. So a reader finds each entry that is there when it
+//! starts and is not removed meanwhile. Writers are serialized by a lock of the caller.
 
-use super::sync::{AtomicU32, AtomicU64, HUGE_PAGE, Ordering, advise_hugepages, prefetch_for_write};
-use kvbm::swar::{self, BITS as TAG_BITS, LANES, WORDS};
+use super::group::{EMPTY, Group, SLOTS, SlotSet, TAG_MASK};
+use super::sync::{AtomicU64, BUCKET_BITS, CacheLine, HUGE_PAGE, LazyLines, Ordering, TAG_LEVELS, prefetch_for_write};
 
-/// A hash table.
+/// A hash table. Alone on its cache lines: readers of other tables do not wait for changes of its state.
+#[repr(align(128))]
 pub(crate) struct Table {
-    groups: Vec<Group>,
-    /// Size, as a power of two times the smallest size.
-    doublings: u32,
-    /// Mask of the known bits of a tag.
-    known_bits: u32,
+    state: AtomicU64,
+    lines: LazyLines,
 }
 
-#[repr(align(64))]
-struct Group {
-    /// A tag per slot. The remaining bits of the last word are the overflow counter.
-    tags: [AtomicU64; WORDS],
-    slots: [AtomicU32; SLOTS],
-}
-
-/// The content of a new group.
-#[derive(Clone, Copy, Default)]
-struct GroupBuilder {
-    tags: [u64; WORDS],
-    slots: [u32; SLOTS],
-    len: usize,
-}
-
-/// The tags and the overflow counter of a group.
-#[derive(Clone, Copy)]
-struct Tags([u64; WORDS]);
-
-/// A set of slots of a group, a bit for each.
+/// Number of buckets, and whether one of them is being divided or merged. Every value is used once.
+///
+/// From the lowest bit: `split`; the level; the first address bits of tags at this level and at the next one; the
+/// motion; a version.
 #[derive(Clone, Copy, PartialEq)]
-struct SlotSet(u32);
+pub(crate) struct State(u64);
 
-/// Slots per cache line, beside their tags.
-const SLOTS: usize = 10;
-/// Bytes per slot, including its part of the tags.
-pub(crate) const SLOT_BYTES: f64 = size_of::<Group>() as f64 / SLOTS as f64;
-/// Offset of the overflow counter in the last word.
-const OVERFLOW_SHIFT: u32 = (SLOTS % LANES) as u32 * TAG_BITS;
-/// Groups of the smallest table: multiplied by a power of two this nearly fills huge pages.
-const MIN_GROUPS: usize = 63;
-/// Bytes per huge page that are left for the allocator's metadata.
-const ALLOCATOR_RESERVE: usize = 4096;
-/// Tag of an empty slot.
-const EMPTY: u32 = 0;
-/// All bits of a tag.
-const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
-/// Smallest number of known bits of a tag. With these, one lookup of an absent hash in eight hundred reads a page in
-/// vain.
-const MIN_KNOWN_BITS: u32 = 12;
-
-impl SlotSet {
-    const NONE: Self = Self(0);
-
-    fn first(self) -> usize {
-        (self.0.trailing_zeros() as usize).min(SLOTS - 1)
-    }
-
-    fn without_first(self) -> Self {
-        Self(self.0 & (self.0 - 1))
-    }
+/// What is being done to the bucket [`State::split`].
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Motion {
+    None,
+    Dividing,
+    Merging,
 }
 
-impl Tags {
-    /// Slots with this tag.
+/// Where a key belongs in a table of some size: the number of its home, counted through all buckets, and its tag.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(super) home: u32,
+    pub(super) tag: u32,
+}
+
+/// Outcome of an insertion.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Inserted {
+    /// The entry is in the table now.
+    New,
+    /// The table has an entry with the same key for the same block.
+    Known,
+    /// The bucket is full. Good hashes never fill one.
+    Full,
+}
+
+/// Groups per bucket.
+pub(crate) const GROUPS: usize = 1 << BUCKET_BITS;
+/// Slots per bucket.
+pub(crate) const BUCKET_SLOTS: usize = GROUPS * SLOTS;
+/// Bytes per bucket.
+pub(crate) const BUCKET_BYTES: usize = GROUPS * size_of::<CacheLine>();
+/// Largest level: eight tables then have a billion entries, and have reserved 16 GiB of addresses.
+pub(super) const MAX_LEVEL: u32 = 19;
+/// The bit that is set in a tag without address bits, since 0 is the tag of empty slots. It never decides.
+const HIGHEST_TAG_BIT: u32 = TAG_MASK / 2 + 1;
+/// Buckets that become accessible at once: a huge page.
+const STEP: usize = HUGE_PAGE / BUCKET_BYTES;
+/// Buckets of the first huge page that have small pages: those of most small tables.
+const SMALL_PAGES: usize = STEP / 4 * 3;
+
+/// The address bits of a key. The best mixed ones come first: its highest bits, after those of the group.
+#[inline]
+fn address(key: u64) -> u64 {
+    (key << BUCKET_BITS).swap_bytes()
+}
+
+/// The first address bit of the tags in a bucket of this level.
+pub(super) fn first_tag_bit(level: u32) -> u32 {
+    ((level + 1) / TAG_LEVELS * TAG_LEVELS).saturating_sub(1)
+}
+
+impl State {
+    const LEVEL: u32 = MAX_LEVEL;
+    const TAG_BIT: u32 = Self::LEVEL + Self::BITS;
+    const NEXT_TAG_BIT: u32 = Self::TAG_BIT + Self::BITS;
+    const MOTION: u32 = Self::NEXT_TAG_BIT + Self::BITS;
+    const VERSION: u32 = Self::MOTION + 2;
+    /// Bits of the number of an address bit.
+    const BITS: u32 = 5;
+
+    fn field(self, shift: u32) -> u32 {
+        (self.0 >> shift) as u32 & ((1 << Self::BITS) - 1)
+    }
+
+    /// The number of address bits of a bucket that was not divided.
     #[inline]
-    fn matching(self, tag: u32) -> SlotSet {
-        SlotSet(swar::equal_lanes(self.0, tag as u16) & ((1 << SLOTS) - 1))
+    pub(super) fn level(self) -> u32 {
+        self.field(Self::LEVEL)
     }
 
-    /// Empty slots.
+    /// The first bucket that was not divided, or is being divided or merged.
     #[inline]
-    fn empty(self) -> SlotSet {
-        self.matching(EMPTY)
+    pub(super) fn split(self) -> u64 {
+        self.0 & ((1 << MAX_LEVEL) - 1)
     }
 
-    fn tag(self, at: usize) -> u32 {
-        (self.0[at / LANES] >> shift(at)) as u32 & TAG_MASK
-    }
-
-    /// Whether no entry has overflowed this group.
-    fn has_no_overflow(self) -> bool {
-        self.0[WORDS - 1] >> OVERFLOW_SHIFT == 0
-    }
-}
-
-/// Offset of a slot's tag in its word.
-fn shift(at: usize) -> u32 {
-    (at % LANES) as u32 * TAG_BITS
-}
-
-impl GroupBuilder {
-    /// Adds an entry. Returns whether there was space.
-    fn push(&mut self, tag: u32, position: u32) -> bool {
-        let at = self.len;
-        if at < SLOTS {
-            self.tags[at / LANES] |= u64::from(tag) << shift(at);
-            self.slots[at] = position;
-            self.len += 1;
+    #[inline]
+    pub(super) fn motion(self) -> Motion {
+        match self.0 >> Self::MOTION & 3 {
+            0 => Motion::None,
+            1 => Motion::Dividing,
+            _ => Motion::Merging,
         }
-        at < SLOTS
+    }
+
+    /// Number of buckets, without one that is only being filled or cleared.
+    pub(super) fn buckets(self) -> usize {
+        ((1 << self.level()) + self.split()) as usize
+    }
+
+    /// The place of a key.
+    #[inline]
+    pub(crate) fn place(self, key: u64) -> Place {
+        let (address, size) = (address(key), 1 << self.level());
+        let undivided = address & (size - 1);
+        let divided = undivided < self.split();
+        let bucket = if divided { address & (2 * size - 1) } else { undivided };
+        Place::new(key, bucket, self.field(if divided { Self::NEXT_TAG_BIT } else { Self::TAG_BIT }))
+    }
+
+    /// The state that follows this one.
+    fn then(self, level: u32, split: u64, motion: Motion) -> Self {
+        let version = (self.0 >> Self::VERSION) + 1;
+        let tag_bits = u64::from(first_tag_bit(level)) << Self::TAG_BIT
+            | u64::from(first_tag_bit(level + 1)) << Self::NEXT_TAG_BIT;
+        let motion = (motion as u64) << Self::MOTION;
+        Self(version << Self::VERSION | motion | tag_bits | u64::from(level) << Self::LEVEL | split)
     }
 }
 
-impl From<GroupBuilder> for Group {
-    fn from(GroupBuilder { tags, slots, .. }: GroupBuilder) -> Self {
-        Self { tags: tags.map(AtomicU64::new), slots: slots.map(AtomicU32::new) }
-    }
-}
-
-impl Group {
+impl Place {
     #[inline]
-    fn tags(&self, order: Ordering) -> Tags {
-        Tags(std::array::from_fn(|at| self.tags[at].load(order)))
+    fn new(key: u64, bucket: u64, first_tag_bit: u32) -> Self {
+        let tag = (address(key) >> first_tag_bit) as u32 & TAG_MASK;
+        let tag = if tag == EMPTY { HIGHEST_TAG_BIT } else { tag };
+        Self { home: (bucket << BUCKET_BITS | key >> (u64::BITS - BUCKET_BITS)) as u32, tag }
     }
 
-    /// The first of these slots whose position is `wanted`, and the position.
-    #[inline]
-    fn first(&self, mut slots: SlotSet, mut wanted: impl FnMut(u32) -> bool) -> Option<(usize, u32)> {
-        while slots != SlotSet::NONE {
-            let at = slots.first();
-            let position = self.slots[at].load(Ordering::Acquire);
-            if wanted(position) {
-                return Some((at, position));
-            }
-            slots = slots.without_first();
-        }
-        None
+    /// The place of a key in a table where all buckets have this level.
+    pub(super) fn at_level(key: u64, level: u32) -> Self {
+        Self::new(key, address(key) & ((1 << level) - 1), first_tag_bit(level))
     }
 
-    /// Stores an entry in an empty slot.
-    fn put(&self, at: usize, tag: u32, position: u32) {
-        self.slots[at].store(position, Ordering::Release);
-        self.set_tag(at, tag);
-    }
-
-    // The word is loaded again on purpose: indexing the loaded tags would go through memory and stall.
-    fn set_tag(&self, at: usize, tag: u32) {
-        let word = &self.tags[at / LANES];
-        let others = word.load(Ordering::Relaxed) & !(u64::from(TAG_MASK) << shift(at));
-        word.store(others | u64::from(tag) << shift(at), Ordering::Release);
-    }
-
-    /// Increments or decrements the overflow counter.
-    fn count_overflow(&self, more: bool) {
-        let word = &self.tags[WORDS - 1];
-        let (last, one) = (word.load(Ordering::Relaxed), 1 << OVERFLOW_SHIFT);
-        word.store(if more { last + one } else { last - one }, Ordering::Release);
+    fn bucket(self) -> usize {
+        self.home as usize / GROUPS
     }
 }
 
 impl Table {
-    /// An empty table of 2^`doublings` times the smallest size.
-    pub(crate) fn new(doublings: u32) -> Self {
-        let mut table = Self::without_groups(doublings);
-        table.groups.extend((0..MIN_GROUPS << doublings).map(|_| Group::from(GroupBuilder::default())));
-        table
+    /// An empty table.
+    pub(crate) fn new() -> Self {
+        let state = State(0).then(0, 0, Motion::None);
+        Self { state: AtomicU64::new(state.0), lines: LazyLines::reserve(GROUPS << MAX_LEVEL, GROUPS) }
     }
 
-    fn without_groups(doublings: u32) -> Self {
-        let count = MIN_GROUPS << doublings;
-        let bytes = count * size_of::<Group>();
-        let room = if bytes > HUGE_PAGE / 4 * 3 {
-            (bytes.next_multiple_of(HUGE_PAGE) - ALLOCATOR_RESERVE) / size_of::<Group>()
-        } else {
-            count
-        };
-        let mut groups = Vec::with_capacity(room.max(count));
-        advise_hugepages(groups.spare_capacity_mut());
-        Self { groups, doublings, known_bits: TAG_MASK }
+    /// Number of buckets.
+    pub(crate) fn buckets(&self) -> usize {
+        self.state(Ordering::Relaxed).buckets()
     }
 
-    /// A copy of twice the size, or of half the size if this is not the smallest. Calls `rehash` with the positions of
-    /// entries that must be inserted by hash.
-    pub(crate) fn resized(&self, larger: bool, mut rehash: impl FnMut(u32)) -> Self {
-        let mut next = Self::without_groups(if larger { self.doublings + 1 } else { self.doublings - 1 });
-        let known_bits =
-            if larger { (self.known_bits & !1) << 1 & TAG_MASK } else { self.known_bits >> 1 | 1 << (TAG_BITS - 1) };
-        let rehash_all = known_bits.count_ones() < MIN_KNOWN_BITS;
-        if !rehash_all {
-            next.known_bits = known_bits;
+    /// The level, and the share of the buckets that were divided beyond it.
+    pub(crate) fn size(&self) -> (u32, f64) {
+        let state = self.state(Ordering::Relaxed);
+        (state.level(), state.split() as f64 / (1_u64 << state.level()) as f64)
+    }
+
+    /// The size. It changes only under the writers' lock.
+    #[inline]
+    pub(crate) fn state(&self, order: Ordering) -> State {
+        State(self.state.load(order))
+    }
+
+    /// Replaces the state. The caller holds the writers' lock.
+    pub(super) fn set_state(&self, level: u32, split: u64, motion: Motion) {
+        let next = self.state(Ordering::Relaxed).then(level, split, motion);
+        self.state.store(next.0, Ordering::Release);
+    }
+
+    /// Makes a new bucket accessible. Returns whether the system permits that.
+    pub(super) fn ensure(&self, bucket: usize) -> bool {
+        if bucket == SMALL_PAGES && self.lines.len() == STEP * GROUPS {
+            self.lines.collapse(0..self.lines.len());
         }
-        let has_no_overflow = |group: &Group| group.tags(Ordering::Relaxed).has_no_overflow();
-        let mut overflowed = !self.groups.last().is_none_or(has_no_overflow);
-        // One group becomes two, or two become one.
-        for groups in self.groups.chunks(if larger { 1 } else { 2 }) {
-            let mut builders = [GroupBuilder::default(); 2];
-            for (side, group) in (0..).zip(groups) {
-                let tags = group.tags(Ordering::Relaxed);
-                for at in (0..SLOTS).filter(|at| tags.tag(*at) != EMPTY) {
-                    let (position, tag) = (group.slots[at].load(Ordering::Relaxed), tags.tag(at));
-                    // The bit between the group number and the tag moves from one to the other.
-                    let (to, tag) =
-                        if larger { (tag >> (TAG_BITS - 1), tag << 1) } else { (0, (side << TAG_BITS | tag) >> 1) };
-                    if overflowed || rehash_all || !builders[to as usize].push(tag & next.known_bits | 1, position) {
-                        rehash(position);
-                    }
-                }
-                overflowed = !tags.has_no_overflow();
-            }
-            next.groups.extend(builders.into_iter().take(if larger { 2 } else { 1 }).map(Group::from));
+        self.lines.allow((bucket + 1).next_multiple_of(STEP) * GROUPS)
+    }
+
+    /// Gives back the memory of the unused buckets from this one on: those of its huge page, if it is the first there.
+    pub(super) fn release_from(&self, bucket: usize) {
+        if bucket.is_multiple_of(STEP) || bucket < STEP && bucket.is_power_of_two() {
+            self.lines.release(bucket * GROUPS..(bucket + 1).next_multiple_of(STEP) * GROUPS);
         }
-        next
     }
 
-    /// Number of slots.
-    pub(crate) fn slots(&self) -> usize {
-        self.groups.len() * SLOTS
+    /// The groups of a bucket.
+    #[inline]
+    pub(super) fn bucket(&self, bucket: usize) -> &[CacheLine] {
+        &self.lines[bucket * GROUPS..][..GROUPS]
     }
 
-    /// Bytes of the groups.
-    pub(crate) fn bytes(&self) -> usize {
-        self.groups.len() * size_of::<Group>()
+    /// The home of a place.
+    #[inline]
+    fn home(&self, place: Place) -> Group<'_> {
+        Group(&self.lines[place.home as usize])
     }
 
-    /// Whether this is the smallest size.
-    pub(crate) fn is_smallest(&self) -> bool {
-        self.doublings == 0
+    /// Prefetches the home of a place for writing. The place may be out of date.
+    #[inline]
+    pub(crate) fn prefetch(&self, place: Place) {
+        if let Some(line) = self.lines.get(place.home as usize) {
+            prefetch_for_write(line);
+        }
     }
 
-    /// The home group of a key, and its tag. Keys in ascending order have home groups in ascending order.
-    fn home(&self, key: u64) -> (usize, u32) {
-        let position = u128::from(key) * self.groups.len() as u128;
-        ((position >> 64) as usize, ((position as u64) >> (u64::BITS - TAG_BITS)) as u32 & self.known_bits | 1)
-    }
-
-    /// Prefetches the home group of a key for writing.
-    pub(crate) fn prefetch(&self, key: u64) {
-        prefetch_for_write(&self.groups[self.home(key).0]);
-    }
-
-    /// After [`prefetch`](Self::prefetch): prefetches the next group if inserting the key will probe it.
-    pub(crate) fn prefetch_next(&self, key: u64) {
-        let home = self.home(key).0;
-        let tags = self.groups[home].tags(Ordering::Relaxed);
+    /// After [`prefetch`](Self::prefetch): prefetches the next group if inserting at this place will probe it.
+    #[inline]
+    pub(crate) fn prefetch_next(&self, place: Place) {
+        let tags = self.home(place).tags(Ordering::Relaxed);
         if !tags.has_no_overflow() || tags.empty() == SlotSet::NONE {
-            prefetch_for_write(self.groups.get(home + 1).unwrap_or(&self.groups[0]));
+            self.probe(place).nth(1).into_iter().for_each(|group| prefetch_for_write(group.0));
         }
     }
 
     /// The first position under a key that is `wanted`.
+    #[inline]
     pub(crate) fn find(&self, key: u64, mut wanted: impl FnMut(u32) -> bool) -> Option<u32> {
-        let (home, tag) = self.home(key);
-        for group in self.probe(home) {
+        let state = self.state(Ordering::Acquire);
+        let found = self.find_at(state.place(key), &mut wanted);
+        if found.is_some() || state.motion() == Motion::None && self.state(Ordering::Acquire) == state {
+            return found;
+        }
+        self.find_in_motion(key, state, wanted)
+    }
+
+    #[inline(never)]
+    fn find_in_motion(&self, key: u64, mut state: State, mut wanted: impl FnMut(u32) -> bool) -> Option<u32> {
+        loop {
+            let level = state.level();
+            let moves = Place::at_level(key, level).bucket() == state.split() as usize;
+            let (before, after) = match state.motion() {
+                Motion::Dividing if moves => (Place::at_level(key, level), Some(level + 1)),
+                Motion::Merging if moves => (Place::at_level(key, level + 1), Some(level)),
+                _ => (state.place(key), None),
+            };
+            let found = self.find_at(before, &mut wanted);
+            let found = found.or_else(|| self.find_at(Place::at_level(key, after?), &mut wanted));
+            let now = self.state(Ordering::Acquire);
+            if found.is_some() || now == state {
+                return found;
+            }
+            state = now;
+        }
+    }
+
+    #[inline]
+    fn find_at(&self, place: Place, mut wanted: impl FnMut(u32) -> bool) -> Option<u32> {
+        let home = self.home(place);
+        let tags = home.tags(Ordering::Acquire);
+        let found = home.first(tags.matching(place.tag), &mut wanted);
+        if found.is_some() || tags.has_no_overflow() {
+            return found.map(|(_, position)| position);
+        }
+        for group in self.probe(place).skip(1) {
             let tags = group.tags(Ordering::Acquire);
-            if let Some((_, position)) = group.first(tags.matching(tag), &mut wanted) {
+            if let Some((_, position)) = group.first(tags.matching(place.tag), &mut wanted) {
                 return Some(position);
             }
             if tags.has_no_overflow() {
@@ -275,74 +292,87 @@ impl Table {
         None
     }
 
-    /// Inserts an entry unless an entry with the same key is the `same` block. Returns whether it was inserted. The
-    /// caller holds the writers' lock and ensures that the table has an empty slot.
+    /// Inserts an entry unless an entry with the same key is the `same` block. The caller holds the writers' lock, and
+    /// the place is that of the table's present size.
     #[inline]
-    pub(crate) fn insert(&self, key: u64, position: u32, same: impl FnMut(u32) -> bool) -> bool {
-        let (home, tag) = self.home(key);
-        let group = &self.groups[home];
+    pub(crate) fn insert(&self, place: Place, position: u32, same: impl FnMut(u32) -> bool) -> Inserted {
+        let group = self.home(place);
         let tags = group.tags(Ordering::Relaxed);
         // The common case: the group has no overflow and no equal tag.
         let empty = tags.empty();
-        if tags.has_no_overflow() && tags.matching(tag) == SlotSet::NONE && empty != SlotSet::NONE {
-            group.put(empty.first(), tag, position);
-            return true;
+        if tags.has_no_overflow() && tags.matching(place.tag) == SlotSet::NONE && empty != SlotSet::NONE {
+            group.put(empty.first(), place.tag, position);
+            return Inserted::New;
         }
-        self.insert_slow(key, position, same)
+        self.insert_slow(place, position, same)
     }
 
     #[inline(never)]
-    fn insert_slow(&self, key: u64, position: u32, mut same: impl FnMut(u32) -> bool) -> bool {
-        if self.find(key, &mut same).is_some() {
-            return false;
+    fn insert_slow(&self, place: Place, position: u32, same: impl FnMut(u32) -> bool) -> Inserted {
+        match self.find_at(place, same) {
+            Some(_) => Inserted::Known,
+            None if self.put(place, position) => Inserted::New,
+            None => Inserted::Full,
         }
-        let (home, tag) = self.home(key);
-        for group in self.probe(home) {
-            let empty = group.tags(Ordering::Relaxed).empty();
-            if empty != SlotSet::NONE {
-                group.put(empty.first(), tag, position);
-                return true;
+    }
+
+    /// Stores an entry at its home or in the next group with space. Returns whether there was one. The caller holds the
+    /// writers' lock.
+    pub(super) fn put(&self, place: Place, position: u32) -> bool {
+        let has_space = |group: &Group<'_>| group.tags(Ordering::Relaxed).empty() != SlotSet::NONE;
+        let Some(overflowed) = self.probe(place).position(|group| has_space(&group)) else { return false };
+        for (at, group) in self.probe(place).enumerate().take(overflowed + 1) {
+            if at < overflowed {
+                group.count_overflow(true);
+            } else {
+                group.put(group.tags(Ordering::Relaxed).empty().first(), place.tag, position);
             }
-            group.count_overflow(true);
         }
-        unreachable!("the caller keeps a slot empty")
+        true
     }
 
     /// Changes the position of an entry. The caller holds the writers' lock.
     pub(crate) fn relocate(&self, key: u64, from: u32, to: u32) {
-        if let Some((group, at, _)) = self.find_slot(key, from) {
-            group.slots[at].store(to, Ordering::Release);
+        if let Some((group, at, _)) = self.find_slot(self.state(Ordering::Relaxed).place(key), from) {
+            group.set_position(at, to);
         }
     }
 
-    /// Removes an entry. Returns whether it was there. The caller holds the writers' lock.
+    /// Removes an entry. Returns whether it was there. As for [`insert`](Self::insert), the caller holds the lock, and
+    /// the place is the present one.
     #[inline]
-    pub(crate) fn remove(&self, key: u64, position: u32) -> bool {
-        let (home, tag) = self.home(key);
-        let group = &self.groups[home];
+    pub(crate) fn remove(&self, place: Place, position: u32) -> bool {
+        let group = self.home(place);
         let tags = group.tags(Ordering::Relaxed);
-        match group.first(tags.matching(tag), |here| here == position) {
+        match group.first(tags.matching(place.tag), |here| here == position) {
             Some((at, _)) => group.set_tag(at, EMPTY),
-            None => return !tags.has_no_overflow() && self.remove_overflowed(key, position),
+            None => return !tags.has_no_overflow() && self.remove_at(place, position),
         }
         true
     }
 
+    /// Removes an entry from its place or the groups that follow it. The caller holds the writers' lock.
     #[inline(never)]
-    fn remove_overflowed(&self, key: u64, position: u32) -> bool {
-        let Some((group, at, overflowed)) = self.find_slot(key, position) else { return false };
+    pub(super) fn remove_at(&self, place: Place, position: u32) -> bool {
+        let Some((group, at, overflowed)) = self.find_slot(place, position) else { return false };
         group.set_tag(at, EMPTY);
-        self.probe(self.home(key).0).take(overflowed).for_each(|group| group.count_overflow(false));
+        self.probe(place).take(overflowed).for_each(|group| group.count_overflow(false));
         true
+    }
+
+    /// Changes the tag of an entry. The caller holds the writers' lock.
+    pub(super) fn retag(&self, place: Place, position: u32, tag: u32) {
+        if let Some((group, at, _)) = self.find_slot(place, position) {
+            group.set_tag(at, tag);
+        }
     }
 
     /// Group and slot of an entry, and the number of groups that it overflowed.
     #[inline]
-    fn find_slot(&self, key: u64, position: u32) -> Option<(&Group, usize, usize)> {
-        let (home, tag) = self.home(key);
-        for (overflowed, group) in self.probe(home).enumerate() {
+    pub(super) fn find_slot(&self, place: Place, position: u32) -> Option<(Group<'_>, usize, usize)> {
+        for (overflowed, group) in self.probe(place).enumerate() {
             let tags = group.tags(Ordering::Relaxed);
-            if let Some((at, _)) = group.first(tags.matching(tag), |here| here == position) {
+            if let Some((at, _)) = group.first(tags.matching(place.tag), |here| here == position) {
                 return Some((group, at, overflowed));
             }
             if tags.has_no_overflow() {
@@ -352,8 +382,9 @@ impl Table {
         None
     }
 
-    /// The probe sequence from a home group on.
-    fn probe(&self, home: usize) -> impl Iterator<Item = &Group> {
-        self.groups[home..].iter().chain(&self.groups[..home])
+    /// The groups of a place's bucket, from the home on.
+    fn probe(&self, place: Place) -> impl Iterator<Item = Group<'_>> {
+        let (before, after) = self.bucket(place.bucket()).split_at(place.home as usize % GROUPS);
+        after.iter().chain(before).map(Group)
     }
 }

@@ -10,6 +10,7 @@ mod along;
 mod concurrent;
 mod memory;
 mod model;
+mod table;
 
 /// Blocks of a [`chain`].
 const BLOCKS: usize = 10;
@@ -123,41 +124,6 @@ fn a_snapshot_places_each_chain_in_pages_of_its_own() {
             assert_eq!(next.map(Position::page), Some(end[1].page()), "a page has the successor of its last block");
         }
     }
-}
-
-#[test]
-fn a_table_keeps_its_entries_when_resized() {
-    use super::table::Table;
-    // Positions serve as hashes here. First there are few, then so many that groups overflow.
-    let tag = |position: u32| crate::hash::splitmix64(u64::from(position));
-    let entered = |table: &Table, positions: std::ops::Range<u32>| {
-        positions.for_each(|position| assert!(table.insert(tag(position), position, |here| here == position)));
-    };
-    let check = |table: &Table, positions: u32| {
-        for position in 0..positions {
-            assert_eq!(table.find(tag(position), |here| here == position), Some(position));
-            assert!(!table.insert(tag(position), position, |here| here == position), "it is in the table");
-        }
-        assert_eq!(table.find(tag(positions), |here| here == positions), None);
-    };
-    let mut table = Table::new(0);
-    let mut positions = 0;
-    let mut by_name = 0;
-    for larger in [true; 9].into_iter().chain([false; 9]) {
-        let wanted = table.slots() as u32 * 7 / if larger { 10 } else { 40 };
-        entered(&table, positions.min(wanted)..wanted);
-        (wanted..positions.max(wanted)).for_each(|position| assert!(table.remove(tag(position), position)));
-        positions = wanted;
-        check(&table, positions);
-        let mut rehash = Vec::new();
-        table = table.resized(larger, |position| rehash.push(position));
-        by_name += rehash.len();
-        for position in rehash {
-            assert!(table.insert(tag(position), position, |_| false));
-        }
-        check(&table, positions);
-    }
-    assert!(table.is_smallest() && by_name > 0);
 }
 
 #[test]

@@ -256,12 +256,7 @@ impl Index {
         for (number, dead, page) in pages() {
             each(dead).for_each(|at| entries.push(page.hash(at), Position::new(number, at)));
         }
-        self.sharded_table.remove(
-            &snapshot,
-            &entries,
-            |positions| self.hashes_at(positions),
-            |shard, table| self.set_table(shard, table),
-        );
+        self.sharded_table.remove(&entries, |positions| self.hashes_at(positions));
         let is_free = |(number, dead, page): (u32, u64, Page<'_>)| {
             let _guard = page.lock();
             page.set_unindexed(dead);
