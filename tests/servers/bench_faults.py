@@ -181,6 +181,8 @@ def freeze_worker(processes):
 def kill_frontend(processes):
     # The clients know both, and their requests to this one fail until it is there again.
     processes.frontends[1].process.kill()
+    # Its port is free once it has ended.
+    processes.frontends[1].process.wait()
     processes.frontends[1] = processes.frontend(1).until_ready()
     yield
 

@@ -372,8 +372,8 @@ async fn models_are_listed_and_served_while_a_worker_is_down() {
     assert_eq!(b.requests(), 1);
 }
 
-/// A stream on the first of two workers. It is a real `Worker` around its engine, which changes its role when asked; the
-/// second one is busy, so that requests go to the first.
+/// A stream on the first of two workers. That is a real `Worker` around its engine, which changes its role when it is
+/// asked to; the second one is busy, so that requests go to the first.
 async fn on_a_worker_with_roles(
     harness: &Harness,
     first: &Arc<FakeEngine>,
