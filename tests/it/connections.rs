@@ -1,4 +1,4 @@
-//! The real program with idle connections, without free file descriptors, and during shutdown.
+//! The real program with idle connections, without free file descriptors, with few addresses, and during shutdown.
 
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
@@ -11,7 +11,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-/// A running program with a limit on open files. Dropping it kills the process.
+/// A running program with a limit of the system. Dropping it kills the process.
 struct Program {
     child: Child,
     address: String,
@@ -22,9 +22,14 @@ struct Program {
 impl Program {
     /// Serves `tiny` with at most `files` open files.
     fn start(files: u64, set: &[&str]) -> Self {
+        Self::within(&format!("-n {files}"), set)
+    }
+
+    /// Serves `tiny` within a limit of `ulimit`.
+    fn within(limit: &str, set: &[&str]) -> Self {
         let (data, log) = (tempfile::tempdir().unwrap(), tempfile::tempfile().unwrap());
         let mut command = Command::new("sh");
-        command.arg("-c").arg(format!("ulimit -n {files} && exec \"$0\" \"$@\"")).arg(env!("CARGO_BIN_EXE_blockyard"));
+        command.arg("-c").arg(format!("ulimit {limit} && exec \"$0\" \"$@\"")).arg(env!("CARGO_BIN_EXE_blockyard"));
         command.args(["serve", "--model", "tiny", "--listen", "127.0.0.1:0", "--json", "--workers", "both:1"]);
         command.args(["--set", "tiers.g1=16MiB", "--set", "tiers.g2=off", "--set", "tiers.g3=off", "--data-dir"]);
         command.arg(data.path()).args(set.iter().flat_map(|assignment| ["--set", assignment]));
@@ -95,6 +100,16 @@ impl Drop for Program {
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_of_the_address_space_leaves_room_beside_the_index() {
+    // 4 GB: the index of a process without a limit reserves 16 GiB of addresses.
+    let program = Program::within("-v 4000000", &[]);
+    program.until_ready().await;
+    let body = json!({"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2});
+    let answer = client().post(program.url("/v1/completions")).json(&body).send().await.unwrap();
+    assert_eq!(answer.status().as_u16(), 200);
 }
 
 #[tokio::test(flavor = "multi_thread")]

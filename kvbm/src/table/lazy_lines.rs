@@ -36,13 +36,14 @@ unsafe impl Send for LazyLines {}
 unsafe impl Sync for LazyLines {}
 
 impl LazyLines {
-    /// An array of up to `len` lines, which must be a power of two, and fewer where the system refuses so many
-    /// addresses: at least `min`. The lines from `min` on have no memory before [`allow`](Self::allow).
+    /// An array of up to `len` lines, which must be a power of two, and fewer where the process may have few addresses
+    /// or the system refuses so many: at least `min`. The lines from `min` on have no memory before
+    /// [`allow`](Self::allow).
     ///
     /// # Panics
     /// If the system has no addresses for `min` lines.
     pub fn reserve(len: usize, min: usize) -> Self {
-        let mut len = len;
+        let mut len = within(address_limit(), len).max(min);
         let (kind, nowhere) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, std::ptr::null_mut());
         loop {
             // More than needed, so that the array can start at a huge page.
@@ -130,10 +131,40 @@ impl Drop for LazyLines {
     }
 }
 
+/// Of the addresses that the process may have, an array takes at most one part in so many: the eight tables of an index
+/// leave three quarters of them to memory and stacks.
+const LIMIT_PARTS: u64 = 32;
+
+/// The limit of the address space of this process in bytes (`ulimit -v`); `None` if there is no limit.
+fn address_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: the system writes the limit to this value.
+    let answer = unsafe { libc::getrlimit(libc::RLIMIT_AS, &raw mut limit) };
+    (answer == 0 && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
+}
+
+/// The number of lines, halved until they take at most their part of this limit.
+fn within(limit: Option<u64>, len: usize) -> usize {
+    let Some(limit) = limit else { return len };
+    let most = limit / LIMIT_PARTS / size_of::<CacheLine>() as u64;
+    if len as u64 <= most { len } else { (most + 1).next_power_of_two() as usize / 2 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::atomic::Ordering;
+
+    #[test]
+    fn a_limit_of_addresses_is_shared_with_the_rest_of_the_process() {
+        assert_eq!(within(None, 1 << 25), 1 << 25);
+        // 2 GiB each without a limit.
+        let bytes = |limit: u64| within(Some(limit), 1 << 25) * size_of::<CacheLine>();
+        assert_eq!(
+            [1 << 40, 1 << 36, (1 << 36) - 1, 12 << 30, 0].map(bytes),
+            [1 << 31, 1 << 31, 1 << 30, 256 << 20, 0]
+        );
+    }
 
     #[test]
     fn a_line_is_zero_until_it_is_written_and_may_be_given_back() {
