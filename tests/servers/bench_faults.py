@@ -65,7 +65,7 @@ class Load:
         self.frontends = frontends
         self.finished, self.failures, self.pauses, self.sent_again = [], [], [0.0], 0
         self.lock, self.stopping = threading.Lock(), threading.Event()
-        self.threads = [threading.Thread(target=self.client, args=(nth,)) for nth in range(CLIENTS)]
+        self.threads = [threading.Thread(target=self.client, args=(nth,), daemon=True) for nth in range(CLIENTS)]
         for thread in self.threads:
             thread.start()
 
