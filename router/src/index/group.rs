@@ -144,7 +144,7 @@ impl Group<'_> {
     }
 
     /// Moves the entries whose tags have this bit to an empty group: they are there before they are gone from here.
-    // Without branches, since half of them would be mispredicted. Slots without a tag have positions that nobody reads.
+    // Without branches, since half of them would be mispredicted. Slots without a tag have positions that are not read.
     pub(crate) fn divide(self, bit: u32, to: Group<'_>) {
         let tags = self.tags(Ordering::Relaxed);
         let (mut stay, mut moved, mut positions, mut len) = (tags.0, [0_u16; WORDS * LANES], [0; SLOTS + 1], 0);

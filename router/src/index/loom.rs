@@ -176,7 +176,7 @@ fn keys(positions: &[u32], bit: u32) -> Vec<u64> {
 fn divide_under_a_reader(level: u32) {
     explore(move || {
         let table = Arc::new(Table::new());
-        (0..level).for_each(|_| table.grow(|positions| keys(positions, level)));
+        (0..level).for_each(|_| assert!(table.grow(|positions| keys(positions, level))));
         for position in [64, 65] {
             assert_eq!(put(&table, key_of(position, level), position), Inserted::New);
         }
@@ -198,7 +198,7 @@ fn merge_under_a_reader(level: u32) {
     explore(move || {
         let table = Arc::new(Table::new());
         put(&table, key_of(65, level), 65);
-        (0..=level).for_each(|_| table.grow(|positions| keys(positions, level)));
+        (0..=level).for_each(|_| assert!(table.grow(|positions| keys(positions, level))));
         let writer = table.clone();
         let writer = thread::spawn(move || assert!(writer.shrink(|positions| keys(positions, level))));
         assert_eq!(table.find(key_of(65, level), |here| here == 65), Some(65));

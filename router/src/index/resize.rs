@@ -12,13 +12,14 @@ use super::table::{BUCKET_SLOTS, GROUPS, MAX_LEVEL, Motion, Place, Table, first_
 const PREFETCH: usize = 8;
 
 impl Table {
-    /// Divides the next bucket in two. `keys` reads the keys of positions.
-    pub(crate) fn grow(&self, keys: impl Fn(&[u32]) -> Vec<u64>) {
+    /// Divides the next bucket in two. `keys` reads the keys of positions. Returns whether it did: not if there is no
+    /// memory or no address for another bucket.
+    pub(crate) fn grow(&self, keys: impl Fn(&[u32]) -> Vec<u64>) -> bool {
         let state = self.state(Ordering::Relaxed);
         let (level, split) = (state.level(), state.split());
         let (from, to) = (split as usize, split as usize + (1 << level));
         if level + 1 == MAX_LEVEL || !self.ensure(to) {
-            return;
+            return false;
         }
         self.set_state(level, split, Motion::Dividing);
         let keeps_tags = first_tag_bit(level + 1) == first_tag_bit(level);
@@ -36,6 +37,7 @@ impl Table {
         self.set_state(level, split, Motion::None);
         // The next division begins with these.
         self.bucket(split as usize).iter().take(PREFETCH).for_each(prefetch_for_write);
+        true
     }
 
     /// Merges the last bucket with the one that it was divided from. Returns whether it did: not if it is the only one,

@@ -214,9 +214,13 @@ impl ShardedTable {
                     part.table.prefetch_next(soon.place);
                 }
                 if shard.live >= shard.grow_at {
-                    part.table.grow(|positions| keys(&hashes(positions)));
-                    shard.set_limits(part.table);
-                    part.place_from(at);
+                    if part.table.grow(|positions| keys(&hashes(positions))) {
+                        shard.set_limits(part.table);
+                        part.place_from(at);
+                    } else {
+                        // It fills up then, and is not asked again until it has shrunk.
+                        shard.grow_at = usize::MAX;
+                    }
                 }
                 let Placed { entry, place } = part.entries[at];
                 match part.table.insert(place, entry.position.0, |at| same(entry.hash, Position(at))) {
