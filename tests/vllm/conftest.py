@@ -6,6 +6,7 @@ tests (`install.py`). The report of a failed test has the ends of all logs.
 
 import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -70,6 +71,11 @@ class Engine:
 
     def kill(self):
         self.server.kill()
+
+    def signal(self, signal):
+        """Sends a signal to its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.server.process.pid, signal)
 
 
 def wait_for(condition, what):

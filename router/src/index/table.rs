@@ -17,9 +17,9 @@
 //! **Ordering.** Overflow counters are raised before an entry is inserted and lowered after it was removed. An entry
 //! moves only while its bucket is divided or merged, which the state says from before the first change until after the
 //! last. It is then at its new place before it is gone from the old one, so a reader looks at the old place, then at
-//! the new one. A reader that finds nothing loads the state again, and starts again if the state has changed: a
-//! reader that sees an entry gone sees the state that announced the move. So a reader finds each entry that is there when
-//! it starts and is not removed meanwhile. Writers are serialized by a lock of the caller.
+//! the new one. A reader that finds nothing loads the state again, and starts again if the state has changed: a reader
+//! that sees an entry gone sees the state that announced the move. So a reader finds each entry that is there when it
+//! starts and is not removed meanwhile. Writers are serialized by a lock of the caller.
 
 use super::group::{EMPTY, Group, SLOTS, SlotSet, TAG_MASK};
 use super::sync::{AtomicU64, BUCKET_BITS, CacheLine, HUGE_PAGE, LazyLines, Ordering, TAG_LEVELS, prefetch_for_write};

@@ -300,6 +300,11 @@ async fn records_are_signed_and_verified_again_when_keys_change() {
         stored.is_some_and(|stored| stored.verify(WorkerId(1), Some(&RecordKeys::fixed([key.clone()]))).is_ok())
     };
     until("the record is signed with the new key", async || signed_with(&new).await).await;
+    // Records arrive in order: whoever has this one has the other.
+    let later = workers.register(instance(2, 1), engine()).await.unwrap();
+    assert_eq!(next(&mut instances).await, (2, 1, true));
+    drop(later);
+    assert_eq!(next(&mut instances).await, (2, 1, false));
     of_frontend.send_replace(vec![new.clone(), former.clone()]);
     of_worker.send_replace(vec![new.clone()]);
     of_frontend.send_replace(vec![new.clone()]);
