@@ -63,9 +63,9 @@ pub struct Config {
     pub threads: Threads,
     /// Folder of the built-in models and the G3 log. Default `blockyard` in the user's cache folder.
     pub data_dir: PathBuf,
-    /// Time from the signal to stop until the process ends: requests finish and blocks are written. Default 25 s:
-    /// orchestrators kill a process after 30 s.
-    pub shutdown_timeout: HumanDuration,
+    /// Time from the signal to stop until the process ends: requests finish and blocks are written. Default: 25 s,
+    /// because orchestrators kill a process after 30 s; more if `frontend.max_request_time` allows longer requests.
+    pub shutdown_timeout: Option<HumanDuration>,
     /// The KV cache tiers.
     pub tiers: Tiers,
     /// Cloud credentials from the environment. They are no key of the configuration and are never printed.
@@ -438,7 +438,7 @@ impl Config {
             workers: Workers::default(),
             threads: Threads::Auto,
             data_dir: cache.join("blockyard"),
-            shutdown_timeout: HumanDuration::secs(25),
+            shutdown_timeout: None,
             tiers: Tiers::default(),
             credentials: Credentials::default(),
             master_keys: None,

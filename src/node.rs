@@ -64,7 +64,7 @@ use native::Native;
 use prometheus::Registry;
 use router::Router;
 use scope::Scope;
-use shutdown_timeout::{AT_ONCE, REQUEST_SHARE, request_share, request_time, short_drain};
+use shutdown_timeout::{AT_ONCE, REQUEST_SHARE, request_share, request_time};
 use spans::Tracer;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -224,8 +224,11 @@ impl Node {
     ) -> anyhow::Result<(Self, Parts)> {
         let address = listener.local_addr()?;
         register_process_metrics(&registry)?;
-        if let Some(warning) = short_drain(config) {
+        if let Some(warning) = shutdown_timeout::short_drain(config) {
             tracing::warn!("{warning}");
+        }
+        if let Some(note) = shutdown_timeout::long_drain(config) {
+            tracing::info!("{note}");
         }
         if let Some(warning) = guessable_domains(config) {
             tracing::warn!("{warning}");
@@ -265,7 +268,7 @@ impl Node {
             router,
             native: None,
             upstreams: None,
-            shutdown_timeout: config.shutdown_timeout.0,
+            shutdown_timeout: shutdown_timeout::of_frontend(config),
             shutdown_delay: config.frontend.shutdown_delay.0,
             deadline: None,
             tracer,

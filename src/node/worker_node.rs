@@ -20,7 +20,7 @@ use super::native::Native;
 use super::planes::{self, NatsPlanes};
 use super::refused_requests::{Refusal, RefusedRequests};
 use super::scope::Scope;
-use super::shutdown_timeout::{AT_ONCE, REQUEST_SHARE, request_share, request_time};
+use super::shutdown_timeout::{self, AT_ONCE, REQUEST_SHARE, request_share, request_time};
 use super::usage::CacheUsage;
 use super::{HttpProcess, Process, check, flush_spans, register_process_metrics};
 use crate::config::{Config, Purpose};
@@ -139,7 +139,7 @@ impl WorkerNode {
             discovery,
             requests,
             url,
-            shutdown_timeout: config.shutdown_timeout.0,
+            shutdown_timeout: shutdown_timeout::of_worker(config),
             exporter,
         })
     }

@@ -254,7 +254,7 @@ impl Section for Counting {
     }
 
     fn check<'a>(&'a self, config: &'a Config) -> Result<Option<Change<'a>>, String> {
-        let timeout = config.shutdown_timeout;
+        let timeout = config.shutdown_timeout.expect("each test sets it");
         self.seen.lock().push(format!("{} checks {timeout}", self.key));
         if timeout.0 == Duration::from_secs(7) {
             return Err("shutdown_timeout: 7 s is refused".to_owned());

@@ -29,7 +29,7 @@ fn config(data: &Path) -> Config {
     let mut config = Config::with_cache(data);
     config.model = "tiny".parse().unwrap();
     config.listen = Listen { host: "127.0.0.1".into(), port: 0 };
-    config.shutdown_timeout = HumanDuration(Duration::from_secs(20));
+    config.shutdown_timeout = Some(HumanDuration::secs(20));
     (config.tiers.g1, config.tiers.g2, config.tiers.g3) = (budget(32), budget(32), budget(64));
     config
 }

@@ -212,7 +212,7 @@ fn a_pipe_is_read_at_the_start_and_not_again() {
     let path = format!("/dev/fd/{}", reader.as_raw_fd());
     let sources = Sources { environment: environment(&[]), flags: vec![], file: Some(path.into()) };
     let (config, _) = Config::load(&sources).unwrap();
-    assert_eq!(config.shutdown_timeout.0, std::time::Duration::from_secs(7));
+    assert_eq!(config.shutdown_timeout, Some(HumanDuration::secs(7)));
     let again = Config::load_again_for(&sources, Purpose::Tools).err().expect("it is not read").to_string();
     assert!(again.contains("expected a regular file of at most"), "{again}");
 }

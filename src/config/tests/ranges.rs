@@ -3,9 +3,8 @@
 use super::*;
 
 /// Numeric keys that may be zero, and why.
-const MAY_BE_ZERO: [&str; 9] = [
+const MAY_BE_ZERO: [&str; 8] = [
     "frontend.shutdown_delay",            // closes at once
-    "shutdown_timeout",                   // ends at once
     "router.decode_interference_weight",  // looks at the first token only
     "router.seed",                        // any number is a seed
     "router.admission.max_queued_tokens", // nothing waits
