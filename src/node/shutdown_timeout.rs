@@ -53,8 +53,8 @@ pub(super) fn short_drain(config: &Config) -> Option<String> {
     (of_frontend(config) < least.0).then(|| {
         format!(
             "a stop ends requests that frontend.max_request_time = {max_time} allows: in {}, new ones are served for \
-             frontend.shutdown_delay = {delay}; set shutdown_timeout to at least {least} or leave it out, and the grace \
-             period of the orchestrator above it",
+             frontend.shutdown_delay = {delay}; set shutdown_timeout to at least {least} or leave it out, and the \
+             grace period of the orchestrator above it",
             request_share(of_frontend(config))
         )
     })
