@@ -360,10 +360,10 @@ impl<'a> DecisionContext<'a> {
         // Of most prefixes no worker has all blocks.
         let is_held = self.remaining.iter().any(|work| work.shared <= 0.0);
         let entries = if is_held { self.entries } else { &[] };
-        let all = entries.iter().zip(self.fleet.snapshots());
-        let holders = all.filter(|(entry, _)| self.work(entry).shared <= 0.0).map(|(_, snapshot)| &snapshot.estimate);
+        let workers = entries.iter().zip(self.fleet.snapshots());
+        let workers = workers.map(|(entry, snapshot)| (self.work(entry).shared <= 0.0, &snapshot.estimate));
         let per_sequence = self.prompts.first().map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
-        Replication::of(shared, holders, self.entries.len(), per_sequence)
+        Replication::of(shared, workers, per_sequence)
     }
 
     /// Scores one worker together with a prefill worker, or by a composition.

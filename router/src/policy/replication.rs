@@ -12,6 +12,8 @@ pub(crate) struct Replication {
     /// Mean number of sequences on these, and mean queue in seconds.
     holder_sequences: f64,
     holder_queue: f64,
+    /// Mean number of sequences on the other workers.
+    other_sequences: f64,
     /// Seconds that the expected requests save for each sequence by which a worker has fewer than the holders.
     per_sequence: f64,
     /// Requests per second that a further copy takes from the holders; 0 when there is nothing to share, because no
@@ -20,21 +22,26 @@ pub(crate) struct Replication {
 }
 
 impl Replication {
-    /// `holders`: the workers that hold the prefix, of `workers` in all; `per_sequence`: seconds that a request and the
-    /// sequences beside it save, on average, for each sequence fewer on its worker.
+    /// `workers`: all workers, and whether each holds the prefix; none if no worker holds it. `per_sequence`: seconds
+    /// that a request and the sequences beside it save, on average, for each sequence fewer on its worker.
     pub(crate) fn of<'a>(
         shared: SharedPrefix,
-        holders: impl Iterator<Item = &'a ServiceEstimate>,
-        workers: usize,
+        workers: impl Iterator<Item = (bool, &'a ServiceEstimate)>,
         per_sequence: f64,
     ) -> Self {
         let (mut copies, mut sequences, mut queue) = (0_u32, 0_u64, 0.0);
-        for holder in holders {
-            copies += 1;
-            sequences += u64::from(holder.sequences);
-            queue += holder.queue;
+        let (mut others, mut other_sequences) = (0_u32, 0_u64);
+        for (holds, worker) in workers {
+            if holds {
+                copies += 1;
+                sequences += u64::from(worker.sequences);
+                queue += worker.queue;
+            } else {
+                others += 1;
+                other_sequences += u64::from(worker.sequences);
+            }
         }
-        let may_copy = copies > 0 && (copies as usize) < workers;
+        let may_copy = copies > 0 && others > 0;
         let share = if may_copy { f64::from(copies + 1).recip() } else { 0.0 };
         let holders = f64::from(copies.max(1));
         Self {
@@ -42,6 +49,7 @@ impl Replication {
             copies,
             holder_sequences: sequences as f64 / holders,
             holder_queue: queue / holders,
+            other_sequences: other_sequences as f64 / f64::from(others.max(1)),
             // The difference shrinks as the copy takes its share: half of it is saved on average.
             per_sequence: per_sequence / 2.0 * shared.requests * share,
             rate: shared.per_second() * share,
@@ -55,12 +63,16 @@ impl Replication {
 
     /// What later requests save when a worker with this load computes the prefix, as a negative cost. It is at most
     /// what the placement costs because the worker does not have the prefix.
+    ///
+    /// The number of sequences on a single worker changes within seconds, because later requests go where there are
+    /// fewer. A difference between the means of the workers with the prefix and of those without it lasts, so this is
+    /// what counts.
     pub(crate) fn saving(&self, work: &RemainingWork, estimate: &ServiceEstimate, cost: &Cost) -> f64 {
         if work.shared <= 0.0 {
             return 0.0;
         }
         let caused = (cost.prefill + cost.decode_stall + cost.queue_externality) * work.shared;
-        -self.saved(estimate).min(caused)
+        -self.saved_at(self.other_sequences, estimate.queue).min(caused)
     }
 
     /// The most that later requests save on any worker: on one without load.
@@ -98,12 +110,23 @@ mod tests {
         estimate
     }
 
+    /// A fleet of `workers` workers, of which some hold the prefix and have these queues. The others are idle.
+    fn fleet(holders: &[f64], workers: usize) -> Vec<(bool, ServiceEstimate)> {
+        let holders = holders.iter().map(|queue| (true, with_queue(*queue)));
+        let mut all: Vec<_> = holders.collect();
+        all.resize_with(workers, || (false, with_queue(0.0)));
+        all
+    }
+
+    fn replication(fleet: &[(bool, ServiceEstimate)], per_sequence: f64) -> Replication {
+        Replication::of(SHARED, fleet.iter().map(|(holds, worker)| (*holds, worker)), per_sequence)
+    }
+
     /// What a copy saves on a worker with an empty queue, for requests of two seconds.
     fn saving(holders: &[f64], workers: usize) -> f64 {
-        let holders: Vec<_> = holders.iter().copied().map(with_queue).collect();
-        let replication = Replication::of(SHARED, holders.iter(), workers, 0.0);
         let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, SHARED.blocks);
-        replication.saving(&work, &with_queue(0.0), &Cost { prefill: 2.0, ..Cost::default() })
+        let cost = Cost { prefill: 2.0, ..Cost::default() };
+        replication(&fleet(holders, workers), 0.0).saving(&work, &with_queue(0.0), &cost)
     }
 
     #[test]
@@ -121,8 +144,23 @@ mod tests {
     }
 
     #[test]
+    fn sequences_on_one_worker_do_not_count_but_those_on_the_workers_without_the_prefix() {
+        let saving = |sequences: [u32; 4]| {
+            let mut all = fleet(&[0.0, 0.0], 4);
+            all.iter_mut().zip(sequences).for_each(|((_, worker), sequences)| worker.sequences = sequences);
+            let work = RemainingWork::of(PROMPT, WorkerOverlap::default(), None, SHARED.blocks);
+            let cost = Cost { prefill: 1e6, ..Cost::default() };
+            let (_, worker) = &all[2];
+            replication(&all, 1.0).saving(&work, worker, &cost)
+        };
+        assert!(saving([10, 10, 0, 20]).abs() < 1e-9, "later requests go where there are fewer");
+        // A third of the requests runs beside six sequences fewer, of which half counts.
+        assert!((saving([10, 10, 0, 8]) + SHARED.requests / 3.0 * 6.0 / 2.0).abs() < 1e-6);
+    }
+
+    #[test]
     fn there_is_nothing_to_copy_without_a_holder_or_when_all_hold_it() {
-        let of = |holders: &[ServiceEstimate]| Replication::of(SHARED, holders.iter(), 2, 1.0).may_copy();
-        assert!(!of(&[]) && of(&[with_queue(1.0)]) && !of(&[with_queue(1.0), with_queue(1.0)]));
+        let may_copy = |holders: &[f64]| replication(&fleet(holders, 2), 1.0).may_copy();
+        assert!(!may_copy(&[]) && may_copy(&[1.0]) && !may_copy(&[1.0, 1.0]));
     }
 }

@@ -488,7 +488,8 @@ fn overload_with_a_target_keeps_more_requests_in_time() {
     let trace = fixture();
     let at = |settings: &str| {
         let settings = toml::from_str(settings).unwrap();
-        run_policy(&trace, &Options { admission: AdmissionMode::Queue, settings, ..options(4) }, &KV, 100.0, 1)
+        // The share in time of one seed varies by a tenth: 200 requests arrive in two seconds.
+        run_policy(&trace, &Options { admission: AdmissionMode::Queue, settings, ..options(4) }, &KV, 100.0, 6)
     };
     let (without, with) = (at(""), at("[slo]\nttft = '2s'"));
     assert!(with.slo_attainment > 1.1 * without.slo_attainment, "{with:?} {without:?}");
