@@ -6,7 +6,8 @@
 //! A name with several deployments is split between them by weight. **A conversation stays with its deployment**,
 //! because that has its KV cache: the deployment is chosen by the session, else by the beginning of the conversation,
 //! with weighted rendezvous hashing (Schindelhauer and Schomaker, 2005). So a change of one weight moves no more
-//! conversations than it must. A deployment without a server is left out.
+//! conversations than it must. A deployment without a server is left out, and so is one whose servers are all cordoned
+//! or fail, while another is available.
 //!
 //! **The deployments of a name are all upstreams, or all models of workers**: requests for an upstream are relayed as
 //! they are, those for a worker are parsed and tokenized first. The first deployment that is there decides; those of
@@ -114,7 +115,10 @@ impl Engine for Aliased {
         let aliases = self.aliases.0.read();
         let alias = aliases.get(name)?;
         let served = self.inner.models();
-        let available = available(alias, &served);
+        let mut available = available(alias, &served);
+        if available.len() > 1 && available.iter().any(|(one, _)| self.inner.is_available(&one.model)) {
+            available.retain(|(one, _)| self.inner.is_available(&one.model));
+        }
         let chosen = match &available[..] {
             [(only, _)] => only,
             all => choose(all.iter().map(|(deployment, _)| *deployment), key(conversation))?,
@@ -143,6 +147,12 @@ impl Engine for Aliased {
         let aliases = self.aliases.0.read();
         let Some(alias) = aliases.get(name) else { return self.inner.absence(name) };
         alias.deployments.iter().find_map(|deployment| self.inner.absence(&deployment.model))
+    }
+
+    fn is_available(&self, name: &str) -> bool {
+        let aliases = self.aliases.0.read();
+        let Some(alias) = aliases.get(name) else { return self.inner.is_available(name) };
+        alias.deployments.iter().any(|deployment| self.inner.is_available(&deployment.model))
     }
 
     fn readiness(&self) -> Readiness {
@@ -242,5 +252,52 @@ mod tests {
         let moved = before.iter().zip(&after).filter(|(before, after)| before != after);
         assert!(moved.clone().count() > 0);
         assert!(moved.clone().all(|(before, _)| before == "c"), "only keys of the drained deployment move");
+    }
+
+    /// An engine of relayed models, of which some are available.
+    struct Fleet {
+        served: Vec<Arc<ModelCard>>,
+        available: Mutex<Vec<&'static str>>,
+    }
+
+    impl Engine for Fleet {
+        fn generate(&self, _: Request) -> BoxFuture<'_, Result<OutputStream, Error>> {
+            unimplemented!("no request is sent")
+        }
+
+        fn models(&self) -> Vec<Arc<ModelCard>> {
+            self.served.clone()
+        }
+
+        fn is_available(&self, model: &str) -> bool {
+            self.available.lock().contains(&model)
+        }
+
+        fn readiness(&self) -> Readiness {
+            Readiness::Ready
+        }
+    }
+
+    #[test]
+    fn a_deployment_that_is_not_available_is_left_out_while_another_is() {
+        let served = ["a", "b"].map(|id| Arc::new(ModelCard::new(id, 64, 16))).to_vec();
+        let fleet = Arc::new(Fleet { served, available: Mutex::default() });
+        let aliases = Arc::new(Aliases::default());
+        let deployments = vec![deployment("a", 9), deployment("b", 1)];
+        aliases.set([("chat".to_owned(), Alias { deployments })].into());
+        let aliased = Aliased::new(Arc::clone(&fleet) as Arc<dyn Engine>, aliases);
+        let count_of_a = |available: &[&'static str]| {
+            *fleet.available.lock() = available.to_vec();
+            assert_eq!(aliased.is_available("chat"), !available.is_empty());
+            let resolved = (0..1000).filter_map(|request| {
+                let request = request.to_string();
+                let conversation = Conversation { request: &request, tenant: "", session: None, body: &[] };
+                aliased.resolve("chat", &conversation)
+            });
+            resolved.filter(|card| card.id == "a").count()
+        };
+        assert!((850..950).contains(&count_of_a(&["a", "b"])));
+        assert_eq!((count_of_a(&["b"]), count_of_a(&["a"])), (0, 1000));
+        assert!((850..950).contains(&count_of_a(&[])), "requests fail with the error of their deployment");
     }
 }

@@ -152,6 +152,10 @@ impl Engine for MonitoredRouter {
         self.router.absence(model)
     }
 
+    fn is_available(&self, model: &str) -> bool {
+        self.router.is_available(model)
+    }
+
     fn readiness(&self) -> Readiness {
         let absent =
             if self.is_gateway { "no upstream can be used yet" } else { "no worker that decodes is registered now" };

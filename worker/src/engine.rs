@@ -84,6 +84,11 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
+    /// Whether a model that is served gets requests now: `false` if all of its workers are cordoned or fail.
+    fn is_available(&self, _model: &str) -> bool {
+        true
+    }
+
     /// The model that is to serve a conversation under this name, if the name stands for other models. Each of these
     /// has tokens of its own, so it is chosen before the prompt of a relayed request is tokenized, and the request
     /// names it.

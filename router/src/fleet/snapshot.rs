@@ -86,6 +86,24 @@ impl FleetSnapshot {
             .then(|| format!("the model `{model}` has no worker now; the last one left {seconds} s ago"))
     }
 
+    /// Why each model that is expected back is not served now.
+    pub(crate) fn absences(&self) -> impl Iterator<Item = String> {
+        self.absent.keys().filter_map(|model| self.absence(model))
+    }
+
+    /// What is wrong with the models whose workers are all cordoned.
+    pub(crate) fn cordoned_models(&self) -> impl Iterator<Item = String> {
+        let cordoned = self.pools().filter(|(_, pool)| pool.entries().is_empty());
+        cordoned.map(|(model, _)| format!("all workers of the model `{model}` are cordoned"))
+    }
+
+    /// Whether a model has a worker that is not cordoned and does not fail. One that is passed over because it is busy
+    /// counts, and so does one that awaits the request that tries it.
+    pub(crate) fn is_available(&self, model: &str, now: Instant) -> bool {
+        let fails = |worker: &Worker| worker.is_failing() && worker.is_ejected(now);
+        self.pool(model).is_some_and(|pool| pool.entries().iter().any(|entry| !fails(&entry.worker)))
+    }
+
     /// The models that `previous` had and `models` has not, with the time when their last worker left.
     fn absent_after(previous: &Self, models: &BTreeMap<String, ModelPool>) -> BTreeMap<String, Instant> {
         let now = Instant::now();

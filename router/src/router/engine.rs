@@ -5,6 +5,7 @@ use crate::fleet::Worker;
 use crate::router::Router;
 use futures::future::BoxFuture;
 use std::sync::Arc;
+use tokio::time::Instant;
 use worker::engine::{self, Engine, ModelCard, OutputStream, Readiness, Request};
 
 /// Workers that the reason of a router without a worker names: a line, also of a large fleet.
@@ -60,7 +61,12 @@ impl Engine for Router {
     fn degraded(&self) -> Vec<String> {
         let fleet = self.core.fleet.snapshot();
         let failing = fleet.workers().filter(|member| member.is_failing());
-        failing.map(|member| format!("{} fails its requests or health checks", member.described())).collect()
+        let failing = failing.map(|member| format!("{} fails its requests or health checks", member.described()));
+        failing.chain(fleet.cordoned_models()).chain(fleet.absences()).collect()
+    }
+
+    fn is_available(&self, model: &str) -> bool {
+        self.core.fleet.snapshot().is_available(model, Instant::now())
     }
 
     fn readiness(&self) -> Readiness {

@@ -55,7 +55,10 @@ async fn cordoning_every_worker_refuses_requests_and_readiness() {
     assert!(matches!(&refused, Err(Error::Unavailable(why)) if why.contains("cordoned")), "{refused:?}");
     assert!(matches!(harness.router.readiness(), Readiness::NotReady(why) if why.contains("cordoned")));
     assert_eq!(harness.router.models()[0].id, MODEL, "the model is served again once a worker is uncordoned");
+    assert_eq!(harness.router.degraded(), [format!("all workers of the model `{MODEL}` are cordoned")]);
+    assert!(!harness.router.is_available(MODEL));
     harness.router.uncordon(WorkerId(1)).unwrap();
+    assert!(harness.router.is_available(MODEL) && harness.router.degraded().is_empty());
     assert_eq!((harness.answer(prompt(1, 100)).await, harness.router.readiness()), (Ok(vec![1, 2]), Readiness::Ready));
 }
 

@@ -412,6 +412,7 @@ async fn a_model_is_expected_back_for_a_time_after_its_last_worker_left() {
     tokio::time::sleep(Duration::from_mins(9)).await;
     assert!(matches!(answer().await, Err(Error::Unavailable(why)) if why.contains("no worker now")));
     assert!(harness.router.absence(MODEL).is_some() && harness.router.absence("other").is_none());
+    assert_eq!(harness.router.degraded(), [harness.router.absence(MODEL).unwrap()]);
     tokio::time::sleep(Duration::from_mins(1)).await;
     assert!(matches!(answer().await, Err(Error::UnknownModel(_))));
     assert!(harness.router.absence(MODEL).is_none());

@@ -143,9 +143,11 @@ async fn the_router_is_not_ready_while_all_workers_are_down() {
         }
         pass(&harness, &[&a, &b], 20).await;
         assert_eq!(states(&harness), expected, "{:?}", harness.router.degraded());
+        assert!(harness.router.is_available(MODEL) || !expected.0, "one of two fails");
     }
     let failing = |id| format!("worker w{id} (http://w{id}:8000) fails its requests or health checks");
     assert_eq!(harness.router.degraded(), [failing(1), failing(2)]);
+    assert!(!harness.router.is_available(MODEL));
     let reason = "every worker that decodes fails its requests and health checks";
     let named = format!("{reason}: worker w1 (http://w1:8000), worker w2 (http://w2:8000)");
     assert_eq!(harness.router.readiness(), Readiness::NotReady(named));
