@@ -16,7 +16,7 @@ use worker::plane::WorkerId;
 #[derive(Default)]
 pub(crate) struct FleetSnapshot {
     workers: BTreeMap<WorkerId, Arc<Worker>>,
-    models: BTreeMap<String, ModelPool>,
+    models: BTreeMap<String, Arc<ModelPool>>,
     /// Workers that get no new requests, joined or not: a worker that restarts stays cordoned.
     cordoned: BTreeSet<WorkerId>,
     /// Models without a worker, by name, with the time when their last one left.
@@ -34,12 +34,12 @@ const MAX_ABSENT: usize = 1024;
 impl FleetSnapshot {
     /// The workers of one model.
     pub(crate) fn pool(&self, model: &str) -> Option<&ModelPool> {
-        self.models.get(model)
+        self.models.get(model).map(|pool| &**pool)
     }
 
     /// The workers of each model, by its name.
     pub(crate) fn pools(&self) -> impl Iterator<Item = (&str, &ModelPool)> {
-        self.models.iter().map(|(model, pool)| (&**model, pool))
+        self.models.iter().map(|(model, pool)| (&**model, &**pool))
     }
 
     /// One model card per model.
@@ -104,11 +104,17 @@ impl FleetSnapshot {
         self.pool(model).is_some_and(|pool| pool.entries().iter().any(|entry| !fails(&entry.worker)))
     }
 
-    /// The models that `previous` had and `models` has not, with the time when their last worker left.
-    fn absent_after(previous: &Self, models: &BTreeMap<String, ModelPool>) -> BTreeMap<String, Instant> {
+    /// The models that have had workers and have none now, with the time when the last one left. `changed`: the models
+    /// that may have lost their last worker now.
+    fn absent_after(
+        previous: &Self,
+        models: &BTreeMap<String, Arc<ModelPool>>,
+        changed: &BTreeSet<String>,
+    ) -> BTreeMap<String, Instant> {
         let now = Instant::now();
         let earlier = previous.absent.iter().map(|(model, since)| (model.clone(), *since));
-        let left = previous.models.keys().map(|model| (model.clone(), now));
+        let left =
+            changed.iter().filter(|model| previous.models.contains_key(*model)).map(|model| (model.clone(), now));
         let is_absent = |(model, since): &(String, Instant)| {
             now.duration_since(*since) < EXPECTED_BACK_WITHIN && !models.contains_key(model)
         };
@@ -128,21 +134,30 @@ impl FleetSnapshot {
         card.is_relayed && self.pool(&card.id).is_some_and(|pool| !pool.is_relayed())
     }
 
-    /// `previous` has what was learned of each model so far.
-    fn of(workers: BTreeMap<WorkerId, Arc<Worker>>, cordoned: BTreeSet<WorkerId>, previous: &Self) -> Self {
-        let mut models = BTreeMap::<String, ModelPool>::new();
-        let (servers, own): (Vec<_>, Vec<_>) = workers.iter().partition(|(_, worker)| worker.instance.model.is_relayed);
+    /// The list after a change of the workers of some models (`changed`), or of their cordons. The other models keep
+    /// their pools, and these have what was learned of the model so far.
+    fn after(
+        previous: &Self,
+        workers: BTreeMap<WorkerId, Arc<Worker>>,
+        cordoned: BTreeSet<WorkerId>,
+        changed: &BTreeSet<String>,
+    ) -> Self {
+        let mut pools = BTreeMap::<&str, ModelPool>::new();
+        let of_changed = workers.iter().filter(|(_, worker)| changed.contains(&worker.instance.model.id));
+        let (servers, own): (Vec<_>, Vec<_>) = of_changed.partition(|(_, worker)| worker.instance.model.is_relayed);
         for (id, worker) in own.into_iter().chain(servers) {
             let (model, is_relayed) = (&worker.instance.model.id, worker.instance.model.is_relayed);
             let same_kind = || previous.pool(model).filter(|pool| pool.is_relayed() == is_relayed);
             let stats = || same_kind().map(|pool| pool.stats().clone()).unwrap_or_default();
-            let new_pool = || ModelPool::new(is_relayed, stats());
-            let pool = models.entry(model.clone()).or_insert_with(new_pool);
+            let pool = pools.entry(model).or_insert_with(|| ModelPool::new(is_relayed, stats()));
             if pool.is_relayed() == is_relayed {
                 pool.add(worker, cordoned.contains(id));
             }
         }
-        let absent = Self::absent_after(previous, &models);
+        let mut models = previous.models.clone();
+        models.retain(|model, _| !changed.contains(model));
+        models.extend(pools.into_iter().map(|(model, pool)| (model.to_owned(), Arc::new(pool))));
+        let absent = Self::absent_after(previous, &models, changed);
         Self { workers, models, cordoned, absent }
     }
 }
@@ -162,20 +177,17 @@ impl Fleet {
 
     /// Adds a worker, or replaces the one with its id.
     pub(crate) fn join(&self, worker: Arc<Worker>) {
-        self.change(|workers| workers.insert(worker.id(), worker));
+        self.change([worker], None);
     }
 
     /// Adds many workers at once.
-    pub(crate) fn join_all(&self, joining: impl Iterator<Item = Arc<Worker>>) {
-        self.change(|workers| {
-            workers.extend(joining.map(|worker| (worker.id(), worker)));
-            None
-        });
+    pub(crate) fn join_all(&self, joining: impl IntoIterator<Item = Arc<Worker>>) {
+        self.change(joining, None);
     }
 
     /// Removes a worker: its lease has ended.
     pub(crate) fn leave(&self, id: WorkerId) {
-        self.change(|workers| workers.remove(&id));
+        self.change([], Some(id));
     }
 
     /// Records that a worker was chosen.
@@ -189,27 +201,35 @@ impl Fleet {
         self.choices.load(Ordering::Relaxed)
     }
 
-    fn change(&self, change: impl FnOnce(&mut BTreeMap<WorkerId, Arc<Worker>>) -> Option<Arc<Worker>>) {
+    fn change(&self, joining: impl IntoIterator<Item = Arc<Worker>>, leaving: Option<WorkerId>) {
         let mut snapshot = self.snapshot.write();
-        let mut workers = snapshot.workers.clone();
-        if let Some(previous) = change(&mut workers)
-            && workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch)
-        {
-            previous.lease_ended.cancel();
-            previous.engine.check_process();
+        let (mut workers, mut changed) = (snapshot.workers.clone(), BTreeSet::new());
+        let mut previous: Vec<_> = leaving.and_then(|id| workers.remove(&id)).into_iter().collect();
+        for worker in joining {
+            changed.insert(worker.instance.model.id.clone());
+            previous.extend(workers.insert(worker.id(), worker));
         }
-        *snapshot = Arc::new(FleetSnapshot::of(workers, snapshot.cordoned.clone(), &snapshot));
+        for previous in previous {
+            changed.insert(previous.instance.model.id.clone());
+            if workers.get(&previous.id()).is_none_or(|now| now.instance.epoch != previous.instance.epoch) {
+                previous.lease_ended.cancel();
+                previous.engine.check_process();
+            }
+        }
+        *snapshot = Arc::new(FleetSnapshot::after(&snapshot, workers, snapshot.cordoned.clone(), &changed));
     }
 
     /// Cordons a worker, or ends its cordon. Returns `false` if the worker has not joined.
     pub(crate) fn cordon(&self, id: WorkerId, cordoned: bool) -> bool {
         let mut snapshot = self.snapshot.write();
-        let (workers, mut all) = (snapshot.workers.clone(), snapshot.cordoned.clone());
-        let there = workers.contains_key(&id);
-        let changes = if cordoned { there && all.insert(id) } else { all.remove(&id) };
+        let worker = snapshot.workers.get(&id);
+        let changed = worker.map(|worker| worker.instance.model.id.clone());
+        let (is_there, mut all) = (changed.is_some(), snapshot.cordoned.clone());
+        let changes = if cordoned { is_there && all.insert(id) } else { all.remove(&id) };
         if changes {
-            *snapshot = Arc::new(FleetSnapshot::of(workers, all, &snapshot));
+            let changed = changed.into_iter().collect();
+            *snapshot = Arc::new(FleetSnapshot::after(&snapshot, snapshot.workers.clone(), all, &changed));
         }
-        there
+        is_there
     }
 }
