@@ -81,6 +81,7 @@ impl Aliased {
         let same_tokenizer = deployed.iter().all(|card| card.tokenizer == first.tokenizer);
         let card = Arc::new(ModelCard {
             id: name.to_owned(),
+            parent: None,
             context: deployed.iter().map(|card| card.context).max().unwrap_or(first.context),
             // Tokens of another model would find none of its blocks.
             tokenizer: first.tokenizer.clone().filter(|_| same_tokenizer),
@@ -139,7 +140,9 @@ impl Engine for Aliased {
             // An alias with the name of a model takes its place.
             all.entry(card.id.clone()).or_insert(card);
         }
-        all.into_values().collect()
+        let mut all: Vec<_> = all.into_values().collect();
+        all.sort_by_key(|card| card.parent.is_some());
+        all
     }
 
     /// That of the first deployment which is absent. An alias with a deployment that is there is served.

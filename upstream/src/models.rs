@@ -63,8 +63,6 @@ struct Listed {
 pub struct ListedModel {
     /// Its card, with [`DEFAULT_BLOCK_SIZE`].
     pub card: ModelCard,
-    /// The model that it is an adapter of.
-    pub parent: Option<String>,
     /// Where the server has loaded it from. vLLM serves one model, so models with the same one are names of it.
     pub root: Option<String>,
     /// Its owner, where vLLM and SGLang name themselves.
@@ -92,12 +90,13 @@ fn listed_model(Listed { id, created, max_model_len, owned_by, parent, root, met
     let card = ModelCard {
         // Names blocks in the router's index only: what a server computes is never stored by this program.
         identity: format!("upstream {id}"),
+        parent: text(parent),
         created: created.as_u64().unwrap_or_else(now),
         is_relayed: true,
         has_exact_blocks: false,
         ..ModelCard::new(&id, context, DEFAULT_BLOCK_SIZE.get() as usize)
     };
-    ListedModel { card, parent: text(parent), root: text(root), owned_by: text(owned_by) }
+    ListedModel { card, root: text(root), owned_by: text(owned_by) }
 }
 
 #[cfg(test)]
@@ -121,7 +120,7 @@ mod tests {
             let fields = json!({ "id": "m", "max_model_len": len, "created": 1.5, "owned_by": 1, "parent": {} });
             let model = listed_model(serde_json::from_value(fields).unwrap());
             assert_eq!((model.card.id.as_str(), model.card.context), ("m", UNKNOWN_CONTEXT), "{len}");
-            assert_eq!((model.parent, model.owned_by), (None, None));
+            assert_eq!((model.card.parent, model.owned_by), (None, None));
         }
         assert!(serde_json::from_value::<Listed>(json!({ "id": 1 })).is_err());
     }

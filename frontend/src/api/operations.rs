@@ -159,7 +159,7 @@ fn model_object(card: &ModelCard) -> ModelObject {
         created: card.created,
         owned_by: "blockyard",
         root: card.id.clone(),
-        parent: None,
+        parent: card.parent.clone(),
         max_model_len: Some(card.context).filter(|context| *context != UNKNOWN_CONTEXT),
     }
 }

@@ -42,9 +42,11 @@ impl FleetSnapshot {
         self.models.iter().map(|(model, pool)| (&**model, &**pool))
     }
 
-    /// One model card per model.
+    /// One model card per model, adapters last: clients that ask for no model, or for the first one, mean a base model.
     pub(crate) fn cards(&self) -> Vec<Arc<ModelCard>> {
-        self.models.values().filter_map(|pool| pool.card().cloned()).collect()
+        let mut cards: Vec<_> = self.models.values().filter_map(|pool| pool.card().cloned()).collect();
+        cards.sort_by_key(|card| card.parent.is_some());
+        cards
     }
 
     /// The models of servers that get no requests, see [`is_unused`](Self::is_unused).

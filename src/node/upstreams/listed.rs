@@ -63,7 +63,7 @@ pub(super) fn to_register(listed: Vec<ListedModel>) -> (Vec<ListedModel>, LeftOu
 /// The names of the first model that is no adapter, its own first: vLLM lists each `--served-model-name` as a model
 /// with the same `root`. They share one cache and one stream of KV events.
 pub(super) fn names_of_first(models: &[ListedModel]) -> Vec<String> {
-    let mut bases = models.iter().filter(|model| model.parent.is_none());
+    let mut bases = models.iter().filter(|model| model.card.parent.is_none());
     let Some(first) = bases.next() else { return Vec::new() };
     let further = bases.filter(|model| first.root.is_some() && model.root == first.root);
     std::iter::once(first).chain(further).take(MAX_NAMES).map(|model| model.card.id.clone()).collect()
@@ -80,7 +80,7 @@ mod tests {
 
     fn listed(id: &str, root: Option<&str>, parent: Option<&str>) -> ListedModel {
         let (root, parent) = (root.map(str::to_owned), parent.map(str::to_owned));
-        ListedModel { card: ModelCard::new(id, 64, 16), parent, root, owned_by: None }
+        ListedModel { card: ModelCard { parent, ..ModelCard::new(id, 64, 16) }, root, owned_by: None }
     }
 
     fn registered(ids: impl IntoIterator<Item = String>) -> (Vec<String>, LeftOut) {

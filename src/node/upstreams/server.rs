@@ -270,7 +270,8 @@ impl Server {
         let kv = answer.kv.as_ref().or(registered.as_ref().map(|was| &was.kv));
         let publishes = kv.is_some_and(|kv| !kv.sources.is_empty());
         let names = if publishes { names_of_first(&answer.models) } else { Vec::new() };
-        let with_facts = answer.models.into_iter().map(|ListedModel { card, parent, .. }| {
+        let with_facts = answer.models.into_iter().map(|ListedModel { card, .. }| {
+            let parent = card.parent.clone();
             let gets_events = publishes && (parent.is_some() || names.contains(&card.id));
             let facts = ModelFacts { parent, context: card.context, gets_events };
             (card, facts)

@@ -161,3 +161,18 @@ async fn a_server_that_starts_late_is_found() {
     assert!(text.contains("org/m"), "{text}");
     gateway.node.shutdown().await;
 }
+
+#[tokio::test]
+async fn adapters_are_listed_after_the_models_that_they_are_of() {
+    let server = server([]).await;
+    let adapter = json!({ "id": "adapter", "parent": "org/m", "root": "/srv/adapter" });
+    server
+        .set_page("/v1/models", Script::json(200, &json!({ "data": [adapter, { "id": "org/m" }, { "id": "org/n" }] })));
+    let gateway = Gateway::start(&[&server]).await;
+    let listed = gateway.http.get(format!("{}/v1/models", gateway.url)).send().await.unwrap();
+    let listed: Value = listed.json().await.unwrap();
+    let of = |model: &Value| (model["id"].as_str().unwrap().to_owned(), model["parent"].as_str().map(str::to_owned));
+    let listed: Vec<_> = listed["data"].as_array().unwrap().iter().map(of).collect();
+    let base = |id: &str| (id.to_owned(), None);
+    assert_eq!(listed, [base("org/m"), base("org/n"), ("adapter".to_owned(), Some("org/m".to_owned()))]);
+}

@@ -12,6 +12,9 @@ pub const UNKNOWN_CONTEXT: usize = 1 << 30;
 pub struct ModelCard {
     /// The id that clients send.
     pub id: String,
+    /// The model that it is an adapter of.
+    #[serde(default)]
+    pub parent: Option<String>,
     /// Identifies the weights in block hashes: two cards with the same identity share an index.
     pub identity: String,
     /// When the model was created or loaded, in seconds since 1970.
@@ -67,6 +70,7 @@ impl ModelCard {
     pub fn new(id: &str, context: usize, block_size: usize) -> Self {
         Self {
             id: id.to_owned(),
+            parent: None,
             identity: id.to_owned(),
             created: 0,
             context,
