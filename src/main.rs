@@ -15,6 +15,7 @@ use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tracing_subscriber::EnvFilter;
@@ -201,6 +202,7 @@ async fn until_stopped(mut node: impl Process, signals: &mut Signals, reload: im
     // SIGTERM comes from an orchestrator, whose load balancers send requests for some more seconds. SIGINT comes from a
     // person at a terminal.
     let announced = matches!(outcome, Ok(true));
+    signals.ignore_copies().await;
     tracing::info!("{}", node.shutdown_notice(announced));
     let shutdown = async {
         if announced {
@@ -258,6 +260,9 @@ fn filter(directives: &str) -> anyhow::Result<EnvFilter> {
         .map_err(|error| wrong(error.to_string()))
 }
 
+/// Time in which copies of a signal arrive. No person sends a second signal within it.
+const TIME_OF_COPIES: Duration = Duration::from_millis(50);
+
 /// The signals that the process handles.
 struct Signals {
     interrupt: Signal,
@@ -282,6 +287,13 @@ impl Signals {
             _ = self.terminate.recv() => SignalRequest::Terminate,
             _ = self.hangup.recv() => SignalRequest::Reload,
         }
+    }
+
+    /// Waits for copies of the signal to stop, which are no second one: `timeout` signals the process and its group, and
+    /// so do some process managers.
+    async fn ignore_copies(&mut self) {
+        let copies = async { while self.next().await != SignalRequest::Reload {} };
+        let _ = tokio::time::timeout(TIME_OF_COPIES, copies).await;
     }
 
     /// Resolves when the process is to stop.
