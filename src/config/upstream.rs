@@ -67,8 +67,16 @@ impl Upstream {
     }
 
     /// The API key for the server.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or has no key.
     pub fn api_key(&self) -> io::Result<Option<String>> {
-        self.api_key_file.as_ref().map(|path| Ok(read_text(path, MAX_KEY_BYTES)?.trim().to_owned())).transpose()
+        let Some(path) = &self.api_key_file else { return Ok(None) };
+        let text = read_text(path, MAX_KEY_BYTES)?;
+        // Editors of some systems begin a file with a byte order mark.
+        let key = text.trim_start_matches('\u{feff}').trim();
+        let key = key.strip_prefix("Bearer ").unwrap_or(key).trim_start();
+        if key.is_empty() { Err(io::Error::other("the file has no key")) } else { Ok(Some(key.to_owned())) }
     }
 
     /// The authorities that may sign the server's certificate.

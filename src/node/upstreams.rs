@@ -163,7 +163,10 @@ impl Upstreams {
             })?;
             Client::new(&upstream.url, &upstream.connection(Vec::new(), authorities.as_ref()))
                 .with_context(|| format!("upstreams.{number}: {} cannot be used", upstream.shown_url()))?;
-            let api_key = upstream.api_key().with_context(|| format!("upstreams.{number}.api_key_file"))?;
+            let api_key = upstream.api_key().with_context(|| {
+                let path = upstream.api_key_file.as_deref().unwrap_or(Path::new(""));
+                format!("upstreams.{number}.api_key_file: {}", path.display())
+            })?;
             let header = |key: String| {
                 bearer(&key).with_context(|| {
                     format!("upstreams.{number}.api_key_file: the key has characters that no header may have")

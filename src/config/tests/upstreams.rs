@@ -149,3 +149,19 @@ fn an_alias_is_a_name_or_a_list_of_deployments() {
         assert!(error.contains("aliases.chat"), "{wrong}: {error}");
     }
 }
+
+#[test]
+fn a_key_is_the_text_of_its_file() {
+    let key = |text: &str| {
+        let file = file(text);
+        let upstream =
+            Upstream { api_key_file: Some(file.path().into()), ..Upstream::new("http://a:1".parse().unwrap()) };
+        upstream.api_key()
+    };
+    for text in ["sk-1\n", "\u{feff}sk-1\r\n", "Bearer sk-1", "Bearer  sk-1 \n"] {
+        assert_eq!(key(text).unwrap().as_deref(), Some("sk-1"), "{text:?}");
+    }
+    for text in ["", " \n", "\u{feff}"] {
+        assert!(key(text).is_err(), "{text:?}");
+    }
+}

@@ -203,7 +203,7 @@ async fn a_table_that_cannot_be_used_is_named() {
     let good = Upstream::new("http://127.0.0.1:1".parse().unwrap());
     let wrong = Upstream { api_key_file: Some("/nonexistent/key".into()), ..good.clone() };
     let error = Upstreams::check(&[good, wrong], false).unwrap_err();
-    assert!(format!("{error:#}").starts_with("upstreams.1.api_key_file: "), "{error:#}");
+    assert!(format!("{error:#}").starts_with("upstreams.1.api_key_file: /nonexistent/key: "), "{error:#}");
     let https = Upstream::new("https://127.0.0.1:1".parse().unwrap());
     let empty = tempfile::NamedTempFile::new().unwrap();
     for (file, problem) in [(Path::new("/nonexistent/ca"), "No such file"), (empty.path(), "BEGIN CERTIFICATE")] {
