@@ -32,6 +32,19 @@ use worker::plane::Load;
 /// Endpoints whose streams end with the usage when the request asks for it in `stream_options`.
 const WITH_STREAM_OPTIONS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/invocations"];
 
+/// Endpoints of which it is known how their streams end. At others any end of a body is the end of the stream.
+const WITH_KNOWN_END: [&str; 9] = [
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/generate",
+    "/invocations",
+];
+
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
 const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
 
@@ -141,11 +154,15 @@ impl UpstreamEngine {
             let answer = self.client.upgrade(http.method.clone(), &http.target, &headers, protocol).await;
             return match answer.map_err(|error| self.failed(error))? {
                 Upgrade::Switched(switched) => Ok(tunnel(switched, counted)),
-                Upgrade::Answered(items) => Ok(outputs(*items, counted, http, None)),
+                // Endpoints with WebSocket are none of those whose streams are known.
+                Upgrade::Answered(items) => Ok(outputs(items.ending_anywhere(), counted, http, None)),
             };
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let mut items = relay.map_err(|error| self.failed(error))?;
+        if !WITH_KNOWN_END.contains(&http.target.path()) {
+            items = items.ending_anywhere();
+        }
         // No engine answers with one, and a proxy answers at once, so it would get most requests.
         if items.is_page() && http.kind().is_some() {
             return Err(Error::Failed("the server answered with a page of HTML".to_owned()));

@@ -91,6 +91,32 @@ async fn a_page_for_browsers_is_no_answer_of_an_engine() {
 }
 
 #[tokio::test]
+async fn a_stream_of_an_endpoint_that_is_not_known_ends_with_its_body() {
+    let (server, engine) = engine([]).await;
+    let texts = "event: log\ndata: building\n\nevent: end\ndata: ok\n\n";
+    let bodies = [texts, "data: \"hello\"\n\n", "event: end\ndata:\n\n", ": ping\n\n", "", "data: no line end"];
+    for body in bodies {
+        let mut relayed = Vec::new();
+        for path in ["/v1/other", "/v1/completions"] {
+            server.set_page(path, Script::events(Some(body).filter(|body| !body.is_empty())));
+            let outputs = engine.generate(request(path, "application/json", b"{}")).await.unwrap();
+            relayed.push(outputs.collect::<Vec<_>>().await);
+        }
+        let [Ok(Output::Head(_)), parts @ .., Ok(Output::End(RelayReport { failed: false, .. }))] = &relayed[0][..]
+        else {
+            panic!("{body:?}: {:?}", relayed[0])
+        };
+        let parts = parts.iter().map(|part| if let Ok(Output::Body(part)) = part { &part[..] } else { b"?" });
+        assert_eq!(parts.collect::<Vec<_>>().concat(), body.as_bytes());
+        assert!(matches!(relayed[1].last(), Some(Err(Error::Failed(_)))), "{body:?}: its end is missing");
+    }
+    server.set_page("/v1/other", Script::events([texts, texts]).broken_after(1));
+    let outputs = engine.generate(request("/v1/other", "application/json", b"{}")).await.unwrap();
+    let last = outputs.collect::<Vec<_>>().await.pop();
+    assert!(matches!(last, Some(Err(Error::Failed(_)))), "its body has no end: {last:?}");
+}
+
+#[tokio::test]
 async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
     (engine.settings.salted, engine.settings.has_tenants) = (SaltedEndpoints::All, true);

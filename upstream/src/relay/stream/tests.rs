@@ -216,6 +216,18 @@ fn a_stream_needs_a_finish_reason_or_done() {
 }
 
 #[test]
+fn a_response_ends_as_its_last_event_says() {
+    let delta = event(r#"{"type":"response.output_text.delta","delta":"a"}"#);
+    for (name, failed) in [("completed", false), ("incomplete", false), ("cancelled", false), ("failed", true)] {
+        let last = event(&format!(r#"{{"type":"response.{name}","response":{{"status":"{name}"}}}}"#));
+        let outcome = streamed(UsageInStream::Keep, delta.clone() + "event: x\n" + &last);
+        assert_eq!(outcome.end.unwrap().failed, failed, "{name}");
+    }
+    let outcome = streamed(UsageInStream::Keep, delta);
+    assert!(matches!(outcome.end, Err(RelayError::Unfinished)));
+}
+
+#[test]
 fn an_answer_without_output_has_a_head_too() {
     let body = Script::chat(&[], Some(USAGE)).body();
     let outcome = streamed(UsageInStream::Keep, body.clone());
