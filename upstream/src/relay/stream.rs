@@ -310,10 +310,7 @@ where
             }
         }
         let Content::Events(events) = &mut self.content else { return Ok(()) };
-        if let Some(event) = events.finish() {
-            let step = events.step(event, holding)?;
-            step.frame.into_iter().for_each(|frame| self.held.push(frame));
-        }
+        events.finish(holding, self.ends_anywhere)?.into_iter().for_each(|frame| self.held.push(frame));
         events.take_last().into_iter().for_each(|frame| self.held.push(frame));
         // A client that has got output gets the last frames too, before the error.
         if holding && !self.ends_anywhere && !events.is_finished() { Err(RelayError::Unfinished) } else { Ok(()) }
