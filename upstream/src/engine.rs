@@ -484,10 +484,12 @@ fn error_of(error: RelayError) -> Error {
     }
 }
 
-/// The error for the client. A redirect would send the client past this gateway, and of other statuses than errors the
-/// API knows none, so the client gets an error of the gateway instead, without a header of the server.
+/// The error for the client. A redirect that would send the client past this gateway has no `Location` any more, and of
+/// other statuses than errors the API knows none, so the client gets an error of the gateway instead, without a header
+/// of the server.
 fn error_response(Answer { status, headers, body, kind }: Answer) -> ErrorResponse {
-    if status.is_client_error() || status.is_server_error() {
+    let is_at_gateway = status.is_redirection() && headers.contains_key(header::LOCATION);
+    if status.is_client_error() || status.is_server_error() || is_at_gateway {
         return ErrorResponse { status, headers: headers::response(headers, headers::Body::Changed), body, kind };
     }
     let what = if status.is_redirection() { "a redirect" } else { "no status of the API" };

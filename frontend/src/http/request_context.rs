@@ -179,14 +179,14 @@ impl RequestContext {
         self.attempts.get_or_init(Attempts::counted).clone()
     }
 
-    /// The tokens that the request has used. One that failed before its first token has used its prompt if a worker may
-    /// have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
+    /// The tokens that the request has used. One that failed or was redirected before its first token has used its
+    /// prompt if a worker may have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
     /// client that leaves has used its prompt in any case.
     fn used(&self, status: u16) -> UsedTokens {
         let fields = self.log_fields();
         let generated = u64::from(fields.completion_tokens);
         let may_have_computed = || self.attempts.get().is_some_and(Attempts::may_have_computed);
-        if status >= 400 && status != CLIENT_CLOSED && generated == 0 && !may_have_computed() {
+        if status >= 300 && status != CLIENT_CLOSED && generated == 0 && !may_have_computed() {
             return UsedTokens::default();
         }
         let taken = || self.taken.load(Ordering::Relaxed);
@@ -201,7 +201,7 @@ impl RequestContext {
         if fields.sent_bytes.is_some() {
             return false;
         }
-        status < 400 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
+        status < 300 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
     }
 
     /// Charges the key with what the request has used, and counts it for its tenant.

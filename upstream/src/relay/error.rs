@@ -1,7 +1,7 @@
 //! What an engine answers instead of output, and what goes wrong on the way to it.
 //!
 //! **A busy engine is not a faulty one, and a wrong request is neither.** 429 and 503 are back-pressure, other 4xx are
-//! the client's, and only what is left counts against the engine.
+//! the client's, 501 is the model's, and a redirect is for a client. Only what is left counts against the engine.
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Response, StatusCode, header};
@@ -53,7 +53,7 @@ pub enum RelayError {
     Unfinished,
 }
 
-/// An answer that is an error.
+/// An answer that is an error, or a redirect. `Location` of a redirect is that at the gateway, if it has one.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// The status, 500 for an error without one in a stream.
@@ -66,13 +66,15 @@ pub struct Answer {
     pub kind: ErrorKind,
 }
 
-/// What an answer with these headers says of the engine. A redirect is a fault, because the API has none.
+/// What an answer with these headers says of the engine. vLLM answers 501 where the model does not have what the request
+/// asks for.
 fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKind {
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             ErrorKind::Busy(retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER))
         }
-        status if status.is_client_error() => ErrorKind::Request,
+        StatusCode::NOT_IMPLEMENTED => ErrorKind::Request,
+        status if status.is_client_error() || status.is_redirection() => ErrorKind::Request,
         _ => ErrorKind::Fault,
     }
 }

@@ -6,7 +6,6 @@ use crate::relay::fake::{Connections, FakeEngine, Script};
 use crate::relay::headers;
 use crate::relay::stream::Item;
 use futures::StreamExt;
-use http::StatusCode;
 use http_body_util::BodyExt;
 use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject;
