@@ -1,12 +1,14 @@
 //! One server as an [`Engine`].
 
+mod error_response;
+
 use crate::continuation::{self, Followed};
 use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::metrics::Metrics;
 use crate::probe::Probes;
 use crate::relay::client::{Body, Client, Switched, Upgrade};
-use crate::relay::error::{Answer, RelayError};
+use crate::relay::error::RelayError;
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, Relay, Report, UsageInStream};
@@ -24,8 +26,8 @@ use std::task::{Poll, ready};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
-    Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
-    RelayProgress, RelayReport, Request, ResponseHead, Tunnel, Work,
+    Domain, EndpointKind, Engine, Error, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayProgress,
+    RelayReport, Request, ResponseHead, Tunnel, Work,
 };
 use worker::plane::Load;
 
@@ -480,27 +482,7 @@ fn error_of(error: RelayError) -> Error {
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
-        RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
-    }
-}
-
-/// The error for the client. A redirect that would send the client past this gateway has no `Location` any more, and of
-/// other statuses than errors the API knows none, so the client gets an error of the gateway instead, without a header
-/// of the server.
-fn error_response(Answer { status, headers, body, kind }: Answer) -> ErrorResponse {
-    let is_at_gateway = status.is_redirection() && headers.contains_key(header::LOCATION);
-    if status.is_client_error() || status.is_server_error() || is_at_gateway {
-        return ErrorResponse { status, headers: headers::response(headers, headers::Body::Changed), body, kind };
-    }
-    let what = if status.is_redirection() { "a redirect" } else { "no status of the API" };
-    let message = format!("The server answered with {what} (status {}).", status.as_u16());
-    let error = serde_json::json!({ "message": message, "type": "server_error", "param": null, "code": "bad_gateway" });
-    let content_type = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    ErrorResponse {
-        status: StatusCode::BAD_GATEWAY,
-        headers: [content_type].into_iter().collect(),
-        body: serde_json::json!({ "error": error }).to_string().into(),
-        kind,
+        RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response::of(*answer))),
     }
 }
 

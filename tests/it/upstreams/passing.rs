@@ -62,6 +62,22 @@ async fn an_error_of_the_server_passes_as_it_is() {
 }
 
 #[tokio::test]
+async fn an_error_whose_body_is_not_passed_whole_says_so() {
+    let long = json!({ "error": { "message": "x".repeat(3 << 20) } });
+    let short = Script::json(422, &json!({ "error": "the reason" })).header(CONTENT_LENGTH, "100");
+    let server = server([Script::json(400, &long), short.broken_after(1)]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    for (status, what) in [(400, "a body of more than 1 MiB"), (422, "a body that broke off")] {
+        let answer = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+        assert_eq!(answer.status(), status);
+        let error = answer.json::<Value>().await.unwrap()["error"].take();
+        assert_eq!(error["code"], "incomplete_error");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(what) && message.contains("Its beginning: {\"error\":"), "{message}");
+    }
+}
+
+#[tokio::test]
 async fn a_redirect_to_another_server_is_an_error() {
     let servers = [server([]).await, server([]).await];
     for server in &servers {

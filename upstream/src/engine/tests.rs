@@ -7,7 +7,7 @@ use kvbm::Domain;
 use serde_json::json;
 use std::collections::BTreeSet;
 use tokio::time::timeout;
-use worker::engine::{ErrorKind, RequestGroup};
+use worker::engine::RequestGroup;
 
 /// For what must happen soon, on any machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -258,32 +258,4 @@ async fn a_server_gets_one_word_for_the_usage_of_a_stream() {
     let plain = |http: &mut HttpRequest| http.is_stream = false;
     assert_eq!(sent(chat, "", &plain), (unchanged.clone(), UsageInStream::Keep));
     assert_eq!(sent("/v1/responses", "", &|_| ()), (unchanged, UsageInStream::Keep));
-}
-
-#[test]
-fn an_answer_that_is_neither_a_success_nor_an_error_becomes_an_error_of_the_gateway() {
-    let response = |status: u16| {
-        let status = StatusCode::from_u16(status).unwrap();
-        // One past the gateway has been removed from a redirect.
-        let name = if status == StatusCode::FOUND { header::SERVER } else { header::LOCATION };
-        let location = (name, HeaderValue::from_static("/elsewhere"));
-        let (headers, body) = ([location].into_iter().collect(), Bytes::from_static(b"moved"));
-        let answer = Answer { status, headers, body, kind: ErrorKind::Fault };
-        match error_of(RelayError::Answered(Box::new(answer))) {
-            Error::Relayed(response) => ErrorResponse::clone(&response),
-            other => panic!("{other:?}"),
-        }
-    };
-    for (status, what) in [(302, "a redirect (status 302)"), (600, "(status 600)")] {
-        let response = response(status);
-        assert_eq!((response.status, response.headers.len()), (StatusCode::BAD_GATEWAY, 1), "{status}");
-        let body: serde_json::Value = serde_json::from_slice(&response.body).unwrap();
-        assert!(body["error"]["message"].as_str().unwrap().contains(what), "{body}");
-        assert_eq!((&body["error"]["type"], response.kind), (&json!("server_error"), ErrorKind::Fault));
-    }
-    for status in [307, 400, 599] {
-        let response = response(status);
-        assert_eq!((response.status.as_u16(), &response.body[..]), (status, &b"moved"[..]));
-        assert!(response.headers.contains_key(header::LOCATION), "it passes");
-    }
 }

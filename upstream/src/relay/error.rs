@@ -60,10 +60,26 @@ pub struct Answer {
     pub status: StatusCode,
     /// All headers of the answer; see [`headers::response`](super::headers::response) for which to pass on.
     pub headers: HeaderMap,
-    /// The body, up to 1 MiB of it.
+    /// The body, or its beginning.
     pub body: Bytes,
+    /// Why `body` is not all of it; `None`: it is.
+    pub cut: Option<Cut>,
     /// What it says of the engine.
     pub kind: ErrorKind,
+}
+
+/// Why only the beginning of a body was read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Cut {
+    /// It is longer than what is kept.
+    #[error("a body of more than {} MiB", MAX_BODY >> 20)]
+    TooLong,
+    /// Its connection ended before it did.
+    #[error("a body that broke off")]
+    BrokenOff,
+    /// The time for it has passed.
+    #[error("a body that had not arrived after {} s", BODY_TIMEOUT.as_secs())]
+    Slow,
 }
 
 /// What an answer with these headers says of the engine. vLLM answers 501 where the model does not have what the request
@@ -80,30 +96,32 @@ fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKin
 }
 
 impl Answer {
-    /// Reads an answer that is no success. A body that does not come, or not whole, is cut short.
+    /// Reads an answer that is no success, or the beginning of it.
     pub async fn read<B: Body<Data = Bytes> + Unpin>(response: Response<B>) -> Self {
         let (parts, mut body) = response.into_parts();
         let kind = kind_of(parts.status, &parts.headers, SystemTime::now());
         let mut read = BytesMut::new();
         let all = async {
-            while let Some(Ok(frame)) = body.frame().await {
+            while let Some(frame) = body.frame().await {
+                let Ok(frame) = frame else { return Some(Cut::BrokenOff) };
                 let data = frame.into_data().unwrap_or_default();
                 let room = MAX_BODY - read.len();
                 read.extend_from_slice(&data[..data.len().min(room)]);
                 if data.len() > room {
-                    break;
+                    return Some(Cut::TooLong);
                 }
             }
+            None
         };
         // What was read until then is in `read`.
-        let _ = timeout(BODY_TIMEOUT, all).await;
-        Self { status: parts.status, headers: parts.headers, body: read.freeze(), kind }
+        let cut = timeout(BODY_TIMEOUT, all).await.unwrap_or(Some(Cut::Slow));
+        Self { status: parts.status, headers: parts.headers, body: read.freeze(), cut, kind }
     }
 
     /// The answer to a request whose path is too long for the engine's address before it.
     pub(super) fn uri_too_long() -> Self {
         let (headers, body) = (HeaderMap::new(), Bytes::new());
-        Self { status: StatusCode::URI_TOO_LONG, headers, body, kind: ErrorKind::Request }
+        Self { status: StatusCode::URI_TOO_LONG, headers, body, cut: None, kind: ErrorKind::Request }
     }
 
     /// An error that came as an event of a stream, where the status is in the JSON if anywhere.
@@ -124,7 +142,7 @@ impl Answer {
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let headers = HeaderMap::new();
         let kind = kind_of(status, &headers, SystemTime::UNIX_EPOCH);
-        Self { status, headers, body: data, kind }
+        Self { status, headers, body: data, cut: None, kind }
     }
 }
 
