@@ -190,6 +190,7 @@ impl UpstreamEngine {
             RelayError::OutOfFiles
             | RelayError::Full(_)
             | RelayError::Http2Only
+            | RelayError::Malformed(_)
             | RelayError::BrokenOff(_)
             | RelayError::Unfinished => false,
         };
@@ -482,6 +483,7 @@ fn error_of(error: RelayError) -> Error {
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
+        RelayError::Malformed(why) => Error::Relayed(Arc::new(error_response::malformed(&why))),
         RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response::of(*answer))),
     }
 }

@@ -4,7 +4,7 @@ use crate::relay::error::{Answer, Cut};
 use crate::relay::headers;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use worker::engine::ErrorResponse;
+use worker::engine::{ErrorKind, ErrorResponse};
 
 /// Characters of a body that is not whole which the client gets: an error begins with what is wrong, and what follows
 /// may be the whole request.
@@ -38,6 +38,12 @@ pub(super) fn of(answer: Answer) -> ErrorResponse {
     ErrorResponse { status, headers, body, kind }
 }
 
+/// The response to a request whose answer is not one of HTTP (RFC 9112, section 5.2).
+pub(super) fn malformed(why: &str) -> ErrorResponse {
+    let (headers, body) = own(&format!("The server's answer is not valid HTTP: {why}."), "server_error", "bad_gateway");
+    ErrorResponse { status: StatusCode::BAD_GATEWAY, headers, body: body.into(), kind: ErrorKind::Fault }
+}
+
 /// The error of a body of which only the beginning was read.
 fn incomplete(status: StatusCode, headers: &HeaderMap, body: &[u8], cut: Cut) -> (HeaderMap, String) {
     let begin: String = String::from_utf8_lossy(body).chars().take(MAX_QUOTED).collect();
@@ -67,7 +73,6 @@ fn own(message: &str, r#type: &str, code: &str) -> (HeaderMap, String) {
 mod tests {
     use super::*;
     use serde_json::{Value, json};
-    use worker::engine::ErrorKind;
 
     /// The response for an answer with a `Location` and `Retry-After`.
     fn response(status: u16, body: &'static str, cut: Option<Cut>) -> ErrorResponse {
@@ -91,6 +96,14 @@ mod tests {
             assert!(body["error"]["message"].as_str().unwrap().contains(what), "{body}");
             assert_eq!(body["error"]["type"], json!("server_error"));
         }
+    }
+
+    #[test]
+    fn an_answer_that_is_not_valid_http_is_a_bad_gateway() {
+        let response = malformed("invalid HTTP header parsed");
+        assert_eq!((response.status, response.kind), (StatusCode::BAD_GATEWAY, ErrorKind::Fault));
+        let body: Value = serde_json::from_slice(&response.body).unwrap();
+        assert_eq!(body["error"]["code"], "bad_gateway");
     }
 
     #[test]

@@ -392,6 +392,7 @@ fn of_failed(failed: http1::Failed) -> RelayError {
     match failed {
         http1::Failed::Closed { error, is_sent: false } => RelayError::Unreachable(chain(&error)),
         http1::Failed::Closed { error, is_sent: true } => RelayError::NoAnswer(chain(&error)),
+        http1::Failed::Malformed(error) => RelayError::Malformed(chain(&error)),
         http1::Failed::BrokenOff(error) => RelayError::BrokenOff(chain(&error)),
     }
 }
@@ -400,7 +401,7 @@ fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>
     match outcome {
         Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
         // There was an answer, but not one of HTTP.
-        Err(error) if error.is_parse() => Err(RelayError::BrokenOff(chain(&error))),
+        Err(error) if error.is_parse() => Err(RelayError::Malformed(chain(&error))),
         // The connection ended before the request was sent.
         Err(error) if error.is_canceled() || error.is_closed() => Err(RelayError::Unreachable(chain(&error))),
         Err(error) => Err(RelayError::NoAnswer(chain(&error))),

@@ -45,6 +45,9 @@ pub enum RelayError {
     /// No connection to the engine can switch to another protocol.
     #[error("the connection speaks HTTP/2 only, in which it cannot switch to another protocol")]
     Http2Only,
+    /// The answer is not one of HTTP.
+    #[error("the server's answer is not valid HTTP: {0}")]
+    Malformed(String),
     /// The answer broke off.
     #[error("the server broke off its answer: {0}")]
     BrokenOff(String),
