@@ -29,6 +29,9 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// request, too few to fill a disk under an attack.
 const MAX_LINES_PER_SECOND: u32 = 20;
 
+/// Maximum number of characters of a path in a log line.
+const MAX_LOGGED_PATH: usize = 200;
+
 /// Routes of scrapes and health checks, which do not count as in flight: an idle server shows none.
 const NOT_IN_FLIGHT: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
 
@@ -46,6 +49,8 @@ pub(crate) struct RequestContext {
     pub(crate) arrived: Instant,
     /// The route; `None` for a path without one.
     route: Option<MatchedPath>,
+    /// The beginning of a path without a route, for the log line.
+    path: Option<Box<str>>,
     /// Whether it counts as in flight.
     is_counted: bool,
     /// Whether it asks for one of the [`PROBES`].
@@ -304,6 +309,7 @@ impl RequestContext {
                     request_id = &*self.id,
                     trace_id = self.trace.trace_id().map(tracing::field::display),
                     endpoint = self.endpoint(),
+                    path = self.path.as_deref(),
                     status,
                     model = model.map(|model| &*model.name),
                     key = self.key().map(|key| &*key.name),
@@ -396,6 +402,8 @@ pub(crate) async fn observe(
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
     let is_counted = !NOT_IN_FLIGHT.contains(&endpoint);
     let is_probe = route.is_none() && request.method() == Method::GET && PROBES.contains(&request.uri().path());
+    let logged = || request.uri().path().chars().take(MAX_LOGGED_PATH).collect::<String>().into();
+    let path = route.is_none().then(logged);
     let shutdown = ConnectionInfo::of(request.extensions()).map(|connection| connection.shutdown.clone());
     if is_counted {
         observer.metrics.in_flight.inc();
@@ -407,6 +415,7 @@ pub(crate) async fn observe(
         trace,
         arrived: Instant::now(),
         route,
+        path,
         is_counted,
         is_probe,
         shutdown,
