@@ -15,7 +15,7 @@ mod websockets;
 pub(crate) use self::tokenizers::tokenizer_folder;
 pub(crate) use kv_events::{MESSAGES, publish, sglang, sglang_payload};
 
-use super::process::client;
+use super::process::{client, client_builder};
 use blockyard::config::{Config, Listen, Upstream};
 use blockyard::node::{Node, Process as _};
 use http::header::CONTENT_TYPE;

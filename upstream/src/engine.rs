@@ -1,12 +1,14 @@
 //! One server as an [`Engine`].
 
+mod error_response;
+
 use crate::continuation::{self, Followed};
 use crate::load::{Counted, LoadCounter};
 use crate::load_reports::{LoadReports, ReportedLoad};
 use crate::metrics::Metrics;
 use crate::probe::Probes;
 use crate::relay::client::{Body, Client, Switched, Upgrade};
-use crate::relay::error::{Answer, RelayError};
+use crate::relay::error::RelayError;
 use crate::relay::headers;
 use crate::relay::splice::{Splice, SpliceError};
 use crate::relay::stream::{Item, Relay, Report, UsageInStream};
@@ -24,13 +26,26 @@ use std::task::{Poll, ready};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
-    Domain, EndpointKind, Engine, Error, ErrorResponse, HttpRequest, ModelCard, Output, OutputStream, Readiness,
-    RelayProgress, RelayReport, Request, ResponseHead, Tunnel, Work,
+    Domain, EndpointKind, Engine, Error, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayProgress,
+    RelayReport, Request, ResponseHead, Tunnel, Work,
 };
 use worker::plane::Load;
 
 /// Endpoints whose streams end with the usage when the request asks for it in `stream_options`.
 const WITH_STREAM_OPTIONS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/invocations"];
+
+/// Endpoints of which it is known how their streams end. At others any end of a body is the end of the stream.
+const WITH_KNOWN_END: [&str; 9] = [
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/generate",
+    "/invocations",
+];
 
 /// Endpoints whose requests are computed by the rank that they name. vLLM chooses the rank of others itself.
 const WITH_RANK: [&str; 4] = ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages"];
@@ -141,11 +156,15 @@ impl UpstreamEngine {
             let answer = self.client.upgrade(http.method.clone(), &http.target, &headers, protocol).await;
             return match answer.map_err(|error| self.failed(error))? {
                 Upgrade::Switched(switched) => Ok(tunnel(switched, counted)),
-                Upgrade::Answered(items) => Ok(outputs(*items, counted, http, None)),
+                // Endpoints with WebSocket are none of those whose streams are known.
+                Upgrade::Answered(items) => Ok(outputs(items.ending_anywhere(), counted, http, None)),
             };
         }
         let relay = self.client.relay(http.method.clone(), &http.target, headers, body, usage).await;
         let mut items = relay.map_err(|error| self.failed(error))?;
+        if !WITH_KNOWN_END.contains(&http.target.path()) {
+            items = items.ending_anywhere();
+        }
         // No engine answers with one, and a proxy answers at once, so it would get most requests.
         if items.is_page() && http.kind().is_some() {
             return Err(Error::Failed("the server answered with a page of HTML".to_owned()));
@@ -171,6 +190,7 @@ impl UpstreamEngine {
             RelayError::OutOfFiles
             | RelayError::Full(_)
             | RelayError::Http2Only
+            | RelayError::Malformed(_)
             | RelayError::BrokenOff(_)
             | RelayError::Unfinished => false,
         };
@@ -463,25 +483,8 @@ fn error_of(error: RelayError) -> Error {
         RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
-        RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response(*answer))),
-    }
-}
-
-/// The error for the client. A redirect would send the client past this gateway, and of other statuses than errors the
-/// API knows none, so the client gets an error of the gateway instead, without a header of the server.
-fn error_response(Answer { status, headers, body, kind }: Answer) -> ErrorResponse {
-    if status.is_client_error() || status.is_server_error() {
-        return ErrorResponse { status, headers: headers::response(headers, headers::Body::Changed), body, kind };
-    }
-    let what = if status.is_redirection() { "a redirect" } else { "no status of the API" };
-    let message = format!("The server answered with {what} (status {}).", status.as_u16());
-    let error = serde_json::json!({ "message": message, "type": "server_error", "param": null, "code": "bad_gateway" });
-    let content_type = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    ErrorResponse {
-        status: StatusCode::BAD_GATEWAY,
-        headers: [content_type].into_iter().collect(),
-        body: serde_json::json!({ "error": error }).to_string().into(),
-        kind,
+        RelayError::Malformed(why) => Error::Relayed(Arc::new(error_response::malformed(&why))),
+        RelayError::Answered(answer) => Error::Relayed(Arc::new(error_response::of(*answer))),
     }
 }
 

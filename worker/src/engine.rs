@@ -47,9 +47,9 @@ use std::time::Duration;
 ///   fails or makes no progress.
 /// - For [`Work::Relay`] the stream MUST be one [`Output::Head`], then [`Output::Body`], then one [`Output::End`], or
 ///   an error at any point. `Head` MUST NOT come before the response has output: a chunk that only names a role is
-///   none. Until then another engine may be tried. A response with an error status is [`Error::Relayed`]. After a
-///   `Head` with a [`Tunnel`] nothing follows: the stream stays open until it is dropped, and holds what the engine has
-///   reserved for the request.
+///   none. Until then another engine may be tried. A response with an error status, or a redirect, is
+///   [`Error::Relayed`]. After a `Head` with a [`Tunnel`] nothing follows: the stream stays open until it is dropped,
+///   and holds what the engine has reserved for the request.
 /// - Before an error after the `Head`, an engine that [continues streams](Self::continues_streams) MAY send one
 ///   [`Output::Rest`]. Another one that gets the request in it MUST send the rest of the stream, with a `Head` before
 ///   it and an `End` that reports of the whole response, and MUST fail if its text would not be the same.
@@ -67,9 +67,9 @@ use std::time::Duration;
 ///   [`Error::Overloaded`] is back-pressure: the caller waits, and the engine does not count as faulty.
 ///   [`Error::Unavailable`], [`Error::NoAnswer`], [`Error::Unresponsive`] and [`Error::Failed`] are faults. An
 ///   [`Error::Relayed`] says its kind: 429 and 503 are back-pressure, with the time of `Retry-After` or else one
-///   second; other statuses below 500 are caused by the request. `Unavailable` is a server that cannot be reached,
-///   `NoAnswer` one that got the request and closed the connection, and `Unresponsive` one that answers nothing: any
-///   other request to it would wait, too.
+///   second; other statuses below 500, and 501, are caused by the request. `Unavailable` is a server that cannot be
+///   reached, `NoAnswer` one that got the request and closed the connection, and `Unresponsive` one that answers
+///   nothing: any other request to it would wait, too.
 /// - An engine that sends requests to other engines MUST count them in [`RequestAttributes::attempts`].
 pub trait Engine: Send + Sync + 'static {
     /// Starts a request.

@@ -174,6 +174,11 @@ impl AccessRules {
         let is_known = header.is_some_and(|header| known.is_some_and(|known| **known == *header));
         if !is_known || origin.is_some() {
             let host = host(request.uri(), request.headers())?;
+            // RFC 9112, section 3.2. Requests within this process have none.
+            let needs_header = connection.is_some() && request.version() == Version::HTTP_11;
+            if needs_header && !request.headers().contains_key(HOST) {
+                return Err(Error::Malformed("The request has no Host header.".into()));
+            }
             if let (Some(connection), Some(host)) = (connection, &host) {
                 if !self.is_own(host.host(), connection) {
                     return Err(Error::HostNotAllowed(host.host().into()));

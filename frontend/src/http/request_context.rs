@@ -29,6 +29,9 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// request, too few to fill a disk under an attack.
 const MAX_LINES_PER_SECOND: u32 = 20;
 
+/// Maximum number of characters of a path in a log line.
+const MAX_LOGGED_PATH: usize = 200;
+
 /// Routes of scrapes and health checks, which do not count as in flight: an idle server shows none.
 const NOT_IN_FLIGHT: [&str; 6] = ["/metrics", "/live", "/ready", "/health", "/ping", "/version"];
 
@@ -46,6 +49,8 @@ pub(crate) struct RequestContext {
     pub(crate) arrived: Instant,
     /// The route; `None` for a path without one.
     route: Option<MatchedPath>,
+    /// The beginning of a path without a route, for the log line.
+    path: Option<Box<str>>,
     /// Whether it counts as in flight.
     is_counted: bool,
     /// Whether it asks for one of the [`PROBES`].
@@ -179,14 +184,14 @@ impl RequestContext {
         self.attempts.get_or_init(Attempts::counted).clone()
     }
 
-    /// The tokens that the request has used. One that failed before its first token has used its prompt if a worker may
-    /// have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
+    /// The tokens that the request has used. One that failed or was redirected before its first token has used its
+    /// prompt if a worker may have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
     /// client that leaves has used its prompt in any case.
     fn used(&self, status: u16) -> UsedTokens {
         let fields = self.log_fields();
         let generated = u64::from(fields.completion_tokens);
         let may_have_computed = || self.attempts.get().is_some_and(Attempts::may_have_computed);
-        if status >= 400 && status != CLIENT_CLOSED && generated == 0 && !may_have_computed() {
+        if status >= 300 && status != CLIENT_CLOSED && generated == 0 && !may_have_computed() {
             return UsedTokens::default();
         }
         let taken = || self.taken.load(Ordering::Relaxed);
@@ -201,7 +206,7 @@ impl RequestContext {
         if fields.sent_bytes.is_some() {
             return false;
         }
-        status < 400 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
+        status < 300 || fields.completion_tokens > 0 || fields.ttft_s.is_some()
     }
 
     /// Charges the key with what the request has used, and counts it for its tenant.
@@ -304,6 +309,7 @@ impl RequestContext {
                     request_id = &*self.id,
                     trace_id = self.trace.trace_id().map(tracing::field::display),
                     endpoint = self.endpoint(),
+                    path = self.path.as_deref(),
                     status,
                     model = model.map(|model| &*model.name),
                     key = self.key().map(|key| &*key.name),
@@ -396,6 +402,8 @@ pub(crate) async fn observe(
     let span = tracing::info_span!("request", request_id = %id, %endpoint);
     let is_counted = !NOT_IN_FLIGHT.contains(&endpoint);
     let is_probe = route.is_none() && request.method() == Method::GET && PROBES.contains(&request.uri().path());
+    let logged = || request.uri().path().chars().take(MAX_LOGGED_PATH).collect::<String>().into();
+    let path = route.is_none().then(logged);
     let shutdown = ConnectionInfo::of(request.extensions()).map(|connection| connection.shutdown.clone());
     if is_counted {
         observer.metrics.in_flight.inc();
@@ -407,6 +415,7 @@ pub(crate) async fn observe(
         trace,
         arrived: Instant::now(),
         route,
+        path,
         is_counted,
         is_probe,
         shutdown,

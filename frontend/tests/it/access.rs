@@ -60,6 +60,9 @@ async fn a_loopback_server_answers_to_loopback_hosts_only() {
     }
     assert_eq!(status(address, "GET /live", &["host: localhost", "host: evil.example"]).await, 400);
     assert_eq!(status(address, "GET http://evil.example/live", &["host: localhost"]).await, 403);
+    for line in ["GET /live", "GET http://localhost/live"] {
+        assert_eq!(status(address, line, &[]).await, 400, "HTTP/1.1 needs a Host header");
+    }
 }
 
 #[tokio::test]

@@ -107,6 +107,20 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
 }
 
 #[tokio::test]
+async fn a_line_of_a_path_without_a_route_has_the_beginning_of_the_path() {
+    collect();
+    let router = FakeEngine::with_steps(vec![]).router();
+    let long = format!("/v1/{}", "x".repeat(300));
+    for (path, expected) in [("/v1/nothing?key=secret", json!("/v1/nothing")), (&long, json!(long[..200]))] {
+        send(&router, Request::get(path).body(Body::empty()).unwrap()).await;
+        let lines = lines();
+        assert_eq!((&lines[0]["endpoint"], &lines[0]["path"]), (&json!("unmatched"), &expected));
+    }
+    send(&router, chat(json!({ "temperature": 9 }))).await;
+    assert_eq!(lines()[0].get("path"), None, "the endpoint says it");
+}
+
+#[tokio::test]
 async fn a_request_whose_client_disconnects_is_cancelled_not_rejected() {
     collect();
     let router = FakeEngine::with_steps(vec![first("ab"), Step::Hang]).router();

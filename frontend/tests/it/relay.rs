@@ -147,6 +147,20 @@ async fn a_stream_that_breaks_off_ends_with_an_event() {
 }
 
 #[tokio::test]
+async fn a_stream_that_breaks_off_within_an_event_ends_with_an_event_of_its_own() {
+    let whole = ["data: {}\n\n", "data: {}\r\n\r\n", "data: {}\r\r"];
+    for (parts, between) in [(["data: {\"long", "er"], "\n\n"), (["data: {\"long", "er\"}\n\n"], "")]
+        .into_iter()
+        .chain(whole.map(|event| (["", event], "")))
+    {
+        let steps = vec![head_of("text/event-stream"), part(parts[0]), part(parts[1]), broken()];
+        let answer = post(&relaying(steps).router(), "/v1/completions", r#"{"model":"org/tiny","prompt":"x"}"#).await;
+        let text = String::from_utf8(answer.body).unwrap();
+        assert!(text.starts_with(&(parts.concat() + between + "data: {\"error\"")), "{text}");
+    }
+}
+
+#[tokio::test]
 async fn a_stream_in_which_the_server_sent_an_error_counts_as_failed() {
     let failed = Step::Relay(Output::End(RelayReport { failed: true, ..RelayReport::default() }));
     let error = part("data: {\"error\":{\"message\":\"m\"}}\n\ndata: [DONE]\n\n");

@@ -1,9 +1,10 @@
 //! What a request costs of the limit of its key, by how it ends.
 
-use super::{Gateway, server};
+use super::{Gateway, client_builder, server};
 use blockyard::config::{CacheSalt, Config, Upstream};
 use frontend::{ApiKey, KeyEntry, KeyFile};
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_TYPE, LOCATION};
+use reqwest::redirect::Policy;
 use serde_json::json;
 use std::num::NonZero;
 use std::path::Path;
@@ -22,6 +23,9 @@ async fn a_prompt_is_charged_once_the_server_may_have_computed_it() {
         ("deadline", whole.clone().after(Duration::from_mins(1)), 504, 429),
         ("fails", Script::json(500, &error), 500, 429),
         ("refuses", Script::json(400, &error), 400, 200),
+        ("does not have it", Script::json(501, &error), 501, 200),
+        ("redirects", Script::json(307, &error).header(LOCATION, "/v1/else"), 307, 200),
+        ("redirects elsewhere", Script::json(307, &error).header(LOCATION, "http://else/"), 502, 200),
         ("no server behind a proxy", Script::json(502, &error), 502, 200),
     ];
     // A request that gets 429 does not reach the server.
@@ -70,7 +74,9 @@ impl KeyedGateway {
         let upstream = Upstream { cache_salt: CacheSalt::Off, ..Upstream::new(server.uri()) };
         let mut config = Config { upstreams: vec![upstream], ..Config::with_cache(Path::new("/nonexistent")) };
         config.frontend.api_keys_file = Some(file);
-        Self { gateway: Gateway::with(config).await, keys, _folder: folder }
+        let mut gateway = Gateway::with(config).await;
+        gateway.http = client_builder().redirect(Policy::none()).build().unwrap();
+        Self { gateway, keys, _folder: folder }
     }
 
     /// The status of a request with the key of this number. It is charged when its response has ended.

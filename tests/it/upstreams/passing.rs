@@ -1,7 +1,8 @@
 //! Requests and responses pass as they are.
 
-use super::{Gateway, TIMEOUT, chat, completions, server};
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, LOCATION, RETRY_AFTER};
+use super::{Gateway, TIMEOUT, chat, client_builder, completions, server};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, ETAG, IF_NONE_MATCH, LOCATION, RETRY_AFTER};
+use reqwest::redirect::Policy;
 use serde_json::{Value, json};
 use upstream::relay::chunk::Usage;
 use upstream::relay::fake::{Recorded, Script};
@@ -61,15 +62,75 @@ async fn an_error_of_the_server_passes_as_it_is() {
 }
 
 #[tokio::test]
-async fn a_redirect_of_the_server_is_an_error() {
-    let server = server([]).await;
-    let redirect = Script::json(302, &json!({})).header(LOCATION, "http://127.0.0.1:1/");
-    server.set_page("/v1/chat/completions", redirect);
+async fn an_error_whose_body_is_not_passed_whole_says_so() {
+    let long = json!({ "error": { "message": "x".repeat(3 << 20) } });
+    let short = Script::json(422, &json!({ "error": "the reason" })).header(CONTENT_LENGTH, "100");
+    let server = server([Script::json(400, &long), short.broken_after(1)]).await;
     let gateway = Gateway::start(&[&server]).await;
+    for (status, what) in [(400, "a body of more than 1 MiB"), (422, "a body that broke off")] {
+        let answer = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
+        assert_eq!(answer.status(), status);
+        let error = answer.json::<Value>().await.unwrap()["error"].take();
+        assert_eq!(error["code"], "incomplete_error");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(what) && message.contains("Its beginning: {\"error\":"), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_redirect_to_another_server_is_an_error() {
+    let servers = [server([]).await, server([]).await];
+    for server in &servers {
+        let redirect = Script::json(302, &json!({})).header(LOCATION, "http://127.0.0.1:1/");
+        server.set_page("/v1/chat/completions", redirect);
+    }
+    let gateway = Gateway::start(&servers.each_ref()).await;
     let answer = gateway.post("/v1/chat/completions", &chat("hello", false)).await;
     assert_eq!((answer.status().as_u16(), answer.headers().get(LOCATION)), (502, None));
     let error = answer.json::<Value>().await.unwrap();
     assert!(error["error"]["message"].as_str().unwrap().contains("a redirect (status 302)"), "{error}");
+    assert_eq!(gateway.metric("blockyard_router_retries_total"), 0);
+}
+
+#[tokio::test]
+async fn a_client_follows_a_redirect_of_a_server_to_itself_at_the_gateway() {
+    let (server, whole) = (server([]).await, Script::json(200, &json!({ "choices": [] })));
+    let address = format!("{}v1/chat/completions?a=b", server.uri()).leak();
+    // As FastAPI answers a path with a slash at its end.
+    server.set_page("/v1/chat/completions/", Script::events([""; 0]).status(307).header(LOCATION, address));
+    server.set_page("/v1/chat/completions", whole);
+    let gateway = Gateway::start(&[&server]).await;
+    let client = client_builder().redirect(Policy::none()).build().unwrap();
+    // More than the failures that take a server out of service.
+    for _ in 0..8 {
+        let request = client.post(format!("{}/v1/chat/completions/", gateway.url)).body(chat("hello", false));
+        let answer = request.header(CONTENT_TYPE, "application/json").send().await.unwrap();
+        let location = answer.headers()[LOCATION].to_str().unwrap();
+        assert_eq!((answer.status().as_u16(), location), (307, "/v1/chat/completions?a=b"));
+    }
+    assert_eq!(gateway.post("/v1/chat/completions/", &chat("hello", false)).await.status(), 200);
+    let followed = completions(&server).pop().unwrap();
+    assert_eq!((followed.uri.path(), followed.uri.query()), ("/v1/chat/completions", Some("a=b")));
+}
+
+#[tokio::test]
+async fn answers_that_say_nothing_of_a_servers_health_pass() {
+    let error = json!({ "error": { "message": "The model does not support Embeddings API", "code": 501 } });
+    let servers = [server([]).await, server([]).await];
+    for server in &servers {
+        server.set_page("/v1/embeddings", Script::json(501, &error));
+        let unchanged = Script::events([""; 0]).status(304).header(ETAG, "\"a\"").header(CONTENT_LENGTH, "12");
+        server.set_page("/v1/files/a", unchanged);
+    }
+    let gateway = Gateway::start(&servers.each_ref()).await;
+    for _ in 0..8 {
+        let answer = gateway.post("/v1/embeddings", r#"{"model":"org/m","input":"a"}"#).await;
+        assert_eq!((answer.status().as_u16(), answer.json::<Value>().await.unwrap()), (501, error.clone()));
+        let request = gateway.http.get(format!("{}/v1/files/a", gateway.url)).header(IF_NONE_MATCH, "\"a\"");
+        let answer = request.send().await.unwrap();
+        assert_eq!((answer.status().as_u16(), &answer.headers()[ETAG]), (304, &"\"a\"".parse().unwrap()));
+    }
+    assert_eq!(gateway.metric("blockyard_router_retries_total"), 0);
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use kvbm::Domain;
 use serde_json::json;
 use std::collections::BTreeSet;
 use tokio::time::timeout;
-use worker::engine::{ErrorKind, RequestGroup};
+use worker::engine::RequestGroup;
 
 /// For what must happen soon, on any machine.
 const SOON: Duration = Duration::from_secs(20);
@@ -88,6 +88,32 @@ async fn a_page_for_browsers_is_no_answer_of_an_engine() {
     assert!(matches!(of_engine, Err(Error::Failed(_))));
     let other = engine.generate(request("/v1/other", "application/json", b"{}")).await;
     assert!(other.is_ok(), "what else a server has may be a page");
+}
+
+#[tokio::test]
+async fn a_stream_of_an_endpoint_that_is_not_known_ends_with_its_body() {
+    let (server, engine) = engine([]).await;
+    let texts = "event: log\ndata: building\n\nevent: end\ndata: ok\n\n";
+    let bodies = [texts, "data: \"hello\"\n\n", "event: end\ndata:\n\n", ": ping\n\n", "", "data: no line end"];
+    for body in bodies {
+        let mut relayed = Vec::new();
+        for path in ["/v1/other", "/v1/completions"] {
+            server.set_page(path, Script::events(Some(body).filter(|body| !body.is_empty())));
+            let outputs = engine.generate(request(path, "application/json", b"{}")).await.unwrap();
+            relayed.push(outputs.collect::<Vec<_>>().await);
+        }
+        let [Ok(Output::Head(_)), parts @ .., Ok(Output::End(RelayReport { failed: false, .. }))] = &relayed[0][..]
+        else {
+            panic!("{body:?}: {:?}", relayed[0])
+        };
+        let parts = parts.iter().map(|part| if let Ok(Output::Body(part)) = part { &part[..] } else { b"?" });
+        assert_eq!(parts.collect::<Vec<_>>().concat(), body.as_bytes());
+        assert!(matches!(relayed[1].last(), Some(Err(Error::Failed(_)))), "{body:?}: its end is missing");
+    }
+    server.set_page("/v1/other", Script::events([texts, texts]).broken_after(1));
+    let outputs = engine.generate(request("/v1/other", "application/json", b"{}")).await.unwrap();
+    let last = outputs.collect::<Vec<_>>().await.pop();
+    assert!(matches!(last, Some(Err(Error::Failed(_)))), "its body has no end: {last:?}");
 }
 
 #[tokio::test]
@@ -232,30 +258,4 @@ async fn a_server_gets_one_word_for_the_usage_of_a_stream() {
     let plain = |http: &mut HttpRequest| http.is_stream = false;
     assert_eq!(sent(chat, "", &plain), (unchanged.clone(), UsageInStream::Keep));
     assert_eq!(sent("/v1/responses", "", &|_| ()), (unchanged, UsageInStream::Keep));
-}
-
-#[test]
-fn an_answer_that_is_neither_a_success_nor_an_error_becomes_an_error_of_the_gateway() {
-    let response = |status: u16| {
-        let location = (header::LOCATION, HeaderValue::from_static("http://elsewhere/"));
-        let (headers, body) = ([location].into_iter().collect(), Bytes::from_static(b"moved"));
-        let status = StatusCode::from_u16(status).unwrap();
-        let answer = Answer { status, headers, body, kind: ErrorKind::Fault };
-        match error_of(RelayError::Answered(Box::new(answer))) {
-            Error::Relayed(response) => ErrorResponse::clone(&response),
-            other => panic!("{other:?}"),
-        }
-    };
-    for (status, what) in [(302, "a redirect (status 302)"), (304, "(status 304)"), (600, "(status 600)")] {
-        let response = response(status);
-        assert_eq!((response.status, response.headers.len()), (StatusCode::BAD_GATEWAY, 1), "{status}");
-        let body: serde_json::Value = serde_json::from_slice(&response.body).unwrap();
-        assert!(body["error"]["message"].as_str().unwrap().contains(what), "{body}");
-        assert_eq!((&body["error"]["type"], response.kind), (&json!("server_error"), ErrorKind::Fault));
-    }
-    for status in [400, 599] {
-        let response = response(status);
-        assert_eq!((response.status.as_u16(), &response.body[..]), (status, &b"moved"[..]));
-        assert!(response.headers.contains_key(header::LOCATION), "it passes");
-    }
 }

@@ -154,7 +154,7 @@ fn of_event_type(name: &str) -> (Kind, bool) {
         | "response.reasoning_part.added"
         | "response.reasoning_summary_part.added" => (Kind::Preamble, false),
         "content_block_delta" | "content_block_stop" => (Kind::Output, false),
-        "response.completed" | "response.incomplete" => (Kind::Output, true),
+        "response.completed" | "response.incomplete" | "response.cancelled" => (Kind::Output, true),
         name => (Kind::Output, !name.starts_with("response.")),
     }
 }

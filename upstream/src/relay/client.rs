@@ -12,6 +12,7 @@
 mod connect;
 mod http1;
 mod http2;
+mod location;
 mod pool;
 
 use super::error::{Answer, RelayError};
@@ -19,7 +20,7 @@ use super::stream::{Relay, UsageInStream, chain};
 use bytes::Bytes;
 use connect::{Connected, Connector, Socket};
 use http::uri::{Authority, PathAndQuery, Scheme};
-use http::{HeaderMap, Method, Request, Response, Uri, Version};
+use http::{HeaderMap, Method, Request, Response, StatusCode, Uri, Version};
 use http_body::{Frame, SizeHint};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -252,7 +253,7 @@ impl Client {
         shared.send_on_new_connection(http1, http2).await
     }
 
-    /// Sends a request and relays its answer. An answer that is no success is an error. At the maximum of requests
+    /// Sends a request and relays its answer. One that is neither a success nor 304 is an error. At the maximum of requests
     /// nothing is sent.
     pub async fn relay(
         &self,
@@ -264,10 +265,10 @@ impl Client {
     ) -> Result<Relay<Body>, RelayError> {
         let place = self.0.place()?;
         let response = self.exchange(&method, path, &headers, &body).await?;
-        if response.status().is_success() {
+        if is_answer(response.status()) {
             return Ok(relayed(response, place, usage));
         }
-        Err(Box::pin(refused(response)).await)
+        Err(Box::pin(self.0.refused(path, response)).await)
     }
 
     /// Asks the engine to switch to `protocol`, on a connection of its own. `headers` say so. Only an answer with the
@@ -296,10 +297,10 @@ impl Client {
             }
             Ok(http1::Upgrade::Answered(response)) => {
                 let response = of_http1(Ok(response))?;
-                if response.status().is_success() {
+                if is_answer(response.status()) {
                     return Ok(Upgrade::Answered(Box::new(relayed(response, place, UsageInStream::Keep))));
                 }
-                Err(Box::pin(refused(response)).await)
+                Err(Box::pin(shared.refused(path, response)).await)
             }
             Err(failed) => Err(of_failed(failed)),
         }
@@ -311,15 +312,24 @@ fn relayed(response: Response<Body>, place: OwnedSemaphorePermit, usage: UsageIn
     Relay::new(response.map(|body| Body { _place: Some(place), ..body }), usage)
 }
 
-/// The error of an answer that is no success.
-async fn refused(response: Response<Body>) -> RelayError {
-    RelayError::Answered(Box::new(Answer::read(response).await))
+/// Whether an answer has what was asked for: a success, or that the client has it already.
+fn is_answer(status: StatusCode) -> bool {
+    status.is_success() || status == StatusCode::NOT_MODIFIED
 }
 
 impl Shared {
     /// A place for a relayed request, if there is one left.
     fn place(&self) -> Result<OwnedSemaphorePermit, RelayError> {
         Arc::clone(&self.places).try_acquire_owned().map_err(|_| RelayError::Full(self.max_requests))
+    }
+
+    /// The error of an answer without what was asked for.
+    async fn refused(&self, path: &PathAndQuery, mut response: Response<Body>) -> RelayError {
+        let status = response.status();
+        if status.is_redirection() {
+            location::keep_at_gateway(status, response.headers_mut(), &self.host, &self.prefix, path.path());
+        }
+        RelayError::Answered(Box::new(Answer::read(response).await))
     }
 
     fn check_path(&self, path: &PathAndQuery) -> Result<(), RelayError> {
@@ -382,6 +392,7 @@ fn of_failed(failed: http1::Failed) -> RelayError {
     match failed {
         http1::Failed::Closed { error, is_sent: false } => RelayError::Unreachable(chain(&error)),
         http1::Failed::Closed { error, is_sent: true } => RelayError::NoAnswer(chain(&error)),
+        http1::Failed::Malformed(error) => RelayError::Malformed(chain(&error)),
         http1::Failed::BrokenOff(error) => RelayError::BrokenOff(chain(&error)),
     }
 }
@@ -390,7 +401,7 @@ fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>
     match outcome {
         Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
         // There was an answer, but not one of HTTP.
-        Err(error) if error.is_parse() => Err(RelayError::BrokenOff(chain(&error))),
+        Err(error) if error.is_parse() => Err(RelayError::Malformed(chain(&error))),
         // The connection ended before the request was sent.
         Err(error) if error.is_canceled() || error.is_closed() => Err(RelayError::Unreachable(chain(&error))),
         Err(error) => Err(RelayError::NoAnswer(chain(&error))),

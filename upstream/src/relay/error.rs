@@ -1,7 +1,7 @@
 //! What an engine answers instead of output, and what goes wrong on the way to it.
 //!
 //! **A busy engine is not a faulty one, and a wrong request is neither.** 429 and 503 are back-pressure, other 4xx are
-//! the client's, and only what is left counts against the engine.
+//! the client's, 501 is the model's, and a redirect is for a client. Only what is left counts against the engine.
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Response, StatusCode, header};
@@ -45,6 +45,9 @@ pub enum RelayError {
     /// No connection to the engine can switch to another protocol.
     #[error("the connection speaks HTTP/2 only, in which it cannot switch to another protocol")]
     Http2Only,
+    /// The answer is not one of HTTP.
+    #[error("the server's answer is not valid HTTP: {0}")]
+    Malformed(String),
     /// The answer broke off.
     #[error("the server broke off its answer: {0}")]
     BrokenOff(String),
@@ -53,55 +56,75 @@ pub enum RelayError {
     Unfinished,
 }
 
-/// An answer that is an error.
+/// An answer that is an error, or a redirect. `Location` of a redirect is that at the gateway, if it has one.
 #[derive(Clone, Debug)]
 pub struct Answer {
     /// The status, 500 for an error without one in a stream.
     pub status: StatusCode,
     /// All headers of the answer; see [`headers::response`](super::headers::response) for which to pass on.
     pub headers: HeaderMap,
-    /// The body, up to 1 MiB of it.
+    /// The body, or its beginning.
     pub body: Bytes,
+    /// Why `body` is not all of it; `None`: it is.
+    pub cut: Option<Cut>,
     /// What it says of the engine.
     pub kind: ErrorKind,
 }
 
-/// What an answer with these headers says of the engine. A redirect is a fault, because the API has none.
+/// Why only the beginning of a body was read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Cut {
+    /// It is longer than what is kept.
+    #[error("a body of more than {} MiB", MAX_BODY >> 20)]
+    TooLong,
+    /// Its connection ended before it did.
+    #[error("a body that broke off")]
+    BrokenOff,
+    /// The time for it has passed.
+    #[error("a body that had not arrived after {} s", BODY_TIMEOUT.as_secs())]
+    Slow,
+}
+
+/// What an answer with these headers says of the engine. vLLM answers 501 where the model does not have what the request
+/// asks for.
 fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKind {
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             ErrorKind::Busy(retry_after(headers, now).unwrap_or(DEFAULT_RETRY_AFTER))
         }
-        status if status.is_client_error() => ErrorKind::Request,
+        StatusCode::NOT_IMPLEMENTED => ErrorKind::Request,
+        status if status.is_client_error() || status.is_redirection() => ErrorKind::Request,
         _ => ErrorKind::Fault,
     }
 }
 
 impl Answer {
-    /// Reads an answer that is no success. A body that does not come, or not whole, is cut short.
+    /// Reads an answer that is no success, or the beginning of it.
     pub async fn read<B: Body<Data = Bytes> + Unpin>(response: Response<B>) -> Self {
         let (parts, mut body) = response.into_parts();
         let kind = kind_of(parts.status, &parts.headers, SystemTime::now());
         let mut read = BytesMut::new();
         let all = async {
-            while let Some(Ok(frame)) = body.frame().await {
+            while let Some(frame) = body.frame().await {
+                let Ok(frame) = frame else { return Some(Cut::BrokenOff) };
                 let data = frame.into_data().unwrap_or_default();
                 let room = MAX_BODY - read.len();
                 read.extend_from_slice(&data[..data.len().min(room)]);
                 if data.len() > room {
-                    break;
+                    return Some(Cut::TooLong);
                 }
             }
+            None
         };
         // What was read until then is in `read`.
-        let _ = timeout(BODY_TIMEOUT, all).await;
-        Self { status: parts.status, headers: parts.headers, body: read.freeze(), kind }
+        let cut = timeout(BODY_TIMEOUT, all).await.unwrap_or(Some(Cut::Slow));
+        Self { status: parts.status, headers: parts.headers, body: read.freeze(), cut, kind }
     }
 
     /// The answer to a request whose path is too long for the engine's address before it.
     pub(super) fn uri_too_long() -> Self {
         let (headers, body) = (HeaderMap::new(), Bytes::new());
-        Self { status: StatusCode::URI_TOO_LONG, headers, body, kind: ErrorKind::Request }
+        Self { status: StatusCode::URI_TOO_LONG, headers, body, cut: None, kind: ErrorKind::Request }
     }
 
     /// An error that came as an event of a stream, where the status is in the JSON if anywhere.
@@ -122,7 +145,7 @@ impl Answer {
         let status = status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let headers = HeaderMap::new();
         let kind = kind_of(status, &headers, SystemTime::UNIX_EPOCH);
-        Self { status, headers, body: data, kind }
+        Self { status, headers, body: data, cut: None, kind }
     }
 }
 

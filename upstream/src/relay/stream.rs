@@ -48,6 +48,8 @@ pub struct Relay<B> {
     received: Bytes,
     /// The body has ended, and what was received last may have more events.
     is_ending: bool,
+    /// A stream may end after any event.
+    ends_anywhere: bool,
     phase: Phase,
 }
 
@@ -158,8 +160,16 @@ where
             held: HeldFrames::default(),
             received: Bytes::new(),
             is_ending: false,
+            ends_anywhere: false,
             phase: Phase::Holding,
         }
+    }
+
+    /// Takes the end of the body for the end of the stream, whatever the last event is: it is not known how streams of
+    /// the endpoint end. By default a stream must end as those do that are known.
+    #[must_use]
+    pub fn ending_anywhere(self) -> Self {
+        Self { ends_anywhere: true, ..self }
     }
 
     /// Whether the answer is a page for browsers, as of a proxy before the server that asks for a login.
@@ -300,13 +310,10 @@ where
             }
         }
         let Content::Events(events) = &mut self.content else { return Ok(()) };
-        if let Some(event) = events.finish() {
-            let step = events.step(event, holding)?;
-            step.frame.into_iter().for_each(|frame| self.held.push(frame));
-        }
+        events.finish(holding, self.ends_anywhere)?.into_iter().for_each(|frame| self.held.push(frame));
         events.take_last().into_iter().for_each(|frame| self.held.push(frame));
         // A client that has got output gets the last frames too, before the error.
-        if holding && !events.is_finished() { Err(RelayError::Unfinished) } else { Ok(()) }
+        if holding && !self.ends_anywhere && !events.is_finished() { Err(RelayError::Unfinished) } else { Ok(()) }
     }
 
     fn report(&mut self) -> Result<Item, RelayError> {
@@ -314,7 +321,7 @@ where
         match &mut self.content {
             Content::Events(events) => match events.take_failure() {
                 Some(failure) => Err(failure),
-                None if events.is_finished() => Ok(Item::End(events.report())),
+                None if self.ends_anywhere || events.is_finished() => Ok(Item::End(events.report())),
                 None => Err(RelayError::Unfinished),
             },
             Content::Plain(plain) => Ok(Item::End(plain.report())),

@@ -230,10 +230,10 @@ pub fn response_id(written: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// A relayed response with an error status.
+/// A relayed response with an error status, or a redirect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ErrorResponse {
-    /// The status, from 400 on.
+    /// The status, from 300 on.
     pub status: StatusCode,
     /// The headers for the client.
     pub headers: HeaderMap,
@@ -246,7 +246,8 @@ pub struct ErrorResponse {
 /// What an error response says about the server that sent it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ErrorKind {
-    /// The request is wrong; another server would answer the same.
+    /// It is about the request, and another server would answer the same: the request is wrong, the model does not have
+    /// what it asks for (501), or it is redirected.
     Request,
     /// Back-pressure, of status 429 or 503: the server takes no requests for this time.
     Busy(Duration),

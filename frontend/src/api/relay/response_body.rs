@@ -27,6 +27,8 @@ use worker::engine::{Output, OutputStream, RelayReport};
 
 /// The end of a stream of chat or completions.
 const DONE: &[u8] = b"data: [DONE]\n\n";
+/// How an event ends: with a line end of any kind, and an empty line.
+const EVENT_ENDS: [&[u8]; 3] = [b"\n\n", b"\n\r\n", b"\r\r"];
 /// Time for the end of an engine's response after [`DONE`]. It is the next packet.
 const REST_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -46,6 +48,8 @@ pub(super) struct Relay {
     pub(super) ends: BoxFuture<'static, Error>,
     /// The body consists of events.
     pub(super) is_stream: bool,
+    /// The last byte that was relayed of a stream is one within an event, which was too long to be held until its end.
+    pub(super) is_within_event: bool,
     /// The stream's `[DONE]` was relayed: the response is complete, and the client may disconnect.
     pub(super) is_done: bool,
     pub(super) _running: RunningChoices,
@@ -165,7 +169,9 @@ impl RelayBody {
         relay.fail(error);
         if relay.is_stream {
             let object = serde_json::to_string(&error.body()).expect("an error object has string keys");
-            return Poll::Ready(Some(Ok(Frame::data(format!("data: {object}\n\n").into()))));
+            // An event that has begun ends here: a client would read one that follows it as a part of it.
+            let between = if relay.is_within_event { "\n\n" } else { "" };
+            return Poll::Ready(Some(Ok(Frame::data(format!("{between}data: {object}\n\n").into()))));
         }
         self.cut = Some(io::Error::other(error.to_string()));
         context.waker().wake_by_ref();
@@ -189,6 +195,7 @@ impl HttpBody for RelayBody {
             Some(Ok(Output::Body(bytes))) => {
                 relay.meter.body(&bytes);
                 relay.is_done = relay.is_stream && bytes.ends_with(DONE);
+                relay.is_within_event = relay.is_stream && !EVENT_ENDS.iter().any(|end| bytes.ends_with(end));
                 // A body with a length is not polled after its last byte, so its end is taken with that.
                 let may_be_last = !relay.is_stream || relay.is_done;
                 if may_be_last && let Poll::Ready(Some(next)) = relay.poll_output(context) {

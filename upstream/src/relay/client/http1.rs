@@ -52,7 +52,9 @@ pub(super) enum Failed {
     /// The connection ended, and nothing of an answer had arrived. Where the connection was idle before, that need not
     /// mean that the engine has got the request, even if all of it was sent.
     Closed { error: io::Error, is_sent: bool },
-    /// The head of the answer broke off, or is not one of HTTP.
+    /// The head of the answer, or what came with it of the body, is not one of HTTP.
+    Malformed(io::Error),
+    /// The head of the answer broke off.
     BrokenOff(io::Error),
 }
 
@@ -146,7 +148,7 @@ pub(super) async fn upgrade(
     }
     // What is left of the request would be the first bytes of the other protocol.
     if connection.sending != Sending::Sent {
-        return Err(Failed::BrokenOff(malformed("another protocol began before the request had arrived")));
+        return Err(Failed::Malformed(malformed("another protocol began before the request had arrived")));
     }
     Ok(Upgrade::Switched { headers: head.headers, received, socket: connection.socket })
 }
@@ -169,7 +171,7 @@ async fn read_head(
         let failed = match received.await {
             Ok(Some(Ok(Some(whole)))) => return Ok(whole),
             Ok(Some(Ok(None))) => continue,
-            Ok(Some(Err(malformed))) => return Err(Failed::BrokenOff(malformed)),
+            Ok(Some(Err(malformed))) => return Err(Failed::Malformed(malformed)),
             Ok(None) => io::ErrorKind::UnexpectedEof.into(),
             Err(error) => error,
         };

@@ -6,7 +6,6 @@ use crate::relay::fake::{Connections, FakeEngine, Script};
 use crate::relay::headers;
 use crate::relay::stream::Item;
 use futures::StreamExt;
-use http::StatusCode;
 use http_body_util::BodyExt;
 use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject;
@@ -150,7 +149,7 @@ async fn a_connection_switches_only_if_the_engine_says_so() {
     for other in ["h2c", "websocket, h2c"] {
         let text = format!("HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: {other}\r\n\r\n");
         let (answer, ..) = upgrade(text.leak()).await;
-        assert!(matches!(answer, Err(RelayError::BrokenOff(_))), "{answer:?}");
+        assert!(matches!(answer, Err(RelayError::Malformed(_))), "{answer:?}");
     }
 }
 
@@ -223,15 +222,25 @@ async fn answers_of_every_form_are_read() {
 
 #[tokio::test]
 async fn an_answer_that_breaks_off_is_an_error() {
-    for text in [
-        "HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nabc",
-        "HTTP/1.0 200 OK\r\ncontent-length: 5\r\n",
-        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc",
-        "HTTP/1.1 101 Switching Protocols\r\n\r\n",
-    ] {
+    for text in ["HTTP/1.0 200 OK\r\ncontent-length: 5\r\n\r\nabc", "HTTP/1.0 200 OK\r\ncontent-length: 5\r\n"] {
         let (client, used) = answering(&[text]).await;
         let error = timeout(SOON, post(&client, Method::POST, "{}")).await.unwrap().unwrap_err();
         assert!(matches!(error, RelayError::BrokenOff(_)), "{text}: {error}");
+        assert_eq!(used.lock().len(), 1, "{text}");
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_is_none_of_http_is_malformed() {
+    for text in [
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nabc",
+        "HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        "HTTP/1.1 200 OK\r\nx: a\r\n b\r\ncontent-length: 0\r\n\r\n",
+        "HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+    ] {
+        let (client, used) = answering(&[text]).await;
+        let error = timeout(SOON, post(&client, Method::POST, "{}")).await.unwrap().unwrap_err();
+        assert!(matches!(error, RelayError::Malformed(_)), "{text}: {error}");
         assert_eq!(used.lock().len(), 1, "{text}");
     }
 }
@@ -356,7 +365,7 @@ async fn an_answer_that_is_not_http_is_broken() {
         std::future::pending::<()>().await;
     });
     let error = timeout(SOON, relay(&client(&address, Protocol::Negotiated))).await.unwrap().unwrap_err();
-    assert!(matches!(error, RelayError::BrokenOff(_)), "{error}");
+    assert!(matches!(error, RelayError::Malformed(_)), "{error}");
 }
 
 #[tokio::test]
@@ -371,7 +380,7 @@ async fn endless_heads_end_the_request() {
         while socket.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await.is_ok() {}
     });
     let error = timeout(SOON, relay(&client(&address, Protocol::Negotiated))).await.unwrap().unwrap_err();
-    assert!(matches!(error, RelayError::BrokenOff(_)), "{error}");
+    assert!(matches!(error, RelayError::Malformed(_)), "{error}");
 }
 
 #[test]

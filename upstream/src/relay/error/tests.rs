@@ -19,10 +19,10 @@ fn busy(seconds: u64) -> ErrorKind {
 
 #[test]
 fn only_faults_count_against_the_engine() {
-    for status in [400, 401, 404, 408, 413, 422, 499] {
+    for status in [400, 401, 404, 408, 413, 422, 499, 501, 302, 307] {
         assert_eq!(kind(status, Some("7")), ErrorKind::Request);
     }
-    for status in [500, 501, 502, 504, 302] {
+    for status in [500, 502, 504, 599, 600] {
         assert_eq!(kind(status, Some("7")), ErrorKind::Fault);
     }
     assert_eq!((kind(429, None), kind(503, None)), (busy(1), busy(1)));
@@ -43,11 +43,23 @@ fn retry_after_is_seconds_or_a_date() {
 #[tokio::test]
 async fn the_body_of_an_error_is_bounded() {
     let response = |length| Response::builder().status(422).body(Full::new(Bytes::from(vec![b'x'; length]))).unwrap();
-    assert_eq!(Answer::read(response(10)).await.body, "xxxxxxxxxx");
-    assert_eq!(Answer::read(response(MAX_BODY + 1)).await.body.len(), MAX_BODY);
+    let answer = Answer::read(response(10)).await;
+    assert_eq!((&answer.body[..], answer.cut), (&b"xxxxxxxxxx"[..], None));
+    for (length, cut) in [(MAX_BODY, None), (MAX_BODY + 1, Some(Cut::TooLong))] {
+        let answer = Answer::read(response(length)).await;
+        assert_eq!((answer.body.len(), answer.cut), (MAX_BODY, cut));
+    }
     let endless = stream::repeat_with(|| Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 1000]))));
     let answer = Answer::read(Response::builder().status(500).body(StreamBody::new(endless)).unwrap()).await;
     assert_eq!((answer.body.len(), answer.kind), (MAX_BODY, ErrorKind::Fault));
+    assert_eq!(answer.cut, Some(Cut::TooLong));
+}
+
+#[tokio::test]
+async fn a_body_of_an_error_that_breaks_off_is_not_whole() {
+    let parts = stream::iter([Ok(Frame::data(Bytes::from_static(b"part"))), Err(std::io::ErrorKind::UnexpectedEof)]);
+    let answer = Answer::read(Response::builder().status(400).body(StreamBody::new(parts)).unwrap()).await;
+    assert_eq!((&answer.body[..], answer.cut), (&b"part"[..], Some(Cut::BrokenOff)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -55,7 +67,7 @@ async fn an_error_whose_body_stops_is_still_one() {
     use futures::StreamExt;
     let body = stream::iter([Ok::<_, Infallible>(Frame::data(Bytes::from_static(b"part")))]).chain(stream::pending());
     let answer = Answer::read(Response::builder().status(503).body(StreamBody::new(body)).unwrap()).await;
-    assert_eq!((answer.body, answer.kind), (Bytes::from_static(b"part"), busy(1)));
+    assert_eq!((&answer.body[..], answer.kind, answer.cut), (&b"part"[..], busy(1), Some(Cut::Slow)));
 }
 
 #[test]

@@ -79,14 +79,19 @@ impl Script {
 
     /// A body that is no stream.
     pub fn json(status: u16, body: &Value) -> Self {
-        let mut script = Self::events([body.to_string()]).header(header::CONTENT_TYPE, "application/json");
-        script.status = StatusCode::from_u16(status).expect("a status is from 100 to 999");
-        script
+        Self::events([body.to_string()]).header(header::CONTENT_TYPE, "application/json").status(status)
     }
 
     /// The connection is closed without an answer.
     pub fn close() -> Self {
         Self { close: true, ..Self::default() }
+    }
+
+    /// Sets the status of the answer.
+    #[must_use]
+    pub fn status(mut self, status: u16) -> Self {
+        self.status = StatusCode::from_u16(status).expect("a status is from 100 to 999");
+        self
     }
 
     /// Sets a header of the answer.

@@ -101,9 +101,19 @@ impl Events {
         if self.failure.is_some() { None } else { self.splitter.next() }
     }
 
-    pub(super) fn finish(&mut self) -> Option<Event> {
+    /// What the client gets of the bytes after the last empty line, at the end of the body: all if they are the end of
+    /// the stream, of which a server has forgotten the last line end, else nothing. An error follows a stream that has
+    /// no end, and part of an event before it would hide it. `ends_anywhere`: any event may be the last one.
+    pub(super) fn finish(&mut self, holding: bool, ends_anywhere: bool) -> Result<Option<Bytes>, RelayError> {
         let is_sent_again = self.transcript().is_some_and(Transcript::is_followed);
-        self.splitter.finish().filter(|_| !is_sent_again)
+        let Some(event) = self.splitter.finish().filter(|_| !is_sent_again) else { return Ok(None) };
+        let last = self.last.clone();
+        let step = self.step(event, holding)?;
+        if ends_anywhere || self.is_finished() {
+            return Ok(step.frame);
+        }
+        self.last = last;
+        Ok(None)
     }
 
     /// The error with which the stream breaks off after the frames so far.

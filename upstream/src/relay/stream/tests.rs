@@ -204,7 +204,7 @@ fn a_stream_needs_a_finish_reason_or_done() {
         assert!(outcome.end.is_ok(), "{end}");
         assert_eq!(outcome.bytes, body.as_bytes());
     }
-    for end in ["", &text, "data: {\"cho", ": ping\n\n"] {
+    for end in ["", &text, ": ping\n\n"] {
         let body = text.clone() + &text + end;
         let outcome = streamed(UsageInStream::Keep, body.clone());
         assert!(outcome.head.is_some());
@@ -213,6 +213,35 @@ fn a_stream_needs_a_finish_reason_or_done() {
     }
     let outcome = streamed(UsageInStream::Keep, ": ping\n\n");
     assert!(outcome.head.is_none() && matches!(outcome.end, Err(RelayError::Unfinished)));
+}
+
+#[test]
+fn part_of_an_event_at_the_end_of_a_body_does_not_hide_the_error_that_follows() {
+    let text = event(r#"{"choices":[{"text":"a","finish_reason":null}]}"#);
+    let last = event(r#"{"choices":[{"text":"b","finish_reason":"stop"}]}"#);
+    let part = r#"data: {"choices":[{"text":"c","finish_reason":"st"#;
+    for usage in [UsageInStream::Keep, UsageInStream::Strip] {
+        for (whole, part) in [(&text, part), (&text, "data: {\"cho"), (&text, "data: "), (&last, part)] {
+            let outcome = streamed(usage, whole.clone() + part);
+            assert_eq!(String::from_utf8_lossy(&outcome.bytes), *whole, "{part}");
+            assert!(matches!(outcome.end, Err(RelayError::Unfinished)), "{part}");
+        }
+        // Only the line end is missing.
+        let outcome = streamed(usage, text.clone() + last.trim_end());
+        assert_eq!((outcome.bytes, outcome.end.is_ok()), ((text.clone() + last.trim_end()).into(), true));
+    }
+}
+
+#[test]
+fn a_response_ends_as_its_last_event_says() {
+    let delta = event(r#"{"type":"response.output_text.delta","delta":"a"}"#);
+    for (name, failed) in [("completed", false), ("incomplete", false), ("cancelled", false), ("failed", true)] {
+        let last = event(&format!(r#"{{"type":"response.{name}","response":{{"status":"{name}"}}}}"#));
+        let outcome = streamed(UsageInStream::Keep, delta.clone() + "event: x\n" + &last);
+        assert_eq!(outcome.end.unwrap().failed, failed, "{name}");
+    }
+    let outcome = streamed(UsageInStream::Keep, delta);
+    assert!(matches!(outcome.end, Err(RelayError::Unfinished)));
 }
 
 #[test]
