@@ -289,8 +289,8 @@ impl Signals {
         }
     }
 
-    /// Waits for copies of the signal to stop, which are no second one: `timeout` signals the process and its group, and
-    /// so do some process managers.
+    /// Waits for copies of the signal to stop, which are no second one: `timeout` signals the process and its group,
+    /// and so do some process managers.
     async fn ignore_copies(&mut self) {
         let copies = async { while self.next().await != SignalRequest::Reload {} };
         let _ = tokio::time::timeout(TIME_OF_COPIES, copies).await;

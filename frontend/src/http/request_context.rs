@@ -185,8 +185,8 @@ impl RequestContext {
     }
 
     /// The tokens that the request has used. One that failed or was redirected before its first token has used its
-    /// prompt if a worker may have computed that: a client that chooses the time of the failure, by a deadline, would compute for nothing. A
-    /// client that leaves has used its prompt in any case.
+    /// prompt if a worker may have computed that: a client that chooses the time of the failure, by a deadline, would
+    /// compute for nothing. A client that leaves has used its prompt in any case.
     fn used(&self, status: u16) -> UsedTokens {
         let fields = self.log_fields();
         let generated = u64::from(fields.completion_tokens);
