@@ -75,9 +75,9 @@ impl Replication {
         -self.saved_at(self.other_sequences, estimate.queue).min(caused)
     }
 
-    /// The most that later requests save on any worker: on one without load.
+    /// The most that [`saving`](Self::saving) is for any worker: for one without a queue.
     pub(crate) fn max_saved(&self) -> f64 {
-        if self.may_copy() { self.saved_at(0.0, 0.0) } else { 0.0 }
+        if self.may_copy() { self.saved_at(self.other_sequences, 0.0) } else { 0.0 }
     }
 
     /// Seconds that later requests save when a worker with this load has a copy.
