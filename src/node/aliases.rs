@@ -98,6 +98,7 @@ impl Engine for Aliased {
             request: &request.id,
             tenant: &attributes.tenant,
             session: attributes.session.as_deref(),
+            served_by: None,
             body: &[],
         };
         // A relayed request names the model that was chosen for it. That may be an alias of others too.
@@ -115,9 +116,12 @@ impl Engine for Aliased {
         let alias = aliases.get(name)?;
         let served = self.inner.models();
         let available = available(alias, &served);
-        let chosen = match &available[..] {
-            [(only, _)] => only,
-            all => choose(all.iter().map(|(deployment, _)| *deployment), key(conversation))?,
+        // Another deployment does not have the response that the request continues.
+        let before = available.iter().find(|(one, _)| conversation.served_by == Some(&one.model));
+        let chosen = match (before, &available[..]) {
+            (Some((before, _)), _) => before,
+            (None, [(only, _)]) => only,
+            (None, all) => choose(all.iter().map(|(deployment, _)| *deployment), key(conversation))?,
         };
         available.iter().find(|(one, _)| one.model == chosen.model).map(|(_, card)| Arc::clone(card))
     }
@@ -171,7 +175,7 @@ fn available<'a>(alias: &'a Alias, served: &'a [Arc<ModelCard>]) -> Vec<(&'a Dep
 
 /// What the requests of a conversation have in common, and those of others have not.
 fn key(conversation: &Conversation<'_>) -> u64 {
-    let Conversation { request, tenant, session, body } = conversation;
+    let Conversation { request, tenant, session, served_by: _, body } = conversation;
     let mut hasher = DefaultHasher::new();
     tenant.hash(&mut hasher);
     if let Some(session) = session {
