@@ -2,7 +2,7 @@
 
 use crate::http::{BodyMemory, Via};
 use crate::keys::ApiKeys;
-use crate::limits::{ChoiceLimits, CountedResponses, WorkQueues};
+use crate::limits::{ChoiceLimits, StoredObjects, WorkQueues};
 use crate::metrics::Metrics;
 use crate::model::ModelCache;
 use crate::params::CacheDomains;
@@ -24,7 +24,7 @@ pub(crate) struct AppState {
     pub(crate) work: WorkQueues,
     pub(crate) body_memory: BodyMemory,
     pub(crate) choices: ChoiceLimits,
-    pub(crate) counted_responses: Arc<CountedResponses>,
+    pub(crate) stored_objects: Arc<StoredObjects>,
     pub(crate) domains: CacheDomains,
     /// Keeps relayed requests out of loops.
     pub(crate) via: Via,

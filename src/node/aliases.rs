@@ -100,6 +100,7 @@ impl Engine for Aliased {
             request: &request.id,
             tenant: &attributes.tenant,
             session: attributes.session.as_deref(),
+            served_by: None,
             body: &[],
         };
         // A relayed request names the model that was chosen for it. That may be an alias of others too.
@@ -117,7 +118,11 @@ impl Engine for Aliased {
         let alias = aliases.get(name)?;
         let served = self.inner.models();
         let mut available = available(alias, &served);
-        if available.len() > 1 && available.iter().any(|(one, _)| self.inner.is_available(&one.model)) {
+        // Another deployment does not have the object that the request names.
+        let before = available.iter().position(|(one, _)| conversation.served_by == Some(&one.model));
+        if let Some(before) = before {
+            available = vec![available[before]];
+        } else if available.len() > 1 && available.iter().any(|(one, _)| self.inner.is_available(&one.model)) {
             available.retain(|(one, _)| self.inner.is_available(&one.model));
         }
         let chosen = match &available[..] {
@@ -184,7 +189,7 @@ fn available<'a>(alias: &'a Alias, served: &'a [Arc<ModelCard>]) -> Vec<(&'a Dep
 
 /// What the requests of a conversation have in common, and those of others have not.
 fn key(conversation: &Conversation<'_>) -> u64 {
-    let Conversation { request, tenant, session, body } = conversation;
+    let Conversation { request, tenant, session, served_by: _, body } = conversation;
     let mut hasher = DefaultHasher::new();
     tenant.hash(&mut hasher);
     if let Some(session) = session {
@@ -294,7 +299,8 @@ mod tests {
             assert_eq!(aliased.is_available("chat"), !available.is_empty());
             let resolved = (0..1000).filter_map(|request| {
                 let request = request.to_string();
-                let conversation = Conversation { request: &request, tenant: "", session: None, body: &[] };
+                let conversation =
+                    Conversation { request: &request, tenant: "", session: None, served_by: None, body: &[] };
                 aliased.resolve("chat", &conversation)
             });
             resolved.filter(|card| card.id == "a").count()

@@ -9,6 +9,7 @@ mod continuation;
 mod kv_events;
 mod passing;
 mod servers;
+mod stored;
 mod tokenizers;
 mod websockets;
 

@@ -27,7 +27,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use worker::engine::{
     Domain, EndpointKind, Engine, Error, HttpRequest, ModelCard, Output, OutputStream, Readiness, RelayProgress,
-    RelayReport, Request, ResponseHead, Tunnel, Work,
+    RelayReport, Request, ResponseHead, Tunnel, Work, below_collection,
 };
 use worker::plane::Load;
 
@@ -348,7 +348,9 @@ fn outputs(
     let (is_stream, is_timed) = (http.is_stream, http.is_stream && http.continues.is_none());
     // The error that follows the request for the rest.
     let mut broken_off = None;
-    let progress = http.is_metered.then(Arc::<RelayProgress>::default);
+    // The id of a stored object must be known before the client can ask for the object.
+    let is_reported = http.is_metered || below_collection(http.target.path()).is_some();
+    let progress = is_reported.then(Arc::<RelayProgress>::default);
     let outputs = poll_fn(move |context| {
         let is_known = broken_off.is_some();
         let item = if is_known { broken_off.take() } else { ready!(items.poll_next_unpin(context)) };
@@ -380,6 +382,7 @@ fn tunnel(switched: Switched, counted: Arc<Counted>) -> OutputStream {
         status: StatusCode::SWITCHING_PROTOCOLS,
         headers: headers::response(headers, headers::Body::Changed),
         worker: None,
+        server: None,
         explain: None,
         progress: None,
         tunnel: Some(Tunnel::new(received, socket)),
@@ -447,6 +450,7 @@ fn output(
                 status: head.status,
                 headers: head.headers,
                 worker: None,
+                server: None,
                 explain: None,
                 progress: progress.cloned(),
                 tunnel: None,

@@ -21,7 +21,7 @@ pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens}
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{
     Continuation, Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, RelayRest,
-    ResponseHead, Switched, Tunnel, computes_tokens, response_id,
+    ResponseHead, Switched, Tunnel, below_collection, computes_tokens, response_id,
 };
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,
@@ -130,7 +130,8 @@ pub trait Engine: Send + Sync + 'static {
     }
 
     /// The server whose health [`probe`](Self::probe) checks, as a number that its engines share: one check is for all
-    /// of them, and computes no token. `None`: a check is of this engine only.
+    /// of them, and computes no token. Objects that it stores are those of all its engines. `None`: a check is of this
+    /// engine only.
     fn probed_server(&self) -> Option<u64> {
         None
     }

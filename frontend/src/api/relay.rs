@@ -10,6 +10,7 @@ mod estimate;
 mod form;
 mod prompt;
 mod response_body;
+mod stored;
 mod websocket;
 
 use super::caller;
@@ -19,7 +20,7 @@ use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext, Shutdown, body};
 use crate::limits::{RunningChoices, WorkPermit};
 use crate::model::EncodeJob;
-use crate::output::{BodyKind, OutputText, RelayMeter, StoredResponse};
+use crate::output::{BodyKind, OutputText, RelayMeter};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
 use crate::settings::RelayPath;
 use crate::state::AppState;
@@ -42,7 +43,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, OutputStream, Request, RequestAttributes,
-    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens, response_id,
+    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
 };
 
 /// Endpoints outside of `/v1/` that answer a request and change nothing.
@@ -58,9 +59,6 @@ const WITHOUT_VERSION: [&str; 10] = [
     "/generate",
     "/encode",
 ];
-
-/// The endpoint whose responses can be retrieved again, each at a path below it.
-const RESPONSES: &str = "/v1/responses";
 
 /// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
 const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
@@ -109,8 +107,14 @@ impl Incoming {
             Contents::Json(fields) => scheduling::peek_session(fields),
             Contents::Form(_) | Contents::Other => None,
         });
-        let conversation =
-            Conversation { request: &context.id, tenant: &tenant, session: session.as_deref(), body: &body };
+        let place = stored::place(&state.stored_objects, &tenant, parts.uri.path(), &contents);
+        let conversation = Conversation {
+            request: &context.id,
+            tenant: &tenant,
+            session: session.as_deref(),
+            served_by: place.as_ref().map(|place| &*place.model),
+            body: &body,
+        };
         let (named, resolved) = (&card.id, state.engine.resolve(&card.id, &conversation));
         let card = resolved.unwrap_or_else(|| Arc::clone(card));
         let domain = state.domains.of(&tenant);
@@ -157,6 +161,7 @@ impl Incoming {
             Contents::Form(_) | Contents::Other => Routing::default(),
         };
         routing.attributes.session = session;
+        routing.attributes.server = place.map(|place| place.server);
         Ok(Self { card, tenant, domain, parts, body, memory: permit.into_memory(), routing })
     }
 }
@@ -262,8 +267,13 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
         (None, Contents::Form(form)) => {
             Arc::clone(relayed.iter().find(|card| card.id == form.name).unwrap_or(&relayed[0]))
         }
-        // Requests that name no model say nothing that depends on one.
-        (None, _) => Arc::clone(&relayed[0]),
+        // Requests that name no model say nothing that depends on one, but may name an object of a server.
+        (None, _) => {
+            let tenant = caller::tenant(&state, &context, &parts.headers)?;
+            let place = stored::place(&state.stored_objects, &tenant, parts.uri.path(), &contents);
+            let of_object = |card: &&Arc<ModelCard>| place.as_ref().is_some_and(|place| *place.model == *card.id);
+            Arc::clone(relayed.iter().find(of_object).unwrap_or(&relayed[0]))
+        }
     };
     if !card.is_relayed {
         return Err(operations::no_route(&parts.method, &parts.uri));
@@ -320,15 +330,9 @@ pub(super) async fn respond(
     if is_charged {
         context.take_prompt(routing.tokens.len())?;
     }
-    let below = path.strip_prefix(RESPONSES).filter(|below| below.is_empty() || below.starts_with('/'));
-    let stored = below.map(|below| StoredResponse {
-        counted: Arc::clone(&state.counted_responses),
-        tenant: Arc::clone(&tenant),
-        // Also to cancel it computes nothing. Paths below are those of one response.
-        retrieved: below.split('/').find(|part| !part.is_empty()).map(|id| response_id(id.as_bytes())),
-    });
-    routing.attributes.tenant = tenant;
     let model: Arc<str> = card.id.as_str().into();
+    let stored = stored::object(&state.stored_objects, &tenant, &model, &parts);
+    routing.attributes.tenant = tenant;
     let name = if named.id == *model { Arc::clone(&model) } else { named.id.as_str().into() };
     let (mut source, tokenize_body) = (routing.source, routing.tokenize_body.take());
     // The inputs of embeddings may be longer than the context together, but have no more tokens than bytes.
@@ -386,7 +390,7 @@ async fn relayed(
     running: RunningChoices,
 ) -> Result<Response, Error> {
     let kind = kind_of(&head.headers);
-    meter.head(head.worker, kind, head.progress);
+    meter.head(&head, kind);
     let is_stream = kind == BodyKind::Events;
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;

@@ -99,7 +99,7 @@ pub fn router_with(
         work: WorkQueues::default(),
         body_memory: BodyMemory::new(&settings),
         choices: ChoiceLimits::new(&settings),
-        counted_responses: Arc::default(),
+        stored_objects: Arc::default(),
         domains,
         via: Via::default(),
         keys,

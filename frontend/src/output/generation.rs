@@ -194,6 +194,7 @@ fn engine_request(
         has_estimated_tokens: false,
         has_stop_strings: !request.params.stop_strings.is_empty(),
         retention: *retention,
+        server: None,
         trace: context.trace(),
         attempts: context.attempts(),
     };

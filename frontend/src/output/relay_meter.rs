@@ -1,15 +1,15 @@
 //! Measures a relayed response: metrics and fields of the log line.
 
 use super::json_text::{JsonText, TextMember};
+use super::stored_object::StoredObject;
 use super::stream_text::StreamText;
 use crate::http::RequestContext;
-use crate::limits::CountedResponses;
 use crate::metrics::ModelMetrics;
 use memchr::memchr_iter;
 use prometheus::Histogram;
 use std::sync::Arc;
 use tokio::time::Instant;
-use worker::engine::{RelayProgress, RelayReport};
+use worker::engine::{RelayProgress, RelayReport, ResponseHead};
 
 /// Bytes of text for one estimated token: the mean of English text under byte-pair encodings of 100,000 entries.
 pub(crate) const BYTES_PER_TOKEN: usize = 4;
@@ -53,8 +53,8 @@ pub(crate) struct RelayMeter {
     context: Arc<RequestContext>,
     metrics: Arc<ModelMetrics>,
     output: OutputText,
-    /// Where the output is noted if clients can retrieve it again.
-    stored: Option<StoredResponse>,
+    /// Where the object and its output are noted if clients can retrieve it again.
+    stored: Option<StoredObject>,
     /// The engine's report counts up to this number of tokens each of prompt and output.
     max_tokens: u32,
     counted: Counted,
@@ -66,15 +66,6 @@ pub(crate) struct RelayMeter {
     latest: Option<Instant>,
     ended: bool,
     failed: bool,
-}
-
-/// A response that clients can retrieve by its id.
-pub(crate) struct StoredResponse {
-    pub(crate) counted: Arc<CountedResponses>,
-    pub(crate) tenant: Arc<str>,
-    /// The hash of the id in the path of a request that retrieves it, and computes nothing. `None`: the request creates
-    /// it.
-    pub(crate) retrieved: Option<u64>,
 }
 
 /// What was counted of a body.
@@ -91,13 +82,13 @@ enum Counted {
 
 impl RelayMeter {
     /// A meter for a request to a model. The prompt's length is known at the end. `max_tokens`: more than the request
-    /// can have, each of prompt and output. `stored`: `None` if the response cannot be retrieved.
+    /// can have, each of prompt and output. `stored`: `None` if the endpoint stores no objects.
     pub(crate) fn new(
         context: Arc<RequestContext>,
         model: &Arc<str>,
         output: OutputText,
         max_tokens: u32,
-        stored: Option<StoredResponse>,
+        stored: Option<StoredObject>,
     ) -> Self {
         let metrics = Arc::clone(context.record_model(model));
         Self {
@@ -116,8 +107,11 @@ impl RelayMeter {
     }
 
     /// Records the head of the response, which comes with its first output.
-    pub(crate) fn head(&mut self, worker: Option<Arc<str>>, kind: BodyKind, progress: Option<Arc<RelayProgress>>) {
-        self.progress = progress;
+    pub(crate) fn head(&mut self, head: &ResponseHead, kind: BodyKind) {
+        self.progress.clone_from(&head.progress);
+        if let Some(stored) = &mut self.stored {
+            stored.answered(head.server);
+        }
         // Only for a key the text is searched, which takes longer than all else here.
         let is_searched = self.output != OutputText::None && self.context.key().is_some();
         self.counted = match kind {
@@ -132,7 +126,7 @@ impl RelayMeter {
         };
         let RequestContext { metrics, arrived, .. } = &*self.context;
         let mut log_fields = self.context.log_fields();
-        log_fields.worker = worker;
+        log_fields.worker.clone_from(&head.worker);
         if kind == BodyKind::Events {
             let took = arrived.elapsed().as_secs_f64();
             log_fields.ttft_s = Some(took);
@@ -144,6 +138,9 @@ impl RelayMeter {
     /// Records a part of the body.
     pub(crate) fn body(&mut self, part: &[u8]) {
         self.counted.add(part);
+        if let (Some(stored), Some(progress)) = (&mut self.stored, &self.progress) {
+            stored.has_id(|| progress.get().response_id);
+        }
         let Some(inter_token) = &self.inter_token else { return };
         let now = Instant::now();
         if let Some(before) = self.latest.replace(now) {
@@ -154,6 +151,9 @@ impl RelayMeter {
     /// Records the end of the response.
     pub(crate) fn finish(&mut self, report: RelayReport) {
         self.ended = true;
+        if let Some(stored) = &mut self.stored {
+            stored.has_id(|| report.response_id);
+        }
         let is_reported = report.completion_tokens.is_some();
         let report = self.uncounted(report, |counted| report.completion_tokens.unwrap_or(counted));
         let metrics = &self.metrics;
@@ -201,24 +201,6 @@ impl RelayMeter {
     /// Marks the response as failed.
     pub(crate) fn mark_failed(&mut self) {
         self.failed = true;
-    }
-}
-
-impl StoredResponse {
-    /// What a report says of tokens that were not counted before.
-    fn uncounted(&self, report: RelayReport) -> RelayReport {
-        let Self { counted, tenant, retrieved } = self;
-        let Some(id) = *retrieved else {
-            if let Some(id) = report.response_id {
-                counted.created(tenant, id, report.completion_tokens.unwrap_or_default());
-            }
-            return report;
-        };
-        // A part of its stream may not have the id.
-        let uncounted = |tokens| counted.retrieved(tenant, report.response_id.unwrap_or(id), tokens);
-        // The prompt was counted with the request that created the response.
-        let completion_tokens = report.completion_tokens.map(uncounted);
-        RelayReport { prompt_tokens: None, cached_tokens: None, completion_tokens, ..report }
     }
 }
 

@@ -87,6 +87,11 @@ impl FakeEngine {
         seen[0].clone()
     }
 
+    /// The request that arrived last.
+    pub(crate) fn last(&self) -> Request {
+        self.seen.lock().last().expect("a request").clone()
+    }
+
     pub(crate) fn open(&self) -> usize {
         self.open.load(Ordering::SeqCst)
     }

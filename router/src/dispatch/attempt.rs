@@ -249,7 +249,9 @@ pub(super) fn stream(
                 report.worker = Some(worker);
             }
         }
-        Output::Head(head) => (head.worker, head.explain) = (Some(worker), explanation),
+        Output::Head(head) => {
+            (head.worker, head.server, head.explain) = (Some(worker), decode.engine.probed_server(), explanation);
+        }
         Output::Handoff(_) | Output::Prefilled | Output::Body(_) | Output::Rest(_) | Output::End(_) => {}
     }
     let metrics = Arc::clone(&core.metrics);

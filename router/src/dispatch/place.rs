@@ -70,6 +70,9 @@ pub(crate) struct RemotePrefill {
 /// Upper limit of a stall timeout, however wrong the estimate.
 const STALL_SECONDS_MAX: f64 = 600.0;
 
+/// Why a request is not placed whose object is at a server without an entry.
+const CORDONED_SERVER: &str = "the server that stores the object which the request names is cordoned";
+
 /// Time without output after which a worker that should take `seconds` counts as stalled: ten times as long plus ten
 /// seconds.
 pub(crate) fn stall_timeout(seconds: f64) -> Duration {
@@ -154,7 +157,8 @@ fn choose(
     let mut scratch = core.scratch.lock();
     overlaps.extend(&core.inflight);
     let now = Instant::now();
-    let view = FleetView::new(pool, &overlaps, length, pool.needs(request), tried, now);
+    let needs = pool.needs(request);
+    let view = FleetView::new(pool, &overlaps, length, needs, tried, now);
     let (resolved, session) = (core.settings(), request.attributes.session.as_deref().map(hash_str));
     let (tuning, draw) =
         (resolved.of(&request.model), splitmix64(resolved.settings.seed ^ core.rng_seed ^ core.fleet.choices()));
@@ -170,7 +174,11 @@ fn choose(
         &mut scratch,
         SelectionContext { random: draw, session },
     )
-    .ok_or_else(|| Error::Unavailable("every worker of the model has been tried".to_owned()))?;
+    .ok_or_else(|| {
+        let is_cordoned = needs.server().is_some() && tried.is_empty();
+        let why = if is_cordoned { CORDONED_SERVER } else { "every worker of the model has been tried" };
+        Error::Unavailable(why.to_owned())
+    })?;
     if span.is_recorded() {
         describe(span, tuning.policy.name(), &decision);
     }

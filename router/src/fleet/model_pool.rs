@@ -89,12 +89,19 @@ pub(crate) struct Needs<'a> {
     endpoint: Option<EndpointKind>,
     /// The request, if a worker must not refuse it.
     refused_by_some: Option<&'a Request>,
+    /// The server that has an object which the request names.
+    server: Option<u64>,
 }
 
 impl Needs<'_> {
     /// Whether every worker has what a request needs.
     pub(crate) fn is_met_by_all(&self) -> bool {
-        self.endpoint.is_none() && self.refused_by_some.is_none()
+        self.endpoint.is_none() && self.refused_by_some.is_none() && self.server.is_none()
+    }
+
+    /// The server that alone can answer the request.
+    pub(crate) fn server(&self) -> Option<u64> {
+        self.server
     }
 }
 
@@ -120,6 +127,7 @@ impl WorkerEntry {
     pub(crate) fn meets(&self, needs: &Needs<'_>) -> bool {
         endpoints::has(self.only, needs.endpoint)
             && needs.refused_by_some.is_none_or(|request| !self.worker.engine.refuses(request))
+            && needs.server.is_none_or(|server| self.worker.is_of(server))
     }
 
     /// How the cached prefix of a prompt is known, if not from the worker's events; for explanations.
@@ -193,11 +201,13 @@ impl ModelPool {
         // Other requests than those with a tenant or a salt, and those for the rest of a stream, are not refused.
         let is_rest = matches!(&request.work, Work::Relay(http) if http.continues.is_some());
         let may_be_refused = self.is_relayed && (is_rest || request.domain != *SHARED_DOMAIN);
+        let workers = || self.entries.iter().map(|entry| &entry.worker).chain(&self.cordoned);
+        // A cordoned server has its objects still. Of one that has left, another one says that there is no such object.
+        let server = request.attributes.server.filter(|server| workers().any(|worker| worker.is_of(*server)));
         let is_refused_by_some = may_be_refused && {
-            let workers = || self.entries.iter().map(|entry| &entry.worker).chain(&self.cordoned);
             workers().any(|worker| worker.engine.refuses(request)) && workers().any(|worker| worker.takes(request))
         };
-        Needs { endpoint, refused_by_some: is_refused_by_some.then_some(request) }
+        Needs { endpoint, refused_by_some: is_refused_by_some.then_some(request), server }
     }
 
     /// What is learned of the model.

@@ -155,9 +155,17 @@ impl Worker {
         WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }
 
-    /// Whether it may have the endpoint of a request, and does not refuse the request.
+    /// Whether it may have the endpoint of a request, does not refuse the request, and is of the server that the request
+    /// needs.
     pub(crate) fn takes(&self, request: &Request) -> bool {
-        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request)) && !self.engine.refuses(request)
+        endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request))
+            && !self.engine.refuses(request)
+            && request.attributes.server.is_none_or(|server| self.is_of(server))
+    }
+
+    /// Whether it is an engine of this server.
+    pub(crate) fn is_of(&self, server: u64) -> bool {
+        self.engine.probed_server() == Some(server)
     }
 
     /// Whether it has the role to decode. Prefill workers decode only when no other worker is left.

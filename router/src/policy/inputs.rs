@@ -86,7 +86,9 @@ impl<'a> FleetView<'a> {
     /// Whether a worker is a candidate.
     #[inline]
     pub(crate) fn eligibility(&self, entry: &WorkerEntry, snapshot: &WorkerSnapshot) -> Eligibility {
-        if self.tokens >= entry.context || self.was_tried(entry) || !entry.meets(&self.needs) {
+        // The length of a prompt that only one server can answer is left to that server.
+        let is_too_long = self.tokens >= entry.context && self.needs.server().is_none();
+        if is_too_long || self.was_tried(entry) || !entry.meets(&self.needs) {
             Eligibility::Excluded
         } else if !self.snapshots.is_passed_over(snapshot) {
             Eligibility::Eligible

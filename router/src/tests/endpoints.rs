@@ -17,6 +17,8 @@ struct Server {
     /// Its context in tokens; that of [`card`] if it is `None`.
     context: Option<usize>,
     ranks_of: Option<u64>,
+    /// The server that it is an engine of.
+    server: Option<u64>,
     /// It refuses all requests of tenants.
     refuses_tenants: bool,
     inner: Option<Arc<FakeEngine>>,
@@ -51,6 +53,10 @@ impl Engine for Server {
 
     fn refuses(&self, request: &Request) -> bool {
         self.refuses_tenants && request.domain != Domain::shared()
+    }
+
+    fn probed_server(&self) -> Option<u64> {
+        self.server
     }
 
     fn choosing_server(&self, request: &Request) -> Option<u64> {
@@ -160,6 +166,52 @@ async fn a_tenant_is_not_sent_to_a_server_that_refuses_it_while_another_takes_it
     takes.set_behaviour(Behaviour::Refuse(Error::Failed("out of memory".into())));
     assert!(harness.answer(tenant(22)).await.is_err(), "also when the other fails");
     assert_eq!(refuses.requests(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_for_a_stored_object_goes_to_its_server_only() {
+    let harness = Harness::new(Settings::default());
+    let of = |server| Server { server: Some(server), context: Some(1000), ..Server::default() };
+    let (one, lease) = join(&harness, 1, of(7)).await;
+    let (other, _lease) = join(&harness, 2, of(8)).await;
+    let mut request = relayed(RESPONSES, prompt(1, 100));
+    request.attributes.server = Some(7);
+    for _ in 0..4 {
+        harness.answer(request.clone()).await.unwrap();
+    }
+    let long = Request { tokens: prompt(1, 2000).tokens, ..request.clone() };
+    harness.answer(long).await.unwrap();
+    assert_eq!((one.requests(), other.requests()), (5, 0));
+    one.set_behaviour(Behaviour::Refuse(Error::Failed("out of memory".into())));
+    for _ in 0..5 {
+        let error = harness.answer(request.clone()).await.unwrap_err();
+        assert_eq!(error, Error::Failed("out of memory".into()), "also while its circuit breaker is open");
+    }
+    harness.router.cordon(WorkerId(1)).unwrap();
+    let error = harness.answer(request.clone()).await.unwrap_err();
+    assert!(matches!(&error, Error::Unavailable(why) if why.contains("cordoned")), "{error}");
+    assert_eq!(other.requests(), 0);
+    drop(lease);
+    harness.discovery.expire(WorkerId(1));
+    settle().await;
+    harness.answer(request).await.unwrap();
+    assert_eq!(other.requests(), 1, "it answers that it does not have the object");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_server_is_not_replaced_by_one_without_the_object() {
+    let harness = Arc::new(Harness::new(Settings::default()));
+    let of = |server| Server { server: Some(server), ..Server::default() };
+    let (one, _lease) = join(&harness, 1, of(7)).await;
+    let (other, _lease) = join(&harness, 2, of(8)).await;
+    one.set_behaviour(Behaviour::Hang);
+    let mut request = asked(RESPONSES, 1);
+    request.attributes.server = Some(7);
+    let asking = harness.clone();
+    let mut answer = tokio::spawn(async move { asking.answer(request).await });
+    assert!(tokio::time::timeout(Duration::from_mins(2), &mut answer).await.is_err(), "it waits");
+    assert_eq!((one.requests(), other.requests()), (1, 0));
+    answer.abort();
 }
 
 #[tokio::test(start_paused = true)]

@@ -112,6 +112,17 @@ pub fn computes_tokens(path: &str) -> bool {
     !WITHOUT_TOKENS.contains(&path)
 }
 
+/// Endpoints at which a server creates and stores objects, each of which is found by its id in a path below. No other
+/// server has it.
+const COLLECTIONS: [&str; 4] = ["/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches"];
+
+/// The rest of a path of stored objects: empty where they are created, else from the slash on. `None`: the path is
+/// another one.
+pub fn below_collection(path: &str) -> Option<&str> {
+    let below = COLLECTIONS.iter().find_map(|collection| path.strip_prefix(collection))?;
+    (below.is_empty() || below.starts_with('/')).then_some(below)
+}
+
 impl HttpRequest {
     /// A `POST` to a valid path, without headers and body, whose response is not a stream.
     pub fn post(path: &'static str) -> Self {
@@ -145,6 +156,8 @@ pub struct ResponseHead {
     pub headers: HeaderMap,
     /// The worker that answers, where a router chose it.
     pub worker: Option<Arc<str>>,
+    /// The server that answers, where a router chose it: a number that its engines share.
+    pub server: Option<u64>,
     /// The router's decision as one line of JSON, when requested.
     pub explain: Option<Arc<str>>,
     /// What the response reports of itself before its end; `None` if nothing is charged for it.
@@ -222,7 +235,7 @@ impl PartialEq for RelayProgress {
 
 impl Eq for RelayProgress {}
 
-/// A hash of the id of a response that can be retrieved again. `written`: the id as it stands between its quotes in
+/// A hash of the id of a response, or of another object, that can be retrieved again. `written`: the id as it stands between its quotes in
 /// JSON, or in the path of a URL.
 pub fn response_id(written: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();

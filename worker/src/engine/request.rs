@@ -28,7 +28,7 @@ pub struct Request {
     pub stop: StopConditions,
     /// Which part of the work the engine does.
     pub work: Work,
-    /// Tenant, session, priority, deadline, retention, trace and attempts.
+    /// Tenant, session, priority, deadline, retention, server, trace and attempts.
     pub attributes: RequestAttributes,
     /// Whether the router explains its decision in [`Tokens::explain`](super::Tokens::explain).
     pub explain: bool,
@@ -105,7 +105,7 @@ impl Request {
     }
 }
 
-/// Tenant, session, priority, deadline, retention, trace and attempts of a request.
+/// Tenant, session, priority, deadline, retention, server, trace and attempts of a request.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RequestAttributes {
     /// The tenant that the fair queue counts the request for; empty: none.
@@ -122,6 +122,9 @@ pub struct RequestAttributes {
     pub has_estimated_tokens: bool,
     /// The stream is dropped when its text has a stop string, so that a dropped stream may have a whole output.
     pub has_stop_strings: bool,
+    /// The [server](super::Engine::probed_server) that stores an object which the request names, such as an earlier
+    /// response. Engines of other servers get the request only if the model has none of this server.
+    pub server: Option<u64>,
     /// Where spans of the request belong; empty if it is not traced.
     pub trace: spans::Context,
     /// The workers that may have computed the request: what its client is charged depends on them.
@@ -137,6 +140,8 @@ pub struct Conversation<'a> {
     pub tenant: &'a str,
     /// The session that it names.
     pub session: Option<&'a str>,
+    /// The model whose server stores an object that the request names, such as the response before.
+    pub served_by: Option<&'a str>,
     /// The client's body, if the request is relayed.
     pub body: &'a [u8],
 }

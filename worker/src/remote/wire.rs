@@ -113,7 +113,8 @@ const FIELDS: [&str; 2] = ["model", "prompt"];
 
 /// Encodes a request. Relayed requests have an HTTP request for a server of another program, and cannot be sent.
 pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, NotSent> {
-    // The trace context is in the headers, and the attempts are counted by the process that sends the request.
+    // The trace context is in the headers, and the attempts are counted by the process that sends the request. Only
+    // relayed requests name objects of servers.
     let RequestAttributes {
         tenant,
         session,
@@ -122,6 +123,7 @@ pub(super) fn encode_request(request: &Request, now: Instant) -> Result<Bytes, N
         retention,
         has_estimated_tokens: _,
         has_stop_strings: _,
+        server: _,
         trace: _,
         attempts: _,
     } = &request.attributes;
@@ -175,6 +177,7 @@ pub(super) fn decode_request(bytes: &[u8], now: Instant) -> Result<Request, Inva
             retention: Retention { ttl, pin, store, priority: eviction },
             has_estimated_tokens: false,
             has_stop_strings: false,
+            server: None,
             trace: spans::Context::default(),
             attempts: Attempts::default(),
         },

@@ -162,7 +162,7 @@ pub(super) async fn respond(
         return relayed(*head, outputs, meter, context, ends, running).await;
     };
     let head = *head;
-    meter.head(head.worker, BodyKind::Other, None);
+    meter.head(&head, BodyKind::Other);
     context.stream_started();
     let idle = state.settings.idle_timeout.0;
     let rest = async move {

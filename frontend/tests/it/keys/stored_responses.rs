@@ -6,10 +6,13 @@ use crate::key_file::{Keys, with_key};
 use crate::relay::{part, relayed};
 use axum::body::Body;
 use axum::http::Request;
+use futures::StreamExt;
 use serde_json::json;
 use std::num::NonZero;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use worker::engine::{RelayReport, response_id};
+use tower::ServiceExt;
+use worker::engine::{Output, RelayProgress, RelayReport, ResponseHead, response_id};
 
 /// The usage of a response: 61 tokens.
 fn report(id: u64) -> RelayReport {
@@ -104,5 +107,38 @@ async fn a_part_of_a_stored_stream_is_that_of_the_response_in_its_path() {
             expected,
             "{path}: 61 of 100 tokens were used before"
         );
+    }
+}
+
+#[tokio::test]
+async fn the_server_of_a_response_is_known_to_its_tenant_before_its_end() {
+    let engine = FakeEngine::relaying(|request| {
+        if relayed(request).method == "GET" {
+            return Ok(vec![Step::Relay(Output::Head(Box::default())), part("{}"), end(RelayReport::default())]);
+        }
+        let progress = Arc::<RelayProgress>::default();
+        progress.set(RelayReport { response_id: Some(response_id(b"resp_1")), ..RelayReport::default() });
+        let head = ResponseHead { progress: Some(progress), server: Some(7), ..ResponseHead::default() };
+        Ok(vec![Step::Relay(Output::Head(Box::new(head))), part("data: {}\n\n"), Step::Hang])
+    });
+    let keys = Keys::new();
+    let [ann, bob] = ["ann", "bob"].map(|name| keys.add(name, |key| key.tenant = Some(name.into())));
+    let router = engine.router_with(keys.settings());
+    let created = router.clone().oneshot(with_key(create(), &ann)).await.unwrap();
+    let mut body = created.into_body().into_data_stream();
+    body.next().await.unwrap().unwrap();
+    for (key, path, expected) in [
+        (&ann, "/v1/responses/resp_1", Some(7)),
+        (&ann, "/v1/responses/resp_1/input_items", Some(7)),
+        (&ann, "/v1/responses/resp_2", None),
+        (&bob, "/v1/responses/resp_1", None),
+    ] {
+        assert_eq!(send(&router, with_key(get(path), key)).await.status, 200);
+        assert_eq!(engine.last().attributes.server, expected, "{path}");
+    }
+    let next = json!({ "model": "org/tiny", "input": [], "previous_response_id": "resp_1" });
+    for (key, expected) in [(&ann, Some(7)), (&bob, None)] {
+        leave(&router, with_key(post("/v1/responses", &next), key)).await;
+        assert_eq!(engine.last().attributes.server, expected);
     }
 }

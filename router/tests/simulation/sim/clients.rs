@@ -112,6 +112,7 @@ fn draw(rng: &mut Rng, id: &str, prompt: &[u32], domain: &Domain, outputs: Range
         retention,
         has_estimated_tokens: false,
         has_stop_strings: false,
+        server: None,
         trace: spans::Context::none(),
         attempts: Attempts::default(),
     };
