@@ -155,8 +155,8 @@ impl Worker {
         WorkerRun { worker: self.instance.id, epoch: self.instance.epoch }
     }
 
-    /// Whether it may have the endpoint of a request, does not refuse the request, and is of the server that the request
-    /// needs.
+    /// Whether it may have the endpoint of a request, does not refuse the request, and is of the server that the
+    /// request needs.
     pub(crate) fn takes(&self, request: &Request) -> bool {
         endpoints::has(self.engine.only_endpoint_kind(), endpoints::kind(request))
             && !self.engine.refuses(request)

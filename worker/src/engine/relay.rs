@@ -235,8 +235,8 @@ impl PartialEq for RelayProgress {
 
 impl Eq for RelayProgress {}
 
-/// A hash of the id of a response, or of another object, that can be retrieved again. `written`: the id as it stands between its quotes in
-/// JSON, or in the path of a URL.
+/// A hash of the id of a response, or of another object, that can be retrieved again. `written`: the id as it stands
+/// between its quotes in JSON, or in the path of a URL.
 pub fn response_id(written: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(written);
