@@ -75,7 +75,8 @@ pub trait Engine: Send + Sync + 'static {
     /// Starts a request.
     fn generate(&self, request: Request) -> BoxFuture<'_, Result<OutputStream, Error>>;
 
-    /// The models that are served now, base models before adapters. Never fails because one of several engines is unavailable.
+    /// The models that are served now, base models before adapters. Never fails because one of several engines is
+    /// unavailable.
     fn models(&self) -> Vec<Arc<ModelCard>>;
 
     /// Why a model that was served until recently is not served now, although it is expected back. `None` for models

@@ -12,9 +12,9 @@ const MAX_QUOTED: usize = 2000;
 
 /// The response for the client.
 ///
-/// A redirect that would send the client past this gateway has no `Location` any more, and of other statuses than errors
-/// the API knows none, so the client gets an error of the gateway instead, without a header of the server. It gets one
-/// too, with the server's status, in place of a body that is not whole: what it would get looked complete.
+/// A redirect that would send the client past this gateway has no `Location` any more, and of other statuses than
+/// errors the API knows none, so the client gets an error of the gateway instead, without a header of the server. It
+/// gets one too, with the server's status, in place of a body that is not whole: what it would get looked complete.
 pub(super) fn of(answer: Answer) -> ErrorResponse {
     let Answer { status, headers, body, cut, kind } = answer;
     let is_at_gateway = status.is_redirection() && headers.contains_key(header::LOCATION);

@@ -253,8 +253,8 @@ impl Client {
         shared.send_on_new_connection(http1, http2).await
     }
 
-    /// Sends a request and relays its answer. One that is neither a success nor 304 is an error. At the maximum of requests
-    /// nothing is sent.
+    /// Sends a request and relays its answer. One that is neither a success nor 304 is an error. At the maximum of
+    /// requests nothing is sent.
     pub async fn relay(
         &self,
         method: Method,

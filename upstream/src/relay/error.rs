@@ -85,8 +85,8 @@ pub enum Cut {
     Slow,
 }
 
-/// What an answer with these headers says of the engine. vLLM answers 501 where the model does not have what the request
-/// asks for.
+/// What an answer with these headers says of the engine. vLLM answers 501 where the model does not have what the
+/// request asks for.
 fn kind_of(status: StatusCode, headers: &HeaderMap, now: SystemTime) -> ErrorKind {
     match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {

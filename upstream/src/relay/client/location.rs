@@ -22,8 +22,9 @@ const MAX_LOGGED: usize = 200;
 /// Limits the log lines: each request to a path may be redirected.
 static LINES: LogLimit = LogLimit::new(10, Duration::from_secs(1));
 
-/// Replaces `Location` in the headers of a redirect by the path and the query at the gateway if it is one of the engine,
-/// which is `engine` in `Host` and whose paths begin with `prefix`. Removes it if not. `path`: that of the request.
+/// Replaces `Location` in the headers of a redirect by the path and the query at the gateway if it is one of the
+/// engine, which is `engine` in `Host` and whose paths begin with `prefix`. Removes it if not. `path`: that of the
+/// request.
 pub(super) fn keep_at_gateway(status: StatusCode, headers: &mut HeaderMap, engine: &str, prefix: &str, path: &str) {
     let Some(location) = headers.remove(header::LOCATION) else { return };
     let kept = if REDIRECTS.contains(&status) { at_gateway(&location, engine, prefix) } else { None };
