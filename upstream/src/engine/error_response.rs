@@ -14,7 +14,7 @@ const MAX_QUOTED: usize = 2000;
 ///
 /// A redirect that would send the client past this gateway has no `Location` any more, and of other statuses than
 /// errors the API knows none, so the client gets an error of the gateway instead, without a header of the server. It
-/// gets one too, with the server's status, in place of a body that is not whole: what it would get looked complete.
+/// gets one too, with the server's status, in place of a body that is not whole, which would look complete.
 pub(super) fn of(answer: Answer) -> ErrorResponse {
     let Answer { status, headers, body, cut, kind } = answer;
     let is_at_gateway = status.is_redirection() && headers.contains_key(header::LOCATION);

@@ -1,6 +1,6 @@
 //! Redirects of an engine, for a client that must not leave the gateway.
 //!
-//! No redirect is followed here. A framework redirects to the path with or without a slash at its end (FastAPI: 307),
+//! No redirect is followed here. A framework redirects to the path with or without a slash at its end (Starlette: 307),
 //! which the client finds at the gateway too.
 
 use super::host;
