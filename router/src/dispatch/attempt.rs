@@ -118,6 +118,9 @@ async fn after_prefill(
 /// serve this request. When all workers are slow none is better, and the request stays where it is. A server that
 /// computes a response that comes whole sends nothing meanwhile, so its health check must have failed too.
 async fn stalled(fleet: &Fleet, member: &Worker, request: &Request, tried: &[WorkerRun], expected: f64) {
+    if !request.may_be_repeated() {
+        return future::pending().await;
+    }
     let since = Instant::now();
     tokio::time::sleep_until(since + stall_timeout(expected)).await;
     loop {

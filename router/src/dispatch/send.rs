@@ -39,7 +39,7 @@ pub(super) async fn first_output(
     stalled: impl Future<Output = ()>,
 ) -> Result<FirstOutput, Error> {
     let request = request();
-    let attempts = request.attributes.attempts.clone();
+    let (attempts, may_be_repeated) = (request.attributes.attempts.clone(), request.may_be_repeated());
     attempts.begin();
     let output = async {
         let mut rest = member.engine.generate(request).await?;
@@ -57,7 +57,10 @@ pub(super) async fn first_output(
             started
         }
         // It has refused nothing, and may have computed the prompt.
-        () = left(member) => Err(Error::Unavailable(format!("worker {} left", member.id()))),
+        () = left(member) => {
+            let why = format!("worker {} left", member.id());
+            Err(if may_be_repeated { Error::Unavailable(why) } else { Error::NoAnswer(why) })
+        }
         () = stalled => Err(Error::Failed(format!("worker {} sent no output in time", member.id()))),
     }
 }

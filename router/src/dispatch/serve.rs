@@ -87,6 +87,9 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                         "request failed on a worker"
                     );
                 }
+                if !request.may_be_repeated() && !error.is_unprocessed() {
+                    return Err(not_repeated(error));
+                }
                 last = Some(preferred_error(last, error));
             }
         }
@@ -103,6 +106,19 @@ fn without_address(error: Error, request: &Request) -> Error {
     match error {
         Error::Unavailable(_) | Error::NoAnswer(_) | Error::Unresponsive(_) => {
             Error::Unavailable(format!("no worker of the model `{}` answers now", request.model))
+        }
+        other => other,
+    }
+}
+
+/// The error of a request that a worker may have carried out, and that is not sent again. Of no answer it does not say
+/// that the service is unavailable, which asks clients to send the request again.
+fn not_repeated(error: Error) -> Error {
+    match error {
+        Error::NoAnswer(_) | Error::Unresponsive(_) => {
+            let why = "the server got the request and did not answer; the request may have been carried out, so it \
+                       was not sent again";
+            Error::Failed(why.to_owned())
         }
         other => other,
     }

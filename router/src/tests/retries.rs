@@ -1,6 +1,6 @@
 //! Failures of workers and clients: which are retried, and which count against a worker.
 
-use super::harness::{Behaviour, FakeEngine, MODEL, card, prompt, settle};
+use super::harness::{Behaviour, FakeEngine, MODEL, card, prompt, relayed, settle};
 use super::{defaults, failed};
 use crate::Router;
 use crate::settings::Settings;
@@ -9,7 +9,10 @@ use futures::stream::{self, BoxStream};
 use futures::{FutureExt, StreamExt};
 use std::sync::Arc;
 use std::time::Duration;
-use worker::engine::{Attempts, Engine, Error, FinishReason, ModelCard, Output, OutputStream, Readiness};
+use worker::engine::{
+    Attempts, Engine, Error, ErrorKind, ErrorResponse, FinishReason, HttpRequest, ModelCard, Output, OutputStream,
+    Readiness,
+};
 use worker::plane::local::LocalEvents;
 use worker::plane::{Discovery, Instance, Lease, Load, Membership, PlaneError, Role, RouterId, WorkerId};
 
@@ -106,6 +109,51 @@ async fn the_address_of_a_worker_does_not_reach_the_client() {
         let (sent, retried) = (count("blockyard_router_requests_total"), count("blockyard_router_retries_total"));
         assert_eq!((sent, retried), (2, 1), "after the second failure there is no other worker");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_may_have_been_carried_out_is_repeated_only_if_it_changes_nothing() {
+    let status = |status: &str, kind| {
+        let HttpRequest { headers, body, .. } = HttpRequest::post("/");
+        Error::Relayed(Arc::new(ErrorResponse { status: status.parse().unwrap(), headers, body, kind }))
+    };
+    let (no_answer, unavailable) = (Error::NoAnswer("closed".into()), Error::Unavailable("refused".into()));
+    let busy = ErrorKind::Busy(Duration::from_secs(1));
+    for (error, times) in [
+        (failed(), 1),
+        (no_answer, 1),
+        (status("500", ErrorKind::Fault), 1),
+        (status("502", ErrorKind::Fault), 1),
+        (status("504", ErrorKind::Fault), 1),
+        (status("508", ErrorKind::Fault), 2),
+        (status("503", busy), 2),
+        (unavailable, 2),
+    ] {
+        for (path, expected) in [("/v1/batches", times), ("/v1/embeddings", 2)] {
+            let harness = defaults();
+            let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
+            workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Refuse(error.clone())));
+            let answer = harness.answer(relayed(path, prompt(1, 100))).await.unwrap_err();
+            assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), expected, "{path} {error}");
+            let is_unknown = expected == 1 && matches!(error, Error::NoAnswer(_));
+            assert!(!is_unknown || matches!(answer, Error::Failed(_)), "it does not ask for a retry: {answer}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_may_not_be_repeated_stays_with_its_worker() {
+    let harness = defaults();
+    let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
+    workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Hang));
+    let requests = || workers.iter().map(|worker| worker.requests()).sum::<usize>();
+    let answer = harness.answer(relayed("/v1/batches", prompt(1, 100)));
+    tokio::pin!(answer);
+    assert!(tokio::time::timeout(Duration::from_mins(20), &mut answer).await.is_err(), "it waits");
+    harness.discovery.expire(WorkerId(1));
+    harness.discovery.expire(WorkerId(2));
+    assert!(matches!(answer.await, Err(Error::Failed(_))));
+    assert_eq!(requests(), 1);
 }
 
 /// Both workers restart, one after the other, before they have computed a request: the first is another one by then.

@@ -1,11 +1,12 @@
 //! Requests and responses pass as they are.
 
 use super::{Gateway, TIMEOUT, chat, client_builder, completions, server};
+use http::Method;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, ETAG, IF_NONE_MATCH, LOCATION, RETRY_AFTER};
 use reqwest::redirect::Policy;
 use serde_json::{Value, json};
 use upstream::relay::chunk::Usage;
-use upstream::relay::fake::{Recorded, Script};
+use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
 #[tokio::test]
 async fn a_stream_is_what_the_server_sends() {
@@ -244,6 +245,22 @@ async fn fields_and_answers_pass_byte_for_byte() {
             let received = completions(&server).pop().unwrap();
             assert_eq!(received.uri.path(), path);
             assert_eq!(received.body, expected);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_changes_something_is_sent_once() {
+    let answers = || [Script::json(200, &json!({})), Script::close(), Script::json(500, &json!({}))];
+    for (method, path) in [(Method::POST, "/v1/batches"), (Method::DELETE, "/v1/files/id"), (Method::PUT, "/v1/thing")]
+    {
+        let servers = [server(answers()).await, server(answers()).await];
+        let gateway = Gateway::start(&[&servers[0], &servers[1]]).await;
+        let counted = || servers.iter().flat_map(FakeEngine::requests).filter(|it| it.uri.path() == path).count();
+        for sent in 1..=6 {
+            let request = gateway.http.request(method.clone(), format!("{}{path}", gateway.url));
+            request.body("{}").send().await.unwrap();
+            assert_eq!(counted(), sent, "{method} {path}");
         }
     }
 }

@@ -32,6 +32,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use worker::engine::may_be_repeated;
 
 /// Sends requests to one engine. A clone shares the connections.
 #[derive(Clone, Debug)]
@@ -180,7 +181,8 @@ impl Client {
     /// Sends a request and returns the answer once its headers are there, whatever its status.
     ///
     /// An engine may close a connection just when the next request is sent on it. A request that fails so, on a
-    /// connection that has answered before and without a byte of its answer, is sent once more on a new connection.
+    /// connection that has answered before and without a byte of its answer, is sent once more on a new connection. One
+    /// that [may not be repeated](may_be_repeated) is sent on a new connection in the first place, but for HTTP/2.
     pub async fn send(
         &self,
         method: Method,
@@ -216,7 +218,11 @@ impl Client {
             request.get_or_insert_with(new).clone()
         };
         let mut was_sent = false;
-        if let Some(socket) = shared.idle.take() {
+        // A request that is lost on an open connection is sent again. One that may not be repeated gets a new
+        // connection.
+        if may_be_repeated(method, path.path())
+            && let Some(socket) = shared.idle.take()
+        {
             match http1::send(socket, outgoing(), Arc::clone(&shared.idle)).await {
                 Err(http1::Failed::Closed { error, is_sent }) => {
                     tracing::debug!(engine = shared.host, %error, "idle connection was closed, sending again");

@@ -102,6 +102,13 @@ impl Error {
             },
         }
     }
+
+    /// Whether no server has carried out the request, whatever it asks for. A proxy may answer with 502 after its
+    /// server has got the request.
+    pub fn is_unprocessed(&self) -> bool {
+        let may_be_of_proxy = matches!(self, Self::Relayed(response) if response.status == StatusCode::BAD_GATEWAY);
+        self.is_refusal() && !may_be_of_proxy
+    }
 }
 
 #[cfg(test)]
@@ -135,6 +142,8 @@ mod tests {
             (Error::Failed("out of memory".to_owned()), false),
         ] {
             assert_eq!(error.is_refusal(), expected, "{error}");
+            let is_bad_gateway = matches!(&error, Error::Relayed(answer) if answer.status == StatusCode::BAD_GATEWAY);
+            assert_eq!(error.is_unprocessed(), expected && !is_bad_gateway, "{error}");
         }
     }
 }

@@ -112,6 +112,28 @@ pub fn computes_tokens(path: &str) -> bool {
     !WITHOUT_TOKENS.contains(&path)
 }
 
+/// Endpoints besides those of a kind and those without tokens that compute an answer and change nothing.
+const INFERENCE: [&str; 7] = [
+    "/invocations",
+    "/v1/moderations",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+    "/v1/images/edits",
+];
+
+/// Whether a request may be sent again although a server may have carried it out: its method is safe (RFC 9110, section
+/// 9.2.1), or its endpoint is known to compute an answer and to change nothing. A response that is stored by a server
+/// which then fails has an id that no client knows.
+pub fn may_be_repeated(method: &Method, path: &str) -> bool {
+    let is_inference = || {
+        let kinds = [EndpointKind::Generate.paths(), EndpointKind::Pooling.paths()];
+        kinds.into_iter().chain([&WITHOUT_TOKENS[..], &INFERENCE]).any(|paths| paths.contains(&path))
+    };
+    method.is_safe() || ([Method::POST, Method::PUT].contains(method) && is_inference())
+}
+
 /// Endpoints at which a server creates and stores objects, each of which is found by its id in a path below. No other
 /// server has it.
 const COLLECTIONS: [&str; 4] = ["/v1/responses", "/v1/conversations", "/v1/files", "/v1/batches"];
@@ -281,4 +303,31 @@ pub struct RelayReport {
     pub response_id: Option<u64>,
     /// The server failed after the first output. The body contains its error.
     pub failed: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_may_change_something_is_not_repeated() {
+        for (method, path, expected) in [
+            (Method::POST, "/v1/chat/completions", true),
+            (Method::POST, "/v1/responses", true),
+            (Method::POST, "/tokenize", true),
+            (Method::POST, "/rerank", true),
+            (Method::PUT, "/generate", true),
+            (Method::POST, "/v1/audio/speech", true),
+            (Method::GET, "/v1/files/id", true),
+            (Method::HEAD, "/v1/thing", true),
+            (Method::OPTIONS, "/v1/batches", true),
+            (Method::POST, "/v1/batches", false),
+            (Method::POST, "/v1/responses/id/cancel", false),
+            (Method::DELETE, "/v1/responses", false),
+            (Method::PUT, "/v1/thing", false),
+            (Method::PATCH, "/v1/chat/completions", false),
+        ] {
+            assert_eq!(may_be_repeated(&method, path), expected, "{method} {path}");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! What an engine is asked for: the prompt, how tokens are chosen and when they end, and which part of the work.
 
-use super::{Attempts, HttpRequest};
+use super::{Attempts, HttpRequest, may_be_repeated};
 use bytes::Bytes;
 use kvbm::{Domain, Priority, Retention};
 use serde::{Deserialize, Serialize};
@@ -84,6 +84,14 @@ impl Request {
     /// Number of choices to reserve capacity for with this request, itself included.
     pub fn choices(&self) -> u32 {
         self.group.filter(|group| group.index == 0).map_or(1, |group| group.choices)
+    }
+
+    /// Whether it may be sent to another engine although one may have carried it out.
+    pub fn may_be_repeated(&self) -> bool {
+        match &self.work {
+            Work::Relay(http) => may_be_repeated(&http.method, http.target.path()),
+            Work::Generate | Work::Prefill | Work::Resume(_) => true,
+        }
     }
 
     /// A request for exactly `tokens` tokens after a prompt, sampled greedily and past end-of-sequence tokens: for

@@ -22,6 +22,19 @@ async fn a_request_is_sent_again_only_once() {
 }
 
 #[tokio::test]
+async fn a_request_that_may_not_be_repeated_is_sent_once() {
+    let engine = FakeEngine::start([Script::default(), Script::close(), Script::default()]).await.unwrap();
+    let client = client(&engine.uri(), Protocol::Negotiated);
+    text(&client).await;
+    let path = PathAndQuery::from_static("/v1/files/id");
+    let delete = || client.send(Method::DELETE, &path, HeaderMap::new(), Bytes::new());
+    assert!(matches!(delete().await, Err(RelayError::NoAnswer(_))));
+    assert!(delete().await.is_ok());
+    let used: Vec<_> = engine.requests().iter().map(|request| request.connection).collect();
+    assert_eq!(used, [0, 1, 2], "each on a connection of its own");
+}
+
+#[tokio::test]
 async fn an_engine_that_ends_with_a_request_may_have_computed_it() {
     let scripts = [Script::default(), Script::default().after(Duration::from_hours(1))];
     let engine = FakeEngine::start(scripts).await.unwrap();
