@@ -18,7 +18,7 @@ struct Server {
     context: Option<usize>,
     ranks_of: Option<u64>,
     /// The server that it is an engine of.
-    server: Option<u64>,
+    probed: Option<u64>,
     /// It refuses all requests of tenants.
     refuses_tenants: bool,
     inner: Option<Arc<FakeEngine>>,
@@ -56,7 +56,7 @@ impl Engine for Server {
     }
 
     fn probed_server(&self) -> Option<u64> {
-        self.server
+        self.probed
     }
 
     fn choosing_server(&self, request: &Request) -> Option<u64> {
@@ -171,7 +171,7 @@ async fn a_tenant_is_not_sent_to_a_server_that_refuses_it_while_another_takes_it
 #[tokio::test(start_paused = true)]
 async fn a_request_for_a_stored_object_goes_to_its_server_only() {
     let harness = Harness::new(Settings::default());
-    let of = |server| Server { server: Some(server), context: Some(1000), ..Server::default() };
+    let of = |server| Server { probed: Some(server), context: Some(1000), ..Server::default() };
     let (one, lease) = join(&harness, 1, of(7)).await;
     let (other, _lease) = join(&harness, 2, of(8)).await;
     let mut request = relayed(RESPONSES, prompt(1, 100));

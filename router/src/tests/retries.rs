@@ -132,7 +132,9 @@ async fn a_request_that_may_have_been_carried_out_is_repeated_only_if_it_changes
         for (path, expected) in [("/v1/batches", times), ("/v1/embeddings", 2)] {
             let harness = defaults();
             let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
-            workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Refuse(error.clone())));
+            for worker in &workers {
+                worker.set_behaviour(Behaviour::Refuse(error.clone()));
+            }
             let answer = harness.answer(relayed(path, prompt(1, 100))).await.unwrap_err();
             assert_eq!(workers.iter().map(|worker| worker.requests()).sum::<usize>(), expected, "{path} {error}");
             let is_unknown = expected == 1 && matches!(error, Error::NoAnswer(_));
@@ -145,7 +147,9 @@ async fn a_request_that_may_have_been_carried_out_is_repeated_only_if_it_changes
 async fn a_request_that_may_not_be_repeated_stays_with_its_worker() {
     let harness = defaults();
     let workers = [harness.relayed_worker(1).await, harness.relayed_worker(2).await];
-    workers.iter().for_each(|worker| worker.set_behaviour(Behaviour::Hang));
+    for worker in &workers {
+        worker.set_behaviour(Behaviour::Hang);
+    }
     let requests = || workers.iter().map(|worker| worker.requests()).sum::<usize>();
     let answer = harness.answer(relayed("/v1/batches", prompt(1, 100)));
     tokio::pin!(answer);
