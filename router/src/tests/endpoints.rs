@@ -201,7 +201,7 @@ async fn a_request_for_a_stored_object_goes_to_its_server_only() {
 #[tokio::test(start_paused = true)]
 async fn a_slow_server_is_not_replaced_by_one_without_the_object() {
     let harness = Arc::new(Harness::new(Settings::default()));
-    let of = |server| Server { server: Some(server), ..Server::default() };
+    let of = |server| Server { probed: Some(server), ..Server::default() };
     let (one, _lease) = join(&harness, 1, of(7)).await;
     let (other, _lease) = join(&harness, 2, of(8)).await;
     one.set_behaviour(Behaviour::Hang);
