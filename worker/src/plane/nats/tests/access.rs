@@ -300,7 +300,7 @@ async fn records_are_signed_and_verified_again_when_keys_change() {
         stored.is_some_and(|stored| stored.verify(WorkerId(1), Some(&RecordKeys::fixed([key.clone()]))).is_ok())
     };
     until("the record is signed with the new key", async || signed_with(&new).await).await;
-    // Records arrive in order: whoever has this one has the other.
+    // Records arrive in order: a frontend that has this one has the other, too.
     let later = workers.register(instance(2, 1), engine()).await.unwrap();
     assert_eq!(next(&mut instances).await, (2, 1, true));
     drop(later);
