@@ -26,15 +26,23 @@ pub(crate) struct SnapshotCache {
     busy: u64,
     /// Workers that are ejected.
     ejected: usize,
-    /// Workers that report their load, and workers that have stopped to.
-    reporting: usize,
-    silent: usize,
+    /// Own workers, whose reports come over the event plane.
+    workers: ReportCounts,
+    /// Servers of other programs, whose load this router reports itself.
+    servers: ReportCounts,
     /// Prompts that arrive: one per decision of this router or of another one.
     flow: PromptFlow,
     /// Means that replace missing measurements.
     fleet_means: FleetMeans,
     /// The smallest lost share of all workers, computed as often as the means.
     least_lost_share: f32,
+}
+
+/// How many report their load, and how many have stopped to.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+struct ReportCounts {
+    current: usize,
+    stopped: usize,
 }
 
 /// Snapshot of one worker. The first cache line has what every decision reads of every worker, the next what it reads
@@ -46,6 +54,8 @@ pub(crate) struct WorkerSnapshot {
     ejected: bool,
     /// Whether the worker reports its load.
     reports: Reports,
+    /// The worker is a server of another program.
+    is_server: bool,
     /// The worker is ejected until a known time: it is preferred to other ejected workers.
     pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
@@ -112,7 +122,8 @@ impl SnapshotCache {
         self.busy -= u64::from(snapshot.stats.prompts > 0);
         self.ejected += usize::from(reading.ejected);
         self.ejected -= usize::from(snapshot.ejected);
-        for (count, state) in [(&mut self.reporting, Reports::Current), (&mut self.silent, Reports::Stopped)] {
+        let counts = if reading.is_server { &mut self.servers } else { &mut self.workers };
+        for (count, state) in [(&mut counts.current, Reports::Current), (&mut counts.stopped, Reports::Stopped)] {
             *count += usize::from(reading.reports == state);
             *count -= usize::from(snapshot.reports == state);
         }
@@ -148,11 +159,11 @@ impl SnapshotCache {
 
     /// Whether any worker is passed over.
     pub(crate) fn is_any_passed_over(&self) -> bool {
-        self.ejected > 0 || self.silent > 0 && self.reporting > 0
+        let is_unusual = |counts: &ReportCounts, is_server| counts.stopped > 0 && self.is_silence_unusual(is_server);
+        self.ejected > 0 || is_unusual(&self.workers, false) || is_unusual(&self.servers, true)
     }
 
-    /// Whether a worker is passed over while others are available: it is ejected, or silent while others report. If all
-    /// are silent, the event plane is away, and that says nothing about any of them.
+    /// Whether a worker is passed over while others are available: it is ejected, or silent while others report.
     #[inline]
     pub(crate) fn is_passed_over(&self, snapshot: &WorkerSnapshot) -> bool {
         snapshot.ejected || self.is_unusually_silent(snapshot)
@@ -160,7 +171,15 @@ impl SnapshotCache {
 
     #[inline]
     pub(crate) fn is_unusually_silent(&self, snapshot: &WorkerSnapshot) -> bool {
-        snapshot.reports == Reports::Stopped && self.reporting > 0
+        snapshot.reports == Reports::Stopped && self.is_silence_unusual(snapshot.is_server)
+    }
+
+    /// If all own workers are silent, the event plane is away, and that says nothing about any of them. Reports of
+    /// servers do not come over it: they say nothing about own workers, and any report shows that a silent server is
+    /// unusual.
+    #[inline]
+    fn is_silence_unusual(&self, is_server: bool) -> bool {
+        self.workers.current > 0 || is_server && self.servers.current > 0
     }
 
     /// `measured`: the set of measured fields may have changed.
@@ -189,9 +208,9 @@ impl SnapshotCache {
 
 impl WorkerSnapshot {
     fn of(reading: &LoadReading, fleet_means: &FleetMeans) -> Self {
-        let LoadReading { stats, measured, ejected, reports, temporarily_ejected, chosen, .. } = *reading;
+        let LoadReading { stats, measured, ejected, reports, is_server, temporarily_ejected, chosen, .. } = *reading;
         let estimate = estimate(stats, measured, fleet_means);
-        Self { ejected, reports, temporarily_ejected, chosen, estimate, measured, stats }
+        Self { ejected, reports, is_server, temporarily_ejected, chosen, estimate, measured, stats }
     }
 }
 
@@ -209,6 +228,7 @@ impl Default for WorkerSnapshot {
             chosen: 0,
             ejected: false,
             reports: Reports::Never,
+            is_server: false,
             temporarily_ejected: false,
             measured: MeasuredMask::default(),
             stats,
@@ -273,7 +293,7 @@ mod tests {
             kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
-            let counts = |cache: &SnapshotCache| [cache.ejected, cache.reporting, cache.silent];
+            let counts = |cache: &SnapshotCache| (cache.ejected, cache.workers, cache.servers);
             assert_eq!((&kept.least_times, counts(&kept)), (&new.least_times, counts(&new)), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));
         }
@@ -298,6 +318,28 @@ mod tests {
         let last = later + Duration::from_secs(6);
         fleet[0].eject_until(Some((last + Duration::from_secs(1)).into()));
         assert_eq!(passed_over(last), [true, false, false], "its circuit breaker says more");
+    }
+
+    #[test]
+    fn own_workers_are_not_silent_because_servers_of_other_programs_report() {
+        let fleet = [WorkerLoad::default(), WorkerLoad::default(), WorkerLoad::of_server(), WorkerLoad::of_server()];
+        let start = Instant::now();
+        let passed_over = |now: Instant| {
+            let snapshots = anew(&fleet, now);
+            let each: Vec<bool> = snapshots.all().iter().map(|snapshot| snapshots.is_passed_over(snapshot)).collect();
+            assert_eq!(snapshots.is_any_passed_over(), each.contains(&true));
+            each
+        };
+        fleet.iter().for_each(|load| load.report(Load::default(), start));
+        assert_eq!(passed_over(start), [false; 4]);
+        let later = start + Duration::from_secs(6);
+        fleet[2..].iter().for_each(|load| load.report(Load::default(), later));
+        assert_eq!(passed_over(later), [false; 4], "the event plane is away");
+        fleet[0].report(Load::default(), later);
+        assert_eq!(passed_over(later), [false, true, false, false]);
+        let last = later + Duration::from_secs(6);
+        fleet[0].report(Load::default(), last);
+        assert_eq!(passed_over(last), [false, true, true, true], "servers do not answer");
     }
 
     #[test]

@@ -39,6 +39,9 @@ pub(crate) struct WorkerLoad {
     memory_blocks: AtomicU64,
     /// Whether the worker loads blocks from a store.
     has_store: AtomicBool,
+    /// The worker is a server of another program. This router reports its load itself, and such reports contain the
+    /// requests of other routers late, or not at all.
+    is_server: bool,
     /// The part of `state` that decisions read without a lock.
     published: PublishedLoad,
     /// Where changes of `published` are counted, once the worker serves a model.
@@ -64,6 +67,8 @@ pub(crate) struct LoadReading {
     pub(crate) ejected: bool,
     /// Whether the worker reports its load.
     pub(crate) reports: Reports,
+    /// The worker is a server of another program, whose reports do not come over the event plane.
+    pub(crate) is_server: bool,
     /// The ejection has an end: the worker answers health checks and its requests failed, or it asked for no requests.
     pub(crate) temporarily_ejected: bool,
     /// Number of the choice that last chose the worker; 0 means never.
@@ -85,9 +90,7 @@ const MAX_TEMPORARY_EJECTION: Duration = Duration::from_hours(1);
 impl WorkerLoad {
     /// The load of a server of another program, which this router reports itself.
     pub(crate) fn of_server() -> Self {
-        let load = Self::default();
-        load.lock().is_server = true;
-        load
+        Self { is_server: true, ..Self::default() }
     }
 
     /// Sets the tokens of a block, by which the price of a block is estimated whose bytes the worker does not report.
@@ -312,6 +315,7 @@ impl WorkerLoad {
             measured: self.published.measured(),
             ejected: ejection_ends.is_some(),
             reports,
+            is_server: self.is_server,
             temporarily_ejected: ejection_ends.is_some()
                 && ejected_until - now.bits() <= MAX_TEMPORARY_EJECTION.as_nanos() as u64,
             chosen: self.published.chosen(),
@@ -376,6 +380,7 @@ impl Default for WorkerLoad {
             block_tokens: AtomicU32::new(0),
             memory_blocks: AtomicU64::new(0),
             has_store: AtomicBool::new(false),
+            is_server: false,
             published: PublishedLoad::default(),
             change_group: OnceLock::new(),
         };
@@ -407,7 +412,7 @@ impl DerefMut for WriteGuard<'_> {
 impl Drop for WriteGuard<'_> {
     fn drop(&mut self) {
         let reported = self.state.report.as_ref().map(|(_, at)| Timestamp::from(*at));
-        let [fresh, stale] = self.state.stats(self.load.pace());
+        let [fresh, stale] = self.state.stats(self.load.pace(), self.load.is_server);
         self.load.published.publish(reported, &fresh, &stale);
         self.load.count_change();
     }

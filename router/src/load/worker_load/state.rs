@@ -44,9 +44,6 @@ pub(super) struct State {
     /// Blocks that requests use on the worker, and how many of them are lost for each one more.
     pub(super) use_rate: BlockUseRate,
     pub(super) lost_share: Option<f64>,
-    /// The worker is a server of another program. Its reports contain the requests of other routers late, or not at
-    /// all.
-    pub(super) is_server: bool,
 }
 
 pub(super) struct OpenBooking {
@@ -78,8 +75,9 @@ pub(super) enum InReport {
 const EWMA_WEIGHT: f64 = 0.1;
 
 impl State {
-    /// The load, computed with a fresh report and with a stale one. They differ in their counts only.
-    pub(super) fn stats(&self, pace: Pace) -> [LoadStats; 2] {
+    /// The load, computed with a fresh report and with a stale one. They differ in their counts only. `is_server`: the
+    /// worker is a server of another program.
+    pub(super) fn stats(&self, pace: Pace, is_server: bool) -> [LoadStats; 2] {
         let Self { total, rest_tokens, handoffs, mean_duration, .. } = self;
         let handoff = handoffs.coefficients();
         let mut stats = LoadStats {
@@ -106,13 +104,13 @@ impl State {
         add_measured(load, &mut stats);
         [true, false].map(|fresh| {
             let mut stats = stats;
-            self.add_counts(load, fresh, &mut stats);
+            self.add_counts(load, fresh, is_server, &mut stats);
             stats
         })
     }
 
     /// Combines the counts of the bookings with those of a fresh (`true`) or a stale (`false`) report.
-    fn add_counts(&self, load: &Load, fresh: bool, stats: &mut LoadStats) {
+    fn add_counts(&self, load: &Load, fresh: bool, is_server: bool, stats: &mut LoadStats) {
         let Self { total, not_in_report, maybe_in_report, ended_since_report, .. } = self;
         // A stale report may still be larger than the bookings, which do not contain other routers' running requests.
         let join = |reported: u64, of: fn(&Demand) -> u64| {
@@ -129,7 +127,7 @@ impl State {
         if load.waiting > 0 && sequences <= booked + ended_since_report.sequences {
             stats.waiting_tokens = stats.waiting_tokens.min(count(total.prefill_tokens));
         }
-        let booked_at_least = |booked: u64| if self.is_server { count(booked) } else { 0 };
+        let booked_at_least = |booked: u64| if is_server { count(booked) } else { 0 };
         stats.waiting_tokens = stats.waiting_tokens.max(booked_at_least(total.prefill_tokens));
         stats.waiting_seconds = total.waiting_seconds(stats.waiting_tokens.into());
         // The report omits prompts that are being computed, so the router's own bookings are a lower bound.
