@@ -122,8 +122,12 @@ impl Engine for Aliased {
         let before = available.iter().position(|(one, _)| conversation.served_by == Some(&one.model));
         if let Some(before) = before {
             available = vec![available[before]];
-        } else if available.len() > 1 && available.iter().any(|(one, _)| self.inner.is_available(&one.model)) {
-            available.retain(|(one, _)| self.inner.is_available(&one.model));
+        } else if available.len() > 1 {
+            let accepting: Vec<_> =
+                available.iter().copied().filter(|(one, _)| self.inner.is_available(&one.model)).collect();
+            if !accepting.is_empty() {
+                available = accepting;
+            }
         }
         let chosen = match &available[..] {
             [(only, _)] => only,
