@@ -13,7 +13,7 @@ mod ids;
 mod listed;
 mod server;
 
-use super::aliases::Aliases;
+use super::aliases::{Aliases, IncompleteLog};
 use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
 use frontend::Tokenizers;
@@ -35,10 +35,14 @@ use upstream::relay::client::Client;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{Lookup, NamedServers};
 use upstream::{Authorities, CacheEvents, Metrics, Salts};
+use worker::engine::ModelCard;
 use worker::serve::Planes;
 
 /// Time for one resolution. The operating system asks each name server for 5 s.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Between two checks of the aliases. Servers are asked for their models as often.
+const ALIAS_CHECK: Duration = Duration::from_secs(10);
 
 /// The servers behind this gateway. Dropping it deregisters them at once.
 pub struct Upstreams {
@@ -202,6 +206,27 @@ impl Upstreams {
     /// Makes these the aliases of models.
     pub fn set_aliases(&self, aliases: BTreeMap<String, Alias>) {
         self.aliases.set(aliases);
+    }
+
+    /// Logs aliases whose models no server has, once each server has answered and again when that changes. `served`:
+    /// the models that are served now, those of workers too.
+    pub(super) fn watch_aliases(self: &Arc<Self>, served: impl Fn() -> Vec<Arc<ModelCard>> + Send + 'static) {
+        let (upstreams, mut log) = (Arc::downgrade(self), IncompleteLog::default());
+        self.shared.spawn(async move {
+            while let Some(upstreams) = upstreams.upgrade() {
+                if upstreams.have_answered() {
+                    log.update(upstreams.aliases.incomplete(&served()));
+                }
+                drop(upstreams);
+                sleep(ALIAS_CHECK).await;
+            }
+        });
+    }
+
+    /// Whether a server of each table has answered. Until then it is not known which models there are.
+    fn have_answered(&self) -> bool {
+        let known = self.shared.known.borrow();
+        self.running.lock().keys().all(|url| known.keys().any(|(of, _)| of == url))
     }
 
     /// Waits until a server has answered and every other one has answered or failed, at most until `deadline`.
