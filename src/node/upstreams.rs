@@ -252,9 +252,20 @@ impl Upstreams {
         all
     }
 
-    /// The servers that could not be used since the start, with the reason.
+    /// The servers that could not be used since the start and the names that cannot be resolved, with the reason.
     pub(super) fn problems(&self) -> Vec<String> {
         self.shared.problems.lock().values().cloned().collect()
+    }
+
+    /// The tables of which no server has answered or failed yet, as while a name is being resolved.
+    pub(super) fn unanswered(&self) -> Vec<String> {
+        let (known, problems) = (self.shared.known.borrow(), self.shared.problems.lock());
+        let is_tried = |url: &String| known.keys().chain(problems.keys()).any(|(of, _)| of == url);
+        let running = self.running.lock();
+        let untried = running.iter().filter(|(url, _)| !is_tried(url));
+        untried
+            .map(|(_, table)| format!("upstream {} has not answered yet", table.upstream.upstream.shown_url()))
+            .collect()
     }
 
     /// The servers whose KV events cannot be decoded, with the reason.
@@ -375,8 +386,9 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 "the name cannot be resolved; keeping the servers that are known"
             );
         }
-        let is_unknown = servers.is_empty() && !error.is_empty();
-        problem.set(is_unknown.then(|| format!("upstream {url}: the name cannot be resolved: {error}")));
+        let kept = if servers.is_empty() { "" } else { ", and the servers that are known are kept" };
+        let is_unresolved = !error.is_empty();
+        problem.set(is_unresolved.then(|| format!("upstream {url}: the name cannot be resolved{kept}: {error}")));
         last_error = error;
         tokio::select! {
             biased;
