@@ -178,6 +178,7 @@ impl Node {
         } else {
             let upstreams = Upstreams::new(planes, system_lookup(), aliases, tokenizers, upstream_metrics);
             node.process.banner.serves = Serves::Upstreams(node.start_upstreams(config, upstreams, &health).await?);
+            node.watch_aliases();
         }
         Ok(node)
     }
@@ -205,6 +206,7 @@ impl Node {
         // Not an error: workers may start later.
         let workers = timeout(WORKERS_TIMEOUT, until_discovered(&router));
         let (upstreams, _) = tokio::join!(node.start_upstreams(config, upstreams, &health), workers);
+        node.watch_aliases();
         node.process.banner.serves = Serves::Cluster(ClusterFacts {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
@@ -313,6 +315,14 @@ impl Node {
         let facts = facts.collect();
         self.upstreams = Some(upstreams);
         Ok(facts)
+    }
+
+    /// Watches whether servers and workers have the models of the aliases.
+    fn watch_aliases(&self) {
+        let router = Arc::clone(&self.router);
+        if let Some(upstreams) = &self.upstreams {
+            upstreams.watch_aliases(move || router.models());
+        }
     }
 
     /// The router of the node.

@@ -4,6 +4,7 @@ use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
 use worker::engine::{self, ErrorResponse};
@@ -23,6 +24,9 @@ const MAX_LISTED_MODELS: usize = 10;
 
 /// Maximum characters of an error message in the log: enough for the field and the value.
 const MAX_LOGGED_CHARS: usize = 300;
+
+/// Maximum bytes of the `type` or `code` of a server's error in the log. The longest of known servers have 30.
+const MAX_IDENTIFIER_BYTES: usize = 64;
 
 /// Why a request failed.
 #[derive(Clone, PartialEq, Debug, thiserror::Error)]
@@ -208,8 +212,11 @@ pub(crate) struct LoggedError {
 
 impl From<&Error> for LoggedError {
     fn from(error: &Error) -> Self {
-        // The message contains text of the client, which may be long.
-        let message: String = error.to_string().chars().take(MAX_LOGGED_CHARS).collect();
+        let message = match error {
+            Error::Relayed(response) => summary(response),
+            // The message contains text of the client, which may be long.
+            error => error.to_string().chars().take(MAX_LOGGED_CHARS).collect(),
+        };
         Self { code: error.body().code(), message: message.into(), rejection: error.rejection() }
     }
 }
@@ -418,6 +425,31 @@ impl IntoResponse for Error {
         response.extensions_mut().insert(LoggedError::from(&self));
         response
     }
+}
+
+/// What the log says of a server's error response. Its text may quote the prompt, so it is left out.
+fn summary(response: &ErrorResponse) -> String {
+    let object: Value = serde_json::from_slice(&response.body).unwrap_or_default();
+    // Some servers have the fields in an object `error`, others at the top.
+    let error = object.get("error").filter(|error| error.is_object()).unwrap_or(&object);
+    let named = |name| error.get(name).and_then(identifier).map(|value| format!(", {name} {value}"));
+    let fields: String = ["type", "code"].into_iter().filter_map(named).collect();
+    format!(
+        "the server answered with status {}{fields}, and a body of {} bytes, which is not logged",
+        response.status.as_u16(),
+        response.body.len()
+    )
+}
+
+/// A number, or text that looks like an identifier and not like a part of a prompt.
+fn identifier(value: &Value) -> Option<String> {
+    let text = match value {
+        Value::Number(number) => number.to_string(),
+        Value::String(text) => text.clone(),
+        _ => return None,
+    };
+    let is_plain = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte));
+    ((1..=MAX_IDENTIFIER_BYTES).contains(&text.len()) && is_plain).then_some(text)
 }
 
 /// Whole seconds, rounded up, at least one: with 0 a client would retry immediately.

@@ -206,7 +206,7 @@ struct AnyKey {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 
-    /// Set any key of the configuration, like router.policy=round-robin; may be repeated
+    /// Set any other key of the configuration, like router.policy=round-robin; may be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<Flag>,
 }
@@ -302,7 +302,7 @@ impl ClusterFlags {
 }
 
 impl AnyKey {
-    /// The sources of the configuration. Flags such as `--listen` come last, so that they override `--set`.
+    /// The sources of the configuration. A key is set by a flag such as `--listen`, or by `--set`, but not by both.
     fn sources(&self, flags: &[(&str, &str, &Option<String>)], more: impl IntoIterator<Item = Flag>) -> Sources {
         let log = [("--log", "log.filter", &self.log)];
         let flags = flags.iter().chain(&log);

@@ -21,6 +21,7 @@ pub use findings::{Check, Status};
 use crate::commands::cli::Configured;
 use crate::commands::output;
 use crate::config::{Config, Purpose, Sources};
+use crate::node::aliases::incomplete;
 use crate::node::load_tokenizers;
 use clap::Args;
 use findings::Findings;
@@ -148,20 +149,42 @@ pub async fn examine(config: &Config, probing: Probing) -> Vec<Check> {
     });
     let (local, servers) = tokio::join!(local::examine(config), join_all(upstreams));
     let servers: Vec<Examined> = servers.into_iter().flatten().collect();
-    let unlisted = unlisted(gateway, &servers);
-    local.into_iter().chain(unlisted).chain(servers.into_iter().flat_map(|server| server.checks)).collect()
+    let listed = servers.iter().map(|server| server.models.as_deref()).collect::<Option<Vec<_>>>();
+    // What depends on all models is not known while a server does not say its own.
+    let of_models = listed.map(|listed| {
+        let mut listed: Vec<&str> = listed.into_iter().flatten().map(String::as_str).collect();
+        listed.sort_unstable();
+        listed.dedup();
+        let mut findings = Findings::of("configuration");
+        unlisted(gateway, &listed, &mut findings);
+        aliases(config, &listed, &mut findings);
+        findings.into_checks()
+    });
+    local
+        .into_iter()
+        .chain(of_models.into_iter().flatten())
+        .chain(servers.into_iter().flat_map(|server| server.checks))
+        .collect()
 }
 
-/// Local tokenizers of models that no server lists. They are not known while a server does not say its models.
-fn unlisted(gateway: &Gateway, servers: &[Examined]) -> Vec<Check> {
-    let listed = servers.iter().map(|server| server.models.as_ref()).collect::<Option<Vec<_>>>();
-    let Some(listed) = listed else { return Vec::new() };
-    let listed: Vec<&String> = listed.into_iter().flatten().collect();
-    let mut findings = Findings::of("configuration");
-    for model in gateway.tokenizers.keys().filter(|model| !listed.contains(model)) {
+/// Local tokenizers of models that no server lists.
+fn unlisted(gateway: &Gateway, listed: &[&str], findings: &mut Findings) {
+    for model in gateway.tokenizers.keys().filter(|model| !listed.contains(&model.as_str())) {
         let detail = format!("tokenizers.{model:?}: no server lists this model, so its tokenizer is not used");
         let fix = "name the tokenizer by the id of its model in /v1/models of the servers, or remove it";
         findings.warning("local_tokenizer", detail, fix);
     }
-    findings.into_checks()
+}
+
+/// Aliases of models that no server lists.
+fn aliases(config: &Config, listed: &[&str], findings: &mut Findings) {
+    const CHECK: &str = "alias";
+    let incomplete = incomplete(&config.aliases, |model| listed.contains(&model));
+    for alias in &incomplete {
+        findings.wrong(!alias.is_served, CHECK, alias.to_string(), alias.fix(listed));
+    }
+    let complete = config.aliases.len() - incomplete.len();
+    if complete > 0 {
+        findings.ok(CHECK, format!("servers have all models of {}", output::count(complete as u64, "alias name")));
+    }
 }

@@ -30,7 +30,7 @@ enum Command {
         #[arg(long, value_name = "NAME")]
         tenant: Option<String>,
         /// A model that the key may use; may be repeated [default: all]
-        #[arg(long = "model", value_name = "MODEL")]
+        #[arg(long = "model", value_name = "MODEL", value_parser = model_name)]
         models: Vec<String>,
         /// Maximum requests per minute [default: no limit]
         #[arg(long, value_name = "N")]
@@ -64,6 +64,14 @@ struct File {
     /// The key file, which `frontend.api_keys_file` of the server names; `add` creates it
     #[arg(long = "file", value_name = "PATH")]
     path: PathBuf,
+}
+
+fn model_name(name: &str) -> Result<String, &'static str> {
+    if name.trim().is_empty() {
+        Err("expected the name of a model, as /v1/models lists it")
+    } else {
+        Ok(name.to_owned())
+    }
 }
 
 /// Runs the command.

@@ -35,6 +35,8 @@ pub struct Flag {
     name: String,
     key: String,
     value: Value,
+    /// It is `--set`, which sets the keys that have no flag of their own.
+    is_set: bool,
 }
 
 impl Sources {
@@ -64,12 +66,20 @@ impl Sources {
 impl Flag {
     /// A flag for one key: `--model DIR`. Its value is always text.
     pub fn own(name: &str, key: &str, value: &str) -> Self {
-        Self { name: name.into(), key: key.into(), value: value.into() }
+        Self { name: name.into(), key: key.into(), value: value.into(), is_set: false }
     }
 
     /// A flag that was repeated: all of its values.
     pub fn list(name: &str, key: &str, values: &[String]) -> Self {
-        Self { name: name.into(), key: key.into(), value: values.to_vec().into() }
+        Self { name: name.into(), key: key.into(), value: values.to_vec().into(), is_set: false }
+    }
+
+    /// Whether this `--set` sets the key of a flag, or a part of its value.
+    fn sets(&self, key: &str) -> bool {
+        let steps: Vec<&str> = key.split('.').collect();
+        let values = Layer::one(&self.name, &self.key, self.value.clone()).values;
+        let is_within = self.key.strip_prefix(key).is_some_and(|rest| rest.starts_with('.'));
+        self.is_set && (is_within || value_at_path(&Value::from(values), &steps).is_some())
     }
 }
 
@@ -81,7 +91,7 @@ impl FromStr for Flag {
         let parts = assignment.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
         let (key, value) =
             parts.filter(|(key, _)| !key.is_empty()).ok_or("expected KEY=VALUE, like router.policy=round-robin")?;
-        Ok(Self { name: format!("--set {assignment}"), key: key.into(), value: parse_value(value) })
+        Ok(Self { name: format!("--set {assignment}"), key: key.into(), value: parse_value(value), is_set: true })
     }
 }
 
@@ -122,6 +132,7 @@ impl Config {
             // The content of the file is unknown, so other errors could be consequences of this one.
             Err(errors) => return Err(Errors(errors)),
         };
+        errors.extend(keys_set_twice(&sources.flags));
         // Variables of the platform, which other programs read too, stand below what is written for this one.
         let otel = Tracing::keys_of_environment(|name| sources.variable(name));
         let otel = otel.map(|(name, key, value)| Layer::one(&format!("environment {name}"), key, value.into()));
@@ -133,7 +144,7 @@ impl Config {
                 layers.push(Layer::one(&format!("environment {name}"), &key, parse_value(value)));
             }
         }
-        let flags = sources.flags.iter().map(|Flag { name, key, value }| Layer::one(name, key, value.clone()));
+        let flags = sources.flags.iter().map(|Flag { name, key, value, .. }| Layer::one(name, key, value.clone()));
         layers.extend(flags);
         let (mut config, merged) = extract(&defaults, layers, file, &mut errors)?;
         if cache.is_none() && config.data_dir == defaults.data_dir {
@@ -300,6 +311,18 @@ impl Provider for Layer {
     fn data(&self) -> figment::error::Result<Map<Profile, Dict>> {
         Ok(Map::from([(Profile::Default, self.values.clone())]))
     }
+}
+
+/// The keys that a flag of their own and `--set` set both. Neither is stronger, so one of them would have no effect.
+fn keys_set_twice(flags: &[Flag]) -> Vec<Error> {
+    let own = flags.iter().filter(|own| !own.is_set && flags.iter().any(|flag| flag.sets(&own.key)));
+    let problem = |Flag { name, key, .. }: &Flag| {
+        Error::Check(format!(
+            "{key}: `{name}` and `--set` both set it, and only one of them could apply; write the whole value in one \
+             of them, and leave the other one out"
+        ))
+    };
+    own.map(problem).collect()
 }
 
 /// Parses booleans, numbers, lists and quoted text; everything else is text.

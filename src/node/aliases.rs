@@ -19,10 +19,14 @@ use crate::config::{Alias, Deployment};
 use futures::future::BoxFuture;
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use upstream::conversation;
 use worker::engine::{Conversation, Engine, Error, ModelCard, OutputStream, Readiness, Request, Work};
+
+/// Maximum number of models of servers that a message about an alias names.
+const MAX_NAMED: usize = 5;
 
 /// The aliases that are in effect.
 #[derive(Default)]
@@ -43,10 +47,76 @@ struct AliasCard {
     card: Arc<ModelCard>,
 }
 
+/// An alias with deployments whose model no server has.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct IncompleteAlias {
+    alias: String,
+    /// The models that no server has.
+    absent: Vec<String>,
+    /// A server has the model of another deployment.
+    pub(crate) is_served: bool,
+}
+
+/// The aliases that name models which are not served, in the order of their names. A deployment with weight 0 gets no
+/// requests, so it needs no server.
+pub(crate) fn incomplete(aliases: &BTreeMap<String, Alias>, is_served: impl Fn(&str) -> bool) -> Vec<IncompleteAlias> {
+    let of = |(name, alias): (&String, &Alias)| {
+        let models = alias.deployments.iter().filter(|one| one.weight > 0).map(|one| one.model.clone());
+        let (served, absent): (Vec<_>, Vec<_>) = models.partition(|model| is_served(model));
+        let is_served = !served.is_empty();
+        (!absent.is_empty()).then(|| IncompleteAlias { alias: name.clone(), absent, is_served })
+    };
+    aliases.iter().filter_map(of).collect()
+}
+
+impl IncompleteAlias {
+    /// What to change, where servers have the models of `known`.
+    pub(crate) fn fix(&self, known: &[&str]) -> String {
+        let Self { alias, absent, .. } = self;
+        let listed = known.iter().take(MAX_NAMED).copied().collect::<Vec<_>>().join(", ");
+        let more = known.len().checked_sub(MAX_NAMED).filter(|more| *more > 0);
+        let more = more.map(|more| format!(" and {more} more")).unwrap_or_default();
+        format!(
+            "let aliases.{alias:?} name models as /v1/models of the servers lists them ({listed}{more}), or start a \
+             server with {}",
+            absent.join(" and one with ")
+        )
+    }
+}
+
+impl fmt::Display for IncompleteAlias {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { alias, absent, is_served } = self;
+        let consequence = if *is_served { "the other deployments get its requests" } else { "its requests get 404" };
+        write!(f, "aliases.{alias:?}: no server has the model {}; {consequence}", absent.join(", nor "))
+    }
+}
+
 impl Aliases {
     /// Replaces all aliases.
     pub(crate) fn set(&self, aliases: BTreeMap<String, Alias>) {
         *self.0.write() = aliases;
+    }
+
+    /// The aliases that name models which are not among `served`.
+    pub(super) fn incomplete(&self, served: &[Arc<ModelCard>]) -> Vec<IncompleteAlias> {
+        incomplete(&self.0.read(), |model| served.iter().any(|card| card.id == model))
+    }
+}
+
+/// The log of incomplete aliases: one warning for each change of what an alias lacks.
+#[derive(Default)]
+pub(super) struct IncompleteLog(Vec<IncompleteAlias>);
+
+impl IncompleteLog {
+    /// Writes what has changed, and returns it.
+    pub(super) fn update(&mut self, current: Vec<IncompleteAlias>) -> Vec<IncompleteAlias> {
+        let new: Vec<_> = current.iter().filter(|one| !self.0.contains(one)).cloned().collect();
+        for one in &new {
+            tracing::warn!(alias = one.alias, models = one.absent.join(", "), "{one}");
+        }
+        self.0 = current;
+        new
     }
 }
 
@@ -176,7 +246,8 @@ impl Engine for Aliased {
     }
 
     fn degraded(&self) -> Vec<String> {
-        self.inner.degraded()
+        let incomplete = self.aliases.incomplete(&self.inner.models());
+        self.inner.degraded().into_iter().chain(incomplete.iter().map(ToString::to_string)).collect()
     }
 }
 
@@ -264,6 +335,48 @@ mod tests {
         let moved = before.iter().zip(&after).filter(|(before, after)| before != after);
         assert!(moved.clone().count() > 0);
         assert!(moved.clone().all(|(before, _)| before == "c"), "only keys of the drained deployment move");
+    }
+
+    #[test]
+    fn an_alias_for_a_model_without_a_server_is_named_once() {
+        let alias = |models: &[(&str, u32)]| Alias {
+            deployments: models.iter().map(|(model, weight)| deployment(model, *weight)).collect(),
+        };
+        let aliases = Aliases::default();
+        aliases.set(
+            [
+                ("all".to_owned(), alias(&[("a", 1), ("gone", 0)])),
+                ("none".to_owned(), alias(&[("x", 1), ("y", 1)])),
+                ("some".to_owned(), alias(&[("a", 9), ("x", 1)])),
+            ]
+            .into(),
+        );
+        let cards = |ids: &[&str]| ids.iter().map(|id| Arc::new(ModelCard::new(id, 64, 16))).collect::<Vec<_>>();
+        let incomplete = aliases.incomplete(&cards(&["a", "b"]));
+        let said: Vec<_> = incomplete.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            said,
+            [
+                "aliases.\"none\": no server has the model x, nor y; its requests get 404",
+                "aliases.\"some\": no server has the model x; the other deployments get its requests",
+            ]
+        );
+        assert_eq!(
+            incomplete[1].fix(&["a", "b"]),
+            "let aliases.\"some\" name models as /v1/models of the servers lists them (a, b), or start a server with x"
+        );
+        let mut log = IncompleteLog::default();
+        assert_eq!(log.update(incomplete.clone()), incomplete);
+        assert_eq!(log.update(incomplete.clone()), [], "nothing has changed");
+        let fewer = aliases.incomplete(&cards(&["a", "y"]));
+        assert_eq!(log.update(fewer.clone()), fewer[..1], "one lacks another model than before");
+        assert_eq!(log.update(aliases.incomplete(&cards(&["a", "x", "y"]))), []);
+        assert_eq!(log.update(incomplete.clone()), incomplete, "they lack them again");
+
+        let served = cards(&["a"]);
+        let fleet = Arc::new(Fleet { served, available: Mutex::default() });
+        let aliased = Aliased::new(fleet as Arc<dyn Engine>, Arc::new(aliases));
+        assert_eq!(aliased.degraded(), said);
     }
 
     /// An engine of relayed models, of which some are available.

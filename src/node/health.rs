@@ -66,7 +66,8 @@ impl Health {
     /// `None` if there is none.
     fn upstream_problems(&self) -> Option<String> {
         let upstreams = self.upstreams.get().and_then(Weak::upgrade)?;
-        listed_problems(&upstreams.problems())
+        let problems: Vec<String> = upstreams.problems().into_iter().chain(upstreams.unanswered()).collect();
+        listed_problems(&problems)
     }
 
     pub(super) fn degraded(&self) -> Vec<String> {
@@ -83,8 +84,9 @@ impl Health {
         let nats = self.nats.get().and_then(Weak::upgrade);
         let nats = nats.iter().flat_map(|nats| nats.problem().into_iter().chain(nats.lease_problems()));
         let upstreams = self.upstreams.get().and_then(Weak::upgrade);
-        let of_upstreams =
-            |upstreams: &Arc<Upstreams>| upstreams.problems().into_iter().chain(upstreams.event_problems());
+        let of_upstreams = |upstreams: &Arc<Upstreams>| {
+            upstreams.problems().into_iter().chain(upstreams.unanswered()).chain(upstreams.event_problems())
+        };
         let upstreams = upstreams.iter().flat_map(of_upstreams);
         nats.chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
     }

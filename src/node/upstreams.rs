@@ -13,7 +13,7 @@ mod ids;
 mod listed;
 mod server;
 
-use super::aliases::Aliases;
+use super::aliases::{Aliases, IncompleteLog};
 use crate::config::{Alias, Resolve, Upstream};
 use anyhow::Context;
 use frontend::Tokenizers;
@@ -35,10 +35,14 @@ use upstream::relay::client::Client;
 use upstream::relay::headers::bearer;
 use upstream::resolve::{Lookup, NamedServers};
 use upstream::{Authorities, CacheEvents, Metrics, Salts};
+use worker::engine::ModelCard;
 use worker::serve::Planes;
 
 /// Time for one resolution. The operating system asks each name server for 5 s.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Between two checks of the aliases. Servers are asked for their models as often.
+const ALIAS_CHECK: Duration = Duration::from_secs(10);
 
 /// The servers behind this gateway. Dropping it deregisters them at once.
 pub struct Upstreams {
@@ -204,6 +208,27 @@ impl Upstreams {
         self.aliases.set(aliases);
     }
 
+    /// Logs aliases whose models no server has, once each server has answered and again when that changes. `served`:
+    /// the models that are served now, those of workers too.
+    pub(super) fn watch_aliases(self: &Arc<Self>, served: impl Fn() -> Vec<Arc<ModelCard>> + Send + 'static) {
+        let (upstreams, mut log) = (Arc::downgrade(self), IncompleteLog::default());
+        self.shared.spawn(async move {
+            while let Some(upstreams) = upstreams.upgrade() {
+                if upstreams.have_answered() {
+                    log.update(upstreams.aliases.incomplete(&served()));
+                }
+                drop(upstreams);
+                sleep(ALIAS_CHECK).await;
+            }
+        });
+    }
+
+    /// Whether a server of each table has answered. Until then it is not known which models there are.
+    fn have_answered(&self) -> bool {
+        let known = self.shared.known.borrow();
+        self.running.lock().keys().all(|url| known.keys().any(|(of, _)| of == url))
+    }
+
     /// Waits until a server has answered and every other one has answered or failed, at most until `deadline`.
     pub(super) async fn until_known(&self, deadline: Instant) {
         let urls: Vec<String> = self.running.lock().keys().cloned().collect();
@@ -227,9 +252,20 @@ impl Upstreams {
         all
     }
 
-    /// The servers that could not be used since the start, with the reason.
+    /// The servers that could not be used since the start and the names that cannot be resolved, with the reason.
     pub(super) fn problems(&self) -> Vec<String> {
         self.shared.problems.lock().values().cloned().collect()
+    }
+
+    /// The tables of which no server has answered or failed yet, as while a name is being resolved.
+    pub(super) fn unanswered(&self) -> Vec<String> {
+        let (known, problems) = (self.shared.known.borrow(), self.shared.problems.lock());
+        let is_tried = |url: &String| known.keys().chain(problems.keys()).any(|(of, _)| of == url);
+        let running = self.running.lock();
+        let untried = running.iter().filter(|(url, _)| !is_tried(url));
+        untried
+            .map(|(_, table)| format!("upstream {} has not answered yet", table.upstream.upstream.shown_url()))
+            .collect()
     }
 
     /// The servers whose KV events cannot be decoded, with the reason.
@@ -350,8 +386,9 @@ async fn follow(shared: Arc<Shared>, upstream: CheckedUpstream, stop: Cancellati
                 "the name cannot be resolved; keeping the servers that are known"
             );
         }
-        let is_unknown = servers.is_empty() && !error.is_empty();
-        problem.set(is_unknown.then(|| format!("upstream {url}: the name cannot be resolved: {error}")));
+        let kept = if servers.is_empty() { "" } else { ", and the servers that are known are kept" };
+        let is_unresolved = !error.is_empty();
+        problem.set(is_unresolved.then(|| format!("upstream {url}: the name cannot be resolved{kept}: {error}")));
         last_error = error;
         tokio::select! {
             biased;

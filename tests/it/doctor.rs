@@ -5,7 +5,7 @@
 use super::process::{Process, doctor};
 use super::upstreams::{MESSAGES, publish, sglang, sglang_payload, tokenizer_folder};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
-use blockyard::config::{Config, KvEvents, KvSockets, Listen, Upstream};
+use blockyard::config::{Alias, Config, Deployment, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
@@ -308,6 +308,25 @@ async fn a_local_tokenizer_with_other_tokens_is_a_problem() {
     vllm.server.set_page("/tokenize", Script::json(503, &json!({})));
     let [failed] = &found(&config).await[..] else { panic!("one check") };
     assert!(failed.status == Status::Problem && failed.detail.contains("/tokenize: 503"), "{failed:?}");
+}
+
+#[tokio::test]
+async fn an_alias_for_a_model_without_a_server_is_named() {
+    let vllm = Vllm::start().await;
+    let mut config = config(vllm.upstream());
+    let alias = |models: &[&str]| Alias {
+        deployments: models.iter().map(|model| Deployment { model: (*model).to_owned(), weight: 1 }).collect(),
+    };
+    config.aliases = [("wrong", alias(&["n"])), ("split", alias(&["m", "n"])), ("right", alias(&["m"]))]
+        .map(|(name, alias)| (name.to_owned(), alias))
+        .into();
+    let checks = examine(&config, Probing::Skip).await;
+    expect(&checks, "alias", Status::Problem, "let aliases.\"wrong\" name models as /v1/models of the servers lists");
+    expect(&checks, "alias", Status::Warning, "them (m), or start a server with n");
+    assert!(checks.iter().any(|check| check.check == "alias" && check.status == Status::Ok), "{checks:#?}");
+    config.upstreams.push(Upstream::new(uri(&format!("http://127.0.0.1:{}", closed_port()))));
+    let checks = examine(&config, Probing::Skip).await;
+    assert!(checks.iter().all(|check| check.check != "alias"), "the other server may have the model: {checks:#?}");
 }
 
 #[tokio::test]

@@ -47,6 +47,8 @@ async fn a_key_works_from_its_creation_to_its_removal() {
         (&["add", "ci"][..], "`ci` exists already; remove it first: blockyard key remove --file"),
         (&["remove", "cd"], "no key \"cd\"; it has ci"),
         (&["add", "a b"], "expected 1 to 64 letters"),
+        (&["add", "cd", "--model", ""], "expected the name of a model"),
+        (&["add", "cd", "--model", "tiny", "--model", " "], "expected the name of a model"),
     ] {
         let refused = key(&file, arguments);
         assert!(!refused.status.success() && text(&refused.stderr).contains(expected), "{}", text(&refused.stderr));

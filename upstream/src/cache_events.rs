@@ -322,7 +322,22 @@ impl Rank {
         self.counted = ignored;
         let now = Instant::now();
         if self.log_due.is_none_or(|due| now >= due) {
-            tracing::info!(%upstream, rank = self.number, ?ignored, "blocks of kv events ignored so far, by reason");
+            let some = |number: u64| (number > 0).then_some(number);
+            tracing::info!(
+                %upstream, rank = self.number,
+                unknown_parent = some(ignored.unknown_parent),
+                unknown_root = some(ignored.unknown_root),
+                unknown_block = some(ignored.unknown_block),
+                other_block_size = some(ignored.other_block_size),
+                misaligned = some(ignored.misaligned),
+                other_group = some(ignored.other_group),
+                content = some(ignored.content),
+                unnamed_adapter = some(ignored.unnamed_adapter),
+                unknown_medium = some(ignored.unknown_medium),
+                conflict = some(ignored.conflict),
+                over_capacity = some(ignored.over_capacity),
+                "blocks of kv events that were ignored so far: {}", ignored.in_words()
+            );
             self.log_due = Some(now + REPORT_INTERVAL);
         }
     }

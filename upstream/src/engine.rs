@@ -189,6 +189,7 @@ impl UpstreamEngine {
             }
             RelayError::OutOfFiles
             | RelayError::Full(_)
+            | RelayError::Refused(_)
             | RelayError::Http2Only
             | RelayError::Malformed(_)
             | RelayError::BrokenOff(_)
@@ -484,7 +485,8 @@ fn error_of(error: RelayError) -> Error {
         RelayError::Unreachable(_) => Error::Unavailable(error.to_string()),
         RelayError::NoAnswer(why) => Error::NoAnswer(why),
         RelayError::OutOfFiles => Error::out_of_files(),
-        RelayError::Full(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
+        // It says that it takes no request now, not that it has failed.
+        RelayError::Full(_) | RelayError::Refused(_) => Error::Overloaded { retry_after: RETRY_WHEN_FULL },
         RelayError::Http2Only => Error::Invalid { field: "upgrade", problem: error.to_string() },
         RelayError::BrokenOff(_) | RelayError::Unfinished => Error::Failed(error.to_string()),
         RelayError::Malformed(why) => Error::Relayed(Arc::new(error_response::malformed(&why))),

@@ -21,7 +21,7 @@ pub use output::{EndToken, FinishReason, Logprobs, Output, PromptReport, Tokens}
 pub use prefetch::{PeerMemory, PrefetchError, Prefetched, PrefixCopy};
 pub use relay::{
     Continuation, Duplex, EndpointKind, ErrorKind, ErrorResponse, HttpRequest, RelayProgress, RelayReport, RelayRest,
-    ResponseHead, Switched, Tunnel, below_collection, computes_tokens, may_be_repeated, response_id,
+    ResponseHead, Switched, Tunnel, below_collection, computes_tokens, is_inference, may_be_repeated, response_id,
 };
 pub use request::{
     Conversation, GroupId, Handoff, Request, RequestAttributes, RequestGroup, Sampling, StopConditions, Work,

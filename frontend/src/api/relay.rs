@@ -9,6 +9,7 @@ mod contents;
 mod estimate;
 mod form;
 mod prompt;
+mod public_path;
 mod response_body;
 mod stored;
 mod websocket;
@@ -22,7 +23,6 @@ use crate::limits::{RunningChoices, WorkPermit};
 use crate::model::EncodeJob;
 use crate::output::{BodyKind, OutputText, RelayMeter};
 use crate::params::{CHOICES_MAX, Fields, peek_salts, scheduling};
-use crate::settings::RelayPath;
 use crate::state::AppState;
 use axum::body::{Body, HttpBody};
 use axum::extract::{Request as AxumRequest, State};
@@ -36,6 +36,7 @@ use contents::MediaType;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use prompt::PromptFields;
+use public_path::is_public;
 use response_body::{ReadAhead, Relay, RelayBody, kind_of, read_ahead};
 use spans::{Kind, Span};
 use std::sync::Arc;
@@ -43,22 +44,8 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use worker::engine::{
     Conversation, Domain, EndpointKind, HttpRequest, ModelCard, Output, OutputStream, Request, RequestAttributes,
-    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens,
+    RequestGroup, ResponseHead, Sampling, StopConditions, UNKNOWN_CONTEXT, Work, computes_tokens, is_inference,
 };
-
-/// Endpoints outside of `/v1/` that answer a request and change nothing.
-const WITHOUT_VERSION: [&str; 10] = [
-    "/tokenize",
-    "/detokenize",
-    "/score",
-    "/rerank",
-    "/v2/rerank",
-    "/pooling",
-    "/classify",
-    "/invocations",
-    "/generate",
-    "/encode",
-];
 
 /// Endpoints whose answers may have the text of the output several times: of `verbose_json` each segment and word.
 const TRANSCRIBE: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
@@ -280,21 +267,6 @@ pub(super) async fn fallback(State(state): State<Arc<AppState>>, request: AxumRe
     }
     let incoming = Incoming::read(&state, &card, parts, bytes, contents, permit).await?;
     respond(&state, incoming, card).await
-}
-
-/// Whether clients may use an engine's endpoint. Others change the engine for all clients: they load adapters, flush
-/// caches, or put it to sleep. A path that an engine could read as another one is not public. `further`: paths that the
-/// operator has allowed.
-fn is_public(path: &str, further: &[RelayPath]) -> bool {
-    let mut parts = path.split('/').skip(1).peekable();
-    let is_ambiguous = path.contains(['%', '\\', ';'])
-        || std::iter::from_fn(|| parts.next().map(|part| (part, parts.peek().is_none())))
-            .any(|(part, is_last)| matches!(part, "." | "..") || (part.is_empty() && !is_last));
-    // Some engines ignore the case of paths.
-    let endpoint = path.strip_prefix("/v1/").unwrap_or_default().to_ascii_lowercase();
-    let changes_the_engine = endpoint.starts_with("load_lora") || endpoint.starts_with("unload_lora");
-    let is_known = (path.starts_with("/v1/") && !changes_the_engine) || WITHOUT_VERSION.contains(&path);
-    !is_ambiguous && (is_known || further.iter().any(|allowed| allowed.contains(path)))
 }
 
 /// Whether a request with this method may generate. Some servers take others than POST at the same endpoints: SGLang's

@@ -8,7 +8,7 @@
 use super::server::ConnectionInfo;
 use crate::error::Error;
 use crate::settings::{Origin, Settings};
-use axum::extract::Request;
+use axum::extract::{MatchedPath, Request};
 use axum::http::header::{
     ACCESS_CONTROL_ALLOW_HEADERS, ACCESS_CONTROL_ALLOW_METHODS, ACCESS_CONTROL_ALLOW_ORIGIN,
     ACCESS_CONTROL_EXPOSE_HEADERS, ACCESS_CONTROL_MAX_AGE, ACCESS_CONTROL_REQUEST_HEADERS,
@@ -25,6 +25,11 @@ const MAX_URL_BYTES: usize = 8 << 10;
 const MAX_HEADERS: usize = 100;
 /// Seconds for which browsers cache the response to a preflight. Chromium caps it at 7200.
 const PREFLIGHT_SECONDS: &str = "7200";
+
+/// Methods that pages may use at the routes of this server.
+const OWN_METHODS: &str = "GET, POST, OPTIONS";
+/// Methods that pages may use at paths without a route, where requests are relayed with any of them.
+const RELAYED_METHODS: &str = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS";
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const REQUEST_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
@@ -152,7 +157,7 @@ impl AccessRules {
         let other_origin = origin.filter(|_| allowed_origin.is_none());
         let response = match self.check(request, other_origin, allowed_origin.is_some()) {
             Err(error) => Some(error.into_response()),
-            Ok(()) if allowed_origin.is_some() && is_preflight(request) => Some(preflight(request.headers())),
+            Ok(()) if allowed_origin.is_some() && is_preflight(request) => Some(preflight(request)),
             Ok(()) => None,
         };
         (Page { access: self, allowed_origin }, response)
@@ -263,10 +268,15 @@ fn is_preflight(request: &Request) -> bool {
     request.method() == Method::OPTIONS && request.headers().contains_key(ACCESS_CONTROL_REQUEST_METHOD)
 }
 
-fn preflight(requested: &HeaderMap) -> Response {
+fn preflight(request: &Request) -> Response {
+    let requested = request.headers();
     let mut response = StatusCode::NO_CONTENT.into_response();
     let headers = response.headers_mut();
-    headers.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, OPTIONS"));
+    let methods = match request.extensions().get::<MatchedPath>() {
+        Some(_) => OWN_METHODS,
+        None => RELAYED_METHODS,
+    };
+    headers.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static(methods));
     headers.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_SECONDS));
     // Allows all headers: SDKs add headers of their own in each version.
     if let Some(names) = requested.get(ACCESS_CONTROL_REQUEST_HEADERS) {

@@ -6,7 +6,7 @@ mod memory;
 
 pub(crate) use memory::BodyMemory;
 
-use super::upload::{is_cut_off, is_too_slow};
+use super::upload::{is_cut_off, is_stopped, is_too_slow};
 use crate::error::Error;
 use crate::settings::Settings;
 use axum::body::{Body, HttpBody};
@@ -53,6 +53,8 @@ pub(crate) async fn read_any(body: Body, settings: &Settings, memory: &BodyMemor
         let chunk = chunk.map_err(|error| {
             if is_too_slow(&error) {
                 Error::TooSlow { pause: settings.body_timeout.0, min_rate: settings.min_body_rate.as_usize() }
+            } else if is_stopped(&error) {
+                Error::ShuttingDown
             } else if is_cut_off(&error) {
                 Error::ClientClosed
             } else {

@@ -132,6 +132,11 @@ impl Shutdown {
         }
     }
 
+    /// Resolves when running requests are aborted, at the drain deadline.
+    pub(crate) fn forced(&self) -> impl Future<Output = ()> + Send + 'static {
+        self.0.forced.clone().cancelled_owned()
+    }
+
     /// Whether the listener is closed, and new requests are rejected.
     pub(crate) fn is_closed(&self) -> bool {
         self.0.closed.is_cancelled()

@@ -3,8 +3,10 @@
 //!
 //! Many clients read the response only after they have sent the whole request. If the connection closes before, they
 //! report a broken pipe instead of the error. So the rest of a body is read and discarded before its response is sent,
-//! within limits of bytes and time. Not here: the maximum size that a handler accepts (`body`).
+//! within limits of bytes and time. A body that has not arrived completely at the drain deadline of a shutdown fails
+//! then, so that its request gets an error. Not here: the maximum size that a handler accepts (`body`).
 
+use super::server::Shutdown;
 use crate::settings::Settings;
 use axum::body::{Body, HttpBody};
 use axum::extract::Request;
@@ -12,6 +14,8 @@ use axum::http::header::{CONNECTION, EXPECT};
 use axum::http::{HeaderValue, Version};
 use axum::response::Response;
 use bytes::Bytes;
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use hyper::body::{Frame, SizeHint};
 use parking_lot::Mutex;
 use std::error::Error;
@@ -60,6 +64,16 @@ impl UploadLimits {
 #[error("the request body arrives too slowly")]
 pub(crate) struct TooSlow;
 
+/// The server stopped before the whole body had arrived.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the server is shutting down")]
+struct Stopped;
+
+/// Whether a body failed because the server stopped before all of it had arrived.
+pub(crate) fn is_stopped(error: &axum::Error) -> bool {
+    causes(error).any(<dyn Error>::is::<Stopped>)
+}
+
 /// Whether a body failed because it was below the minimum rate.
 pub(crate) fn is_too_slow(error: &axum::Error) -> bool {
     causes(error).any(<dyn Error>::is::<TooSlow>)
@@ -93,7 +107,8 @@ pub(crate) async fn discard_rest(
     let expects_continue = parts.headers.contains_key(EXPECT);
     let http1 = parts.version < Version::HTTP_2;
     let rest = SharedRemainder::default();
-    let upload = HandlerBody { body: Some(TimedBody::new(body, limits.rate)), rest: rest.clone() };
+    let body = TimedBody::new(body, limits.rate, Shutdown::of(&parts.extensions));
+    let upload = HandlerBody { body: Some(body), rest: rest.clone() };
     let mut response = next(Request::from_parts(parts, Body::new(upload))).await;
     let whole = match rest.replace(Remainder::Nothing) {
         Remainder::Nothing => true,
@@ -179,12 +194,20 @@ struct TimedBody {
     left: Duration,
     /// Since when the server has waited for the next frame.
     since: Option<Instant>,
-    timer: Option<Pin<Box<Sleep>>>,
+    shutdown: Shutdown,
+    /// What ends the wait for the next frame; `None` before the first wait.
+    waits: Option<Box<Waits>>,
+}
+
+struct Waits {
+    timer: Pin<Box<Sleep>>,
+    /// The drain deadline.
+    stopped: BoxFuture<'static, ()>,
 }
 
 impl TimedBody {
-    fn new(inner: Body, rate: UploadRate) -> Self {
-        Self { inner, rate, received: 0, left: rate.pause, since: None, timer: None }
+    fn new(inner: Body, rate: UploadRate, shutdown: Shutdown) -> Self {
+        Self { inner, rate, received: 0, left: rate.pause, since: None, shutdown, waits: None }
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
@@ -201,9 +224,13 @@ impl TimedBody {
         }
         let since = *self.since.get_or_insert_with(Instant::now);
         let until = since + self.left;
-        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(until)));
-        timer.as_mut().reset(until);
-        timer.as_mut().poll(cx).map(|()| Some(Err(TooSlow.into())))
+        let new = || Box::new(Waits { timer: Box::pin(sleep_until(until)), stopped: self.shutdown.forced().boxed() });
+        let waits = self.waits.get_or_insert_with(new);
+        if waits.stopped.poll_unpin(cx).is_ready() {
+            return Poll::Ready(Some(Err(Stopped.into())));
+        }
+        waits.timer.as_mut().reset(until);
+        waits.timer.as_mut().poll(cx).map(|()| Some(Err(TooSlow.into())))
     }
 
     /// Reads and discards up to `max` bytes in all. Returns whether the end was reached.
@@ -224,7 +251,7 @@ impl TimedBody {
 
 #[cfg(test)]
 mod tests {
-    use super::{TimedBody, TooSlow, UploadRate};
+    use super::{Shutdown, TimedBody, TooSlow, UploadRate};
     use axum::body::Body;
     use bytes::Bytes;
     use futures::{StreamExt, stream};
@@ -239,7 +266,12 @@ mod tests {
             sleep(pause).await;
             Ok::<_, Infallible>(Bytes::from(vec![b' '; size]))
         });
-        TimedBody::new(Body::from_stream(pieces), UploadRate { pause: Duration::from_secs(30), min_rate: 1000 })
+        timed(Body::from_stream(pieces))
+    }
+
+    fn timed(body: Body) -> TimedBody {
+        let rate = UploadRate { pause: Duration::from_secs(30), min_rate: 1000 };
+        TimedBody::new(body, rate, Shutdown::default())
     }
 
     async fn read(mut body: TimedBody) -> Result<usize, TooSlow> {
@@ -276,9 +308,7 @@ mod tests {
     async fn a_pause_is_bounded_however_much_arrived_before() {
         let start = Instant::now();
         let pieces = stream::iter([Ok::<_, Infallible>(Bytes::from(vec![0; 1 << 20]))]).chain(stream::pending());
-        let body =
-            TimedBody::new(Body::from_stream(pieces), UploadRate { pause: Duration::from_secs(30), min_rate: 1000 });
-        assert_eq!(read(body).await, Err(TooSlow));
+        assert_eq!(read(timed(Body::from_stream(pieces))).await, Err(TooSlow));
         assert_eq!(start.elapsed().as_secs(), 30);
     }
 
@@ -290,8 +320,7 @@ mod tests {
             sleep(Duration::from_secs(20)).await;
             Ok::<_, Infallible>(Bytes::from_static(b"a"))
         });
-        let rate = UploadRate { pause: Duration::from_secs(30), min_rate: 1000 };
-        assert_eq!(read(TimedBody::new(Body::from_stream(first.chain(rest)), rate)).await, Err(TooSlow));
+        assert_eq!(read(timed(Body::from_stream(first.chain(rest)))).await, Err(TooSlow));
         assert_eq!(start.elapsed().as_secs(), 30, "the first bytes do not count for hours");
     }
 

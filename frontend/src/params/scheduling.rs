@@ -21,6 +21,9 @@ const DEADLINE: HeaderName = HeaderName::from_static("x-blockyard-deadline-ms");
 /// Range of deadlines in milliseconds, up to a day.
 const DEADLINE_MS: RangeInclusive<i64> = 1..=86_400_000;
 
+/// Maximum characters of a header's value in an error.
+const MAX_SHOWN_CHARS: usize = 40;
+
 /// The request's tenant; empty if there is none.
 pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) -> Result<Arc<str>, Error> {
     let Some(TenantHeader(name)) = tenant_header else { return Ok(Arc::default()) };
@@ -42,8 +45,19 @@ pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) 
 /// The deadline in the headers, from the arrival of the request.
 pub(crate) fn header_deadline(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     let Some(value) = headers.get(DEADLINE) else { return Ok(None) };
-    let value = value.to_str().ok().and_then(|text| serde_json::from_str(text.trim()).ok());
-    integer(DEADLINE.as_str(), &value.unwrap_or(Value::Bool(false)), DEADLINE_MS).map(|ms| Some(millis(ms)))
+    let text = String::from_utf8_lossy(value.as_bytes());
+    match text.trim().parse() {
+        Ok(ms) if DEADLINE_MS.contains(&ms) => Ok(Some(millis(ms))),
+        _ => {
+            let (least, most) = (DEADLINE_MS.start(), DEADLINE_MS.end());
+            let shown: String = text.chars().take(MAX_SHOWN_CHARS).collect();
+            let message = format!(
+                "Invalid header '{DEADLINE}': expected a whole number of milliseconds from {least} to {most}, but got \
+                 '{shown}'."
+            );
+            Err(Error::invalid(DEADLINE.as_str(), "invalid_value", message))
+        }
+    }
 }
 
 /// Takes the field `deadline_ms`.
@@ -101,6 +115,34 @@ fn millis(ms: i64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::http::HeaderValue;
+
+    #[test]
+    fn a_deadline_in_a_header_is_a_number_of_milliseconds() {
+        let of = |value: &[u8]| {
+            let headers = HeaderMap::from_iter([(DEADLINE, HeaderValue::from_bytes(value).unwrap())]);
+            header_deadline(&headers).map_err(|error| error.to_string())
+        };
+        assert_eq!(of(b" 250 "), Ok(Some(Duration::from_millis(250))));
+        assert_eq!(of(b"86400000"), Ok(Some(Duration::from_hours(24))));
+        let long = "9".repeat(500);
+        for (value, shown) in [
+            (&b"abc"[..], "abc"),
+            (b"", ""),
+            (b"0", "0"),
+            (b"86400001", "86400001"),
+            (b"1.5", "1.5"),
+            (b"250ms", "250ms"),
+            (b"\xff", "\u{fffd}"),
+            (long.as_bytes(), &long[..40]),
+        ] {
+            let expected = format!(
+                "Invalid header 'x-blockyard-deadline-ms': expected a whole number of milliseconds from 1 to 86400000, \
+                 but got '{shown}'."
+            );
+            assert_eq!(of(value), Err(expected));
+        }
+    }
 
     #[test]
     fn a_session_is_the_cache_key_or_the_user() {

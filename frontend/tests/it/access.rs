@@ -133,6 +133,10 @@ async fn an_allowed_origin_gets_its_preflight_and_its_response() {
         ] {
             assert!(preflight.contains(&format!("{header}\r\n")), "{header}: {preflight}");
         }
+        let asks = [&page[..], &["access-control-request-method: DELETE"]].concat();
+        let preflight = ask(address, "OPTIONS /v1/files/file-1", &asks).await;
+        let methods = "access-control-allow-methods: GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS\r\n";
+        assert!(preflight.contains(methods), "requests are relayed with any of these: {preflight}");
         for (line, status) in [("POST /v1/chat/completions", "200"), ("GET /v1/nothing", "404")] {
             let response = ask(address, line, &page).await;
             assert!(response.starts_with(&format!("HTTP/1.1 {status}")), "{response}");

@@ -1,15 +1,16 @@
 //! Log lines of requests, and request ids.
 
-use crate::fake::{FakeEngine, Step, chat, first, last, post, send};
+use crate::fake::{FakeEngine, Step, card, chat, first, last, post, send};
 use axum::body::Body;
-use axum::http::Request;
+use axum::http::{HeaderMap, Request, StatusCode};
+use bytes::Bytes;
 use futures::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use std::cell::RefCell;
 use std::io::{self, Write};
-use std::sync::Once;
+use std::sync::{Arc, Once};
 use tower::ServiceExt;
-use worker::engine::{Error, FinishReason};
+use worker::engine::{Error, ErrorKind, ErrorResponse, FinishReason, ModelCard};
 
 thread_local! {
     /// The log of the test that runs on this thread, one JSON object a line.
@@ -103,6 +104,47 @@ async fn each_refused_request_leaves_one_line_with_its_reason() {
         assert_eq!((&line["level"], &line["status"], &line["code"]), (&json!(level), &json!(status), &code), "{line}");
         assert_eq!(line["request_id"], answer.header("x-request-id"), "{line}");
         assert!(line["error"].as_str().unwrap().contains(word), "{line}");
+    }
+}
+
+#[tokio::test]
+async fn the_text_of_a_servers_error_is_not_logged() {
+    let secret = "my secret prompt";
+    let long = "x".repeat(65);
+    for (body, fields) in [
+        (
+            json!({ "error": { "message": secret, "type": "BadRequestError", "code": 400 } }),
+            ", type BadRequestError, code 400",
+        ),
+        (
+            json!({ "message": secret, "type": "invalid_request", "code": "too_long" }),
+            ", type invalid_request, code too_long",
+        ),
+        (json!({ "error": { "message": secret, "type": secret, "code": long } }), ""),
+        (json!({ "error": { "type": "", "code": { "secret": secret } } }), ""),
+        (json!({ "error": secret, "code": 7.5 }), ", code 7.5"),
+        (json!([secret]), ""),
+        (json!(secret), ""),
+    ] {
+        collect();
+        let body = body.to_string();
+        let sent = Bytes::from(body.clone());
+        let engine = FakeEngine::new(move |_| {
+            let (status, headers, body) = (StatusCode::BAD_REQUEST, HeaderMap::new(), sent.clone());
+            Err(Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind: ErrorKind::Request })))
+        });
+        *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
+        let answer = send(&engine.router(), chat(json!({}))).await;
+        assert_eq!((answer.status.as_u16(), &answer.body[..]), (400, body.as_bytes()), "the client gets it");
+        let lines = lines();
+        assert_eq!(
+            lines[0]["error"].as_str().unwrap(),
+            format!(
+                "the server answered with status 400{fields}, and a body of {} bytes, which is not logged",
+                body.len()
+            )
+        );
+        assert!(lines.iter().all(|line| !line.to_string().contains("secret")), "{lines:?}");
     }
 }
 

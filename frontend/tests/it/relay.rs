@@ -334,6 +334,8 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
         "/v1/../sleep",
         "/v1/./x",
         "/v1/%2e%2e/sleep",
+        "/v1/files/a%2F..%2F..%2Fsleep",
+        "/v1/files/a%00",
         "/flush_cache",
         "/metrics/x",
         "/v1x",
@@ -343,6 +345,18 @@ async fn endpoints_that_change_the_engine_are_not_relayed() {
     assert!(engine.seen.lock().is_empty());
     let native = FakeEngine::with_steps(vec![say("x")]);
     assert_eq!(post(&native.router(), "/v1/responses", r#"{"model":"org/tiny"}"#).await.status, 404);
+}
+
+#[tokio::test]
+async fn a_path_with_encoded_characters_arrives_as_it_came() {
+    let engine = relaying(vec![head(), end()]);
+    let paths = ["/v1/files/a%20b?after=%2e%2E", "/v1/responses/resp%3a1", "/v1/files/a%2Fb/content"];
+    for path in paths {
+        let request = HttpRequest::delete(path).body(Body::empty()).unwrap();
+        assert_eq!(send(&engine.router(), request).await.status, 201, "{path}");
+    }
+    let seen: Vec<_> = engine.seen.lock().iter().map(|request| relayed(request).target.to_string()).collect();
+    assert_eq!(seen, paths);
 }
 
 #[tokio::test]
@@ -357,14 +371,16 @@ async fn further_paths_are_relayed_if_the_settings_allow_them() {
         ("/api", 404),
         ("/apix", 404),
         ("/api/../sleep", 404),
+        ("/api/a%20b", 201),
         ("/api/%2e%2e/sleep", 404),
+        ("/infil%6c", 404),
         ("/api//sleep", 404),
         ("/sleep", 404),
     ] {
         assert_eq!(post(&router, path, r#"{"model":"org/tiny","prompt":"x"}"#).await.status, expected, "{path}");
     }
     let seen: Vec<_> = engine.seen.lock().iter().map(|request| relayed(request).target.to_string()).collect();
-    assert_eq!(seen, ["/infill", "/api/chat"]);
+    assert_eq!(seen, ["/infill", "/api/chat", "/api/a%20b"]);
 }
 
 #[tokio::test]

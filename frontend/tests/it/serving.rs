@@ -132,6 +132,22 @@ async fn running_requests_get_an_error_at_the_drain_deadline() {
 }
 
 #[tokio::test]
+async fn a_request_with_half_a_body_gets_an_error_at_the_drain_deadline() {
+    let server = TestServer::start(&FakeEngine::with_steps(vec![]), Settings::default()).await;
+    let mut connection = server.connect().await;
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{\"model\":";
+    connection.write_all(head.as_bytes()).await.unwrap();
+    until(|| server.metric("blockyard_frontend_requests_in_flight") == Some("1".into())).await;
+    server.shutdown.close(Duration::ZERO);
+    let response = read_to_end(connection).await;
+    assert!(response.starts_with("HTTP/1.1 503") && response.contains("\"shutting_down\""), "{response}");
+    assert!(response.contains("connection: close\r\n"), "{response}");
+    let series = "blockyard_frontend_requests_total{endpoint=\"/v1/completions\",status=\"503\"}";
+    until(|| server.metric(series) == Some("1".into())).await;
+    server.serving.await.unwrap().unwrap();
+}
+
+#[tokio::test]
 async fn a_closed_connection_stops_the_engine() {
     let engine = FakeEngine::with_steps(vec![first("a"), Step::Hang]);
     let server = TestServer::start(&engine, Settings::default()).await;

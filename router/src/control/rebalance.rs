@@ -125,7 +125,11 @@ pub(crate) async fn run(core: Arc<Core>, events: Arc<dyn Events>, id: RouterId, 
             }
             if let Some(change) = controller.role_change(&plan, &workers, start, now) {
                 let RoleChange { worker, to } = change;
-                tracing::info!(%model, %worker, role = %to, need = ?plan.need, "requesting a role change");
+                tracing::info!(
+                    %model, %worker, role = %to,
+                    needed_prefill_workers = plan.need.prefill, needed_decode_workers = plan.need.decode,
+                    "requesting a role change"
+                );
                 core.metrics.role_changes.with_label_values(&[&change.to.to_string()]).inc();
                 let body = EventBody::RoleRequest { worker: change.worker, role: change.to };
                 events.publish(Event { source: Source::Router(id), epoch: Epoch(0), body });

@@ -47,6 +47,30 @@ fn precedence_is_defaults_file_environment_flags() {
 }
 
 #[test]
+fn a_flag_and_set_for_one_key_are_refused() {
+    let loaded = |own: Flag, assignment: &str| {
+        load(&Sources { environment: environment(&[]), flags: vec![set(assignment), own], file: None })
+    };
+    let upstream = || Flag::list("--upstream", "upstreams", &["http://b:8000".to_owned()]);
+    let g4 = || Flag::own("--g4", "tiers.g4.url", "s3://bucket/kv");
+    for (own, assignment, key) in [
+        (upstream(), "upstreams=[\"http://a:8000\"]", "upstreams: `--upstream` and `--set` both set it"),
+        (upstream(), "upstreams.0.url=http://a:8000", "upstreams: `--upstream` and `--set` both set it"),
+        (Flag::own("--listen", "listen", "1"), "listen=1", "listen: `--listen` and `--set` both"),
+        (Flag::own("--role", "workers", "both:1"), "workers=decode:2", "workers: `--role` and `--set` both"),
+        (Flag::list("--nats", "nats.servers", &[]), "nats.servers=nats://a", "nats.servers: `--nats` and"),
+        (Flag::list("--nats", "nats.servers", &[]), "nats={servers=[nats://a]}", "nats.servers: `--nats` and"),
+        (g4(), "tiers.g4=/mnt/kv", "tiers.g4.url: `--g4` and `--set`"),
+        (g4(), "tiers.g4.url=/mnt/kv", "tiers.g4.url: `--g4` and `--set`"),
+    ] {
+        let error = loaded(own, assignment).err().unwrap_or_default();
+        assert!(error.contains(key), "{assignment}: {error}");
+    }
+    assert!(loaded(g4(), "tiers.g4.endpoint=http://127.0.0.1:9000").is_ok(), "another key of the section");
+    assert!(loaded(Flag::own("--listen", "listen", "1"), "admin.listen=2").is_ok());
+}
+
+#[test]
 fn a_file_that_is_missing_or_broken_is_named() {
     let missing = Sources { file: Some("no/such.toml".into()), environment: environment(&[]), flags: vec![] };
     assert!(error_of(&missing).contains("no/such.toml"));

@@ -36,6 +36,14 @@ impl Harness {
             let answer = current.lock().clone().map_err(std::io::Error::other);
             Box::pin(std::future::ready(answer))
         });
+        Self::with_lookup(intervals, lookup, answer)
+    }
+
+    fn with_lookup(
+        intervals: Intervals,
+        lookup: Lookup,
+        answer: Arc<Mutex<Result<Vec<IpAddr>, &'static str>>>,
+    ) -> Self {
         let discovery = Arc::new(LocalDiscovery::default());
         let changes = discovery.watch();
         let planes = Planes { discovery, events: Arc::new(LocalEvents::default()) };
@@ -51,6 +59,16 @@ impl Harness {
     fn apply_for(&self, urls: &[&str], has_tenants: bool) {
         let configured: Vec<Upstream> = urls.iter().map(|url| Upstream::new(url.parse().unwrap())).collect();
         self.upstreams.apply(Upstreams::check(&configured, has_tenants).unwrap());
+    }
+
+    /// Waits until these are the problems.
+    async fn has_problems(&self, problems: &[&str]) {
+        let are_there = async {
+            while self.upstreams.problems() != problems {
+                sleep(QUICK.retry).await;
+            }
+        };
+        timeout(TIMEOUT, are_there).await.unwrap_or_else(|_| panic!("{:?}", self.upstreams.problems()));
     }
 
     async fn next(&mut self) -> Membership {
@@ -139,8 +157,11 @@ async fn each_address_of_a_name_is_a_server_while_it_is_listed() {
     other.set_page("/v1/completions", stream);
     let mut outputs = engine.generate(request()).await.unwrap();
     assert!(matches!(outputs.next().await, Some(Ok(Output::Head(_)))));
+    let problem = "the name cannot be resolved, and the servers that are known are kept: no such name";
+    harness.has_problems(&[&format!("upstream http://{host}/: {problem}")]).await;
     sleep(QUICK.resolve * 5).await;
     *harness.answer.lock() = Ok(vec![first]);
+    harness.has_problems(&[]).await;
     assert_eq!(harness.left().await, other_instance.id);
     let rest: Vec<_> = timeout(TIMEOUT, outputs.collect()).await.unwrap();
     assert!(matches!(rest.last(), Some(Ok(Output::End(report))) if !report.failed), "{rest:?}");
@@ -196,6 +217,20 @@ async fn a_server_that_has_never_answered_is_a_problem() {
     assert_eq!(harness.upstreams.problems(), [unknown], "health checks are of servers that have answered");
     harness.apply(&[]);
     count(&harness, 0).await;
+}
+
+#[tokio::test]
+async fn a_name_without_an_answer_of_the_resolver_is_unanswered() {
+    let lookup: Lookup = Arc::new(|_| Box::pin(std::future::pending()));
+    let mut harness = Harness::with_lookup(QUICK, lookup, Arc::new(Mutex::new(Err("not asked"))));
+    let server = any_server().await;
+    harness.apply(&["http://engines.test:8000", &server.uri().to_string()]);
+    let _ = harness.joined().await;
+    timeout(TIMEOUT, harness.upstreams.shared.known.subscribe().wait_for(|known| !known.is_empty()))
+        .await
+        .expect("the server is known in time")
+        .unwrap();
+    assert_eq!(harness.upstreams.unanswered(), ["upstream http://engines.test:8000/ has not answered yet"]);
 }
 
 #[tokio::test]

@@ -74,3 +74,14 @@ async fn conversations_stay_with_their_deployment() {
     assert!(counts.iter().all(|[one, other]| one % 3 == 0 && other % 3 == 0), "{counts:?}");
     assert!(counts.last().unwrap().iter().all(|count| *count > 0), "both get conversations: {counts:?}");
 }
+
+#[tokio::test]
+async fn an_alias_for_a_model_without_a_server_is_degraded() {
+    let server = server([]).await;
+    let gateway = with_alias(&[&server], &[("org/m", 1), ("org/absent", 1)]).await;
+    let ready = gateway.http.get(format!("{}/ready", gateway.url)).send().await.unwrap();
+    assert_eq!(ready.status(), 200);
+    let ready: Value = ready.json().await.unwrap();
+    let expected = "aliases.\"chat\": no server has the model org/absent; the other deployments get its requests";
+    assert_eq!(ready["degraded"], json!([expected]));
+}

@@ -119,6 +119,25 @@ impl Ignored {
             ("over_capacity", self.over_capacity),
         ]
     }
+
+    /// The numbers that are not 0, each with what it counts. Empty: nothing was ignored.
+    pub fn in_words(&self) -> String {
+        let words = [
+            (self.unknown_parent, "whose parent block is not known"),
+            (self.unknown_root, "of an adapter or a salt that is not known"),
+            (self.unknown_block, "removed or announced without tokens that were not known"),
+            (self.other_block_size, "of another block size"),
+            (self.misaligned, "whose tokens do not fill them"),
+            (self.other_group, "of another group of a hybrid model"),
+            (self.content, "with images, sound or embeddings"),
+            (self.unnamed_adapter, "of an adapter without a name"),
+            (self.unknown_medium, "in a memory of an unknown kind"),
+            (self.conflict, "with the hash of another block"),
+            (self.over_capacity, "beyond the number that is kept"),
+        ];
+        let named = words.iter().filter(|(number, _)| *number > 0).map(|(number, what)| format!("{number} {what}"));
+        named.collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// The blocks of one engine.

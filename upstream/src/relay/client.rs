@@ -182,7 +182,8 @@ impl Client {
     ///
     /// An engine may close a connection just when the next request is sent on it. A request that fails so, on a
     /// connection that has answered before and without a byte of its answer, is sent once more on a new connection. One
-    /// that [may not be repeated](may_be_repeated) is sent on a new connection in the first place, but for HTTP/2.
+    /// that [may not be repeated](may_be_repeated) is sent on a new connection in the first place, but for HTTP/2. A
+    /// request that the engine refuses without processing it is sent once more, whatever it is.
     pub async fn send(
         &self,
         method: Method,
@@ -201,6 +202,20 @@ impl Client {
         headers: &HeaderMap,
         body: &Bytes,
     ) -> Result<Response<Body>, RelayError> {
+        match self.exchange_once(method, path, headers, body).await {
+            // Boxed, because it is rare.
+            Err(RelayError::Refused(_)) => Box::pin(self.exchange_once(method, path, headers, body)).await,
+            outcome => outcome,
+        }
+    }
+
+    async fn exchange_once(
+        &self,
+        method: &Method,
+        path: &PathAndQuery,
+        headers: &HeaderMap,
+        body: &Bytes,
+    ) -> Result<Response<Body>, RelayError> {
         let shared = &*self.0;
         shared.check_path(path)?;
         if let Some(sender) = shared.http2.get() {
@@ -208,7 +223,13 @@ impl Client {
             match Box::pin(http2::send(sender, request)).await {
                 // The connection ended before the request was sent.
                 Err(error) if error.is_canceled() => {}
-                outcome => return of_http2(outcome),
+                outcome => {
+                    // The server closes the connection.
+                    if outcome.as_ref().is_err_and(http2::is_going_away) {
+                        shared.http2.forget();
+                    }
+                    return of_http2(outcome);
+                }
             }
         }
         let target = [&shared.prefix, path.as_str()];
@@ -406,6 +427,7 @@ fn of_failed(failed: http1::Failed) -> RelayError {
 fn of_http2(outcome: hyper::Result<Response<Incoming>>) -> Result<Response<Body>, RelayError> {
     match outcome {
         Ok(response) => Ok(response.map(|body| Body { of: BodyOf::Http2(body), _place: None })),
+        Err(error) if http2::is_unprocessed(&error) => Err(RelayError::Refused(chain(&error))),
         // There was an answer, but not one of HTTP.
         Err(error) if error.is_parse() => Err(RelayError::Malformed(chain(&error))),
         // The connection ended before the request was sent.

@@ -33,6 +33,9 @@ pub enum RelayError {
     /// request.
     #[error("the server closed the connection without an answer: {0}")]
     NoAnswer(String),
+    /// The engine refused the request and has not processed it, as HTTP/2 can say.
+    #[error("the server refused the request without processing it: {0}")]
+    Refused(String),
     /// This process can open no more files, so it cannot connect. It says nothing about the engine.
     #[error("this process has reached its limit of open files; raise it (ulimit -n, LimitNOFILE= in systemd)")]
     OutOfFiles,

@@ -123,15 +123,17 @@ const INFERENCE: [&str; 7] = [
     "/v1/images/edits",
 ];
 
+/// Whether the endpoint with this path is known to compute an answer and to change nothing.
+pub fn is_inference(path: &str) -> bool {
+    let kinds = [EndpointKind::Generate.paths(), EndpointKind::Pooling.paths()];
+    kinds.into_iter().chain([&WITHOUT_TOKENS[..], &INFERENCE]).any(|paths| paths.contains(&path))
+}
+
 /// Whether a request may be sent again although a server may have carried it out: its method is safe (RFC 9110, section
 /// 9.2.1), or its endpoint is known to compute an answer and to change nothing. A response that is stored by a server
 /// which then fails has an id that no client knows.
 pub fn may_be_repeated(method: &Method, path: &str) -> bool {
-    let is_inference = || {
-        let kinds = [EndpointKind::Generate.paths(), EndpointKind::Pooling.paths()];
-        kinds.into_iter().chain([&WITHOUT_TOKENS[..], &INFERENCE]).any(|paths| paths.contains(&path))
-    };
-    method.is_safe() || ([Method::POST, Method::PUT].contains(method) && is_inference())
+    method.is_safe() || ([Method::POST, Method::PUT].contains(method) && is_inference(path))
 }
 
 /// Endpoints at which a server creates and stores objects, each of which is found by its id in a path below. No other
@@ -258,7 +260,7 @@ impl PartialEq for RelayProgress {
 impl Eq for RelayProgress {}
 
 /// A hash of the id of a response, or of another object, that can be retrieved again. `written`: the id as it stands
-/// between its quotes in JSON, or in the path of a URL.
+/// between its quotes in JSON, or decoded in the path of a URL.
 pub fn response_id(written: &[u8]) -> u64 {
     let mut hasher = DefaultHasher::new();
     hasher.write(written);

@@ -3,6 +3,7 @@
 //! Not here: where they are (`limits`), and that a request goes there (the router).
 
 use super::contents::Contents;
+use super::public_path::decoded;
 use crate::limits::{Place, StoredObjects};
 use crate::output::{Access, StoredObject};
 use crate::params::{Fields, Raw};
@@ -51,9 +52,11 @@ pub(super) fn object(
     })
 }
 
-/// The id in the rest of a path: its first part. Paths below that are those of the same object.
+/// The id in the rest of a path: its first part, decoded, as a body has it. Paths below that are those of the same
+/// object.
 fn id_in(below: &str) -> Option<u64> {
-    below.split('/').find(|part| !part.is_empty()).map(|id| response_id(id.as_bytes()))
+    let id = below.split('/').find(|part| !part.is_empty())?;
+    Some(response_id(decoded(id)?.as_bytes()))
 }
 
 /// The id of the object that a field names.
@@ -72,6 +75,7 @@ mod tests {
         let objects = StoredObjects::default();
         let known = Place { model: "m".into(), server: 7 };
         objects.found("ann", response_id(b"id"), known.clone());
+        objects.found("ann", response_id(b"resp:1"), known.clone());
         let named = |tenant: &str, path: &str, body: &'static str| {
             let fields = Fields::parse(&Bytes::from_static(body.as_bytes()));
             let contents = fields.map_or(Contents::Other, Contents::Json);
@@ -80,6 +84,8 @@ mod tests {
         for (path, body) in [
             ("/v1/responses/id", ""),
             ("/v1/responses/id/cancel", "{}"),
+            ("/v1/responses/resp%3A1", ""),
+            ("/v1/responses/resp:1", ""),
             ("/v1/files/id/content", ""),
             ("/v1/conversations/id/items", r#"{"items":[]}"#),
             ("/v1/responses", r#"{"previous_response_id":"id","model":"m"}"#),

@@ -213,6 +213,8 @@ fn unusable_adapters_and_media_are_counted() {
     assert_eq!(store(&mut view, Stored { foreign_tokens: true, ..stored(&[10], None, &[]) }), []);
     let Ignored { unnamed_adapter, unknown_medium, content, .. } = view.ignored();
     assert_eq!((unnamed_adapter, unknown_medium, content), (1, 1, 1));
+    let words = "1 with images, sound or embeddings, 1 of an adapter without a name, 1 in a memory of an unknown kind";
+    assert_eq!(view.ignored().in_words(), words);
     for owner in 0..10 {
         store(&mut view, Stored { ownership: Some(owner.to_string().into()), ..stored(&[10], None, &[1, 2]) });
     }

@@ -8,6 +8,7 @@ use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
+use std::error::Error as _;
 use std::time::Duration;
 
 /// Interval of PING frames, and time for their answers: without them a dead connection is never noticed. An engine
@@ -33,6 +34,11 @@ impl Shared {
         shared.clone()
     }
 
+    /// Takes no further requests on the connection. Those that run on it go on.
+    pub(super) fn forget(&self) {
+        *self.0.lock() = None;
+    }
+
     /// Begins HTTP/2 on a new connection.
     pub(super) async fn begin(&self, socket: Socket) -> hyper::Result<Sender> {
         let mut builder = Builder::new(TokioExecutor::new());
@@ -50,4 +56,21 @@ impl Shared {
 pub(super) async fn send(mut sender: Sender, request: Request<Full<Bytes>>) -> hyper::Result<Response<Incoming>> {
     sender.ready().await?;
     sender.send_request(request).await
+}
+
+/// Whether the engine says that it has not processed the request, because it has refused the stream (RFC 9113, section
+/// 8.7) or closes the connection and names an earlier stream as the last one (section 6.8).
+pub(super) fn is_unprocessed(error: &hyper::Error) -> bool {
+    let is_refused = |error: &h2::Error| error.is_remote() && error.reason() == Some(h2::Reason::REFUSED_STREAM);
+    is_going_away(error) || cause(error).is_some_and(is_refused)
+}
+
+/// Whether it is the second of these. A stream that the engine may have processed fails with another error when the
+/// connection ends.
+pub(super) fn is_going_away(error: &hyper::Error) -> bool {
+    cause(error).is_some_and(|error| error.is_remote() && error.is_go_away())
+}
+
+fn cause(error: &hyper::Error) -> Option<&h2::Error> {
+    error.source()?.downcast_ref()
 }

@@ -63,7 +63,7 @@ impl PrefixLoader {
                 sequence.stats.arrived(sequence.pending());
             } else {
                 tracing::warn!(
-                    peer = ?ticket.map(|ticket| ticket.peer), request_id = %sequence.request.id,
+                    peer = ticket.map(|ticket| tracing::field::display(ticket.peer)), request_id = %sequence.request.id,
                     trace_id = sequence.request.attributes.trace.trace_id().map(tracing::field::display),
                     "prefill worker is not known; recomputing the prompt"
                 );

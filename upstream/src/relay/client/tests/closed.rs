@@ -101,3 +101,79 @@ async fn a_new_connection_that_closes_is_an_error() {
     assert!(matches!(relay(&client(&engine.uri(), Protocol::Negotiated)).await, Err(RelayError::NoAnswer(_))));
     assert_eq!(engine.requests().len(), 1);
 }
+
+/// What a server of HTTP/2 does with a request.
+#[derive(Clone, Copy)]
+enum Does {
+    Answer,
+    /// It refuses the stream.
+    Refuse,
+    /// It closes the connection, on which the last stream that it has processed is the first one.
+    Leave,
+}
+
+/// The type of the frame with which a request, or its response, begins.
+const HEADERS: u8 = 1;
+
+/// A server that does these one after the other, and the numbers of the connections that requests came on.
+async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mutex<Vec<usize>>>) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
+    let mut script = script.into_iter().collect::<Vec<_>>().into_iter();
+    let requests: Arc<Mutex<Vec<usize>>> = Arc::default();
+    let seen = Arc::clone(&requests);
+    tokio::spawn(async move {
+        let mut left = Vec::new();
+        for connection in 0.. {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            socket.read_exact(&mut [0; 24]).await.unwrap();
+            // Frames have a length, a type, flags and the number of a stream. This is SETTINGS without any.
+            socket.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+            let mut head = [0; 9];
+            while socket.read_exact(&mut head).await.is_ok() {
+                let [_, high, low, kind, _, stream @ ..] = head;
+                socket.read_exact(&mut vec![0; usize::from(high) << 8 | usize::from(low)]).await.unwrap();
+                if kind != HEADERS {
+                    continue;
+                }
+                seen.lock().push(connection);
+                let frame = match script.next().unwrap() {
+                    // HEADERS of a whole response with the status 200.
+                    Does::Answer => [&[0, 0, 1, HEADERS, 5][..], &stream, &[0x88]].concat(),
+                    // RST_STREAM with REFUSED_STREAM.
+                    Does::Refuse => [&[0, 0, 4, 3, 0][..], &stream, &[0, 0, 0, 7]].concat(),
+                    // GOAWAY with NO_ERROR, of stream 0.
+                    Does::Leave => vec![0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0],
+                };
+                socket.write_all(&frame).await.unwrap();
+                if frame[3] == 7 {
+                    break;
+                }
+            }
+            // Closing it would be another failure.
+            left.push(socket);
+        }
+    });
+    (client(&address, Protocol::Http2), requests)
+}
+
+#[tokio::test]
+async fn a_request_that_was_not_processed_is_sent_again() {
+    let path = PathAndQuery::from_static("/v1/files/id");
+    for (refusal, used) in [(Does::Refuse, [0, 0, 0]), (Does::Leave, [0, 0, 1])] {
+        let (client, requests) = http2_server([Does::Answer, refusal, Does::Answer]).await;
+        for _ in 0..2 {
+            let sent = client.send(Method::DELETE, &path, HeaderMap::new(), Bytes::new());
+            assert_eq!(timeout(SOON, sent).await.unwrap().unwrap().status(), 200);
+        }
+        assert_eq!(*requests.lock(), used, "also one that may not be repeated in other cases");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_is_refused_again_was_not_processed() {
+    let (client, requests) = http2_server([Does::Refuse, Does::Refuse]).await;
+    let error = timeout(SOON, relay(&client)).await.unwrap().err().unwrap();
+    assert!(matches!(error, RelayError::Refused(_)), "{error}");
+    assert_eq!(*requests.lock(), [0, 0]);
+}
