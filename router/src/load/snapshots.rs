@@ -330,10 +330,14 @@ mod tests {
             assert_eq!(snapshots.is_any_passed_over(), each.contains(&true));
             each
         };
-        fleet.iter().for_each(|load| load.report(Load::default(), start));
+        for load in &fleet {
+            load.report(Load::default(), start);
+        }
         assert_eq!(passed_over(start), [false; 4]);
         let later = start + Duration::from_secs(6);
-        fleet[2..].iter().for_each(|load| load.report(Load::default(), later));
+        for server in &fleet[2..] {
+            server.report(Load::default(), later);
+        }
         assert_eq!(passed_over(later), [false; 4], "the event plane is away");
         fleet[0].report(Load::default(), later);
         assert_eq!(passed_over(later), [false, true, false, false]);
