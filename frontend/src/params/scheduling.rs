@@ -42,8 +42,9 @@ pub(crate) fn tenant(headers: &HeaderMap, tenant_header: Option<&TenantHeader>) 
 /// The deadline in the headers, from the arrival of the request.
 pub(crate) fn header_deadline(headers: &HeaderMap) -> Result<Option<Duration>, Error> {
     let Some(value) = headers.get(DEADLINE) else { return Ok(None) };
-    let value = value.to_str().ok().and_then(|text| serde_json::from_str(text.trim()).ok());
-    integer(DEADLINE.as_str(), &value.unwrap_or(Value::Bool(false)), DEADLINE_MS).map(|ms| Some(millis(ms)))
+    let text = String::from_utf8_lossy(value.as_bytes());
+    let value = serde_json::from_str(text.trim()).unwrap_or_else(|_| Value::from(&*text));
+    integer(DEADLINE.as_str(), &value, DEADLINE_MS).map(|ms| Some(millis(ms)))
 }
 
 /// Takes the field `deadline_ms`.
@@ -101,6 +102,21 @@ fn millis(ms: i64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::http::HeaderValue;
+
+    #[test]
+    fn the_error_of_a_deadline_in_a_header_says_what_the_header_is() {
+        let deadline = |value: &[u8]| {
+            let headers = HeaderMap::from_iter([(DEADLINE, HeaderValue::from_bytes(value).unwrap())]);
+            header_deadline(&headers).map_err(|error| error.to_string())
+        };
+        assert_eq!(deadline(b" 250 "), Ok(Some(Duration::from_millis(250))));
+        for text in [&b"abc"[..], b"", b"5s", b"\xff"] {
+            let error = deadline(text).unwrap_err();
+            assert!(error.contains("expected an integer, but got a string instead"), "{error}");
+        }
+        assert!(deadline(b"0.5").unwrap_err().contains("but got a decimal instead"));
+    }
 
     #[test]
     fn a_session_is_the_cache_key_or_the_user() {
