@@ -14,7 +14,7 @@ use router::replay::{
 };
 use router::{PlannerMode, Settings};
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Write, stdin, stdout};
+use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Write, stdin, stdout};
 use std::num::NonZero;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -325,7 +325,11 @@ fn write_trace(args: &Replay, path: &Path) -> anyhow::Result<()> {
     let to: Box<dyn Write> =
         if path.as_os_str() == "-" { Box::new(stdout().lock()) } else { Box::new(File::create(path)?) };
     let written = traffic.at(rate, args.seed.into()).write(BufWriter::new(to));
-    written.with_context(|| format!("--write-trace {}", path.display()))
+    match written {
+        // A reader that closed its end, as `head` does, has read what it wanted.
+        Err(error) if path.as_os_str() == "-" && error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.with_context(|| format!("--write-trace {}", path.display())),
+    }
 }
 
 /// Runs each policy at each rate: the results by rate, then by policy.
