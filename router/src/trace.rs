@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -133,6 +133,10 @@ impl Recorder {
 impl TraceFile {
     fn new(path: &Path, metrics: &Metrics) -> Result<Self, String> {
         let wrong = |error: io::Error| format!("router.trace_file: {} cannot be written: {error}", path.display());
+        // A pipe without a reader would block the caller, which may be a reload of the running process.
+        if fs::metadata(path).is_ok_and(|data| data.file_type().is_fifo()) {
+            return Err(format!("router.trace_file: {} is a named pipe; expected a file", path.display()));
+        }
         let file = permissions::private_file_options().create(true).append(true).open(path).map_err(wrong)?;
         permissions::restrict_file(&file, path).map_err(wrong)?;
         let id = FileId::of(&file.metadata().map_err(wrong)?);

@@ -1,8 +1,8 @@
 //! `blockyard bench io`: measures the bandwidth of the configured tiers beside their raw devices, and estimates the
 //! time to first token from it. It prints results to standard output and progress to standard error.
 //!
-//! The benchmark writes only to folders and prefixes of its own, and removes them at the end, also after Ctrl-C. It
-//! reads no cached block, so a node may serve from the same tiers meanwhile, more slowly.
+//! The benchmark writes only to folders and prefixes of its own, and removes them at the end, also after Ctrl-C and
+//! SIGTERM. It reads no cached block, so a node may serve from the same tiers meanwhile, more slowly.
 
 mod codec;
 mod expect;
@@ -18,6 +18,7 @@ use expect::Expectation;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use tiers::Case;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// `blockyard bench`.
 #[derive(Args, Debug)]
@@ -113,10 +114,12 @@ pub fn run(bench: &Bench) -> anyhow::Result<()> {
     let (config, _) = Config::load(&io.sources())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let report = runtime.block_on(async {
+        let mut terminated = signal(SignalKind::terminate())?;
         let report = tokio::select! {
             biased;
             // Dropping the other future removes its folders.
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted")),
+            _ = terminated.recv() => Err(anyhow!("interrupted")),
             report = measure(io, &config) => report,
         };
         if !io.compression

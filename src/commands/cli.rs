@@ -389,6 +389,18 @@ mod tests {
     }
 
     #[test]
+    fn rates_of_a_replay_can_be_generated() {
+        let parse = |flag: &str| Cli::try_parse_from(format!("blockyard replay --workload chat {flag}").split(' '));
+        for flag in ["--rate 0.001,100000", "--load-factor 0.001,1000"] {
+            assert!(parse(flag).is_ok(), "{flag}");
+        }
+        for flag in ["--rate 1e6", "--rate 1e300", "--rate 1e-9", "--rate nan", "--rate inf", "--load-factor 1e300"] {
+            let error = refused(&format!("blockyard replay --workload chat {flag}"));
+            assert!(error.contains("expected a number between 0.001 and 100"), "{flag}: {error}");
+        }
+    }
+
+    #[test]
     fn the_role_of_a_worker_is_short_for_one_worker_with_it() {
         let workers = |flags: &str| {
             let line = format!("blockyard worker {flags}");

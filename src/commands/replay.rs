@@ -14,8 +14,9 @@ use router::replay::{
 };
 use router::{PlannerMode, Settings};
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Write, stdin, stdout};
+use std::io::{BufRead, BufReader, BufWriter, ErrorKind, Write, stdin, stdout};
 use std::num::NonZero;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Instant;
@@ -75,11 +76,11 @@ pub struct Replay {
 
     /// Request rates, as multiples of the measured capacity (see below)
     #[arg(long, value_name = "X,…", value_delimiter = ',', default_values_t = [0.6, 0.8, 1.0, 1.2])]
-    #[arg(value_parser = positive)]
+    #[arg(value_parser = load_factor)]
     load_factor: Vec<f64>,
 
     /// Request rates in requests per second, instead of load factors
-    #[arg(long, value_name = "RPS,…", value_delimiter = ',', value_parser = positive, conflicts_with = "load_factor")]
+    #[arg(long, value_name = "RPS,…", value_delimiter = ',', value_parser = rate, conflicts_with = "load_factor")]
     rate: Vec<f64>,
 
     /// Runs per policy and rate, each with its own seed; their results are averaged
@@ -324,7 +325,11 @@ fn write_trace(args: &Replay, path: &Path) -> anyhow::Result<()> {
     let to: Box<dyn Write> =
         if path.as_os_str() == "-" { Box::new(stdout().lock()) } else { Box::new(File::create(path)?) };
     let written = traffic.at(rate, args.seed.into()).write(BufWriter::new(to));
-    written.with_context(|| format!("--write-trace {}", path.display()))
+    match written {
+        // A reader that closed its end, as `head` does, has read what it wanted.
+        Err(error) if path.as_os_str() == "-" && error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        written => written.with_context(|| format!("--write-trace {}", path.display())),
+    }
 }
 
 /// Runs each policy at each rate: the results by rate, then by policy.
@@ -397,8 +402,19 @@ fn queue_order(text: &str) -> Result<QueueOrder, String> {
     order.ok_or_else(|| "expected fcfs, or k-lpm:K with a number K of at least 1".into())
 }
 
-fn positive(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|x: &f64| x.is_finite() && *x > 0.0).ok_or_else(|| "expected a number above 0".into())
+/// A rate of requests. A workload is generated from sessions that began minutes before: at a much higher rate these
+/// alone are more than can be generated, and at a much lower one the simulated time is years.
+fn rate(text: &str) -> Result<f64, String> {
+    within(text, 0.001..=100_000.0)
+}
+
+fn load_factor(text: &str) -> Result<f64, String> {
+    within(text, 0.001..=1000.0)
+}
+
+fn within(text: &str, range: RangeInclusive<f64>) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| range.contains(number));
+    number.ok_or_else(|| format!("expected a number between {} and {}", range.start(), range.end()))
 }
 
 fn share(text: &str) -> Result<f64, String> {

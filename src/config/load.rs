@@ -380,6 +380,9 @@ fn type_name(expected: &str) -> &str {
         "bool" | "a boolean" => "`true` or `false`",
         "a string" => "a text",
         "a sequence" => "an array",
+        "a map" => "a table, like {KEY = VALUE}",
+        table if table.starts_with("struct ") => "a table, like {KEY = VALUE}",
+        choice if choice.starts_with("enum ") => "one of the values that docs/configuration.md lists",
         other => other,
     }
 }

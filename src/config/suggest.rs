@@ -55,10 +55,13 @@ fn nearest(key: &str, last: &str) -> Option<String> {
         leaves.flat_map(|key| sections(&key).chain([key.clone()]).collect::<Vec<_>>()).collect();
     known.sort_unstable();
     known.dedup();
-    let scored = known.into_iter().map(|candidate| {
+    let scored = known.into_iter().filter_map(|candidate| {
         let word = candidate.rsplit('.').next().unwrap_or_default();
         let whole = distance(key, &candidate);
-        (if word == last { whole.min(1) } else { whole }, candidate)
+        // The section may be right, so its letters do not make a wrong last word similar.
+        let is_close = distance(last, word) * 3 <= last.len().max(3);
+        let edits = if word == last { whole.min(1) } else { whole };
+        is_close.then_some((edits, candidate))
     });
     let (found, candidate) = scored.min()?;
     (found * 3 <= key.len().max(3)).then_some(candidate)
@@ -75,20 +78,24 @@ fn is_misspelling(distance: usize, from: &str, to: &str) -> bool {
     distance * 3 <= from.len().max(3) || word_missing
 }
 
-/// Levenshtein distance, in characters.
+/// Edits from one name to the other: characters that are inserted, removed or replaced, and neighbours that are swapped
+/// (optimal string alignment).
 pub(super) fn distance(from: &str, to: &str) -> usize {
-    let to: Vec<char> = to.chars().collect();
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (i, a) in from.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in to.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != *b);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+    let [from, to] = [from, to].map(|name| name.chars().collect::<Vec<char>>());
+    let (mut before, mut last) = (Vec::new(), (0..=to.len()).collect::<Vec<usize>>());
+    for i in 1..=from.len() {
+        let mut row = vec![i];
+        for j in 1..=to.len() {
+            let replaced = last[j - 1] + usize::from(from[i - 1] != to[j - 1]);
+            let mut edits = replaced.min(row[j - 1] + 1).min(last[j] + 1);
+            if i > 1 && j > 1 && from[i - 1] == to[j - 2] && from[i - 2] == to[j - 1] {
+                edits = edits.min(before[j - 2] + 1);
+            }
+            row.push(edits);
         }
+        (before, last) = (last, row);
     }
-    row[to.len()]
+    last[to.len()]
 }
 
 #[cfg(test)]
@@ -99,8 +106,11 @@ mod tests {
     fn an_unknown_key_suggests_a_similar_or_synonymous_one() {
         let top = ["model", "listen", "workers", "tiers", "router", "log"];
         let tenant = ["weight", "max_inflight_tokens", "max_queued_tokens"];
-        let cases: [(&str, &[&str], Option<&str>); 14] = [
+        let cases: [(&str, &[&str], Option<&str>); 17] = [
             ("tier", &top, Some("did you mean `tiers`?")),
+            ("tires", &top, Some("did you mean `tiers`?")),
+            ("router.bar", &["policy", "planner", "slo"], None),
+            ("router.solo", &["policy", "planner", "slo"], Some("did you mean `router.slo`?")),
             ("port", &top, Some("did you mean `listen`?")),
             ("modl", &top, Some("did you mean `model`?")),
             ("server", &top, Some("did you mean `listen`?")),

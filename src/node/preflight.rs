@@ -18,6 +18,7 @@ use kvbm::crypt::SourceError;
 use kvbm::object::StoreLocation;
 use std::fmt;
 use std::net::TcpListener;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use transport::TlsError;
 
@@ -195,6 +196,10 @@ fn data_dir(path: &Path) -> Result<(), Reason> {
 fn trace_file(config: &Config) -> Result<(), Reason> {
     let Some(path) = &config.router.trace_file else { return Ok(()) };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.metadata().is_ok_and(|data| data.file_type().is_fifo()) {
+        let error = anyhow!("router.trace_file = \"{}\": expected a file, and this is a named pipe", path.display());
+        return Err(Reason::new(error, "name another file: --set router.trace_file=FILE"));
+    }
     if !path.is_dir() && parent.is_dir() {
         return Ok(());
     }

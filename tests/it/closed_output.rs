@@ -22,7 +22,7 @@ fn a_reader_that_has_read_enough_is_not_an_error() {
     std::fs::create_dir(&store).unwrap();
     std::fs::write(&keys, "").unwrap();
     let (store, keys) = (store.to_str().unwrap(), keys.to_str().unwrap());
-    let commands: [&[&str]; 9] = [
+    let commands: [&[&str]; 10] = [
         &["serve", "--print-config"],
         &["serve", "--print-config", "--json"],
         &["key", "list", "--file", keys],
@@ -32,6 +32,7 @@ fn a_reader_that_has_read_enough_is_not_an_error() {
         &["doctor", "--no-probe"],
         &["replay", "--workload", "chat", "--requests", "20", "--rate", "1"],
         &["replay", "--workload", "chat", "--requests", "20", "--rate", "1", "--json"],
+        &["replay", "--workload", "chat", "--requests", "20", "--rate", "1", "--write-trace", "-"],
     ];
     for arguments in commands {
         let (status, stderr) = run(arguments, home.path());

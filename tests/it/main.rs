@@ -1,5 +1,6 @@
 //! Scenarios over the whole program.
 
+mod bench_io;
 mod cache;
 mod closed_output;
 mod cluster;

@@ -1,7 +1,7 @@
 //! One attempt of a request: on one worker, or on two after a remote prefill; and the stream of its output.
 
 use super::handoff;
-use super::place::{Placement, RemotePrefill, comes_whole, stall_timeout};
+use super::place::{Placement, RemotePrefill, comes_whole, place, stall_timeout};
 use super::send::{FirstOutput, start};
 use crate::admission::Permit;
 use crate::booking::Booking;
@@ -78,6 +78,31 @@ impl Drop for Unanswered<'_> {
 /// The entry of a worker in the list, which is replaced when its role or the view of its cache changes.
 fn current_entry<'a>(snapshot: &'a FleetSnapshot, worker: &'a Worker) -> &'a Worker {
     snapshot.get(worker.id()).filter(|entry| entry.run() == worker.run()).map_or(worker, |entry| &**entry)
+}
+
+/// The other workers of the process of a worker, if its error says that the process cannot be reached or does not
+/// answer. A process may have more workers than a request has attempts, so others are tried first.
+pub(super) fn also_unreachable(core: &Core, worker: &Worker, error: &Error) -> Vec<WorkerRun> {
+    match error {
+        Error::Unavailable(_) | Error::NoAnswer(_) | Error::Unresponsive(_) => core.fleet.snapshot().neighbours(worker),
+        _ => Vec::new(),
+    }
+}
+
+/// Places a request that has failed on the workers in `tried`. One in `avoided` gets it if there is no other.
+pub(super) fn place_again(
+    core: &Core,
+    request: &Request,
+    tried: &[WorkerRun],
+    avoided: &[WorkerRun],
+    until: Option<Instant>,
+) -> Result<Box<Placement>, Error> {
+    if !avoided.is_empty()
+        && let Ok(placement) = place(core, request, false, &[tried, avoided].concat(), until)
+    {
+        return Ok(placement);
+    }
+    place(core, request, false, tried, until)
 }
 
 /// The span of one attempt, from its prefill to its last output.

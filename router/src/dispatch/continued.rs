@@ -3,8 +3,7 @@
 //! The other worker gets the prompt and the tokens that were sent, so the client sees one stream. Relayed streams are
 //! bytes: their engine says how another one continues them ([`Output::Rest`]), if it can.
 
-use super::attempt::{MAX_FAILURES, attempt, stream};
-use super::place::place;
+use super::attempt::{MAX_FAILURES, also_unreachable, attempt, place_again, stream};
 use crate::admission::Permit;
 use crate::fleet::{HealthSignal, Worker, WorkerRun};
 use crate::state::Core;
@@ -138,22 +137,27 @@ impl Continued {
             "worker failed or stopped after the first output; the stream is continued on another worker"
         );
         let cause = error.clone();
-        let moving = async move { continue_elsewhere(core, request, &first, permit, from).await.map_err(|_| cause) };
+        let moving = async move {
+            let moved = continue_elsewhere(core, request, &first, permit, (from, &cause)).await;
+            moved.map_err(|_| cause)
+        };
         self.state = State::Moving(moving.boxed());
     }
 }
 
-/// Sends the rest of a request to a worker other than `failed`, with the same weights as `first`. One with another
-/// fingerprint is taken if there is no other: its arithmetic may round differently, so greedy text may continue
-/// differently, and that is better for a client than no text.
+/// Sends the rest of a request to a worker other than the one that failed with `cause`, with the same weights as
+/// `first`. One with another fingerprint is taken if there is no other: its arithmetic may round differently, so greedy
+/// text may continue differently, and that is better for a client than no text.
 async fn continue_elsewhere(
     core: Arc<Core>,
     request: Request,
     first: &Instance,
     permit: Arc<Permit>,
-    failed: WorkerRun,
+    (failed, cause): (WorkerRun, &Error),
 ) -> Result<(Generating, OutputStream), Error> {
     let (mut tried, mut failures, mut takes_any_layout) = (vec![failed], 0, false);
+    let neighbours = |worker: &Arc<Worker>| also_unreachable(&core, worker, cause);
+    let mut avoided = core.fleet.snapshot().get(failed.worker).map_or_else(Vec::new, neighbours);
     let outcome = loop {
         // Workers may have joined since the last attempt.
         let mut excluded = tried.clone();
@@ -164,7 +168,7 @@ async fn continue_elsewhere(
                 excluded.push(worker.run());
             }
         }
-        let placement = match place(&core, &request, false, &excluded, None) {
+        let placement = match place_again(&core, &request, &excluded, &avoided, None) {
             // It has joined in this moment.
             Ok(placement) if placement.decode.instance.model.identity != first.model.identity => continue,
             Ok(placement) => placement,
@@ -182,6 +186,7 @@ async fn continue_elsewhere(
                 let signal = HealthSignal::of(&error);
                 placement.decode.record_failure(signal, &error);
                 tried.push(worker);
+                avoided.extend(also_unreachable(&core, &placement.decode, &error));
                 drop(placement);
                 core.admission.notify();
                 failures += usize::from(core.fleet.snapshot().has(worker));

@@ -1,9 +1,9 @@
 //! Serves a request: admission, attempts on one worker after the other, and the stream of its output.
 
 use super::admit::admit;
-use super::attempt::{MAX_FAILURES, attempt, stream};
+use super::attempt::{MAX_FAILURES, also_unreachable, attempt, place_again, stream};
 use super::continued::Continued;
-use super::place::{Placement, place};
+use super::place::Placement;
 use super::send::FirstOutput;
 use crate::admission::Permit;
 use crate::fleet::HealthSignal;
@@ -44,17 +44,17 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     let mut trace = core.recorder.begin(arrived);
     let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
-    let (mut tried, mut failures) = (Vec::new(), 0);
+    let (mut tried, mut avoided, mut failures) = (Vec::new(), Vec::new(), 0);
     // The last error, and why the request would be sent to another worker.
     let (mut last, mut retry_reason) = (None, None);
+    let deadline = request.attributes.deadline;
     while failures < MAX_FAILURES {
         // An admitted request does not queue again.
-        let placement =
-            match next.take().map_or_else(|| place(core, request, false, &tried, request.attributes.deadline), Ok) {
-                Ok(placement) => placement,
-                // The last worker's error says more than that there is no other worker.
-                Err(error) => return Err(last.map_or(error, |last| without_address(last, request))),
-            };
+        let placement = match next.take().map_or_else(|| place_again(core, request, &tried, &avoided, deadline), Ok) {
+            Ok(placement) => placement,
+            // The last worker's error says more than that there is no other worker.
+            Err(error) => return Err(last.map_or(error, |last| without_address(last, request))),
+        };
         // Not when the attempt fails: there may be no other worker.
         if let Some(reason) = retry_reason.take() {
             core.metrics.retries.with_label_values(&[reason]).inc();
@@ -69,6 +69,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
                 placement.decode.record_failure(verdict, &error);
                 let (failed, run) = (Arc::clone(&placement.decode), placement.decode.run());
                 tried.push(run);
+                avoided.extend(also_unreachable(core, &failed, &error));
                 failures += usize::from(core.fleet.snapshot().has(run));
                 drop(placement);
                 core.admission.notify();

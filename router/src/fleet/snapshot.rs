@@ -71,6 +71,13 @@ impl FleetSnapshot {
         self.get(run.worker).is_some_and(|worker| worker.run() == run)
     }
 
+    /// The other workers of the process that a worker is in: those with the same address.
+    pub(crate) fn neighbours(&self, worker: &Worker) -> Vec<WorkerRun> {
+        let Some(address) = worker.engine.address() else { return Vec::new() };
+        let others = self.workers().filter(|other| other.id() != worker.id());
+        others.filter(|other| other.engine.address().as_ref() == Some(&address)).map(|other| other.run()).collect()
+    }
+
     pub(crate) fn get(&self, id: WorkerId) -> Option<&Arc<Worker>> {
         self.workers.get(&id)
     }

@@ -72,6 +72,8 @@ pub(crate) struct FakeEngine {
     /// Cached blocks; `None` for an engine that caches nothing.
     cache: Arc<Mutex<Cache>>,
     source: Source,
+    /// The address of its process, if several workers share one.
+    pub(crate) shared_address: Mutex<Option<String>>,
     /// Copies of prefixes that the router ordered.
     pub(crate) copies: Mutex<Vec<PrefixCopy>>,
     /// How it answers these. A copy takes a second.
@@ -232,7 +234,7 @@ impl Engine for FakeEngine {
     }
 
     fn address(&self) -> Option<String> {
-        Some(format!("http://{}:8000", self.source))
+        self.shared_address.lock().clone().or_else(|| Some(format!("http://{}:8000", self.source)))
     }
 
     fn probed_server(&self) -> Option<u64> {
@@ -325,6 +327,7 @@ impl Harness {
             log: Arc::new(EventLog::new(instance.epoch)),
             cache: Arc::default(),
             source,
+            shared_address: Mutex::default(),
             copies: Mutex::default(),
             copy_answer: Mutex::new(Err(PrefetchError::Unsupported)),
         });

@@ -112,6 +112,45 @@ async fn the_address_of_a_worker_does_not_reach_the_client() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_request_that_meets_a_process_that_is_gone_is_sent_to_another_process() {
+    let gone = [Error::Unavailable, Error::NoAnswer, Error::Unresponsive];
+    for (error, is_stream) in gone.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+        let error = error("connection refused".to_owned());
+        let harness = defaults();
+        let mut dead = Vec::new();
+        for id in 1..=8 {
+            dead.push(harness.worker(id, Role::Both).await);
+        }
+        // The request goes there last: it has less room than the others.
+        let alive = harness.worker(9, Role::Both).await;
+        harness.report(&alive, Load { waiting_tokens: 100_000, ..Load::default() });
+        settle().await;
+        let of = if is_stream { Behaviour::BreakLater } else { Behaviour::Refuse };
+        for worker in &dead {
+            *worker.shared_address.lock() = Some("http://10.0.0.7:8100".to_owned());
+            worker.set_behaviour(of(error.clone()));
+        }
+        assert_eq!(harness.answer(prompt(1, 100)).await, Ok(vec![1, 2]), "{error}");
+        assert_eq!((dead.iter().map(|worker| worker.requests()).sum::<usize>(), alive.requests()), (1, 1), "{error}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_of_a_process_that_refuses_another_request_gets_one_if_there_is_no_other_process() {
+    let harness = defaults();
+    let (leaving, other) = (harness.worker(1, Role::Both).await, harness.worker(2, Role::Both).await);
+    for worker in [&leaving, &other] {
+        *worker.shared_address.lock() = Some("http://10.0.0.7:8100".to_owned());
+    }
+    leaving.set_behaviour(Behaviour::Refuse(Error::Unavailable("status 404".to_owned())));
+    for family in 0..4 {
+        assert_eq!(harness.answer(prompt(family, 100)).await, Ok(vec![1, 2]));
+    }
+    assert_eq!(other.requests(), 4);
+    assert!(leaving.requests() > 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_request_that_may_have_been_carried_out_is_repeated_only_if_it_changes_nothing() {
     let status = |status: &str, kind| {
         let HttpRequest { headers, body, .. } = HttpRequest::post("/");

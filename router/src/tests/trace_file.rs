@@ -7,6 +7,7 @@ use crate::{Recorded, Settings};
 use futures::StreamExt;
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 use worker::engine::{Request, RequestAttributes, StopConditions};
 use worker::plane::{Role, WorkerId};
@@ -77,6 +78,18 @@ async fn the_trace_file_can_be_switched_while_serving() {
     // The first writer may flush its last lines after the second one started.
     let lengths: BTreeSet<u64> = lines(&path, 3).await.iter().map(|line| line.input_length).collect();
     assert_eq!(lengths, BTreeSet::from([200, 300, 500]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_named_pipe_is_refused_and_blocks_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let harness = defaults();
+    harness.worker(1, Role::Both).await;
+    let error = harness.router.update_settings(recording(&path)).unwrap_err().to_string();
+    assert!(error.ends_with("pipe is a named pipe; expected a file"), "{error}");
+    harness.answer(prompt(1, 100)).await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]

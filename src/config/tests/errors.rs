@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
-    let cases: [(&str, &[&str]); 20] = [
+    let cases: [(&str, &[&str]); 25] = [
         ("tracing.endpoint=collector:4318", &["tracing.endpoint", "OTLP over HTTP"]),
         ("tracing.endpoint=http://collector:99999", &["tracing.endpoint", "65535", "OTLP over HTTP"]),
         ("tracing.endpoint=http://ann:pass@collector", &["http://***@collector", "tracing.headers_file"]),
@@ -19,7 +19,12 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
         ("shutdown_timeout=30", &["shutdown_timeout = 30", "with its unit", "\"30s\""]),
         ("router.index_memory=4294967296", &["router.index_memory = 4294967296", "\"4GiB\""]),
         ("tiers.g2=65536", &["tiers.g2 = 65536", "\"64KiB\"", "auto"]),
-        ("tiers=4", &["tiers = 4"]),
+        ("tiers=4", &["tiers = 4", "expected a table, like {KEY = VALUE}"]),
+        ("log=info", &["log = \"info\"", "expected a table, like {KEY = VALUE}"]),
+        ("tiers.g3_5=/mnt/flash", &["tiers.g3_5 = \"/mnt/flash\"", "expected a table, like {KEY = VALUE}"]),
+        ("router.models=small", &["router.models = \"small\"", "expected a table, like {KEY = VALUE}"]),
+        ("tiers.compression=5", &["tiers.compression = 5", "one of the values that docs/configuration.md lists"]),
+        ("tiers.encryption.keys=5", &["tiers.encryption.keys = 5", "docs/configuration.md"]),
         ("engine.max_prefill_chunk_tokens=0", &["engine.max_prefill_chunk_tokens = 0", "between 1 and"]),
         ("threads=0", &["threads = 0", "auto"]),
         (
