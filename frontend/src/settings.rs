@@ -1,7 +1,9 @@
 //! Settings of the HTTP API, as the configuration file names them, and the types of their values.
 
+use crate::http::authenticate::KEY_HEADERS;
 use crate::keys::KeyHash;
 use axum::http::HeaderName;
+use axum::http::header::{AUTHORIZATION, COOKIE, PROXY_AUTHORIZATION};
 use axum::http::uri::Authority;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize, Serializer};
@@ -152,7 +154,12 @@ impl TryFrom<String> for TenantHeader {
 
     fn try_from(name: String) -> Result<Self, String> {
         let wrong = |_| format!("expected the name of a header, like \"x-tenant\", but got {name:?}");
-        HeaderName::try_from(name.as_str()).map(Self).map_err(wrong)
+        let header = HeaderName::try_from(name.as_str()).map_err(wrong)?;
+        // Tenants are in metrics and logs.
+        if [AUTHORIZATION, PROXY_AUTHORIZATION, COOKIE].contains(&header) || KEY_HEADERS.contains(&header) {
+            return Err(format!("{header} has secrets of clients; expected a header with the name of a tenant"));
+        }
+        Ok(Self(header))
     }
 }
 
@@ -241,6 +248,16 @@ mod tests {
 
     fn path(text: &str) -> Result<RelayPath, String> {
         text.to_owned().try_into()
+    }
+
+    #[test]
+    fn a_header_with_secrets_names_no_tenants() {
+        let of = |name: &str| TenantHeader::try_from(name.to_owned());
+        assert_eq!(of("X-Tenant").map(String::from), Ok("x-tenant".to_owned()));
+        assert!(of("x tenant").is_err_and(|problem| problem.contains("the name of a header")));
+        for name in ["Authorization", "proxy-authorization", "cookie", "api-key", "X-Api-Key"] {
+            assert!(of(name).is_err_and(|problem| problem.contains("has secrets of clients")), "{name}");
+        }
     }
 
     #[test]

@@ -13,7 +13,8 @@ use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
 /// Headers of the key besides `Authorization`, as clients of Azure and Anthropic send it.
-static KEY_HEADERS: [HeaderName; 2] = [HeaderName::from_static("api-key"), HeaderName::from_static("x-api-key")];
+pub(crate) static KEY_HEADERS: [HeaderName; 2] =
+    [HeaderName::from_static("api-key"), HeaderName::from_static("x-api-key")];
 /// Paths that need no key: load balancers and orchestrators have none.
 const HEALTH: [&str; 4] = ["/live", "/ready", "/health", "/ping"];
 

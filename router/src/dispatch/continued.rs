@@ -134,7 +134,7 @@ impl Continued {
         tracing::warn!(
             request_id = %request.id, trace_id = request.attributes.trace.trace_id().map(tracing::field::display),
             worker = %from.worker, generated_tokens = request.generated_tokens, %error,
-            "worker failed or stopped after the first output; the stream is continued on another worker"
+            "worker failed or stopped after the first output; another worker is asked for the rest"
         );
         let cause = error.clone();
         let moving = async move {

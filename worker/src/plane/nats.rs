@@ -89,8 +89,10 @@ pub enum ConnectError {
         problem: String,
     },
     /// A file that a setting names cannot be read.
-    #[error("{}: {error}", path.display())]
+    #[error("{key} = {path:?}: {error}")]
     File {
+        /// The setting.
+        key: &'static str,
         /// The file.
         path: PathBuf,
         /// The error.

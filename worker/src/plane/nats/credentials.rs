@@ -46,16 +46,16 @@ pub(super) fn options(credentials: &Credentials) -> Result<ConnectOptions, Conne
 impl CredentialsFile {
     /// Fails if the file has no usable credentials: at the start there are no former ones.
     fn open(credentials: Credentials, path: PathBuf) -> Result<Self, ConnectError> {
-        let text = read(&path)?;
+        let text = read(credentials.key(), &path)?;
         match auth(&credentials, &text, &[]) {
             Ok(_) => Ok(Self { credentials, path, last: Mutex::new(LastUsable { text, is_stale: false }) }),
-            Err(expected) => Err(ConnectError::File { path, error: expected.to_owned() }),
+            Err(expected) => Err(ConnectError::File { key: credentials.key(), path, error: expected.to_owned() }),
         }
     }
 
     /// What a connection authenticates with, whose server sent this nonce.
     fn auth(&self, nonce: &[u8]) -> Result<Auth, String> {
-        let read = read(&self.path).map_err(|error| error.to_string()).and_then(|text| {
+        let read = read(self.credentials.key(), &self.path).map_err(|error| error.to_string()).and_then(|text| {
             let auth = auth(&self.credentials, &text, nonce);
             auth.map(|auth| (text, auth)).map_err(|expected| format!("{}: {expected}", self.path.display()))
         });
@@ -76,9 +76,9 @@ impl CredentialsFile {
     }
 }
 
-/// The text of a file with credentials, without the newline at its end.
-fn read(path: &Path) -> Result<String, ConnectError> {
-    let failed = |error: String| ConnectError::File { path: path.to_owned(), error };
+/// The text of a file with credentials, without the newline at its end. `key`: the setting that names the file.
+fn read(key: &'static str, path: &Path) -> Result<String, ConnectError> {
+    let failed = |error: String| ConnectError::File { key, path: path.to_owned(), error };
     let text = read_text(path, MAX_FILE_BYTES).map_err(|error| failed(error.to_string()))?;
     match text.trim() {
         "" => Err(failed("the file is empty".to_owned())),
@@ -146,9 +146,9 @@ mod tests {
     fn credentials_are_read_without_their_newline() {
         let (_folder, path) = token_file();
         fs::write(&path, "\n").unwrap();
-        assert!(read(&path).is_err_and(|error| error.to_string().contains("empty")));
+        assert!(read("nats.token_file", &path).is_err_and(|error| error.to_string().contains("empty")));
         fs::write(&path, "s3cret\n").unwrap();
-        assert_eq!(read(&path).unwrap(), "s3cret");
+        assert_eq!(read("nats.token_file", &path).unwrap(), "s3cret");
     }
 
     #[test]

@@ -92,17 +92,19 @@ impl TextsCache {
 
 async fn fetch(connection: &Connection, of: &TextsRef) -> Result<Texts, String> {
     if of.bytes > MAX_BYTES {
-        return Err(format!("{} bytes of texts; the limit is {MAX_BYTES}", of.bytes));
+        return Err(format!("the tokenizer and chat template have {} bytes; the limit is {MAX_BYTES}", of.bytes));
     }
     let subject = connection.subjects.texts(&of.blake3);
     let encoded = transfers::fetch(Bytes::new(), of.bytes, async |offset| {
         let request = codec::encode(&Piece { offset }).into();
         let answer = connection.client.request(subject.clone(), request).await;
-        answer.map(|answer| answer.payload).map_err(|error| format!("no worker sends the texts: {error}"))
+        answer
+            .map(|answer| answer.payload)
+            .map_err(|error| format!("no worker sends the tokenizer and chat template: {error}"))
     })
     .await?;
     if reference(&encoded) != *of {
-        return Err("the texts do not have the hash of the record".to_owned());
+        return Err("the tokenizer and chat template do not have the hash of the record".to_owned());
     }
     codec::decode(&encoded).map_err(|error| error.to_string())
 }
