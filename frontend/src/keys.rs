@@ -3,7 +3,7 @@
 //! ```text
 //!   KeyFile ── names, hashes, limits ─▶ ApiKeys: hash ─▶ Key ── admits requests, charges tokens
 //! ```
-//! Not here: which header has the key, and which endpoints need one (`http::authenticate`).
+//! Not here: how a request is authenticated, and which endpoints need a key (`http::authenticate`).
 
 mod bucket;
 mod file;
@@ -16,6 +16,12 @@ pub(crate) use hash::MAX_KEY_BYTES;
 pub use hash::{ApiKey, KeyHash};
 pub(crate) use key::{Key, KeyLimit};
 pub(crate) use live::ApiKeys;
+
+use axum::http::HeaderName;
+
+/// Headers of the key besides `Authorization`, as clients of Azure and Anthropic send it.
+pub(crate) static KEY_HEADERS: [HeaderName; 2] =
+    [HeaderName::from_static("api-key"), HeaderName::from_static("x-api-key")];
 
 /// Maximum length of a tenant's name, and of a key's.
 pub(crate) const MAX_NAME_BYTES: usize = 64;

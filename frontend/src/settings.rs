@@ -1,7 +1,6 @@
 //! Settings of the HTTP API, as the configuration file names them, and the types of their values.
 
-use crate::http::authenticate::KEY_HEADERS;
-use crate::keys::KeyHash;
+use crate::keys::{KEY_HEADERS, KeyHash};
 use axum::http::HeaderName;
 use axum::http::header::{AUTHORIZATION, COOKIE, PROXY_AUTHORIZATION};
 use axum::http::uri::Authority;

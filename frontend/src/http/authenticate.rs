@@ -5,16 +5,13 @@
 
 use super::RequestContext;
 use crate::error::Error;
-use crate::keys::{ApiKeys, MAX_KEY_BYTES};
+use crate::keys::{ApiKeys, KEY_HEADERS, MAX_KEY_BYTES};
 use axum::extract::Request;
+use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
-use axum::http::{HeaderMap, HeaderName};
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
-/// Headers of the key besides `Authorization`, as clients of Azure and Anthropic send it.
-pub(crate) static KEY_HEADERS: [HeaderName; 2] =
-    [HeaderName::from_static("api-key"), HeaderName::from_static("x-api-key")];
 /// Paths that need no key: load balancers and orchestrators have none.
 const HEALTH: [&str; 4] = ["/live", "/ready", "/health", "/ping"];
 
@@ -77,6 +74,7 @@ fn bearer(value: &[u8]) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use axum::http::HeaderName;
 
     fn of(headers: &[(&'static str, &str)]) -> Result<String, Error> {
         let pairs = headers.iter().map(|(name, value)| (HeaderName::from_static(name), value.parse().unwrap()));
