@@ -25,7 +25,7 @@ const MAX_LISTED_MODELS: usize = 10;
 /// Maximum characters of an error message in the log: enough for the field and the value.
 const MAX_LOGGED_CHARS: usize = 300;
 
-/// Maximum bytes of the `type` or `code` of a server's error in the log. The longest of known servers have 30.
+/// Maximum bytes of the `type` or `code` of a server's error in the log. A longer one is no identifier.
 const MAX_IDENTIFIER_BYTES: usize = 64;
 
 /// Why a request failed.

@@ -110,6 +110,8 @@ enum Does {
     Refuse,
     /// It closes the connection, on which the last stream that it has processed is the first one.
     Leave,
+    /// It closes the connection for this reason, and says that it may have processed the stream.
+    Abandon(u8),
 }
 
 /// The type of the frame with which a request, or its response, begins.
@@ -137,15 +139,22 @@ async fn http2_server(script: impl IntoIterator<Item = Does>) -> (Client, Arc<Mu
                     continue;
                 }
                 seen.lock().push(connection);
-                let frame = match script.next().unwrap() {
+                let next = script.next().unwrap();
+                let is_abandoned = matches!(next, Does::Abandon(_));
+                let frame = match next {
                     // HEADERS of a whole response with the status 200.
                     Does::Answer => [&[0, 0, 1, HEADERS, 5][..], &stream, &[0x88]].concat(),
                     // RST_STREAM with REFUSED_STREAM.
                     Does::Refuse => [&[0, 0, 4, 3, 0][..], &stream, &[0, 0, 0, 7]].concat(),
                     // GOAWAY with NO_ERROR, of stream 0.
                     Does::Leave => vec![0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0],
+                    // GOAWAY, whose last stream is this one.
+                    Does::Abandon(reason) => [&[0, 0, 8, 7, 0, 0, 0, 0, 0][..], &stream, &[0, 0, 0, reason]].concat(),
                 };
                 socket.write_all(&frame).await.unwrap();
+                if is_abandoned {
+                    socket.shutdown().await.unwrap();
+                }
                 if frame[3] == 7 {
                     break;
                 }
@@ -167,6 +176,19 @@ async fn a_request_that_was_not_processed_is_sent_again() {
             assert_eq!(timeout(SOON, sent).await.unwrap().unwrap().status(), 200);
         }
         assert_eq!(*requests.lock(), used, "also one that may not be repeated in other cases");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_may_have_been_processed_is_not_refused() {
+    let path = PathAndQuery::from_static("/v1/files/id");
+    // NO_ERROR and INTERNAL_ERROR.
+    for reason in [0, 2] {
+        let (client, requests) = http2_server([Does::Abandon(reason)]).await;
+        let sent = client.send(Method::DELETE, &path, HeaderMap::new(), Bytes::new());
+        let error = timeout(SOON, sent).await.unwrap().err().unwrap();
+        assert!(matches!(error, RelayError::NoAnswer(_)), "{error:?}");
+        assert_eq!(*requests.lock(), [0], "it is not sent again");
     }
 }
 
