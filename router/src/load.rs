@@ -43,7 +43,7 @@ pub(crate) use output_lengths::{ExpectedOutput, OutputEnd};
 pub(crate) use prefill_time::PrefillTime;
 pub(crate) use prefix_demand::SharedPrefix;
 pub(crate) use prompt_flow::PromptArrivals;
-pub(crate) use snapshots::{SnapshotCache, WorkerSnapshot};
+pub(crate) use snapshots::{SnapshotCache, WorkerSequences, WorkerSnapshot};
 pub(crate) use stats::LoadStats;
 #[cfg(test)]
 pub(crate) use stats::{Measured, Speeds};

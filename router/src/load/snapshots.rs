@@ -24,6 +24,8 @@ pub(crate) struct SnapshotCache {
     least_times: Vec<LeastTimes>,
     /// Workers with queued prompts.
     busy: u64,
+    /// Sequences of all workers.
+    sequences: u64,
     /// Workers that are ejected.
     ejected: usize,
     /// Own workers, whose reports come over the event plane.
@@ -36,6 +38,13 @@ pub(crate) struct SnapshotCache {
     fleet_means: FleetMeans,
     /// The smallest lost share of all workers, computed as often as the means.
     least_lost_share: f32,
+}
+
+/// Sequences of a number of workers.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub(crate) struct WorkerSequences {
+    pub(crate) workers: u32,
+    pub(crate) sequences: u64,
 }
 
 /// How many report their load, and how many have stopped to.
@@ -120,6 +129,8 @@ impl SnapshotCache {
         *measured |= reading.measured != snapshot.measured;
         self.busy += u64::from(reading.stats.prompts > 0);
         self.busy -= u64::from(snapshot.stats.prompts > 0);
+        self.sequences += u64::from(reading.stats.sequences);
+        self.sequences -= u64::from(snapshot.stats.sequences);
         self.ejected += usize::from(reading.ejected);
         self.ejected -= usize::from(snapshot.ejected);
         let counts = if reading.is_server { &mut self.servers } else { &mut self.workers };
@@ -139,6 +150,11 @@ impl SnapshotCache {
     /// Prompts that arrive, averaged over half a minute. A prompt that is placed again counts again.
     pub(crate) fn arrivals(&self) -> PromptArrivals {
         self.flow.arrivals(self.all.len())
+    }
+
+    /// Sequences of all workers.
+    pub(crate) fn sequences(&self) -> WorkerSequences {
+        WorkerSequences { workers: self.all.len() as u32, sequences: self.sequences }
     }
 
     /// Blocks that are lost for each one that is used, on the worker that loses least.
@@ -203,6 +219,16 @@ impl SnapshotCache {
             }
         }
         *least_lost_share = all.iter().map(|snapshot| snapshot.estimate.lost_share).fold(f32::INFINITY, f32::min);
+    }
+}
+
+impl<'a> FromIterator<&'a ServiceEstimate> for WorkerSequences {
+    fn from_iter<I: IntoIterator<Item = &'a ServiceEstimate>>(workers: I) -> Self {
+        let add = |all: Self, worker: &ServiceEstimate| Self {
+            workers: all.workers + 1,
+            sequences: all.sequences + u64::from(worker.sequences),
+        };
+        workers.into_iter().fold(Self::default(), add)
     }
 }
 
@@ -293,6 +319,8 @@ mod tests {
             kept.refresh(fleet.len(), |at| &fleet[at], now.into());
             let new = anew(&fleet, now);
             assert_eq!((&kept.all, kept.busy), (&new.all, new.busy), "round {round}");
+            let each: WorkerSequences = kept.all.iter().map(|snapshot| &snapshot.estimate).collect();
+            assert_eq!((kept.sequences(), new.sequences()), (each, each), "round {round}");
             let counts = |cache: &SnapshotCache| (cache.ejected, cache.workers, cache.servers);
             assert_eq!((&kept.least_times, counts(&kept)), (&new.least_times, counts(&new)), "round {round}");
             ejected.extend(kept.all.iter().map(|snapshot| snapshot.ejected));

@@ -87,8 +87,9 @@ pub(super) fn plan(
     per_sequence: f64,
     places: &[Place<'_>],
 ) -> Option<PlannedCopy> {
-    let workers = places.iter().map(|place| (place.has_copy(shared), place.estimate));
-    let replication = Replication::of(shared, workers, per_sequence);
+    let holders = places.iter().filter(|place| place.has_copy(shared)).map(|place| place.estimate);
+    let all = places.iter().map(|place| place.estimate).collect();
+    let replication = Replication::of(shared, holders, all, per_sequence);
     if !replication.may_copy() || shared.requests / f64::from(replication.copies + 1) < MIN_REQUESTS {
         return None;
     }

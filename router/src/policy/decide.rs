@@ -361,9 +361,10 @@ impl<'a> DecisionContext<'a> {
         let is_held = self.remaining.iter().any(|work| work.shared <= 0.0);
         let entries = if is_held { self.entries } else { &[] };
         let workers = entries.iter().zip(self.fleet.snapshots());
-        let workers = workers.map(|(entry, snapshot)| (self.work(entry).shared <= 0.0, &snapshot.estimate));
+        let holders = workers.filter(|(entry, _)| self.work(entry).shared <= 0.0);
         let per_sequence = self.prompts.first().map_or(0.0, |(prompt, _)| self.pricing.per_sequence(prompt));
-        Replication::of(shared, workers, per_sequence)
+        let holders = holders.map(|(_, snapshot)| &snapshot.estimate);
+        Replication::of(shared, holders, self.fleet.sequences(), per_sequence)
     }
 
     /// Scores one worker together with a prefill worker, or by a composition.

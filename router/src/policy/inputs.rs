@@ -6,7 +6,7 @@ use crate::booking::InflightPrefixes;
 use crate::fleet::{ModelPool, Needs, PromptTokens, WorkerEntry, WorkerRun};
 use crate::hash::HashCache;
 use crate::index::{HolderId, Index, Overlap, WorkerOverlap};
-use crate::load::{LeastTimes, PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSnapshot};
+use crate::load::{LeastTimes, PrefillTime, PromptArrivals, SnapshotCache, StepTime, WorkerSequences, WorkerSnapshot};
 use kvbm::{ChainKey, Domain, SequenceHash};
 use parking_lot::MutexGuard;
 use std::cell::RefCell;
@@ -59,6 +59,11 @@ impl<'a> FleetView<'a> {
     #[inline]
     pub(crate) fn snapshots(&self) -> &[WorkerSnapshot] {
         self.snapshots.all()
+    }
+
+    /// Sequences of all workers of the pool.
+    pub(crate) fn sequences(&self) -> WorkerSequences {
+        self.snapshots.sequences()
     }
 
     /// The distinct cached prefixes of the prompt under one hash scheme.

@@ -1,7 +1,7 @@
 //! Copies of a prefix that many requests share: what a further one saves.
 
 use super::cost::{Cost, RemainingWork};
-use crate::load::{ServiceEstimate, SharedPrefix};
+use crate::load::{ServiceEstimate, SharedPrefix, WorkerSequences};
 
 /// A shared prefix and its copies.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -22,25 +22,22 @@ pub(crate) struct Replication {
 }
 
 impl Replication {
-    /// `workers`: all workers, and whether each holds the prefix; none if no worker holds it. `per_sequence`: seconds
-    /// that a request and the sequences beside it save, on average, for each sequence fewer on its worker.
+    /// `holders`: the workers that hold the prefix; `all`: these and all others. `per_sequence`: seconds that a request
+    /// and the sequences beside it save, on average, for each sequence fewer on its worker.
     pub(crate) fn of<'a>(
         shared: SharedPrefix,
-        workers: impl Iterator<Item = (bool, &'a ServiceEstimate)>,
+        holders: impl Iterator<Item = &'a ServiceEstimate>,
+        all: WorkerSequences,
         per_sequence: f64,
     ) -> Self {
         let (mut copies, mut sequences, mut queue) = (0_u32, 0_u64, 0.0);
-        let (mut others, mut other_sequences) = (0_u32, 0_u64);
-        for (holds, worker) in workers {
-            if holds {
-                copies += 1;
-                sequences += u64::from(worker.sequences);
-                queue += worker.queue;
-            } else {
-                others += 1;
-                other_sequences += u64::from(worker.sequences);
-            }
+        for holder in holders {
+            copies += 1;
+            sequences += u64::from(holder.sequences);
+            queue += holder.queue;
         }
+        let others = all.workers.saturating_sub(copies);
+        let other_sequences = all.sequences.saturating_sub(sequences);
         let may_copy = copies > 0 && others > 0;
         let share = if may_copy { f64::from(copies + 1).recip() } else { 0.0 };
         let holders = f64::from(copies.max(1));
@@ -119,7 +116,9 @@ mod tests {
     }
 
     fn replication(fleet: &[(bool, ServiceEstimate)], per_sequence: f64) -> Replication {
-        Replication::of(SHARED, fleet.iter().map(|(holds, worker)| (*holds, worker)), per_sequence)
+        let holders = fleet.iter().filter(|(holds, _)| *holds).map(|(_, worker)| worker);
+        let all = fleet.iter().map(|(_, worker)| worker).collect();
+        Replication::of(SHARED, holders, all, per_sequence)
     }
 
     /// What a copy saves on a worker with an empty queue, for requests of two seconds.
