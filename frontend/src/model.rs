@@ -15,7 +15,7 @@ mod vocabulary;
 
 pub(crate) use cache::{ModelCache, find_card};
 pub(crate) use encode::EncodeJob;
-pub(crate) use local::{ContentFormat, PromptKind};
+pub(crate) use local::{ContentFormat, PromptKind, PromptText, TooMuchNewText};
 pub use local::{LocalTokenizer, TokenizerText};
 pub use served::check_model;
 pub(crate) use served::{ModelOptions, ServedModel, prompt_too_long};

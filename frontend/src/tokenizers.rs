@@ -15,7 +15,7 @@ mod check;
 pub use check::{TokenAgreement, TokenizerComparison, compare_tokenizer};
 
 use crate::metrics::TokenizerMetrics;
-use crate::model::{ContentFormat, EncodeJob, LocalTokenizer, PromptKind, TokenCache};
+use crate::model::{ContentFormat, EncodeJob, LocalTokenizer, PromptKind, PromptText, TokenCache, TooMuchNewText};
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
@@ -139,10 +139,20 @@ struct Server {
 }
 
 impl CheckedTokenizer {
-    /// The tokens of the prompt in these fields, if they are known to be those of the servers.
-    pub(crate) fn tokens(&self, fields: Map<String, Value>, job: &EncodeJob) -> Option<Vec<u32>> {
+    /// The prompt in these fields, if its tokens are known to be those of the servers.
+    pub(crate) fn prompt(&self, fields: Map<String, Value>) -> Option<PromptText> {
         let is_used = self.used[PromptKind::of(&fields) as usize];
-        is_used.then(|| self.tokenizer.tokens(fields, self.format, job)).flatten()
+        is_used.then(|| self.tokenizer.prompt(fields, self.format)).flatten()
+    }
+
+    /// The tokens of a prompt, unless more than `max_new` bytes of its text would have to be tokenized.
+    pub(crate) fn tokens(
+        &self,
+        prompt: &PromptText,
+        max_new: usize,
+        job: &EncodeJob,
+    ) -> Result<Option<Vec<u32>>, TooMuchNewText> {
+        self.tokenizer.tokens(prompt, max_new, job)
     }
 
     /// Used for all prompts, without a comparison.

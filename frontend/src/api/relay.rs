@@ -9,6 +9,7 @@ mod contents;
 mod estimate;
 mod form;
 mod prompt;
+mod prompt_reader;
 mod public_path;
 mod response_body;
 mod stored;
@@ -35,7 +36,7 @@ pub(super) use contents::Contents;
 use contents::MediaType;
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use prompt::PromptFields;
+use prompt_reader::PromptReader;
 use public_path::is_public;
 use response_body::{ReadAhead, Relay, RelayBody, kind_of, read_ahead};
 use spans::{Kind, Span};
@@ -111,30 +112,17 @@ impl Incoming {
                 let tokenizers = state.tokenizers.of(&card).filter(|of| of.local.is_some() || has_exact_blocks);
                 if let Some(tokenizers) = tokenizers {
                     let (path, is_tokenized) = (parts.uri.path().to_owned(), tokenizers.local.is_some());
-                    let is_converted = PromptFields::are_converted(&path);
                     // When the client disconnects, this future is dropped, which cancels the work.
                     let salted = peek_salts(&fields).fold(domain.clone(), |domain, salt| domain.salted(&salt));
                     let job = EncodeJob::new(salted);
                     let _cancel_on_drop = job.cancel_on_drop();
-                    let read = move || {
-                        let prompt = PromptFields::peek(&path, &fields, &tokenizers);
-                        let local = prompt.as_ref().zip(tokenizers.local.as_ref());
-                        let tokens = local.and_then(|(prompt, local)| prompt.tokens(&fields, local, &job));
-                        let is_asked = has_exact_blocks && tokens.is_none();
-                        let tokenize_body =
-                            prompt.filter(|_| is_asked).and_then(|prompt| prompt.tokenize_body(&tokenizers.id));
-                        Ok(Routing { tokenize_body, ..Routing::read(fields, tokens) })
-                    };
-                    if is_tokenized {
-                        let mut span = context.trace().span("tokenize", Kind::Internal);
-                        let routing = permit.run(read).await?;
-                        routing.describe(&mut span);
-                        routing
-                    } else if is_converted {
-                        permit.run(read).await?
-                    } else {
-                        permit.scan(read).await?
+                    let reader = PromptReader { path, fields, tokenizers, has_exact_blocks, job };
+                    let mut span = is_tokenized.then(|| context.trace().span("tokenize", Kind::Internal));
+                    let routing = reader.read(&body, &permit).await?;
+                    if let Some(span) = &mut span {
+                        routing.describe(span);
                     }
+                    routing
                 } else {
                     permit.scan(move || Ok(Routing::read(fields, None))).await?
                 }

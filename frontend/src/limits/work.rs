@@ -1,7 +1,7 @@
 //! Limits on how much text is parsed, rendered and tokenized at the same time.
 //!
 //! ```text
-//!   below 8 KiB    immediately, on the async thread; without tokenizing, below 64 KiB
+//!   below 8 KiB    immediately, on the async thread; below 64 KiB what is read through, or known but for a few KiB
 //!   up to 256 KiB  short queue: as many at the same time as there are processors
 //!   above          long queue: weighted by bytes, at most half as many at the same time
 //! ```
@@ -82,6 +82,11 @@ impl WorkPermit {
         work: impl FnOnce() -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         self.run_from(MIN_OFFLOADED_BYTES, work).await
+    }
+
+    /// Whether [`scan`](Self::scan) runs its work on the async thread.
+    pub(crate) fn scans_inline(&self) -> bool {
+        self.bytes < MIN_OFFLOADED_SCAN_BYTES
     }
 
     /// Runs work that reads the body a few times and does nothing else, as [`run`](Self::run) does.

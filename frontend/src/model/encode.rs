@@ -133,8 +133,35 @@ impl Encoder {
         limit: usize,
         job: &EncodeJob,
     ) -> Result<Vec<u32>, EncodeError> {
+        let tokens = self.encode_within(text, special, (limit, usize::MAX), job)?;
+        Ok(tokens.expect("no text has as many bytes"))
+    }
+
+    /// The tokens of a text without a limit, unless more than `max_new` bytes of it would have to be tokenized: `None`.
+    /// What was tokenized until then is kept.
+    pub(crate) fn encode_known(
+        &self,
+        text: &str,
+        special: bool,
+        max_new: usize,
+        job: &EncodeJob,
+    ) -> Result<Option<Vec<u32>>, EncodeError> {
+        self.encode_within(text, special, (usize::MAX, max_new), job)
+    }
+
+    /// `limit` and `max_new`: of the tokens, and of the bytes that are tokenized.
+    fn encode_within(
+        &self,
+        text: &str,
+        special: bool,
+        (limit, mut max_new): (usize, usize),
+        job: &EncodeJob,
+    ) -> Result<Option<Vec<u32>>, EncodeError> {
         self.check(text, limit)?;
-        let Some((before, after)) = &self.added else { return Ok(ids(&self.tokenizer, text, special)?) };
+        let Some((before, after)) = &self.added else {
+            let is_allowed = text.len() <= max_new;
+            return Ok(is_allowed.then(|| ids(&self.tokenizer, text, special)).transpose()?);
+        };
         let mut tokens = Vec::with_capacity((text.len() / BYTES_PER_TOKEN).min(limit));
         if special {
             tokens.extend(before);
@@ -145,7 +172,9 @@ impl Encoder {
         };
         for segment in segments.into_iter().flatten().chain(whole) {
             for piece in TextPieces::new(segment, &self.splits, self.piece) {
-                self.encode_piece(piece?, &job.domain, &mut tokens)?;
+                if !self.encode_piece(piece?, &job.domain, &mut max_new, &mut tokens)? {
+                    return Ok(None);
+                }
                 if tokens.len() > limit {
                     return Err(EncodeError::TooLong(tokens.len()));
                 }
@@ -157,22 +186,31 @@ impl Encoder {
         if special {
             tokens.extend(after);
         }
-        Ok(tokens)
+        Ok(Some(tokens))
     }
 
-    /// Adds the tokens of a piece.
-    fn encode_piece(&self, piece: &str, domain: &Domain, tokens: &mut Vec<u32>) -> Result<(), tokenizers::Error> {
-        if piece.len() < MIN_CACHED {
-            return self.encode_new(piece, tokens);
-        }
-        if let Some(known) = self.cache.get(domain, piece.as_bytes()) {
+    /// Adds the tokens of a piece. `false`: it is not in the cache, and has more bytes than `max_new`, which are those
+    /// that may still be tokenized.
+    fn encode_piece(
+        &self,
+        piece: &str,
+        domain: &Domain,
+        max_new: &mut usize,
+        tokens: &mut Vec<u32>,
+    ) -> Result<bool, tokenizers::Error> {
+        let is_kept = piece.len() >= MIN_CACHED;
+        if is_kept && let Some(known) = self.cache.get(domain, piece.as_bytes()) {
             tokens.extend_from_slice(&known);
-            return Ok(());
+            return Ok(true);
         }
+        let Some(left) = max_new.checked_sub(piece.len()) else { return Ok(false) };
+        *max_new = left;
         let known = tokens.len();
         self.encode_new(piece, tokens)?;
-        self.cache.insert(domain, piece.as_bytes(), tokens[known..].into());
-        Ok(())
+        if is_kept {
+            self.cache.insert(domain, piece.as_bytes(), tokens[known..].into());
+        }
+        Ok(true)
     }
 
     /// Adds the tokens of a piece that is not in the cache.

@@ -53,6 +53,17 @@ pub struct LocalTokenizer {
     added: Vec<String>,
 }
 
+/// A prompt as text.
+pub(crate) struct PromptText {
+    text: String,
+    /// The tokenizer adds its tokens around the text.
+    special: bool,
+}
+
+/// A prompt has more text that must be tokenized than is allowed.
+#[derive(Debug)]
+pub(crate) struct TooMuchNewText;
+
 /// Kinds of prompts, which a server may tokenize in ways of its own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PromptKind {
@@ -132,21 +143,30 @@ impl LocalTokenizer {
         self.encoder.tokenizer().id_to_token(token).unwrap_or_default()
     }
 
-    /// The tokens of the prompt in these fields of a request: `prompt`, or `messages` with what belongs to them. `None`
-    /// if the server would render it in a way that is not known here, would refuse it, or has other tokens than text.
-    pub(crate) fn tokens(
-        &self,
-        fields: Map<String, Value>,
-        format: ContentFormat,
-        job: &EncodeJob,
-    ) -> Option<Vec<u32>> {
+    /// The prompt in these fields of a request: `prompt`, or `messages` with what belongs to them. `None` if the server
+    /// would render it in a way that is not known here, would refuse it, or has other tokens than text.
+    pub(crate) fn prompt(&self, fields: Map<String, Value>, format: ContentFormat) -> Option<PromptText> {
         let is_chat = fields.contains_key("messages");
         let special = match fields.get("add_special_tokens") {
             None => !is_chat,
             Some(special) => special.as_bool()?,
         };
-        let prompt = if is_chat { self.render(fields, format)? } else { text_prompt(fields)? };
-        self.encoder.encode(&prompt, special, usize::MAX, job).ok()
+        let text = if is_chat { self.render(fields, format)? } else { text_prompt(fields)? };
+        Some(PromptText { text, special })
+    }
+
+    /// The tokens of a prompt, unless more than `max_new` bytes of its text would have to be tokenized.
+    pub(crate) fn tokens(
+        &self,
+        prompt: &PromptText,
+        max_new: usize,
+        job: &EncodeJob,
+    ) -> Result<Option<Vec<u32>>, TooMuchNewText> {
+        match self.encoder.encode_known(&prompt.text, prompt.special, max_new, job) {
+            Ok(tokens) => tokens.map(Some).ok_or(TooMuchNewText),
+            // The server is asked instead.
+            Err(_) => Ok(None),
+        }
     }
 
     fn render(&self, mut fields: Map<String, Value>, format: ContentFormat) -> Option<String> {

@@ -135,7 +135,8 @@ fn compare(
         let of_kind = answers.iter().filter(|(fields, _)| PromptKind::of(fields) == kind);
         // What is not rendered here is asked from the server anyway.
         let pairs = of_kind.filter_map(|(fields, theirs)| {
-            Some((local.tokens(fields.clone(), format, &EncodeJob::default())?, theirs))
+            let prompt = local.prompt(fields.clone(), format)?;
+            Some((local.tokens(&prompt, usize::MAX, &EncodeJob::default()).ok()??, theirs))
         });
         let found: Vec<_> = pairs.map(|(ours, theirs)| difference(&ours, theirs)).collect();
         used[kind as usize] = !found.is_empty() && found.iter().all(Option::is_none);

@@ -57,7 +57,9 @@ impl Tokenize for FakeServer {
         let answer = if let Some(error) = self.error.lock().clone() {
             Err(error)
         } else {
-            let tokens = self.local.tokens(fields, self.format, &EncodeJob::default());
+            let prompt = self.local.prompt(fields, self.format);
+            let tokens =
+                prompt.and_then(|prompt| self.local.tokens(&prompt, usize::MAX, &EncodeJob::default()).unwrap());
             let refused = TokenizeError::Refused("no such message".to_owned());
             tokens.ok_or(refused).map(|tokens| tokens.into_iter().chain(is_odd.then_some(0)).collect())
         };
@@ -140,9 +142,8 @@ async fn kinds_of_prompts_with_other_tokens_are_asked() {
     assert_eq!(used(&tokenizers), [1, 0, 0]);
     let local = tokenizers.of(&card("m")).unwrap().local.clone().unwrap();
     let fields = |body: &str| serde_json::from_str::<Map<String, Value>>(body).unwrap();
-    let never = EncodeJob::default();
-    assert!(local.tokens(fields(r#"{"prompt":"hello"}"#), &never).is_some());
-    assert_eq!(local.tokens(fields(r#"{"messages":[{"role":"user","content":"hello"}]}"#), &never), None);
+    assert!(local.prompt(fields(r#"{"prompt":"hello"}"#)).is_some());
+    assert!(local.prompt(fields(r#"{"messages":[{"role":"user","content":"hello"}]}"#)).is_none());
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@
 mod messages;
 mod responses;
 
-use crate::model::EncodeJob;
+use crate::model::PromptText;
 use crate::params::{Fields, Raw};
 use crate::tokenizers::{CheckedTokenizer, ModelTokenizers};
 use bytes::Bytes;
@@ -122,8 +122,8 @@ impl PromptFields {
         Self(present.map(|(name, value)| (name, Field::Converted(value))).collect())
     }
 
-    /// The tokens of the prompt, if the local tokenizer knows them.
-    pub(super) fn tokens(&self, fields: &Fields, tokenizer: &CheckedTokenizer, job: &EncodeJob) -> Option<Vec<u32>> {
+    /// The prompt as text, if the local tokenizer knows its tokens.
+    pub(super) fn text(&self, fields: &Fields, tokenizer: &CheckedTokenizer) -> Option<PromptText> {
         // They may hold images, which a JSON value should not copy.
         if self.0.iter().any(|(name, _)| name.ends_with("_io_kwargs") || name.ends_with("_processor_kwargs")) {
             return None;
@@ -136,7 +136,7 @@ impl PromptFields {
             };
             Some(((*name).to_owned(), value))
         });
-        tokenizer.tokens(parsed.collect::<Option<Map<String, Value>>>()?, job)
+        tokenizer.prompt(parsed.collect::<Option<Map<String, Value>>>()?)
     }
 
     /// The body of a request to `/tokenize`, the same for the same prompt. `None` for a prompt with images or the like:

@@ -360,6 +360,25 @@ fn text_that_was_encoded_before_is_not_encoded_again() {
 }
 
 #[test]
+fn a_text_of_which_too_much_is_new_is_not_tokenized() {
+    for (name, encoder) in families() {
+        let encoder = Encoder { piece: 256, segments: None, cache: TokenCache::new(1 << 20), ..copy(encoder) };
+        let first = "the text of a long prompt again and again ".repeat(100);
+        let (last, within) = ("and then new text of this turn ".repeat(4), 1 << 10);
+        let (known, both) =
+            (|text: &str| encoder.encode_known(text, false, within, &never()), format!("{first}{last}"));
+        assert_eq!(known(&first), Ok(None), "{name}");
+        let whole = ids(&encoder.tokenizer, &both, false).unwrap();
+        assert_eq!(encoder.encode_known(&both, false, both.len(), &never()), Ok(Some(whole)), "{name}");
+        if !encoder.splits.is_empty() {
+            let next = format!("{both}{last}");
+            let whole = ids(&encoder.tokenizer, &next, false).unwrap();
+            assert_eq!(known(&next), Ok(Some(whole)), "{name}: all but the end is known");
+        }
+    }
+}
+
+#[test]
 fn tokenizers_that_keep_all_text_have_a_bound() {
     let long = "the text of a long prompt, again and again; ".repeat(2000);
     for (name, encoder) in families() {

@@ -21,7 +21,8 @@ fn local(template: &str) -> LocalTokenizer {
 
 #[expect(clippy::needless_pass_by_value, reason = "the callers write the values in place")]
 fn tokens(local: &LocalTokenizer, fields: Value, format: ContentFormat) -> Option<Vec<u32>> {
-    local.tokens(fields.as_object().unwrap().clone(), format, &EncodeJob::default())
+    let prompt = local.prompt(fields.as_object().unwrap().clone(), format)?;
+    local.tokens(&prompt, usize::MAX, &EncodeJob::default()).unwrap()
 }
 
 /// The text of these tokens.
