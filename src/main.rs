@@ -48,6 +48,7 @@ fn main() -> ExitCode {
 
 fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     let (config, origins) = Config::load_for(&sources, purpose)?;
+    machine::check_address_space()?;
     if printed.print_config {
         preflight(&config, purpose)?;
         return output::print(&if printed.json {
