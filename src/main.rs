@@ -8,6 +8,7 @@ use blockyard::config::{self, Config, Log, LogFormat, Origins, Purpose, Sources}
 use blockyard::node::banner::Banner;
 use blockyard::node::{Node, Process, WorkerNode, preflight};
 use blockyard::process::log_fields::EscapedFields;
+use blockyard::process::log_lines::TextLines;
 use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
 use blockyard::reload::{Apply, Engines, Reload, Routing, Section, Servers, SetLogFilter};
@@ -227,7 +228,8 @@ fn start_log(log: &Log, writer: LineQueue) -> anyhow::Result<SetLogFilter> {
     Ok(match log.format {
         LogFormat::Text => {
             let ansi = std::io::stderr().is_terminal();
-            let builder = builder.with_ansi(ansi).with_target(false).fmt_fields(EscapedFields).with_filter_reloading();
+            let builder =
+                builder.with_ansi(ansi).fmt_fields(EscapedFields).event_format(TextLines).with_filter_reloading();
             let handle = builder.reload_handle();
             builder.init();
             filter_setter(move |filter| handle.reload(filter))
