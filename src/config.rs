@@ -24,7 +24,7 @@ pub use cluster::{Cluster, ClusterTls, Nats};
 pub use error::{Error, Errors};
 pub use load::{Flag, Purpose, Sources};
 pub use print::{as_json, as_toml, changes, defaults};
-pub use traces::{OtelVariables, Tracing};
+pub use traces::{GRPC_PORT_FIX, OtelVariables, Tracing};
 pub use units::{ByteSize, HumanDuration};
 pub use values::{Budget, Invalid, Listen, Model, Threads, Workers};
 

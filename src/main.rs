@@ -8,6 +8,7 @@ use blockyard::config::{self, Config, Log, LogFormat, Origins, Purpose, Sources}
 use blockyard::node::banner::Banner;
 use blockyard::node::{Node, Process, WorkerNode, preflight};
 use blockyard::process::log_fields::EscapedFields;
+use blockyard::process::log_lines::TextLines;
 use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
 use blockyard::reload::{Apply, Engines, Reload, Routing, Section, Servers, SetLogFilter};
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
 }
 
 fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
+    machine::check_address_space()?;
     let (config, origins) = Config::load_for(&sources, purpose)?;
     if printed.print_config {
         preflight(&config, purpose)?;
@@ -202,7 +204,7 @@ async fn until_stopped(mut node: impl Process, signals: &mut Signals, reload: im
     // SIGTERM comes from an orchestrator, whose load balancers send requests for some more seconds. SIGINT comes from a
     // person at a terminal.
     let announced = matches!(outcome, Ok(true));
-    signals.ignore_copies().await;
+    ignore_copies(async || signals.next().await).await;
     tracing::info!("{}", node.shutdown_notice(announced));
     let shutdown = async {
         if announced {
@@ -226,7 +228,8 @@ fn start_log(log: &Log, writer: LineQueue) -> anyhow::Result<SetLogFilter> {
     Ok(match log.format {
         LogFormat::Text => {
             let ansi = std::io::stderr().is_terminal();
-            let builder = builder.with_ansi(ansi).with_target(false).fmt_fields(EscapedFields).with_filter_reloading();
+            let builder =
+                builder.with_ansi(ansi).fmt_fields(EscapedFields).event_format(TextLines).with_filter_reloading();
             let handle = builder.reload_handle();
             builder.init();
             filter_setter(move |filter| handle.reload(filter))
@@ -289,21 +292,25 @@ impl Signals {
         }
     }
 
-    /// Waits for copies of the signal to stop, which are no second one: `timeout` signals the process and its group,
-    /// and so do some process managers.
-    async fn ignore_copies(&mut self) {
-        let copies = async { while self.next().await != SignalRequest::Reload {} };
-        let _ = tokio::time::timeout(TIME_OF_COPIES, copies).await;
-    }
-
     /// Resolves when the process is to stop.
     async fn end(&mut self) {
         while self.next().await == SignalRequest::Reload {}
     }
 }
 
+/// Drops the signals of the first moment after the signal to stop: copies of it, which are no second one, because
+/// `timeout` signals the process and its group, and so do some process managers; and requests to reload what ends.
+async fn ignore_copies(mut next: impl AsyncFnMut() -> SignalRequest) {
+    let copies = async {
+        loop {
+            next().await;
+        }
+    };
+    let _: Result<(), _> = tokio::time::timeout(TIME_OF_COPIES, copies).await;
+}
+
 /// What a signal requests.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum SignalRequest {
     /// SIGINT: stop.
     Interrupt,
@@ -311,4 +318,27 @@ enum SignalRequest {
     Terminate,
     /// SIGHUP: reload the configuration.
     Reload,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::sync::mpsc;
+    use tokio::time::{Instant, sleep_until};
+
+    #[tokio::test(start_paused = true)]
+    async fn signals_within_50_ms_of_the_first_are_no_second_one() {
+        let (sender, mut received) = mpsc::unbounded_channel();
+        let start = Instant::now();
+        tokio::spawn(async move {
+            let signals = [SignalRequest::Terminate, SignalRequest::Reload, SignalRequest::Terminate];
+            for (signal, at) in signals.into_iter().chain([SignalRequest::Interrupt]).zip([0, 10, 49, 51]) {
+                sleep_until(start + Duration::from_millis(at)).await;
+                sender.send(signal).unwrap();
+            }
+        });
+        ignore_copies(async || received.recv().await.unwrap()).await;
+        assert_eq!(start.elapsed(), Duration::from_millis(50));
+        assert_eq!(received.recv().await, Some(SignalRequest::Interrupt));
+    }
 }

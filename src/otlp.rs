@@ -12,7 +12,7 @@ mod metrics;
 
 pub use exporter::Exporter;
 
-use crate::config::{Config, Purpose};
+use crate::config::{Config, GRPC_PORT_FIX, Purpose};
 use anyhow::{Context, bail};
 use exporter::Collector;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
@@ -35,6 +35,9 @@ pub fn start(
 ) -> anyhow::Result<(Tracer, Option<Exporter>)> {
     let metrics = Metrics::new(registry)?;
     let Some(collector) = collector(config)? else { return Ok((Tracer::off(), None)) };
+    if let Some(warning) = config.tracing.grpc_port() {
+        tracing::warn!("{warning}; {GRPC_PORT_FIX}");
+    }
     let (tracer, queue) = Tracer::new(Sampling::ratio(config.tracing.sample_ratio));
     metrics.read_dropped(queue.dropped());
     let resource = Resource::new(service_name(config, purpose), instance, &config.tracing.variables);

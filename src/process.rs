@@ -3,6 +3,7 @@
 
 mod error_text;
 pub mod log_fields;
+pub mod log_lines;
 pub mod log_writer;
 pub mod machine;
 pub(crate) mod metrics;

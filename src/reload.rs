@@ -171,9 +171,17 @@ impl Reload {
             Config { log: Log { filter: filter.to_owned(), ..state.running.log.clone() }, ..state.running.clone() };
         for section in self.sections.iter().filter(|section| section.has(LogFilter::KEY)) {
             if let Some(change) = section.check(&wanted)? {
-                // Before the change: the new filter may suppress this line.
-                tracing::info!(filter, before = state.running.log.filter, "the admin API sets the log filter");
+                // Before the change or after it: either filter may suppress the line.
+                let log =
+                    || tracing::info!(filter, before = state.running.log.filter, "the admin API sets the log filter");
+                let is_logged = tracing::enabled!(tracing::Level::INFO);
+                if is_logged {
+                    log();
+                }
                 change()?;
+                if !is_logged {
+                    log();
+                }
             }
         }
         state.running = wanted;

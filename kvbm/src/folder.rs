@@ -1,13 +1,22 @@
-//! The identity of files and folders: whether a path still names the one that was opened.
+//! The identity of files and folders: whether a path still names the one that was opened. It also opens files that must
+//! be regular ones.
 //!
 //! Below a removed mount is another folder, on the disk of the system. A program that creates missing folders would
 //! fill that disk.
 
-use std::fs::{self, Metadata};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+
+/// Opens a regular file. A pipe or a device is an error, because opening or reading it could block for ever.
+pub(crate) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<File> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "expected a regular file"));
+    }
+    options.open(path)
+}
 
 /// Device and inode of a file or folder.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -65,6 +65,7 @@ mod tests;
 pub(crate) use holder::LEVELS;
 pub use holder::{Holder, HolderId};
 pub use overlap::Overlap;
+pub(crate) use sync::NoAddresses;
 pub use worker_overlap::WorkerOverlap;
 
 use arc_swap::ArcSwap;
@@ -104,19 +105,22 @@ impl Index {
     pub const MIN_MEMORY_LIMIT: usize = 1 << 20;
 
     /// An index without a memory limit.
+    ///
+    /// # Panics
+    /// If the system has no addresses for it.
     pub fn new() -> Self {
-        Self::with_memory_limit(usize::MAX)
+        Self::with_memory_limit(usize::MAX).expect("the system has addresses for an index")
     }
 
     /// An index that evicts cold pages (clock eviction) to stay below a number of bytes.
-    pub fn with_memory_limit(bytes: usize) -> Self {
-        let sharded_table = ShardedTable::new();
+    pub fn with_memory_limit(bytes: usize) -> Result<Self, NoAddresses> {
+        let sharded_table = ShardedTable::new()?;
         let snapshot = IndexSnapshot {
             tables: sharded_table.tables(),
             directory: PageDirectory::default(),
             holders: Arc::default(),
         };
-        Self {
+        Ok(Self {
             snapshot: ArcSwap::from_pointee(snapshot),
             update_lock: Mutex::default(),
             sharded_table,
@@ -125,6 +129,6 @@ impl Index {
             memory_limit: AtomicUsize::new(bytes),
             clock_hand: Mutex::default(),
             evicted_pages: AtomicU64::new(0),
-        }
+        })
     }
 }

@@ -61,7 +61,7 @@ mod tests;
 pub use admission::{LateRequests, Settings as Admission, Tenant};
 pub use policy::planner::{Mode as PlannerMode, Outlook, PlanStatus, Settings as PlannerSettings};
 pub use policy::{Composition, Disaggregation, Filter, Pick, Policy, Score, Term};
-pub use problem::Problem;
+pub use problem::{Problem, Quantity};
 pub use router::{IndexedEvents, NoSuchWorker, Outstanding, Router, WorkerStatus};
 pub use settings::{Overrides, Settings};
 pub use slo::Slo;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::RangeInclusive;
+use units::{ByteSize, HumanDuration};
 
 /// An invalid value of the configuration.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -12,6 +13,36 @@ pub struct Problem {
     pub problem: String,
 }
 
+/// A value with a range.
+pub trait Quantity: PartialOrd + fmt::Display {
+    /// What errors call it.
+    const NOUN: &str;
+}
+
+impl Quantity for u32 {
+    const NOUN: &str = "a number";
+}
+
+impl Quantity for u64 {
+    const NOUN: &str = "a number";
+}
+
+impl Quantity for usize {
+    const NOUN: &str = "a number";
+}
+
+impl Quantity for f64 {
+    const NOUN: &str = "a number";
+}
+
+impl Quantity for ByteSize {
+    const NOUN: &str = "a size";
+}
+
+impl Quantity for HumanDuration {
+    const NOUN: &str = "a duration";
+}
+
 impl Problem {
     /// A problem with the value of a key.
     pub fn new(key: impl Into<String>, problem: impl Into<String>) -> Self {
@@ -20,8 +51,8 @@ impl Problem {
 
     /// A problem unless the value is in the range. NaN never is.
     #[expect(clippy::needless_pass_by_value, reason = "the values are numbers and durations")]
-    pub fn unless_within<T: PartialOrd + fmt::Display>(key: &str, value: T, range: RangeInclusive<T>) -> Option<Self> {
-        let problem = || format!("expected a number between {} and {}", range.start(), range.end());
+    pub fn unless_within<T: Quantity>(key: &str, value: T, range: RangeInclusive<T>) -> Option<Self> {
+        let problem = || format!("expected {} between {} and {}", T::NOUN, range.start(), range.end());
         (!range.contains(&value)).then(|| Self::new(key, problem()))
     }
 }

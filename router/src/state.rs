@@ -6,7 +6,7 @@ use crate::admission::Admission;
 use crate::booking::{InflightPrefixes, PrefixCopies, ReplicaOutbox};
 use crate::fleet::Fleet;
 use crate::hash::{HashCache, splitmix64};
-use crate::index::Index;
+use crate::index::{Index, NoAddresses};
 use crate::load::Traffic;
 use crate::metrics::Metrics;
 use crate::policy::Scratch;
@@ -54,6 +54,9 @@ pub enum Error {
     /// A metric could not be registered.
     #[error("metrics: {0}")]
     Metrics(#[from] prometheus::Error),
+    /// The index has no memory.
+    #[error("no memory for the index of the router: {0}")]
+    Memory(#[from] NoAddresses),
 }
 
 impl Core {
@@ -61,10 +64,11 @@ impl Core {
         let resolved = ResolvedSettings::new(settings).map_err(Error::Settings)?;
         let (metrics, recorder) = (Metrics::new(registry)?, Recorder::default());
         recorder.write_to(resolved.settings.trace_file.as_deref(), &metrics).map_err(Error::Settings)?;
+        let index = Index::with_memory_limit(resolved.settings.index_memory.as_usize())?;
         Ok(Self {
             rng_seed: splitmix64(id.0),
             fleet: Arc::default(),
-            index: Arc::new(Index::with_memory_limit(resolved.settings.index_memory.as_usize())),
+            index: Arc::new(index),
             hash_cache: HashCache::default(),
             resolved: RwLock::new(Arc::new(resolved)),
             inflight: Arc::default(),

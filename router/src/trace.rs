@@ -19,9 +19,8 @@ use std::fs::{self, File, Metadata};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::time::Instant;
@@ -82,8 +81,8 @@ struct TraceFile {
     file: FileId,
     lines: SyncSender<Line>,
     counts: IntCounterVec,
-    /// A line could not be written, so no further lines are.
-    failed: Arc<AtomicBool>,
+    /// Why a line could not be written. Then no further lines are.
+    failure: Arc<OnceLock<String>>,
 }
 
 /// Identifies a file independently of its path: device and inode.
@@ -120,6 +119,11 @@ impl Recorder {
         self.0.load().as_ref().is_some_and(|trace_file| trace_file.is_on())
     }
 
+    /// Why requests are not recorded, though a file is configured; `None` if they are.
+    pub(crate) fn problem(&self) -> Option<String> {
+        self.0.load().as_ref().and_then(|trace_file| trace_file.failure.get().cloned())
+    }
+
     /// Starts the trace of a request, if lines are written.
     pub(crate) fn begin(&self, arrived: Instant) -> Option<RequestTrace> {
         let trace_file = self.0.load_full().filter(|trace_file| trace_file.is_on())?;
@@ -143,16 +147,16 @@ impl TraceFile {
         let (lines, incoming) = sync_channel(QUEUED_LINES_MAX);
         let counts = metrics.trace_records.clone();
         let trace_file =
-            Self { path: path.to_owned(), file: id, lines, counts: counts.clone(), failed: Arc::default() };
-        let (name, failed) = (path.to_owned(), trace_file.failed.clone());
+            Self { path: path.to_owned(), file: id, lines, counts: counts.clone(), failure: Arc::default() };
+        let (name, failure) = (path.to_owned(), trace_file.failure.clone());
         // The thread ends when all senders are dropped.
-        let write = move || write(&name, &file, &incoming, &counts, &failed);
+        let write = move || write(&name, &file, &incoming, &counts, &failure);
         thread::Builder::new().name("trace".into()).spawn(write).map_err(wrong)?;
         Ok(trace_file)
     }
 
     fn is_on(&self) -> bool {
-        !self.failed.load(Ordering::Relaxed)
+        self.failure.get().is_none()
     }
 
     /// Whether this file is the one at the path.
@@ -169,20 +173,22 @@ impl FileId {
 
 /// Writes lines until all senders are dropped. After the first line that cannot be written the rest is dropped: a
 /// trace with a gap is useless.
-fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVec, failed: &AtomicBool) {
+fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVec, failure: &OnceLock<String>) {
     while let Ok(line) = lines.recv() {
-        if failed.load(Ordering::Relaxed) {
+        if failure.get().is_some() {
             counts.with_label_values(&["dropped"]).inc();
             continue;
         }
         match append(file, file, &line) {
             Ok(()) => counts.with_label_values(&["written"]).inc(),
             Err(error) => {
-                tracing::error!(
-                    path = %path.display(), %error,
-                    "the trace file cannot be written; later requests are not recorded"
+                let problem = format!(
+                    "router.trace_file: {} cannot be written: {error}; requests are not recorded until a reload \
+                     (SIGHUP) opens the file again",
+                    path.display()
                 );
-                failed.store(true, Ordering::Relaxed);
+                tracing::error!("{problem}");
+                let _ = failure.set(problem);
                 counts.with_label_values(&["dropped"]).inc();
             }
         }
@@ -194,7 +200,8 @@ fn write(path: &Path, file: &File, lines: &Receiver<Line>, counts: &IntCounterVe
 fn append(file: &File, mut writer: impl Write, line: &Line) -> io::Result<()> {
     let before = file.metadata()?.len();
     if before >= FILE_BYTES_MAX {
-        return Err(ErrorKind::FileTooLarge.into());
+        let full = "it has reached 1 GiB, the largest size; move it away";
+        return Err(io::Error::new(ErrorKind::FileTooLarge, full));
     }
     let mut text = serde_json::to_string(line)?;
     text.push('\n');

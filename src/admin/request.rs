@@ -8,7 +8,6 @@ use axum::http::header::CONNECTION;
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use router::NoSuchWorker;
-use serde::Deserialize;
 use serde_json::json;
 use std::time::Duration;
 use worker::plane::WorkerId;
@@ -17,13 +16,7 @@ use worker::plane::WorkerId;
 const DRAIN_TIMEOUT: HumanDuration = HumanDuration::secs(30);
 
 /// The query string of a drain request.
-pub(super) type WaitQuery = Result<Query<Wait>, QueryRejection>;
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Wait {
-    timeout: Option<HumanDuration>,
-}
+pub(super) type WaitQuery = Result<Query<Vec<(String, String)>>, QueryRejection>;
 
 /// Why a request fails.
 pub(super) enum Error {
@@ -32,7 +25,7 @@ pub(super) enum Error {
     /// No worker has this id.
     NoSuchWorker(String),
     /// The query string is invalid.
-    Query(QueryRejection),
+    Query(String),
     /// The body is too large, or is no text.
     Body(StringRejection),
 }
@@ -51,7 +44,7 @@ impl IntoResponse for Error {
             Self::NoSuchWorker(id) => {
                 (StatusCode::NOT_FOUND, format!("there is no worker {id:?}; GET /admin/workers lists them"))
             }
-            Self::Query(problem) => (StatusCode::BAD_REQUEST, problem.body_text()),
+            Self::Query(problem) => (StatusCode::BAD_REQUEST, problem),
             Self::Body(problem) => (problem.status(), problem.body_text()),
         };
         let mut response = error(status, &message);
@@ -73,8 +66,21 @@ pub(super) fn error(status: StatusCode, message: &str) -> Response {
 
 /// How long a drain request waits.
 pub(super) fn timeout(wait: WaitQuery) -> Result<Duration, Error> {
-    let Query(wait) = wait.map_err(Error::Query)?;
-    Ok(wait.timeout.unwrap_or(DRAIN_TIMEOUT).0)
+    let Query(parameters) = wait.map_err(|problem| Error::Query(problem.body_text()))?;
+    let (mut parameters, mut timeout) = (parameters.into_iter(), DRAIN_TIMEOUT);
+    if let Some((name, value)) = parameters.next() {
+        if name != "timeout" {
+            let problem = format!("unknown parameter {name:?} in the URL; a drain has one: /drain?timeout=30s");
+            return Err(Error::Query(problem));
+        }
+        timeout = value.parse().map_err(|problem| Error::Query(format!("timeout={value} in the URL: {problem}")))?;
+    }
+    match parameters.next() {
+        None => Ok(timeout.0),
+        Some((name, _)) => {
+            Err(Error::Query(format!("parameter {name:?} after another one in the URL; a drain has one: timeout")))
+        }
+    }
 }
 
 /// Parses `w1` or `1`.
@@ -97,6 +103,26 @@ mod tests {
     fn a_worker_id_is_w2_or_2() {
         assert!(matches!((parse_id("w2"), parse_id("2")), (Ok(WorkerId(2)), Ok(WorkerId(2)))));
         assert!(["", "w", "x2", "w-1"].iter().all(|name| parse_id(name).is_err()));
+    }
+
+    #[test]
+    fn the_timeout_of_a_drain_is_one_duration_with_its_unit() {
+        let of = |query: &str| {
+            let uri = format!("http://localhost/admin/workers/w1/drain{query}").parse().unwrap();
+            timeout(Query::try_from_uri(&uri)).map_err(|error| match error {
+                Error::Query(problem) => problem,
+                _ => "another error".to_owned(),
+            })
+        };
+        assert_eq!([of(""), of("?timeout=6s"), of("?timeout=0")], [30, 6, 0].map(|s| Ok(Duration::from_secs(s))));
+        let of = |query| of(query).unwrap_err();
+        assert_eq!(
+            of("?timeout=6"),
+            "timeout=6 in the URL: expected a duration with its unit, like \"250ms\", \"30s\" or \"5m\"; write 6 \
+             seconds as \"6s\""
+        );
+        assert!(of("?time=6s").starts_with("unknown parameter \"time\" in the URL; a drain has one"));
+        assert!(of("?timeout=6s&timeout=7s").starts_with("parameter \"timeout\" after another one"));
     }
 
     async fn put_text(body: Result<String, StringRejection>) -> Result<String, Error> {

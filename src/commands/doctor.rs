@@ -23,6 +23,7 @@ use crate::commands::output;
 use crate::config::{Config, Purpose, Sources};
 use crate::node::aliases::incomplete;
 use crate::node::load_tokenizers;
+use crate::process::machine;
 use clap::Args;
 use findings::Findings;
 use frontend::LocalTokenizer;
@@ -76,6 +77,7 @@ const MAX_SERVERS: usize = 64;
 
 /// Runs all checks and prints them.
 pub fn run(doctor: &Doctor) -> anyhow::Result<Outcome> {
+    machine::check_address_space()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let probing = if doctor.no_probe { Probing::Skip } else { Probing::Send };
     let checks = runtime.block_on(checks_of(&doctor.configured.sources(), probing));

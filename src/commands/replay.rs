@@ -345,7 +345,11 @@ fn run_all(
     let runs = Runs { traffic, options, policies, rates, seeds, threads, clairvoyant: args.clairvoyant };
     let started = Instant::now();
     let results = runs.replay(|Results { policy, rate_rps, ttft_mean_s, .. }| {
-        eprintln!("  {policy:<16} {rate_rps:8.2}/s: mean first token {ttft_mean_s:.3} s");
+        if ttft_mean_s.is_nan() {
+            eprintln!("  {policy:<16} {rate_rps:8.2}/s: no request was served to its last token");
+        } else {
+            eprintln!("  {policy:<16} {rate_rps:8.2}/s: mean first token {ttft_mean_s:.3} s");
+        }
     })?;
     let simulated: f64 = results.iter().map(|results| results.makespan_s * args.runs as f64).sum();
     let (runs, took) = (results.len() as u64 * args.runs, started.elapsed().as_secs_f64());

@@ -35,6 +35,14 @@ pub struct OtelVariables {
     pub resource_attributes: Option<String>,
 }
 
+/// The port on which collectors usually take OTLP over gRPC, and that for HTTP.
+const GRPC_PORT: u16 = 4317;
+const HTTP_PORT: u16 = 4318;
+
+/// What to change if [`Tracing::grpc_port`] warns.
+pub const GRPC_PORT_FIX: &str = "name the port of the collector for OTLP over HTTP, usually 4318: \
+    --set tracing.endpoint=http://HOST:4318, or OTEL_EXPORTER_OTLP_ENDPOINT";
+
 /// The path of an endpoint that has none.
 const PATH: &str = "/v1/traces";
 
@@ -60,6 +68,15 @@ impl Tracing {
         } else {
             Some(uri)
         }
+    }
+
+    /// The warning for an endpoint with the port of OTLP over gRPC.
+    pub fn grpc_port(&self) -> Option<String> {
+        let url = self.url().filter(|url| url.port_u16() == Some(GRPC_PORT))?;
+        Some(format!(
+            "tracing.endpoint = \"{url}\": {GRPC_PORT} is usually the port for OTLP over gRPC, and spans are sent over \
+             HTTP in JSON, for which collectors usually have port {HTTP_PORT}"
+        ))
     }
 
     /// The variables that stand for a key, weakest first, each with its key and value.

@@ -8,7 +8,7 @@ mod advice;
 use super::sizes::{self, Disk, Needs, Sizes};
 use super::stores::{access, same_place};
 use super::{model, quotas, transforms};
-use crate::config::{Config, Listen, Purpose};
+use crate::config::{Budget, Config, Listen, Purpose};
 use crate::otlp;
 use crate::process::machine::{self, Machine};
 use crate::process::with_causes;
@@ -131,7 +131,7 @@ fn preflight_on(machine: &Machine, config: &Config, purpose: Purpose) -> Result<
         }));
         return if problems.is_empty() { Ok(()) } else { Err(Refused(problems)) };
     }
-    check(data_dir(&config.data_dir));
+    check(data_dir(config));
     for disk in &config.tiers.g3_paths {
         check(folder("tiers.g3_paths", &disk.path, "correct the path in tiers.g3_paths"));
     }
@@ -183,14 +183,23 @@ fn folder(key: &str, path: &Path, fix: &str) -> Result<(), Reason> {
 }
 
 /// The data folder is created on a disk.
-fn data_dir(path: &Path) -> Result<(), Reason> {
+fn data_dir(config: &Config) -> Result<(), Reason> {
+    let path = config.data_dir.as_path();
     let fix = "name a folder on a disk: --data-dir DIR";
     if let Some(kernel) = machine::kernel_folder(path) {
         let (path, kernel) = (path.display(), kernel.display());
         let error = anyhow!("data_dir = \"{path}\": {kernel} is a view of the kernel, in which no file can be created");
         return Err(Reason::new(error, fix));
     }
-    folder("data_dir", path, fix)
+    folder("data_dir", path, fix)?;
+    let log = path.join(sizes::G3_FOLDER);
+    if config.tiers.g3 != Budget::Off && config.tiers.g3_paths.is_empty() && log.exists() && !log.is_dir() {
+        let (path, log) = (path.display(), log.display());
+        let error = anyhow!("data_dir = \"{path}\": {log} is not a folder, and that of the G3 log has this name");
+        let fix = format!("remove {log}, name another data folder: --data-dir DIR, or turn G3 off: --set tiers.g3=off");
+        return Err(Reason::new(error, fix));
+    }
+    Ok(())
 }
 
 fn trace_file(config: &Config) -> Result<(), Reason> {

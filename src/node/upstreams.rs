@@ -44,6 +44,10 @@ const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Between two checks of the aliases. Servers are asked for their models as often.
 const ALIAS_CHECK: Duration = Duration::from_secs(10);
 
+/// Longest wait for answers of all servers before aliases are checked: a server loads its model in this time. One that
+/// accepts connections and never answers must not hide an alias that cannot be served.
+const MAX_ALIAS_WAIT: Duration = Duration::from_mins(1);
+
 /// The servers behind this gateway. Dropping it deregisters them at once.
 pub struct Upstreams {
     shared: Arc<Shared>,
@@ -69,6 +73,10 @@ struct Shared {
     tasks: TaskTracker,
     abort: CancellationToken,
 }
+
+/// Since when a server of some table has not answered.
+#[derive(Default)]
+struct UnansweredSince(Option<Instant>);
 
 /// Intervals of the requests to servers and to DNS.
 #[derive(Clone, Copy, Debug)]
@@ -208,13 +216,14 @@ impl Upstreams {
         self.aliases.set(aliases);
     }
 
-    /// Logs aliases whose models no server has, once each server has answered and again when that changes. `served`:
-    /// the models that are served now, those of workers too.
+    /// Logs aliases whose models no server has, once each server has answered or [`MAX_ALIAS_WAIT`] is over, and again
+    /// when that changes. `served`: the models that are served now, those of workers too.
     pub(super) fn watch_aliases(self: &Arc<Self>, served: impl Fn() -> Vec<Arc<ModelCard>> + Send + 'static) {
         let (upstreams, mut log) = (Arc::downgrade(self), IncompleteLog::default());
+        let mut unanswered = UnansweredSince::default();
         self.shared.spawn(async move {
             while let Some(upstreams) = upstreams.upgrade() {
-                if upstreams.have_answered() {
+                if unanswered.is_over(upstreams.have_answered(), Instant::now()) {
                     log.update(upstreams.aliases.incomplete(&served()));
                 }
                 drop(upstreams);
@@ -279,6 +288,17 @@ impl Upstreams {
         self.shared.abort.cancel();
         self.shared.tasks.close();
         self.shared.tasks.wait().await;
+    }
+}
+
+impl UnansweredSince {
+    /// Whether the servers need not be waited for any longer.
+    fn is_over(&mut self, have_answered: bool, now: Instant) -> bool {
+        if have_answered {
+            self.0 = None;
+            return true;
+        }
+        now.duration_since(*self.0.get_or_insert(now)) >= MAX_ALIAS_WAIT
     }
 }
 

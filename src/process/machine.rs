@@ -1,5 +1,6 @@
 //! Resources of the machine, read at the start: memory, disk space, threads, and the limit of open files.
 
+use anyhow::bail;
 use kvbm::permissions;
 use rustix::fs::Mode;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -106,6 +107,26 @@ pub fn max_open_files() -> Option<u64> {
 /// The limit of the address space of this process in bytes (`ulimit -v`); `None` if there is no limit.
 pub fn address_space() -> Option<u64> {
     getrlimit(Resource::As).current
+}
+
+/// Smallest limit of the address space that a process can run with. It has some tens of threads. For each the system
+/// library reserves 2 MiB for the stack and up to 64 MiB for allocations, whose failure aborts the process. The index
+/// of the router, the program and its libraries take 150 MiB.
+const MIN_ADDRESSES: u64 = 512 << 20;
+
+/// Refuses a limit of the address space that is too low for any configuration.
+pub fn check_address_space() -> anyhow::Result<()> {
+    check_addresses(address_space())
+}
+
+fn check_addresses(limit: Option<u64>) -> anyhow::Result<()> {
+    if let Some(limit) = limit.filter(|limit| *limit < MIN_ADDRESSES) {
+        bail!(
+            "the address space of this process is limited to {limit} bytes, and at least {MIN_ADDRESSES} are reserved \
+             for threads and the index; raise the limit (RLIMIT_AS: ulimit -v unlimited, LimitAS=infinity in systemd)"
+        );
+    }
+    Ok(())
 }
 
 /// Raises the soft limit of open files to the hard limit. Shells commonly set 1,024, and each connection takes one.

@@ -341,6 +341,39 @@ async fn a_log_filter_of_the_admin_api_stays_until_the_next_reload() {
 }
 
 #[tokio::test]
+async fn a_change_of_the_log_filter_is_logged_once_also_from_off() {
+    let (written, file) = (tempfile::NamedTempFile::new().unwrap(), tempfile::NamedTempFile::new().unwrap());
+    let log = tracing_subscriber::fmt().with_ansi(false).with_env_filter("off");
+    let log = log.with_writer(Arc::new(written.reopen().unwrap())).with_filter_reloading();
+    let handle = log.reload_handle();
+    let set_log: SetLogFilter = Box::new(move |filter, apply| match apply {
+        Apply::Check => Ok(()),
+        Apply::Apply => handle.reload(tracing_subscriber::EnvFilter::new(filter)).map_err(|error| error.to_string()),
+    });
+    let sources =
+        Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
+    let loaded = Config::load_for(&sources, Purpose::Serve).unwrap();
+    let sources = (sources, Purpose::Serve);
+    let reload = Reload::new(sources, loaded, Vec::new(), set_log, &Registry::new()).unwrap();
+    let _log = tracing::subscriber::set_default(log.finish());
+    reload.set_log_filter("off").unwrap();
+    for filter in ["debug", "warn", "info", "off"] {
+        reload.set_log_filter(filter).unwrap();
+    }
+    let text = std::fs::read_to_string(written.path()).unwrap();
+    let lines: Vec<&str> = text.lines().filter_map(|line| line.split("log filter ").nth(1)).collect();
+    assert_eq!(
+        lines,
+        [
+            "filter=\"debug\" before=\"off\"",
+            "filter=\"warn\" before=\"debug\"",
+            "filter=\"info\" before=\"warn\"",
+            "filter=\"off\" before=\"info\""
+        ]
+    );
+}
+
+#[tokio::test]
 async fn a_frontend_gets_its_first_server_and_loses_its_last_at_run_time() {
     let harness = Harness::of(Purpose::Frontend, "[router]\nseed = 1\n", Some(no_upstreams()));
     // A model of workers, which the configuration of a frontend does not name.

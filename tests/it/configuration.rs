@@ -107,6 +107,12 @@ fn print_config_rejects_what_serve_rejects_and_writes_nothing() {
     let error = crate::process::program(&both).output().expect("it runs").stderr;
     let error = String::from_utf8_lossy(&error);
     assert!(error.contains("is not a folder") && error.contains("no/such/folder"), "both errors are reported: {error}");
+    std::fs::create_dir(data).unwrap();
+    std::fs::write(format!("{data}/g3"), "").unwrap();
+    let error = crate::process::program(&["--data-dir", data, "--model", "tiny", "--print-config"]).output();
+    let error = String::from_utf8(error.expect("it runs").stderr).unwrap();
+    let expected = format!("data_dir = \"{data}\": {data}/g3 is not a folder, and that of the G3 log has this name");
+    assert!(error.contains(&expected), "{error}");
 }
 
 /// The keys of a section of the page.

@@ -45,7 +45,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("disk", &["transform", "tier", "event", "table", "permissions", "folder", "block"]),
             ("object", &["transform", "tier", "event", "table", "permissions", "folder", "block"]),
             ("pool", &["tier", "event", "table", "metrics", "blocking", "block"]),
-            ("transform", &["tier", "metrics", "permissions", "block"]),
+            ("transform", &["tier", "metrics", "permissions", "folder", "block"]),
             ("tier", &["event", "table", "block"]),
             ("event", &["table", "blocking", "block"]),
             ("table", &["block"]),

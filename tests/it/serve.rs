@@ -327,6 +327,20 @@ fn memory_that_the_system_refuses_is_an_error_with_its_key() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_limit_of_addresses_that_no_process_can_run_with_is_an_error() {
+    for command in ["serve", "doctor"] {
+        let mut limited = Command::new("/bin/sh");
+        limited.args(["-c", r#"ulimit -v 300000; exec "$0" "$@""#, env!("CARGO_BIN_EXE_blockyard"), command]);
+        let Output { status, stderr, .. } = limited.env_clear().env("HOME", "/nonexistent").output().unwrap();
+        let log = String::from_utf8(stderr).unwrap();
+        assert_eq!(status.code(), Some(1), "{command}: {log}");
+        let expected = "error: the address space of this process is limited to 307200000 bytes, and at least 536870912";
+        assert!(log.starts_with(expected) && log.contains("ulimit -v unlimited"), "{command}: {log}");
+    }
+}
+
 #[test]
 fn the_banner_has_the_address_and_a_signal_stops_cleanly() {
     use std::io::{BufRead, BufReader, Read};

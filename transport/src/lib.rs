@@ -40,4 +40,4 @@ pub use files::{Identity, NamedFile, TlsError};
 pub use reloadable::CertificateMetrics;
 pub use server::{AcceptError, ServerFiles, ServerTls};
 pub use socket::{Socket, has_certificate, is_buffered, is_out_of_files, tcp};
-pub use watch::{WatchedFiles, read_text};
+pub use watch::{WatchedFiles, open_regular, read_bytes, read_text};

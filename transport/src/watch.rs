@@ -5,7 +5,7 @@
 //! are replaced, as Kubernetes does with secrets.
 
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::{self, Read, Take};
 use std::os::unix::fs::MetadataExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -92,20 +92,54 @@ fn stamps(paths: &[PathBuf]) -> Vec<Option<FileStamp>> {
 
 /// The text of a regular file of at most `max_bytes`. Blocks while it reads.
 pub fn read_text(path: &Path, max_bytes: u64) -> io::Result<String> {
-    // Opening a pipe would wait for its writer.
+    let mut text = String::new();
+    open_within(path, max_bytes)?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// The bytes of a regular file of at most `max_bytes`. Blocks while it reads.
+pub fn read_bytes(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_within(path, max_bytes)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn open_within(path: &Path, max_bytes: u64) -> io::Result<Take<File>> {
     let metadata = fs::metadata(path)?;
     if !metadata.is_file() || metadata.len() > max_bytes {
-        let expected = format!("expected a regular file of at most {max_bytes} bytes");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, expected));
+        return Err(not_regular(format!("expected a regular file of at most {max_bytes} bytes")));
     }
-    let mut text = String::new();
-    File::open(path)?.take(max_bytes).read_to_string(&mut text)?;
-    Ok(text)
+    Ok(open_regular(path)?.take(max_bytes))
+}
+
+/// Opens a regular file. A pipe is refused, because opening it would wait for its writer.
+pub fn open_regular(path: &Path) -> io::Result<File> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(not_regular("expected a regular file".to_owned()));
+    }
+    File::open(path)
+}
+
+fn not_regular(expected: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, expected)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_named_pipe_is_refused_and_blocks_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let errors = [open_regular(&path).map(drop), read_text(&path, 9).map(drop), read_bytes(&path, 9).map(drop)];
+        for error in errors {
+            let error = error.unwrap_err().to_string();
+            assert!(error.starts_with("expected a regular file"), "{error}");
+        }
+    }
 
     #[test]
     fn a_change_is_reported_once_it_is_complete() {

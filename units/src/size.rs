@@ -10,24 +10,27 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct ByteSize(pub u64);
 
-/// Units that are parsed. The first five are printed: binary units, the largest first.
-const UNITS: [(&str, u64); 13] = [
+/// Units that are parsed. The first six are printed: binary units, the largest first.
+const UNITS: [(&str, u64); 16] = [
+    ("PiB", 1 << 50),
     ("TiB", 1 << 40),
     ("GiB", 1 << 30),
     ("MiB", 1 << 20),
     ("KiB", 1 << 10),
     ("B", 1),
+    ("Pi", 1 << 50),
     ("Ti", 1 << 40),
     ("Gi", 1 << 30),
     ("Mi", 1 << 20),
     ("Ki", 1 << 10),
+    ("PB", 1_000_000_000_000_000),
     ("TB", 1_000_000_000_000),
     ("GB", 1_000_000_000),
     ("MB", 1_000_000),
     ("KB", 1_000),
 ];
 /// Number of units that are printed.
-const PRINTED: usize = 5;
+const PRINTED: usize = 6;
 
 impl ByteSize {
     /// The size rounded to a tenth of its unit, for display: `1.2 GiB`. The unit is chosen after rounding, so there is
@@ -109,6 +112,9 @@ mod tests {
             ("4096 MiB", "4GiB"),
             ("1.5gib", "1536MiB"),
             ("2Gi", "2GiB"),
+            ("1PiB", "1PiB"),
+            ("2pi", "2PiB"),
+            ("1PB", "976562500000KiB"),
             ("1GB", "1000000000B"),
             ("10KB", "10000B"),
             ("65536B", "64KiB"),
@@ -133,7 +139,8 @@ mod tests {
             (1 << 20, "1.0 MiB"),
             ((1 << 30) - 1, "1.0 GiB"),
             ((1 << 40) - 1, "1.0 TiB"),
-            (1 << 50, "1024.0 TiB"),
+            ((1 << 50) - 1, "1.0 PiB"),
+            (1 << 60, "1024.0 PiB"),
         ] {
             assert_eq!(ByteSize(bytes).about(), shown, "{bytes} bytes");
         }

@@ -19,7 +19,7 @@ const MEASURE_EVERY: usize = 256;
 /// Announces this many distinct blocks and returns the maximum memory.
 pub(crate) fn measure(blocks: usize) -> Result<Value> {
     let before = resident()?;
-    let index = Index::with_memory_limit(MEMORY_LIMIT);
+    let index = Index::with_memory_limit(MEMORY_LIMIT)?;
     for worker in 0..WORKERS {
         index.join(WorkerId(worker), &[]);
     }

@@ -3,10 +3,11 @@
 use super::fields::Fields;
 use crate::error::Error;
 use crate::settings::Settings;
+use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
-use std::{fs, io};
+use transport::read_bytes;
 use worker::engine::{Domain, Priority, Retention};
 
 /// Range of `ttl` in seconds, up to a year.
@@ -17,6 +18,8 @@ const PIN_SECONDS: RangeInclusive<i64> = 1..=86_400;
 pub(super) const SALTS: [&str; 2] = ["cache_salt", "extra_key"];
 /// Minimum length of the secret. Shorter ones can be guessed.
 const MIN_SECRET_BYTES: usize = 16;
+/// Maximum size of the file of the secret. Random bytes of 64 KiB are more than any secret needs.
+const MAX_FILE_BYTES: u64 = 64 << 10;
 
 /// The salts in fields that are not taken, each with its name, as JSON text.
 pub(crate) fn peek_salts(fields: &Fields) -> impl Iterator<Item = String> {
@@ -92,7 +95,7 @@ impl CacheDomains {
     pub fn open(settings: &Settings) -> Result<Self, SecretError> {
         let shared = Domain::shared();
         let Some(path) = settings.tenant_secret_file.clone() else { return Ok(Self { secret: Vec::new(), shared }) };
-        match fs::read(&path) {
+        match read_bytes(&path, MAX_FILE_BYTES) {
             Ok(text) => {
                 let secret = text.trim_ascii_end().to_vec();
                 let bytes = secret.len();
@@ -108,5 +111,22 @@ impl CacheDomains {
     /// The cache domain of a tenant. All requests without a tenant share one.
     pub fn of(&self, tenant: &str) -> Domain {
         if tenant.is_empty() { self.shared.clone() } else { Domain::derived(&self.secret, tenant) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn a_named_pipe_is_no_secret_file_and_blocks_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let settings = Settings { tenant_secret_file: Some(path), ..Settings::default() };
+        let error = CacheDomains::open(&settings).err().expect("the pipe is refused").to_string();
+        assert!(error.starts_with("frontend.tenant_secret_file = "), "{error}");
+        assert!(error.contains("/pipe\": expected a regular file"), "{error}");
     }
 }

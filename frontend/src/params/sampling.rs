@@ -1,6 +1,6 @@
 //! Sampling parameters: temperature, truncation, penalties, biases.
 
-use super::fields::{Fields, number, too_long};
+use super::fields::{Fields, number};
 use super::generation::{MAX_TOKEN_IDS, TOP_LOGPROBS_MAX};
 use crate::error::Error;
 use worker::engine::{Sampling, SamplingDefaults};
@@ -36,7 +36,11 @@ fn logit_bias(fields: &mut Fields, vocabulary: usize) -> Result<Vec<(u32, f32)>,
     let Some(biases) = fields.object("logit_bias")? else { return Ok(Vec::new()) };
     let biases = biases.into_remaining();
     if biases.len() > MAX_TOKEN_IDS {
-        return Err(too_long("logit_bias", MAX_TOKEN_IDS, biases.len()));
+        let (max, got) = (MAX_TOKEN_IDS, biases.len());
+        let message = format!(
+            "Invalid 'logit_bias': too many token ids. Expected an object with at most {max} token ids, but got {got}."
+        );
+        return Err(Error::invalid("logit_bias", "object_above_max_properties", message));
     }
     biases
         .iter()

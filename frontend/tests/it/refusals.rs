@@ -66,6 +66,7 @@ async fn invalid_chat_requests_are_rejected() {
     let engine = FakeEngine::with_steps(vec![last("", FinishReason::Stop)]);
     let router = engine.router();
     let message = |message: Value| json!({ "messages": [{ "role": "user", "content": "a" }, message] });
+    let many_biases: serde_json::Map<String, Value> = (0..1025).map(|id: u32| (id.to_string(), json!(1))).collect();
     let table = [
         (json!({ "model": null }), "missing_required_parameter", "model"),
         (json!({ "model": 5 }), "invalid_type", "model"),
@@ -117,6 +118,7 @@ async fn invalid_chat_requests_are_rejected() {
         (json!({ "logit_bias": { "a": 1 } }), "invalid_value", "logit_bias"),
         (json!({ "logit_bias": { "265": 1 } }), "invalid_value", "logit_bias"),
         (json!({ "logit_bias": { "5": 101 } }), "decimal_above_max_value", "logit_bias.5"),
+        (json!({ "logit_bias": many_biases }), "object_above_max_properties", "logit_bias"),
         (json!({ "logprobs": 1 }), "invalid_type", "logprobs"),
         (json!({ "top_logprobs": 2 }), "invalid_value", "top_logprobs"),
         (json!({ "logprobs": true, "top_logprobs": 21 }), "integer_above_max_value", "top_logprobs"),

@@ -152,14 +152,6 @@ pub(super) fn delete_large_spare(io: &FileIo, folder: &Path, segment_bytes: u64)
     }
 }
 
-/// Opens a regular file. A pipe or a device is an error, because opening or reading it could block for ever.
-pub(super) fn open_regular(path: &Path, options: &OpenOptions) -> io::Result<File> {
-    if !fs::metadata(path)?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-    }
-    options.open(path)
-}
-
 /// Turns the spare into an empty segment. It is renamed only after its old content was zeroed.
 fn reuse(io: &FileIo, folder: &Path, path: &Path, bytes: u64, access: Access) -> io::Result<File> {
     let spare = spare(folder);

@@ -5,6 +5,7 @@
 //! in place: no line is copied to a larger array, and no memory is written twice for the first time.
 
 use super::hugepages::{HUGE_PAGE, advise_hugepages};
+use std::io;
 use std::ops::{Deref, Range};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -30,6 +31,25 @@ pub struct LazyLines {
     mapped_bytes: usize,
 }
 
+/// The system refuses addresses, or access to them.
+#[derive(Debug, thiserror::Error)]
+#[error("the system refuses {bytes} bytes of address space{}: {error}", advice(*.limit))]
+pub struct NoAddresses {
+    /// The smallest number of bytes that was asked for.
+    pub bytes: usize,
+    /// The limit of the address space of this process in bytes, if there is one.
+    pub limit: Option<u64>,
+    /// The answer of the system.
+    pub error: io::Error,
+}
+
+/// What to change in the system.
+fn advice(limit: Option<u64>) -> String {
+    let advice =
+        |limit| format!("; raise the limit, which is {limit} bytes (RLIMIT_AS: ulimit -v, LimitAS= in systemd)");
+    limit.map(advice).unwrap_or_default()
+}
+
 // SAFETY: the array owns its memory, and all access to the content is through atomics.
 unsafe impl Send for LazyLines {}
 // SAFETY: as above.
@@ -38,12 +58,10 @@ unsafe impl Sync for LazyLines {}
 impl LazyLines {
     /// An array of up to `len` lines, which must be a power of two, and fewer where the process may have few addresses
     /// or the system refuses so many: at least `min`. The lines from `min` on have no memory before
-    /// [`allow`](Self::allow).
-    ///
-    /// # Panics
-    /// If the system has no addresses for `min` lines.
-    pub fn reserve(len: usize, min: usize) -> Self {
-        let mut len = within(address_limit(), len).max(min);
+    /// [`allow`](Self::allow). Fails if the system has no addresses for `min` lines.
+    pub fn reserve(len: usize, min: usize) -> Result<Self, NoAddresses> {
+        let limit = address_limit();
+        let mut len = within(limit, len).max(min);
         let (kind, nowhere) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, std::ptr::null_mut());
         loop {
             // More than needed, so that the array can start at a huge page.
@@ -55,10 +73,13 @@ impl LazyLines {
                 // SAFETY: `skip` is less than a huge page, which the mapping has beyond the lines.
                 let lines = unsafe { mapping.byte_add(skip) }.cast::<CacheLine>();
                 let lines = Self { lines, len, allowed: AtomicUsize::new(0), mapping, mapped_bytes };
-                assert!(lines.allow(min), "no memory for a table of {min} cache lines");
-                return lines;
+                if lines.allow(min) {
+                    return Ok(lines);
+                }
             }
-            assert!(len > min, "no addresses for a table of {min} cache lines");
+            if len <= min {
+                return Err(NoAddresses { bytes: mapped_bytes, limit, error: io::Error::last_os_error() });
+            }
             len /= 2;
         }
     }
@@ -167,9 +188,23 @@ mod tests {
     }
 
     #[test]
+    fn addresses_that_the_system_refuses_are_an_error_with_the_limit() {
+        // No processor has so many.
+        let lines = 1 << 56;
+        let mut error = LazyLines::reserve(lines, lines).err().expect("2^62 bytes are refused");
+        error.limit = Some(200 << 20);
+        let text = error.to_string();
+        let bytes = lines * size_of::<CacheLine>() + HUGE_PAGE;
+        let start =
+            format!("the system refuses {bytes} bytes of address space; raise the limit, which is 209715200 bytes");
+        assert!(text.starts_with(&start) && text.contains("(RLIMIT_AS: ulimit -v, LimitAS= in systemd)"), "{text}");
+        assert_eq!(error.error.kind(), io::ErrorKind::OutOfMemory);
+    }
+
+    #[test]
     fn a_line_is_zero_until_it_is_written_and_may_be_given_back() {
         const HUGE: usize = HUGE_PAGE / size_of::<CacheLine>();
-        let lines = LazyLines::reserve(1 << 25, 64);
+        let lines = LazyLines::reserve(1 << 25, 64).unwrap();
         assert_eq!(lines.len(), 64);
         for len in [64, 3 * HUGE] {
             assert!(lines.allow(len));

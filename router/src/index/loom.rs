@@ -10,6 +10,7 @@ use sync::{AtomicU64, Ordering};
 use table::{Inserted, Table};
 
 mod sync {
+    pub(crate) use kvbm::lazy_lines::NoAddresses;
     pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
     pub(crate) const MAX_READ_ATTEMPTS: usize = 2;
@@ -29,12 +30,13 @@ mod sync {
     pub(crate) struct LazyLines(Vec<CacheLine>);
 
     impl LazyLines {
-        pub(crate) fn reserve(_len: usize, min: usize) -> Self {
+        #[expect(clippy::unnecessary_wraps, reason = "as in the program")]
+        pub(crate) fn reserve(_len: usize, min: usize) -> Result<Self, NoAddresses> {
             let line = || CacheLine {
                 words: std::array::from_fn(|_| AtomicU64::new(0)),
                 halves: std::array::from_fn(|_| AtomicU32::new(0)),
             };
-            Self((0..3 * min).map(|_| line()).collect())
+            Ok(Self((0..3 * min).map(|_| line()).collect()))
         }
 
         pub(crate) fn allow(&self, len: usize) -> bool {
@@ -146,7 +148,7 @@ fn put(table: &Table, key: u64, position: u32) -> Inserted {
 #[test]
 fn an_entry_is_found_while_its_neighbours_change() {
     explore(|| {
-        let table = Arc::new(Table::new());
+        let table = Arc::new(Table::new().unwrap());
         // These fill the home group, so the last of eleven overflows.
         for position in 64..75 {
             put(&table, 7, position);
@@ -175,7 +177,7 @@ fn keys(positions: &[u32], bit: u32) -> Vec<u64> {
 /// Divides the first of `1 << level` buckets while a reader looks for an entry of each half.
 fn divide_under_a_reader(level: u32) {
     explore(move || {
-        let table = Arc::new(Table::new());
+        let table = Arc::new(Table::new().unwrap());
         (0..level).for_each(|_| assert!(table.grow(|positions| keys(positions, level))));
         for position in [64, 65] {
             assert_eq!(put(&table, key_of(position, level), position), Inserted::New);
@@ -196,7 +198,7 @@ fn divide_under_a_reader(level: u32) {
 /// Merges that bucket again.
 fn merge_under_a_reader(level: u32) {
     explore(move || {
-        let table = Arc::new(Table::new());
+        let table = Arc::new(Table::new().unwrap());
         put(&table, key_of(65, level), 65);
         (0..=level).for_each(|_| assert!(table.grow(|positions| keys(positions, level))));
         let writer = table.clone();
@@ -231,7 +233,7 @@ fn an_entry_is_found_while_its_bucket_is_merged_by_tags() {
 #[test]
 fn a_block_is_written_before_its_entry() {
     explore(|| {
-        let shared = Arc::new((Table::new(), AtomicU64::new(0)));
+        let shared = Arc::new((Table::new().unwrap(), AtomicU64::new(0)));
         let writer = shared.clone();
         let writer = thread::spawn(move || {
             writer.1.store(5, Ordering::Relaxed);

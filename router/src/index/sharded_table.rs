@@ -7,6 +7,7 @@
 
 use super::key::{Key, SHARDS};
 use super::position::Position;
+use super::sync::NoAddresses;
 use super::table::{BUCKET_BYTES, BUCKET_SLOTS, Inserted, Place, State, Table};
 use parking_lot::Mutex;
 use std::cell::Cell;
@@ -173,13 +174,14 @@ impl Drop for WriteBatch {
 }
 
 impl ShardedTable {
-    pub(super) fn new() -> Self {
-        let tables: Tables = std::array::from_fn(|_| Table::new());
+    pub(super) fn new() -> Result<Self, NoAddresses> {
+        let tables: Vec<Table> = (0..SHARDS).map(|_| Table::new()).collect::<Result<_, _>>()?;
+        let tables = Tables::try_from(tables).ok().expect("there is one table per shard");
         let shards = std::array::from_fn(|shard| AlignedShard {
             shard: Mutex::new(Shard::of(&tables[shard])),
             live: AtomicUsize::new(0),
         });
-        Self { tables: Arc::new(tables), shards }
+        Ok(Self { tables: Arc::new(tables), shards })
     }
 
     /// Number of entries.

@@ -2,7 +2,7 @@
 //! runs them in every possible thread interleaving.
 
 pub(crate) use kvbm::hugepages::HUGE_PAGE;
-pub(crate) use kvbm::lazy_lines::{CacheLine, LazyLines};
+pub(crate) use kvbm::lazy_lines::{CacheLine, LazyLines, NoAddresses};
 pub(crate) use kvbm::prefetch::{prefetch, prefetch_for_write};
 pub(crate) use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 

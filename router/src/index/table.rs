@@ -22,7 +22,9 @@
 //! starts and is not removed meanwhile. Writers are serialized by a lock of the caller.
 
 use super::group::{EMPTY, Group, SLOTS, SlotSet, TAG_MASK};
-use super::sync::{AtomicU64, BUCKET_BITS, CacheLine, HUGE_PAGE, LazyLines, Ordering, TAG_LEVELS, prefetch_for_write};
+use super::sync::{
+    AtomicU64, BUCKET_BITS, CacheLine, HUGE_PAGE, LazyLines, NoAddresses, Ordering, TAG_LEVELS, prefetch_for_write,
+};
 
 /// A hash table. Alone on its cache lines: readers of other tables do not wait for changes of its state.
 #[repr(align(128))]
@@ -169,14 +171,14 @@ impl Place {
 
 impl Table {
     /// An empty table.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new() -> Result<Self, NoAddresses> {
         Self::up_to(1 << MAX_LEVEL)
     }
 
     /// An empty table that reserves addresses for at most so many buckets.
-    pub(super) fn up_to(buckets: usize) -> Self {
+    pub(super) fn up_to(buckets: usize) -> Result<Self, NoAddresses> {
         let state = State(0).then(0, 0, Motion::None);
-        Self { state: AtomicU64::new(state.0), lines: LazyLines::reserve(GROUPS * buckets, GROUPS) }
+        Ok(Self { state: AtomicU64::new(state.0), lines: LazyLines::reserve(GROUPS * buckets, GROUPS)? })
     }
 
     /// Number of buckets.

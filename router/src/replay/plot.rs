@@ -63,16 +63,17 @@ fn table(results: &[Results]) -> String {
         });
         format!("<tr>{cells}</tr>\n")
     };
+    let time = |value: f64, shown: String| if value.is_nan() { "-".to_owned() } else { shown };
     let cells = |it: &Results| {
         [
             it.load_factor.map_or(String::new(), |load| format!("{load:.2}")),
             format!("{:.2}", it.rate_rps),
             it.policy.clone(),
             format!("{:.1} %", it.hit_rate * 100.0),
-            format!("{:.3} s", it.ttft_mean_s),
-            format!("{:.3} s", it.ttft_p99_s),
-            format!("{:.1} ms", it.itl_p50_s * 1e3),
-            format!("{:.1} ms", it.itl_p99_s * 1e3),
+            time(it.ttft_mean_s, format!("{:.3} s", it.ttft_mean_s)),
+            time(it.ttft_p99_s, format!("{:.3} s", it.ttft_p99_s)),
+            time(it.itl_p50_s, format!("{:.1} ms", it.itl_p50_s * 1e3)),
+            time(it.itl_p99_s, format!("{:.1} ms", it.itl_p99_s * 1e3)),
             format!("{:.2}/s", it.goodput_rps),
             format!("{:.1} %", it.slo_attainment * 100.0),
         ]

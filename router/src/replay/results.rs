@@ -21,6 +21,7 @@ pub(super) struct RequestRecord {
 }
 
 /// The outcome of one run.
+#[derive(Default)]
 pub(super) struct RunOutcome {
     pub(super) requests: Vec<RequestRecord>,
     pub(super) inter_token_gaps: Histogram,
@@ -69,6 +70,9 @@ pub struct Slo {
 }
 
 /// Results of one policy at one rate: means over all runs, counts are sums over all runs.
+///
+/// Times to first token and times between tokens are NaN if no request was served to its last token, or none had a
+/// second token. JSON has `null` for that.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Results {
     /// Name of the policy.
@@ -141,12 +145,14 @@ impl RunOutcome {
         let mut ttft: Vec<f64> =
             done.iter().map(|request| seconds(request.first_token_ns - request.arrived_ns)).collect();
         ttft.sort_unstable_by(f64::total_cmp);
-        let count = done.len().max(1) as f64;
         let sum = |requests: &[&RequestRecord], of: fn(&RequestRecord) -> u64| {
             requests.iter().map(|request| of(request)).sum::<u64>() as f64
         };
         // Requests are in the order of the trace.
         let last = &done[done.len() * 3 / 4..];
+        let ttft_at = |q: f64| if ttft.is_empty() { f64::NAN } else { quantile(&ttft, q) };
+        let itl_at =
+            |q: f64| if self.inter_token_gaps.total == 0 { f64::NAN } else { self.inter_token_gaps.quantile(q) };
         let good = done.iter().filter(|request| request.meets_slo(slo)).count() as f64;
         let busiest = self.busy_ns.iter().max().copied().unwrap_or(0) as f64;
         let busy = self.busy_ns.iter().sum::<u64>() as f64 / self.busy_ns.len().max(1) as f64;
@@ -157,13 +163,14 @@ impl RunOutcome {
             rate_rps: rate,
             completed: done.len() as u64,
             rejected: (self.requests.len() - done.len()) as u64,
-            ttft_mean_s: ttft.iter().sum::<f64>() / count,
-            ttft_p50_s: quantile(&ttft, 0.5),
-            ttft_p90_s: quantile(&ttft, 0.9),
-            ttft_p99_s: quantile(&ttft, 0.99),
-            itl_p50_s: self.inter_token_gaps.quantile(0.5),
-            itl_p90_s: self.inter_token_gaps.quantile(0.9),
-            itl_p99_s: self.inter_token_gaps.quantile(0.99),
+            // NaN without any: 0 divided by 0.
+            ttft_mean_s: ttft.iter().sum::<f64>() / ttft.len() as f64,
+            ttft_p50_s: ttft_at(0.5),
+            ttft_p90_s: ttft_at(0.9),
+            ttft_p99_s: ttft_at(0.99),
+            itl_p50_s: itl_at(0.5),
+            itl_p90_s: itl_at(0.9),
+            itl_p99_s: itl_at(0.99),
             hit_rate: sum(&done, |request| request.hits) / sum(&done, |request| request.blocks).max(1.0),
             hit_rate_last_quarter: sum(last, |request| request.hits) / sum(last, |request| request.blocks).max(1.0),
             goodput_rps: rate * good / self.requests.len().max(1) as f64,
@@ -183,7 +190,11 @@ impl RunOutcome {
 impl Results {
     /// Averages over runs; counts are sums.
     pub(super) fn mean_of_runs(all: &[Self]) -> Self {
-        let mean = |of: fn(&Self) -> f64| all.iter().map(of).sum::<f64>() / all.len().max(1) as f64;
+        // Over the runs that have a value; NaN if none has.
+        let mean = |of: fn(&Self) -> f64| {
+            let values: Vec<f64> = all.iter().map(of).filter(|value| !value.is_nan()).collect();
+            values.iter().sum::<f64>() / values.len() as f64
+        };
         Self {
             policy: String::new(),
             load_factor: None,
@@ -282,6 +293,24 @@ fn seconds(ns: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_are_absent_without_a_finished_request() {
+        let slo = Slo { ttft: Duration::from_secs(2), itl: Duration::from_secs(2) };
+        let outcome = |finished_ns: u64| {
+            let record = RequestRecord { first_token_ns: finished_ns / 2, finished_ns, ..RequestRecord::default() };
+            RunOutcome { requests: vec![record], ..RunOutcome::default() }.results(1.0, slo)
+        };
+        let [none, one] = [0, 2_000_000_000].map(outcome);
+        let json = serde_json::to_value(Results::mean_of_runs(std::slice::from_ref(&none))).unwrap();
+        for key in ["ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"] {
+            assert!(json[key].is_null(), "{key}: {json}");
+        }
+        assert_eq!(json["hit_rate"], 0.0);
+        let mean = Results::mean_of_runs(&[none, one]);
+        assert_eq!((mean.ttft_mean_s, mean.ttft_p99_s, mean.slo_attainment), (1.0, 1.0, 0.5));
+        assert!(mean.itl_p50_s.is_nan(), "no request had a second token");
+    }
 
     #[test]
     fn quantiles_are_recorded_values() {

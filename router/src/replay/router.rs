@@ -134,7 +134,9 @@ impl SimulatedRouter {
         // A worker without host memory declines all copies, and other routers order none.
         let has_copies = settings.prefetch && baseline.is_none() && options.profile.host.is_some();
         let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
-        let (index, fleet) = (Index::with_memory_limit(settings.index_memory.as_usize()), Fleet::default());
+        let index = Index::with_memory_limit(settings.index_memory.as_usize());
+        let index = index.expect("the system has addresses for the index of a simulated router");
+        let fleet = Fleet::default();
         let stores: Vec<StoreId> = options.profile.shared.iter().map(|_| STORE).collect();
         let kv_cache = Some(options.profile.kv_cache());
         let ids = (0..worker_count as u64).map(WorkerId);

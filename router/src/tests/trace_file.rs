@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
-use worker::engine::{Request, RequestAttributes, StopConditions};
+use worker::engine::{Engine, Request, RequestAttributes, StopConditions};
 use worker::plane::{Role, WorkerId};
 
 /// Waits until the file has this many lines and returns them.
@@ -90,6 +90,24 @@ async fn a_named_pipe_is_refused_and_blocks_nothing() {
     let error = harness.router.update_settings(recording(&path)).unwrap_err().to_string();
     assert!(error.ends_with("pipe is a named pipe; expected a file"), "{error}");
     harness.answer(prompt(1, 100)).await.unwrap();
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test(start_paused = true)]
+async fn a_full_disk_is_listed_until_the_file_is_opened_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let harness = Harness::new(recording(Path::new("/dev/full")));
+    harness.worker(1, Role::Both).await;
+    assert_eq!(harness.router.degraded(), [""; 0]);
+    harness.answer(prompt(1, 100)).await.unwrap();
+    assert_eq!(counted(&harness, 1).await, [0, 1]);
+    assert_eq!(
+        harness.router.degraded(),
+        ["router.trace_file: /dev/full cannot be written: No space left on device (os error 28); requests are not \
+          recorded until a reload (SIGHUP) opens the file again"]
+    );
+    harness.router.update_settings(recording(&folder.path().join("run.jsonl"))).unwrap();
+    assert_eq!(harness.router.degraded(), [""; 0]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,7 @@
 //! Checks of this machine: configuration, ports, memory, and for the native engine model, disks and stores.
 
 use super::findings::{self, Check, Findings};
-use crate::config::{ByteSize, Config, Error, Errors, Listen, Model, Purpose};
+use crate::config::{ByteSize, Config, Error, Errors, GRPC_PORT_FIX, Listen, Model, Purpose};
 use crate::node::sizes::{ShortContext, Shortage};
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine, Space};
@@ -101,6 +101,7 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     if let Some(at) = &config.admin.listen {
         port(("admin_port", "admin.listen"), at, false, &mut findings).await;
     }
+    grpc_port(config, &mut findings);
     open_files(config.frontend.max_connections, machine::max_open_files(), &mut findings);
     if let Some(sizes) = sizes {
         tiers(config, &sizes, at_port, &mut findings).await;
@@ -168,6 +169,13 @@ async fn running(at: &Listen) -> Option<String> {
         return Some("Blockyard".to_owned());
     }
     Some(format!("Blockyard {}", json(&version)?["version"].as_str()?))
+}
+
+/// Whether spans are sent to the port of another protocol.
+fn grpc_port(config: &Config, findings: &mut Findings) {
+    if let Some(warning) = config.tracing.grpc_port() {
+        findings.warning("tracing", warning, GRPC_PORT_FIX);
+    }
 }
 
 /// Whether the system lets the process open as many files as its connections take. `limit`: the hard limit, to which
@@ -432,6 +440,22 @@ mod tests {
         };
         assert_eq!((space(None), space(Some(3 << 30))), (vec![], vec![]));
         assert_eq!((space(Some(2 << 30)), space(Some(1 << 29))), (vec![Status::Warning], vec![Status::Problem]));
+    }
+
+    #[test]
+    fn the_port_of_otlp_over_grpc_is_a_warning() {
+        let checks = |endpoint: &str| {
+            let mut config = Config::with_cache(Path::new("/nonexistent"));
+            config.tracing.endpoint = Some(endpoint.to_owned());
+            let mut findings = Findings::of("this machine");
+            grpc_port(&config, &mut findings);
+            findings.into_checks()
+        };
+        assert_eq!(checks("http://collector:4318"), []);
+        let [check] = &checks("http://collector:4317")[..] else { panic!("there is no warning") };
+        assert_eq!((check.check, check.status), ("tracing", Status::Warning));
+        assert!(check.detail.starts_with("tracing.endpoint = \"http://collector:4317/v1/traces\": 4317 is usually"));
+        assert!(check.fix.as_ref().is_some_and(|fix| fix.contains("http://HOST:4318")));
     }
 
     #[test]

@@ -115,8 +115,16 @@ fn copies(results: &Results) -> Option<String> {
 /// A line of the table, with this many columns for the name of the policy.
 fn row(f: &Results, width: usize) -> String {
     let load = f.load_factor.map_or(String::new(), |load| format!("{load:.2}"));
-    let ttft = format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s);
-    let itl = format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3);
+    let ttft = if f.ttft_mean_s.is_nan() {
+        format!("{:>8}   {:>7} {:>7} {:>7}", "-", "-", "-", "-")
+    } else {
+        format!("{:8.3} s {:7.3} {:7.3} {:7.3}", f.ttft_mean_s, f.ttft_p50_s, f.ttft_p90_s, f.ttft_p99_s)
+    };
+    let itl = if f.itl_p50_s.is_nan() {
+        format!("{:>6}    {:>5} {:>5}", "-", "-", "-")
+    } else {
+        format!("{:6.1} ms {:5.1} {:5.1}", f.itl_p50_s * 1e3, f.itl_p90_s * 1e3, f.itl_p99_s * 1e3)
+    };
     let good = format!("{:6.2}/s {:4.0} %", f.goodput_rps, f.slo_attainment * 100.0);
     let hit = f.hit_rate * 100.0;
     let share = |remote: u64| format!(" {:5.1} %", remote as f64 * 100.0 / f.completed.max(1) as f64);

@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 
 #[test]
 fn an_invalid_value_is_named_with_key_origin_and_hint() {
-    let cases: [(&str, &[&str]); 25] = [
+    let cases: [(&str, &[&str]); 27] = [
         ("tracing.endpoint=collector:4318", &["tracing.endpoint", "OTLP over HTTP"]),
         ("tracing.endpoint=http://collector:99999", &["tracing.endpoint", "65535", "OTLP over HTTP"]),
         ("tracing.endpoint=http://ann:pass@collector", &["http://***@collector", "tracing.headers_file"]),
@@ -27,6 +27,8 @@ fn an_invalid_value_is_named_with_key_origin_and_hint() {
         ("tiers.encryption.keys=5", &["tiers.encryption.keys = 5", "docs/configuration.md"]),
         ("engine.max_prefill_chunk_tokens=0", &["engine.max_prefill_chunk_tokens = 0", "between 1 and"]),
         ("threads=0", &["threads = 0", "auto"]),
+        ("frontend.max_body=0", &["frontend.max_body = 0", "expected a size between 1B and 1GiB"]),
+        ("frontend.idle_timeout=0", &["frontend.idle_timeout = 0", "expected a duration between"]),
         (
             "router.policy={score=[{term=queue},{term=speed}]}",
             &["router.policy.score.1.term = \"speed\" (--set router.policy={score", "`overlap`"],

@@ -561,3 +561,18 @@ async fn a_tenant_is_refused_at_endpoints_without_salts() {
     }
     assert_eq!(messages(), 1, "the server got only the one without a tenant");
 }
+
+#[test]
+fn a_server_that_never_answers_is_waited_for_a_minute() {
+    let (mut unanswered, start) = (UnansweredSince::default(), Instant::now());
+    let mut is_over_at =
+        |seconds: u64, have_answered: bool| unanswered.is_over(have_answered, start + Duration::from_secs(seconds));
+    assert_eq!(
+        [(0, false), (50, false), (60, false), (70, false)].map(|(at, all)| is_over_at(at, all)),
+        [false, false, true, true]
+    );
+    assert_eq!(
+        [(80, true), (90, false), (140, false), (150, false)].map(|(at, all)| is_over_at(at, all)),
+        [true, false, false, true]
+    );
+}

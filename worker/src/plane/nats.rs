@@ -118,17 +118,17 @@ pub enum ConnectError {
         problem: String,
     },
     /// The server cannot expire single keys.
-    #[error("NATS server {server} has version {version}; 2.11 or later is needed")]
+    #[error("NATS at {server} has version {version}; 2.11 or later is needed")]
     OldServer {
-        /// Name of the server.
+        /// The configured servers, and the name of the connected one if it has one.
         server: String,
         /// Its version.
         version: String,
     },
     /// The server accepts smaller messages than events can be.
-    #[error("NATS server {server} limits messages to {limit} bytes (max_payload); {needed} are needed")]
+    #[error("NATS at {server} limits messages to {limit} bytes (max_payload); {needed} are needed")]
     SmallMessages {
-        /// Name of the server.
+        /// The configured servers, and the name of the connected one if it has one.
         server: String,
         /// Its limit in bytes.
         limit: usize,

@@ -39,6 +39,8 @@ const PING_INTERVAL: Duration = Duration::from_secs(30);
 /// Maximum time of a lingering close. If a socket with unread bytes were closed at once, the kernel would discard the
 /// response that was just written.
 const LINGER: Duration = Duration::from_secs(2);
+/// The same once the server shuts down, which a client that does not stop sending must not delay further.
+const LAST_LINGER: Duration = Duration::from_secs(1);
 
 /// How a connection was accepted, and what its requests share. Each has an `Arc` of this among its extensions.
 pub(crate) struct ConnectionInfo {
@@ -215,7 +217,7 @@ async fn close(
         }
         _ => {}
     }
-    if !activity.lingers() || shutdown.is_closed() {
+    if !activity.lingers() {
         return;
     }
     let lingering = async {
@@ -223,8 +225,12 @@ async fn close(
         let mut discarded = [0; 16 << 10];
         while socket.read(&mut discarded).await.is_ok_and(|read| read > 0) {}
     };
+    let end_of_shutdown = async {
+        shutdown.closed().await;
+        tokio::time::sleep(LAST_LINGER).await;
+    };
     tokio::select! {
-        () = shutdown.closed() => {}
+        () = end_of_shutdown => {}
         () = activity.evicted() => {}
         () = tokio::time::sleep(LINGER) => {}
         () = lingering => {}

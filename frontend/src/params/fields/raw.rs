@@ -52,7 +52,10 @@ impl ParseError {
     pub(crate) fn at(self, path: &str) -> Error {
         match self {
             Self::TooMany => {
-                let message = format!("Invalid '{path}': the values of the request are more than {MAX_VALUES}.");
+                let message = format!(
+                    "Invalid '{path}': the request has too many values. Expected at most {MAX_VALUES} elements of \
+                     arrays and properties of objects in all of its fields; shorten '{path}'."
+                );
                 Error::invalid(path, "too_many_values", message)
             }
             Self::Json(error) => {

@@ -1,8 +1,9 @@
 //! Sources of master keys. Secrets are never printed: errors name the position of a malformed key, not its content.
 
 use super::master_key::MasterKeys;
+use crate::folder::open_regular;
 use serde::{Deserialize, Serialize};
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{self, Read};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -83,7 +84,7 @@ impl KeySource {
         match self {
             Self::File(path) => {
                 let failed = |source| SourceError::File { path: path.clone(), source };
-                let text = File::open(path).and_then(bounded).map_err(failed)?;
+                let text = open_regular(path, OpenOptions::new().read(true)).and_then(bounded).map_err(failed)?;
                 parse(&text, format!("master key file {}", path.display()))
             }
             Self::Env(name) => {
@@ -192,6 +193,15 @@ mod tests {
             assert_eq!(masters.first(), MasterKeys::new([2; 32], []).first(), "{source:?}");
             assert!(masters.has(MasterKeys::new([1; 32], []).first()));
         }
+    }
+
+    #[test]
+    fn a_named_pipe_is_no_key_file_and_blocks_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let message = error(&KeySource::File(path), &none());
+        assert!(message.ends_with("/pipe\": expected a regular file"), "{message}");
     }
 
     #[test]

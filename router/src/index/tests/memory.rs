@@ -42,7 +42,7 @@ fn memory_stays_bounded_while_caches_turn_over() {
 #[test]
 fn an_index_over_its_limit_evicts_cold_pages_only() {
     const LIMIT: usize = 4 << 20;
-    let index = Index::with_memory_limit(LIMIT);
+    let index = Index::with_memory_limit(LIMIT).unwrap();
     let (id, holder_id) = (WorkerId(1), index.join(WorkerId(1), &[]));
     let (hot, events) = runs(0, 512, 512);
     index.apply(Holder::Worker(id), &events[0]);
@@ -72,7 +72,7 @@ fn an_index_over_its_limit_evicts_cold_pages_only() {
 #[test]
 fn eviction_ends_when_nothing_is_left_to_evict() {
     // Tables and page sets alone exceed this limit.
-    let index = Index::with_memory_limit(0);
+    let index = Index::with_memory_limit(0).unwrap();
     index.join(WorkerId(1), &[]);
     let (_, events) = runs(0, 64, 64);
     index.apply(Holder::Worker(WorkerId(1)), &events[0]);
@@ -87,7 +87,7 @@ fn eviction_ends_when_nothing_is_left_to_evict() {
 fn the_memory_limit_holds_under_churn() {
     const LIMIT: usize = 4 << 20;
     const WORKERS: u64 = 100;
-    let index = Index::with_memory_limit(LIMIT);
+    let index = Index::with_memory_limit(LIMIT).unwrap();
     let workers: Vec<WorkerId> = (0..WORKERS).map(WorkerId).collect();
     for id in &workers {
         index.join(*id, &[]);

@@ -25,10 +25,10 @@ fn remove(table: &Table, key: u64, position: u32) -> bool {
 
 #[test]
 fn a_table_without_addresses_for_another_bucket_does_not_grow() {
-    let table = Table::up_to(1);
+    let table = Table::up_to(1).unwrap();
     assert!(!table.grow(|_| panic!("no entry moves")));
     assert_eq!(table.buckets(), 1);
-    assert!(Table::up_to(1 << 15).grow(|_| Vec::new()));
+    assert!(Table::up_to(1 << 15).unwrap().grow(|_| Vec::new()));
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn a_table_keeps_its_entries_when_it_grows_and_shrinks() {
         }
         assert_eq!(table.find(key(positions), |here| here == positions), None);
     };
-    let (table, mut positions) = (Table::new(), 0);
+    let (table, mut positions) = (Table::new().unwrap(), 0);
     // From one bucket to so many that tags change, and so full that groups overflow.
     for buckets in 1..300 {
         assert_eq!(table.buckets(), buckets);
@@ -67,7 +67,7 @@ fn a_table_keeps_its_entries_when_it_grows_and_shrinks() {
 
 #[test]
 fn a_full_bucket_takes_no_entry_and_is_not_merged() {
-    let table = Table::new();
+    let table = Table::new().unwrap();
     let keys = |positions: &[u32]| vec![7; positions.len()];
     let full = BUCKET_SLOTS as u32;
     (0..full).for_each(|position| assert_eq!(insert(&table, 7, position), Inserted::New));
@@ -82,7 +82,7 @@ fn a_full_bucket_takes_no_entry_and_is_not_merged() {
 
 #[test]
 fn hashes_are_read_only_where_tags_change() {
-    let table = Table::new();
+    let table = Table::new().unwrap();
     let read = std::cell::Cell::new(0);
     let count = |positions: &[u32]| {
         read.set(read.get() + positions.len());
@@ -111,7 +111,7 @@ proptest! {
         // Few distinct keys fill groups.
         let key = |position: u32| splitmix64(u64::from(if crowded { position % 37 } else { position }));
         let keys = |positions: &[u32]| positions.iter().map(|position| key(*position)).collect::<Vec<_>>();
-        let (table, mut map) = (Table::new(), HashMap::new());
+        let (table, mut map) = (Table::new().unwrap(), HashMap::new());
         for (change, position) in changes {
             match change {
                 0..6 => {

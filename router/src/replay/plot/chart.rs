@@ -53,7 +53,8 @@ impl Chart {
         let (left, top, right, bottom) = MARGIN;
         let (width, height) = (SIZE.0 - left - right, SIZE.1 - top - bottom);
         let x_axis = Axis::of(Scale::Linear, results.iter().map(|it| it.rate_rps));
-        let y_axis = Axis::of(self.scale, results.iter().map(self.value));
+        // NaN: no request was served.
+        let y_axis = Axis::of(self.scale, results.iter().map(self.value).filter(|value| !value.is_nan()));
         let x = |rate: f64| left + width * x_axis.at(rate);
         let y = |value: f64| top + height * (1.0 - y_axis.at(value));
         let mut svg = String::new();
@@ -115,7 +116,10 @@ impl Chart {
                 lines.push((lines.len(), &result.policy, Vec::new()));
                 lines.len() - 1
             });
-            lines[at].2.push((result.rate_rps, (self.value)(result)));
+            let value = (self.value)(result);
+            if !value.is_nan() {
+                lines[at].2.push((result.rate_rps, value));
+            }
         }
         for (.., points) in &mut lines {
             points.sort_by(|a, b| a.0.total_cmp(&b.0));

@@ -3,7 +3,9 @@
 use super::error::FolderError;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use std::io::Read;
 use std::path::Path;
+use transport::open_regular;
 
 /// An object in a JSON file.
 #[derive(Clone, Copy)]
@@ -101,7 +103,11 @@ pub(super) fn json(path: &Path) -> Result<Value, FolderError> {
 }
 
 pub(super) fn read(path: &Path) -> Result<String, FolderError> {
-    std::fs::read_to_string(path).map_err(|source| FolderError::Read { path: path.to_owned(), source })
+    let mut text = String::new();
+    match open_regular(path).and_then(|mut file| file.read_to_string(&mut text)) {
+        Ok(_) => Ok(text),
+        Err(source) => Err(FolderError::Read { path: path.to_owned(), source }),
+    }
 }
 
 pub(super) fn parse(path: &Path, text: &str) -> Result<Value, FolderError> {

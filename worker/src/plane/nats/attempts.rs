@@ -61,6 +61,10 @@ const STABLE: Duration = Duration::from_secs(5);
 const NO_CREDENTIALS: &str = "this process has no credentials: set nats.user and nats.password_file, nats.token_file, \
                               nats.nkey_file or nats.credentials_file";
 
+/// What to change if the server answers to TLS with something else.
+const NO_TLS: &str = "the server offers no TLS: turn it on there, or write nats:// in place of tls:// and unset \
+                      nats.ca_file, nats.cert_file and nats.key_file";
+
 /// Interval at which files of TLS that cannot be used are read again.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -157,6 +161,9 @@ impl Attempts {
     pub(super) fn explain(&self, error: &str) -> String {
         let text = error.to_ascii_lowercase();
         let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
+        if is_without_tls(error) {
+            return format!("{error}; {NO_TLS}");
+        }
         let files = if has(&["certificate", "tls error", "fatal alert"]) {
             self.tls.as_ref().map(tls::files).unwrap_or_default()
         } else if has(&["authorization", "authentication", "credentials", "signing nonce"]) {
@@ -241,6 +248,11 @@ fn failures(servers: &[Server]) -> Vec<String> {
     failed.filter_map(text).collect()
 }
 
+/// Whether the server answered to TLS with text.
+pub(super) fn is_without_tls(error: &str) -> bool {
+    error.contains("InvalidContentType")
+}
+
 /// The text of an error of the library, which may say the same as its kind and again in the words of the server:
 /// `authorization violation: nats: authorization violation`.
 pub(super) fn error_text(error: &impl Display) -> String {
@@ -296,6 +308,7 @@ mod tests {
         assert_eq!(anonymous.explain("authorization violation"), format!("authorization violation; {NO_CREDENTIALS}"));
         for (error, expected) in [
             ("invalid peer certificate: UnknownIssuer", "; check nats.ca_file = \"/etc/ca.pem\""),
+            ("IO error: received corrupt message of type InvalidContentType", &*format!("; {NO_TLS}")),
             ("authorization violation", "; check nats.token_file = \"/etc/token\""),
             ("User Authentication Expired", "; check nats.token_file = \"/etc/token\""),
             ("IO error: Connection refused (os error 111)", ""),

@@ -1,7 +1,7 @@
 //! The connection to NATS: options, checks of the server, and the state of the connection.
 
 use super::ConnectError;
-use super::attempts::{Attempts, error_text};
+use super::attempts::{Attempts, error_text, is_without_tls};
 use super::bucket::Bucket;
 use super::credentials;
 use super::lease_health::LeaseHealth;
@@ -86,7 +86,7 @@ impl Connection {
         let client = connect(&options, &servers, &settings, &attempts, deadline).await?;
         // Followers compare their view again after each connection, so the first must be counted before they start.
         let _ = state.wait_for(|state| state.generation > 0).await;
-        check_server(&client)?;
+        check_server(&client, &settings)?;
         let jetstream: Context = ContextBuilder::new().timeout(ANSWER_TIMEOUT).build(client.clone());
         let bucket = Bucket::open(jetstream, &settings, subjects.clone(), deadline).await?;
         let inbox = client.new_inbox();
@@ -269,11 +269,13 @@ async fn connect(
             Ok(client) => return Ok(client),
             Err(error) => error,
         };
-        let problem = attempts.explain(&error_text(&error));
-        if matches!(
+        let text = error_text(&error);
+        let problem = attempts.explain(&text);
+        let is_refused = matches!(
             error.kind(),
             ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication | ConnectErrorKind::Tls
-        ) {
+        );
+        if is_refused || is_without_tls(&text) {
             return Err(ConnectError::Refused { servers: names(), problem });
         }
         let now = Instant::now();
@@ -293,9 +295,13 @@ async fn connect(
     }
 }
 
-fn check_server(client: &Client) -> Result<(), ConnectError> {
+fn check_server(client: &Client, settings: &Settings) -> Result<(), ConnectError> {
     let info = client.server_info();
-    let server = if info.server_name.is_empty() { info.host.clone() } else { info.server_name.clone() };
+    // The host that the server knows of itself is often 0.0.0.0.
+    let mut server = settings.servers.join(", ");
+    if !info.server_name.is_empty() {
+        server = format!("{server} (server {})", info.server_name);
+    }
     if !has_key_expiry(&info.version) {
         return Err(ConnectError::OldServer { server, version: info.version });
     }

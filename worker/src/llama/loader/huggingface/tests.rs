@@ -1,6 +1,7 @@
 use super::*;
 use crate::llama::loader::config::{Family, Llama3Scaling};
 use std::path::PathBuf;
+use std::process::Command;
 use tempfile::TempDir;
 
 fn reference(name: &str) -> PathBuf {
@@ -67,6 +68,18 @@ fn every_family_opens() {
         assert_eq!((layer.gate_up.rows, layer.gate_up.cols, layer.down.cols), (112, 32, 56));
         assert_eq!(layer.qkv_bias.as_ref().map(Vec::len), (family == Family::Qwen2).then_some(64));
         assert_eq!(layer.q_norm.as_ref().map(Vec::len), (family == Family::Qwen3).then_some(16));
+    }
+}
+
+#[test]
+fn a_named_pipe_as_a_file_is_refused_and_blocks_nothing() {
+    for name in ["config.json", "tokenizer.json", "model.safetensors"] {
+        let folder = copy("llama");
+        let path = folder.path().join(name);
+        std::fs::remove_file(&path).unwrap();
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let said = refusal(folder.path());
+        assert!(said.contains(name) && said.contains("expected a regular file"), "{said}");
     }
 }
 

@@ -18,6 +18,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use transport::open_regular;
 
 /// Values per chunk: 512 KiB of 16-bit values, 1 MiB of f32; fits a core's cache, and reads of that size run at full
 /// speed. The hash of a tensor depends on it.
@@ -170,7 +171,7 @@ impl Shard {
     }
 
     fn header(path: &Path) -> Result<(File, Metadata, u64), HeaderError> {
-        let file = File::open(path)?;
+        let file = open_regular(path)?;
         let size = file.metadata()?.len();
         let mut length = [0; 8];
         if size < 8 {

@@ -504,6 +504,8 @@ async fn server_of_version(version: &'static str) -> String {
                         writer.write_all(b"PONG\r\n").await.unwrap();
                     }
                 }
+                // Bytes of TLS are no line of text.
+                let _ = writer.write_all(b"-ERR 'Unknown Protocol Operation'\r\n").await;
             });
         }
     });
@@ -512,8 +514,18 @@ async fn server_of_version(version: &'static str) -> String {
 
 #[tokio::test]
 async fn an_old_server_is_refused_with_its_version() {
-    let error = refused(only(&server_of_version("2.9.10").await)).await;
-    assert_eq!(error.to_string(), "NATS server old has version 2.9.10; 2.11 or later is needed");
+    let url = server_of_version("2.9.10").await;
+    let error = refused(only(&url)).await;
+    let expected = format!("NATS at {url} (server old) has version 2.9.10; 2.11 or later is needed");
+    assert_eq!(error.to_string(), expected);
+}
+
+#[tokio::test]
+async fn a_server_without_tls_is_named_as_such() {
+    let url = server_of_version("2.11.0").await.replace("nats://", "tls://");
+    let error = refused(with_short_connect_timeout(only(&url))).await.to_string();
+    assert!(error.starts_with(&format!("NATS at {url} refuses the connection: ")), "{error}");
+    assert!(error.contains("; the server offers no TLS: turn it on there"), "{error}");
 }
 
 #[tokio::test]
