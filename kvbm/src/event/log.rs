@@ -11,17 +11,20 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 impl BlockEvent {
-    /// Truncates the event to its first `at` blocks, and returns an event for the others.
-    fn split_off(&mut self, at: usize) -> Option<Self> {
+    /// Appends the event to `events`, as several if it has more than `max` blocks. Each of these has memory for its own
+    /// blocks only, because the log keeps it.
+    fn split_into(self, max: usize, events: &mut Vec<Self>) {
         match self {
-            Self::Stored { level, blocks, .. } if blocks.len() > at => {
-                let rest = blocks.split_off(at);
-                Some(Self::Stored { level: *level, parent: blocks.last().copied(), blocks: rest })
+            Self::Stored { level, mut parent, blocks } if blocks.len() > max => {
+                events.extend(blocks.chunks(max).map(|blocks| {
+                    let parent = std::mem::replace(&mut parent, blocks.last().copied());
+                    Self::Stored { level, parent, blocks: blocks.to_vec() }
+                }));
             }
-            Self::Removed { level, blocks } if blocks.len() > at => {
-                Some(Self::Removed { level: *level, blocks: blocks.split_off(at) })
+            Self::Removed { level, blocks } if blocks.len() > max => {
+                events.extend(blocks.chunks(max).map(|blocks| Self::Removed { level, blocks: blocks.to_vec() }));
             }
-            _ => None,
+            event => events.push(event),
         }
     }
 }
@@ -162,12 +165,7 @@ impl EventLog {
         {
             return;
         }
-        let mut queue = self.queue.lock();
-        let mut rest = Some(event);
-        while let Some(mut event) = rest {
-            rest = event.split_off(Self::MAX_EVENT_BLOCKS);
-            queue.push(event);
-        }
+        event.split_into(Self::MAX_EVENT_BLOCKS, &mut self.queue.lock());
     }
 
     /// Applies queued events, and notifies readers.

@@ -39,6 +39,22 @@ fn an_event_with_many_blocks_is_split_into_several() {
 }
 
 #[test]
+fn the_parts_of_an_event_with_many_blocks_have_no_spare_memory() {
+    let blocks: Vec<SequenceHash> = (0..20 * 1024_u128).map(|n| SequenceHash::from_bytes(n.to_le_bytes())).collect();
+    let log = EventLog::new(Epoch(1));
+    log.announce(BlockEvent::Stored { level: Level::G1, parent: None, blocks: blocks.clone() });
+    log.announce(BlockEvent::Removed { level: Level::G1, blocks });
+    let state = log.lock();
+    assert_eq!(state.ring.len(), 40);
+    for Numbered { event, .. } in &state.ring {
+        let (BlockEvent::Stored { blocks, .. } | BlockEvent::Removed { blocks, .. }) = event else {
+            panic!("{event:?}")
+        };
+        assert!(blocks.capacity() <= EventLog::MAX_EVENT_BLOCKS, "{}", blocks.capacity());
+    }
+}
+
+#[test]
 fn the_digest_depends_on_the_blocks_and_not_on_the_history() {
     let removed = |level, n| BlockEvent::Removed { level, blocks: vec![hash(n)] };
     let digest = |events: &[BlockEvent]| {
