@@ -1,10 +1,14 @@
 //! Every metric of the HTTP frontend. Labels are bounded: `endpoint` is a route, `model` is a served model, and the
 //! settings say how many values `tenant` has.
 
+mod exposition;
 mod of_model;
+mod scrapes;
 mod tenants;
 
+pub(crate) use exposition::Format;
 pub(crate) use of_model::ModelMetrics;
+pub(crate) use scrapes::Scrapes;
 pub(crate) use tenants::{TenantMetrics, UsedTokens};
 
 use parking_lot::RwLock;

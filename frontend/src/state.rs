@@ -3,12 +3,11 @@
 use crate::http::{BodyMemory, Via};
 use crate::keys::ApiKeys;
 use crate::limits::{ChoiceLimits, StoredObjects, WorkQueues};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Scrapes};
 use crate::model::ModelCache;
 use crate::params::CacheDomains;
 use crate::settings::Settings;
 use crate::tokenizers::Tokenizers;
-use prometheus::Registry;
 use std::sync::Arc;
 use worker::engine::Engine;
 
@@ -16,7 +15,7 @@ use worker::engine::Engine;
 pub(crate) struct AppState {
     pub(crate) engine: Arc<dyn Engine>,
     /// All metrics of the process, which `/metrics` serves.
-    pub(crate) registry: Registry,
+    pub(crate) scrapes: Scrapes,
     pub(crate) metrics: Metrics,
     pub(crate) models: ModelCache,
     /// Tokenizers of relayed models.

@@ -3,6 +3,7 @@
 use super::operations;
 use super::routes::check_access;
 use crate::error::Error;
+use crate::metrics::Scrapes;
 use crate::settings::Settings;
 use axum::Router;
 use axum::extract::State;
@@ -26,14 +27,15 @@ pub trait Health: Send + Sync + 'static {
 /// answers 503, and `routes` are still served.
 pub fn internal_router(routes: Router, health: Arc<dyn Health>, registry: Registry, settings: &Settings) -> Router {
     let ready = get(ready).with_state(health);
-    let metrics =
-        async |State(registry): State<Registry>, headers: HeaderMap| operations::respond_metrics(&registry, &headers);
+    let metrics = async |State(scrapes): State<Arc<Scrapes>>, headers: HeaderMap| {
+        operations::respond_metrics(&scrapes, &headers).await
+    };
     let router = routes
         .route("/ready", ready.clone())
         .route("/health", ready)
         .route("/live", get(operations::live))
         .route("/version", get(operations::version))
-        .route("/metrics", get(metrics).with_state(registry))
+        .route("/metrics", get(metrics).with_state(Arc::new(Scrapes::new(registry))))
         .fallback(operations::no_worker_route)
         .method_not_allowed_fallback(operations::no_method);
     check_access(router, settings)

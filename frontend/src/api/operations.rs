@@ -1,10 +1,9 @@
 //! Endpoints for operators: liveness, readiness, version, models, metrics.
 
-mod exposition;
-
 use super::caller;
 use crate::error::Error;
 use crate::http::{ConnectionInfo, RequestContext};
+use crate::metrics::{Format, Scrapes};
 use crate::state::AppState;
 use axum::Json;
 use axum::extract::rejection::PathRejection;
@@ -12,8 +11,6 @@ use axum::extract::{Extension, Path, State};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, Method, Uri};
 use axum::response::{IntoResponse, Response};
-use exposition::Format;
-use prometheus::Registry;
 use serde::Serialize;
 use serde_json::json;
 use std::sync::Arc;
@@ -76,14 +73,14 @@ pub(super) fn respond_ready(readiness: Readiness, degraded: impl FnOnce() -> Vec
 
 /// `GET /metrics`: the Prometheus text format, or OpenMetrics when `Accept` prefers it.
 pub(crate) async fn metrics(State(state): State<Arc<AppState>>, headers: HeaderMap) -> Response {
-    respond_metrics(&state.registry, &headers)
+    respond_metrics(&state.scrapes, &headers).await
 }
 
-pub(super) fn respond_metrics(registry: &Registry, headers: &HeaderMap) -> Response {
+pub(super) async fn respond_metrics(scrapes: &Scrapes, headers: &HeaderMap) -> Response {
     let format = Format::negotiated(headers);
-    match format.write(registry) {
+    match scrapes.text(format).await {
         Ok(text) => ([(CONTENT_TYPE, format.content_type())], text).into_response(),
-        Err(error) => Error::Failed(error.to_string()).into_response(),
+        Err(error) => Error::Failed(error).into_response(),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::http::upload::{self, UploadLimits};
 use crate::http::{BodyMemory, Via};
 use crate::keys::{ApiKeys, KeyFileError};
 use crate::limits::{ChoiceLimits, WorkQueues};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Scrapes};
 use crate::model::{ModelCache, ModelOptions};
 use crate::params::{CacheDomains, SecretError};
 use crate::settings::Settings;
@@ -92,7 +92,7 @@ pub fn router_with(
     });
     let state = Arc::new(AppState {
         engine,
-        registry,
+        scrapes: Scrapes::new(registry),
         metrics,
         models,
         tokenizers,

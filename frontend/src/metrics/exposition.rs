@@ -24,6 +24,8 @@ const OPEN_METRICS: &str = "application/openmetrics-text";
 const OPEN_METRICS_VERSIONS: [&str; 2] = ["1.0.0", "0.0.1"];
 
 impl Format {
+    pub(super) const ALL: [Self; 2] = [Self::Prometheus, Self::OpenMetrics];
+
     /// The format that the client prefers. Without `Accept`, or with one that names neither, the Prometheus format.
     pub(crate) fn negotiated(headers: &HeaderMap) -> Self {
         let (mut open_metrics, mut text) = (0.0_f64, 0.0_f64);
