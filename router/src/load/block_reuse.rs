@@ -19,7 +19,8 @@ use super::timestamp::Timestamp;
 /// Intervals between the uses of a block, of one model.
 #[derive(Debug)]
 pub(crate) struct BlockReuse {
-    /// The last use of sampled blocks: a direct-mapped table. A block that takes the place of another one ends it.
+    /// The last use of sampled blocks: a direct-mapped table. A block that takes the place of another one ends it. It
+    /// is empty until the first use: most of a thousand adapters of a server get no requests.
     table: Box<[LastUse]>,
     /// A block is sampled if its hash is below this.
     threshold: u64,
@@ -105,7 +106,7 @@ fn bucket_of(nanoseconds: u64) -> usize {
 impl Default for BlockReuse {
     fn default() -> Self {
         let mut reuse = Self {
-            table: vec![LastUse::default(); SLOTS].into(),
+            table: Box::default(),
             threshold: FIRST_THRESHOLD,
             resized: 0,
             open: vec![0; MAX_SECONDS as usize].into(),
@@ -132,6 +133,9 @@ impl BlockReuse {
         if second > before {
             self.advance(before, second);
             self.lost_share = self.estimate(visible);
+        }
+        if self.table.is_empty() {
+            self.table = vec![LastUse::default(); SLOTS].into();
         }
         let threshold = self.threshold;
         for hash in hashes.filter(|hash| *hash < threshold) {
@@ -304,6 +308,14 @@ mod tests {
         };
         let (all, half) = (observed(|_| true, 1.0), observed(|draw| draw % 2 == 0, 0.5));
         assert!((half / all - 1.0).abs() < 0.15, "{half} {all}");
+    }
+
+    #[test]
+    fn a_model_without_prompts_has_no_table() {
+        let mut reuse = BlockReuse::default();
+        assert!(reuse.table.is_empty());
+        reuse.used([1].into_iter(), 1.0, Instant::now().into());
+        assert_eq!(reuse.table.len(), SLOTS);
     }
 
     #[test]

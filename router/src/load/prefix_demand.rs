@@ -12,8 +12,9 @@ use super::timestamp::Timestamp;
 use crate::hash::splitmix64;
 
 /// The sketch: rows of counters, each row with a hash function of its own.
-#[derive(Debug)]
+#[derive(Default, Debug)]
 pub(crate) struct PrefixDemand {
+    /// Empty until the first prompt.
     counters: Box<[Counter]>,
     /// Prompts of this router, and of all routers, with the decay of the counters.
     own_prompts: f64,
@@ -71,13 +72,6 @@ const MIN_REQUESTS: f64 = 2.0;
 /// of the others for many times its own.
 const PRIOR_PROMPTS: f64 = 4.0;
 
-impl Default for PrefixDemand {
-    fn default() -> Self {
-        let counters = vec![Counter::default(); ROWS * WIDTH].into();
-        Self { counters, own_prompts: 0.0, all_prompts: 0.0, prompts_at: None }
-    }
-}
-
 impl PrefixDemand {
     /// The prefix of a prompt that saves most work when another worker has it: the one with the largest product of
     /// length and requests. The prompt has this many blocks; `hash` returns the hash of each. A prompt that is placed
@@ -131,6 +125,12 @@ impl PrefixDemand {
 
     /// How often a hash will be counted within [`HORIZON`] at its present rate. Counts it if it `is_new`.
     fn requests(&mut self, hash: u64, is_new: bool, now: Timestamp) -> f64 {
+        if self.counters.is_empty() {
+            if !is_new {
+                return 0.0;
+            }
+            self.counters = vec![Counter::default(); ROWS * WIDTH].into();
+        }
         let mut positions = [0; ROWS];
         let mut random = hash;
         for (row, position) in positions.iter_mut().enumerate() {
@@ -230,6 +230,15 @@ mod tests {
         let (alone, four) = (demand(0), demand(3));
         assert!((alone / 600.0 - 1.0).abs() < 0.1, "{alone}");
         assert!((four / alone - 4.0).abs() < 0.2, "one of four routers sees a quarter of the requests: {four} {alone}");
+    }
+
+    #[test]
+    fn a_model_without_prompts_has_no_counters() {
+        let (mut demand, now) = (PrefixDemand::default(), Instant::now());
+        assert_eq!(demand.shared(8, BLOCK, names(8, 1), false, now.into()), None);
+        assert!(demand.counters.is_empty());
+        demand.shared(8, BLOCK, names(8, 1), true, now.into());
+        assert_eq!(demand.counters.len(), ROWS * WIDTH);
     }
 
     #[test]
