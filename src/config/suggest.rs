@@ -60,7 +60,14 @@ fn nearest(key: &str, last: &str) -> Option<String> {
         let whole = distance(key, &candidate);
         // The section may be right, so its letters do not make a wrong last word similar.
         let is_close = distance(last, word) * 3 <= last.len().max(3);
-        let edits = if word == last { whole.min(1) } else { whole };
+        // A key of no section that was written below a header is more likely than a key of another section.
+        let edits = if candidate == last {
+            0
+        } else if word == last {
+            whole.min(1)
+        } else {
+            whole
+        };
         is_close.then_some((edits, candidate))
     });
     let (found, candidate) = scored.min()?;
@@ -106,7 +113,7 @@ mod tests {
     fn an_unknown_key_suggests_a_similar_or_synonymous_one() {
         let top = ["model", "listen", "workers", "tiers", "router", "log"];
         let tenant = ["weight", "max_inflight_tokens", "max_queued_tokens"];
-        let cases: [(&str, &[&str], Option<&str>); 17] = [
+        let cases: [(&str, &[&str], Option<&str>); 18] = [
             ("tier", &top, Some("did you mean `tiers`?")),
             ("tires", &top, Some("did you mean `tiers`?")),
             ("router.bar", &["policy", "planner", "slo"], None),
@@ -115,6 +122,7 @@ mod tests {
             ("modl", &top, Some("did you mean `model`?")),
             ("server", &top, Some("did you mean `listen`?")),
             ("server.port", &[], Some("did you mean `listen`?")),
+            ("frontend.listen", &["max_body"], Some("did you mean `listen`?")),
             ("admin.port", &["listen"], Some("did you mean `admin.listen`?")),
             ("policy", &top, Some("did you mean `router.policy`?")),
             ("router.polcy", &["policy", "planner"], Some("did you mean `router.policy`?")),
