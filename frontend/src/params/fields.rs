@@ -13,6 +13,7 @@ use bytes::Bytes;
 use memchr::memmem;
 use raw::{Budget, Name, ParseError};
 use serde_json::{Map, Value};
+use std::fmt::Display;
 use std::ops::RangeInclusive;
 
 /// Maximum number of top-level fields of a body. OpenAI, vLLM and SGLang together have about 150.
@@ -30,13 +31,15 @@ pub(crate) struct Fields {
 impl Fields {
     /// Splits a request's body into its fields.
     pub(crate) fn parse(body: &Bytes) -> Result<Self, Error> {
-        let malformed = |error: serde_json::Error| {
+        let malformed = |error: &dyn Display| {
             let (bytes, hint) = (body.len(), hint(body));
             Error::Malformed(format!(
                 "We could not parse the JSON body of your request: {error}. (The body had {bytes} bytes.){hint}"
             ))
         };
-        let whole = Raw::new(body).map_err(malformed)?;
+        // The parser does not look at strings that it steps over, which may be relayed.
+        str::from_utf8(body).map_err(|error| malformed(&error))?;
+        let whole = Raw::new(body).map_err(|error| malformed(&error))?;
         if !whole.is_object() {
             return Err(Error::Malformed(format!(
                 "The request body must be a JSON object, but it is {}.",

@@ -303,6 +303,7 @@ async fn a_body_that_only_some_servers_read_is_refused() {
         (&[json][..], &b"\xef\xbb\xbf{\"model\":\"other\"}"[..], "without a byte order mark"),
         (&[json], &utf16, "encoded in UTF-8"),
         (&[], &utf16, "encoded in UTF-8"),
+        (&[json], b"{\"model\":\"other\",\"x\":\"\xff\"}", "invalid utf-8 sequence of 1 bytes from index 22"),
         (&[json], br#"{"model":"other","x":NaN}"#, "no NaN and no Infinity"),
         (&[], br#"{"model":"other","x":-Infinity}"#, "no NaN and no Infinity"),
         (&[("content-type", "text/plain")], br#"{"model":"other""#, "could not parse"),
