@@ -151,8 +151,8 @@ bench-stream: ## CPU time per streamed token of the native engine, beside its go
 	cargo run --locked --release --quiet $(BENCH) --bin stream -- $(ARGS)
 
 bench-gateway: ## Gateways side by side, those that are installed, half an hour (ARGS="--only blockyard" for less)
-	cargo build --locked --release
-	cargo build --locked --release -p frontend --example tokenize
+	cargo build --locked --profile dist
+	cargo build --locked --profile dist -p frontend --example tokenize
 	cargo build --locked --release $(BENCH)
 	cargo run --locked --release --quiet $(BENCH) --bin gateway -- $(ARGS)
 

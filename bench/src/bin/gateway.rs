@@ -29,7 +29,7 @@ async fn main() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let blockyard = match &options.blockyard {
         Some(path) => path.canonicalize().with_context(|| path.display().to_string())?,
-        None => target_directory()?.join("release/blockyard"),
+        None => target_directory()?.join("dist/blockyard"),
     };
     let engines = engines();
     let bench = Bench { options: &options, blockyard: &blockyard, folder: folder.path(), engines: &engines };

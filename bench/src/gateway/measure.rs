@@ -201,7 +201,7 @@ impl Bench<'_> {
     /// Time of the gateway's tokenizer for the new text of one of the long prompts, on one thread. `None`: the program
     /// that measures it was not built.
     pub fn new_text_us(&self) -> Result<Option<f64>> {
-        let path = target_directory()?.join("release/examples/tokenize");
+        let path = target_directory()?.join("dist/examples/tokenize");
         if !path.exists() {
             eprintln!("{} is not there: make bench-gateway builds it", path.display());
             return Ok(None);

@@ -8,7 +8,7 @@ const USAGE: &str = "\
   --json             print JSON instead of a table
   --only NAME        a gateway to measure (repeatable; all)
   --measure NAME     plain, stream, paced, single, long or memory (repeatable; all)
-  --blockyard PATH   program under test (the release build of this checkout)
+  --blockyard PATH   program under test (target/dist/blockyard, with link-time optimization)
   --environment DIR  Python environment with the peers (bench/.venv-gateways)
   --seconds N        duration of each measurement (5)
   --repetitions N    repetitions of each measurement, of which the median counts (3)
@@ -24,7 +24,7 @@ pub struct Options {
     pub only: Vec<String>,
     /// Names of the measurements; empty: all.
     pub measure: Vec<String>,
-    /// The program under test; `None`: the release build of this checkout.
+    /// The program under test; `None`: the build of this checkout with link-time optimization, as in the image.
     pub blockyard: Option<PathBuf>,
     /// A Python environment with the peers.
     pub environment: PathBuf,

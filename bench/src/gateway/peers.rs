@@ -115,7 +115,7 @@ impl Gateway {
         };
         match self {
             Self::Blockyard | Self::BlockyardEvents | Self::BlockyardTokenizer => {
-                "cargo build --locked --release".to_owned()
+                "cargo build --locked --profile dist".to_owned()
             }
             Self::Nginx => "apt-get install nginx-light".to_owned(),
             Self::VllmRouter => pip("vllm-router==0.1.17"),
