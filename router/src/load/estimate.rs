@@ -149,11 +149,18 @@ impl ServiceEstimate {
         average.seconds(self.decoding.into(), self.decoding_context.into()) * self.step_pace()
     }
 
+    /// Whether a request of `blocks` blocks waits neither for memory nor for a place in the batch.
+    #[expect(clippy::inline_always, reason = "a thousand times per decision")]
+    #[inline(always)]
+    pub(crate) fn has_room(&self, blocks: u64) -> bool {
+        u64::from(self.spare_blocks) > blocks
+    }
+
     /// Waits for memory and for a place in the batch, of a request of `blocks` blocks of which `cached` are in G1.
     #[expect(clippy::inline_always, reason = "a thousand times per decision, and nearly always neither limit is near")]
     #[inline(always)]
     pub(crate) fn capacity_wait(&self, blocks: u64, cached: u32) -> CapacityWait {
-        if u64::from(self.spare_blocks) > blocks {
+        if self.has_room(blocks) {
             return CapacityWait::default();
         }
         self.occupancy.wait(blocks.saturating_sub(cached.into()))

@@ -20,7 +20,7 @@ pub(super) struct Place<'a> {
     pub(super) held: WorkerOverlap,
     /// It gets a copy now.
     pub(super) is_on_the_way: bool,
-    /// It has no queue, and can take a copy.
+    /// It has no queue, and can take a copy, if it has room for requests that use it.
     pub(super) may_receive: bool,
     /// Others can read its memory, and it has all of the prefix there now.
     pub(super) may_send: bool,
@@ -58,6 +58,12 @@ impl Place<'_> {
     /// Leading blocks of the prefix that are not in its memory.
     fn missing(&self, shared: SharedPrefix) -> u32 {
         shared.blocks.saturating_sub(self.held.in_memory())
+    }
+
+    /// Whether it gets the copy. Requests that use it need as many blocks of G1. Where these are nearly all in use, each
+    /// further prefix delays the requests that wait for blocks.
+    fn is_receiver(&self, shared: SharedPrefix) -> bool {
+        self.may_receive && !self.has_copy(shared) && self.estimate.has_room(shared.blocks.into())
     }
 
     fn has_copy(&self, shared: SharedPrefix) -> bool {
@@ -109,7 +115,7 @@ pub(super) fn plan(
         let saved = replication.saved(place.estimate);
         (seconds < computing && saved > seconds).then_some(PlannedCopy { to, from, seconds, saved })
     };
-    let receivers = places.iter().enumerate().filter(|(_, place)| place.may_receive && !place.has_copy(shared));
+    let receivers = places.iter().enumerate().filter(|(_, place)| place.is_receiver(shared));
     let gain = |copy: &PlannedCopy| copy.saved - copy.seconds;
     // The first of equal ones.
     receivers.filter_map(copy_to).min_by(|a, b| gain(b).total_cmp(&gain(a)))
@@ -174,6 +180,17 @@ mod tests {
         assert_eq!(planned(SHARED, &[place(&idle, IN_MEMORY), place(&idle, IN_STORE)]), None);
         assert_eq!(planned(SHARED, &[place(&full, IN_STORE), place(&idle, IN_STORE)]), None, "none is in memory");
         assert_eq!(planned(SHARED, &[place(&full, IN_MEMORY), place(&idle, IN_MEMORY)]), None, "all have it");
+    }
+
+    #[test]
+    fn a_worker_whose_memory_is_nearly_full_gets_no_copy() {
+        let with_memory = |active_blocks: u32| {
+            ServiceEstimate::of(&LoadStats { sequences: 4, active_blocks, total_blocks: 1000, ..LoadStats::default() })
+        };
+        let (holder, half, nearly) = (busy(20), with_memory(300), with_memory(900));
+        let to = |worker| planned(SHARED, &[place(&holder, IN_MEMORY), place(worker, NOWHERE)]);
+        assert_eq!(to(&half), Some((1, Some(0))));
+        assert_eq!(to(&nearly), None, "the prefix takes 64 of the 100 free blocks, whose number varies");
     }
 
     #[test]
