@@ -119,6 +119,7 @@ async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
             headers: [("retry-after".parse().unwrap(), "17".parse().unwrap())].into_iter().collect(),
             body: Bytes::from_static(b"{\"object\":\"error\"}"),
             kind: ErrorKind::Busy(Duration::from_secs(17)),
+            replaces: None,
         })))
     });
     *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
