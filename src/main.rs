@@ -11,7 +11,7 @@ use blockyard::process::log_fields::EscapedFields;
 use blockyard::process::log_lines::TextLines;
 use blockyard::process::log_writer::{self, LineQueue};
 use blockyard::process::{machine, panics, with_causes};
-use blockyard::reload::{Apply, Engines, Reload, Routing, Section, Servers, SetLogFilter};
+use blockyard::reload::{Apply, Engines, FileStamp, Reload, Routing, Section, Servers, SetLogFilter};
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -49,6 +49,7 @@ fn main() -> ExitCode {
 
 fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     machine::check_address_space()?;
+    let stamp = FileStamp::of(&sources);
     let (config, origins) = Config::load_for(&sources, purpose)?;
     if printed.print_config {
         preflight(&config, purpose)?;
@@ -74,7 +75,7 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
     let outcome = runtime.block_on(async {
         // Before anything else: process 1 of a container has no default action for signals.
         let mut signals = Signals::listen()?;
-        let launch = Launch { purpose, sources, loaded: (config, origins), set_log_filter, printed };
+        let launch = Launch { purpose, sources, loaded: (config, origins, stamp), set_log_filter, printed };
         match purpose {
             Purpose::Worker => Box::pin(launch.worker(&mut signals)).await,
             _ => Box::pin(launch.node(&mut signals)).await,
@@ -89,7 +90,7 @@ fn run(Serving { purpose, sources, printed }: Serving) -> anyhow::Result<()> {
 struct Launch {
     purpose: Purpose,
     sources: Sources,
-    loaded: (Config, Origins),
+    loaded: (Config, Origins, FileStamp),
     set_log_filter: SetLogFilter,
     printed: Printed,
 }
@@ -152,6 +153,9 @@ impl Launch {
             tracing::info!(%address, "admin API listening");
         }
         print_banner(node.banner(), admin_address, printed);
+        if std::mem::take(&mut signals.reload_is_due) {
+            reload.now("SIGHUP");
+        }
         until_stopped(node, signals, || drop(reload.now("SIGHUP"))).await
     }
 }
@@ -272,6 +276,8 @@ struct Signals {
     terminate: Signal,
     /// SIGHUP: reload the configuration.
     hangup: Signal,
+    /// A reload was requested while it could not be carried out, as during the start.
+    reload_is_due: bool,
 }
 
 impl Signals {
@@ -280,6 +286,7 @@ impl Signals {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
             hangup: signal(SignalKind::hangup())?,
+            reload_is_due: false,
         })
     }
 
@@ -292,9 +299,11 @@ impl Signals {
         }
     }
 
-    /// Resolves when the process is to stop.
+    /// Resolves when the process is to stop. Notes a request to reload meanwhile.
     async fn end(&mut self) {
-        while self.next().await == SignalRequest::Reload {}
+        while self.next().await == SignalRequest::Reload {
+            self.reload_is_due = true;
+        }
     }
 }
 

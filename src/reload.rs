@@ -14,7 +14,6 @@ use parking_lot::{Mutex, MutexGuard};
 use prometheus::{IntCounterVec, Opts, Registry};
 use sections::LogFilter;
 use serde::Serialize;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -78,18 +77,30 @@ struct State {
     read: FileStamp,
 }
 
-/// Modification time and length of a file, to detect changes.
-type FileStamp = Option<(SystemTime, u64)>;
+/// Modification time and length of the file of the configuration, to detect changes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct FileStamp(Option<(SystemTime, u64)>);
+
+impl FileStamp {
+    /// That of the file now. Take it before the file is read: a change in between is a change since then.
+    pub fn of(sources: &Sources) -> Self {
+        Self(sources.file.as_deref().and_then(|path| {
+            let file = std::fs::metadata(path).ok()?;
+            Some((file.modified().ok()?, file.len()))
+        }))
+    }
+}
 
 /// Interval at which the file is checked: cheap, and short enough for an operator who waits for the change.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Reload {
-    /// Reload for a process that runs `config`, which was loaded from `sources` for `purpose`. `sections` are the keys
-    /// that take effect while it runs, beside `log.filter`.
+    /// Reload for a process that runs `config`, which was loaded from `sources` for `purpose` when their file had the
+    /// stamp `read`. The start of a process may take minutes, and the file may have changed since. `sections` are the
+    /// keys that take effect while it runs, beside `log.filter`.
     pub fn new(
         (sources, purpose): (Sources, Purpose),
-        (config, origins): (Config, Origins),
+        (config, origins, read): (Config, Origins, FileStamp),
         mut sections: Vec<Box<dyn Section>>,
         set_log_filter: SetLogFilter,
         registry: &Registry,
@@ -101,7 +112,6 @@ impl Reload {
         for outcome in [Outcome::Applied, Outcome::Unchanged, Outcome::Rejected] {
             outcomes.with_label_values(&[outcome.name()]);
         }
-        let read = sources.file.as_deref().and_then(file_stamp);
         let state = Mutex::new(State { running: config, origins, last: None, read });
         sections.push(Box::new(LogFilter(set_log_filter)));
         Ok(Arc::new(Self { sources, purpose, sections, outcomes, state }))
@@ -111,7 +121,7 @@ impl Reload {
     pub fn now(&self, trigger: &'static str) -> Report {
         let mut state = self.lock();
         // Before the file is read: a change during that time is read by the watch.
-        state.read = self.sources.file.as_deref().and_then(file_stamp);
+        state.read = FileStamp::of(&self.sources);
         let (outcome, applied, needs_restart, error) = match self.attempt(&mut state) {
             Ok((applied, rest)) if applied.is_empty() => (Outcome::Unchanged, applied, rest, None),
             Ok((applied, rest)) => (Outcome::Applied, applied, rest, None),
@@ -145,11 +155,13 @@ impl Reload {
     /// Reloads the configuration whenever its file has changed since it was last read. Returns at once if there is no
     /// file.
     pub async fn watch(self: Arc<Self>) {
-        let Some(path) = self.sources.file.clone() else { return };
-        let mut previous = file_stamp(&path);
+        if self.sources.file.is_none() {
+            return;
+        }
+        let mut previous = FileStamp::of(&self.sources);
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
-            let now = file_stamp(&path);
+            let now = FileStamp::of(&self.sources);
             // Unchanged for one interval: a file that is still being written is not read.
             if now == previous && now != self.lock().read {
                 self.now("file");
@@ -249,11 +261,6 @@ impl Outcome {
             Self::Rejected => "rejected",
         }
     }
-}
-
-fn file_stamp(path: &Path) -> FileStamp {
-    let file = std::fs::metadata(path).ok()?;
-    Some((file.modified().ok()?, file.len()))
 }
 
 #[cfg(test)]

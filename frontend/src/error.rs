@@ -429,6 +429,9 @@ impl IntoResponse for Error {
 
 /// What the log says of a server's error response. Its text may quote the prompt, so it is left out.
 fn summary(response: &ErrorResponse) -> String {
+    if let Some(wrong) = &response.replaces {
+        return wrong.to_string();
+    }
     let object: Value = serde_json::from_slice(&response.body).unwrap_or_default();
     // Some servers have the fields in an object `error`, others at the top.
     let error = object.get("error").filter(|error| error.is_object()).unwrap_or(&object);

@@ -26,10 +26,18 @@ pub struct Banner {
 
 /// The warning for an API at this port that other machines can use without a key.
 pub(super) fn open_to_all(port: u16) -> String {
+    format!("{OPEN_TO_ALL}; {}", fix_of_open_to_all(port))
+}
+
+/// What is wrong with an API that other machines can use without a key.
+pub(crate) const OPEN_TO_ALL: &str =
+    "every machine that reaches this address can use the API, because it asks for no key";
+
+/// What to change about an API at this port that other machines can use without a key.
+pub(crate) fn fix_of_open_to_all(port: u16) -> String {
     format!(
-        "every machine that reaches this address can use the API, because it asks for no key; create one with \
-         `blockyard key add --file keys.toml NAME` and set frontend.api_keys_file, or set BLOCKYARD_API_KEY, or listen \
-         on this machine only: --listen 127.0.0.1:{port}"
+        "create one with `blockyard key add --file keys.toml NAME` and set frontend.api_keys_file, or set \
+         BLOCKYARD_API_KEY, or listen on this machine only: --listen 127.0.0.1:{port}"
     )
 }
 

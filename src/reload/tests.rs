@@ -16,6 +16,13 @@ struct Harness {
     registry: Registry,
 }
 
+/// The configuration, with the stamp of its file.
+fn load(sources: &Sources, purpose: Purpose) -> (Config, Origins, FileStamp) {
+    let stamp = FileStamp::of(sources);
+    let (config, origins) = Config::load_for(sources, purpose).unwrap();
+    (config, origins, stamp)
+}
+
 impl Harness {
     fn new(text: &str) -> Self {
         Self::with(text, None)
@@ -26,11 +33,24 @@ impl Harness {
     }
 
     fn of(purpose: Purpose, text: &str, upstreams: Option<Arc<Upstreams>>) -> Self {
+        Self::changed_at_the_start(purpose, text, None, upstreams)
+    }
+
+    /// The file becomes `changed` after the process has read it, before it has started.
+    fn changed_at_the_start(
+        purpose: Purpose,
+        text: &str,
+        changed: Option<&str>,
+        upstreams: Option<Arc<Upstreams>>,
+    ) -> Self {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         let environment = vec![("HOME".into(), "/home/ada".into())];
         let sources = Sources { file: Some(file.path().into()), environment, flags: vec![] };
-        let loaded = Config::load_for(&sources, purpose).unwrap();
+        let loaded = load(&sources, purpose);
+        if let Some(changed) = changed {
+            std::fs::write(file.path(), changed).unwrap();
+        }
         let registry = Registry::new();
         let (discovery, events) = (Arc::new(LocalDiscovery::default()), Arc::new(LocalEvents::default()));
         let router = Router::new(RouterId(1), discovery, events, loaded.0.router.clone(), &registry).unwrap();
@@ -216,6 +236,16 @@ async fn a_changed_file_is_loaded_once_it_is_stable() {
     watch.abort();
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_file_that_changes_during_the_start_is_loaded() {
+    let (before, after) = ("[router]\nseed = 1\n", "[router]\nseed = 222\n");
+    let harness = Harness::changed_at_the_start(Purpose::Serve, before, Some(after), None);
+    let watch = tokio::spawn(harness.reload.clone().watch());
+    tokio::time::sleep(POLL_INTERVAL * 3).await;
+    assert_eq!((harness.runs("router.seed"), harness.count("applied")), (222.into(), 1));
+    watch.abort();
+}
+
 /// Upstreams of a process, none yet.
 fn no_upstreams() -> Arc<Upstreams> {
     let planes = Planes { discovery: Arc::new(LocalDiscovery::default()), events: Arc::new(LocalEvents::default()) };
@@ -281,7 +311,7 @@ fn sections_change_together_or_not_at_all() {
     std::fs::write(file.path(), "shutdown_timeout = '5s'\n").unwrap();
     let sources =
         Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
-    let loaded = Config::load_for(&sources, Purpose::Worker).unwrap();
+    let loaded = load(&sources, Purpose::Worker);
     let seen = Arc::new(Mutex::new(Vec::new()));
     let section = |key| Box::new(Counting { key, seen: seen.clone() }) as Box<dyn Section>;
     let sections = vec![section("shutdown_timeout"), section("threads")];
@@ -317,7 +347,7 @@ async fn a_frontend_reloads_the_settings_of_models_that_its_workers_serve() {
     std::fs::write(file.path(), "").unwrap();
     let sources =
         Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
-    let loaded = Config::load_for(&sources, Purpose::Frontend).unwrap();
+    let loaded = load(&sources, Purpose::Frontend);
     let set_log: SetLogFilter = Box::new(|_, _| Ok(()));
     let reload = Reload::new((sources, Purpose::Frontend), loaded, Vec::new(), set_log, &Registry::new()).unwrap();
     std::fs::write(file.path(), "[router.models.llama]\npolicy = 'random'\n").unwrap();
@@ -352,7 +382,7 @@ async fn a_change_of_the_log_filter_is_logged_once_also_from_off() {
     });
     let sources =
         Sources { file: Some(file.path().into()), environment: vec![("HOME".into(), "/h".into())], flags: vec![] };
-    let loaded = Config::load_for(&sources, Purpose::Serve).unwrap();
+    let loaded = load(&sources, Purpose::Serve);
     let sources = (sources, Purpose::Serve);
     let reload = Reload::new(sources, loaded, Vec::new(), set_log, &Registry::new()).unwrap();
     let _log = tracing::subscriber::set_default(log.finish());

@@ -5,13 +5,14 @@
 use super::process::{Process, doctor};
 use super::upstreams::{MESSAGES, publish, sglang, sglang_payload, tokenizer_folder};
 use blockyard::commands::doctor::{Check, Probing, Status, examine};
-use blockyard::config::{Alias, Config, Deployment, KvEvents, KvSockets, Listen, Upstream};
+use blockyard::config::{Alias, Config, Deployment, HttpVersion, KvEvents, KvSockets, Listen, Upstream};
 use http::Uri;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::net::TcpListener;
 use std::num::NonZero;
 use std::path::Path;
+use tokio::io::AsyncWriteExt;
 use upstream::kv_events::fake::FakePublisher;
 use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
@@ -184,9 +185,35 @@ async fn a_server_that_cannot_be_reached_is_named() {
     let plain = Vllm::start().await;
     let tls = checks(Upstream::new(uri(&plain.server.uri().to_string().replace("http:", "https:")))).await;
     expect(&tls, "tls", Status::Problem, "write http://");
+    let old = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let old_uri = uri(&format!("http://{}", old.local_addr().unwrap()));
+    // The answer of a server of HTTP/1.1 to the preface of HTTP/2.
+    let answers = tokio::spawn(async move {
+        while let Ok((mut connection, _)) = old.accept().await {
+            let _ = connection.write_all(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n").await;
+        }
+    });
+    let h2c = checks(Upstream { http: HttpVersion::H2c, ..Upstream::new(old_uri) }).await;
+    answers.abort();
+    expect(&h2c, "http", Status::Problem, "remove upstreams.0.http");
     let https = uri(&plain.server.uri().to_string().replace("http:", "https:"));
     let unreadable = checks(Upstream { ca_file: Some("/no/such/ca".into()), ..Upstream::new(https) }).await;
     expect(&unreadable, "ca_file", Status::Problem, "upstreams.0.ca_file");
+}
+
+#[tokio::test]
+async fn an_api_that_other_machines_use_without_a_key_is_a_warning() {
+    let vllm = Vllm::start().await;
+    let mut config = config(vllm.upstream());
+    for (host, is_open) in [("0.0.0.0", true), ("::", true), ("127.0.0.1", false), ("::1", false), ("localhost", false)]
+    {
+        config.listen.host = host.into();
+        let checks = examine(&config, Probing::Skip).await;
+        assert_eq!(checks.iter().any(|check| check.check == "api_keys"), is_open, "{host}");
+        if is_open {
+            expect(&checks, "api_keys", Status::Warning, "blockyard key add");
+        }
+    }
 }
 
 #[tokio::test]

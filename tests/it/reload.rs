@@ -3,9 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "these are tests, of which clippy sees only the functions marked so")]
 
 use super::process::Process;
-use super::process::client;
+use super::process::{client, program};
 use serde_json::{Value, json};
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 async fn get(url: &str) -> Value {
@@ -66,4 +67,28 @@ async fn reloads_by_file_signal_and_admin_api_keep_streams_alive() {
     let rejected =
         metrics.lines().find_map(|line| line.strip_prefix(r#"blockyard_config_reloads_total{outcome="rejected"} "#));
     assert!(rejected.is_some_and(|count| count != "0"), "{metrics}");
+}
+
+/// A process reads keys and certificates of servers again on SIGHUP, so it must not lose one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sighup_during_the_start_reloads_the_configuration_after_it() {
+    // The start waits for the server until the connection is closed.
+    let server = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", server.local_addr().unwrap());
+    let mut child = program(&["--listen", "127.0.0.1:0", "--upstream", &url])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let connection = server.accept().await.unwrap();
+    let kill = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    drop((connection, server));
+    let log = BufReader::new(child.stderr.take().unwrap());
+    let is_reloaded =
+        tokio::task::spawn_blocking(|| log.lines().map_while(Result::ok).any(|line| line.contains("trigger=SIGHUP")));
+    let is_reloaded = tokio::time::timeout(Duration::from_mins(1), is_reloaded).await;
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(is_reloaded.expect("a line of the reload").unwrap());
 }

@@ -83,12 +83,13 @@ pub fn router_with(
     if let Some((tenants, keys)) = metrics.tenants.as_ref().zip(keys.as_ref()) {
         tenants.export_limits(keys);
     }
-    let metrics_need_key = settings.metrics_need_key;
+    let (metrics_need_key, tenant_header) = (settings.metrics_need_key, settings.tenant_header.clone());
+    let authentication = |keys| Authentication { keys, metrics_need_key, tenant_header };
     let layers = Arc::new(Layers {
         observer: Observer::new(metrics.clone(), tracer),
         uploads: UploadLimits::new(&settings),
         access: AccessRules::new(&settings),
-        authentication: keys.clone().map(|keys| Authentication { keys, metrics_need_key }),
+        authentication: keys.clone().map(authentication),
     });
     let state = Arc::new(AppState {
         engine,

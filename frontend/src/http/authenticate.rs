@@ -6,6 +6,7 @@
 use super::RequestContext;
 use crate::error::Error;
 use crate::keys::{ApiKeys, KEY_HEADERS, MAX_KEY_BYTES};
+use crate::settings::TenantHeader;
 use axum::extract::Request;
 use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
@@ -20,6 +21,8 @@ pub(crate) struct Authentication {
     pub(crate) keys: Arc<ApiKeys>,
     /// `/metrics` needs a key too.
     pub(crate) metrics_need_key: bool,
+    /// The header in which clients may name a tenant.
+    pub(crate) tenant_header: Option<TenantHeader>,
 }
 
 /// Middleware: rejects requests without a known key, and those beyond the key's limit of requests.
@@ -44,6 +47,11 @@ pub(crate) async fn authenticate(
     // Nothing behind this point needs the key, or may log it or pass it on.
     request.headers_mut().remove(AUTHORIZATION);
     for name in &KEY_HEADERS {
+        request.headers_mut().remove(name);
+    }
+    // The tenant of a key wins. Another gateway behind this one must not believe the header of the client.
+    let has_tenant = RequestContext::of(request.extensions()).key().is_some_and(|key| key.tenant.is_some());
+    if let Some(TenantHeader(name)) = authentication.tenant_header.as_ref().filter(|_| has_tenant) {
         request.headers_mut().remove(name);
     }
     next(request).await

@@ -131,7 +131,8 @@ async fn the_text_of_a_servers_error_is_not_logged() {
         let sent = Bytes::from(body.clone());
         let engine = FakeEngine::new(move |_| {
             let (status, headers, body) = (StatusCode::BAD_REQUEST, HeaderMap::new(), sent.clone());
-            Err(Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind: ErrorKind::Request })))
+            let kind = ErrorKind::Request;
+            Err(Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind, replaces: None })))
         });
         *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
         let answer = send(&engine.router(), chat(json!({}))).await;
@@ -146,6 +147,23 @@ async fn the_text_of_a_servers_error_is_not_logged() {
         );
         assert!(lines.iter().all(|line| !line.to_string().contains("secret")), "{lines:?}");
     }
+}
+
+#[tokio::test]
+async fn a_line_of_an_answer_that_the_gateway_has_replaced_says_what_is_wrong_with_it() {
+    collect();
+    let engine = FakeEngine::new(move |_| {
+        Err(Error::Relayed(Arc::new(ErrorResponse {
+            status: StatusCode::BAD_GATEWAY,
+            headers: HeaderMap::new(),
+            body: Bytes::from_static(b"{}"),
+            kind: ErrorKind::Fault,
+            replaces: Some("the server's answer is not valid HTTP: the head is too long".into()),
+        })))
+    });
+    *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
+    assert_eq!(send(&engine.router(), chat(json!({}))).await.status, StatusCode::BAD_GATEWAY);
+    assert_eq!(lines()[0]["error"], "the server's answer is not valid HTTP: the head is too long");
 }
 
 #[tokio::test]

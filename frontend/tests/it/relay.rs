@@ -1,6 +1,7 @@
 //! Requests for a model whose engine has the API itself.
 
 use crate::fake::{FakeEngine, Step, TestResponse, card, chat, say, send};
+use crate::key_file::{Keys, with_key};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Request as HttpRequest, StatusCode};
@@ -119,6 +120,7 @@ async fn an_error_of_the_engine_reaches_the_client_as_it_came() {
             headers: [("retry-after".parse().unwrap(), "17".parse().unwrap())].into_iter().collect(),
             body: Bytes::from_static(b"{\"object\":\"error\"}"),
             kind: ErrorKind::Busy(Duration::from_secs(17)),
+            replaces: None,
         })))
     });
     *engine.card.lock() = Arc::new(ModelCard { is_relayed: true, ..card() });
@@ -407,6 +409,25 @@ async fn methods_of_connections_are_not_relayed() {
         assert_eq!(send(&engine.router(), request).await.status, expected, "{method}");
     }
     assert_eq!(relayed(&engine.only()).method, "DELETE");
+}
+
+#[tokio::test]
+async fn an_engine_gets_the_header_of_the_tenant_unless_the_key_has_one() {
+    let keys = Keys::new();
+    let ann = keys.add("ann", |key| key.tenant = Some("ann".into()));
+    let any = keys.add("any", |_| ());
+    let tenant_header = Some("x-tenant".to_owned().try_into().unwrap());
+    let settings = frontend::Settings { tenant_header, ..keys.settings() };
+    let engine = relaying(vec![head(), end()]);
+    let router = engine.router_with(settings);
+    for (key, expected) in [(ann, None), (any, Some("bob"))] {
+        let mut request = with_key(chat(json!({})), &key);
+        request.headers_mut().insert("x-tenant", "bob".parse().unwrap());
+        assert_eq!(send(&router, request).await.status, 201);
+        let seen = engine.seen.lock().pop().unwrap();
+        let named = relayed(&seen).headers.get("x-tenant").map(|name| name.to_str().unwrap().to_owned());
+        assert_eq!(named.as_deref(), expected, "the client named bob");
+    }
 }
 
 #[tokio::test]

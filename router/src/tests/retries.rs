@@ -154,7 +154,8 @@ async fn a_worker_of_a_process_that_refuses_another_request_gets_one_if_there_is
 async fn a_request_that_may_have_been_carried_out_is_repeated_only_if_it_changes_nothing() {
     let status = |status: &str, kind| {
         let HttpRequest { headers, body, .. } = HttpRequest::post("/");
-        Error::Relayed(Arc::new(ErrorResponse { status: status.parse().unwrap(), headers, body, kind }))
+        let status = status.parse().unwrap();
+        Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind, replaces: None }))
     };
     let (no_answer, unavailable) = (Error::NoAnswer("closed".into()), Error::Unavailable("refused".into()));
     let busy = ErrorKind::Busy(Duration::from_secs(1));

@@ -2,6 +2,7 @@
 
 use super::findings::{self, Check, Findings};
 use crate::config::{ByteSize, Config, Error, Errors, GRPC_PORT_FIX, Listen, Model, Purpose};
+use crate::node::banner;
 use crate::node::sizes::{ShortContext, Shortage};
 use crate::node::{self, NativeSizes, PortError, native_sizes, preflight};
 use crate::process::machine::{self, Machine, Space};
@@ -11,6 +12,7 @@ use kvbm::disk::OpenError;
 use kvbm::object::StoreLocation;
 use rustix::fs::Access;
 use std::io::ErrorKind;
+use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -98,6 +100,9 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
     }
     let has_tls = config.frontend.tls_cert_file.is_some();
     let at_port = port(("port", "listen"), &config.listen, has_tls, &mut findings).await;
+    if !config.frontend.needs_key() && !is_for_this_machine(&config.listen) {
+        findings.warning("api_keys", banner::OPEN_TO_ALL, banner::fix_of_open_to_all(config.listen.port));
+    }
     if let Some(at) = &config.admin.listen {
         port(("admin_port", "admin.listen"), at, false, &mut findings).await;
     }
@@ -110,6 +115,11 @@ pub(super) async fn examine(config: &Config) -> Vec<Check> {
         address_space(config.router.index_memory.0, machine::address_space(), "router.index_memory", &mut findings);
     }
     findings.into_checks()
+}
+
+/// Whether only clients on this machine reach an address.
+fn is_for_this_machine(at: &Listen) -> bool {
+    at.host == "localhost" || at.host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// What has a port.

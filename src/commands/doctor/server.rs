@@ -2,7 +2,7 @@
 
 use super::findings::{self, Findings};
 use super::{Gateway, Probing, judge, kv, probe};
-use crate::config::{Resolve, Upstream};
+use crate::config::{HttpVersion, Resolve, Upstream};
 use http::{HeaderValue, StatusCode};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -217,6 +217,13 @@ fn answered(
         }
         DiscoverError::Ask(AskError::Relay(RelayError::Unreachable(_) | RelayError::NoAnswer(_))) if is_tls => {
             findings.problem("tls", detail, "write http:// in the URL if the server has no TLS");
+        }
+        DiscoverError::Ask(AskError::Relay(_)) if upstream.http == HttpVersion::H2c => {
+            let fix = format!(
+                "remove upstreams.{at}.http unless the server speaks HTTP/2 without TLS: vLLM and SGLang speak \
+                 HTTP/1.1; or correct the port"
+            );
+            findings.problem("http", detail, fix);
         }
         DiscoverError::Ask(AskError::Relay(_)) => {
             let fix = "write https:// in the URL if the server has TLS, or correct the port: no HTTP is spoken there";

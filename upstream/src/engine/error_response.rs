@@ -18,38 +18,42 @@ const MAX_QUOTED: usize = 2000;
 pub(super) fn of(answer: Answer) -> ErrorResponse {
     let Answer { status, headers, body, cut, kind } = answer;
     let is_at_gateway = status.is_redirection() && headers.contains_key(header::LOCATION);
-    let (status, headers, body) = match cut {
+    let (headers, body) = match cut {
         Some(cut) if status.is_client_error() || status.is_server_error() => {
-            let (headers, body) = incomplete(status, &headers, &body, cut);
-            (status, headers, body.into())
+            return incomplete(status, &headers, &body, cut, kind);
         }
         // The client needs no body to follow it.
-        Some(_) if is_at_gateway => (status, headers::response(headers, headers::Body::Changed), Bytes::new()),
+        Some(_) if is_at_gateway => (headers::response(headers, headers::Body::Changed), Bytes::new()),
         None if status.is_client_error() || status.is_server_error() || is_at_gateway => {
-            (status, headers::response(headers, headers::Body::Changed), body)
+            (headers::response(headers, headers::Body::Changed), body)
         }
         _ => {
             let what = if status.is_redirection() { "a redirect" } else { "no status of the API" };
-            let message = format!("The server answered with {what} (status {}).", status.as_u16());
-            let (headers, body) = own(&message, "server_error", "bad_gateway");
-            (StatusCode::BAD_GATEWAY, headers, body.into())
+            return bad_gateway(&format!("server answered with {what} (status {})", status.as_u16()), kind);
         }
     };
-    ErrorResponse { status, headers, body, kind }
+    ErrorResponse { status, headers, body, kind, replaces: None }
 }
 
 /// The response to a request whose answer is not one of HTTP (RFC 9112, section 5.2).
 pub(super) fn malformed(why: &str) -> ErrorResponse {
-    let (headers, body) = own(&format!("The server's answer is not valid HTTP: {why}."), "server_error", "bad_gateway");
-    ErrorResponse { status: StatusCode::BAD_GATEWAY, headers, body: body.into(), kind: ErrorKind::Fault }
+    bad_gateway(&format!("server's answer is not valid HTTP: {why}"), ErrorKind::Fault)
+}
+
+/// The response in place of an answer that is none. `wrong`: what is wrong with it, after "the".
+fn bad_gateway(wrong: &str, kind: ErrorKind) -> ErrorResponse {
+    let (headers, body) = own(&format!("The {wrong}."), "server_error", "bad_gateway");
+    let replaces = Some(format!("the {wrong}").into());
+    ErrorResponse { status: StatusCode::BAD_GATEWAY, headers, body: body.into(), kind, replaces }
 }
 
 /// The error of a body of which only the beginning was read.
-fn incomplete(status: StatusCode, headers: &HeaderMap, body: &[u8], cut: Cut) -> (HeaderMap, String) {
+fn incomplete(status: StatusCode, headers: &HeaderMap, body: &[u8], cut: Cut, kind: ErrorKind) -> ErrorResponse {
     let begin: String = String::from_utf8_lossy(body).chars().take(MAX_QUOTED).collect();
     let is_text = !begin.is_empty() && !headers.contains_key(header::CONTENT_ENCODING);
     let beginning = if is_text { format!(" Its beginning: {begin}") } else { String::new() };
-    let message = format!("The server answered with status {} and {cut}.{beginning}", status.as_u16());
+    let wrong = format!("server answered with status {} and {cut}", status.as_u16());
+    let message = format!("The {wrong}.{beginning}");
     let r#type = match status {
         StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
         status if status.is_server_error() => "server_error",
@@ -59,7 +63,7 @@ fn incomplete(status: StatusCode, headers: &HeaderMap, body: &[u8], cut: Cut) ->
     if let Some(wait) = headers.get(header::RETRY_AFTER) {
         own.insert(header::RETRY_AFTER, wait.clone());
     }
-    (own, body)
+    ErrorResponse { status, headers: own, body: body.into(), kind, replaces: Some(format!("the {wrong}").into()) }
 }
 
 /// An error object of the gateway.
@@ -73,6 +77,7 @@ fn own(message: &str, r#type: &str, code: &str) -> (HeaderMap, String) {
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+    use worker::engine::Error;
 
     /// The response for an answer with a `Location` and `Retry-After`.
     fn response(status: u16, body: &'static str, cut: Option<Cut>) -> ErrorResponse {
@@ -104,6 +109,8 @@ mod tests {
         assert_eq!((response.status, response.kind), (StatusCode::BAD_GATEWAY, ErrorKind::Fault));
         let body: Value = serde_json::from_slice(&response.body).unwrap();
         assert_eq!(body["error"]["code"], "bad_gateway");
+        let logged = "the server's answer is not valid HTTP: invalid HTTP header parsed";
+        assert_eq!(Error::Relayed(response.into()).to_string(), logged, "the log does not call it the server's 502");
     }
 
     #[test]
@@ -133,6 +140,8 @@ mod tests {
             );
             let error = json!({ "message": message, "type": r#type, "param": null, "code": "incomplete_error" });
             assert_eq!(body, json!({ "error": error }));
+            let logged = format!("the server answered with status {status} and a body that broke off");
+            assert_eq!(response.replaces.as_deref(), Some(&*logged), "without its beginning, which may quote a prompt");
         }
         let long: &'static str = "é".repeat(MAX_QUOTED + 1).leak();
         let response = response(400, long, Some(Cut::TooLong));

@@ -62,7 +62,7 @@ pub enum Error {
     #[error("engine failed: {0}")]
     Failed(String),
     /// The server that the request was relayed to answered with an error status. The client gets the response as it is.
-    #[error("the engine answered with status {}", .0.status)]
+    #[error("{}", .0.summary())]
     Relayed(Arc<ErrorResponse>),
 }
 
@@ -120,7 +120,7 @@ mod tests {
     fn an_engine_that_fails_may_have_computed_the_request() {
         let relayed = |status: StatusCode, kind| {
             let (headers, body) = (HeaderMap::new(), bytes::Bytes::new());
-            Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind }))
+            Error::Relayed(Arc::new(ErrorResponse { status, headers, body, kind, replaces: None }))
         };
         for (error, expected) in [
             (Error::UnknownModel("m".to_owned()), true),

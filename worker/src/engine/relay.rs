@@ -278,6 +278,19 @@ pub struct ErrorResponse {
     pub body: Bytes,
     /// What the response says about the server that sent it.
     pub kind: ErrorKind,
+    /// What is wrong with the server's answer, if the gateway made this response in its place. It has no text of a
+    /// prompt, so it is for the log.
+    pub replaces: Option<Box<str>>,
+}
+
+impl ErrorResponse {
+    /// What the server did, for the log.
+    pub(crate) fn summary(&self) -> String {
+        match &self.replaces {
+            Some(wrong) => wrong.to_string(),
+            None => format!("the engine answered with status {}", self.status),
+        }
+    }
 }
 
 /// What an error response says about the server that sent it.
