@@ -91,11 +91,13 @@ impl HitPrediction {
         }
     }
 
-    /// Compares the prediction with the cached tokens that the first output reports.
+    /// Compares the prediction with the cached tokens that the first output reports: `found`, of which the context is
+    /// the most that can be true.
     pub(crate) fn compare(&self, metrics: &Metrics, member: &Worker, found: u64) {
         if !self.is_of_one_worker() {
             return;
         }
+        let found = found.min(member.instance.model.context as u64);
         let missing = self.cached.saturating_sub(found);
         metrics.predicted_tokens.inc_by(self.cached);
         metrics.actual_tokens.inc_by(found);

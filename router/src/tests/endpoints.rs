@@ -259,6 +259,19 @@ async fn no_rank_is_assumed_where_the_server_chooses_it() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_server_reports_no_more_cached_tokens_than_its_context() {
+    let harness = Harness::new(Settings::default());
+    let (server, _lease) = join(&harness, 1, Server { context: Some(1000), ..Server::default() }).await;
+    server.cache_blocks(&[]);
+    let mut text = Request { tokens: prompt(1, 1600).tokens, ..asked(CHAT, 1) };
+    text.attributes.has_estimated_tokens = true;
+    harness.answer(text.clone()).await.unwrap();
+    harness.answer(text).await.unwrap();
+    assert_eq!(harness.metric("blockyard_router_prefix_predicted_tokens_total"), 1584);
+    assert_eq!(harness.metric("blockyard_router_prefix_actual_tokens_total"), 1000, "it said 1,584");
+}
+
 /// The length of a relayed prompt is an estimate.
 #[tokio::test(start_paused = true)]
 async fn a_prompt_that_seems_too_long_is_sent_to_a_server_with_the_longest_context() {
