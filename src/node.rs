@@ -201,6 +201,7 @@ impl Node {
         let (mut node, Parts { health, aliases, tokenizers }) =
             Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
         health.watch_nats(connection);
+        health.watch_certificates(certificates);
         let upstreams = Upstreams::new(local, system_lookup(), aliases, tokenizers, upstream_metrics);
         let router = Arc::clone(&node.router);
         // Not an error: workers may start later.
@@ -248,6 +249,7 @@ impl Node {
         let engine = Arc::new(MonitoredRouter { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
+        health.watch_certificates(server.certificates().clone());
         let loaded = config.clone();
         let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded, purpose)).await;
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);

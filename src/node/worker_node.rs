@@ -95,6 +95,7 @@ impl WorkerNode {
         let settings = frontend::Settings { tls_cert_file: None, tls_key_file: None, ..config.frontend.clone() };
         let (server, settings) = http_server::server(settings, &registry)?;
         let certificates = CertificateMetrics::new("cluster", &registry)?;
+        health.tiers.watch_certificates(certificates.clone());
         let (url, credentials) = (advertised(config, address), planes::credentials(config, &certificates, &registry)?);
         let server = match config.cluster.tls.server()? {
             Some(files) => server.with_tls(files, certificates)?,

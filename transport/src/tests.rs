@@ -128,3 +128,43 @@ async fn new_connections_use_the_files_as_they_are_now() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
+
+#[tokio::test]
+async fn a_rejected_change_is_a_problem_until_one_is_applied() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let (ca, identity) =
+        (authority.write(&folder.path().join("ca.pem")), sign(&authority, folder.path(), "localhost", false));
+    let [certificate, _] = identity.files();
+    let metrics = metrics();
+    let files = ServerFiles { identity: identity.clone(), clients: None };
+    let server = ServerTls::open(files, metrics.clone()).unwrap();
+    let files = ClientFiles { authorities: authorities(ca), identity: Some(identity) };
+    let client = ClientTls::open(files, metrics.clone()).unwrap();
+    assert_eq!(metrics.problems(), [""; 0]);
+
+    let content = std::fs::read(&certificate.path).unwrap();
+    std::fs::write(&certificate.path, "").unwrap();
+    let expected = format!("TLS certificate not reloaded: cert_file = {:?}: expected PEM", certificate.path);
+    let is_listed = |problem: &String| problem.starts_with(&expected);
+    until(|| metrics.problems().iter().any(is_listed)).await;
+    assert_eq!(metrics.problems().len(), 1, "both have the same one");
+    std::fs::write(&certificate.path, content).unwrap();
+    until(|| metrics.problems().is_empty()).await;
+
+    std::fs::remove_file(&certificate.path).unwrap();
+    until(|| !metrics.problems().is_empty()).await;
+    drop((server, client));
+    // A check that runs may have the last reference.
+    until(|| metrics.problems().is_empty()).await;
+}
+
+/// Waits until files have been read again with this result.
+async fn until(condition: impl Fn() -> bool) {
+    let waiting = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(1), waiting).await.expect("the files are read again");
+}

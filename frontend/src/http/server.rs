@@ -160,6 +160,7 @@ pub struct Server {
     rejected_lines: Arc<LogLimit>,
     /// `None`: connections have no TLS.
     tls: Option<Arc<ServerTls>>,
+    certificates: CertificateMetrics,
 }
 
 /// Why a server cannot be made.
@@ -197,8 +198,8 @@ impl Server {
         };
         let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
         let metrics = ConnectionMetrics::new(registry)?;
-        let server = Self { limits, metrics, rejected_lines, tls: None };
         let certificates = CertificateMetrics::new("frontend", registry)?;
+        let server = Self { limits, metrics, rejected_lines, tls: None, certificates: certificates.clone() };
         match tls_files(settings)? {
             Some(files) => Ok(server.with_tls(files, certificates)?),
             None => Ok(server),
@@ -207,7 +208,13 @@ impl Server {
 
     /// The same server for a port with the certificate of these files.
     pub fn with_tls(self, files: ServerFiles, metrics: CertificateMetrics) -> Result<Self, TlsError> {
-        Ok(Self { tls: Some(Arc::new(ServerTls::open(files, metrics)?)), ..self })
+        let tls = ServerTls::open(files, metrics.clone())?;
+        Ok(Self { tls: Some(Arc::new(tls)), certificates: metrics, ..self })
+    }
+
+    /// The metrics and the problems of its certificate.
+    pub fn certificates(&self) -> &CertificateMetrics {
+        &self.certificates
     }
 
     /// The same server for a port without TLS.
