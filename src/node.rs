@@ -56,7 +56,7 @@ use crate::otlp::{self, Exporter};
 use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::Context;
-use banner::{Banner, ClusterFacts, Serves, UpstreamFacts};
+use banner::{Banner, ClusterFacts, ExampleCertificate, Serves, UpstreamFacts};
 use frontend::{KeyFile, Server, Tokenizers};
 use health::{Health, MonitoredRouter};
 use http_server::HttpServer;
@@ -259,6 +259,7 @@ impl Node {
             banner: Banner {
                 address,
                 has_tls: config.frontend.tls_cert_file.is_some(),
+                certificate: ExampleCertificate::of(&config.frontend, address.ip()),
                 needs_key: config.frontend.needs_key(),
                 serves: Serves::Upstreams(Vec::new()),
             },

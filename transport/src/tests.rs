@@ -84,6 +84,21 @@ async fn both_sides_show_certificates_of_their_authority() {
     assert!(error.contains("the certificate of the server has expired"), "{error}");
 }
 
+#[test]
+fn a_chain_says_its_hosts_and_whether_it_is_self_signed() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let identity = sign(&authority, folder.path(), "localhost", false);
+    let path = identity.files()[0].path.clone();
+    let chain = identity.chain().unwrap();
+    assert!(chain.is_for("localhost") && !chain.is_for("127.0.0.1") && !chain.is_for("a b"));
+    assert!(!chain.is_self_signed(), "its authority may be any");
+    std::fs::write(&path, [std::fs::read_to_string(&path).unwrap(), authority.pem()].concat()).unwrap();
+    assert!(identity.chain().unwrap().is_self_signed(), "the file has its authority");
+    std::fs::write(&path, include_str!("../../frontend/tests/fixtures/tls/one.pem")).unwrap();
+    assert!(identity.chain().unwrap().is_self_signed());
+}
+
 #[tokio::test]
 async fn a_peer_without_tls_is_told_so() {
     let folder = tempfile::tempdir().unwrap();

@@ -37,7 +37,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use transport::{CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
+use transport::{CertificateChain, CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
 
 /// Time for the last bytes of aborted requests to reach slow clients after the drain deadline.
 const LAST_BYTES: Duration = Duration::from_secs(2);
@@ -339,6 +339,11 @@ fn tls_files(settings: &Settings) -> Result<Option<ServerFiles>, TlsError> {
     let certificate = ("frontend.tls_cert_file", settings.tls_cert_file.clone());
     let key = ("frontend.tls_key_file", settings.tls_key_file.clone());
     Ok(Identity::of(certificate, key)?.map(|identity| ServerFiles { identity, clients: None }))
+}
+
+/// The certificate that clients of these settings see; `None` without TLS. Blocks.
+pub fn tls_certificate(settings: &Settings) -> Result<Option<CertificateChain>, TlsError> {
+    tls_files(settings)?.map(|files| files.identity.chain()).transpose()
 }
 
 /// Checks that the files of `settings` can be used, if there are any, and returns when the certificate expires. Blocks.
