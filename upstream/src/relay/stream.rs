@@ -233,7 +233,7 @@ where
         while let Some(event) = events.next() {
             let step = events.step(event, true)?;
             if let Some(frame) = step.frame {
-                self.held.push(frame);
+                self.held.push_received(frame, &self.received);
             }
             if step.release || self.held.bytes > MAX_HELD {
                 self.phase = Phase::Passing;
@@ -471,6 +471,21 @@ impl HeldFrames {
             self.first = Some(frame);
         } else {
             self.others.push_back(frame);
+        }
+    }
+
+    /// Adds a frame to the one before it, if it follows that one in `received`: a server may send many small events.
+    fn push_received(&mut self, frame: Bytes, received: &Bytes) {
+        let last = self.others.back_mut().or(self.first.as_mut());
+        if let Some(last) = last
+            && let Some(before) = position(received, last)
+            && let Some(at) = position(received, &frame)
+            && before.end == at.start
+        {
+            *last = received.slice(before.start..at.end);
+            self.bytes += frame.len();
+        } else {
+            self.push(frame);
         }
     }
 

@@ -303,6 +303,25 @@ async fn done_may_not_be_the_end_of_a_stream_that_is_not_known() {
 }
 
 #[test]
+fn what_was_received_together_passes_together() {
+    let (lines, text) = (Bytes::from("\n".repeat(1000)), event(r#"{"choices":[{"text":"a"}]}"#));
+    for usage in [UsageInStream::Keep, UsageInStream::Strip] {
+        let (sender, chunks) = mpsc::unbounded();
+        let mut relay = Relay::new(response("text/event-stream", chunks), usage);
+        let received = [lines.clone(), [&lines, text.as_bytes(), &lines].concat().into(), lines.clone()];
+        received.iter().for_each(|part| sender.unbounded_send(Ok(part.clone())).unwrap());
+        assert!(matches!(relay.next().now_or_never(), Some(Some(Ok(Item::Head(_))))));
+        let mut passed = Vec::new();
+        while let Some(Some(Ok(Item::Frame(frame)))) = relay.next().now_or_never() {
+            passed.push(frame);
+        }
+        assert_eq!(passed.concat(), received.concat());
+        // The rest of what came with the first output is a frame of its own.
+        assert_eq!(passed.len(), 4, "{usage:?}");
+    }
+}
+
+#[test]
 fn a_body_that_is_no_stream_passes_unchanged() {
     let usage = r#"{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}"#;
     let body = format!(r#"{{"choices":[{{"text":"\"usage\":{{}}"}}],"usage":{usage}}}"#);
