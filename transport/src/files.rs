@@ -75,8 +75,8 @@ pub enum TlsError {
 }
 
 impl CertificateChain {
-    /// Whether a certificate of the chain is its own issuer: then a client that trusts this file trusts the certificate.
-    /// `false` for those that cannot be read.
+    /// Whether a certificate of the chain is its own issuer: then a client that trusts this file trusts the
+    /// certificate. `false` for those that cannot be read.
     pub fn is_self_signed(&self) -> bool {
         let of_itself =
             |certificate| EndEntityCert::try_from(certificate).is_ok_and(|parsed| parsed.issuer() == parsed.subject());

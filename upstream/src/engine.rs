@@ -443,8 +443,8 @@ fn json(text: &str) -> String {
     serde_json::to_string(text).expect("a string is JSON")
 }
 
-/// `counted`: set until the end. `is_timed`: speeds are learned from it. `progress`: what the response reports before its
-/// end.
+/// `counted`: set until the end. `is_timed`: speeds are learned from it. `progress`: what the response reports before
+/// its end.
 fn output(
     item: Item,
     counted: Option<&Counted>,

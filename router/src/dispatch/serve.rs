@@ -28,11 +28,11 @@ struct Served {
     trace: Option<RequestTrace>,
 }
 
-/// The workers that have closed the connection of a request without an answer. A worker does that when its process ends,
-/// and so does each worker that a request makes end: only other workers show which it is.
+/// The workers that have closed the connection of a request without an answer. A worker does that when its process
+/// ends, and so does each worker that a request makes end: only other workers show which it is.
 ///
-/// **A request that several workers closed, and none has served, counts against none of them.** Else a client could have
-/// all workers ejected. A worker that cannot be reached, or answers with an error, is counted at once.
+/// **A request that several workers closed, and none has served, counts against none of them.** Else a client could
+/// have all workers ejected. A worker that cannot be reached, or answers with an error, is counted at once.
 #[derive(Default)]
 struct ClosedBy(Vec<(Arc<Worker>, Error)>);
 
