@@ -309,7 +309,9 @@ fn what_was_received_together_passes_together() {
         let (sender, chunks) = mpsc::unbounded();
         let mut relay = Relay::new(response("text/event-stream", chunks), usage);
         let received = [lines.clone(), [&lines, text.as_bytes(), &lines].concat().into(), lines.clone()];
-        received.iter().for_each(|part| sender.unbounded_send(Ok(part.clone())).unwrap());
+        for part in &received {
+            sender.unbounded_send(Ok(part.clone())).unwrap();
+        }
         assert!(matches!(relay.next().now_or_never(), Some(Some(Ok(Item::Head(_))))));
         let mut passed = Vec::new();
         while let Some(Some(Ok(Item::Frame(frame)))) = relay.next().now_or_never() {
