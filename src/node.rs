@@ -56,7 +56,7 @@ use crate::otlp::{self, Exporter};
 use crate::process::{log_writer, metrics, panics};
 use aliases::{Aliased, Aliases};
 use anyhow::Context;
-use banner::{Banner, ClusterFacts, Serves, UpstreamFacts};
+use banner::{Banner, ClusterFacts, ExampleCertificate, Serves, UpstreamFacts};
 use frontend::{KeyFile, Server, Tokenizers};
 use health::{Health, MonitoredRouter};
 use http_server::HttpServer;
@@ -201,6 +201,7 @@ impl Node {
         let (mut node, Parts { health, aliases, tokenizers }) =
             Self::open(config, Purpose::Frontend, listener, &planes, registry).await?;
         health.watch_nats(connection);
+        health.watch_certificates(certificates);
         let upstreams = Upstreams::new(local, system_lookup(), aliases, tokenizers, upstream_metrics);
         let router = Arc::clone(&node.router);
         // Not an error: workers may start later.
@@ -248,6 +249,7 @@ impl Node {
         let engine = Arc::new(MonitoredRouter { router: Arc::clone(&router), health: Arc::clone(&health), is_gateway });
         let engine = Arc::new(Aliased::new(engine, Arc::clone(&aliases)));
         let (server, settings) = http_server::server(config.frontend.clone(), &registry)?;
+        health.watch_certificates(server.certificates().clone());
         let loaded = config.clone();
         let loaded = tokio::task::spawn_blocking(move || tokenizers::load(&loaded, purpose)).await;
         let tokenizers = Arc::new(Tokenizers::new(loaded.context("loading the tokenizers failed")??, &registry)?);
@@ -257,6 +259,7 @@ impl Node {
             banner: Banner {
                 address,
                 has_tls: config.frontend.tls_cert_file.is_some(),
+                certificate: ExampleCertificate::of(&config.frontend, address.ip()),
                 needs_key: config.frontend.needs_key(),
                 serves: Serves::Upstreams(Vec::new()),
             },

@@ -16,6 +16,6 @@ mod via;
 pub(crate) use body::BodyMemory;
 pub(crate) use request_context::{RequestContext, panicked};
 pub(crate) use server::ConnectionInfo;
-pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address};
+pub use server::{ClientCertificate, Server, ServerError, Shutdown, check_tls, peer_address, tls_certificate};
 pub(crate) use upgrade::Upgrade;
 pub(crate) use via::Via;

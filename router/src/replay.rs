@@ -49,7 +49,7 @@ pub use plot::html_report;
 pub use profile::{Link, Profile, Store};
 pub use results::{Copies, Results, Slo};
 pub use runs::{CLAIRVOYANT, Runs};
-pub use simulation::Stalled;
+pub use simulation::RunError;
 pub use trace::{BLOCK_TOKENS, Trace, TraceError};
 pub use traffic::Traffic;
 pub use workload::Workload;

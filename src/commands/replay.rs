@@ -8,6 +8,7 @@ use self::policies::{Prefetch, configured_policies, policies_to_compare};
 use self::table::{Report, table};
 use crate::commands::output::{self, count};
 use crate::config::{Flag, HumanDuration, Invalid, Workers};
+use crate::process::machine;
 use anyhow::{Context, bail};
 use router::replay::{
     self, AdmissionMode, Options, PolicyUnderTest, Profile, QueueOrder, Results, Runs, Slo, Trace, Traffic, Workload,
@@ -172,6 +173,7 @@ impl Replay {
 
 /// Runs the command.
 pub fn run(args: &Replay) -> anyhow::Result<()> {
+    machine::check_address_space()?;
     let configured = args.config.is_some() || !args.set.is_empty();
     let (mut settings, mut compared) =
         if configured { configured_policies(args)? } else { (Settings::default(), policies_to_compare(args, None)?) };
@@ -341,6 +343,8 @@ fn run_all(
     policies: &[PolicyUnderTest],
 ) -> anyhow::Result<Vec<Results>> {
     let threads = args.threads.unwrap_or_else(|| thread::available_parallelism().unwrap_or(NonZero::<usize>::MIN));
+    // Fewer take longer, and have the same results.
+    let threads = threads.min(machine::threads_within_addresses());
     let seeds = u64::from(args.seed)..u64::from(args.seed) + args.runs;
     let runs = Runs { traffic, options, policies, rates, seeds, threads, clairvoyant: args.clairvoyant };
     let started = Instant::now();

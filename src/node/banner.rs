@@ -5,8 +5,8 @@ use crate::node::sizes::Sizes;
 use kvbm::object::StoreLocation;
 use serde_json::{Value, json};
 use std::fmt;
-use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{self, PathBuf};
 use std::sync::Arc;
 use worker::engine::ModelCard;
 use worker::plane::{Role, WorkerId};
@@ -18,10 +18,35 @@ pub struct Banner {
     pub address: SocketAddr,
     /// Whether the API speaks HTTPS.
     pub has_tls: bool,
+    /// What the example says for the certificate of the API.
+    pub certificate: ExampleCertificate,
     /// Whether requests need an API key; of workers, the secret or a client certificate.
     pub needs_key: bool,
     /// What serves.
     pub serves: Serves,
+}
+
+/// What a client on this machine must know of the certificate of the API.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct ExampleCertificate {
+    /// The file with which the client trusts it: that of the certificate, if it is self-signed. Whether the client
+    /// trusts another authority is not known.
+    pub ca_file: Option<PathBuf>,
+    /// The certificate is for `localhost`, and not for the address of the API.
+    pub is_for_localhost: bool,
+}
+
+impl ExampleCertificate {
+    /// Of the API with these settings at an address. A file that cannot be read is an error elsewhere. Blocks.
+    pub(super) fn of(settings: &frontend::Settings, address: IpAddr) -> Self {
+        let Some(chain) = frontend::tls_certificate(settings).ok().flatten() else { return Self::default() };
+        let file = settings.tls_cert_file.as_ref().filter(|_| chain.is_self_signed());
+        Self {
+            // The client may run in another folder.
+            ca_file: file.map(|file| path::absolute(file).unwrap_or_else(|_| file.clone())),
+            is_for_localhost: !chain.is_for(&address.to_string()) && chain.is_for("localhost"),
+        }
+    }
 }
 
 /// The warning for an API at this port that other machines can use without a key.
@@ -173,7 +198,9 @@ impl Banner {
     fn url(&self) -> String {
         let scheme = if self.has_tls { "https" } else { "http" };
         match self.address {
-            at if at.ip().is_unspecified() => format!("{scheme}://localhost:{}", at.port()),
+            at if at.ip().is_unspecified() || (at.ip().is_loopback() && self.certificate.is_for_localhost) => {
+                format!("{scheme}://localhost:{}", at.port())
+            }
             at => format!("{scheme}://{at}"),
         }
     }
@@ -297,12 +324,19 @@ impl fmt::Display for Banner {
             }
         }
         writeln!(f, "\ntry it:")?;
-        // A name with a single quote must not end the quoted argument of the shell.
         let body = json!({"model": self.example(), "messages": [{"role": "user", "content": "hello"}], "stream": true});
-        let body = body.to_string().replace('\'', r"'\''");
+        let body = quoted(&body.to_string());
+        let ca_file = self.certificate.ca_file.as_ref();
+        let ca_file = ca_file.map_or(String::new(), |file| format!(" --cacert {}", quoted(&file.to_string_lossy())));
         let key = if self.needs_key { " -H \"authorization: Bearer $KEY\"" } else { "" };
-        writeln!(f, "  curl {}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'", self.url())
+        let url = self.url();
+        writeln!(f, "  curl{ca_file} {url}/v1/chat/completions{key} -H 'content-type: application/json' -d {body}")
     }
+}
+
+/// An argument for the shell. A single quote within it must not end it.
+fn quoted(argument: &str) -> String {
+    format!("'{}'", argument.replace('\'', r"'\''"))
 }
 
 fn upstreams_as_json(upstreams: &[UpstreamFacts]) -> Vec<Value> {
@@ -341,6 +375,7 @@ mod tests {
         Banner {
             address: address.parse().unwrap(),
             has_tls: false,
+            certificate: ExampleCertificate::default(),
             needs_key: false,
             serves: Serves::Native(Box::new(native())),
         }
@@ -361,6 +396,30 @@ mod tests {
         assert!(banner("[::1]:80").to_string().contains("http://[::1]:80"));
         let tls = Banner { has_tls: true, ..banner("0.0.0.0:80") }.to_string();
         assert!(tls.contains("address  https://localhost:80") && tls.contains("curl https://localhost:80/"), "{tls}");
+    }
+
+    #[test]
+    fn the_command_trusts_a_certificate_that_is_self_signed() {
+        let settings = |file: &str| frontend::Settings {
+            tls_cert_file: Some(file.into()),
+            tls_key_file: Some("unread".into()),
+            ..frontend::Settings::default()
+        };
+        let command = |address: &str, file: &str| {
+            let banner = banner(address);
+            let certificate = ExampleCertificate::of(&settings(file), banner.address.ip());
+            let text = Banner { has_tls: true, certificate, ..banner }.to_string();
+            text.lines().last().unwrap().split("/v1/").next().unwrap().trim().to_owned()
+        };
+        let file = "frontend/tests/fixtures/tls/one.pem";
+        let absolute = path::absolute(file).unwrap();
+        let expected = format!("curl --cacert '{}' https://localhost:80", absolute.display());
+        for address in ["127.0.0.1:80", "[::1]:80", "0.0.0.0:80"] {
+            assert_eq!(command(address, file), expected);
+        }
+        let other = expected.replace("localhost", "192.168.1.2");
+        assert_eq!(command("192.168.1.2:80", file), other, "localhost does not reach this address");
+        assert_eq!(command("127.0.0.1:80", "no.pem"), "curl https://127.0.0.1:80");
     }
 
     #[test]
@@ -423,7 +482,7 @@ mod tests {
         let cluster = ClusterFacts { nats, prefix: "p".into(), models, upstreams: upstreams.clone() };
         for serves in [Serves::Upstreams(upstreams), Serves::Cluster(cluster)] {
             let is_cluster = matches!(serves, Serves::Cluster(_));
-            let banner = Banner { address, has_tls: false, needs_key: false, serves };
+            let banner = Banner { address, serves, ..banner("127.0.0.1:80") };
             let text = banner.to_string();
             for part in [
                 "http://a:8000/: cannot be used yet, see the log",

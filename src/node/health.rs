@@ -10,6 +10,7 @@ use kvbm::{DiskTier, ObjectTier, Tier};
 use parking_lot::Mutex;
 use router::Router;
 use std::sync::{Arc, OnceLock, Weak};
+use transport::CertificateMetrics;
 use worker::engine::{Engine, Error, ModelCard, OutputStream, Readiness, Request};
 use worker::plane::nats::Connection;
 
@@ -30,6 +31,8 @@ pub(super) struct Health {
     nats: OnceLock<Weak<Connection>>,
     /// The servers behind the process, if it is a gateway.
     upstreams: OnceLock<Weak<Upstreams>>,
+    /// The certificates of the process.
+    certificates: Mutex<Vec<CertificateMetrics>>,
     /// Why a worker of the process could not be registered yet, while it is tried again.
     registration: Mutex<Option<String>>,
 }
@@ -62,6 +65,10 @@ impl Health {
         let _ = self.upstreams.set(upstreams);
     }
 
+    pub(super) fn watch_certificates(&self, certificates: CertificateMetrics) {
+        self.certificates.lock().push(certificates);
+    }
+
     /// Why upstreams have not been used since the start: the first ones, each shortened, and how many others there are.
     /// `None` if there is none.
     fn upstream_problems(&self) -> Option<String> {
@@ -88,7 +95,8 @@ impl Health {
             upstreams.problems().into_iter().chain(upstreams.unanswered()).chain(upstreams.event_problems())
         };
         let upstreams = upstreams.iter().flat_map(of_upstreams);
-        nats.chain(upstreams).chain(paths).chain(shared).chain(panics).collect()
+        let certificates: Vec<_> = self.certificates.lock().iter().flat_map(CertificateMetrics::problems).collect();
+        nats.chain(upstreams).chain(paths).chain(shared).chain(certificates).chain(panics).collect()
     }
 }
 

@@ -11,7 +11,7 @@
 //! Shutdown deregisters the workers first, so that routers choose others. Then workers of other processes copy prefixes
 //! from them. The HTTP server is closed last.
 
-use super::banner::{Banner, Serves, WorkerFacts, worker_warnings};
+use super::banner::{Banner, ExampleCertificate, Serves, WorkerFacts, worker_warnings};
 use super::cache_audit::CacheAudit;
 use super::drain_copies::OtherWorkers;
 use super::health::Health;
@@ -95,6 +95,7 @@ impl WorkerNode {
         let settings = frontend::Settings { tls_cert_file: None, tls_key_file: None, ..config.frontend.clone() };
         let (server, settings) = http_server::server(settings, &registry)?;
         let certificates = CertificateMetrics::new("cluster", &registry)?;
+        health.tiers.watch_certificates(certificates.clone());
         let (url, credentials) = (advertised(config, address), planes::credentials(config, &certificates, &registry)?);
         let server = match config.cluster.tls.server()? {
             Some(files) => server.with_tls(files, certificates)?,
@@ -131,7 +132,9 @@ impl WorkerNode {
             nats: config.nats.servers.clone(),
             prefix: config.nats.prefix.clone(),
         };
-        let banner = Banner { address, has_tls, needs_key, serves: Serves::Workers(Box::new(facts)) };
+        // The banner of workers has no example.
+        let certificate = ExampleCertificate::default();
+        let banner = Banner { address, has_tls, certificate, needs_key, serves: Serves::Workers(Box::new(facts)) };
         Ok(Self {
             process: HttpProcess { banner, registry, http, audit },
             health,

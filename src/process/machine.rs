@@ -119,6 +119,20 @@ pub fn check_address_space() -> anyhow::Result<()> {
     check_addresses(address_space())
 }
 
+/// Addresses of a thread that computes much at once: its stack, its heap, and as much again for what it allocates.
+const ADDRESSES_OF_THREAD: u64 = 128 << 20;
+
+/// The most threads that compute at once for which the limit of the address space has room.
+pub fn threads_within_addresses() -> NonZero<usize> {
+    threads_within(address_space())
+}
+
+fn threads_within(limit: Option<u64>) -> NonZero<usize> {
+    // Half of the smallest limit is for the rest of the process.
+    let fit = limit.map_or(u64::MAX, |limit| limit.saturating_sub(MIN_ADDRESSES / 2) / ADDRESSES_OF_THREAD);
+    usize::try_from(fit).ok().map_or(NonZero::<usize>::MAX, |fit| NonZero::new(fit).unwrap_or(NonZero::<usize>::MIN))
+}
+
 fn check_addresses(limit: Option<u64>) -> anyhow::Result<()> {
     if let Some(limit) = limit.filter(|limit| *limit < MIN_ADDRESSES) {
         bail!(

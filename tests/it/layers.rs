@@ -52,7 +52,7 @@ const ROOMS: [(&str, Rooms); 7] = [
             ("metrics", &["block"]),
             ("permissions", &[]),
             ("folder", &[]),
-            ("heap", &[]),
+            ("heap", &["blocking"]),
             ("blocking", &[]),
             ("block", &[]),
         ],

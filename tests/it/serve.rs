@@ -330,15 +330,49 @@ fn memory_that_the_system_refuses_is_an_error_with_its_key() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_limit_of_addresses_that_no_process_can_run_with_is_an_error() {
-    for command in ["serve", "doctor"] {
-        let mut limited = Command::new("/bin/sh");
-        limited.args(["-c", r#"ulimit -v 300000; exec "$0" "$@""#, env!("CARGO_BIN_EXE_blockyard"), command]);
-        let Output { status, stderr, .. } = limited.env_clear().env("HOME", "/nonexistent").output().unwrap();
+    for command in [&["serve"][..], &["doctor"], &["replay", "--workload", "agents"]] {
+        let Output { status, stderr, .. } = within_addresses(300_000, command);
         let log = String::from_utf8(stderr).unwrap();
-        assert_eq!(status.code(), Some(1), "{command}: {log}");
+        assert_eq!(status.code(), Some(1), "{command:?}: {log}");
         let expected = "error: the address space of this process is limited to 307200000 bytes, and at least 536870912";
-        assert!(log.starts_with(expected) && log.contains("ulimit -v unlimited"), "{command}: {log}");
+        assert!(log.starts_with(expected) && log.contains("ulimit -v unlimited"), "{command:?}: {log}");
     }
+}
+
+/// What the program answers to these arguments within a limit of the address space.
+#[cfg(target_os = "linux")]
+fn within_addresses(kibibytes: u32, arguments: &[&str]) -> Output {
+    let mut limited = Command::new("/bin/sh");
+    let script = format!(r#"ulimit -v {kibibytes}; exec "$0" "$@""#);
+    limited.args(["-c", &script, env!("CARGO_BIN_EXE_blockyard")]).args(arguments);
+    limited.env_clear().env("HOME", "/nonexistent").output().unwrap()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn threads_that_the_system_refuses_are_an_error_without_a_panic() {
+    let data = tempfile::tempdir().unwrap();
+    let data = ["--data-dir", data.path().to_str().unwrap(), "--listen", "127.0.0.1:0"];
+    let serve = [&["serve", "--model", "tiny", "--set", "threads=1024"], &data[..]].concat();
+    // Less than the stacks of all threads.
+    let Output { status, stderr, .. } = within_addresses(1_500_000, &serve);
+    let log = String::from_utf8(stderr).unwrap();
+    assert_eq!(status.code(), Some(1), "{log}");
+    let expected = "error: cannot load the model tiny: the system refuses 1024 compute threads: ";
+    assert!(log.contains(expected) && log.contains("(ulimit -v") && !log.contains("panic"), "{log}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_replay_has_as_many_threads_as_addresses_allow() {
+    let replay = ["replay", "--workload", "agents", "--requests", "100", "--policy", "kv,random", "--threads", "64"];
+    let replay = [&replay[..], &["--runs", "16", "--rate", "1,2"]].concat();
+    let Output { status, stderr, .. } = within_addresses(600_000, &replay);
+    assert_eq!(status.code(), Some(0), "{}", String::from_utf8_lossy(&stderr));
+    let Output { status, stderr, .. } = within_addresses(600_000, &[&replay[..], &["--replicas", "128"]].concat());
+    let log = String::from_utf8(stderr).unwrap();
+    let expected = "error: no memory for the index of a simulated router: the system refuses ";
+    assert!(status.code() == Some(1) && log.contains(expected) && log.contains("(RLIMIT_AS: ulimit -v"), "{log}");
 }
 
 #[test]

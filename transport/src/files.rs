@@ -1,13 +1,16 @@
 //! Certificates, keys and authorities in files in PEM format.
 
+use rustls::client::verify_server_name;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
 use rustls::{InconsistentKeys, RootCertStore};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::PathBuf;
+use webpki::EndEntityCert;
 
 /// Maximum size of a file: a chain has a few certificates of a few KiB, a bundle of all public authorities 200 KiB.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -27,6 +30,10 @@ pub struct Identity {
     pub(crate) certificate: NamedFile,
     pub(crate) key: NamedFile,
 }
+
+/// A certificate with those that signed it, as far as its file has them.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CertificateChain(Vec<CertificateDer<'static>>);
 
 /// Why certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -67,6 +74,23 @@ pub enum TlsError {
     Unusable(String, String),
 }
 
+impl CertificateChain {
+    /// Whether a certificate of the chain is its own issuer: then a client that trusts this file trusts the
+    /// certificate. `false` for those that cannot be read.
+    pub fn is_self_signed(&self) -> bool {
+        let of_itself =
+            |certificate| EndEntityCert::try_from(certificate).is_ok_and(|parsed| parsed.issuer() == parsed.subject());
+        self.0.iter().any(of_itself)
+    }
+
+    /// Whether the certificate is for this host name or address.
+    pub fn is_for(&self, host: &str) -> bool {
+        let parsed = self.0.first().and_then(|certificate| ParsedCertificate::try_from(certificate).ok());
+        let name = ServerName::try_from(host).ok();
+        parsed.zip(name).is_some_and(|(parsed, name)| verify_server_name(&parsed, &name).is_ok())
+    }
+}
+
 /// A certificate with its chain, and its key.
 pub(crate) type Pair = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
@@ -92,10 +116,16 @@ impl Identity {
         CertifiedKey::from_der(chain, key, &default_provider()).map(drop).map_err(|error| self.error(&error))
     }
 
-    pub(crate) fn load(&self) -> Result<Pair, TlsError> {
+    /// Reads the certificate and those that signed it. Blocks.
+    pub fn chain(&self) -> Result<CertificateChain, TlsError> {
         let chain = self.certificate.certificates(
             "PEM with `-----BEGIN CERTIFICATE-----`: the certificate of this process, then those that signed it",
-        )?;
+        );
+        chain.map(CertificateChain)
+    }
+
+    pub(crate) fn load(&self) -> Result<Pair, TlsError> {
+        let CertificateChain(chain) = self.chain()?;
         let key = PrivateKeyDer::from_pem_slice(&self.key.read()?)
             .map_err(|_| self.key.content("PEM with `-----BEGIN PRIVATE KEY-----`, not encrypted"))?;
         Ok((chain, key))

@@ -36,7 +36,7 @@ mod watch;
 
 pub use client::{ClientFiles, ClientTls};
 pub use expiry::CertificateExpiry;
-pub use files::{Identity, NamedFile, TlsError};
+pub use files::{CertificateChain, Identity, NamedFile, TlsError};
 pub use reloadable::CertificateMetrics;
 pub use server::{AcceptError, ServerFiles, ServerTls};
 pub use socket::{Socket, has_certificate, is_buffered, is_out_of_files, tcp};

@@ -6,6 +6,7 @@ use crate::files::{NamedFile, TlsError};
 use crate::watch::WatchedFiles;
 use parking_lot::{Mutex, RwLock};
 use prometheus::{IntCounterVec, IntGaugeVec, Opts, Registry};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime};
 use tokio::time::sleep;
@@ -13,11 +14,15 @@ use tokio::time::sleep;
 /// Time between two warnings of a certificate that expires soon: enough for an alert on the log, few enough to read.
 const WARN_INTERVAL: Duration = Duration::from_hours(24);
 
-/// Metrics of the certificates of one purpose. Clones share them.
+/// Why the last change of the files of a certificate was rejected. `None` if it was applied, or there was none.
+type Rejection = Mutex<Option<String>>;
+
+/// Metrics of the certificates of one purpose, and those whose last change was rejected. Clones share them.
 #[derive(Clone)]
 pub struct CertificateMetrics {
     reloads: IntCounterVec,
     expiry: IntGaugeVec,
+    rejections: Arc<Mutex<Vec<Weak<Rejection>>>>,
 }
 
 impl CertificateMetrics {
@@ -32,8 +37,11 @@ impl CertificateMetrics {
             name("expiry_timestamp_seconds"),
             "When the first of the certificates in the file expires, in seconds since 1970.",
         );
-        let metrics =
-            Self { reloads: IntCounterVec::new(reloads, &["outcome"])?, expiry: IntGaugeVec::new(expiry, &["file"])? };
+        let metrics = Self {
+            reloads: IntCounterVec::new(reloads, &["outcome"])?,
+            expiry: IntGaugeVec::new(expiry, &["file"])?,
+            rejections: Arc::default(),
+        };
         registry.register(Box::new(metrics.reloads.clone()))?;
         registry.register(Box::new(metrics.expiry.clone()))?;
         // An alert computes the increase, and an increase from no series is not seen.
@@ -41,6 +49,24 @@ impl CertificateMetrics {
             metrics.reloads.with_label_values(&[outcome]);
         }
         Ok(metrics)
+    }
+
+    /// The certificates whose files have changed and could not be loaded again, each with the reason.
+    pub fn problems(&self) -> Vec<String> {
+        let rejections = self.rejections.lock();
+        // A worker has one certificate as a server and as a client, and the same problem with both.
+        let problems: BTreeSet<_> =
+            rejections.iter().filter_map(Weak::upgrade).filter_map(|rejection| rejection.lock().clone()).collect();
+        problems.into_iter().collect()
+    }
+
+    /// What [`problems`](Self::problems) has of one certificate, while it is used.
+    fn rejection(&self) -> Arc<Rejection> {
+        let rejection = Arc::default();
+        let mut rejections = self.rejections.lock();
+        rejections.retain(|used| used.strong_count() > 0);
+        rejections.push(Arc::downgrade(&rejection));
+        rejection
     }
 }
 
@@ -61,6 +87,7 @@ pub(crate) struct Reloadable<T> {
     current: RwLock<Arc<T>>,
     expiry: Mutex<Option<CertificateExpiry>>,
     metrics: CertificateMetrics,
+    rejection: Arc<Rejection>,
 }
 
 impl<T: Send + Sync + 'static> Reloadable<T> {
@@ -75,7 +102,8 @@ impl<T: Send + Sync + 'static> Reloadable<T> {
         let watched = WatchedFiles::now(files.into_iter().map(|file| file.path).collect());
         let Loaded { value, expiry } = load()?;
         let current = RwLock::new(Arc::new(value));
-        let reloadable = Arc::new(Self { named, load: Box::new(load), current, expiry: Mutex::default(), metrics });
+        let (load, expires, rejection) = (Box::new(load), Mutex::default(), metrics.rejection());
+        let reloadable = Arc::new(Self { named, load, current, expiry: expires, metrics, rejection });
         reloadable.set_expiry(expiry);
         watched.spawn(&reloadable, Self::reload);
         let weak = Arc::downgrade(&reloadable);
@@ -121,10 +149,13 @@ impl<T: Send + Sync + 'static> Reloadable<T> {
                 *self.current.write() = Arc::new(value);
                 tracing::info!(certificate = %self.named.path.display(), "TLS certificate reloaded");
                 self.set_expiry(expiry);
+                *self.rejection.lock() = None;
                 "applied"
             }
             Err(error) => {
                 tracing::error!(%error, "TLS certificate not reloaded; the previous one stays in effect");
+                let problem = format!("TLS certificate not reloaded: {error}; the previous one stays in effect");
+                *self.rejection.lock() = Some(problem);
                 "rejected"
             }
         };

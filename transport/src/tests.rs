@@ -84,6 +84,21 @@ async fn both_sides_show_certificates_of_their_authority() {
     assert!(error.contains("the certificate of the server has expired"), "{error}");
 }
 
+#[test]
+fn a_chain_says_its_hosts_and_whether_it_is_self_signed() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let identity = sign(&authority, folder.path(), "localhost", false);
+    let path = identity.files()[0].path.clone();
+    let chain = identity.chain().unwrap();
+    assert!(chain.is_for("localhost") && !chain.is_for("127.0.0.1") && !chain.is_for("a b"));
+    assert!(!chain.is_self_signed(), "its authority may be any");
+    std::fs::write(&path, [std::fs::read_to_string(&path).unwrap(), authority.pem()].concat()).unwrap();
+    assert!(identity.chain().unwrap().is_self_signed(), "the file has its authority");
+    std::fs::write(&path, include_str!("../../frontend/tests/fixtures/tls/one.pem")).unwrap();
+    assert!(identity.chain().unwrap().is_self_signed());
+}
+
 #[tokio::test]
 async fn a_peer_without_tls_is_told_so() {
     let folder = tempfile::tempdir().unwrap();
@@ -127,4 +142,44 @@ async fn new_connections_use_the_files_as_they_are_now() {
         assert!(tokio::time::Instant::now() < deadline, "the client has read the authority again");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+#[tokio::test]
+async fn a_rejected_change_is_a_problem_until_one_is_applied() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new();
+    let (ca, identity) =
+        (authority.write(&folder.path().join("ca.pem")), sign(&authority, folder.path(), "localhost", false));
+    let [certificate, _] = identity.files();
+    let metrics = metrics();
+    let files = ServerFiles { identity: identity.clone(), clients: None };
+    let server = ServerTls::open(files, metrics.clone()).unwrap();
+    let files = ClientFiles { authorities: authorities(ca), identity: Some(identity) };
+    let client = ClientTls::open(files, metrics.clone()).unwrap();
+    assert_eq!(metrics.problems(), [""; 0]);
+
+    let content = std::fs::read(&certificate.path).unwrap();
+    std::fs::write(&certificate.path, "").unwrap();
+    let expected = format!("TLS certificate not reloaded: cert_file = {:?}: expected PEM", certificate.path);
+    let is_listed = |problem: &String| problem.starts_with(&expected);
+    until(|| metrics.problems().iter().any(is_listed)).await;
+    assert_eq!(metrics.problems().len(), 1, "both have the same one");
+    std::fs::write(&certificate.path, content).unwrap();
+    until(|| metrics.problems().is_empty()).await;
+
+    std::fs::remove_file(&certificate.path).unwrap();
+    until(|| !metrics.problems().is_empty()).await;
+    drop((server, client));
+    // A check that runs may have the last reference.
+    until(|| metrics.problems().is_empty()).await;
+}
+
+/// Waits until files have been read again with this result.
+async fn until(condition: impl Fn() -> bool) {
+    let waiting = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_mins(1), waiting).await.expect("the files are read again");
 }

@@ -352,6 +352,8 @@ fn outputs(
     // The id of a stored object must be known before the client can ask for the object.
     let is_reported = http.is_metered || below_collection(http.target.path()).is_some();
     let progress = is_reported.then(Arc::<RelayProgress>::default);
+    // Until the end, which the rest of a body may follow.
+    let mut running = Some(counted);
     let outputs = poll_fn(move |context| {
         let is_known = broken_off.is_some();
         let item = if is_known { broken_off.take() } else { ready!(items.poll_next_unpin(context)) };
@@ -369,8 +371,13 @@ fn outputs(
         if let (Some(progress), Some(Ok(Item::Head(_) | Item::Frame(_)))) = (&progress, &item) {
             progress.set(relay_report(items.so_far()));
         }
-        let output = |item| output(item, &counted, is_stream, is_timed, progress.as_ref());
-        Poll::Ready(item.map(|item| item.map(output).map_err(error_of)))
+        let is_last = matches!(item, Some(Ok(Item::End(_))));
+        let output = |item| output(item, running.as_deref(), is_stream, is_timed, progress.as_ref());
+        let item = item.map(|item| item.map(output).map_err(error_of));
+        if is_last {
+            running = None;
+        }
+        Poll::Ready(item)
     });
     outputs.boxed()
 }
@@ -436,17 +443,20 @@ fn json(text: &str) -> String {
     serde_json::to_string(text).expect("a string is JSON")
 }
 
-/// `is_timed`: speeds are learned from it. `progress`: what the response reports before its end.
+/// `counted`: set until the end. `is_timed`: speeds are learned from it. `progress`: what the response reports before
+/// its end.
 fn output(
     item: Item,
-    counted: &Counted,
+    counted: Option<&Counted>,
     is_stream: bool,
     is_timed: bool,
     progress: Option<&Arc<RelayProgress>>,
 ) -> Output {
     match item {
         Item::Head(head) => {
-            counted.first_output(is_stream);
+            if let Some(counted) = counted {
+                counted.first_output(is_stream);
+            }
             Output::Head(Box::new(ResponseHead {
                 status: head.status,
                 headers: head.headers,
@@ -460,7 +470,7 @@ fn output(
         Item::Frame(bytes) => Output::Body(bytes),
         Item::End(report) => {
             let report = relay_report(report);
-            if is_timed && !report.failed {
+            if let Some(counted) = counted.filter(|_| is_timed && !report.failed) {
                 counted.streamed(&report);
             }
             Output::End(report)

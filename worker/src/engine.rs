@@ -50,6 +50,8 @@ use std::time::Duration;
 ///   none. Until then another engine may be tried. A response with an error status, or a redirect, is
 ///   [`Error::Relayed`]. After a `Head` with a [`Tunnel`] nothing follows: the stream stays open until it is dropped,
 ///   and holds what the engine has reserved for the request.
+/// - `End` MUST come as soon as the response is known to be whole. Of a stream whose server says so before it ends its
+///   body, further `Body` MAY follow it, and the stream MUST end within seconds then, without an error.
 /// - Before an error after the `Head`, an engine that [continues streams](Self::continues_streams) MAY send one
 ///   [`Output::Rest`]. Another one that gets the request in it MUST send the rest of the stream, with a `Head` before
 ///   it and an `End` that reports of the whole response, and MUST fail if its text would not be the same.

@@ -355,8 +355,8 @@ async fn relayed(
     let ahead = if is_stream { Ok(ReadAhead::default()) } else { read_ahead(&mut outputs).await };
     let ahead = ahead.inspect_err(|_| meter.mark_failed())?;
     context.stream_started();
-    let (is_within_event, is_done) = (false, false);
-    let relay = Relay { outputs, ahead, meter, context, ends, is_stream, is_within_event, is_done, _running: running };
+    let (is_within_event, is_done, running) = (false, false, Some(running));
+    let relay = Relay { outputs, ahead, meter, context, ends, is_stream, is_within_event, is_done, running };
     let mut response = Response::new(Body::new(RelayBody::new(relay)));
     (*response.status_mut(), *response.headers_mut()) = (head.status, head.headers);
     Ok(explained(response, head.explain))

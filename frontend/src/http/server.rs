@@ -37,7 +37,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use transport::{CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
+use transport::{CertificateChain, CertificateExpiry, CertificateMetrics, Identity, ServerFiles, ServerTls, TlsError};
 
 /// Time for the last bytes of aborted requests to reach slow clients after the drain deadline.
 const LAST_BYTES: Duration = Duration::from_secs(2);
@@ -160,6 +160,7 @@ pub struct Server {
     rejected_lines: Arc<LogLimit>,
     /// `None`: connections have no TLS.
     tls: Option<Arc<ServerTls>>,
+    certificates: CertificateMetrics,
 }
 
 /// Why a server cannot be made.
@@ -197,8 +198,8 @@ impl Server {
         };
         let rejected_lines = Arc::new(LogLimit::new(REJECTED_LINES_PER_SECOND, Duration::from_secs(1)));
         let metrics = ConnectionMetrics::new(registry)?;
-        let server = Self { limits, metrics, rejected_lines, tls: None };
         let certificates = CertificateMetrics::new("frontend", registry)?;
+        let server = Self { limits, metrics, rejected_lines, tls: None, certificates: certificates.clone() };
         match tls_files(settings)? {
             Some(files) => Ok(server.with_tls(files, certificates)?),
             None => Ok(server),
@@ -207,7 +208,13 @@ impl Server {
 
     /// The same server for a port with the certificate of these files.
     pub fn with_tls(self, files: ServerFiles, metrics: CertificateMetrics) -> Result<Self, TlsError> {
-        Ok(Self { tls: Some(Arc::new(ServerTls::open(files, metrics)?)), ..self })
+        let tls = ServerTls::open(files, metrics.clone())?;
+        Ok(Self { tls: Some(Arc::new(tls)), certificates: metrics, ..self })
+    }
+
+    /// The metrics and the problems of its certificate.
+    pub fn certificates(&self) -> &CertificateMetrics {
+        &self.certificates
     }
 
     /// The same server for a port without TLS.
@@ -332,6 +339,11 @@ fn tls_files(settings: &Settings) -> Result<Option<ServerFiles>, TlsError> {
     let certificate = ("frontend.tls_cert_file", settings.tls_cert_file.clone());
     let key = ("frontend.tls_key_file", settings.tls_key_file.clone());
     Ok(Identity::of(certificate, key)?.map(|identity| ServerFiles { identity, clients: None }))
+}
+
+/// The certificate that clients of these settings see; `None` without TLS. Blocks.
+pub fn tls_certificate(settings: &Settings) -> Result<Option<CertificateChain>, TlsError> {
+    tls_files(settings)?.map(|files| files.identity.chain()).transpose()
 }
 
 /// Checks that the files of `settings` can be used, if there are any, and returns when the certificate expires. Blocks.

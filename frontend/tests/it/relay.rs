@@ -266,6 +266,27 @@ async fn a_client_that_leaves_after_done_gets_its_usage_counted() {
 }
 
 #[tokio::test]
+async fn what_follows_the_end_of_a_stream_passes() {
+    let permits = Arc::new(Semaphore::new(0));
+    let (head, wait) = (head_of("text/event-stream"), Step::Wait(permits.clone()));
+    let engine = relaying(vec![head, part("data: [DONE]\n\n"), end(), wait, part(": bye\n\n")]);
+    let router = engine.router();
+    let request = HttpRequest::post("/v1/completions");
+    let request = request.body(Body::from(r#"{"model":"org/tiny","prompt":"x","stream":true}"#));
+    let response = router.clone().oneshot(request.unwrap()).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    assert_eq!(body.next().await.unwrap().unwrap(), "data: [DONE]\n\n");
+    assert!(body.next().now_or_never().is_none(), "the body goes on");
+    let metrics = send(&router, HttpRequest::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    assert!(metrics.contains("blockyard_frontend_cached_tokens_total{model=\"org/tiny\"} 8"), "{metrics}");
+    permits.add_permits(1);
+    assert_eq!(body.next().await.unwrap().unwrap(), ": bye\n\n");
+    assert!(body.next().await.is_none());
+    assert_eq!(engine.open(), 0);
+}
+
+#[tokio::test]
 async fn endpoints_of_the_engine_alone_are_relayed() {
     let engine = relaying(vec![head(), part("ok"), end()]);
     let router = engine.router();

@@ -6,16 +6,18 @@
 //! leaves or starts a new epoch in between, the task itself waits for it, and all other sources with it.
 
 pub(super) mod cursor;
+mod freed;
 
 use crate::admission::Admission;
 use crate::fleet::{CacheView, EstimateReason, Fleet, Worker, reachable_stores};
 use crate::index::{Holder, Index};
 use crate::metrics::Metrics;
 use cursor::{Outcome, ResyncRequest, SourceCursor};
+use freed::FreedBlocks;
 use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::{BoxStream, FuturesUnordered};
-use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Snapshot};
+use kvbm::{BlockEvent, CacheDigest, Epoch, Numbered, Snapshot, heap};
 use std::collections::BTreeSet;
 use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
@@ -42,6 +44,7 @@ pub(crate) struct Feed {
     mixed: BTreeSet<String>,
     /// Workers have joined or left since [`members_changed`](Self::members_changed).
     has_changed: bool,
+    freed: FreedBlocks,
     resyncs: FuturesUnordered<BoxFuture<'static, ResyncResult>>,
     /// Sequence number of the last resync request.
     request_seq: u64,
@@ -118,6 +121,7 @@ impl Feed {
             named_twice: BTreeSet::new(),
             mixed: BTreeSet::new(),
             has_changed: false,
+            freed: FreedBlocks::default(),
             resyncs: FuturesUnordered::new(),
             request_seq: 0,
             request_permits: Arc::new(Semaphore::new(MAX_REQUESTS)),
@@ -150,7 +154,12 @@ impl Feed {
                     Some(event) => self.event(event),
                     None => return,
                 },
-                _ = gauges.tick() => self.gauges(),
+                _ = gauges.tick() => {
+                    self.gauges();
+                    if self.freed.take(Instant::now()) {
+                        heap::return_freed();
+                    }
+                }
                 _ = evaluations.tick() => self.evaluate(),
             }
         }
@@ -207,11 +216,13 @@ impl Feed {
         self.fleet.leave(id);
         self.admission.notify();
         self.followed.remove(&Source::Worker(id));
+        let blocks = self.index.entries();
         for store in self.index.leave(id) {
             // No worker can onboard from the store now; the next one to join brings a snapshot of it.
             self.index.forget(Holder::Store(store));
             self.followed.remove(&Source::Store(store));
         }
+        self.freed.add(blocks.saturating_sub(self.index.entries()));
         self.metrics.remove_worker(id);
         self.has_changed = true;
     }

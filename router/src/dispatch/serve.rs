@@ -6,7 +6,7 @@ use super::continued::Continued;
 use super::place::Placement;
 use super::send::FirstOutput;
 use crate::admission::Permit;
-use crate::fleet::HealthSignal;
+use crate::fleet::{HealthSignal, Worker};
 use crate::state::Core;
 use crate::trace::RequestTrace;
 use futures::StreamExt;
@@ -28,6 +28,42 @@ struct Served {
     trace: Option<RequestTrace>,
 }
 
+/// The workers that have closed the connection of a request without an answer. A worker does that when its process
+/// ends, and so does each worker that a request makes end: only other workers show which it is.
+///
+/// **A request that several workers closed, and none has served, counts against none of them.** Else a client could
+/// have all workers ejected. A worker that cannot be reached, or answers with an error, is counted at once.
+#[derive(Default)]
+struct ClosedBy(Vec<(Arc<Worker>, Error)>);
+
+impl ClosedBy {
+    /// Records that the request has failed on a worker; not yet, if it may be the fault of the request.
+    fn failed(&mut self, worker: &Arc<Worker>, error: &Error) {
+        if matches!(error, Error::NoAnswer(_)) {
+            self.0.push((Arc::clone(worker), error.clone()));
+        } else {
+            worker.record_failure(HealthSignal::of(error), error);
+        }
+    }
+
+    /// Another worker has served the request: these have failed.
+    fn served_by_another(mut self) {
+        for (worker, error) in self.0.drain(..) {
+            worker.record_failure(HealthSignal::of(&error), &error);
+        }
+    }
+}
+
+impl Drop for ClosedBy {
+    fn drop(&mut self) {
+        let is_of_request = self.0.len() > 1;
+        for (worker, error) in self.0.drain(..) {
+            let signal = if is_of_request { HealthSignal::Neutral } else { HealthSignal::of(&error) };
+            worker.record_failure(signal, &error);
+        }
+    }
+}
+
 /// Serves a request. Past its deadline the first output is worthless, so the request is cancelled.
 pub(crate) async fn serve(core: &Arc<Core>, request: Request) -> Result<OutputStream, Error> {
     let served = match request.attributes.deadline {
@@ -45,6 +81,7 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
     let (first, permit) = admit(core, request, arrived).await?;
     let mut next = Some(first);
     let (mut tried, mut avoided, mut failures) = (Vec::new(), Vec::new(), 0);
+    let mut closed_by = ClosedBy::default();
     // The last error, and why the request would be sent to another worker.
     let (mut last, mut retry_reason) = (None, None);
     let deadline = request.attributes.deadline;
@@ -63,10 +100,13 @@ async fn try_workers(core: &Arc<Core>, request: &Request) -> Result<Served, Erro
             trace.dispatched();
         }
         match attempt(core, request, &placement, &tried).await {
-            Ok(first) => return Ok(Served { placement, permit, first, trace }),
+            Ok(first) => {
+                closed_by.served_by_another();
+                return Ok(Served { placement, permit, first, trace });
+            }
             Err(error) => {
                 let verdict = HealthSignal::of(&error);
-                placement.decode.record_failure(verdict, &error);
+                closed_by.failed(&placement.decode, &error);
                 let (failed, run) = (Arc::clone(&placement.decode), placement.decode.run());
                 tried.push(run);
                 avoided.extend(also_unreachable(core, &failed, &error));

@@ -3,7 +3,7 @@
 use super::options::{Options, PolicyUnderTest};
 use super::profile::Profile;
 use super::results::RunOutcome;
-use super::simulation::{Simulation, Stalled};
+use super::simulation::{RunError, Simulation};
 use super::trace::{BLOCK_TOKENS, Trace};
 use super::traffic::Traffic;
 use crate::policy::Policy;
@@ -23,14 +23,14 @@ pub struct Service {
 /// time between tokens below ten times those of an idle fleet. A request that admission rejects counts as one whose
 /// first token never comes. The default settings apply, without copies ahead of demand, so that a load factor means the
 /// same rate whatever is tuned. `progress` receives each tried rate and its service.
-pub fn capacity(traffic: &Traffic, options: &Options, mut progress: impl FnMut(f64, Service)) -> Result<f64, Stalled> {
+pub fn capacity(traffic: &Traffic, options: &Options, mut progress: impl FnMut(f64, Service)) -> Result<f64, RunError> {
     let options = &Options { settings: Settings { prefetch: false, ..Settings::default() }, ..options.clone() };
     let mut service = |rate| {
         let policy = PolicyUnderTest::Policy(Policy::LeastLoaded);
-        let outcome = Simulation::new(&traffic.at(rate, SEED), options, &policy, rate, SEED).run()?;
+        let outcome = Simulation::new(&traffic.at(rate, SEED), options, &policy, rate, SEED)?.run()?;
         let service = Service::of(&outcome);
         progress(rate, service);
-        Ok(service)
+        Ok::<_, RunError>(service)
     };
     let trace = traffic.at(1.0, SEED);
     let [without_hits, with_all_hits] = rate_bounds(&trace, &options.profile, options.workers.len() as f64);

@@ -16,7 +16,7 @@ mod tests;
 use super::engine::Engine;
 use super::options::{Options, PolicyUnderTest};
 use super::results::{Histogram, RequestRecord, Results, RunOutcome, Slo};
-use super::simulation::{Simulation, Stalled};
+use super::simulation::{RunError, Simulation};
 use super::trace::{RequestSpec, Trace};
 use isolated::{IsolatedWorker, Shared};
 use std::collections::VecDeque;
@@ -51,14 +51,14 @@ pub(super) fn best_found(
     rate: f64,
     seed: u64,
     policies: &[(&PolicyUnderTest, &Results)],
-) -> Result<Results, Stalled> {
+) -> Result<Results, RunError> {
     let arrivals = trace.arrivals(rate, seed);
     let mut all: Vec<Results> = policies.iter().map(|(_, results)| (*results).clone()).collect();
     for objective in OBJECTIVES {
         let by_objective =
             |(_, a): &&(_, &Results), (_, b): &&(_, &Results)| objective.of(a).total_cmp(&objective.of(b));
         let Some((policy, _)) = policies.iter().min_by(by_objective) else { break };
-        let outcome = Simulation::new(trace, options, policy, rate, seed).run()?;
+        let outcome = Simulation::new(trace, options, policy, rate, seed)?.run()?;
         let assignment: Vec<usize> = outcome.requests.iter().map(|record| record.worker).collect();
         all.push(improve(trace, options, &arrivals, &assignment, objective).results(rate, options.slo));
     }

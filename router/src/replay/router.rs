@@ -14,7 +14,7 @@ use crate::control::{Outcome, SourceCursor};
 use crate::dispatch::order_copy;
 use crate::fleet::{Fleet, Needs, Worker};
 use crate::hash::splitmix64;
-use crate::index::{Holder, HolderId, Index};
+use crate::index::{Holder, HolderId, Index, NoAddresses};
 use crate::load::{Demand, OutputEnd};
 use crate::policy::planner::RoleChange;
 use crate::policy::{
@@ -120,7 +120,12 @@ impl Action {
 }
 
 impl SimulatedRouter {
-    pub(super) fn new(policy: &PolicyUnderTest, options: &Options, requests: usize, seed: u64) -> Self {
+    pub(super) fn new(
+        policy: &PolicyUnderTest,
+        options: &Options,
+        requests: usize,
+        seed: u64,
+    ) -> Result<Self, NoAddresses> {
         let worker_count = options.workers.len();
         // Policies of other routers choose one worker for the whole request.
         let Settings { slo, planner, admission, .. } = options.settings.clone();
@@ -134,8 +139,7 @@ impl SimulatedRouter {
         // A worker without host memory declines all copies, and other routers order none.
         let has_copies = settings.prefetch && baseline.is_none() && options.profile.host.is_some();
         let card = StubEngine::card(MODEL, BLOCK_TOKENS as usize);
-        let index = Index::with_memory_limit(settings.index_memory.as_usize());
-        let index = index.expect("the system has addresses for the index of a simulated router");
+        let index = Index::with_memory_limit(settings.index_memory.as_usize())?;
         let fleet = Fleet::default();
         let stores: Vec<StoreId> = options.profile.shared.iter().map(|_| STORE).collect();
         let kv_cache = Some(options.profile.kv_cache());
@@ -154,7 +158,7 @@ impl SimulatedRouter {
             cursor.snapshot_applied(EPOCH, 0);
             Feed { holder, cursor }
         };
-        Self {
+        Ok(Self {
             seed,
             baseline,
             cached_blocks: Vec::new(),
@@ -174,7 +178,7 @@ impl SimulatedRouter {
             target: settings.slo.ttft.filter(|_| options.admission == AdmissionMode::Queue).map(|target| target.0),
             planner: PlannerDriver::new(&settings.planner, &settings.slo),
             settings_by_model: ResolvedSettings::from_valid(settings),
-        }
+        })
     }
 
     /// Places an arriving request and passes it to the admission queue, if there is one.

@@ -3,7 +3,7 @@
 use super::clairvoyant;
 use super::options::{Options, PolicyUnderTest};
 use super::results::Results;
-use super::simulation::{Simulation, Stalled};
+use super::simulation::{RunError, Simulation};
 use super::traffic::Traffic;
 use std::num::NonZero;
 use std::ops::Range;
@@ -36,11 +36,11 @@ pub const CLAIRVOYANT: &str = "clairvoyant";
 impl Runs<'_> {
     /// Replays everything. Returns the results by rate, then by policy: the mean over the seeds. `progress` is called
     /// with each of them when it is known.
-    pub fn replay(&self, progress: impl Fn(&Results) + Sync) -> Result<Vec<Results>, Stalled> {
+    pub fn replay(&self, progress: impl Fn(&Results) + Sync) -> Result<Vec<Results>, RunError> {
         let Self { traffic, options, policies, rates, .. } = self;
         let seeds: Vec<u64> = self.seeds.clone().collect();
-        let run = |at: usize, rate: f64, seed: u64| -> Result<Results, Stalled> {
-            let outcome = Simulation::new(&traffic.at(rate, seed), options, &policies[at], rate, seed).run()?;
+        let run = |at: usize, rate: f64, seed: u64| -> Result<Results, RunError> {
+            let outcome = Simulation::new(&traffic.at(rate, seed), options, &policies[at], rate, seed)?.run()?;
             Ok(outcome.results(rate, options.slo))
         };
         let names: Vec<&str> = policies.iter().map(PolicyUnderTest::name).collect();
@@ -72,15 +72,15 @@ impl Runs<'_> {
         &self,
         seeds: &[u64],
         names: &[&str],
-        run: impl Fn(usize, f64, u64) -> Result<Results, Stalled> + Sync,
+        run: impl Fn(usize, f64, u64) -> Result<Results, RunError> + Sync,
         progress: &(impl Fn(&Results) + Sync),
-    ) -> Result<Vec<Vec<Results>>, Stalled> {
+    ) -> Result<Vec<Vec<Results>>, RunError> {
         let cells: Vec<(f64, usize)> =
             self.rates.iter().flat_map(|rate| (0..names.len()).map(|name| (*rate, name))).collect();
         let runs = cells.len() * seeds.len();
         let next = AtomicUsize::new(0);
         let finished: Mutex<Vec<Vec<Option<Results>>>> = Mutex::new(vec![vec![None; seeds.len()]; cells.len()]);
-        let work = || -> Result<(), Stalled> {
+        let work = || -> Result<(), RunError> {
             loop {
                 let nth = next.fetch_add(1, Ordering::Relaxed);
                 if nth >= runs {
@@ -98,8 +98,14 @@ impl Runs<'_> {
             }
         };
         thread::scope(|scope| {
-            let threads: Vec<_> = (0..self.threads.get().min(runs)).map(|_| scope.spawn(work)).collect();
-            threads.into_iter().try_for_each(|thread| thread.join().expect("a run does not panic"))
+            let start = |_| thread::Builder::new().spawn_scoped(scope, work);
+            let threads: Vec<_> = (0..self.threads.get().min(runs)).map(start).collect();
+            // All of them are waited for, with the first error.
+            let ended = threads.into_iter().map(|thread| match thread {
+                Ok(thread) => thread.join().expect("a run does not panic"),
+                Err(error) => Err(RunError::Thread(error)),
+            });
+            ended.collect::<Vec<_>>().into_iter().collect::<Result<(), _>>()
         })?;
         let finished = finished.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(finished.into_iter().map(|of_cell| of_cell.into_iter().flatten().collect()).collect())

@@ -13,10 +13,12 @@ use super::{AdmissionMode, Options, PolicyUnderTest, Profile, Trace};
 use crate::admission::Stage;
 use crate::control::rebalance::INTERVAL;
 use crate::hash::splitmix64;
+use crate::index::NoAddresses;
 use crate::policy::planner::RoleChange;
 use kvbm::Level;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
+use std::io;
 use worker::plane::{ReservationUpdate, Role, WorkerId};
 
 /// One run: one policy at one rate with one seed. Times are nanoseconds of virtual time.
@@ -95,15 +97,26 @@ enum Event {
     Copy(u32),
 }
 
-/// Requests remain, no event is scheduled and every worker is idle.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error(
-    "the simulation is stuck after {seconds} s of virtual time with unfinished requests ({requests}): no event is \
-     scheduled and every worker is idle"
-)]
-pub struct Stalled {
-    requests: usize,
-    seconds: u64,
+/// Why a run has no results.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// Requests remain, no event is scheduled and every worker is idle.
+    #[error(
+        "the simulation is stuck after {seconds} s of virtual time with unfinished requests ({requests}): no event is \
+         scheduled and every worker is idle"
+    )]
+    Stalled {
+        /// Unfinished requests.
+        requests: usize,
+        /// Virtual time, in seconds.
+        seconds: u64,
+    },
+    /// The index of a simulated router has no memory.
+    #[error("no memory for the index of a simulated router: {0}")]
+    Memory(#[from] NoAddresses),
+    /// No thread can be started.
+    #[error("cannot start a thread for a run: {0}")]
+    Thread(io::Error),
 }
 
 /// Longest and shortest interval between two reports of a worker, as for live workers.
@@ -114,7 +127,13 @@ const STALL_TIMEOUT_NS: u64 = 600_000_000_000;
 const PLAN_INTERVAL_NS: u64 = INTERVAL.as_nanos() as u64;
 
 impl<'a> Simulation<'a> {
-    pub(super) fn new(trace: &'a Trace, options: &'a Options, policy: &PolicyUnderTest, rate: f64, seed: u64) -> Self {
+    pub(super) fn new(
+        trace: &'a Trace,
+        options: &'a Options,
+        policy: &PolicyUnderTest,
+        rate: f64,
+        seed: u64,
+    ) -> Result<Self, NoAddresses> {
         let (profile, count, requests) = (&options.profile, options.workers.len(), &trace.requests);
         // Each router has its own seed. The first has the seed of the run.
         let routing = |id| SimulatedRouter::new(policy, options, requests.len(), seed + 1_000 * id);
@@ -133,7 +152,7 @@ impl<'a> Simulation<'a> {
             profile,
             event_delay_ns: options.event_delay.as_nanos() as u64,
             resync_delay_ns: options.resync_delay.as_nanos() as u64,
-            routers: (0..options.replicas.max(1) as u64).map(routing).collect(),
+            routers: (0..options.replicas.max(1) as u64).map(routing).collect::<Result<_, _>>()?,
             seed,
             plane: EventPlane::new(count, requests, options.event_loss, lossless_from_ns, seed),
             router_messages: VecDeque::new(),
@@ -178,11 +197,11 @@ impl<'a> Simulation<'a> {
         if options.rebalance {
             simulation.schedule(PLAN_INTERVAL_NS, Event::Plan);
         }
-        simulation
+        Ok(simulation)
     }
 
     /// Runs until every request has ended.
-    pub(super) fn run(mut self) -> Result<RunOutcome, Stalled> {
+    pub(super) fn run(mut self) -> Result<RunOutcome, RunError> {
         let end_ns = self.run_events()?;
         let copies = self.copies_made();
         Ok(RunOutcome {
@@ -198,7 +217,7 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    fn run_events(&mut self) -> Result<u64, Stalled> {
+    fn run_events(&mut self) -> Result<u64, RunError> {
         let (mut end_ns, mut progress_ns) = (0, 0);
         while self.unfinished > 0
             && let Some((now, event)) = self.next_event()
@@ -206,7 +225,7 @@ impl<'a> Simulation<'a> {
             match event {
                 Event::Arrival(_) | Event::StepEnd(..) | Event::WaitEnd(..) => progress_ns = now,
                 Event::Heartbeat(0) if now > progress_ns + STALL_TIMEOUT_NS && self.is_stalled() => {
-                    return Err(Stalled { requests: self.unfinished, seconds: now / 1_000_000_000 });
+                    return Err(RunError::Stalled { requests: self.unfinished, seconds: now / 1_000_000_000 });
                 }
                 _ => {}
             }

@@ -100,7 +100,8 @@ fn results_depend_only_on_the_seed() {
         let run = || serde_json::to_string(&run_policy(&trace, &options, &policy, 8.0, 2)).unwrap();
         assert_eq!(run(), run(), "{}", policy.name());
     }
-    let of_seed = |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).run().unwrap().results(8.0, options.slo);
+    let of_seed =
+        |seed| Simulation::new(&trace, &options, &KV, 8.0, seed).unwrap().run().unwrap().results(8.0, options.slo);
     assert_ne!(of_seed(0), of_seed(1));
 }
 
@@ -127,8 +128,10 @@ fn session_policy_keeps_a_conversation_on_its_worker() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = Options { workers: vec![Role::Both; 4], ..one_second_per_block() };
     let workers = |policy| {
-        let outcome =
-            Simulation::new(&trace, &options, &PolicyUnderTest::Policy(policy), trace.rate(), 0).run().unwrap();
+        let outcome = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(policy), trace.rate(), 0)
+            .unwrap()
+            .run()
+            .unwrap();
         outcome.requests.iter().map(|served| served.worker).collect::<Vec<_>>()
     };
     let by_session = workers(Policy::Session);
@@ -145,7 +148,7 @@ fn times_of_three_requests_match_a_calculation() {
     let trace = Trace::read(text.as_bytes()).unwrap();
     let options = one_second_per_block();
     // At the recorded rate times are exact, except that arrivals within the interval of the first two are spread.
-    let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap();
+    let outcome = Simulation::new(&trace, &options, &KV, trace.rate(), 0).unwrap().run().unwrap();
     let ttft: Vec<f64> = outcome.requests.iter().map(|s| (s.first_token_ns - s.arrived_ns) as f64 / 1e9).collect();
     assert!((ttft[0] - 2.001).abs() < 1e-6, "two blocks and a step: {ttft:?}");
     assert!((ttft[1] - 1.001).abs() < 1e-6, "one of three is new: {ttft:?}");
@@ -168,7 +171,7 @@ fn times_of_a_remote_prefill_match_a_calculation() {
     let mut options = Options { workers: vec![Role::Prefill, Role::Decode], ..one_second_per_block() };
     options.profile.peer = Some(Link { bytes_per_second: 102_400.0, latency_s: 0.01 });
     let policy = PolicyUnderTest::Settings("always".into(), Box::new(always_disaggregated()));
-    let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
+    let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).unwrap().run().unwrap().requests;
     let ttft = |nth: usize| (served[nth].first_token_ns - served[nth].arrived_ns) as f64 / 1e9;
     // Two blocks and a step; two blocks over the link; the last token and a step.
     let whole = 2.001 + (0.01 + 0.01) + (1.0 / 512.0 + 0.001);
@@ -189,7 +192,7 @@ fn transfers_share_the_links_of_both_workers() {
         let mut options = Options { workers, ..one_second_per_block() };
         options.profile.peer = Some(Link { bytes_per_second: 10_240.0, latency_s: 0.01 });
         let policy = PolicyUnderTest::Settings("always".into(), Box::new(always.clone()));
-        let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).run().unwrap().requests;
+        let served = Simulation::new(&trace, &options, &policy, trace.rate(), 0).unwrap().run().unwrap().requests;
         assert_eq!(served.iter().map(|it| it.prefill_worker).collect::<Vec<_>>(), [Some(0); 3]);
         let apart = served[2].first_token_ns.abs_diff(served[1].first_token_ns) as f64 / 1e9;
         // Two blocks, and the latency.
@@ -249,7 +252,7 @@ fn lossy(event_loss: f64, resync_delay: Duration) -> [f64; 2] {
     let options = Options { event_loss, event_loss_until: 0.5, resync_delay, ..options(4) };
     let mut sums = [(0, 0); 2];
     for seed in 0..runs {
-        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).run().unwrap().requests;
+        let served = Simulation::new(&trace, &options, &KV, 12.0, seed).unwrap().run().unwrap().requests;
         let half = served.len() / 2;
         for (sum, part) in sums.iter_mut().zip([&served[..half], &served[half * 3 / 2..]]) {
             sum.0 += part.iter().map(|served| served.hits).sum::<u64>();
@@ -279,7 +282,7 @@ fn hot_prefixes_are_copied_ahead_of_demand_and_used() {
     let run = |prefetch, seed| {
         let settings = Settings { prefetch, ..Settings::default() };
         let (trace, options) = (traffic.at(RATE, seed), Options { settings, ..with_host(options(32)) });
-        let outcome = Simulation::new(&trace, &options, &KV, RATE, seed).run().unwrap();
+        let outcome = Simulation::new(&trace, &options, &KV, RATE, seed).unwrap().run().unwrap();
         let computed = outcome.requests.iter().map(|it| it.blocks - it.hits).sum::<u64>();
         (outcome.results(RATE, options.slo), computed)
     };
@@ -321,7 +324,7 @@ fn requests_with_a_hot_prefix_do_not_herd_on_the_workers_that_hold_it() {
         let options = Options { profile, ..options(workers) };
         let run = |policy: &PolicyUnderTest, seed: u64| {
             let trace = rising_demand(workers, seed);
-            let mut outcome = Simulation::new(&trace, &options, policy, trace.rate(), seed).run().unwrap();
+            let mut outcome = Simulation::new(&trace, &options, policy, trace.rate(), seed).unwrap().run().unwrap();
             outcome.requests.drain(..first);
             let mut by_worker = vec![0.0; workers];
             outcome.requests.iter().for_each(|served| by_worker[served.worker] += 1.0);
@@ -344,7 +347,7 @@ fn no_copies_are_ordered_without_host_memory_or_by_other_routers() {
     let traffic = Traffic::Generated { workload: Workload::HotPrefix(16 << 10), requests: 100 };
     let copies = |options: &Options, policy: &PolicyUnderTest| {
         let trace = traffic.at(30.0, 0);
-        Simulation::new(&trace, options, policy, 30.0, 0).run().unwrap().copies
+        Simulation::new(&trace, options, policy, 30.0, 0).unwrap().run().unwrap().copies
     };
     assert_eq!(copies(&options(8), &KV), None);
     let with_host = with_host(options(8));
@@ -473,7 +476,7 @@ fn k_lpm_takes_the_longest_prefix_between_the_oldest_requests() {
     let order = |queue_order| {
         let mut options = Options { queue_order, ..one_second_per_block() };
         options.profile.max_num_seqs = 1;
-        let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).run().unwrap().requests;
+        let served = Simulation::new(&trace, &options, &KV, trace.rate(), 0).unwrap().run().unwrap().requests;
         let mut order: Vec<usize> = (0..5).collect();
         order.sort_by_key(|nth| served[*nth].first_token_ns);
         order

@@ -491,3 +491,38 @@ async fn a_server_that_awaits_a_trial_serves_when_no_other_answers() {
     harness.answer(prompt(50, 10)).await.unwrap();
     assert_eq!((a.requests(), b.requests()), (before.0 + 1, before.1));
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_workers_close_counts_against_none_of_them() {
+    let no_answer = || Error::NoAnswer("connection closed".to_owned());
+    let refused = || Error::Unavailable("connection refused".to_owned());
+    // Whether each of three workers fails requests, and how many are ejected at once.
+    for (error, fail, expected) in [
+        (no_answer(), [true, true, true], 0),
+        (no_answer(), [true, false, false], 1),
+        (no_answer(), [true, true, false], 2),
+        (refused(), [true, true, true], 3),
+        (failed(), [true, true, true], 3),
+    ] {
+        let harness = defaults();
+        for (id, fails) in (1..).zip(fail) {
+            let worker = harness.worker(id, Role::Both).await;
+            if fails {
+                worker.set_behaviour(Behaviour::RefuseRequests(error.clone()));
+            }
+        }
+        let mut ejected = 0;
+        for family in 0..40 {
+            let is_served = harness.answer(prompt(family, 10)).await.is_ok();
+            assert_eq!(is_served, fail.contains(&false), "{error}");
+            ejected = harness.router.degraded().len().max(ejected);
+        }
+        assert_eq!(ejected, expected, "{error} {fail:?}");
+    }
+    let harness = defaults();
+    harness.worker(1, Role::Both).await.set_behaviour(Behaviour::RefuseRequests(no_answer()));
+    for family in 0..3 {
+        assert!(harness.answer(prompt(family, 10)).await.is_err());
+    }
+    assert_eq!(harness.router.degraded().len(), 1, "no other worker shows whose fault it is");
+}

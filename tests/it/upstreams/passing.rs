@@ -5,6 +5,7 @@ use http::Method;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE, ETAG, IF_NONE_MATCH, LOCATION, RETRY_AFTER};
 use reqwest::redirect::Policy;
 use serde_json::{Value, json};
+use tokio::time::timeout;
 use upstream::relay::chunk::Usage;
 use upstream::relay::fake::{FakeEngine, Recorded, Script};
 
@@ -27,6 +28,16 @@ async fn a_stream_is_what_the_server_sends() {
     let sent: Value = serde_json::from_slice(&completions(&server)[1].body).unwrap();
     assert_eq!(sent["stream_options"]["include_usage"], true, "the gateway asks for itself");
     assert_eq!(gateway.metric("blockyard_frontend_cached_tokens_total"), 32);
+}
+
+#[tokio::test]
+async fn a_stream_ends_although_its_server_keeps_the_response_open() {
+    let script = Script::chat(&["Hello"], None);
+    let server = server([script.clone().hanging_after(3)]).await;
+    let gateway = Gateway::start(&[&server]).await;
+    let answer = gateway.post("/v1/chat/completions", &chat("hello", true)).await;
+    let answer = timeout(TIMEOUT, answer.bytes()).await.expect("the response ends");
+    assert_eq!(answer.unwrap(), script.body());
 }
 
 #[tokio::test]

@@ -1,6 +1,6 @@
 //! Which servers there are, how they are reached, and which one gets a request.
 
-use super::super::process::client;
+use super::super::process::{client, client_builder};
 use super::{Gateway, TIMEOUT, chat, completions, models, server};
 use blockyard::config::{Config, HttpVersion, Listen, Upstream};
 use blockyard::node::{Node, Process};
@@ -34,6 +34,36 @@ async fn a_server_may_have_an_authority_of_its_own() {
     let gateway = Gateway::of(vec![Upstream { ca_file: Some(pem.join("localhost.pem")), ..Upstream::new(url) }]).await;
     assert_eq!(gateway.post("/v1/chat/completions", &chat("hello", true)).await.status(), 200);
     assert_eq!(completions(&server).len(), 1);
+}
+
+#[tokio::test]
+async fn a_certificate_that_is_not_reloaded_is_degraded() {
+    let (pem, folder) = (Path::new("upstream/src/relay/client/tests"), tempfile::tempdir().unwrap());
+    let [certificate, key] = ["localhost.pem", "localhost.key"].map(|name| folder.path().join(name));
+    std::fs::copy(pem.join("localhost.pem"), &certificate).unwrap();
+    std::fs::copy(pem.join("localhost.key"), &key).unwrap();
+    let server = server([]).await;
+    let mut config =
+        Config { upstreams: vec![Upstream::new(server.uri())], ..Config::with_cache(Path::new("/nonexistent")) };
+    config.frontend.tls_cert_file = Some(certificate.clone());
+    config.frontend.tls_key_file = Some(key);
+    let gateway = Gateway::with(config).await;
+    let root = reqwest::Certificate::from_pem(&std::fs::read(&certificate).unwrap()).unwrap();
+    let http = client_builder().add_root_certificate(root).build().unwrap();
+    let ready = format!("https://localhost:{}/ready", gateway.node.address().port());
+    let degraded = async || http.get(&ready).send().await.unwrap().json::<Value>().await.unwrap()["degraded"].clone();
+    assert_eq!(degraded().await, Value::Null);
+
+    std::fs::write(&certificate, "").unwrap();
+    let until_degraded = async |expected: bool| {
+        while degraded().await.to_string().contains("TLS certificate not reloaded: frontend.tls_cert_file") != expected
+        {
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(TIMEOUT, until_degraded(true)).await.expect("it is listed");
+    std::fs::copy(pem.join("localhost.pem"), &certificate).unwrap();
+    timeout(TIMEOUT, until_degraded(false)).await.expect("it has been reloaded");
 }
 
 #[tokio::test]

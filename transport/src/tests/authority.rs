@@ -1,6 +1,6 @@
 //! An authority that signs certificates for tests.
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,6 +10,8 @@ pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
 impl Authority {
     pub(crate) fn new() -> Self {
         let mut params = CertificateParams::default();
+        // All authorities have this name, and those that they certify another one.
+        params.distinguished_name.push(DnType::CommonName, "authority of tests");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }

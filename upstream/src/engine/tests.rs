@@ -117,6 +117,26 @@ async fn a_stream_of_an_endpoint_that_is_not_known_ends_with_its_body() {
 }
 
 #[tokio::test]
+async fn a_request_has_ended_at_done_also_if_its_body_goes_on() {
+    let (server, engine) = engine([]).await;
+    let script = Script::default();
+    server.set_page("/v1/completions", script.clone().hanging_after(4));
+    let mut outputs = engine.generate(request("/v1/completions", "application/json", b"{}")).await.unwrap();
+    let mut bytes = Vec::new();
+    loop {
+        match timeout(SOON, outputs.next()).await.expect("an output") {
+            Some(Ok(Output::Body(part))) => bytes.extend_from_slice(&part),
+            Some(Ok(Output::End(_))) => break,
+            other => assert!(matches!(other, Some(Ok(Output::Head(_)))), "{other:?}"),
+        }
+    }
+    assert_eq!(bytes, script.body());
+    assert_eq!(engine.load().borrow().running, 0);
+    assert!(timeout(SOON, outputs.next()).await.expect("the end").is_none());
+    timeout(SOON, server.cancelled(1)).await.expect("the connection is closed");
+}
+
+#[tokio::test]
 async fn a_body_with_a_salt_is_an_object() {
     let (_server, mut engine) = engine([]).await;
     (engine.settings.salted, engine.settings.has_tenants) = (SaltedEndpoints::All, true);

@@ -10,9 +10,12 @@
 //! **Nothing reaches the client before the first output.** Until then a failure is an error item and nothing else, so
 //! the request can go to another engine. Afterwards chunks of output pass unread.
 //!
+//! **A stream is whole after `[DONE]`**, also if its body does not end then: the end is reported at once. What follows
+//! within a second passes, and the connection of a body that ends within it can be used again.
+//!
 //! Dropping a [`Relay`] drops the body, which cancels the request at the engine.
 //!
-//! Not here: time limits. The items carry none, so the caller can time them as it likes.
+//! Not here: time limits of a request. The items carry none, so the caller can time them as it likes.
 
 mod events;
 mod plain;
@@ -32,6 +35,8 @@ use std::error::Error;
 use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::time::{Sleep, sleep};
 
 pub use super::chunk::Usage;
 
@@ -50,10 +55,12 @@ pub struct Relay<B> {
     is_ending: bool,
     /// A stream may end after any event.
     ends_anywhere: bool,
+    /// Set once the end was reported of a stream whose body has not ended: how long the body may last.
+    rest: Option<Pin<Box<Sleep>>>,
     phase: Phase,
 }
 
-/// A part of an answer, in this order: one head, frames, one end.
+/// A part of an answer, in this order: one head, frames, one end, and what follows the `[DONE]` of a stream.
 #[derive(Debug)]
 pub enum Item {
     /// Comes together with the first output.
@@ -137,6 +144,9 @@ const MAX_START: usize = 1024;
 /// with two copies of the request's instructions; where those are longer, the head goes out before the first output.
 const MAX_HELD: usize = 256 << 10;
 
+/// Time for the end of a body after `[DONE]`. It is the next packet, which may have to be sent again.
+const REST_TIMEOUT: Duration = Duration::from_secs(1);
+
 impl<B> Relay<B>
 where
     B: Body<Data = Bytes> + Unpin,
@@ -161,6 +171,7 @@ where
             received: Bytes::new(),
             is_ending: false,
             ends_anywhere: false,
+            rest: None,
             phase: Phase::Holding,
         }
     }
@@ -222,7 +233,7 @@ where
         while let Some(event) = events.next() {
             let step = events.step(event, true)?;
             if let Some(frame) = step.frame {
-                self.held.push(frame);
+                self.held.push_received(frame, &self.received);
             }
             if step.release || self.held.bytes > MAX_HELD {
                 self.phase = Phase::Passing;
@@ -317,7 +328,6 @@ where
     }
 
     fn report(&mut self) -> Result<Item, RelayError> {
-        self.phase = Phase::Ended;
         match &mut self.content {
             Content::Events(events) => match events.take_failure() {
                 Some(failure) => Err(failure),
@@ -329,11 +339,26 @@ where
         }
     }
 
-    fn fail(&mut self, error: RelayError) -> Poll<Option<Result<Item, RelayError>>> {
+    /// The last item. There is none if the end was reported before.
+    fn end(&mut self, last: Result<Item, RelayError>) -> Poll<Option<Result<Item, RelayError>>> {
         self.phase = Phase::Ended;
         self.body = None;
         self.held.clear();
-        Poll::Ready(Some(Err(error)))
+        Poll::Ready(Some(last).filter(|_| self.rest.is_none()))
+    }
+
+    /// Waits for the end of a body after `[DONE]`. The end of the stream is reported first.
+    fn poll_rest(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Item, RelayError>>> {
+        let Some(timer) = &mut self.rest else {
+            let report = self.report();
+            if report.is_err() {
+                return self.end(report);
+            }
+            self.rest = Some(Box::pin(sleep(REST_TIMEOUT)));
+            return Poll::Ready(Some(report));
+        };
+        ready!(timer.as_mut().poll(context));
+        self.end(Err(RelayError::Unfinished))
     }
 }
 
@@ -353,18 +378,24 @@ where
             match this.buffered() {
                 Ok(Some(item)) => return Poll::Ready(Some(Ok(item))),
                 Ok(None) => {}
-                Err(error) => return this.fail(error),
+                Err(error) => return this.end(Err(error)),
             }
             if std::mem::take(&mut this.is_ending) {
                 if let Err(error) = this.ended() {
-                    return this.fail(error);
+                    return this.end(Err(error));
                 }
                 continue;
             }
             let Some(body) = &mut this.body else {
-                return Poll::Ready(Some(this.report()));
+                let report = this.report();
+                return this.end(report);
             };
-            match ready!(Pin::new(&mut *body).poll_frame(context)) {
+            let polled = Pin::new(&mut *body).poll_frame(context);
+            // More may come of a stream of which it is not known how it ends.
+            if polled.is_pending() && this.content.is_done() && !this.ends_anywhere {
+                return this.poll_rest(context);
+            }
+            match ready!(polled) {
                 Some(Ok(frame)) => {
                     // A body of known length, or of which the end arrived too, need not be asked for more.
                     if body.is_end_stream() {
@@ -378,11 +409,11 @@ where
                 }
                 // The answer is whole after `[DONE]`, however its connection ends.
                 Some(Err(error)) if !this.content.is_done() => {
-                    return this.fail(RelayError::BrokenOff(chain(&*error.into())));
+                    return this.end(Err(RelayError::BrokenOff(chain(&*error.into()))));
                 }
                 None | Some(Err(_)) => {
                     if let Err(error) = this.ended() {
-                        return this.fail(error);
+                        return this.end(Err(error));
                     }
                 }
             }
@@ -440,6 +471,21 @@ impl HeldFrames {
             self.first = Some(frame);
         } else {
             self.others.push_back(frame);
+        }
+    }
+
+    /// Adds a frame to the one before it, if it follows that one in `received`: a server may send many small events.
+    fn push_received(&mut self, frame: Bytes, received: &Bytes) {
+        let last = self.others.back_mut().or(self.first.as_mut());
+        if let Some(last) = last
+            && let Some(before) = position(received, last)
+            && let Some(at) = position(received, &frame)
+            && before.end == at.start
+        {
+            *last = received.slice(before.start..at.end);
+            self.bytes += frame.len();
+        } else {
+            self.push(frame);
         }
     }
 

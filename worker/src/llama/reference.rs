@@ -39,7 +39,7 @@ fn difference(name: &str, amend: impl FnOnce(&mut Config)) -> f32 {
     let LoadedModel { card, mut config, weights } = LoadedModel::open(&path, None).unwrap();
     amend(&mut config);
     let blocks = reference.tokens.len().div_ceil(card.block_size);
-    let model = Model::new(config, weights, 2);
+    let model = Model::new(config, weights, 2).unwrap();
     let kv_cache = model.kv_cache(card.block_size, blocks).unwrap();
     let table: Vec<BlockId> = (0..blocks as u32).rev().map(BlockId).collect();
     let (mut start, mut worst) = (0, 0.0);

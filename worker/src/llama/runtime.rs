@@ -27,6 +27,17 @@ pub enum OpenError {
     /// The built-in model could not be written.
     #[error(transparent)]
     Builtin(#[from] BuiltinError),
+    /// The compute threads could not be started.
+    #[error(
+        "the system refuses {threads} compute threads: {cause}; use fewer, or raise the limits of threads (ulimit -u, \
+         TasksMax= in systemd) and of the address space (ulimit -v, LimitAS= in systemd)"
+    )]
+    Threads {
+        /// Their number.
+        threads: usize,
+        /// The answer of the system.
+        cause: rayon::ThreadPoolBuildError,
+    },
 }
 
 /// The memory that a model needs.
@@ -98,7 +109,7 @@ impl Runtime {
             ModelSource::Builtin(name) => LoadedModel::open(&name.ensure(data_dir, progress)?, Some(name.name()))?,
             ModelSource::Folder(path) => LoadedModel::open(path, None)?,
         };
-        let model = Model::new(config, weights, threads);
+        let model = Model::new(config, weights, threads).map_err(|cause| OpenError::Threads { threads, cause })?;
         Ok(Arc::new(Self { model, card: Arc::new(card), compute: Semaphore::new(1) }))
     }
 

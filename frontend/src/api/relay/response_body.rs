@@ -52,7 +52,8 @@ pub(super) struct Relay {
     pub(super) is_within_event: bool,
     /// The stream's `[DONE]` was relayed: the response is complete, and the client may disconnect.
     pub(super) is_done: bool,
-    pub(super) _running: RunningChoices,
+    /// Until the end of the response. The body of a stream may end later.
+    pub(super) running: Option<RunningChoices>,
 }
 
 /// The body of a response.
@@ -128,7 +129,25 @@ impl Relay {
         self.ends.as_mut().poll(context).map(|error| Some(Err(error)))
     }
 
+    /// The engine has reported the end.
+    fn is_finished(&self) -> bool {
+        self.running.is_none()
+    }
+
+    /// What the engine sends after it has reported the end. `None` at the end of its body.
+    fn poll_rest(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        match self.ahead.iter_mut().find_map(Option::take) {
+            Some(Ok(Output::Body(bytes))) => return Poll::Ready(Some(bytes)),
+            Some(_) => return Poll::Ready(None),
+            None => {}
+        }
+        self.outputs
+            .poll_next_unpin(context)
+            .map(|next| if let Some(Ok(Output::Body(bytes))) = next { Some(bytes) } else { None })
+    }
+
     fn finish(&mut self, report: RelayReport) {
+        self.running = None;
         self.meter.finish(report);
         if report.failed {
             let error = Error::Failed("the server sent an error in its stream, which the client got".into());
@@ -156,9 +175,15 @@ impl RelayBody {
         Self { relay, cut: None }
     }
 
-    fn finish(&mut self, report: RelayReport) {
-        if let Some(mut relay) = self.relay.take() {
-            relay.finish(report);
+    /// The engine has reported the end. What it sends after it passes too, if there may be anything.
+    fn finish(&mut self, report: RelayReport, context: &mut Context<'_>) {
+        let Some(relay) = &mut self.relay else { return };
+        relay.finish(report);
+        match relay.poll_rest(context) {
+            Poll::Ready(Some(bytes)) => relay.ahead[0] = Some(Ok(Output::Body(bytes))),
+            // A body with a length has ended.
+            Poll::Pending if relay.is_stream => {}
+            Poll::Pending | Poll::Ready(None) => self.relay = None,
         }
     }
 
@@ -191,6 +216,13 @@ impl HttpBody for RelayBody {
             return Poll::Ready(Some(Err(error)));
         }
         let Some(relay) = &mut self.relay else { return Poll::Ready(None) };
+        if relay.is_finished() {
+            let rest = std::task::ready!(relay.poll_rest(context));
+            if rest.is_none() {
+                self.relay = None;
+            }
+            return Poll::Ready(rest.map(|part| Ok(Frame::data(part))));
+        }
         let part = match std::task::ready!(relay.poll_output(context)) {
             Some(Ok(Output::Body(bytes))) => {
                 relay.meter.body(&bytes);
@@ -200,15 +232,15 @@ impl HttpBody for RelayBody {
                 let may_be_last = !relay.is_stream || relay.is_done;
                 if may_be_last && let Poll::Ready(Some(next)) = relay.poll_output(context) {
                     match next {
-                        Ok(Output::End(report)) => self.finish(report),
+                        Ok(Output::End(report)) => self.finish(report, context),
                         other => relay.ahead[0] = Some(other),
                     }
                 }
                 Some(bytes)
             }
             Some(Ok(Output::End(report))) => {
-                self.finish(report);
-                None
+                self.finish(report, context);
+                return self.poll_frame(context);
             }
             Some(Err(error)) => return self.fail(&error, context),
             _ => return self.fail(&no_end(), context),
@@ -229,7 +261,7 @@ impl Drop for RelayBody {
             tokio::spawn(timeout(REST_TIMEOUT, async move {
                 while let Some(Ok(output)) = relay.outputs.next().await {
                     if let Output::End(report) = output {
-                        return relay.finish(report);
+                        relay.finish(report);
                     }
                 }
             }));

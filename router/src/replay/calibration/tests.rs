@@ -31,7 +31,8 @@ fn record(profile: &Profile, workers: usize, rate: f64) -> Vec<Line> {
         rebalance: false,
         settings: crate::settings::Settings::default(),
     };
-    let outcome = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), rate, 0).run().unwrap();
+    let outcome =
+        Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), rate, 0).unwrap().run().unwrap();
     let line = |(spec, served): (&crate::replay::trace::RequestSpec, &crate::replay::results::RequestRecord)| {
         let since = |ns: u64| (ns - served.arrived_ns) as f64 / 1e9;
         let found = (served.hits * BLOCK_TOKENS).min(spec.input_tokens - 1);

@@ -5,7 +5,7 @@ use crate::replay::tests::{fixture, options};
 use crate::replay::{PolicyUnderTest, Workload};
 
 fn of_policy(trace: &Trace, options: &Options, rate: f64, policy: Policy) -> RunOutcome {
-    Simulation::new(trace, options, &PolicyUnderTest::Policy(policy), rate, 0).run().unwrap()
+    Simulation::new(trace, options, &PolicyUnderTest::Policy(policy), rate, 0).unwrap().run().unwrap()
 }
 
 fn assignment(outcome: &RunOutcome) -> Vec<usize> {

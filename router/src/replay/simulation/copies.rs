@@ -250,7 +250,7 @@ mod tests {
     #[test]
     fn a_copy_takes_the_time_of_its_link_and_is_used_by_a_request() {
         let (trace, options) = (trace(), with_host(64));
-        let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0);
+        let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0).unwrap();
         let (request, from, begin_ns) = serve_one(&mut simulation);
         let (to, prefix) = (1 - from, trace.requests[0].blocks[..PREFIX].to_vec());
         simulation.order_copy(begin_ns, (0, to, Some(from)), prefix);
@@ -276,7 +276,7 @@ mod tests {
     fn a_copy_without_a_source_or_without_room_fails() {
         for (has_source, host_blocks) in [(false, 64), (true, 4 * PREFIX as u64 - 4)] {
             let (trace, options) = (trace(), with_host(host_blocks));
-            let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0);
+            let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0).unwrap();
             let (_, from, begin_ns) = serve_one(&mut simulation);
             let prefix = trace.requests[0].blocks[..PREFIX].to_vec();
             simulation.order_copy(begin_ns, (0, 1 - from, has_source.then_some(from)), prefix);
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn a_copy_waits_for_queued_requests_and_gives_up_after_ten_seconds() {
         let (trace, options) = (trace(), with_host(64));
-        let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0);
+        let mut simulation = Simulation::new(&trace, &options, &KV, 1.0, 0).unwrap();
         let (request, from, begin_ns) = serve_one(&mut simulation);
         let (to, prefix) = (1 - from, trace.requests[0].blocks[..PREFIX].to_vec());
         simulation.order_copy(begin_ns, (0, to, Some(from)), prefix);

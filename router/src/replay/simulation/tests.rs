@@ -31,7 +31,7 @@ proptest! {
         options.profile.peer = Some(Link { bytes_per_second: speed, latency_s: 0.001 });
         options.profile.kv_cache_bytes = memory * options.profile.block_bytes();
         let options = Options { replicas, rebalance, event_delay: Duration::from_millis(event_delay_ms), ..options };
-        let mut simulation = Simulation::new(&trace, &options, &policy, rate, seed);
+        let mut simulation = Simulation::new(&trace, &options, &policy, rate, seed).unwrap();
         simulation.run_events().unwrap();
 
         prop_assert_eq!(simulation.unfinished, 0);
@@ -133,7 +133,7 @@ fn prompt_dropped_in_transit_still_counts_as_transferred() {
     let trace = Trace { requests };
     let options = Options { workers: vec![Role::Prefill, Role::Decode], ..options(1) };
     for (running, helper) in [(0, None), (1, Some(0))] {
-        let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 1.0, 0);
+        let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 1.0, 0).unwrap();
         let decodes = |simulation: &Simulation<'_>| simulation.workers[1].engine.load(&options.profile);
         while decodes(&simulation).waiting + decodes(&simulation).running == 0 {
             let (now, event) = simulation.next_event().unwrap();
@@ -158,7 +158,7 @@ fn prompt_dropped_in_transit_still_counts_as_transferred() {
 fn stalled_requests_end_the_run_with_an_error() {
     let (trace, options) =
         (Trace { requests: fixture().requests[..20].to_vec() }, Options { rebalance: true, ..options(2) });
-    let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 9.0, 0);
+    let mut simulation = Simulation::new(&trace, &options, &PolicyUnderTest::Policy(Policy::Kv), 9.0, 0).unwrap();
     // The request is on the worker, but no step is scheduled.
     let (_, request) = simulation.arrivals.pop().unwrap();
     simulation.workers[0].engine.accept(request, &trace.requests[request as usize], Stage::Whole, None);
@@ -247,7 +247,7 @@ fn output_lengths_are_learned_by_model_and_tenant() {
     let trace = Trace::read((0..300).map(line).collect::<String>().as_bytes()).unwrap();
     let options = options(2);
     let policy = PolicyUnderTest::Policy(Policy::Kv);
-    let mut simulation = Simulation::new(&trace, &options, &policy, trace.rate(), 0);
+    let mut simulation = Simulation::new(&trace, &options, &policy, trace.rate(), 0).unwrap();
     simulation.run_events().unwrap();
     let expected = |spec: &RequestSpec| simulation.routers[0].expected_output(spec);
     for spec in &trace.requests[..3] {

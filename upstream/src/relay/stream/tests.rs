@@ -262,6 +262,67 @@ fn what_is_held_is_bounded() {
     assert!(matches!(relay.next().now_or_never(), Some(Some(Ok(Item::Head(_))))));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_stream_is_whole_at_done_and_its_body_ends_soon() {
+    for has_more in [true, false] {
+        let (sender, chunks) = mpsc::unbounded();
+        let mut relay = Relay::new(response("text/event-stream", chunks), UsageInStream::Keep);
+        let script = Script::chat(&["a"], Some(USAGE));
+        sender.unbounded_send(Ok(script.body())).unwrap();
+        assert!(matches!(relay.next().await, Some(Ok(Item::Head(_)))));
+        let mut bytes = Vec::new();
+        let report = loop {
+            match relay.next().now_or_never().expect("no time passes").unwrap().unwrap() {
+                Item::Frame(frame) => bytes.extend_from_slice(&frame),
+                Item::End(report) => break report,
+                Item::Head(_) => panic!("a second head"),
+            }
+        };
+        assert_eq!((&bytes[..], report.usage), (&script.body()[..], Some(USAGE)));
+        assert!(relay.next().now_or_never().is_none(), "the body has not ended");
+        if has_more {
+            sender.unbounded_send(Ok(": bye\n\n".into())).unwrap();
+            assert!(matches!(relay.next().await, Some(Ok(Item::Frame(rest))) if rest == ": bye\n\n"));
+            sender.unbounded_send(broken()).unwrap();
+        }
+        assert!(relay.next().await.is_none(), "the end was reported");
+        assert!(sender.is_closed(), "the body is dropped");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn done_may_not_be_the_end_of_a_stream_that_is_not_known() {
+    let (sender, chunks) = mpsc::unbounded();
+    let mut relay = Relay::new(response("text/event-stream", chunks), UsageInStream::Keep).ending_anywhere();
+    for text in ["data: [DONE]\n\n", "data: more\n\n"] {
+        sender.unbounded_send(Ok(text.into())).unwrap();
+        let is_text = |item: &Option<_>| matches!(item, Some(Ok(Item::Frame(frame))) if frame == text);
+        while !is_text(&relay.next().await) {}
+        assert!(tokio::time::timeout(10 * REST_TIMEOUT, relay.next()).await.is_err());
+    }
+}
+
+#[test]
+fn what_was_received_together_passes_together() {
+    let (lines, text) = (Bytes::from("\n".repeat(1000)), event(r#"{"choices":[{"text":"a"}]}"#));
+    for usage in [UsageInStream::Keep, UsageInStream::Strip] {
+        let (sender, chunks) = mpsc::unbounded();
+        let mut relay = Relay::new(response("text/event-stream", chunks), usage);
+        let received = [lines.clone(), [&lines, text.as_bytes(), &lines].concat().into(), lines.clone()];
+        for part in &received {
+            sender.unbounded_send(Ok(part.clone())).unwrap();
+        }
+        assert!(matches!(relay.next().now_or_never(), Some(Some(Ok(Item::Head(_))))));
+        let mut passed = Vec::new();
+        while let Some(Some(Ok(Item::Frame(frame)))) = relay.next().now_or_never() {
+            passed.push(frame);
+        }
+        assert_eq!(passed.concat(), received.concat());
+        // The rest of what came with the first output is a frame of its own.
+        assert_eq!(passed.len(), 4, "{usage:?}");
+    }
+}
+
 #[test]
 fn a_body_that_is_no_stream_passes_unchanged() {
     let usage = r#"{"prompt_tokens":7,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}"#;

@@ -126,13 +126,10 @@ struct TokenPosition {
 }
 
 impl Model {
-    /// Converts the weights for computing on `threads` threads.
-    pub(crate) fn new(config: Config, weights: Weights, threads: usize) -> Self {
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .thread_name(|i| format!("compute-{i}"))
-            .build()
-            .expect("threads can be started when the process starts");
+    /// Converts the weights for computing on `threads` threads. Fails if they cannot be started.
+    pub(crate) fn new(config: Config, weights: Weights, threads: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
+        let pool =
+            rayon::ThreadPoolBuilder::new().num_threads(threads).thread_name(|i| format!("compute-{i}")).build()?;
         let Weights { embed, layers, norm, head, identity } = weights;
         let heads =
             Heads { queries: config.heads, kv: config.kv_heads, dim: config.head_dim, window: config.sliding_window };
@@ -140,7 +137,7 @@ impl Model {
         // One matrix after the other, so that two layouts of all weights never exist at once.
         let (embed, layers, head) =
             pool.install(|| (Linear::new(embed), layers.into_iter().map(Layer::new).collect(), head.map(Linear::new)));
-        Self { config, heads, embed, layers, norm, head, identity, rotation, pool, scratch: Mutex::default() }
+        Ok(Self { config, heads, embed, layers, norm, head, identity, rotation, pool, scratch: Mutex::default() })
     }
 
     /// The shape of the model.

@@ -45,6 +45,35 @@ pub(super) struct Arrival<'a> {
     handed_over: HashSet<SequenceHash>,
 }
 
+/// A load that is not counted yet. If its request is cancelled, the leading blocks that have arrived are counted when
+/// it is dropped.
+struct Uncounted<'a> {
+    context: &'a ArrivalContext,
+    hashes: &'a [SequenceHash],
+    phase: HandoffPhase,
+    is_over: bool,
+}
+
+impl<'a> Uncounted<'a> {
+    fn new(context: &'a ArrivalContext, hashes: &'a [SequenceHash], phase: HandoffPhase) -> Self {
+        Self { context, hashes, phase, is_over: false }
+    }
+
+    /// The load has ended, and is counted by its result.
+    fn over(mut self) {
+        self.is_over = true;
+    }
+}
+
+impl Drop for Uncounted<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let arrived = self.context.manager.hold(self.hashes).len();
+            self.context.metrics.received(self.phase, arrived * self.context.block_bytes);
+        }
+    }
+}
+
 /// How a prefill on another worker ended.
 enum PrefillEnd {
     /// The prompt tokens that it found cached, by tier.
@@ -140,6 +169,7 @@ impl<'a> Arrival<'a> {
     /// leading ones are here; they are not held.
     async fn load_ahead(&mut self, blocks: Range<usize>) -> usize {
         let hashes = self.sequence.missing_hashes()[blocks].to_vec();
+        let uncounted = Uncounted::new(self.context, &hashes, HandoffPhase::Prefill);
         let loaded = {
             let trace = &self.sequence.request.attributes.trace;
             let loading = self.context.manager.prefetch_from(&self.memory, &hashes, trace);
@@ -158,6 +188,7 @@ impl<'a> Arrival<'a> {
                 }
             }
         };
+        uncounted.over();
         let Onboarded { blocks, from } = loaded.unwrap_or_else(|| {
             let blocks = self.context.manager.hold(&hashes);
             let from = vec![(Level::Peer, blocks.len())];
@@ -185,7 +216,9 @@ impl<'a> Arrival<'a> {
         let (hashes, recompute) =
             (self.sequence.missing_hashes().to_vec(), self.sequence.recompute(&self.context.stats));
         let trace = &self.sequence.request.attributes.trace;
+        let uncounted = Uncounted::new(self.context, &hashes, HandoffPhase::AfterPrefill);
         let onboarded = self.context.manager.onboard_from(&self.memory, &hashes, recompute, trace).await;
+        uncounted.over();
         let Onboarded { blocks, from } = onboarded;
         self.count(&hashes, &from, HandoffPhase::AfterPrefill);
         self.attach(blocks, &cached);

@@ -102,7 +102,7 @@ mod tests {
         let path = Builtin::Tiny.ensure(folder.path(), &|_, _| ()).unwrap();
         let run = |threads| {
             let LoadedModel { config, weights, .. } = LoadedModel::open(&path, Some("tiny")).unwrap();
-            let model = Model::new(config, weights, threads);
+            let model = Model::new(config, weights, threads).unwrap();
             let kv_cache = model.kv_cache(16, 64).unwrap();
             // Every third sequence computes only a part of its prompt.
             let inputs = (0..24).map(|of| input(of, (of % 3 != 0).then_some(u64::from(of)))).collect();

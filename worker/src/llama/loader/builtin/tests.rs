@@ -111,7 +111,7 @@ fn text_is_encoded_in_few_tokens() {
 fn greedy_text_varies_and_tokenizes_to_the_same_tokens() {
     let (_data, LoadedModel { card, config, weights }) = made(Builtin::Tiny);
     let tokenizer = Tokenizer::from_str(card.tokenizer.as_deref().unwrap()).unwrap();
-    let model = Model::new(config, weights, 1);
+    let model = Model::new(config, weights, 1).unwrap();
     // What transformers 5.19 answers, from the same folder: template, tokenizer and model in one.
     let hello = " orig integers directly keyword across directly internal indicates writ bit together above";
     let answers = ["hello", "hello!", "What is a block?"].map(|text| {

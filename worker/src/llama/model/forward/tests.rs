@@ -189,7 +189,7 @@ struct Sequence {
 
 impl Machine {
     fn new(config: &Config, seed: u64, threads: usize, block_size: usize, blocks: usize) -> Self {
-        let model = Model::new(config.clone(), weights(config, seed), threads);
+        let model = Model::new(config.clone(), weights(config, seed), threads).unwrap();
         let kv_cache = model.kv_cache(block_size, blocks).unwrap();
         // Slots hold what others left behind: not even a NaN there may matter.
         let junk = f32::NAN.to_le_bytes().repeat(kv_cache.block_bytes() / 4);
